@@ -1,0 +1,210 @@
+"""What is added to a score: frozen values, computed for any tile in float32 (float64 for float64).
+
+A bias says `add(b, h, i, j)`, the numbers to add, and `collect`, how the gradient of a tile's scores
+flows into its tensor. Where `Dense` holds −inf the key is masked, as a mask would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.shapes import Shape, kind, sizes, whole
+from manyheads.values import Value, bound
+
+Index = Any
+
+
+class Bias(Value):
+    """What is added to a score. Subclasses hold one tensor, which may ask for a gradient."""
+
+    def add(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        """What to add to the score of query position i and key j: broadcasts to `[b, h, t, s]`."""
+        raise NotImplementedError
+
+    def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
+        """Add to `into`, the gradient of the bias's tensor, what a tile's score gradient brings."""
+        raise NotImplementedError
+
+    def tensor(self) -> Tensor:
+        """The one tensor inside."""
+        return self.tensors()[0]
+
+    def check(self, shape: Shape) -> None:
+        """Raise ValueError unless the bias goes with a problem of this shape."""
+
+    def bind(self, first: int | Tensor) -> Bias:
+        """The bias for queries whose row 0 stands at position `first` (int or `[b]`)."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({sizes(self.tensor())})"
+
+
+def _heads(tensor: Tensor, shape: Shape, name: str) -> None:
+    if tensor.shape[0] not in (1, shape.h):
+        raise ValueError(
+            f"{name} holds {tensor.shape[0]} heads {sizes(tensor)}, and h = {shape.h}."
+        )
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """The slopes of the ALiBi paper (Press et al. 2022, arXiv:2108.12409) for any head count: `[h]`.
+
+    For a power of two n: 2^(−8/n), 2^(−16/n), …; between powers, those of the power below, then
+    every other one of the power above, as in the authors' code.
+    """
+    whole(heads, "the number of heads in ALiBi", least=1)
+    power = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * n / power) for n in range(1, power + 1)]
+    between = [2 ** (-4 * n / power) for n in range(1, 2 * power + 1, 2)]
+    return torch.tensor(slopes + between[: heads - power], dtype=torch.float32)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ALiBi(Bias):
+    """Linear in distance: −slope · |i − j|, one slope per head (Press et al. 2022, arXiv:2108.12409).
+
+    `ALiBi(8)`: the paper's slopes for 8 heads; `ALiBi(slopes)`: a tensor or list `[h]`.
+    """
+
+    slopes: Tensor
+
+    def __init__(self, slopes: int | Sequence[float] | Tensor) -> None:
+        if isinstance(slopes, int):
+            slopes = alibi_slopes(slopes)
+        elif not isinstance(slopes, Tensor):
+            slopes = torch.tensor(slopes, dtype=torch.float32)
+        if slopes.dim() != 1 or not slopes.is_floating_point():
+            raise TypeError(
+                f"ALiBi takes a number of heads or slopes [h], and {kind(slopes)} {sizes(slopes)} came."
+            )
+        _finite(slopes, "ALiBi's slopes")
+        object.__setattr__(self, "slopes", slopes)
+
+    def add(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        slopes = self.slopes[0 if self.slopes.shape[0] == 1 else h]
+        return -_wide(slopes) * (i - j).abs()
+
+    def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
+        per_head = (grad * -(i - j).abs()).sum((0, 2, 3))  # [h]
+        into += per_head.sum(0, keepdim=True) if into.shape[0] == 1 else per_head
+
+    def check(self, shape: Shape) -> None:
+        _heads(self.slopes, shape, "ALiBi")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Relative(Bias):
+    """A learned number per head and clipped distance: table[h, clip(j − i, −n, n) + n].
+
+    table: `[h, 2n + 1]` (or `[1, 2n + 1]` for all heads). The clipping is that of Shaw et al. 2018
+    (arXiv:1803.02155), the number per head that of Raffel et al. 2020 (arXiv:1910.10683), unbucketed.
+    """
+
+    table: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.table, Tensor) or not self.table.is_floating_point():
+            raise TypeError(
+                f"Relative takes a table [h, 2n + 1] of floats, and {kind(self.table)} came."
+            )
+        if self.table.dim() != 2 or self.table.shape[1] % 2 == 0:
+            raise ValueError(f"Relative takes a table [h, 2n + 1], and {sizes(self.table)} came.")
+        _finite(self.table, "Relative's table")
+
+    @classmethod
+    def learned(cls, heads: int, distance: int) -> Relative:
+        """A table of zeros to be learned, for distances up to `distance` on both sides."""
+        whole(heads, "the number of heads in Relative", least=1)
+        whole(distance, "the distance in Relative")
+        return cls(torch.nn.Parameter(torch.zeros(heads, 2 * distance + 1)))
+
+    def _place(self, i: Index, j: Index) -> Tensor:
+        n = self.table.shape[1] // 2
+        return (j - i).clamp(-n, n) + n
+
+    def add(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        return _wide(self.table[0 if self.table.shape[0] == 1 else h, self._place(i, j)])
+
+    def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
+        # With one offset per sequence the place depends on b, so the batch is flattened, not summed.
+        place = self._place(i, j).expand(grad.shape[0], 1, *grad.shape[2:])  # [b, 1, t, s]
+        per_head = grad.transpose(0, 1).flatten(1)  # [h, b*t*s]
+        if into.shape[0] == 1:
+            per_head = per_head.sum(0, keepdim=True)
+        into.index_add_(1, place.reshape(-1), per_head)
+
+    def check(self, shape: Shape) -> None:
+        _heads(self.table, shape, "Relative")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Bias):
+    """A tensor of floats that broadcasts to `[b, h, t, s]`; −inf masks, NaN and +inf are refused."""
+
+    values: Tensor
+    first: int | Tensor = bound(0)  # the position of row 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Tensor) or not self.values.is_floating_point():
+            raise TypeError(
+                f"Dense takes a tensor of floats, and {kind(self.values)} came; a boolean mask is Keep(t) or Drop(t)."
+            )
+        if self.values.dim() > 4:
+            raise ValueError(
+                f"Dense takes what broadcasts to [b, h, t, s], and {sizes(self.values)} came."
+            )
+        if not torch.compiler.is_compiling() and not bool((self.values < torch.inf).all()):
+            what = "NaN" if bool(self.values.isnan().any()) else "+inf"
+            raise ValueError(f"Dense may hold finite numbers and -inf (masked), and {what} came.")
+
+    def _four(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+
+    def _places(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, ...]:
+        if isinstance(self.first, int):
+            row = i - self.first
+        else:  # positions differ between sequences, rows don't
+            row = (i - self.first[b])[:1]
+        four = self._four(self.values).shape
+        return tuple(0 if n == 1 else place for n, place in zip(four, (b, h, row, j), strict=True))
+
+    def add(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        return _wide(self._four(self.values)[self._places(b, h, i, j)])
+
+    def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
+        four = self._four(into)  # a view: into is made contiguous
+        summed = tuple(
+            axis for axis, n in enumerate(four.shape) if n == 1 and grad.shape[axis] != 1
+        )
+        grad = grad.sum(summed, keepdim=True) if summed else grad
+        places = self._places(b, h, i, j)
+        four.index_put_(
+            tuple(torch.as_tensor(p, device=into.device) for p in places), grad, accumulate=True
+        )
+
+    def check(self, shape: Shape) -> None:
+        want = (shape.b, shape.h, shape.t, shape.s)
+        if any(n not in (1, m) for n, m in zip(self._four(self.values).shape, want, strict=True)):
+            raise ValueError(
+                f"Dense holds {sizes(self.values)}, which doesn't broadcast to [b, h, t, s] = {list(want)}."
+            )
+
+    def bind(self, first: int | Tensor) -> Dense:
+        return self.but(first=first)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """At least float32: a bias is never rounded to the queries' dtype."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _finite(tensor: Tensor, name: str) -> None:
+    if not torch.compiler.is_compiling() and not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} must be finite, and {tensor.flatten().tolist()[:8]} came.")

@@ -1,0 +1,86 @@
+"""The keys and values of what was already read: one layer's cache. It owns its offset and its mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from manyheads.masks import Causal, Mask
+from manyheads.shapes import sizes, whole
+
+
+class Cache:
+    """Keys and values of one attention layer while a model generates.
+
+    `Cache(length)` is preallocated for `length` tokens at its first use, and refuses more;
+    `Cache()` grows. `offset` is the number of tokens held: the position of the next query. `mask` is
+    what holds between new queries and all keys, causal unless said otherwise; a mask given to the
+    layer is added to it with `&`.
+    """
+
+    def __init__(self, length: int | None = None, *, mask: Mask | None = None) -> None:
+        self.length = None if length is None else whole(length, "the length of a Cache", least=1)
+        self.mask: Mask = Causal() if mask is None else mask
+        self.offset = 0
+        self._k: Tensor | None = None  # [b, g, room, d]
+        self._v: Tensor | None = None  # [b, g, room, w]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys `[b, g, n, d]` and values `[b, g, n, w]`; all of them so far, `[b, g, offset, …]`.
+
+        Raises ValueError if they don't fit the length, or the batch, heads, width or dtype so far.
+        """
+        if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+            raise ValueError(
+                f"a Cache takes k [b, g, n, d] and v [b, g, n, w], and {sizes(k)} and {sizes(v)} came."
+            )
+        n = k.shape[2]
+        if self.length is not None and self.offset + n > self.length:
+            raise ValueError(
+                f"the Cache holds {self.offset} of {self.length} tokens, and {n} more came: "
+                "make it longer, or use Cache(), which grows."
+            )
+        if self._k is not None and self._v is not None:
+            for name, new, old in (("k", k, self._k), ("v", v, self._v)):
+                if (new.shape[:2], new.shape[3:]) != (
+                    old.shape[:2],
+                    old.shape[3:],
+                ) or new.dtype != old.dtype:
+                    raise ValueError(
+                        f"the Cache holds {name} {sizes(old)} of {old.dtype}, and {sizes(new)} of "
+                        f"{new.dtype} came: one cache serves one layer and one batch."
+                    )
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise ValueError(
+                "a Cache keeps no gradients, and keys that ask for one came: wrap generation in "
+                "torch.no_grad() or torch.inference_mode()."
+            )
+        end = self.offset + n
+        self._k, self._v = self._room(self._k, k, end), self._room(self._v, v, end)
+        # Written through .data, past the version counter: maps of earlier steps look at what comes
+        # before `offset`, which never changes.
+        self._k.data[:, :, self.offset : end] = k
+        self._v.data[:, :, self.offset : end] = v
+        self.offset = end
+        return self._k[:, :, :end], self._v[:, :, :end]
+
+    def _room(self, held: Tensor | None, new: Tensor, end: int) -> Tensor:
+        """A buffer with room for `end` tokens: the same one, or a larger copy (it doubles)."""
+        if held is not None and held.shape[2] >= end:
+            return held
+        room = self.length or max(end, 2 * held.shape[2] if held is not None else 0)
+        larger = new.new_empty(new.shape[0], new.shape[1], room, new.shape[3])
+        if held is not None:
+            larger[:, :, : self.offset] = held[:, :, : self.offset]
+        return larger
+
+    def clear(self) -> None:
+        """Forget everything; earlier maps keep what they look at."""
+        self.offset, self._k, self._v = 0, None, None
+
+    def __len__(self) -> int:
+        return self.offset
+
+    def __repr__(self) -> str:
+        room = "growing" if self.length is None else f"of {self.length}"
+        return f"Cache({self.offset} tokens, {room}, {self.mask})"

@@ -1,0 +1,100 @@
+"""The kernels: an ordered tuple, the rules that choose from it, and the table that explains them.
+
+A kernel is a module with
+
+    NAME        its name in `kernel=`
+    GIVES_LSE   does it give the log-sum-exp beside the output?
+    SHIELDS     does it promise that NaN and Inf behind a mask can't leak?
+    refuse(p)   all reasons why it can't compute this problem; none if it can
+    run(p)      output `[b, h, t, w]`, and log-sum-exp `[b, h, t]` or None
+
+`kernel="auto"` takes the first in order that refuses nothing; a kernel asked for by name raises all
+its reasons. Nothing falls back in silence.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.scores import Problem
+
+ORDER = ("sdpa", "chunked", "reference")
+
+
+def load(name: str) -> Any:
+    """The kernel of this name."""
+    if name not in ORDER:
+        raise ValueError(f'kernel must be "auto" or one of {", ".join(ORDER)}, and {name!r} came.')
+    return import_module(f"manyheads.kernels.{name}")
+
+
+def verdicts(problem: Problem) -> dict[str, list[str]]:
+    """Each kernel, in order, and its reasons to refuse (none: it can)."""
+    return {name: load(name).refuse(problem) for name in ORDER}
+
+
+def choose(problem: Problem, kernel: str = "auto") -> Any:
+    """The kernel for a problem; ValueError with all the reasons if the one asked for can't."""
+    if kernel != "auto":
+        chosen = load(kernel)
+        reasons = chosen.refuse(problem)
+        if reasons:
+            raise ValueError(
+                f'kernel="{kernel}" can\'t compute this: {"; ".join(reasons)}. '
+                'Use kernel="auto" or another one; explain(...) prints which can.'
+            )
+        return chosen
+    return next(chosen for chosen in map(load, ORDER) if not chosen.refuse(problem))
+
+
+def run(problem: Problem, kernel: str = "auto") -> tuple[Tensor, Tensor | None]:
+    """The output `[b, h, t, w]` and, where the kernel gives it, the log-sum-exp `[b, h, t]`.
+
+    A kernel that doesn't shield is watched: under a mask, in eager mode on the CPU, an output that
+    isn't finite is computed again by `chunked` (with "auto") or raises (asked for by name).
+    """
+    chosen = choose(problem, kernel)
+    with torch.autocast(problem.q.device.type, enabled=False):
+        out, lse = chosen.run(problem)
+        if not chosen.SHIELDS and _watched(problem) and not bool(out.isfinite().all()):
+            if kernel != "auto":
+                raise ValueError(
+                    f'kernel="{kernel}" met NaN or Inf under a mask and can\'t promise that what is masked '
+                    'doesn\'t leak: use kernel="auto" or "chunked", or mend the input.'
+                )
+            out, lse = load("chunked").run(problem)
+    return out, lse
+
+
+def _watched(problem: Problem) -> bool:
+    masked = problem.mask is not None or problem.bias is not None
+    return masked and problem.q.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def table(problem: Problem) -> str:
+    """The verdicts as text: each kernel with yes or all its reasons, and what a map costs there."""
+    chosen = choose(problem).NAME
+    n = problem.shape
+    lines = [
+        f"q [{n.b}, {n.h}, {n.t}, {n.d}]  k [{n.b}, {n.g}, {n.s}, {n.d}]  v width {n.w}  {problem.q.dtype}"
+    ]
+    for name, reasons in verdicts(problem).items():
+        kernel = load(name)
+        if reasons:
+            lines.append(f"  {name:<10} no: " + f"\n{'':<16}".join(reasons))
+            continue
+        cost = "a map is free" if kernel.GIVES_LSE else "a map costs one more pass over the keys"
+        shield = "" if kernel.SHIELDS else f"; {_leaks(problem)}"
+        mark = "  ← auto" if name == chosen else ""
+        lines.append(f"  {name:<10} yes: {cost}{shield}{mark}")
+    return "\n".join(lines)
+
+
+def _leaks(problem: Problem) -> str:
+    if problem.q.device.type == "cpu":
+        return "NaN and Inf under a mask are looked for in its output (not while compiling)"
+    return "NaN and Inf in a masked key are kept out only where no query may see it"

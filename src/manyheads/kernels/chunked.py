@@ -1,0 +1,303 @@
+"""Online softmax in plain PyTorch: O(L) memory, any device, any mask and bias, gradients too.
+
+Rows and columns are walked in blocks; a running maximum and sum per row make the softmax exact
+(Milakov & Gimelshein 2018, arXiv:1805.02867; Rabe & Staats 2021, arXiv:2112.05682), and the gradient
+recomputes each block from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135). Blocks that the mask
+leaves empty are skipped.
+
+It is one opaque operator, `manyheads::chunked`, on tensors and numbers: `torch.compile` doesn't
+unroll its loop. Masks and biases go through it as text beside their tensors (`values.write`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads import scores, values
+from manyheads.scores import Problem, fold, unfold
+
+NAME = "chunked"
+GIVES_LSE = True
+SHIELDS = True  # what is masked can't leak
+
+BLOCK = 1 << 20  # scores in a block, over all heads: 4 MiB in float32
+
+
+def refuse(problem: Problem) -> list[str]:
+    """Nothing."""
+    return []
+
+
+def run(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
+    masks: list[Tensor] = []
+    biases: list[Tensor] = []
+    text = f"({values.write(problem.mask, masks)}, {values.write(problem.bias, biases)})"
+    per_sequence = isinstance(problem.offset, Tensor)
+    return _attend(
+        problem.q,
+        problem.k,
+        problem.v,
+        problem.sink,
+        masks,
+        biases,
+        problem.offset if per_sequence else None,
+        torch.randint(1 << 62, (1,)) if problem.dropout_p else None,
+        text,
+        0 if per_sequence else problem.offset,
+        problem.scale,
+        problem.softcap or 0.0,
+        problem.dropout_p,
+    )
+
+
+def lse(problem: Problem) -> Tensor:
+    """The log-sum-exp alone, `[b, h, t]`, in one pass over the keys; no gradient."""
+    with torch.no_grad():
+        return _forward(problem.detach(), None, values=False)[1]
+
+
+# -- the loops -------------------------------------------------------------------------------------
+
+
+def blocks(problem: Problem) -> Iterator[tuple[slice, list[slice]]]:
+    """Blocks of rows, each with the blocks of columns that some of its rows may see."""
+    n = problem.shape
+    budget = BLOCK if problem.q.device.type == "cpu" else 16 * BLOCK
+    per_head = max(budget // max(n.b * n.h, 1), 1024)
+    rows = min(max(math.isqrt(per_head) // 32 * 32, 32), max(n.t, 1))
+    columns = max(per_head // rows // 32 * 32, 32)
+    for start in range(0, n.t, rows):
+        stop = min(start + rows, n.t)
+        (left, right), _ = problem.span(start, stop)
+        yield (
+            slice(start, stop),
+            [slice(c, min(c + columns, right)) for c in range(left, right, columns)],
+        )
+
+
+def _forward(p: Problem, seed: Tensor | None, values: bool = True) -> tuple[Tensor, Tensor]:
+    """Output `[b, h, t, w]` (width 0 without values) and log-sum-exp `[b, h, t]`."""
+    b, h, g, t, _, _, w = p.shape
+    out = p.q.new_empty(b, h, t, w if values else 0)
+    lse = p.q.new_empty(b, h, t, dtype=p.dtype)
+    fine = not values or _finite(p.v)
+    for rows, columns in blocks(p):
+        r = rows.stop - rows.start
+        top, total = _start(p, r)  # [b, h, r]: the running maximum, and the sum of exp(score − top)
+        acc = p.q.new_zeros(b, h, r, out.shape[-1], dtype=p.dtype)
+        for cols in columns:
+            score = scores.tile(p, rows, cols)  # [b, h, r, c]
+            higher = torch.maximum(top, score.amax(-1))
+            ground = torch.where(higher == -math.inf, 0.0, higher)  # −inf − −inf is NaN
+            weight = torch.exp(score - ground[..., None])
+            decay = torch.exp(top - ground)
+            top, total = higher, total * decay + weight.sum(-1)
+            if values:
+                if seed is not None:
+                    weight = weight * _dropout(p, seed, rows, cols)
+                v = p.v[:, :, cols].to(p.dtype)  # [b, g, c, w]
+                weight = fold(weight, g)
+                mixed = weight @ v if fine else scores.mix(weight, fold(score != -math.inf, g), v)
+                acc = acc * decay[..., None] + unfold(mixed, h)
+        empty = total == 0
+        out[:, :, rows] = (acc / torch.where(empty, 1.0, total)[..., None]).to(out.dtype)
+        lse[:, :, rows] = torch.where(empty, -math.inf, top + total.log())
+    return out, lse
+
+
+def _backward(
+    p: Problem,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor,
+    seed: Tensor | None,
+    needs: list[bool],
+) -> list[Tensor]:
+    """Gradients of q, k, v, sink and the bias's tensor; those not needed are empty tensors."""
+    h, g = p.shape.h, p.shape.g
+    d_out = d_out.to(p.dtype)  # [b, h, t, w]
+    dq, dk, dv = (torch.zeros_like(x, dtype=p.dtype) for x in (p.q, p.k, p.v))
+    d_sink = torch.zeros_like(p.sink, dtype=p.dtype) if p.sink is not None else p.q.new_empty(0)
+    table = p.bias.tensor() if p.bias is not None and needs[4] else None
+    d_bias = p.q.new_empty(0) if table is None else p.q.new_zeros(table.shape, dtype=p.dtype)
+    # d score = weight · (d weight − Σ weight · d weight); the sum is d out · out. lse adds its own part.
+    delta = (d_out * out).sum(-1) - d_lse  # [b, h, t]
+    fine = _finite(p.q) and _finite(p.k) and _finite(p.v) and _finite(d_out)
+
+    def mix(weight: Tensor, keep: Tensor, x: Tensor) -> Tensor:
+        return weight @ x if fine else scores.mix(weight, keep, x)
+
+    for rows, columns in blocks(p):
+        q = fold(p.q[:, :, rows].to(p.dtype), g)  # [b, g, r', d], r' = (h/g)·r
+        do = fold(d_out[:, :, rows], g)  # [b, g, r', w]
+        for cols in columns:
+            score = scores.tile(p, rows, cols)  # [b, h, r, c]
+            keep = score != -math.inf
+            weight = scores.weights(score, lse[:, :, rows])
+            k, v = (
+                p.k[:, :, cols].to(p.dtype),
+                p.v[:, :, cols].to(p.dtype),
+            )  # [b, g, c, d], [b, g, c, w]
+            d_weight = unfold(do @ v.mT, h)  # [b, h, r, c]
+            used = weight
+            if seed is not None:
+                drop = _dropout(p, seed, rows, cols)
+                used, d_weight = weight * drop, d_weight * drop
+            folded = fold(keep, g)  # [b, g, r', c]
+            dv[:, :, cols] += mix(fold(used, g).mT, folded.mT, do)
+            d_score = torch.where(keep, weight * (d_weight - delta[:, :, rows, None]), 0.0)
+            if table is not None and p.bias is not None:
+                p.bias.collect(d_bias, d_score, *p.at(rows, cols))
+            if p.softcap is not None:
+                capped = scores.logits(p, rows, cols) / p.softcap
+                d_score = torch.where(keep, d_score * (1 - capped * capped), 0.0)
+            d_score = fold(d_score * p.scale, g)
+            dq[:, :, rows] += unfold(mix(d_score, folded, k), h)
+            dk[:, :, cols] += mix(d_score.mT, folded.mT, q)
+    if p.sink is not None:  # the sink's weight times (its value, 0, − delta)
+        d_sink -= (scores.weights(p.sink.to(p.dtype)[:, None, None], lse)[..., 0] * delta).sum(
+            (0, 2)
+        )
+    like = (p.q, p.k, p.v, p.sink, table)
+    return [
+        x if y is None else x.to(y.dtype)
+        for x, y in zip((dq, dk, dv, d_sink, d_bias), like, strict=True)
+    ]
+
+
+def _start(p: Problem, r: int) -> tuple[Tensor, Tensor]:
+    """The running maximum and sum before any key: nothing, or the sink alone. Both `[b, h, r]`."""
+    b, h = p.shape.b, p.shape.h
+    if p.sink is None:
+        return p.q.new_full((b, h, r), -math.inf, dtype=p.dtype), p.q.new_zeros(
+            b, h, r, dtype=p.dtype
+        )
+    sink = p.sink.to(p.dtype)[None, :, None].expand(b, h, r)
+    return sink, (sink != -math.inf).to(p.dtype)
+
+
+def _dropout(p: Problem, seed: Tensor, rows: slice, cols: slice) -> Tensor:
+    """What dropout multiplies a block's weights by: 0 or 1/(1 − p). The same whenever asked again."""
+    if p.dropout_p == 1:
+        return p.q.new_zeros((), dtype=p.dtype)
+    place = (int(seed) + rows.start * p.shape.s + cols.start) % (1 << 63)
+    generator = torch.Generator(p.q.device).manual_seed(place)
+    size = (p.shape.b, p.shape.h, rows.stop - rows.start, cols.stop - cols.start)
+    kept = torch.rand(size, generator=generator, device=p.q.device) >= p.dropout_p
+    return kept.to(p.dtype) / (1 - p.dropout_p)
+
+
+def _finite(x: Tensor) -> bool:
+    """One look at a whole tensor, so that the blocks need none. A sum is not finite if a part isn't."""
+    return bool(x.sum(dtype=torch.float64).isfinite())
+
+
+# -- the operator ----------------------------------------------------------------------------------
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] masks, Tensor[] biases, Tensor? offsets, "
+    "Tensor? seed, str text, SymInt offset, float scale, float softcap, float dropout_p"
+)
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    masks: list[Tensor],
+    biases: list[Tensor],
+    offsets: Tensor | None,
+    seed: Tensor | None,
+    text: str,
+    offset: int,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+) -> Problem:
+    mask, bias = values.read(text, masks, biases)
+    return Problem.of(
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap or None,
+        sink=sink,
+        dropout_p=dropout_p,
+        offset=offset if offsets is None else offsets,
+    )
+
+
+@torch.library.custom_op(
+    "manyheads::chunked", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
+)
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    problem = _problem(*arguments)
+    with torch.autocast(problem.q.device.type, enabled=False):
+        return _forward(problem, arguments[7])
+
+
+@torch.library.custom_op(
+    "manyheads::chunked_backward",
+    mutates_args=(),
+    schema=f"(Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] needs, {_ARGUMENTS}) -> Tensor[]",
+)
+def _attend_backward(
+    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
+) -> list[Tensor]:
+    problem = _problem(*arguments)
+    with torch.autocast(problem.q.device.type, enabled=False):
+        return _backward(problem, out, lse, d_out, d_lse, arguments[7], needs)
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
+
+
+@_attend_backward.register_fake
+def _(
+    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
+) -> list[Tensor]:
+    q, k, v, sink, _, biases = arguments[:6]
+    like = (q, k, v, sink, biases[0] if biases and needs[4] else None)
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers = inputs
+    ctx.masks = len(masks)
+    ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
+
+
+def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+    out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
+    masks, biases = rest[: ctx.masks], rest[ctx.masks :]
+    needs = [True, True, True, sink is not None, any(x.requires_grad for x in biases)]
+    dq, dk, dv, d_sink, d_bias = _attend_backward(
+        out, lse, d_out, d_lse, needs, q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers
+    )
+    d_biases = [d_bias if needs[4] else None for _ in biases]
+    nothing = [None] * (2 + len(ctx.numbers))
+    return (dq, dk, dv, None if sink is None else d_sink, [None] * len(masks), d_biases, *nothing)
+
+
+def _refuse_twice(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(
+        "chunked attention has a first gradient only, and a second one was asked for: "
+        'use kernel="reference", whose gradient PyTorch can differentiate again.'
+    )
+
+
+_attend.register_autograd(_differentiate, setup_context=_remember)
+_attend_backward.register_autograd(_refuse_twice)

@@ -1,0 +1,171 @@
+"""PyTorch's fused attention, where the problem can be said exactly in its terms.
+
+`F.scaled_dot_product_attention` falls back in silence to a path that builds every weight; this
+kernel refuses the problems for which it would. It gives no log-sum-exp, and it doesn't promise that
+what is masked can't leak: `kernels.run` looks at its output for that.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyheads.masks import Drop, Full, Keep
+from manyheads.scores import ALL, Problem
+
+NAME = "sdpa"
+GIVES_LSE = False
+SHIELDS = False
+
+LIMIT = 64 * 2**20  # bytes of a mask tensor made from a rule
+
+
+def refuse(problem: Problem) -> list[str]:
+    """Why PyTorch's fused kernels can't say this problem; empty if they can."""
+    p, n = problem, problem.shape
+    reasons = []
+    if 0 in n:
+        reasons.append(f"a size is 0 ({_zero(p)}), for which PyTorch has no fused kernel")
+    if p.softcap is not None:
+        reasons.append("it has no softcap")
+    if p.sink is not None:
+        reasons.append("it has no sinks")
+    if p.dropout_p:
+        reasons.append("with dropout PyTorch takes its math path, which builds every weight")
+    if n.w != n.d:
+        reasons.append(f"values of width {n.w} beside keys of width {n.d} take PyTorch's math path")
+    if any(x.stride(-1) != 1 for x in (p.q, p.k, p.v)):
+        reasons.append(
+            "the last dimension of q, k or v isn't contiguous, which takes PyTorch's math path"
+        )
+    if p.bias is not None:
+        if torch.is_grad_enabled() and p.bias.tensor().requires_grad:
+            reasons.append("it gives no gradient to a bias")
+        if p.q.dtype in (torch.float16, torch.bfloat16) and not _exact(p):
+            reasons.append(f"it would round the bias to {p.q.dtype}")
+    if _needs_tensor(p) and not _given_as_tensor(p):
+        size = _mask_bytes(p)
+        if size > LIMIT:
+            reasons.append(
+                f"the mask and bias would have to become a tensor of {size / 2**20:,.0f} MB "
+                f"(at most {LIMIT // 2**20})"
+            )
+    if p.q.device.type == "cuda":
+        reasons += _refuse_on_cuda(p)
+    return reasons
+
+
+def _refuse_on_cuda(p: Problem) -> list[str]:
+    """There, float32 and every mask tensor go to the memory-efficient kernel, which knows no groups."""
+    reasons = []
+    if p.q.dtype == torch.float64:
+        reasons.append("PyTorch has no fused kernel for float64 on CUDA")
+    if p.shape.d > 256:
+        reasons.append(f"head size {p.shape.d} is above 256")
+    if p.shape.h != p.shape.g and (p.q.dtype == torch.float32 or _needs_tensor(p)):
+        reasons.append(
+            "with grouped heads PyTorch fuses only 16-bit problems without a mask tensor on CUDA"
+        )
+    return reasons
+
+
+def run(problem: Problem) -> tuple[Tensor, None]:
+    """The output `[b, h, t, w]`; no log-sum-exp."""
+    p = problem
+    needed = _needs_tensor(p)
+    out = F.scaled_dot_product_attention(
+        p.q,
+        p.k,
+        p.v,
+        attn_mask=_tensor(p) if needed else None,
+        is_causal=not needed and _is_causal(p),
+        scale=p.scale,
+        enable_gqa=p.shape.h != p.shape.g,
+    )
+    return out, None
+
+
+def _is_causal(p: Problem) -> bool:
+    """Is the mask the top-left triangle, which PyTorch calls causal?"""
+    if p.mask is None or not isinstance(p.offset, int | torch.SymInt) or p.offset != 0:
+        return False
+    band, segments, lengths, rest = p.mask.normal()
+    return band == (None, 0) and not (segments or lengths or rest)
+
+
+def _sees_all(p: Problem) -> bool:
+    """Does a mask of bands alone keep everything here, as Causal does for a single last query?"""
+    if p.mask is None:
+        return True
+    (low, high), segments, lengths, rest = p.mask.normal()
+    if segments or lengths or rest:
+        return False
+    if low is None and high is None:
+        return True
+    if not isinstance(p.offset, int | torch.SymInt):
+        return False
+    top, bottom = p.offset, p.offset + p.shape.t - 1
+    return (low is None or bottom + low <= 0) and (high is None or top + high >= p.shape.s - 1)
+
+
+def _needs_tensor(p: Problem) -> bool:
+    return p.bias is not None or not (_sees_all(p) or _is_causal(p))
+
+
+def _given_as_tensor(p: Problem) -> bool:
+    """Did the caller bring the tensor, so that making it again is no surprise?"""
+    return p.bias is None and isinstance(p.mask, Keep | Drop | Full)
+
+
+def _mask_bytes(p: Problem) -> int:
+    """At most: a mask may turn out to be the same for all heads or batch entries."""
+    b, h, t, s = _mask_shape(p)
+    return b * h * t * s * (1 if p.bias is None else p.q.element_size())
+
+
+def _mask_shape(p: Problem) -> tuple[int, int, int, int]:
+    """The shape of the mask tensor, found by asking for it on fake tensors of one row and column."""
+    n, b, h = p.shape, 1, 1
+    rows = slice(0, min(n.t, 1))
+    index = p.at(rows, slice(0, min(n.s, 1)))
+    parts = []
+    if p.mask is not None:
+        parts.append(torch.as_tensor(p.mask.keep(*index)))
+    if p.bias is not None:
+        parts.append(p.bias.add(*index))
+    for part in parts:
+        wide = (1,) * (4 - part.dim()) + tuple(part.shape)
+        b, h = max(b, wide[0]), max(h, wide[1])
+    return b, h, n.t, n.s
+
+
+def _exact(p: Problem) -> bool:
+    """Is the bias a tensor of the queries' own dtype?"""
+    return (
+        p.bias is not None
+        and p.bias.tensor().dtype == p.q.dtype
+        and type(p.bias).__name__ == "Dense"
+    )
+
+
+def _tensor(p: Problem) -> Tensor:
+    """Mask and bias as PyTorch wants them: boolean, or added numbers with −inf where it hides."""
+    index = p.at(ALL, ALL)
+    n = p.shape
+    keep = None
+    if p.mask is not None:
+        keep = torch.as_tensor(p.mask.keep(*index), device=p.q.device)
+    if p.bias is None:
+        assert keep is not None
+        return keep.expand(keep.shape[0], keep.shape[1], n.t, n.s)
+    added = p.bias.add(*index)
+    if keep is not None:
+        added = torch.where(keep, added, -math.inf)
+    return added.expand(*added.shape[:2], n.t, n.s).to(p.q.dtype)
+
+
+def _zero(p: Problem) -> str:
+    return ", ".join(letter for letter, size in p.shape._asdict().items() if size == 0)

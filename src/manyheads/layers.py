@@ -1,0 +1,454 @@
+"""Attention as modules, batch first: one head over itself or over a context, and many heads.
+
+Parts are injected, not flagged: a position (`Rotary`), a bias (`ALiBi`, `Relative`), a norm for q and
+k. `forward` returns the output, `attend` the output and its `AttentionMap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyheads.biases import Bias
+from manyheads.cache import Cache
+from manyheads.functional import attention, attention_with_map
+from manyheads.maps import AttentionMap
+from manyheads.masks import Mask
+from manyheads.positions import Rotary
+from manyheads.shapes import divide, kind, sizes, whole
+
+Inputs = tuple[
+    Tensor, Tensor, Tensor, dict[str, Any]
+]  # q, k, v and the rest of attention's arguments
+
+
+class SelfAttention(nn.Module):
+    """One head over its own input: softmax(q kᵀ / √d) v, the textbook's first.
+
+    embed: the input's width e; head_dim: the head's and the output's width d (e if None).
+    """
+
+    def __init__(self, embed: int, head_dim: int | None = None) -> None:
+        super().__init__()
+        self._build(embed, embed, head_dim)
+
+    def _build(self, embed: int, context_dim: int, head_dim: int | None) -> None:
+        whole(embed, "embed", least=1)
+        whole(context_dim, "context_dim", least=1)
+        d = embed if head_dim is None else whole(head_dim, "head_dim", least=1)
+        self.q = nn.Linear(embed, d)
+        self.k = nn.Linear(context_dim, d)
+        self.v = nn.Linear(context_dim, d)
+
+    def forward(self, x: Tensor, *, mask: Mask | None = None) -> Tensor:
+        """x `[b, t, e]` → `[b, t, d]`."""
+        return attention(*self._heads(x, x), mask=mask).squeeze(1)
+
+    def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
+        """The output and its map, `[b, 1, t, t]`."""
+        out, amap = attention_with_map(*self._heads(x, x), mask=mask)
+        return out.squeeze(1), amap
+
+    def _heads(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _check_input(x, self.q.in_features, "x", "t")
+        _check_input(context, self.k.in_features, "context", "s")
+        return (
+            self.q(x)[:, None],
+            self.k(context)[:, None],
+            self.v(context)[:, None],
+        )  # [b, 1, t, d]
+
+
+class CrossAttention(SelfAttention):
+    """One head that asks with x and finds keys and values in a context.
+
+    embed: the width of x; context_dim: that of the context (embed if None); head_dim: d (embed if None).
+    """
+
+    def __init__(
+        self, embed: int, context_dim: int | None = None, head_dim: int | None = None
+    ) -> None:
+        nn.Module.__init__(self)
+        self._build(embed, embed if context_dim is None else context_dim, head_dim)
+
+    def forward(self, x: Tensor, context: Tensor, *, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
+        """x `[b, t, e]`, context `[b, s, c]` → `[b, t, d]`."""
+        return attention(*self._heads(x, context), mask=mask).squeeze(1)
+
+    def attend(  # type: ignore[override]
+        self, x: Tensor, context: Tensor, *, mask: Mask | None = None
+    ) -> tuple[Tensor, AttentionMap]:
+        """The output and its map, `[b, 1, t, s]`."""
+        out, amap = attention_with_map(*self._heads(x, context), mask=mask)
+        return out.squeeze(1), amap
+
+
+class MultiHeadAttention(nn.Module):
+    """Many heads over x, or over a context (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2).
+
+    Args:
+        embed: the model size e of x and of the output.
+        heads: the number of query heads h.
+        kv_heads: key/value heads g, which divide h (grouped-query attention); h if None.
+        head_dim: the size d of a head; e / h if None.
+        context_dim: the width of the context, if it isn't e.
+        position: `Rotary(...)`: turns q and k; a query's position is its row plus the offset.
+        bias: `ALiBi(...)`, `Relative.learned(...)`, …: added to the scores; its parameters are the
+            layer's.
+        qk_norm: what normalises q and k over d before the position: a function of d that makes a
+            module (`torch.nn.RMSNorm`), or a module, which is copied for each.
+        dropout: the probability with which weights are dropped in training.
+
+    The projections are `q`, `k`, `v` and `o`.
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        context_dim: int | None = None,
+        position: Rotary | None = None,
+        bias: Bias | None = None,
+        qk_norm: Callable[[int], nn.Module] | nn.Module | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        e, h = whole(embed, "embed", least=1), whole(heads, "heads", least=1)
+        g = h if kv_heads is None else whole(kv_heads, "kv_heads", least=1)
+        divide(h, g, "heads", "kv_heads")
+        d = (
+            divide(e, h, "embed", "heads")
+            if head_dim is None
+            else whole(head_dim, "head_dim", least=1)
+        )
+        c = e if context_dim is None else whole(context_dim, "context_dim", least=1)
+        if position is not None and not isinstance(position, Rotary):
+            raise TypeError(
+                f"position must turn q and k, as Rotary does, and {kind(position)} came"
+                ": an encoding such as Sinusoidal is added to the embeddings before the layer."
+            )
+        if position is not None and position.dim > d:
+            raise ValueError(
+                f"position turns {position.dim} entries of a head, and the head size d is {d}."
+            )
+        if bias is not None and not isinstance(bias, Bias):
+            raise TypeError(f"bias must be ALiBi, Relative or Dense, and {kind(bias)} came.")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be between 0 and 1, and {dropout!r} came.")
+        self.embed, self.heads, self.kv_heads, self.head_dim, self.context_dim = e, h, g, d, c
+        self.q = nn.Linear(e, h * d)
+        self.k = nn.Linear(c, g * d)
+        self.v = nn.Linear(c, g * d)
+        self.o = nn.Linear(h * d, e)
+        self.position = position
+        self.bias = None if bias is None else Held(bias)
+        self.q_norm, self.k_norm = _norms(qk_norm, d)
+        self.dropout = float(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """x `[b, t, e]`, and a context `[b, s, c]` to look at instead of x → `[b, t, e]`.
+
+        With a cache, x is what comes after what the cache holds, which is looked at too, under the
+        cache's mask (causal unless it was made otherwise) and `mask`.
+        """
+        q, k, v, rest = self._inputs(x, context, mask, cache)
+        return self._merge(attention(q, k, v, **rest))
+
+    def attend(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Tensor, AttentionMap]:
+        """`forward`, and beside its output the map `[b, h, t, s]` (per head, before dropout)."""
+        q, k, v, rest = self._inputs(x, context, mask, cache)
+        out, amap = attention_with_map(q, k, v, **rest)
+        return self._merge(out), amap
+
+    def _inputs(
+        self, x: Tensor, context: Tensor | None, mask: Mask | None, cache: Cache | None
+    ) -> Inputs:
+        _check_input(x, self.embed, "x", "t")
+        if context is None and self.context_dim != self.embed:
+            raise ValueError(
+                f"this layer looks at a context [b, s, {self.context_dim}], and none came."
+            )
+        if context is not None and cache is not None:
+            raise ValueError(
+                "a cache holds the keys of x itself, and a context came too: pass one of them."
+            )
+        source = x if context is None else context
+        _check_input(source, self.context_dim, "context", "s")
+        q = self._split(self.q(x), self.heads)  # [b, h, t, d]
+        k = self._split(self.k(source), self.kv_heads)  # [b, g, s, d]
+        v = self._split(self.v(source), self.kv_heads)  # [b, g, s, d]
+        q, k = self.q_norm(q), self.k_norm(k)
+        t, s = q.shape[2], k.shape[2]
+        first = 0 if cache is None else cache.offset  # the position of the first new key
+        offset = s - t if cache is None else first
+        if self.position is not None:
+            q = self.position(q, torch.arange(t, device=q.device) + offset)
+            k = self.position(k, torch.arange(s, device=k.device) + first)
+        if cache is not None:
+            mask = cache.mask if mask is None else cache.mask & mask
+            k, v = cache.append(k, v)  # [b, g, first + t, d]
+        bias = None if self.bias is None else self.bias.value()
+        dropout_p = self.dropout if self.training else 0.0
+        return q, k, v, {"mask": mask, "bias": bias, "offset": offset, "dropout_p": dropout_p}
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # [b, h, t, d]
+
+    def _merge(self, out: Tensor) -> Tensor:
+        return self.o(out.transpose(1, 2).flatten(2))  # [b, t, e]
+
+    def extra_repr(self) -> str:
+        groups = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        position = f", position={self.position}" if self.position is not None else ""
+        return f"embed={self.embed}, heads={self.heads}{groups}, head_dim={self.head_dim}{position}"
+
+    # -- weights in the shapes that others keep them ------------------------------------------------
+
+    def load(self, tensors: Mapping[str, Tensor], layout: str = "separate") -> MultiHeadAttention:
+        """Copy weights in; returns the layer. Linear weights are `[out, in]`; an absent bias is zero.
+
+        layout: "separate": `q.weight` `[h·d, e]`, `q.bias`, the same for k, v (`[g·d, c]`) and o
+            (`[e, h·d]`); "packed": `qkv.weight` (the rows of q, k, v in this order), `qkv.bias`,
+            `o.…`; "torch": the state dict of `torch.nn.MultiheadAttention`; "heads": a list of single
+            heads, `heads.0.q.weight` `[d, e]`, …, and `o.…`.
+
+        Raises ValueError naming what is missing, left over, or of another shape.
+        """
+        own = dict(_layout(layout).read(self, dict(tensors)))
+        state = {name: getattr(getattr(self, name[0]), name[2:]) for name in _SEPARATE}
+        unknown, missing = (
+            sorted(own.keys() - state.keys()),
+            sorted(set(_SEPARATE[::2]) - own.keys()),
+        )
+        if unknown or missing:
+            what = f"{', '.join(unknown)} came" if unknown else f"{', '.join(missing)} is missing"
+            raise ValueError(f"layout {layout!r} holds {_layout(layout).names}, and {what}.")
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                raise ValueError(
+                    f"{name} must be {sizes(state[name])} in this layer, and {sizes(tensor)} came."
+                )
+        with torch.no_grad():
+            for name, parameter in state.items():
+                parameter.copy_(own[name]) if name in own else parameter.zero_()
+        return self
+
+    def export(self, layout: str = "separate") -> dict[str, Tensor]:
+        """The weights in one of the layouts that `load` reads, as detached copies."""
+        chosen = _layout(layout)
+        own = {
+            name: getattr(getattr(self, name[0]), name[2:]).detach().clone() for name in _SEPARATE
+        }
+        return chosen.write(self, own)
+
+
+class Held(nn.Module):
+    """A bias inside a module: its tensors move, train and save with the layer."""
+
+    def __init__(self, bias: Bias) -> None:
+        super().__init__()
+        self._bias = bias
+        for field in fields(bias):  # type: ignore[arg-type]
+            tensor = getattr(bias, field.name)
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(field.name, tensor)
+            elif isinstance(tensor, Tensor):
+                self.register_buffer(field.name, tensor)
+
+    def value(self) -> Bias:
+        """The bias, on the layer's own tensors."""
+        own = {**self._parameters, **self._buffers}
+        return self._bias.but(**own)
+
+
+def _norms(
+    qk_norm: Callable[[int], nn.Module] | nn.Module | None, d: int
+) -> tuple[nn.Module, nn.Module]:
+    if qk_norm is None:
+        return nn.Identity(), nn.Identity()
+    if isinstance(qk_norm, nn.Module):
+        return qk_norm, deepcopy(qk_norm)
+    if not callable(qk_norm):
+        raise TypeError(
+            f"qk_norm must be a module or a function of d that makes one, and {kind(qk_norm)} came."
+        )
+    return qk_norm(d), qk_norm(d)
+
+
+def _check_input(x: Any, width: int, name: str, length: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor [b, {length}, {width}], and {kind(x)} came.")
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(
+            f"{name} must be [b, {length}, {width}], batch first, and {sizes(x)} came."
+        )
+
+
+# -- layouts -----------------------------------------------------------------------------------------
+
+_SEPARATE = tuple(f"{part}.{kind_}" for part in "qkvo" for kind_ in ("weight", "bias"))
+
+Weights = dict[str, Tensor]
+
+
+class _Layout:
+    """How weights are named and packed elsewhere: read to "separate", and written from it."""
+
+    names = "q.weight, q.bias and the same for k, v, o"
+
+    def read(self, layer: MultiHeadAttention, tensors: Weights) -> Weights:
+        return tensors
+
+    def write(self, layer: MultiHeadAttention, own: Weights) -> Weights:
+        return own
+
+
+class _Packed(_Layout):
+    names = "qkv.weight, qkv.bias, o.weight, o.bias"
+
+    def read(self, layer: MultiHeadAttention, tensors: Weights) -> Weights:
+        return _unpack(layer, tensors, {"qkv.weight": "weight", "qkv.bias": "bias"})
+
+    def write(self, layer: MultiHeadAttention, own: Weights) -> Weights:
+        _one_source(layer, "packed")
+        return _pack(own, {"qkv.weight": "weight", "qkv.bias": "bias"})
+
+
+class _Torch(_Layout):
+    names = "in_proj_weight (or q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias, out_proj.weight, out_proj.bias"
+    packed: Mapping[str, str] = {"in_proj_weight": "weight", "in_proj_bias": "bias"}
+    others: Mapping[str, str] = {
+        "q_proj_weight": "q.weight",
+        "k_proj_weight": "k.weight",
+        "v_proj_weight": "v.weight",
+        "out_proj.weight": "o.weight",
+        "out_proj.bias": "o.bias",
+    }
+
+    def read(self, layer: MultiHeadAttention, tensors: Weights) -> Weights:
+        self._same(layer)
+        return {self.others.get(n, n): x for n, x in _unpack(layer, tensors, self.packed).items()}
+
+    def write(self, layer: MultiHeadAttention, own: Weights) -> Weights:
+        self._same(layer)
+        apart = layer.context_dim != layer.embed
+        named = _pack(own, {"in_proj_bias": "bias"} if apart else self.packed)
+        back = {ours: theirs for theirs, ours in self.others.items()}
+        return {back.get(n, n): x for n, x in named.items()}
+
+    def _same(self, layer: MultiHeadAttention) -> None:
+        if layer.kv_heads != layer.heads or layer.head_dim * layer.heads != layer.embed:
+            raise ValueError(
+                'layout "torch" has as many key heads as heads, of size embed / heads, and this layer has '
+                f"heads={layer.heads}, kv_heads={layer.kv_heads}, head_dim={layer.head_dim}, embed={layer.embed}."
+            )
+
+
+class _Heads(_Layout):
+    names = "heads.0.q.weight, heads.0.q.bias, … for q, k, v of each head, and o.weight, o.bias"
+
+    def read(self, layer: MultiHeadAttention, tensors: Weights) -> Weights:
+        self._single(layer)
+        own = {name: x for name, x in tensors.items() if not name.startswith("heads.")}
+        for name in _SEPARATE[:6]:
+            single = [tensors.get(f"heads.{n}.{name}") for n in range(layer.heads)]
+            found = [x for x in single if x is not None]
+            if found and len(found) != layer.heads:
+                absent = single.index(None)  # type: ignore[arg-type]
+                raise ValueError(
+                    f"layout 'heads' holds {self.names}, and heads.{absent}.{name} is missing."
+                )
+            if found:
+                own[name] = torch.cat(found)
+        known = {f"heads.{n}.{name}" for n in range(layer.heads) for name in _SEPARATE[:6]}
+        return own | {
+            name: x
+            for name, x in tensors.items()
+            if name.startswith("heads.") and name not in known
+        }
+
+    def write(self, layer: MultiHeadAttention, own: Weights) -> Weights:
+        self._single(layer)
+        named = {name: own[name] for name in _SEPARATE[6:]}
+        for name in _SEPARATE[:6]:
+            for n, part in enumerate(own[name].chunk(layer.heads)):
+                named[f"heads.{n}.{name}"] = part.clone()
+        return named
+
+    def _single(self, layer: MultiHeadAttention) -> None:
+        if layer.kv_heads != layer.heads:
+            raise ValueError(
+                'layout "heads" has keys and values for each head, and this layer has '
+                f"kv_heads={layer.kv_heads} for heads={layer.heads}."
+            )
+
+
+def _one_source(layer: MultiHeadAttention, layout: str) -> None:
+    if layer.context_dim != layer.embed:
+        raise ValueError(
+            f"layout {layout!r} has one input for q, k and v, and this layer's context_dim={layer.context_dim} "
+            f'is not its embed={layer.embed}: use "separate".'
+        )
+
+
+def _unpack(layer: MultiHeadAttention, tensors: Weights, packed: Mapping[str, str]) -> Weights:
+    """Split what is packed into the rows of q, k and v."""
+    own = {name: x for name, x in tensors.items() if name not in packed}
+    h, g, d = layer.heads, layer.kv_heads, layer.head_dim
+    for name, what in packed.items():
+        if name not in tensors:
+            continue
+        if what == "weight":
+            _one_source(layer, name)
+        rows = (h + 2 * g) * d
+        if tensors[name].shape[0] != rows:
+            raise ValueError(
+                f"{name} must have {rows} rows, those of q, k and v, and {sizes(tensors[name])} came."
+            )
+        for part, x in zip("qkv", tensors[name].split([h * d, g * d, g * d]), strict=True):
+            own[f"{part}.{what}"] = x
+    return own
+
+
+def _pack(own: Weights, packed: Mapping[str, str]) -> Weights:
+    gone = {f"{part}.{what}" for what in packed.values() for part in "qkv"}
+    joined = {
+        name: torch.cat([own[f"{part}.{what}"] for part in "qkv"]) for name, what in packed.items()
+    }
+    return joined | {name: x for name, x in own.items() if name not in gone}
+
+
+_LAYOUTS: dict[str, _Layout] = {
+    "separate": _Layout(),
+    "packed": _Packed(),
+    "torch": _Torch(),
+    "heads": _Heads(),
+}
+
+
+def _layout(name: str) -> _Layout:
+    if name not in _LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(_LAYOUTS)}, and {name!r} came.")
+    return _LAYOUTS[name]

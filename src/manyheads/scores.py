@@ -1,0 +1,285 @@
+"""One attention problem, and THE formula on any tile of it.
+
+    scale · q·k  →  softcap  →  + bias  →  keep(mask)  →  softmax over keys (with sink)  →  · v
+
+`tile` is the keystone: the reference kernel, the chunked kernel and the `AttentionMap` all read
+scores through it, so that the picture shows the formula that was computed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.biases import Bias
+from manyheads.masks import Mask
+from manyheads.shapes import Shape, kind, shape_of, sizes
+
+Rows = slice | Tensor  # which rows or columns: a slice, or an index tensor of one dimension
+ALL = slice(None)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Everything that decides an attention output; made by `Problem.of`, which checks it.
+
+    q `[b, h, t, d]`, k `[b, g, s, d]`, v `[b, g, s, w]`; sink `[h]`; offset is the position of row 0,
+    an int or one per sequence `[b]`; mask and bias are bound to it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    bias: Bias | None
+    scale: float
+    softcap: float | None
+    sink: Tensor | None
+    offset: int | Tensor
+    dropout_p: float
+    shape: Shape
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        bias: Bias | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        offset: int | Tensor | None = None,
+    ) -> Problem:
+        """Check the parts, fill in what was left out, and bind mask and bias to their place."""
+        shape = shape_of(q, k, v)
+        if scale is None:
+            scale = 1 / math.sqrt(shape.d) if shape.d else 1.0
+        if isinstance(scale, Tensor) or not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number (default 1/√d), and {scale!r} came.")
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise ValueError(f"softcap must be a positive number (or None), and {softcap!r} came.")
+        if not 0 <= dropout_p <= 1:
+            raise ValueError(f"dropout_p must be between 0 and 1, and {dropout_p!r} came.")
+        place = shape.s - shape.t if offset is None else offset
+        _check_offset(place, shape, q.device)
+        _check_sink(sink, shape, q.device)
+        _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", q.device)
+        _check_part(bias, Bias, "bias", "Dense(t)", q.device)
+        if mask is not None:
+            mask.check(shape)
+            mask = mask.bind(place, shape.s)
+        if bias is not None:
+            bias.check(shape)
+            bias = bias.bind(place)
+        return cls(q, k, v, mask, bias, float(scale), softcap, sink, place, float(dropout_p), shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What scores, weights and log-sum-exps are computed in: float32, or float64 for float64."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def detach(self) -> Problem:
+        """The same problem with every tensor cut from its graph."""
+        return replace(
+            self,
+            q=self.q.detach(),
+            k=self.k.detach(),
+            v=self.v.detach(),
+            mask=None if self.mask is None else self.mask.detach(),
+            bias=None if self.bias is None else self.bias.detach(),
+            sink=None if self.sink is None else self.sink.detach(),
+        )
+
+    def under(self, mask: Mask | None) -> Problem:
+        """The same problem under another mask."""
+        _check_part(
+            mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", self.q.device
+        )
+        if mask is not None:
+            mask.check(self.shape)
+            mask = mask.bind(self.offset, self.shape.s)
+        return replace(self, mask=mask)
+
+    def at(
+        self, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL
+    ) -> tuple[Tensor, ...]:
+        """b, h, i (positions), j of a tile, shaped to broadcast against `[b, h, t, s]`."""
+        n, device = self.shape, self.q.device
+
+        def pick(size: int, chosen: Rows) -> Tensor:
+            return torch.arange(size, device=device)[chosen]
+
+        b = pick(n.b, batch)[:, None, None, None]
+        h = pick(n.h, heads)[None, :, None, None]
+        i = pick(n.t, rows)[None, None, :, None]
+        j = pick(n.s, cols)[None, None, None, :]
+        i = i + (self.offset if isinstance(self.offset, int) else self.offset.to(device)[b])
+        return b, h, i, j
+
+    def span(self, start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """For rows [start, stop): the keys that some may see, and those that all see, within [0, s)."""
+        s = self.shape.s
+        if self.mask is None:
+            return (0, s), (0, s)
+        low = self.offset if isinstance(self.offset, int) else int(self.offset.min())
+        high = self.offset if isinstance(self.offset, int) else int(self.offset.max())
+        some, every = self.mask.span(range(start + low, stop + high))
+        return (some[0], min(some[1], s)), (every[0], min(every[1], s))
+
+
+def _check_offset(offset: Any, shape: Shape, device: torch.device) -> None:
+    if isinstance(offset, Tensor):
+        if offset.dtype not in (torch.int64, torch.int32) or tuple(offset.shape) != (shape.b,):
+            raise ValueError(
+                f"offset must be an int or integers [b] = [{shape.b}], one per sequence, and "
+                f"{kind(offset)} {sizes(offset)} came."
+            )
+        if offset.device != device:
+            raise ValueError(
+                f"q is on {device} and offset is on {offset.device}: move them together."
+            )
+    elif isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
+        raise TypeError(
+            f"offset must be an int, integers [b], or None for s - t, and {offset!r} came."
+        )
+
+
+def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
+    if sink is None:
+        return
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        raise TypeError(
+            f"sink must be a tensor of floats [h], one logit per head, and {kind(sink)} came."
+        )
+    if tuple(sink.shape) != (shape.h,):
+        raise ValueError(
+            f"sink must be [h] = [{shape.h}], one logit per head, and {sizes(sink)} came."
+        )
+    if sink.device != device:
+        raise ValueError(f"q is on {device} and sink is on {sink.device}: move them together.")
+    if (
+        device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not bool((sink < math.inf).all())
+    ):
+        raise ValueError(
+            f"sink must hold finite logits or -inf (no sink), and {sink.tolist()} came."
+        )
+
+
+def _check_part(part: Any, kind_of: type, name: str, wrap: str, device: torch.device) -> None:
+    if part is None:
+        return
+    if not isinstance(part, kind_of):
+        hint = f": wrap it as {wrap}" if isinstance(part, Tensor) else ""
+        raise TypeError(
+            f"{name} must be a {name} of manyheads or None, and {kind(part)} came{hint}."
+        )
+    for tensor in part.tensors():
+        if tensor.device != device:
+            raise ValueError(
+                f"q is on {device} and the {name} is on {tensor.device}: move it with {name}.to({str(device)!r})."
+            )
+
+
+def fold(x: Tensor, g: int) -> Tensor:
+    """Query heads that share a key head, side by side: `[b, h, r, …]` → `[b, g, (h/g)·r, …]`."""
+    b, h, r = x.shape[:3]
+    return x.reshape(b, g, h // g * r if g else 0, *x.shape[3:])
+
+
+def unfold(x: Tensor, h: int) -> Tensor:
+    """The way back: `[b, g, (h/g)·r, …]` → `[b, h, r, …]`."""
+    b, g, rows = x.shape[:3]
+    return x.reshape(b, h, rows * g // h if h else 0, *x.shape[3:])
+
+
+def logits(
+    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
+) -> Tensor:
+    """scale · q·k, softcapped: what stands before bias and mask, `[b, h, r, c]`."""
+    q, k = problem.q[batch][:, heads][:, :, rows], problem.k[batch]
+    if heads is not ALL:
+        h, g = problem.shape.h, problem.shape.g
+        k = k[:, torch.arange(h, device=k.device)[heads] // (h // g)]  # [b, h, s, d]
+    q = q.to(problem.dtype) * problem.scale  # [b, h, r, d]
+    k = k[:, :, cols].to(problem.dtype)  # [b, g, c, d]
+    raw = unfold(_dot(fold(q, k.shape[1]), k), q.shape[1])  # [b, h, r, c]
+    return raw if problem.softcap is None else problem.softcap * torch.tanh(raw / problem.softcap)
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """x `[…, r, d]` · y `[…, c, d]`, whose gradient keeps the NaN and Inf of one pair out of the others.
+
+    A masked pair's gradient is 0, and 0 · NaN is NaN in a plain product: so pairs of what isn't
+    finite are computed aside, without a gradient.
+    """
+    plain = x @ y.mT
+    if torch.compiler.is_compiling() or not plain.requires_grad:
+        return plain
+    fine = x.isfinite().all(-1)[..., :, None] & y.isfinite().all(-1)[..., None, :]
+    if bool(fine.all()):
+        return plain
+    clean = torch.where(x.isfinite(), x, 0.0) @ torch.where(y.isfinite(), y, 0.0).mT
+    return torch.where(fine, clean, plain.detach())
+
+
+def tile(
+    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
+) -> Tensor:
+    """THE formula: the scores of a tile, `[b, h, r, c]`, −inf where the query may not see the key.
+
+    rows, cols, batch and heads are slices or index tensors of one dimension. float32 (float64 for
+    float64); differentiable. With lse the log-sum-exp of a row (sink included), the weight is
+    exp(score − lse).
+    """
+    score = logits(problem, rows, cols, batch, heads)
+    if problem.mask is None and problem.bias is None:
+        return score
+    b, h, i, j = problem.at(rows, cols, batch, heads)
+    if problem.bias is not None:
+        added = problem.bias.add(b, h, i, j)
+        score = torch.where(added == -math.inf, -math.inf, score + added)
+    if problem.mask is not None and not _sees_all(problem, rows, cols):
+        score = torch.where(
+            torch.as_tensor(problem.mask.keep(b, h, i, j), device=score.device), score, -math.inf
+        )
+    return score
+
+
+def _sees_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
+    """Does the mask keep the whole tile? Only asked of plain slices, and never while compiling."""
+    if torch.compiler.is_compiling() or not (isinstance(rows, slice) and isinstance(cols, slice)):
+        return False
+    start, stop, _ = rows.indices(problem.shape.t)
+    left, right, _ = cols.indices(problem.shape.s)
+    _, every = problem.span(start, stop)
+    return every[0] <= left and right <= every[1]
+
+
+def weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(score − lse): scores `[…, r, c]`, lse `[…, r]`; a row with nothing to see gives zeros."""
+    return torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+
+
+def mix(weight: Tensor, keep: Tensor, x: Tensor) -> Tensor:
+    """weight `[…, r, c]` · x `[…, c, d]`, where pairs that aren't kept add nothing, whatever x holds there.
+
+    In a plain product a weight of 0 on a NaN is NaN: what isn't finite in x reaches only the rows
+    that keep it.
+    """
+    finite = x.isfinite()
+    mixed = weight @ torch.where(finite, x, 0.0)  # […, r, d]
+    columns = (~finite).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist()
+    for c in columns:
+        seen = weight[..., c, None] * torch.where(finite[..., None, c, :], 0.0, x[..., None, c, :])
+        mixed = mixed + torch.where(keep[..., c, None], seen, 0.0)
+    return mixed

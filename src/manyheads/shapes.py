@@ -1,0 +1,106 @@
+"""The letters, and the checks that speak them.
+
+One legend for the whole library:
+
+    b  batch            t  queries              d  head size
+    h  query heads      s  keys and values      w  value width (d unless said otherwise)
+    g  key/value heads  e  model size
+
+Queries are `[b, h, t, d]`, keys `[b, g, s, d]`, values `[b, g, s, w]`; g divides h, and query head i
+uses key head i // (h / g). Every check here raises one sentence: what was expected, what came, what
+to do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Shape(NamedTuple):
+    """The sizes of one attention problem, by their letters."""
+
+    b: int
+    h: int
+    g: int
+    t: int
+    s: int
+    d: int
+    w: int
+
+
+def sizes(tensor: Tensor) -> str:
+    """`[2, 8, 5, 64]`, as errors print it."""
+    return "[" + ", ".join(str(int(n)) for n in tensor.shape) + "]"
+
+
+def kind(value: object) -> str:
+    """What came, in a word or two: `a Tensor of torch.int64`, `a list`."""
+    if isinstance(value, Tensor):
+        return f"a Tensor of {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    """Check that q `[b, h, t, d]`, k `[b, g, s, d]` and v `[b, g, s, w]` go together; their sizes.
+
+    Raises TypeError for what isn't a floating-point tensor, ValueError for shapes, dtypes and
+    devices that disagree.
+    """
+    for name, x, letters in (
+        ("q", q, "[b, h, t, d]"),
+        ("k", k, "[b, g, s, d]"),
+        ("v", v, "[b, g, s, w]"),
+    ):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor {letters}, and {kind(x)} came.")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be {letters}, four dimensions, and {sizes(x)} came.")
+        if x.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, and {x.dtype} came: convert it."
+            )
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"q is {q.dtype} and {name} is {x.dtype}: convert them to one dtype.")
+        if x.device != q.device:
+            raise ValueError(f"q is on {q.device} and {name} is on {x.device}: move them together.")
+    (b, h, t, d), (_, g, s, _) = q.shape, k.shape
+    if k.shape[0] != b:
+        raise ValueError(
+            f"q {sizes(q)} and k {sizes(k)} must share the batch b, and {b} and {k.shape[0]} came."
+        )
+    if k.shape[3] != d:
+        raise ValueError(
+            f"q {sizes(q)} and k {sizes(k)} must share the head size d, and {d} and {k.shape[3]} came."
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"k {sizes(k)} and v {sizes(v)} must share b, g and s: one value for each key of each head."
+        )
+    if (g == 0 and h > 0) or (g > 0 and h % g):
+        raise ValueError(
+            f"the key heads g must divide the query heads h, and g = {g} (k {sizes(k)}) and "
+            f"h = {h} (q {sizes(q)}) came."
+        )
+    return Shape(b, h, g, t, s, d, v.shape[3])
+
+
+def divide(whole: int, parts: int, what: str, into: str) -> int:
+    """whole / parts, or a sentence that names both."""
+    if parts < 1 or whole % parts:
+        raise ValueError(f"{into} must divide {what}, and {into} = {parts}, {what} = {whole} came.")
+    return whole // parts
+
+
+def whole(value: object, name: str, least: int = 0) -> int:
+    """An int of at least `least`, or a sentence; True and 3.0 are not ints here."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, and {value!r} came.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, and {value} came.")
+    return value
