@@ -48,9 +48,7 @@ class Bias(Value):
 
 def _heads(tensor: Tensor, shape: Shape, name: str) -> None:
     if tensor.shape[0] not in (1, shape.h):
-        raise ValueError(
-            f"{name} holds {tensor.shape[0]} heads {sizes(tensor)}, and h = {shape.h}."
-        )
+        raise ValueError(f"{name} holds {tensor.shape[0]} heads {sizes(tensor)}, and h = {shape.h}.")
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -111,9 +109,7 @@ class Relative(Bias):
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or not self.table.is_floating_point():
-            raise TypeError(
-                f"Relative takes a table [h, 2n + 1] of floats, and {kind(self.table)} came."
-            )
+            raise TypeError(f"Relative takes a table [h, 2n + 1] of floats, and {kind(self.table)} came.")
         if self.table.dim() != 2 or self.table.shape[1] % 2 == 0:
             raise ValueError(f"Relative takes a table [h, 2n + 1], and {sizes(self.table)} came.")
         _finite(self.table, "Relative's table")
@@ -154,12 +150,11 @@ class Dense(Bias):
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor) or not self.values.is_floating_point():
             raise TypeError(
-                f"Dense takes a tensor of floats, and {kind(self.values)} came; a boolean mask is Keep(t) or Drop(t)."
+                f"Dense takes a tensor of floats, and {kind(self.values)} came; a boolean mask is "
+                "Keep(t) or Drop(t)."
             )
         if self.values.dim() > 4:
-            raise ValueError(
-                f"Dense takes what broadcasts to [b, h, t, s], and {sizes(self.values)} came."
-            )
+            raise ValueError(f"Dense takes what broadcasts to [b, h, t, s], and {sizes(self.values)} came.")
         if not torch.compiler.is_compiling() and not bool((self.values < torch.inf).all()):
             what = "NaN" if bool(self.values.isnan().any()) else "+inf"
             raise ValueError(f"Dense may hold finite numbers and -inf (masked), and {what} came.")
@@ -168,10 +163,8 @@ class Dense(Bias):
         return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
 
     def _places(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, ...]:
-        if isinstance(self.first, int):
-            row = i - self.first
-        else:  # positions differ between sequences, rows don't
-            row = (i - self.first[b])[:1]
+        # Positions may differ between sequences; rows don't.
+        row = i - self.first if isinstance(self.first, int) else (i - self.first[b])[:1]
         four = self._four(self.values).shape
         return tuple(0 if n == 1 else place for n, place in zip(four, (b, h, row, j), strict=True))
 
@@ -180,14 +173,10 @@ class Dense(Bias):
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
         four = self._four(into)  # a view: into is made contiguous
-        summed = tuple(
-            axis for axis, n in enumerate(four.shape) if n == 1 and grad.shape[axis] != 1
-        )
+        summed = tuple(axis for axis, n in enumerate(four.shape) if n == 1 and grad.shape[axis] != 1)
         grad = grad.sum(summed, keepdim=True) if summed else grad
         places = self._places(b, h, i, j)
-        four.index_put_(
-            tuple(torch.as_tensor(p, device=into.device) for p in places), grad, accumulate=True
-        )
+        four.index_put_(tuple(torch.as_tensor(p, device=into.device) for p in places), grad, accumulate=True)
 
     def check(self, shape: Shape) -> None:
         want = (shape.b, shape.h, shape.t, shape.s)

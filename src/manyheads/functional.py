@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manyheads import kernels
 from manyheads.biases import Bias
-from manyheads.maps import AttentionMap, without_values
+from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
 from manyheads.scores import Problem
 
@@ -74,7 +74,7 @@ def attention_with_map(
                        dropout_p=dropout_p, offset=offset)  # fmt: skip
     out, lse = kernels.run(problem, kernel)
     with torch.autocast(q.device.type, enabled=False):
-        return out, without_values(AttentionMap.of(problem, lse))
+        return out, AttentionMap.of(problem, lse)
 
 
 def explain(
@@ -106,16 +106,10 @@ def explain(
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Problem:
     """The problem, with q, k and v cast as PyTorch's own attention casts them under autocast."""
-    if (
-        isinstance(q, Tensor)
-        and q.device.type != "meta"
-        and torch.is_autocast_enabled(q.device.type)
-    ):
+    if isinstance(q, Tensor) and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         low = torch.get_autocast_dtype(q.device.type)
         q, k, v = (
-            x.to(low)
-            if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-            else x
+            x.to(low) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
             for x in (q, k, v)
         )
     return Problem.of(q, k, v, **rest)

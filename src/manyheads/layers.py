@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -22,9 +21,7 @@ from manyheads.masks import Mask
 from manyheads.positions import Rotary
 from manyheads.shapes import divide, kind, sizes, whole
 
-Inputs = tuple[
-    Tensor, Tensor, Tensor, dict[str, Any]
-]  # q, k, v and the rest of attention's arguments
+Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
 
 
 class SelfAttention(nn.Module):
@@ -70,9 +67,7 @@ class CrossAttention(SelfAttention):
     embed: the width of x; context_dim: that of the context (embed if None); head_dim: d (embed if None).
     """
 
-    def __init__(
-        self, embed: int, context_dim: int | None = None, head_dim: int | None = None
-    ) -> None:
+    def __init__(self, embed: int, context_dim: int | None = None, head_dim: int | None = None) -> None:
         nn.Module.__init__(self)
         self._build(embed, embed if context_dim is None else context_dim, head_dim)
 
@@ -124,11 +119,7 @@ class MultiHeadAttention(nn.Module):
         e, h = whole(embed, "embed", least=1), whole(heads, "heads", least=1)
         g = h if kv_heads is None else whole(kv_heads, "kv_heads", least=1)
         divide(h, g, "heads", "kv_heads")
-        d = (
-            divide(e, h, "embed", "heads")
-            if head_dim is None
-            else whole(head_dim, "head_dim", least=1)
-        )
+        d = divide(e, h, "embed", "heads") if head_dim is None else whole(head_dim, "head_dim", least=1)
         c = e if context_dim is None else whole(context_dim, "context_dim", least=1)
         if position is not None and not isinstance(position, Rotary):
             raise TypeError(
@@ -136,9 +127,7 @@ class MultiHeadAttention(nn.Module):
                 ": an encoding such as Sinusoidal is added to the embeddings before the layer."
             )
         if position is not None and position.dim > d:
-            raise ValueError(
-                f"position turns {position.dim} entries of a head, and the head size d is {d}."
-            )
+            raise ValueError(f"position turns {position.dim} entries of a head, and the head size d is {d}.")
         if bias is not None and not isinstance(bias, Bias):
             raise TypeError(f"bias must be ALiBi, Relative or Dense, and {kind(bias)} came.")
         if not 0 <= dropout <= 1:
@@ -182,18 +171,12 @@ class MultiHeadAttention(nn.Module):
         out, amap = attention_with_map(q, k, v, **rest)
         return self._merge(out), amap
 
-    def _inputs(
-        self, x: Tensor, context: Tensor | None, mask: Mask | None, cache: Cache | None
-    ) -> Inputs:
+    def _inputs(self, x: Tensor, context: Tensor | None, mask: Mask | None, cache: Cache | None) -> Inputs:
         _check_input(x, self.embed, "x", "t")
         if context is None and self.context_dim != self.embed:
-            raise ValueError(
-                f"this layer looks at a context [b, s, {self.context_dim}], and none came."
-            )
+            raise ValueError(f"this layer looks at a context [b, s, {self.context_dim}], and none came.")
         if context is not None and cache is not None:
-            raise ValueError(
-                "a cache holds the keys of x itself, and a context came too: pass one of them."
-            )
+            raise ValueError("a cache holds the keys of x itself, and a context came too: pass one of them.")
         source = x if context is None else context
         _check_input(source, self.context_dim, "context", "s")
         q = self._split(self.q(x), self.heads)  # [b, h, t, d]
@@ -258,9 +241,7 @@ class MultiHeadAttention(nn.Module):
     def export(self, layout: str = "separate") -> dict[str, Tensor]:
         """The weights in one of the layouts that `load` reads, as detached copies."""
         chosen = _layout(layout)
-        own = {
-            name: getattr(getattr(self, name[0]), name[2:]).detach().clone() for name in _SEPARATE
-        }
+        own = {name: getattr(getattr(self, name[0]), name[2:]).detach().clone() for name in _SEPARATE}
         return chosen.write(self, own)
 
 
@@ -270,12 +251,12 @@ class Held(nn.Module):
     def __init__(self, bias: Bias) -> None:
         super().__init__()
         self._bias = bias
-        for field in fields(bias):  # type: ignore[arg-type]
-            tensor = getattr(bias, field.name)
+        for name in bias.names:
+            tensor = getattr(bias, name)
             if isinstance(tensor, nn.Parameter):
-                self.register_parameter(field.name, tensor)
+                self.register_parameter(name, tensor)
             elif isinstance(tensor, Tensor):
-                self.register_buffer(field.name, tensor)
+                self.register_buffer(name, tensor)
 
     def value(self) -> Bias:
         """The bias, on the layer's own tensors."""
@@ -283,9 +264,7 @@ class Held(nn.Module):
         return self._bias.but(**own)
 
 
-def _norms(
-    qk_norm: Callable[[int], nn.Module] | nn.Module | None, d: int
-) -> tuple[nn.Module, nn.Module]:
+def _norms(qk_norm: Callable[[int], nn.Module] | nn.Module | None, d: int) -> tuple[nn.Module, nn.Module]:
     if qk_norm is None:
         return nn.Identity(), nn.Identity()
     if isinstance(qk_norm, nn.Module):
@@ -301,9 +280,7 @@ def _check_input(x: Any, width: int, name: str, length: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor [b, {length}, {width}], and {kind(x)} came.")
     if x.dim() != 3 or x.shape[-1] != width:
-        raise ValueError(
-            f"{name} must be [b, {length}, {width}], batch first, and {sizes(x)} came."
-        )
+        raise ValueError(f"{name} must be [b, {length}, {width}], batch first, and {sizes(x)} came.")
 
 
 # -- layouts -----------------------------------------------------------------------------------------
@@ -337,7 +314,10 @@ class _Packed(_Layout):
 
 
 class _Torch(_Layout):
-    names = "in_proj_weight (or q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias, out_proj.weight, out_proj.bias"
+    names = (
+        "in_proj_weight (or q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias, "
+        "out_proj.weight, out_proj.bias"
+    )
     packed: Mapping[str, str] = {"in_proj_weight": "weight", "in_proj_bias": "bias"}
     others: Mapping[str, str] = {
         "q_proj_weight": "q.weight",
@@ -362,7 +342,8 @@ class _Torch(_Layout):
         if layer.kv_heads != layer.heads or layer.head_dim * layer.heads != layer.embed:
             raise ValueError(
                 'layout "torch" has as many key heads as heads, of size embed / heads, and this layer has '
-                f"heads={layer.heads}, kv_heads={layer.kv_heads}, head_dim={layer.head_dim}, embed={layer.embed}."
+                f"heads={layer.heads}, kv_heads={layer.kv_heads}, head_dim={layer.head_dim}, "
+                f"embed={layer.embed}."
             )
 
 
@@ -376,17 +357,13 @@ class _Heads(_Layout):
             single = [tensors.get(f"heads.{n}.{name}") for n in range(layer.heads)]
             found = [x for x in single if x is not None]
             if found and len(found) != layer.heads:
-                absent = single.index(None)  # type: ignore[arg-type]
-                raise ValueError(
-                    f"layout 'heads' holds {self.names}, and heads.{absent}.{name} is missing."
-                )
+                absent = single.index(None)
+                raise ValueError(f"layout 'heads' holds {self.names}, and heads.{absent}.{name} is missing.")
             if found:
                 own[name] = torch.cat(found)
         known = {f"heads.{n}.{name}" for n in range(layer.heads) for name in _SEPARATE[:6]}
         return own | {
-            name: x
-            for name, x in tensors.items()
-            if name.startswith("heads.") and name not in known
+            name: x for name, x in tensors.items() if name.startswith("heads.") and name not in known
         }
 
     def write(self, layer: MultiHeadAttention, own: Weights) -> Weights:
@@ -408,8 +385,8 @@ class _Heads(_Layout):
 def _one_source(layer: MultiHeadAttention, layout: str) -> None:
     if layer.context_dim != layer.embed:
         raise ValueError(
-            f"layout {layout!r} has one input for q, k and v, and this layer's context_dim={layer.context_dim} "
-            f'is not its embed={layer.embed}: use "separate".'
+            f"layout {layout!r} has one input for q, k and v, and this layer's context_dim="
+            f'{layer.context_dim} is not its embed={layer.embed}: use "separate".'
         )
 
 
@@ -434,9 +411,7 @@ def _unpack(layer: MultiHeadAttention, tensors: Weights, packed: Mapping[str, st
 
 def _pack(own: Weights, packed: Mapping[str, str]) -> Weights:
     gone = {f"{part}.{what}" for what in packed.values() for part in "qkv"}
-    joined = {
-        name: torch.cat([own[f"{part}.{what}"] for part in "qkv"]) for name, what in packed.items()
-    }
+    joined = {name: torch.cat([own[f"{part}.{what}"] for part in "qkv"]) for name, what in packed.items()}
     return joined | {name: x for name, x in own.items() if name not in gone}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class AttentionMap:
     @classmethod
     def of(cls, problem: Problem, lse: Tensor | None = None) -> AttentionMap:
         """The map of a problem; without a log-sum-exp, one pass over the keys computes it."""
-        problem = problem.detach()
+        problem = problem.detach().without_values()
         lse = chunked.lse(problem) if lse is None else lse.detach()
         return cls(problem, lse, _versions(problem))
 
@@ -58,8 +58,7 @@ class AttentionMap:
         self._fresh()
         picked = _expand(index if isinstance(index, tuple) else (index,))
         chosen = [
-            _pick(part, size, what)
-            for part, size, what in zip(picked, self.shape, LETTERS, strict=True)
+            _pick(part, size, what) for part, size, what in zip(picked, self.shape, LETTERS, strict=True)
         ]
         b, h, rows, cols = (
             torch.tensor([c], device=self.lse.device) if isinstance(c, int) else c for c in chosen
@@ -93,17 +92,13 @@ class AttentionMap:
         """
         inside = self.problem.under(mask).mask
         if inside is None:
-            raise TypeError(
-                "mass takes a mask, and None came: Full() asks for all the weight of a row."
-            )
+            raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
         total = torch.zeros_like(self.lse)  # [b, h, t]
         could = torch.zeros_like(self.lse, dtype=torch.bool)
         for rows, cols, score in self.tiles():
             keep = torch.as_tensor(inside.keep(*self.problem.at(rows, cols)), device=score.device)
             shared = keep & (score != -math.inf)  # [b, h, r, c]
-            total[:, :, rows] += torch.where(
-                shared, scores.weights(score, self.lse[:, :, rows]), 0.0
-            ).sum(-1)
+            total[:, :, rows] += torch.where(shared, scores.weights(score, self.lse[:, :, rows]), 0.0).sum(-1)
             could[:, :, rows] |= shared.any(-1)
         if not mean:
             return total
@@ -175,27 +170,18 @@ def _pick(part: Any, size: int, what: tuple[str, str]) -> int | Rows:
     name, letter = what
     if isinstance(part, slice):
         if part.step is not None and part.step < 0:
-            return torch.arange(size)[::1][
-                torch.tensor(range(*part.indices(size)), dtype=torch.int64)
-            ]
+            return torch.arange(size)[::1][torch.tensor(range(*part.indices(size)), dtype=torch.int64)]
         return part
     if isinstance(part, Tensor) and part.dtype == torch.bool:
         if tuple(part.shape) != (size,):
-            raise IndexError(
-                f"a boolean index for {letter} must be [{size}], and {list(part.shape)} came."
-            )
+            raise IndexError(f"a boolean index for {letter} must be [{size}], and {list(part.shape)} came.")
         part = part.nonzero().flatten()
     single = isinstance(part, int) and not isinstance(part, bool)
     try:
         chosen = torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError):
         chosen = torch.empty(0, 0)
-    if (
-        isinstance(part, bool)
-        or chosen.is_floating_point()
-        or chosen.dtype == torch.bool
-        or chosen.dim() > 1
-    ):
+    if isinstance(part, bool) or chosen.is_floating_point() or chosen.dtype == torch.bool or chosen.dim() > 1:
         raise IndexError(
             f"an index for {letter} must be an int, a slice, or integers of one dimension, and {part!r} came."
         )
@@ -205,10 +191,3 @@ def _pick(part: Any, size: int, what: tuple[str, str]) -> int | Rows:
         )
     chosen = torch.where(chosen < 0, chosen + size, chosen)
     return int(chosen) if single or chosen.dim() == 0 else chosen.to(torch.int64)
-
-
-def without_values(amap: AttentionMap) -> AttentionMap:
-    """The same map with no hold on v, which weights don't need."""
-    p = amap.problem
-    empty = p.v.new_empty(*p.v.shape[:3], 0)
-    return replace(amap, problem=replace(p, v=empty, shape=p.shape._replace(w=0)))

@@ -12,7 +12,7 @@ to say whether it can. What is given by row (`Keep`, `Drop`, `queries=`) or coun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from manyheads.shapes import Shape, kind, sizes, whole
-from manyheads.values import Value, bound
+from manyheads.values import Value, bound, number
 
 FAR = 1 << 60  # "no bound", on the axis of positions
 
@@ -117,9 +117,7 @@ class Mask(Value):
         return Not(self)
 
     def __bool__(self) -> bool:
-        raise TypeError(
-            f"a mask has no truth value: compose with &, | and ~, not and, or, not ({self})."
-        )
+        raise TypeError(f"a mask has no truth value: compose with &, | and ~, not and, or, not ({self}).")
 
     # Drawing: the size is what the mask itself speaks of, at most 32 × 32, else 12 × 12.
 
@@ -174,11 +172,7 @@ class Mask(Value):
 def _mask(value: object) -> Mask:
     if isinstance(value, Mask):
         return value
-    hint = (
-        ": wrap it in Keep(...) (True = may attend) or Drop(...)"
-        if isinstance(value, Tensor)
-        else ""
-    )
+    hint = ": wrap it in Keep(...) (True = may attend) or Drop(...)" if isinstance(value, Tensor) else ""
     raise TypeError(f"masks compose with masks, and {kind(value)} came{hint}.")
 
 
@@ -209,9 +203,7 @@ class And(Mask):
         return self.left.conjuncts() + self.right.conjuncts()
 
     def __str__(self) -> str:
-        return " & ".join(
-            f"({part})" if isinstance(part, Or) else str(part) for part in self.parts()
-        )
+        return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in self.parts())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -253,11 +245,7 @@ class Not(Mask):
         # what all see is what none see, and there it shrinks to one of its two sides.
         outside_all, outside_some = _complement(inner.all), _complement(inner.some)
         return Span(
-            some=outside_all[0]
-            if len(outside_all) == 1
-            else EVERYTHING
-            if outside_all
-            else NOTHING,
+            some=outside_all[0] if len(outside_all) == 1 else EVERYTHING if outside_all else NOTHING,
             all=outside_some[-1] if outside_some else NOTHING,
         )
 
@@ -472,9 +460,7 @@ class Keys(Mask):
             keys = keys.tolist()
         if isinstance(keys, int) or not isinstance(keys, Sequence):
             raise TypeError(f"Keys takes a list of columns, and {keys!r} came: write Keys([...]).")
-        object.__setattr__(
-            self, "keys", tuple(sorted({whole(key, "a column in Keys") for key in keys}))
-        )
+        object.__setattr__(self, "keys", tuple(sorted({whole(key, "a column in Keys") for key in keys})))
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         j = torch.as_tensor(j)
@@ -500,13 +486,9 @@ def _counts(n: object, name: str) -> None:
         whole(n, f"the number of keys in {name}")
         return
     if n.dim() != 1 or not _is_integer(n):
-        raise TypeError(
-            f"{name} takes an int or an integer tensor [b], and {kind(n)} {sizes(n)} came."
-        )
+        raise TypeError(f"{name} takes an int or an integer tensor [b], and {kind(n)} {sizes(n)} came.")
     if not _opaque(n) and bool((n < 0).any()):
-        raise ValueError(
-            f"the numbers of keys in {name} must be at least 0, and {n.tolist()} came."
-        )
+        raise ValueError(f"the numbers of keys in {name} must be at least 0, and {n.tolist()} came.")
 
 
 def _opaque(tensor: Tensor) -> bool:
@@ -567,9 +549,7 @@ class Ids(Mask):
             if not isinstance(ids, Tensor) or not _is_integer(ids) or ids.dim() not in (1, 2):
                 came = f"{kind(ids)} {sizes(ids)}" if isinstance(ids, Tensor) else kind(ids)
                 letters = "[s] or [b, s]" if what == "ids" else "[t] or [b, t]"
-                raise TypeError(
-                    f"{name} takes {what} as an integer tensor {letters}, and {came} came."
-                )
+                raise TypeError(f"{name} takes {what} as an integer tensor {letters}, and {came} came.")
 
     def key(self, b: Index, j: Index) -> tuple[Any, Any]:
         """The id of key j, and whether there is one."""
@@ -598,11 +578,7 @@ class Ids(Mask):
             return Span(NOTHING, NOTHING)
         some = (int(matches[0]), int(matches[-1]) + 1)
         inside = start >= 0 and stop <= source.shape[-1]
-        if (
-            not inside
-            or len(seen) > 1
-            or not bool((self.ids[..., some[0] : some[1]] == seen).all())
-        ):
+        if not inside or len(seen) > 1 or not bool((self.ids[..., some[0] : some[1]] == seen).all()):
             return Span(some, NOTHING)
         return Span(some, some)
 
@@ -727,9 +703,7 @@ class Keep(Mask):
         row = i - _per_batch(self.first, b)
         inside: Any = True
         places = []
-        for place, size in zip(
-            (b, h, row, j)[-self.tensor.dim() :], self.tensor.shape, strict=True
-        ):
+        for place, size in zip((b, h, row, j)[-self.tensor.dim() :], self.tensor.shape, strict=True):
             place = torch.as_tensor(place, device=self.tensor.device)
             if size == 1 and self.tensor.dim() == 4:
                 places.append(torch.zeros_like(place))
@@ -782,23 +756,22 @@ class Rule(Mask):
 
     The function gets integer tensors that broadcast to `[b, h, t, s]` (i and j are positions) and
     returns a boolean tensor. A kernel knows nothing of it but its answers, so no tile is skipped.
+    With `torch.compile`, make the rule outside the compiled function.
     """
 
     fn: Callable[[Any, Any, Any, Any], Any]
+    number: int = field(default=-1, init=False)  # what it is called where functions can't go
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise TypeError(
-                f"Rule takes a function (b, h, i, j) → boolean tensor, and {kind(self.fn)} came."
-            )
+            raise TypeError(f"Rule takes a function (b, h, i, j) → boolean tensor, and {kind(self.fn)} came.")
+        object.__setattr__(self, "number", number(self.fn))
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         answer = self.fn(b, h, i, j)
         if isinstance(answer, bool) or (isinstance(answer, Tensor) and answer.dtype == torch.bool):
             return answer
-        raise TypeError(
-            f"Rule's function must answer with a boolean tensor, and {kind(answer)} came."
-        )
+        raise TypeError(f"Rule's function must answer with a boolean tensor, and {kind(answer)} came.")
 
     def __str__(self) -> str:
         return f"Rule({getattr(self.fn, '__name__', 'fn')})"

@@ -23,7 +23,7 @@ def current_token(amap: AttentionMap) -> Tensor:
 
 
 def first_token(amap: AttentionMap) -> Tensor:
-    """The weight on the first key that the query may see, an attention sink (Xiao et al. 2024, arXiv:2309.17453)."""
+    """The weight on the first key that the query may see: a sink (Xiao et al. 2024, arXiv:2309.17453)."""
     return amap.mass(amap.first_key(), mean=True)
 
 

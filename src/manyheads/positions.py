@@ -46,16 +46,14 @@ class Sinusoidal(Value):
     def __call__(self, x: Tensor, offset: int = 0) -> Tensor:
         """x `[b, t, e]` with the encoding of positions offset, offset + 1, … added."""
         if x.shape[-1] != self.width:
-            raise ValueError(
-                f"Sinusoidal({self.width}) encodes [b, t, {self.width}], and {sizes(x)} came."
-            )
+            raise ValueError(f"Sinusoidal({self.width}) encodes [b, t, {self.width}], and {sizes(x)} came.")
         positions = torch.arange(x.shape[-2], device=x.device) + offset  # [t]
         return x + self.encode(positions, x.dtype)  # [b, t, e]
 
 
 @dataclass(frozen=True, eq=False)
 class Rotary(Value):
-    """Rotary position embedding: turns pairs of q and k by position · frequency (Su et al. 2021, arXiv:2104.09864).
+    """Turns pairs of q and k by position · frequency (rotary: Su et al. 2021, arXiv:2104.09864).
 
     dim: how many of a head's d entries turn, the first ones; the others stay (partial rotary).
     base: pair n turns by base^(−2n/dim) radians per position.
@@ -73,9 +71,7 @@ class Rotary(Value):
     def __post_init__(self) -> None:
         whole(self.dim, "the dim of Rotary")
         if self.dim % 2:
-            raise ValueError(
-                f"the dim of Rotary must be even (it turns pairs), and {self.dim} came."
-            )
+            raise ValueError(f"the dim of Rotary must be even (it turns pairs), and {self.dim} came.")
         _positive(self.base, "the base of Rotary")
         _positive(self.factor, "the factor of Rotary")
         if self.layout not in ("half", "interleaved"):
@@ -103,7 +99,5 @@ class Rotary(Value):
         else:
             even, odd = turning[..., 0::2], turning[..., 1::2]
         turned = (even * cos - odd * sin, odd * cos + even * sin)
-        joined = (
-            torch.cat(turned, -1) if self.layout == "half" else torch.stack(turned, -1).flatten(-2)
-        )
+        joined = torch.cat(turned, -1) if self.layout == "half" else torch.stack(turned, -1).flatten(-2)
         return torch.cat((joined.to(x.dtype), x[..., self.dim :]), -1)  # [b, h, t, d]

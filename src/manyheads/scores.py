@@ -18,6 +18,7 @@ from torch import Tensor
 from manyheads.biases import Bias
 from manyheads.masks import Mask
 from manyheads.shapes import Shape, kind, shape_of, sizes
+from manyheads.values import Value
 
 Rows = slice | Tensor  # which rows or columns: a slice, or an index tensor of one dimension
 ALL = slice(None)
@@ -98,19 +99,20 @@ class Problem:
             sink=None if self.sink is None else self.sink.detach(),
         )
 
+    def without_values(self) -> Problem:
+        """The same problem with values of width 0: weights don't need them, nor dropout."""
+        v = self.v.new_empty(*self.v.shape[:3], 0)
+        return replace(self, v=v, dropout_p=0.0, shape=self.shape._replace(w=0))
+
     def under(self, mask: Mask | None) -> Problem:
         """The same problem under another mask."""
-        _check_part(
-            mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", self.q.device
-        )
+        _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", self.q.device)
         if mask is not None:
             mask.check(self.shape)
             mask = mask.bind(self.offset, self.shape.s)
         return replace(self, mask=mask)
 
-    def at(
-        self, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL
-    ) -> tuple[Tensor, ...]:
+    def at(self, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL) -> tuple[Tensor, ...]:
         """b, h, i (positions), j of a tile, shaped to broadcast against `[b, h, t, s]`."""
         n, device = self.shape, self.q.device
 
@@ -143,50 +145,35 @@ def _check_offset(offset: Any, shape: Shape, device: torch.device) -> None:
                 f"{kind(offset)} {sizes(offset)} came."
             )
         if offset.device != device:
-            raise ValueError(
-                f"q is on {device} and offset is on {offset.device}: move them together."
-            )
+            raise ValueError(f"q is on {device} and offset is on {offset.device}: move them together.")
     elif isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
-        raise TypeError(
-            f"offset must be an int, integers [b], or None for s - t, and {offset!r} came."
-        )
+        raise TypeError(f"offset must be an int, integers [b], or None for s - t, and {offset!r} came.")
 
 
 def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
     if sink is None:
         return
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
-        raise TypeError(
-            f"sink must be a tensor of floats [h], one logit per head, and {kind(sink)} came."
-        )
+        raise TypeError(f"sink must be a tensor of floats [h], one logit per head, and {kind(sink)} came.")
     if tuple(sink.shape) != (shape.h,):
-        raise ValueError(
-            f"sink must be [h] = [{shape.h}], one logit per head, and {sizes(sink)} came."
-        )
+        raise ValueError(f"sink must be [h] = [{shape.h}], one logit per head, and {sizes(sink)} came.")
     if sink.device != device:
         raise ValueError(f"q is on {device} and sink is on {sink.device}: move them together.")
-    if (
-        device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not bool((sink < math.inf).all())
-    ):
-        raise ValueError(
-            f"sink must hold finite logits or -inf (no sink), and {sink.tolist()} came."
-        )
+    if device.type == "cpu" and not torch.compiler.is_compiling() and not bool((sink < math.inf).all()):
+        raise ValueError(f"sink must hold finite logits or -inf (no sink), and {sink.tolist()} came.")
 
 
-def _check_part(part: Any, kind_of: type, name: str, wrap: str, device: torch.device) -> None:
+def _check_part(part: Any, kind_of: type[Value], name: str, wrap: str, device: torch.device) -> None:
     if part is None:
         return
     if not isinstance(part, kind_of):
         hint = f": wrap it as {wrap}" if isinstance(part, Tensor) else ""
-        raise TypeError(
-            f"{name} must be a {name} of manyheads or None, and {kind(part)} came{hint}."
-        )
+        raise TypeError(f"{name} must be a {name} of manyheads or None, and {kind(part)} came{hint}.")
     for tensor in part.tensors():
         if tensor.device != device:
             raise ValueError(
-                f"q is on {device} and the {name} is on {tensor.device}: move it with {name}.to({str(device)!r})."
+                f"q is on {device} and the {name} is on {tensor.device}: "
+                f"move it with {name}.to({str(device)!r})."
             )
 
 

@@ -8,41 +8,70 @@ operator that takes only tensors and numbers, as `torch.compile` wants them.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
-from dataclasses import field, fields
-from typing import Any, Self, TypeVar
+from dataclasses import Field, field
+from itertools import count
+from typing import Any, ClassVar, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-V = TypeVar("V", bound="Value")
-
 _KINDS: dict[str, type[Value]] = {}
-_FUNCTIONS: list[Callable[..., Any]] = []
+_FUNCTIONS: WeakValueDictionary[int, Callable[..., Any]] = WeakValueDictionary()
+
+
+def bound(default: Any) -> Any:
+    """A field that a problem fills in when it binds the value; it isn't written down."""
+    return field(default=default, metadata={"bound": True})
+
+
+_numbers = count()
+
+
+def number(function: Callable[..., Any]) -> int:
+    """A number by which a function can be written down, while somebody holds the function."""
+    place = next(_numbers)
+    _FUNCTIONS[place] = function
+    return place
 
 
 class Value:
     """A frozen dataclass whose fields are tensors, numbers, tuples, functions and other values."""
 
+    # Field names, and the defaults of those that are bound: what `dataclasses.fields` would tell,
+    # but plain enough for torch.compile to read.
+    names: ClassVar[tuple[str, ...]] = ()
+    unbound: ClassVar[dict[str, Any]] = {}
+
     def __init_subclass__(cls) -> None:
         _KINDS[cls.__name__] = cls
+        own = (
+            [name for name in cls.__annotations__ if name not in cls.names]
+            if "__annotations__" in vars(cls)
+            else []
+        )
+        cls.names = (*cls.names, *own)
+        marked = {name: place for name, place in vars(cls).items() if isinstance(place, Field)}
+        cls.unbound = cls.unbound | {name: place.default for name, place in marked.items() if place.metadata}
 
     def but(self, **changes: Any) -> Self:
         """A copy with some fields changed. They are not checked again: they come from our own code."""
         new = object.__new__(type(self))
-        for place in fields(self):  # type: ignore[arg-type]
-            object.__setattr__(new, place.name, changes.get(place.name, getattr(self, place.name)))
+        for name in self.names:
+            object.__setattr__(new, name, changes.get(name, getattr(self, name)))
         return new
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """A copy with `change` applied to every tensor inside, however deep."""
-        changed = {}
-        for place in fields(self):  # type: ignore[arg-type]
-            part = getattr(self, place.name)
+        changed: dict[str, Any] = {}
+        for name in self.names:
+            part = getattr(self, name)
             if isinstance(part, Tensor):
-                changed[place.name] = change(part)
+                changed[name] = change(part)
             elif isinstance(part, Value):
-                changed[place.name] = part.map(change)
+                changed[name] = part.map(change)
         return self.but(**changed) if changed else self
 
     def to(self, device: torch.device | str) -> Self:
@@ -51,7 +80,7 @@ class Value:
 
     def detach(self) -> Self:
         """The same value with its tensors cut from any graph."""
-        return self.map(Tensor.detach)
+        return self.map(lambda tensor: tensor.detach())
 
     def tensors(self) -> list[Tensor]:
         """The tensors inside, in the order of the fields."""
@@ -60,37 +89,33 @@ class Value:
         return found
 
 
-def bound(default: Any) -> Any:
-    """A field that a problem fills in when it binds the value; it isn't written down."""
-    return field(default=default, metadata={"bound": True})
-
-
 def write(value: Value | None, tensors: list[Tensor]) -> str:
     """Write a value down as a Python literal; its tensors are appended to `tensors` by number."""
     if value is None:
         return "None"
-    parts = [repr(type(value).__name__)]
-    for place in fields(value):  # type: ignore[arg-type]
-        part = place.default if place.metadata else getattr(value, place.name)
+    parts = [f"'{type(value).__name__}'"]
+    for name in value.names:
+        part = value.unbound[name] if name in value.unbound else getattr(value, name)
         if isinstance(part, Tensor):
             parts.append(f"('tensor', {len(tensors)})")
             tensors.append(part)
         elif isinstance(part, Value):
             parts.append(write(part, tensors))
         elif callable(part):
-            if part not in _FUNCTIONS:
-                _FUNCTIONS.append(part)
-            parts.append(f"('function', {_FUNCTIONS.index(part)})")
+            parts.append(f"('function', {value.number})")  # type: ignore[attr-defined]
         else:
-            parts.append(f"('plain', {part!r})")
+            parts.append(f"('plain', {part})")
     return "(" + ", ".join(parts) + ",)"
 
 
 def read(text: str, *tensors: list[Tensor]) -> tuple[Any, ...]:
     """Read back a tuple of what `write` wrote, each with its own list of tensors."""
-    return tuple(
-        _read(tree, own) for tree, own in zip(ast.literal_eval(text), tensors, strict=True)
-    )
+    return tuple(_read(tree, own) for tree, own in zip(ast.literal_eval(text), tensors, strict=True))
+
+
+def functions(text: str) -> list[Callable[..., Any]]:
+    """The functions that a text names, to be held by who wants to read it later."""
+    return [_FUNCTIONS[int(place)] for place in re.findall(r"\('function', (\d+)\)", text)]
 
 
 def _read(tree: Any, tensors: list[Tensor]) -> Any:
@@ -105,6 +130,6 @@ def _read(tree: Any, tensors: list[Tensor]) -> Any:
         return parts[0]
     cls = _KINDS[name]
     new = object.__new__(cls)
-    for place, part in zip(fields(cls), parts, strict=True):  # type: ignore[arg-type]
-        object.__setattr__(new, place.name, _read(part, tensors))
+    for place, part in zip(cls.names, parts, strict=True):
+        object.__setattr__(new, place, _read(part, tensors))
     return new

@@ -25,7 +25,7 @@ NAME = "chunked"
 GIVES_LSE = True
 SHIELDS = True  # what is masked can't leak
 
-BLOCK = 1 << 20  # scores in a block, over all heads: 4 MiB in float32
+BLOCK = 1 << 19  # scores in a block, over all heads: 2 MiB in float32, so that a core keeps it near
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -58,8 +58,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def lse(problem: Problem) -> Tensor:
     """The log-sum-exp alone, `[b, h, t]`, in one pass over the keys; no gradient."""
-    with torch.no_grad():
-        return _forward(problem.detach(), None, values=False)[1]
+    return run(problem.detach().without_values())[1]
 
 
 # -- the loops -------------------------------------------------------------------------------------
@@ -81,16 +80,16 @@ def blocks(problem: Problem) -> Iterator[tuple[slice, list[slice]]]:
         )
 
 
-def _forward(p: Problem, seed: Tensor | None, values: bool = True) -> tuple[Tensor, Tensor]:
-    """Output `[b, h, t, w]` (width 0 without values) and log-sum-exp `[b, h, t]`."""
+def _forward(p: Problem, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output `[b, h, t, w]` and log-sum-exp `[b, h, t]`."""
     b, h, g, t, _, _, w = p.shape
-    out = p.q.new_empty(b, h, t, w if values else 0)
+    out = p.q.new_empty(b, h, t, w)
     lse = p.q.new_empty(b, h, t, dtype=p.dtype)
-    fine = not values or _finite(p.v)
+    fine = _finite(p.v)
     for rows, columns in blocks(p):
         r = rows.stop - rows.start
         top, total = _start(p, r)  # [b, h, r]: the running maximum, and the sum of exp(score − top)
-        acc = p.q.new_zeros(b, h, r, out.shape[-1], dtype=p.dtype)
+        acc = p.q.new_zeros(b, h, r, w, dtype=p.dtype)
         for cols in columns:
             score = scores.tile(p, rows, cols)  # [b, h, r, c]
             higher = torch.maximum(top, score.amax(-1))
@@ -98,13 +97,12 @@ def _forward(p: Problem, seed: Tensor | None, values: bool = True) -> tuple[Tens
             weight = torch.exp(score - ground[..., None])
             decay = torch.exp(top - ground)
             top, total = higher, total * decay + weight.sum(-1)
-            if values:
-                if seed is not None:
-                    weight = weight * _dropout(p, seed, rows, cols)
-                v = p.v[:, :, cols].to(p.dtype)  # [b, g, c, w]
-                weight = fold(weight, g)
-                mixed = weight @ v if fine else scores.mix(weight, fold(score != -math.inf, g), v)
-                acc = acc * decay[..., None] + unfold(mixed, h)
+            if seed is not None:
+                weight = weight * _dropout(p, seed, rows, cols)
+            v = p.v[:, :, cols].to(p.dtype)  # [b, g, c, w]
+            weight = fold(weight, g)
+            mixed = weight @ v if fine else scores.mix(weight, fold(score != -math.inf, g), v)
+            acc = acc * decay[..., None] + unfold(mixed, h)
         empty = total == 0
         out[:, :, rows] = (acc / torch.where(empty, 1.0, total)[..., None]).to(out.dtype)
         lse[:, :, rows] = torch.where(empty, -math.inf, top + total.log())
@@ -162,13 +160,10 @@ def _backward(
             dq[:, :, rows] += unfold(mix(d_score, folded, k), h)
             dk[:, :, cols] += mix(d_score.mT, folded.mT, q)
     if p.sink is not None:  # the sink's weight times (its value, 0, − delta)
-        d_sink -= (scores.weights(p.sink.to(p.dtype)[:, None, None], lse)[..., 0] * delta).sum(
-            (0, 2)
-        )
+        d_sink -= (scores.weights(p.sink.to(p.dtype)[:, None, None], lse)[..., 0] * delta).sum((0, 2))
     like = (p.q, p.k, p.v, p.sink, table)
     return [
-        x if y is None else x.to(y.dtype)
-        for x, y in zip((dq, dk, dv, d_sink, d_bias), like, strict=True)
+        x if y is None else x.to(y.dtype) for x, y in zip((dq, dk, dv, d_sink, d_bias), like, strict=True)
     ]
 
 
@@ -176,9 +171,7 @@ def _start(p: Problem, r: int) -> tuple[Tensor, Tensor]:
     """The running maximum and sum before any key: nothing, or the sink alone. Both `[b, h, r]`."""
     b, h = p.shape.b, p.shape.h
     if p.sink is None:
-        return p.q.new_full((b, h, r), -math.inf, dtype=p.dtype), p.q.new_zeros(
-            b, h, r, dtype=p.dtype
-        )
+        return p.q.new_full((b, h, r), -math.inf, dtype=p.dtype), p.q.new_zeros(b, h, r, dtype=p.dtype)
     sink = p.sink.to(p.dtype)[None, :, None].expand(b, h, r)
     return sink, (sink != -math.inf).to(p.dtype)
 
@@ -277,6 +270,7 @@ def _(
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers = inputs
     ctx.masks = len(masks)
+    ctx.held = values.functions(ctx.numbers[0])
     ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
 
 

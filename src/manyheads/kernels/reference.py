@@ -32,11 +32,7 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
         logits = torch.cat((score, sink), -1)  # [b, h, t, s + 1]
     # A row of −inf has no softmax: it is let through as zeros, then emptied, so that no NaN is born.
     empty = (logits == -math.inf).all(-1)  # [b, h, t]
-    lse = (
-        torch.where(empty[..., None], 0.0, logits).logsumexp(-1)
-        if logits.shape[-1]
-        else logits.sum(-1)
-    )
+    lse = torch.where(empty[..., None], 0.0, logits).logsumexp(-1) if logits.shape[-1] else logits.sum(-1)
     weight = torch.where(score == -math.inf, 0.0, scores.weights(score, lse))
     return weight, torch.where(empty, -math.inf, lse)
 

@@ -38,9 +38,7 @@ def refuse(problem: Problem) -> list[str]:
     if n.w != n.d:
         reasons.append(f"values of width {n.w} beside keys of width {n.d} take PyTorch's math path")
     if any(x.stride(-1) != 1 for x in (p.q, p.k, p.v)):
-        reasons.append(
-            "the last dimension of q, k or v isn't contiguous, which takes PyTorch's math path"
-        )
+        reasons.append("the last dimension of q, k or v isn't contiguous, which takes PyTorch's math path")
     if p.bias is not None:
         if torch.is_grad_enabled() and p.bias.tensor().requires_grad:
             reasons.append("it gives no gradient to a bias")
@@ -66,9 +64,7 @@ def _refuse_on_cuda(p: Problem) -> list[str]:
     if p.shape.d > 256:
         reasons.append(f"head size {p.shape.d} is above 256")
     if p.shape.h != p.shape.g and (p.q.dtype == torch.float32 or _needs_tensor(p)):
-        reasons.append(
-            "with grouped heads PyTorch fuses only 16-bit problems without a mask tensor on CUDA"
-        )
+        reasons.append("with grouped heads PyTorch fuses only 16-bit problems without a mask tensor on CUDA")
     return reasons
 
 
@@ -93,7 +89,7 @@ def _is_causal(p: Problem) -> bool:
     if p.mask is None or not isinstance(p.offset, int | torch.SymInt) or p.offset != 0:
         return False
     band, segments, lengths, rest = p.mask.normal()
-    return band == (None, 0) and not (segments or lengths or rest)
+    return band == (None, 0) and len(segments) + len(lengths) + len(rest) == 0
 
 
 def _sees_all(p: Problem) -> bool:
@@ -101,7 +97,7 @@ def _sees_all(p: Problem) -> bool:
     if p.mask is None:
         return True
     (low, high), segments, lengths, rest = p.mask.normal()
-    if segments or lengths or rest:
+    if len(segments) + len(lengths) + len(rest) > 0:
         return False
     if low is None and high is None:
         return True
@@ -144,11 +140,7 @@ def _mask_shape(p: Problem) -> tuple[int, int, int, int]:
 
 def _exact(p: Problem) -> bool:
     """Is the bias a tensor of the queries' own dtype?"""
-    return (
-        p.bias is not None
-        and p.bias.tensor().dtype == p.q.dtype
-        and type(p.bias).__name__ == "Dense"
-    )
+    return p.bias is not None and p.bias.tensor().dtype == p.q.dtype and type(p.bias).__name__ == "Dense"
 
 
 def _tensor(p: Problem) -> Tensor:
