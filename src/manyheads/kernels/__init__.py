@@ -89,6 +89,17 @@ def _watched(problem: Problem) -> bool:
     return masked and problem.q.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def machine() -> str:
+    """What this machine has, as text: its devices, and each kernel with what it is."""
+    devices = [f"cpu ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"]
+    devices += [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
+    lines = [f"torch {torch.__version__} on {', '.join(devices)}", 'kernel="auto" takes the first that can:']
+    for name in ORDER:
+        what = (load(name).__doc__ or "").partition("\n")[0]
+        lines.append(f"  {name:<10} {what}")
+    return "\n".join(lines)
+
+
 def table(problem: Problem) -> str:
     """The verdicts as text: each kernel with yes or all its reasons, and what a map costs there."""
     chosen = choose(problem).NAME
