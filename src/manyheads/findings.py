@@ -1,0 +1,177 @@
+"""What is telling in a stack of attention maps: numbers for every head, and a few of them in words.
+
+Measures say what a head does on average, findings what it does once: a single weight far above what
+the same head gives at that distance, to the first token, or would give if it attended evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyheads import measures
+from manyheads.maps import AttentionMap
+
+ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
+PER_HEAD = 20  # the candidates that each head may enter
+LEAST = 0.05  # a weight this little above the usual is not worth a sentence
+
+
+class Habits(NamedTuple):
+    """What one head attends to: mean mass over the queries that could; None where none could."""
+
+    previous_token: float | None
+    first_token: float | None
+    same_token: float | None
+    after_same_token: float | None
+    itself: float | None
+    entropy: float  # the mean over queries, in nats
+
+    def characteristic(self, even: Habits) -> str:
+        """The field farthest above what even attention gives; `entropy` where none is above it."""
+        above = {
+            name: mass - usual
+            for name, mass, usual in zip(self._fields[:-1], self, even, strict=False)
+            if mass is not None and usual is not None
+        }
+        best = max(above, key=above.__getitem__, default="entropy")
+        return best if above.get(best, 0.0) > LEAST else "entropy"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One telling weight: of a layer, a head, a query and a key, all counted from 0."""
+
+    layer: int
+    head: int
+    query: int
+    key: int
+    weight: float
+    usual: float  # what this head gives there anyway; see `usual`
+
+
+def habits(amap: AttentionMap, ids: Tensor) -> list[Habits]:
+    """The habits of every head of one layer, on the first sequence; ids `[t]`."""
+    level = _means(even(amap), ids)
+    return [
+        Habits._make([m if could else None for m, could in zip(masses, rest, strict=True)] + [spread])
+        for (*masses, spread), (*rest, _) in zip(_means(amap, ids), level, strict=True)
+    ]
+
+
+def _means(amap: AttentionMap, ids: Tensor) -> list[list[float]]:
+    """A row per head, in the order of `Habits`; 0 where no query could."""
+    rows = ids[None]  # [1, s]
+    columns = (
+        measures.previous_token(amap),
+        measures.first_token(amap),
+        measures.duplicate_token(amap, rows),
+        measures.induction(amap, rows),
+        measures.current_token(amap),
+        amap.entropy().mean(-1),
+    )  # each [b, h]
+    return torch.stack(columns, -1)[0].tolist()
+
+
+def even(amap: AttentionMap) -> AttentionMap:
+    """The map of heads that attend evenly to all that those of `amap` may see."""
+    blank = torch.zeros_like(amap.problem.q)
+    return AttentionMap.of(replace(amap.problem, q=blank, bias=None, sink=None))
+
+
+def usual(weights: Tensor) -> Tensor:
+    """What a causal head gives to each place anyway, `[t, t]`, from its weights `[t, t]`.
+
+    The largest of three: an even share; what other queries give at the same distance; what other
+    queries give to the first token (in its column).
+    """
+    t = len(weights)
+    i = torch.arange(t)
+    share = (1 / (i + 1.0))[:, None].expand(t, t)
+    distance = (i[:, None] - i).clamp(min=0)  # [t, t]
+    seen = torch.ones(t, t).tril()
+    total = torch.zeros(t).index_add(0, distance.flatten(), (weights * seen).flatten())
+    count = torch.zeros(t).index_add(0, distance.flatten(), seen.flatten())
+    others = (total[distance] - weights) / (count[distance] - 1).clamp(min=1)  # but this one
+    first = torch.zeros(t, t)
+    first[:, 0] = (weights[:, 0].sum() - weights[:, 0]) / max(t - 1, 1)
+    return torch.stack((share, others, first)).amax(0)
+
+
+def candidates(maps: Sequence[AttentionMap]) -> list[Finding]:
+    """The weights of each head that are farthest above the usual, the farthest first.
+
+    `maps` are causal, one per layer; the first sequence of the batch is read.
+    """
+    found: list[Finding] = []
+    for layer, amap in enumerate(maps):
+        for head in range(amap.shape[1]):
+            weights = amap[0, head].float().cpu()  # [t, t]
+            expected = usual(weights)
+            above = (weights - expected).masked_fill(~torch.ones_like(weights).bool().tril(), -1)
+            for flat in above.flatten().topk(min(PER_HEAD, above.numel())).indices.tolist():
+                query, key = divmod(flat, len(weights))
+                at = float(weights[query, key]), float(expected[query, key])
+                found.append(Finding(layer, head, query, key, *at))
+    return sorted(found, key=lambda one: one.usual - one.weight)
+
+
+def findings(candidates: Sequence[Finding], count: int = 5) -> list[Finding]:
+    """The telling ones among the candidates, the strongest first; one for each head and each pair.
+
+    Empty where nothing is far above the usual, as in a text of one token.
+    """
+    chosen: list[Finding] = []
+    for one in candidates:
+        told = any(
+            (one.layer, one.head) == (other.layer, other.head)
+            or (one.query, one.key) == (other.query, other.key)
+            for other in chosen
+        )
+        if one.weight - one.usual > LEAST and not told and len(chosen) < count:
+            chosen.append(one)
+    return sorted(chosen, key=lambda one: -one.weight)
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def sentence(finding: Finding, labels: Sequence[str], ids: Sequence[int]) -> str:
+    """`layer 2 head 1: the second "the" looks at "train" (0.71), the token after the first "the"`."""
+    query, key = finding.query, finding.key
+    target = "itself" if key == query else name(key, labels)
+    said = (
+        f"layer {finding.layer} head {finding.head}: {name(query, labels)} looks at {target} "
+        f"({finding.weight:.2f})"
+    )
+    if key == query:
+        return said
+    if key == query - 1:
+        return f"{said}, the token before it"
+    if key and ids[key - 1] == ids[query]:
+        return f"{said}, the token after {name(key - 1, labels)}"
+    if key == 0:
+        return f"{said}, the first token"
+    return said
+
+
+def name(position: int, labels: Sequence[str]) -> str:
+    """A token in quotes, with an ordinal where its label occurs more than once."""
+    label = labels[position]
+    mark = "'" if '"' in label else '"'
+    quoted = f"{mark}{label}{mark}"
+    if list(labels).count(label) == 1:
+        return quoted
+    return f"the {ordinal(list(labels[: position + 1]).count(label))} {quoted}"
+
+
+def ordinal(n: int) -> str:
+    """first … tenth, 11th, 12th, …, 21st, …"""
+    if n <= len(ORDINALS):
+        return ORDINALS[n - 1]
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"

@@ -1,0 +1,496 @@
+"""`manyheads show`: tokens, findings, words, JSON, pictures, and every bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections import Counter
+from io import BytesIO, TextIOWrapper
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from manyheads import AttentionMap, Causal, attention_with_map, cli, lm, show
+from manyheads.findings import Finding, candidates, even, findings, habits, ordinal, sentence, usual
+from manyheads.lm.data import Document, train_tokenizer
+from manyheads.tokens import tokens
+
+SENTENCE = "the train left the station on time"
+CONTEXT = 48
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights, sharp enough to look at something, saved as `lm` saves."""
+    torch.manual_seed(0)
+    texts = [f"{SENTENCE} . the station left on time , the train on the station ."] * 3
+    tokenizer = train_tokenizer([Document(str(n), text) for n, text in enumerate(texts)], 300)
+    config = lm.Config(tokenizer.get_vocab_size(), embed=16, heads=2, layers=3, hidden=8, context=CONTEXT)
+    model = lm.LanguageModel(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("attention.q.weight", "attention.k.weight")):
+                parameter.normal_(std=1.0)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    lm.save(folder, model, tokenizer)
+    return folder
+
+
+class Ran:
+    """What a command left behind."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path
+) -> Any:
+    """Run `manyheads show` on the tiny model as its command line does, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def command(*arguments: str, stdin: bytes = b"", model: Path | str = checkpoint) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["manyheads", "show", "--model", str(model), *arguments])
+        monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(stdin)))
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        return Ran(code, *capsys.readouterr())
+
+    return command
+
+
+def map_of(*heads: list[list[float]]) -> AttentionMap:
+    """A causal map with these weights `[h][t][t]`, whatever is above the diagonal."""
+    weights = torch.tensor(heads).tril()  # [h, t, t]
+    weights = weights / weights.sum(-1, keepdim=True)
+    t = weights.shape[-1]
+    q = weights.clamp(min=1e-12).log()[None]  # q · k is the logarithm of the weight
+    k = torch.eye(t).expand(1, len(heads), t, t)
+    return attention_with_map(q, k, k, mask=Causal(), scale=1.0)[1]
+
+
+# -- tokens ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer([Document("one", f"{SENTENCE} the stations the station time\n\n  times")], 290)
+
+
+@given(st.text())
+def test_tokens_say_their_text_and_their_labels_can_be_printed(tokenizer: Tokenizer, text: str) -> None:
+    said = tokens(tokenizer, tokenizer.encode(text).ids)
+    if all(tokenizer.decode([token.id]) == token.text for token in said):  # no character is cut in two
+        assert "".join(token.text for token in said) == text
+    for token in said:
+        assert token.label
+        assert token.label.isprintable()
+        assert " " not in token.label
+
+
+def test_a_character_cut_in_two_shows_its_bytes(tokenizer: Tokenizer) -> None:
+    labels = [token.label for token in tokens(tokenizer, tokenizer.encode("漢").ids)]
+    assert labels == [r"\xe6", r"\xbc", r"\xa2"]
+
+
+def test_blanks_are_visible_and_pieces_of_a_word_are_marked(tokenizer: Tokenizer) -> None:
+    def labels(text: str) -> list[str]:
+        return [token.label for token in tokens(tokenizer, tokenizer.encode(text).ids)]
+
+    assert labels(" the station") == ["the", "station"]
+    assert labels(" ") == ["␣"]
+    assert labels("\n") == ["⏎"]
+    assert labels("\t") == ["⇥"]
+    assert labels("zq x") == ["z…", "…q", "␣", "x"]
+
+
+# -- findings --------------------------------------------------------------------------------------
+
+
+def previous(t: int, share: float = 0.9) -> list[list[float]]:
+    """A previous-token head."""
+    return [
+        [share if j == i - 1 else (1 - share) / max(i, 1) if j <= i else 0 for j in range(t)]
+        for i in range(t)
+    ]
+
+
+def resting(t: int, share: float = 0.9) -> list[list[float]]:
+    """A head that rests on the first token."""
+    return [
+        [share if j == 0 else (1 - share) / max(i, 1) if j <= i else 0 for j in range(t)] for i in range(t)
+    ]
+
+
+def test_habits_are_no_findings_and_what_breaks_them_is() -> None:
+    odd, broken = previous(8), resting(8)
+    odd[6] = [0.05, 0.05, 0.75, 0.05, 0.0, 0.05, 0.05, 0.0]
+    broken[5] = [0.1, 0.0, 0.0, 0.85, 0.0, 0.05, 0.0, 0.0]
+    found = findings(candidates([map_of(previous(8), odd), map_of(resting(8), broken)]))
+    assert [(one.layer, one.head, one.query, one.key) for one in found[:2]] == [(1, 1, 5, 3), (0, 1, 6, 2)]
+    assert found[0].weight == pytest.approx(0.85, abs=1e-5)
+    assert not any(one.query - one.key == 1 or one.key == 0 for one in found[:2])
+    plain = findings(candidates([map_of(previous(8), resting(8))]))
+    assert all(one.weight < 0.5 or one.query < 2 for one in plain)
+
+
+def test_findings_are_a_handful_each_of_another_head_and_pair() -> None:
+    torch.manual_seed(0)
+    q, k = 3 * torch.randn(1, 6, 20, 8), torch.randn(1, 6, 20, 8)
+    maps = [attention_with_map(q + n, k, k, mask=Causal())[1] for n in range(3)]
+    found = findings(candidates(maps))
+    assert len(found) == 5
+    assert len({(one.layer, one.head) for one in found}) == len({(one.query, one.key) for one in found}) == 5
+    assert all(one.weight >= other.weight for one, other in pairwise(found))
+    for one in found:
+        assert one.weight == pytest.approx(float(maps[one.layer][0, one.head, one.query, one.key]))
+
+
+def test_nothing_to_choose_gives_no_findings() -> None:
+    assert findings(candidates([map_of([[1.0]])])) == []
+    assert findings(candidates([map_of([[1.0, 1.0, 1.0]] * 3)])) == []
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 9), st.integers(0, 2**31))
+def test_the_usual_against_a_double_loop(t: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(t, t, generator=generator).tril().exp().tril()
+    weights /= weights.sum(-1, keepdim=True)
+    found = usual(weights)
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values) if values else 0.0
+
+    for i in range(t):
+        for j in range(i + 1):
+            far = [float(weights[n, n - i + j]) for n in range(i - j, t) if n != i]
+            first = [float(weights[n, 0]) for n in range(t) if n != i] if j == 0 else []
+            assert float(found[i, j]) == pytest.approx(max(1 / (i + 1), mean(far), mean(first)), abs=1e-6)
+
+
+def test_habits_against_a_double_loop() -> None:
+    torch.manual_seed(0)
+    ids = torch.tensor([5, 1, 2, 5, 1, 3, 5])
+    q, k = torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
+    amap = attention_with_map(q, k, k, mask=Causal())[1]
+    said = ids.tolist()
+    rules = {
+        "previous_token": lambda i, j: j == i - 1,
+        "first_token": lambda i, j: j == 0,
+        "same_token": lambda i, j: j < i and said[j] == said[i],
+        "after_same_token": lambda i, j: j > 0 and said[j - 1] == said[i],
+        "itself": lambda i, j: j == i,
+    }
+    for head, found in enumerate(habits(amap, ids)):
+        weights = amap.dense()[0, head].tolist()
+        for name, rule in rules.items():
+            rows = [[weights[i][j] for j in range(i + 1) if rule(i, j)] for i in range(7)]
+            sums = [sum(row) for row in rows if row]
+            assert getattr(found, name) == pytest.approx(sum(sums) / len(sums), abs=1e-6)
+        spread = [-sum(w * math.log(w) for w in row if w) for row in weights]
+        assert found.entropy == pytest.approx(sum(spread) / 7, abs=1e-5)
+
+
+def test_a_habit_that_no_query_could_have_is_none() -> None:
+    (alone,) = habits(map_of([[1.0]]), torch.tensor([3]))
+    assert alone.previous_token is alone.same_token is alone.after_same_token is None
+    assert (alone.first_token, alone.itself, alone.entropy) == (1.0, 1.0, 0.0)
+
+
+def test_the_characteristic_habit_is_the_one_farthest_above_even() -> None:
+    ids = torch.arange(8)
+    amap = map_of(previous(8), resting(8), [[1.0] * 8] * 8)
+    level = habits(even(amap), ids)[0]
+    marked = [one.characteristic(level) for one in habits(amap, ids)]
+    assert marked == ["previous_token", "first_token", "entropy"]
+    assert level.itself == pytest.approx(sum(1 / n for n in range(1, 9)) / 8)
+
+
+def test_a_sentence_as_the_issue_words_it() -> None:
+    labels, ids = SENTENCE.split(), [3, 5, 0, 3, 2, 1, 4]
+
+    def say(query: int, key: int, weight: float = 0.714) -> str:
+        return sentence(Finding(2, 1, query, key, weight, 0.1), labels, ids)
+
+    assert say(3, 1).startswith('layer 2 head 1: the second "the" looks at "train" (0.71)')
+    assert say(3, 1).endswith('(0.71), the token after the first "the"')
+    assert say(3, 0) == 'layer 2 head 1: the second "the" looks at the first "the" (0.71), the first token'
+    assert say(4, 4) == 'layer 2 head 1: "station" looks at itself (0.71)'
+    assert say(5, 4) == 'layer 2 head 1: "on" looks at "station" (0.71), the token before it'
+    assert say(5, 1) == 'layer 2 head 1: "on" looks at "train" (0.71)'
+    assert "looks at '\"'" in sentence(Finding(0, 0, 1, 0, 0.5, 0.1), ['"', "a"], [0, 1])
+
+
+def test_ordinals() -> None:
+    said = {1: "first", 2: "second", 10: "tenth", 11: "11th", 12: "12th", 13: "13th", 21: "21st", 22: "22nd"}
+    said |= {23: "23rd", 24: "24th", 101: "101st", 111: "111th", 112: "112th", 113: "113th"}
+    assert {n: ordinal(n) for n in said} == said
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_from_a_sentence_to_words_and_pictures(run: Any) -> None:
+    ran = run(SENTENCE)
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    told = re.fullmatch(r"layer (\d) head (\d): .+ looks at .+ \(([01]\.\d\d)\).*", lines[0])
+    assert told
+    layer, head, weight = told.groups()
+    weights = [float(re.search(r"\((\d\.\d\d)\)", line)[1]) for line in lines if "looks at" in line]
+    assert weights == sorted(weights, reverse=True)
+    assert float(weight) == weights[0]
+    # The table: a row per head, one value of each marked.
+    rows = [line.split() for line in lines if re.match(r"\s+\d\s+\d\s+\d\.", line)]
+    assert [(row[0], row[1]) for row in rows] == [(str(n), str(m)) for n in range(3) for m in range(2)]
+    assert all(sum("*" in value for value in row) == 1 for row in rows)
+    # The heat map stands between the table and the names of the files.
+    assert f"layer {layer} head {head}" in lines
+    assert any(line.split()[:2] == ["the", "0"] for line in lines)
+    files = ["manyheads-out/overview.png", f"manyheads-out/layer{layer}-head{head}.png"]
+    assert lines[-1] == f"wrote {files[0]} and {files[1]}"
+    assert sorted(str(path) for path in Path().rglob("*.*")) == sorted(files)
+    assert all(Path(file).read_bytes().startswith(b"\x89PNG") for file in files)
+    assert "\x1b" not in ran.out  # no terminal, no escape codes
+
+
+def test_the_words_agree_with_the_model(run: Any, checkpoint: Path) -> None:
+    found = json.loads(run(SENTENCE, "--json").out)
+    model, tokenizer = lm.load(checkpoint)
+    ids = tokenizer.encode(f" {SENTENCE}").ids
+    assert [token["id"] for token in found["tokens"]] == ids
+    assert "".join(token["text"] for token in found["tokens"]) == f" {SENTENCE}"
+    _, maps = model.attend(torch.tensor([ids]))
+    for one in found["findings"]:
+        weight = float(maps[one["layer"]][0, one["head"], one["query"], one["key"]])
+        assert one["weight"] == pytest.approx(weight, abs=1e-6)
+        assert f"({weight:.2f})" in one["sentence"]
+    assert len(found["measures"]) == 6
+    for row in found["measures"]:
+        weights = maps[row["layer"]].dense()[0, row["head"]]
+        assert row["previous_token"] == pytest.approx(float(weights.diagonal(-1).mean()), abs=1e-6)
+        assert row["itself"] == pytest.approx(float(weights.diagonal().mean()), abs=1e-6)
+        assert row["first_token"] == pytest.approx(float(weights[:, 0].mean()), abs=1e-6)
+
+
+def test_json_is_all_there_is_on_standard_output(run: Any) -> None:
+    ran = run(SENTENCE, "--json", "--out", "here/below", "--format", "svg", "--layer", "1", "--head", "0")
+    assert (ran.code, ran.err) == (0, "")
+    found = json.loads(ran.out)
+    assert found["files"] == ["here/below/overview.svg", "here/below/layer1-head0.svg"]
+    assert all(Path(file).stat().st_size for file in found["files"])
+    assert found["shown"] == {"layer": 1, "head": 0}
+    assert found["tokens_left_out"] == 0
+    assert [token["position"] for token in found["tokens"]] == list(range(len(found["tokens"])))
+    assert Counter(row["layer"] for row in found["measures"]) == {0: 2, 1: 2, 2: 2}
+    assert "what_if_nothing_were_masked" not in found
+
+
+def test_without_the_mask_stands_beside_and_is_called_a_what_if(run: Any) -> None:
+    ran = run(SENTENCE, "--no-mask", "--layer", "2", "--head", "1", "--format", "svg")
+    assert ran.code == 0
+    assert "layer 2 head 1: what if nothing were masked" in ran.out.splitlines()
+    found = json.loads(run(SENTENCE, "--no-mask", "--json").out)
+    free = found["what_if_nothing_were_masked"]
+    assert len(free["measures"]) == 6
+    assert free["even"]["itself"] == pytest.approx(1 / len(found["tokens"]))
+    assert free["measures"] != found["measures"]
+
+
+def test_the_what_if_is_labelled_in_the_picture(checkpoint: Path) -> None:
+    reading = show.read(SENTENCE, checkpoint)
+    drawn = show.pictures(reading, 2, 1, masked=False)
+    titles = [axes.get_title() for axes in drawn["layer2-head1"].axes]
+    assert titles[0] == "causal, as the model computes it"
+    assert titles[1].startswith("what if nothing were masked")
+    for axes in drawn["overview"].axes:
+        assert "what if" not in axes.get_title()
+
+
+@pytest.mark.parametrize(("format", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_formats(run: Any, format: str, magic: bytes) -> None:
+    assert run(SENTENCE, "--format", format, "--layer", "0", "--head", "1").code == 0
+    for name in ("overview", "layer0-head1"):
+        assert Path(f"manyheads-out/{name}.{format}").read_bytes().startswith(magic)
+
+
+def test_what_is_left_open_goes_to_the_most_telling_head(checkpoint: Path) -> None:
+    reading = show.read(SENTENCE, checkpoint)
+    first = reading.findings[0]
+    assert show.pick(reading) == (first.layer, first.head)
+    assert show.pick(reading, 2, 0) == (2, 0)
+
+    def worth(layer: int, head: int) -> float:
+        weights = reading.maps[layer][0, head]
+        return float((weights - usual(weights)).tril().max())
+
+    for layer in range(3):
+        assert show.pick(reading, layer) == (layer, max(range(2), key=lambda head: worth(layer, head)))
+    for head in range(2):
+        assert show.pick(reading, head=head) == (max(range(3), key=lambda layer: worth(layer, head)), head)
+
+
+def test_a_file_and_standard_input(run: Any) -> None:
+    Path("text.txt").write_bytes(b"\xef\xbb\xbfthe train\r\nleft\r\n")
+    from_file = json.loads(run("--text-file", "text.txt", "--json").out)
+    assert "".join(token["text"] for token in from_file["tokens"]) == " the train\nleft"
+    piped = json.loads(run("--text-file", "-", "--json", stdin=b"the train\nleft\n").out)
+    assert piped["tokens"] == from_file["tokens"]
+
+
+def test_truncate_keeps_the_first_tokens_and_says_so(run: Any) -> None:
+    long = "the station " * 60
+    ran = run(long, "--truncate")
+    assert ran.code == 0
+    assert f"first {CONTEXT} tokens" in ran.out
+    found = json.loads(run(long, "--truncate", "--json").out)
+    assert len(found["tokens"]) == CONTEXT
+    assert found["tokens_left_out"] > 0
+    assert "--truncate" not in run(SENTENCE, "--truncate").out
+
+
+def test_a_text_that_fills_the_context_is_pooled_in_the_terminal(run: Any) -> None:
+    ran = run("the station " * 60, "--truncate")
+    lines = ran.out.splitlines()
+    assert max(map(len, lines[lines.index(next(one for one in lines if "what each" in one)) :])) <= 100
+    assert "the largest weight of 2 × 2 tokens" in ran.out
+
+
+def test_a_single_token(run: Any) -> None:
+    ran = run("the")
+    assert ran.code == 0
+    assert ran.out.splitlines()[0].startswith("No weight stands out")
+    found = json.loads(run("the", "--json", "--no-mask").out)
+    assert len(found["tokens"]) == 1
+    assert found["findings"] == []
+    assert found["measures"][0]["previous_token"] is None
+    assert found["shown"] == {"layer": 0, "head": 0}
+
+
+@pytest.mark.parametrize(
+    "text", ["$x$ [bold]:smile: \x1b[31m", "漢字 🙂 é \u202e \u200b", "'\"'", "-- ---", "a\x07b\r\x00c"]
+)
+def test_any_text_is_shown_and_none_of_it_is_obeyed(run: Any, text: str) -> None:
+    Path("text.txt").write_text(text, "utf-8")
+    ran = run("--text-file", "text.txt", "--truncate")
+    assert (ran.code, ran.err) == (0, "")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e\u200b]", ran.out)
+
+
+def test_a_terminal_gets_colours(checkpoint: Path) -> None:
+    from rich.console import Console
+
+    reading = show.read(SENTENCE, checkpoint)
+    paper = Console(file=TextIOWrapper(BytesIO()), force_terminal=True, color_system="truecolor", width=90)
+    picture = show.heat(reading.maps[0], 0, reading.labels, paper)
+    assert any("rgb(253,231,36)" in str(span.style) for span in picture.spans)  # a weight of 1
+    assert "█" not in picture.plain
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def refused(ran: Ran, says: str) -> None:
+    """One sentence on standard error, exit code 2, and nothing else anywhere."""
+    assert ran.code == 2
+    assert ran.out == ""
+    assert re.fullmatch(r"manyheads: [^\n]+\.\n", ran.err), ran.err
+    assert re.search(says, ran.err), ran.err
+    assert not [path for path in Path().rglob("*") if path.suffix in (".png", ".part") or path.name[0] == "."]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "neither came"),
+        ([SENTENCE, "--text-file", "-"], "both came"),
+        ([""], "TEXT is empty"),
+        (["  \n\t "], "TEXT is empty"),
+        (["\udcff"], "TEXT must be UTF-8"),
+        (["--text-file", "-"], "standard input is empty"),
+        (["--text-file", "absent.txt"], "absent.txt can't be read: No such file"),
+        (["--text-file", "."], "can't be read: Is a directory"),
+        (["--text-file", "latin.txt"], "latin.txt must be UTF-8 text, and its byte 3 is not"),
+        (["the station " * 60], rf"tokens.*context is {CONTEXT}.*--truncate"),
+        ([SENTENCE, "--layer", "3"], "--layer must be between 0 and 2, and 3 came"),
+        ([SENTENCE, "--layer", "-1"], "--layer must be between 0 and 2, and -1 came"),
+        ([SENTENCE, "--head", "2"], "--head must be between 0 and 1, and 2 came"),
+        ([SENTENCE, "--layer", "0", "--head", "99"], "--head must be between 0 and 1, and 99 came"),
+        ([SENTENCE, "--format", "gif"], "png, svg, pdf.*'gif' came"),
+        ([SENTENCE, "--out", "latin.txt"], "latin.txt is a file"),
+        ([SENTENCE, "--out", "latin.txt/deeper"], "latin.txt/deeper can't be written"),
+        ([SENTENCE, "--out", "/proc/none/such"], "/proc/none/such can't be written"),
+        ([SENTENCE, "--json", "--out", "latin.txt"], "latin.txt is a file"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(run: Any, arguments: list[str], says: str) -> None:
+    Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    refused(run(*arguments), says)
+
+
+@pytest.mark.parametrize("arguments", [["--layer", "two"], ["--no-such-option"], ["two", "texts"]])
+def test_wrong_use_exits_with_2(run: Any, arguments: list[str]) -> None:
+    ran = run(SENTENCE, *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert "Traceback" not in ran.err
+
+
+def test_models_that_are_none(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    refused(run(SENTENCE, model="absent"), "absent")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        for kind, harm in {
+            "missing": lambda file: file.unlink(),
+            "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+            "foreign": lambda file: file.write_bytes(b'{"model_type": "llama"}'),
+        }.items():
+            folder = tmp_path / f"{kind}-{name}"
+            folder.mkdir()
+            for file in checkpoint.iterdir():
+                (folder / file.name).write_bytes(file.read_bytes())
+            harm(folder / name)
+            refused(run(SENTENCE, model=folder), re.escape(name) if kind == "missing" else kind)
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_ones(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(SENTENCE, "--layer", "0", "--head", "0").code == 0
+    before = {path: path.read_bytes() for path in Path("manyheads-out").iterdir()}
+    real = show.Figure.savefig
+
+    def full(figure: Any, path: Path, **options: Any) -> None:
+        real(figure, path, **options)
+        if "layer" in path.name:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(show.Figure, "savefig", full)
+    ran = run("on time on time", "--layer", "0", "--head", "0")
+    assert ran.code == 2
+    assert ran.err.count("\n") == 1
+    assert "No space left" in ran.err
+    assert {path: path.read_bytes() for path in Path("manyheads-out").iterdir()} == before
+
+
+def test_an_interrupt_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show.Figure, "savefig", interrupted)
+    ran = run(SENTENCE)
+    assert ran.code == 130
+    assert "Traceback" not in ran.err
+    assert list(Path("manyheads-out").iterdir()) == []
