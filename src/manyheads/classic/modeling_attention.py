@@ -1,0 +1,131 @@
+"""Presentation 1: batch first, and the heads are split off by a reshape.
+
+Scores are divided by `scale`, the root of the key size; `probs[0]` is sequence 0 head 0 and
+`probs[num_heads]` is sequence 1 head 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manyheads.classic.common import check, mix, weigh
+from manyheads.functional import attention, attention_with_map
+from manyheads.maps import AttentionMap
+from manyheads.masks import Causal, Mask
+from manyheads.shapes import divide, whole
+
+Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
+
+
+class SelfAttention(nn.Module):
+    """One head: softmax(q kᵀ / √hidden) v.
+
+    input_size: the width of x; hidden: that of q, k, v and the output. `scale` = √hidden divides the
+    scores.
+    """
+
+    def __init__(self, input_size: int, hidden: int) -> None:
+        super().__init__()
+        whole(input_size, "input_size", least=1)
+        whole(hidden, "hidden", least=1)
+        self.q = nn.Linear(input_size, hidden)
+        self.k = nn.Linear(input_size, hidden)
+        self.v = nn.Linear(input_size, hidden)
+        self.scale = math.sqrt(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[batch, seq, input_size]` → `[batch, seq, hidden]`."""
+        q, k, v, rest = self._inputs(x, None)
+        return attention(q, k, v, **rest).squeeze(1)
+
+    def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
+        """The output and its map `[batch, 1, seq, seq]`, under a mask of ours if one is given."""
+        q, k, v, rest = self._inputs(x, mask)
+        out, amap = attention_with_map(q, k, v, **rest)
+        return out.squeeze(1), amap
+
+    def _inputs(self, x: Tensor, mask: Mask | None) -> Inputs:
+        check(x, "x", "batch", "seq", self.q.in_features)
+        q, k, v = (layer(x)[:, None] for layer in (self.q, self.k, self.v))  # [b, 1, t, d]
+        return q, k, v, {"mask": mask, "scale": 1 / self.scale}
+
+
+class MultiHeadSelfAttention(nn.Module):
+    """Many heads, with an optional causal mask: a query sees itself and what precedes it.
+
+    Args:
+        input_size: the width of x.
+        hidden: the width of q, k, v and the output.
+        num_heads: the number of heads, each of `head_size` = hidden / num_heads.
+        causal: hide what follows a query.
+        dropout: the probability with which a weight is dropped in training.
+
+    `scale` = √head_size divides the scores. Raises ValueError unless num_heads divides hidden.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden: int,
+        num_heads: int,
+        causal: bool = False,
+        dropout: float = 0,
+    ) -> None:
+        super().__init__()
+        whole(input_size, "input_size", least=1)
+        whole(hidden, "hidden", least=1)
+        self.head_size = divide(hidden, whole(num_heads, "num_heads"), "hidden", "num_heads")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be between 0 and 1, and {dropout!r} came.")
+        self.num_heads = num_heads
+        self.scale = math.sqrt(self.head_size)
+        self.causal = causal
+        self.dropout = dropout
+        self.k = nn.Linear(input_size, hidden)
+        self.q = nn.Linear(input_size, hidden)
+        self.v = nn.Linear(input_size, hidden)
+        self.mix = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor, return_attention: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """x `[batch, seq, input_size]` → `[batch, seq, hidden]`.
+
+        With `return_attention=True` also the probabilities that made it, dropout applied,
+        `[batch * num_heads, seq, seq]`, the heads of one sequence adjacent.
+        """
+        q, k, v, rest = self._inputs(x, None)
+        if not return_attention:
+            return self._merge(attention(q, k, v, dropout_p=self._dropout_p(), **rest))
+        probs = F.dropout(weigh(q, k, v, **rest), self._dropout_p()).to(v.dtype)  # [b, h, t, t]
+        return self._merge(mix(probs, v)), probs.flatten(0, 1)  # [b, t, hidden], [b * h, t, t]
+
+    def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
+        """The output and its map `[batch, num_heads, seq, seq]`: per head, before dropout.
+
+        A mask of ours joins the causal one: `Lengths(lengths)` hides padding.
+        """
+        q, k, v, rest = self._inputs(x, mask)
+        out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **rest)
+        return self._merge(out), amap
+
+    def _inputs(self, x: Tensor, mask: Mask | None) -> Inputs:
+        check(x, "x", "batch", "seq", self.q.in_features)
+        q, k, v = (
+            layer(x).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)  # [b, h, t, d]
+            for layer in (self.q, self.k, self.v)
+        )
+        if self.causal:
+            mask = Causal() if mask is None else Causal() & mask
+        return q, k, v, {"mask": mask, "scale": 1 / self.scale}
+
+    def _dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _merge(self, out: Tensor) -> Tensor:
+        return self.mix(out.transpose(1, 2).flatten(2))  # [b, t, hidden]
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_size={self.head_size}, causal={self.causal}"
