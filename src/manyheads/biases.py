@@ -1,4 +1,4 @@
-"""What is added to a score: frozen values, computed for any tile in float32 (float64 for float64).
+"""What is added to a score: frozen values, computed for any tile in the scores' dtype.
 
 A bias says `add(b, h, i, j)`, the numbers to add, and `collect`, how the gradient of a tile's scores
 flows into its tensor. Where `Dense` holds −inf the key is masked, as a mask would.
@@ -23,8 +23,8 @@ Index = Any
 class Bias(Value):
     """What is added to a score. Subclasses hold one tensor, which may ask for a gradient."""
 
-    def add(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
-        """What to add to the score of query position i and key j: broadcasts to `[b, h, t, s]`."""
+    def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
+        """What to add for query position i and key j: of `dtype`, broadcasts to `[b, h, t, s]`."""
         raise NotImplementedError
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
@@ -85,9 +85,9 @@ class ALiBi(Bias):
         _finite(slopes, "ALiBi's slopes")
         object.__setattr__(self, "slopes", slopes)
 
-    def add(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
+    def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
         slopes = self.slopes[0 if self.slopes.shape[0] == 1 else h]
-        return -_wide(slopes) * (i - j).abs()
+        return -slopes.to(dtype) * (i - j).abs()
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
         per_head = (grad * -(i - j).abs()).sum((0, 2, 3))  # [h]
@@ -125,8 +125,8 @@ class Relative(Bias):
         n = self.table.shape[1] // 2
         return (j - i).clamp(-n, n) + n
 
-    def add(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
-        return _wide(self.table[0 if self.table.shape[0] == 1 else h, self._place(i, j)])
+    def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
+        return self.table[0 if self.table.shape[0] == 1 else h, self._place(i, j)].to(dtype)
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
         # With one offset per sequence the place depends on b, so the batch is flattened, not summed.
@@ -168,15 +168,16 @@ class Dense(Bias):
         four = self._four(self.values).shape
         return tuple(0 if n == 1 else place for n, place in zip(four, (b, h, row, j), strict=True))
 
-    def add(self, b: Index, h: Index, i: Index, j: Index) -> Tensor:
-        return _wide(self._four(self.values)[self._places(b, h, i, j)])
+    def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
+        return self._four(self.values)[self._places(b, h, i, j)].to(dtype)
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
         four = self._four(into)  # a view: into is made contiguous
         summed = tuple(axis for axis, n in enumerate(four.shape) if n == 1 and grad.shape[axis] != 1)
         grad = grad.sum(summed, keepdim=True) if summed else grad
-        places = self._places(b, h, i, j)
-        four.index_put_(tuple(torch.as_tensor(p, device=into.device) for p in places), grad, accumulate=True)
+        places = [torch.as_tensor(place, device=into.device) for place in self._places(b, h, i, j)]
+        grad = grad.reshape(torch.broadcast_shapes(*(place.shape for place in places)))
+        four.index_put_(tuple(places), grad, accumulate=True)
 
     def check(self, shape: Shape) -> None:
         want = (shape.b, shape.h, shape.t, shape.s)
@@ -187,11 +188,6 @@ class Dense(Bias):
 
     def bind(self, first: int | Tensor) -> Dense:
         return self.but(first=first)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """At least float32: a bias is never rounded to the queries' dtype."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _finite(tensor: Tensor, name: str) -> None:

@@ -30,6 +30,12 @@ class Cache:
 
         Raises ValueError if they don't fit the length, or the batch, heads, width or dtype so far.
         """
+        k, v = self.write(k, v)
+        self.offset = k.shape[2]
+        return k, v
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """`append` without moving the offset, which is left to whoever makes sure that all went well."""
         if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
             raise ValueError(
                 f"a Cache takes k [b, g, n, d] and v [b, g, n, w], and {sizes(k)} and {sizes(v)} came."
@@ -61,7 +67,6 @@ class Cache:
         # before `offset`, which never changes.
         self._k.data[:, :, self.offset : end] = k
         self._v.data[:, :, self.offset : end] = v
-        self.offset = end
         return self._k[:, :, :end], self._v[:, :, :end]
 
     def _room(self, held: Tensor | None, new: Tensor, end: int) -> Tensor:
@@ -69,7 +74,8 @@ class Cache:
         if held is not None and held.shape[2] >= end:
             return held
         room = self.length or max(end, 2 * held.shape[2] if held is not None else 0)
-        larger = new.new_empty(new.shape[0], new.shape[1], room, new.shape[3])
+        with torch.inference_mode(False):  # so that it can be written in any mode
+            larger = torch.empty(*new.shape[:2], room, new.shape[3], dtype=new.dtype, device=new.device)
         if held is not None:
             larger[:, :, : self.offset] = held[:, :, : self.offset]
         return larger

@@ -156,7 +156,8 @@ class MultiHeadAttention(nn.Module):
         cache's mask (causal unless it was made otherwise) and `mask`.
         """
         q, k, v, rest = self._inputs(x, context, mask, cache)
-        return self._merge(attention(q, k, v, **rest))
+        out = attention(q, k, v, **rest)
+        return self._merge(out, cache, k)
 
     def attend(
         self,
@@ -169,7 +170,7 @@ class MultiHeadAttention(nn.Module):
         """`forward`, and beside its output the map `[b, h, t, s]` (per head, before dropout)."""
         q, k, v, rest = self._inputs(x, context, mask, cache)
         out, amap = attention_with_map(q, k, v, **rest)
-        return self._merge(out), amap
+        return self._merge(out, cache, k), amap
 
     def _inputs(self, x: Tensor, context: Tensor | None, mask: Mask | None, cache: Cache | None) -> Inputs:
         _check_input(x, self.embed, "x", "t")
@@ -191,7 +192,7 @@ class MultiHeadAttention(nn.Module):
             k = self.position(k, torch.arange(s, device=k.device) + first)
         if cache is not None:
             mask = cache.mask if mask is None else cache.mask & mask
-            k, v = cache.append(k, v)  # [b, g, first + t, d]
+            k, v = cache.write(k, v)  # [b, g, first + t, d]
         bias = None if self.bias is None else self.bias.value()
         dropout_p = self.dropout if self.training else 0.0
         return q, k, v, {"mask": mask, "bias": bias, "offset": offset, "dropout_p": dropout_p}
@@ -199,7 +200,9 @@ class MultiHeadAttention(nn.Module):
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # [b, h, t, d]
 
-    def _merge(self, out: Tensor) -> Tensor:
+    def _merge(self, out: Tensor, cache: Cache | None, k: Tensor) -> Tensor:
+        if cache is not None:  # only now that attention has taken the new keys
+            cache.offset = k.shape[2]
         return self.o(out.transpose(1, 2).flatten(2))  # [b, t, e]
 
     def extra_repr(self) -> str:

@@ -34,7 +34,7 @@ class AttentionMap:
 
     problem: Problem
     lse: Tensor
-    _versions: tuple[int, ...] = field(default=())
+    _versions: tuple[int, ...] | None = field(default=None)
 
     @classmethod
     def of(cls, problem: Problem, lse: Tensor | None = None) -> AttentionMap:
@@ -60,10 +60,8 @@ class AttentionMap:
         chosen = [
             _pick(part, size, what) for part, size, what in zip(picked, self.shape, LETTERS, strict=True)
         ]
-        b, h, rows, cols = (
-            torch.tensor([c], device=self.lse.device) if isinstance(c, int) else c for c in chosen
-        )
-        lse = self.lse[b][:, h][:, :, rows]  # [b, h, r]
+        b, h, rows, cols = (slice(c, c + 1) if isinstance(c, int) else c for c in chosen)
+        lse = self.lse[:, :, rows][b][:, h]  # [b, h, r]
         tile = scores.weights(scores.tile(self.problem, rows, cols, b, h), lse)  # [b, h, r, c]
         return tile[tuple(0 if isinstance(c, int) else slice(None) for c in chosen)]
 
@@ -72,8 +70,8 @@ class AttentionMap:
         size = math.prod(self.shape) * self.lse.element_size()
         if size > max_bytes:
             raise ValueError(
-                f"the weights {list(self.shape)} would take {size / 1e9:.1f} GB, and max_bytes is "
-                f"{max_bytes / 1e9:.1f} GB: ask for a tile, amap[b, h, rows, cols], or raise max_bytes."
+                f"the weights {list(self.shape)} would take {size / 1e9:.3g} GB, and max_bytes is "
+                f"{max_bytes / 1e9:.3g} GB: ask for a tile, amap[b, h, rows, cols], or raise max_bytes."
             )
         return self[...]
 
@@ -96,8 +94,7 @@ class AttentionMap:
         total = torch.zeros_like(self.lse)  # [b, h, t]
         could = torch.zeros_like(self.lse, dtype=torch.bool)
         for rows, cols, score in self.tiles():
-            keep = torch.as_tensor(inside.keep(*self.problem.at(rows, cols)), device=score.device)
-            shared = keep & (score != -math.inf)  # [b, h, r, c]
+            shared = self.problem.keep(inside, rows, cols) & (score != -math.inf)  # [b, h, r, c]
             total[:, :, rows] += torch.where(shared, scores.weights(score, self.lse[:, :, rows]), 0.0).sum(-1)
             could[:, :, rows] |= shared.any(-1)
         if not mean:
@@ -141,18 +138,20 @@ class AttentionMap:
         )
 
     def _fresh(self) -> None:
-        if self._versions != _versions(self.problem):
+        if self._versions is not None and self._versions != _versions(self.problem):
             raise RuntimeError(
-                "q or k was changed in place since this map was made, so its weights are gone: "
+                "q, k, mask or bias was changed in place since this map was made, so its weights are gone: "
                 "read the map before, or give attention a copy (q.clone())."
             )
 
 
-def _versions(problem: Problem) -> tuple[int, ...]:
-    """How often q and k were changed in place; tensors of inference mode don't count, nor graphs."""
+def _versions(problem: Problem) -> tuple[int, ...] | None:
+    """How often what a map reads was changed in place. Tensors of inference mode and graphs don't count."""
     if torch.compiler.is_compiling():
-        return ()
-    return tuple(0 if x.is_inference() else x._version for x in (problem.q, problem.k))
+        return None
+    parts = [part for part in (problem.mask, problem.bias) if part is not None]
+    read = [problem.q, problem.k, *(x for part in parts for x in part.tensors())]
+    return tuple(0 if x.is_inference() else x._version for x in read)
 
 
 def _expand(index: tuple[Any, ...]) -> list[Any]:
@@ -169,8 +168,10 @@ def _pick(part: Any, size: int, what: tuple[str, str]) -> int | Rows:
     """One dimension's index, with negative ones resolved: an int, a slice, or an index tensor."""
     name, letter = what
     if isinstance(part, slice):
-        if part.step is not None and part.step < 0:
-            return torch.arange(size)[::1][torch.tensor(range(*part.indices(size)), dtype=torch.int64)]
+        if part.step == 0:
+            raise IndexError(f"a slice of {letter} can't step by 0: {part} came.")
+        if part.step is not None and part.step < 0:  # which tensors don't slice by
+            return torch.tensor(range(*part.indices(size)), dtype=torch.int64)
         return part
     if isinstance(part, Tensor) and part.dtype == torch.bool:
         if tuple(part.shape) != (size,):
@@ -178,7 +179,7 @@ def _pick(part: Any, size: int, what: tuple[str, str]) -> int | Rows:
         part = part.nonzero().flatten()
     single = isinstance(part, int) and not isinstance(part, bool)
     try:
-        chosen = torch.as_tensor(part)
+        chosen = torch.as_tensor(part, dtype=torch.int64 if isinstance(part, list) and not part else None)
     except (TypeError, ValueError, RuntimeError):
         chosen = torch.empty(0, 0)
     if isinstance(part, bool) or chosen.is_floating_point() or chosen.dtype == torch.bool or chosen.dim() > 1:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manyheads.biases import Bias
 from manyheads.masks import Mask
-from manyheads.shapes import Shape, kind, shape_of, sizes
+from manyheads.shapes import Shape, kind, real, shape_of, sizes
 from manyheads.values import Value
 
 Rows = slice | Tensor  # which rows or columns: a slice, or an index tensor of one dimension
@@ -63,12 +63,10 @@ class Problem:
         shape = shape_of(q, k, v)
         if scale is None:
             scale = 1 / math.sqrt(shape.d) if shape.d else 1.0
-        if isinstance(scale, Tensor) or not math.isfinite(scale):
-            raise ValueError(f"scale must be a finite number (default 1/√d), and {scale!r} came.")
-        if softcap is not None and not 0 < softcap < math.inf:
-            raise ValueError(f"softcap must be a positive number (or None), and {softcap!r} came.")
-        if not 0 <= dropout_p <= 1:
-            raise ValueError(f"dropout_p must be between 0 and 1, and {dropout_p!r} came.")
+        scale = real(scale, "scale", math.isfinite, "a finite number (1/√d if None)")
+        if softcap is not None:
+            softcap = real(softcap, "softcap", lambda cap: 0 < cap < math.inf, "a positive number or None")
+        dropout_p = real(dropout_p, "dropout_p", lambda p: 0 <= p <= 1, "a number between 0 and 1")
         place = shape.s - shape.t if offset is None else offset
         _check_offset(place, shape, q.device)
         _check_sink(sink, shape, q.device)
@@ -80,7 +78,7 @@ class Problem:
         if bias is not None:
             bias.check(shape)
             bias = bias.bind(place)
-        return cls(q, k, v, mask, bias, float(scale), softcap, sink, place, float(dropout_p), shape)
+        return cls(q, k, v, mask, bias, scale, softcap, sink, place, dropout_p, shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,12 +110,16 @@ class Problem:
             mask = mask.bind(self.offset, self.shape.s)
         return replace(self, mask=mask)
 
-    def at(self, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL) -> tuple[Tensor, ...]:
+    def at(
+        self, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """b, h, i (positions), j of a tile, shaped to broadcast against `[b, h, t, s]`."""
         n, device = self.shape, self.q.device
 
         def pick(size: int, chosen: Rows) -> Tensor:
-            return torch.arange(size, device=device)[chosen]
+            if chosen is ALL or isinstance(chosen, Tensor):
+                return torch.arange(size, device=device)[chosen]
+            return torch.arange(*chosen.indices(size), device=device)
 
         b = pick(n.b, batch)[:, None, None, None]
         h = pick(n.h, heads)[None, :, None, None]
@@ -125,6 +127,19 @@ class Problem:
         j = pick(n.s, cols)[None, None, None, :]
         i = i + (self.offset if isinstance(self.offset, int) else self.offset.to(device)[b])
         return b, h, i, j
+
+    def keep(self, mask: Mask, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL) -> Tensor:
+        """Where a mask bound to this problem keeps a tile: boolean, broadcasts to `[b, h, r, c]`."""
+        b, h, i, j = self.at(rows, cols, batch, heads)
+        kept = torch.as_tensor(mask.keep(b, h, i, j), device=self.q.device)
+        want = (b.shape[0], h.shape[1], i.shape[2], j.shape[3])
+        got = (1,) * (4 - kept.dim()) + tuple(kept.shape)
+        if len(got) > 4 or any(n not in (1, m) for n, m in zip(got, want, strict=True)):
+            raise ValueError(
+                f"a mask must answer with what broadcasts to [b, h, t, s], here {list(want)}, and "
+                f"{sizes(kept)} came from {mask}."
+            )
+        return kept.reshape(got)
 
     def span(self, start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """For rows [start, stop): the keys that some may see, and those that all see, within [0, s)."""
@@ -193,12 +208,13 @@ def logits(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
     """scale · q·k, softcapped: what stands before bias and mask, `[b, h, r, c]`."""
-    q, k = problem.q[batch][:, heads][:, :, rows], problem.k[batch]
+    # The longest axis first, so that an index copies no more than the tile needs.
+    q, k = problem.q[:, :, rows][batch][:, heads], problem.k[:, :, cols][batch]
     if heads is not ALL:
         h, g = problem.shape.h, problem.shape.g
-        k = k[:, torch.arange(h, device=k.device)[heads] // (h // g)]  # [b, h, s, d]
+        k = k[:, torch.arange(h, device=k.device)[heads] // (h // g)]  # [b, h, c, d]
     q = q.to(problem.dtype) * problem.scale  # [b, h, r, d]
-    k = k[:, :, cols].to(problem.dtype)  # [b, g, c, d]
+    k = k.to(problem.dtype)  # [b, g, c, d]
     raw = unfold(_dot(fold(q, k.shape[1]), k), q.shape[1])  # [b, h, r, c]
     return raw if problem.softcap is None else problem.softcap * torch.tanh(raw / problem.softcap)
 
@@ -231,14 +247,11 @@ def tile(
     score = logits(problem, rows, cols, batch, heads)
     if problem.mask is None and problem.bias is None:
         return score
-    b, h, i, j = problem.at(rows, cols, batch, heads)
     if problem.bias is not None:
-        added = problem.bias.add(b, h, i, j)
+        added = problem.bias.add(*problem.at(rows, cols, batch, heads), problem.dtype)
         score = torch.where(added == -math.inf, -math.inf, score + added)
     if problem.mask is not None and not _sees_all(problem, rows, cols):
-        score = torch.where(
-            torch.as_tensor(problem.mask.keep(b, h, i, j), device=score.device), score, -math.inf
-        )
+        score = torch.where(problem.keep(problem.mask, rows, cols, batch, heads), score, -math.inf)
     return score
 
 
@@ -267,6 +280,7 @@ def mix(weight: Tensor, keep: Tensor, x: Tensor) -> Tensor:
     mixed = weight @ torch.where(finite, x, 0.0)  # […, r, d]
     columns = (~finite).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist()
     for c in columns:
-        seen = weight[..., c, None] * torch.where(finite[..., None, c, :], 0.0, x[..., None, c, :])
-        mixed = mixed + torch.where(keep[..., c, None], seen, 0.0)
+        # First hidden, then weighed: so neither the product nor its gradient meets what isn't kept.
+        hidden = finite[..., None, c, :] | ~keep[..., c, None]
+        mixed = mixed + weight[..., c, None] * torch.where(hidden, 0.0, x[..., None, c, :])
     return mixed

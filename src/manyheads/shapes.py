@@ -13,6 +13,7 @@ to do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -95,6 +96,15 @@ def divide(whole: int, parts: int, what: str, into: str) -> int:
     if parts < 1 or whole % parts:
         raise ValueError(f"{into} must divide {what}, and {into} = {parts}, {what} = {whole} came.")
     return whole // parts
+
+
+def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> float:
+    """A number that fits, or a sentence; True, strings and tensors are not numbers here."""
+    if isinstance(value, bool | Tensor | str) or not isinstance(value, float | int | torch.SymFloat):
+        raise TypeError(f"{name} must be {must}, and {value!r} came.")
+    if not torch.compiler.is_compiling() and not fits(float(value)):
+        raise ValueError(f"{name} must be {must}, and {value!r} came.")
+    return float(value)
 
 
 def whole(value: object, name: str, least: int = 0) -> int:

@@ -25,7 +25,26 @@ def refuse(problem: Problem) -> list[str]:
 
 def weights(problem: Problem) -> tuple[Tensor, Tensor]:
     """Differentiable weights `[b, h, t, s]` (before dropout) and log-sum-exp `[b, h, t]`."""
+    weight, lse, _ = _softmax(problem)
+    return weight, lse
+
+
+def run(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
+    weight, lse, keep = _softmax(problem)
+    if problem.dropout_p:
+        weight = torch.nn.functional.dropout(weight, problem.dropout_p)
+    v = problem.v.to(problem.dtype)  # [b, g, s, w]
+    weight, keep = scores.fold(weight, problem.shape.g), scores.fold(keep, problem.shape.g)
+    fine = torch.compiler.is_compiling() or bool(v.isfinite().all())
+    out = weight @ v if fine else scores.mix(weight, keep, v)  # [b, g, (h/g)·t, w]
+    return scores.unfold(out, problem.shape.h).to(problem.q.dtype), lse
+
+
+def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights `[b, h, t, s]`, log-sum-exp `[b, h, t]`, and which keys are kept."""
     score = scores.tile(problem)  # [b, h, t, s]
+    keep = score != -math.inf
     logits = score
     if problem.sink is not None:
         sink = problem.sink.to(score.dtype)[None, :, None, None].expand(*score.shape[:3], 1)
@@ -33,25 +52,5 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
     # A row of −inf has no softmax: it is let through as zeros, then emptied, so that no NaN is born.
     empty = (logits == -math.inf).all(-1)  # [b, h, t]
     lse = torch.where(empty[..., None], 0.0, logits).logsumexp(-1) if logits.shape[-1] else logits.sum(-1)
-    weight = torch.where(score == -math.inf, 0.0, scores.weights(score, lse))
-    return weight, torch.where(empty, -math.inf, lse)
-
-
-def run(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
-    weight, lse = weights(problem)
-    if problem.dropout_p:
-        weight = torch.nn.functional.dropout(weight, problem.dropout_p)
-    v = problem.v.to(problem.dtype)  # [b, g, s, w]
-    folded = scores.fold(weight, problem.shape.g)  # [b, g, (h/g)·t, s]
-    out = scores.unfold(_mixed(folded, v), problem.shape.h)  # [b, h, t, w]
-    return out.to(problem.q.dtype), lse
-
-
-def _mixed(weight: Tensor, v: Tensor) -> Tensor:
-    """weight · v; a value that isn't finite reaches the rows that weigh it, forward and backward."""
-    if torch.compiler.is_compiling() or bool(v.isfinite().all()):
-        return weight @ v
-    clean = weight @ torch.where(v.isfinite(), v, 0.0)
-    dirty = scores.mix(weight, weight != 0, v).detach()
-    return torch.where(dirty.isfinite(), clean, clean * dirty)
+    weight = torch.where(keep, scores.weights(score, lse), 0.0)
+    return weight, torch.where(empty, -math.inf, lse), keep

@@ -126,15 +126,14 @@ def _mask_shape(p: Problem) -> tuple[int, int, int, int]:
     """The shape of the mask tensor, found by asking for it on fake tensors of one row and column."""
     n, b, h = p.shape, 1, 1
     rows = slice(0, min(n.t, 1))
-    index = p.at(rows, slice(0, min(n.s, 1)))
+    cols = slice(0, min(n.s, 1))
     parts = []
     if p.mask is not None:
-        parts.append(torch.as_tensor(p.mask.keep(*index)))
+        parts.append(p.keep(p.mask, rows, cols))
     if p.bias is not None:
-        parts.append(p.bias.add(*index))
+        parts.append(p.bias.add(*p.at(rows, cols), p.dtype))
     for part in parts:
-        wide = (1,) * (4 - part.dim()) + tuple(part.shape)
-        b, h = max(b, wide[0]), max(h, wide[1])
+        b, h = max(b, part.shape[0]), max(h, part.shape[1])
     return b, h, n.t, n.s
 
 
@@ -145,15 +144,12 @@ def _exact(p: Problem) -> bool:
 
 def _tensor(p: Problem) -> Tensor:
     """Mask and bias as PyTorch wants them: boolean, or added numbers with −inf where it hides."""
-    index = p.at(ALL, ALL)
     n = p.shape
-    keep = None
-    if p.mask is not None:
-        keep = torch.as_tensor(p.mask.keep(*index), device=p.q.device)
+    keep = None if p.mask is None else p.keep(p.mask, ALL, ALL)
     if p.bias is None:
         assert keep is not None
         return keep.expand(keep.shape[0], keep.shape[1], n.t, n.s)
-    added = p.bias.add(*index)
+    added = p.bias.add(*p.at(ALL, ALL), p.dtype)
     if keep is not None:
         added = torch.where(keep, added, -math.inf)
     return added.expand(*added.shape[:2], n.t, n.s).to(p.q.dtype)
