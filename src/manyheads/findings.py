@@ -1,11 +1,12 @@
 """What is telling in a stack of attention maps: numbers for every head, and a few of them in words.
 
-Measures say what a head does on average, findings what it does once: a single weight far above what
-the same head gives at that distance, to the first token, or would give if it attended evenly.
+Habits say what a head does on average, findings what it does once: a single weight far above what the
+same head gives at that distance, to the first token, or would give if it attended evenly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,7 +19,8 @@ from manyheads.maps import AttentionMap
 
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
 PER_HEAD = 20  # the candidates that each head may enter
-LEAST = 0.05  # a weight this little above the usual is not worth a sentence
+LEAST = 0.05  # what is this little above the usual, in weight or in nats, is not worth a word
+NEARLY = 0.6  # of the greatest surprise: what is told beside it
 
 
 class Habits(NamedTuple):
@@ -52,6 +54,11 @@ class Finding:
     key: int
     weight: float
     usual: float  # what this head gives there anyway; see `usual`
+
+    @property
+    def surprise(self) -> float:
+        """w · ln(w / usual), in nats: its share in the divergence of this row from the usual one."""
+        return self.weight * math.log(self.weight / self.usual) if self.weight > 0 else 0.0
 
 
 def habits(amap: AttentionMap, ids: Tensor) -> list[Habits]:
@@ -103,7 +110,7 @@ def usual(weights: Tensor) -> Tensor:
 
 
 def candidates(maps: Sequence[AttentionMap]) -> list[Finding]:
-    """The weights of each head that are farthest above the usual, the farthest first.
+    """The most surprising weights of each head, the most surprising first.
 
     `maps` are causal, one per layer; the first sequence of the batch is read.
     """
@@ -112,19 +119,21 @@ def candidates(maps: Sequence[AttentionMap]) -> list[Finding]:
         for head in range(amap.shape[1]):
             weights = amap[0, head].float().cpu()  # [t, t]
             expected = usual(weights)
-            above = (weights - expected).masked_fill(~torch.ones_like(weights).bool().tril(), -1)
-            for flat in above.flatten().topk(min(PER_HEAD, above.numel())).indices.tolist():
+            surprise = torch.special.xlogy(weights, weights / expected)  # 0 above the diagonal
+            for flat in surprise.flatten().topk(min(PER_HEAD, surprise.numel())).indices.tolist():
                 query, key = divmod(flat, len(weights))
                 at = float(weights[query, key]), float(expected[query, key])
                 found.append(Finding(layer, head, query, key, *at))
-    return sorted(found, key=lambda one: one.usual - one.weight)
+    return sorted(found, key=lambda one: -one.surprise)
 
 
 def findings(candidates: Sequence[Finding], count: int = 5) -> list[Finding]:
-    """The telling ones among the candidates, the strongest first; one for each head and each pair.
+    """The telling ones among the candidates, the strongest weight first; one a head, one a pair.
 
-    Empty where nothing is far above the usual, as in a text of one token.
+    Telling is what surprises nearly as much as the most surprising does; so the list may be short,
+    and it is empty where nothing surprises, as in a text of one token.
     """
+    bar = max(LEAST, NEARLY * candidates[0].surprise)
     chosen: list[Finding] = []
     for one in candidates:
         told = any(
@@ -132,7 +141,7 @@ def findings(candidates: Sequence[Finding], count: int = 5) -> list[Finding]:
             or (one.query, one.key) == (other.query, other.key)
             for other in chosen
         )
-        if one.weight - one.usual > LEAST and not told and len(chosen) < count:
+        if one.surprise >= bar and not told and len(chosen) < count:
             chosen.append(one)
     return sorted(chosen, key=lambda one: -one.weight)
 
