@@ -169,7 +169,7 @@ class Dense(Bias):
         return tuple(0 if n == 1 else place for n, place in zip(four, (b, h, row, j), strict=True))
 
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
-        return self._four(self.values)[self._places(b, h, i, j)].to(dtype)
+        return self._four(self._four(self.values)[self._places(b, h, i, j)]).to(dtype)
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
         four = self._four(into)  # a view: into is made contiguous

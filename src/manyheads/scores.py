@@ -195,13 +195,13 @@ def _check_part(part: Any, kind_of: type[Value], name: str, wrap: str, device: t
 def fold(x: Tensor, g: int) -> Tensor:
     """Query heads that share a key head, side by side: `[b, h, r, …]` → `[b, g, (h/g)·r, …]`."""
     b, h, r = x.shape[:3]
-    return x.reshape(b, g, h // g * r if g else 0, *x.shape[3:])
+    return x.reshape(b, g, h // g * r if g else r, *x.shape[3:])
 
 
 def unfold(x: Tensor, h: int) -> Tensor:
     """The way back: `[b, g, (h/g)·r, …]` → `[b, h, r, …]`."""
     b, g, rows = x.shape[:3]
-    return x.reshape(b, h, rows * g // h if h else 0, *x.shape[3:])
+    return x.reshape(b, h, rows * g // h if h else rows, *x.shape[3:])
 
 
 def logits(
@@ -212,7 +212,7 @@ def logits(
     q, k = problem.q[:, :, rows][batch][:, heads], problem.k[:, :, cols][batch]
     if heads is not ALL:
         h, g = problem.shape.h, problem.shape.g
-        k = k[:, torch.arange(h, device=k.device)[heads] // (h // g)]  # [b, h, c, d]
+        k = k[:, torch.arange(h, device=k.device)[heads] // max(h // max(g, 1), 1)]  # [b, h, c, d]
     q = q.to(problem.dtype) * problem.scale  # [b, h, r, d]
     k = k.to(problem.dtype)  # [b, g, c, d]
     raw = unfold(_dot(fold(q, k.shape[1]), k), q.shape[1])  # [b, h, r, c]
