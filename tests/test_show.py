@@ -104,6 +104,8 @@ def test_tokens_say_their_text_and_their_labels_can_be_printed(tokenizer: Tokeni
 def test_a_character_cut_in_two_shows_its_bytes(tokenizer: Tokenizer) -> None:
     labels = [token.label for token in tokens(tokenizer, tokenizer.encode("漢").ids)]
     assert labels == [r"\xe6", r"\xbc", r"\xa2"]
+    labels = [token.label for token in tokens(tokenizer, tokenizer.encode("né on").ids)]
+    assert labels == ["n", r"\xc3", r"\xa9", "on"]
 
 
 def test_blanks_are_visible_and_pieces_of_a_word_are_marked(tokenizer: Tokenizer) -> None:
@@ -399,6 +401,14 @@ def test_any_text_is_shown_and_none_of_it_is_obeyed(run: Any, text: str) -> None
     ran = run("--text-file", "text.txt", "--truncate")
     assert (ran.code, ran.err) == (0, "")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e\u200b]", ran.out)
+
+
+def test_where_only_ascii_can_be_written_only_ascii_is(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    paper = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(paper, encoding="ascii"))
+    assert run("the ␣ ⏎ left").code == 0
+    sys.stdout.flush()
+    assert "## " in paper.getvalue().decode("ascii")
 
 
 def test_a_terminal_gets_colours(checkpoint: Path) -> None:

@@ -43,7 +43,7 @@ HEADINGS = {
     "itself": "itself",
     "entropy": "spread",
 }
-SHADES = "·░▒▓█"  # a weight of about 0, ¼, ½, ¾, 1
+SHADES, ASCII = "·░▒▓█", ".-+*#"  # a weight of about 0, ¼, ½, ¾, 1
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def table(layers: list[list[Habits]], level: Habits) -> Table:
 
 def number(value: float | None) -> str:
     """Two digits; a dash where there is nothing to measure."""
-    return "–" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{value:.2f}"
 
 
 def heat(amap: AttentionMap, head: int, labels: list[str], paper: Console) -> Text:
@@ -289,30 +289,31 @@ def heat(amap: AttentionMap, head: int, labels: list[str], paper: Console) -> Te
     if step > 1:
         weights = F.max_pool2d(weights[None], step, ceil_mode=True)[0]
     coloured = paper.color_system is not None and not paper.no_color
+    shades = None if coloured else ASCII if paper.options.ascii_only else SHADES
     picture = Text()
     for name, row in zip(names[::step], weights.tolist(), strict=True):
         name.align("right", width)
         picture.append_text(name).append(" ")
         for weight in row:
-            picture.append_text(cell(weight, coloured)).append(" ")
+            picture.append_text(cell(weight, shades)).append(" ")
         picture.append("\n")
     apart = 1 if len(labels) <= 100 else 2  # cells from one position to the next: they take 3 places
     positions = "".join(f"{n:<{3 * apart}}" for n in range(0, len(labels), step * apart))
     picture.append(" " * (width + 1) + positions + "\n0 ")
     for weight in (0.0, 0.25, 0.5, 0.75, 1.0):
-        picture.append_text(cell(weight, coloured))
+        picture.append_text(cell(weight, shades))
     picture.append(" 1; rows: queries, columns: keys; blank: may not attend")
     if step > 1:
         picture.append(f"\neach cell is the largest weight of {step} × {step} tokens")
     return picture
 
 
-def cell(weight: float, coloured: bool) -> Text:
-    """A weight as two characters; blank for -1, what may not be attended."""
+def cell(weight: float, shades: str | None) -> Text:
+    """A weight as two characters, in colour without `shades`; blank for -1, what may not be attended."""
     if weight < 0:
         return Text("  ")
-    if not coloured:
-        return Text(SHADES[min(4, round(4 * weight))] * 2)
+    if shades:
+        return Text(shades[min(4, round(4 * weight))] * 2)
     red, green, blue, _ = colormaps[figures.WEIGHT](weight, bytes=True)
     return Text("  ", Style(bgcolor=f"rgb({red},{green},{blue})"))
 

@@ -33,21 +33,20 @@ class Token:
 
 def tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[Token]:
     """The tokens that these ids are."""
-    texts = [_text(tokenizer.id_to_token(i) or "") for i in ids]
-    if not texts:
-        return []
-    joined = [a[-1:].isalnum() and b[:1].isalnum() for a, b in pairwise(texts)]
-    return [
-        Token(i, text, ("…" if before else "") + _visible(text) + ("…" if after else ""))
-        for i, text, before, after in zip(ids, texts, [False, *joined], [*joined, False], strict=True)
-    ]
+    data = [_bytes(tokenizer.id_to_token(i) or "") for i in ids]
+    whole = [piece.decode("utf-8", "replace") for piece in data]  # � is no letter
+    joined = [a[-1:].isalnum() and b[:1].isalnum() for a, b in pairwise(whole)]
+    found = []
+    for i, piece, before, after in zip(ids, data, [False, *joined], [*joined, False], strict=False):
+        text = piece.decode("utf-8", "backslashreplace")
+        found.append(Token(i, text, ("…" if before else "") + _visible(text) + ("…" if after else "")))
+    return found
 
 
-def _text(token: str) -> str:
+def _bytes(token: str) -> bytes:
     """What a token stands for, from its spelling."""
     alphabet = _alphabet()
-    data = b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in token)
-    return data.decode("utf-8", "backslashreplace")
+    return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in token)
 
 
 @cache
