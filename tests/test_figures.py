@@ -30,6 +30,8 @@ from manyheads import (
     attention_with_map,
     figures,
 )
+from manyheads.classic.components import PositionalEncoder
+from manyheads.classic.modeling_attention import MultiHeadSelfAttention
 
 SENTENCE = ["the", "train", "left", "the", "station", "on", "time"]
 
@@ -156,10 +158,8 @@ def test_the_heat_maps_of_the_first_presentation(causal: bool) -> None:
     lengths = torch.tensor([3, 4, 7])
     padding = torch.arange(7) >= lengths[:, None]  # [b, s]
     mask = Lengths(lengths) & Documents(padding.long())  # padding sees nothing and is not seen
-    mask = mask & Causal() if causal else mask
-    x = torch.randn(3, 7, 11)
-    q, k, v = (torch.nn.Linear(11, 15)(x).unflatten(-1, (3, 5)).transpose(1, 2) for _ in range(3))
-    _, amap = attention_with_map(q, k, v, mask=mask)
+    model = MultiHeadSelfAttention(input_size=11, hidden=15, num_heads=3, causal=causal)
+    _, amap = model.attend(torch.randn(3, 7, 11), mask=mask)
     figure = figures.grid(amap, rows=[f"{n} tokens" for n in lengths.tolist()])
     for n in range(9):
         shown, length = drawn(figure, n), int(lengths[n // 3])
@@ -200,8 +200,7 @@ def test_pooling_keeps_the_largest_weight_of_every_block(t: int, s: int, most: i
 
 
 def test_the_four_panels_of_the_third_presentation() -> None:
-    encoding = Sinusoidal(64).encode(torch.arange(16))
-    figure = figures.curves(encoding, [1, 2, 7, 8], counted_from=1)
+    figure = figures.curves(PositionalEncoder(64).pe[:, :16], [1, 2, 7, 8], counted_from=1)
     assert [axes.get_title() for axes in figure.axes] == [f"dimension {n}" for n in (1, 2, 7, 8)]
     for axes, wave, pair in zip(figure.axes, (np.sin, np.cos) * 2, (0, 0, 3, 3), strict=True):
         (line,) = axes.get_lines()

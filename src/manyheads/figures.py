@@ -165,6 +165,7 @@ def grid(
             if c == 0:
                 _text(axes.set_ylabel, rows[r], 9)
     _finish(figure, every.ravel().tolist(), drawn, sum(panels, []), down * height)
+    figure.align_ylabels()
     figure.supylabel("query", fontsize=9)
     figure.supxlabel("key", fontsize=9)
     if title:
@@ -363,7 +364,7 @@ def _row(panels: list[Panel], labels: Names, titles: Sequence[str], title: str |
         _ticks(axes.xaxis, labels[1], width)
         if cell >= 0.5:
             _numbers(axes, panel, drawn)
-        _text(axes.set_title, name, 11, max(width, 3.6))
+        _text(axes.set_title, name, 11, width if len(panels) > 1 else max(width, 3.6))
         axes.set_xlabel("key", fontsize=10)
     every[0].set_ylabel("query", fontsize=10)
     _finish(figure, list(every), drawn, panels, height)
@@ -419,7 +420,7 @@ def _numbers(axes: Axes, panel: Panel, drawn: AxesImage) -> None:
 def _ticks(axis: XAxis | YAxis, names: list[str] | None, inches: float, shown: bool = True) -> None:
     """Token labels, thinned to what fits; positions where there are none."""
     if names is None:
-        axis.set_major_locator(MaxNLocator(nbins=max(2, int(inches / 0.4)), integer=True))
+        axis.set_major_locator(MaxNLocator(nbins=max(2, int(inches / 0.2)), integer=True))
     else:
         crowd = len(names) * LINE / inches
         step = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if n >= crowd)
