@@ -351,8 +351,12 @@ class Window(Band):
                 whole(side, f"Window's {name}, which counts keys beside the query's own,")
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
-        low, high = self.band()
-        return (j >= i + low) & (j <= i + high)
+        kept = (i == i) & (j == j)
+        if self.left is not None:
+            kept = kept & (j >= i - self.left)
+        if self.right is not None:
+            kept = kept & (j <= i + self.right)
+        return kept
 
     def band(self) -> tuple[int, int]:
         return -FAR if self.left is None else -self.left, FAR if self.right is None else self.right
@@ -573,7 +577,7 @@ class Ids(Mask):
         source = self.ids if self.queries is None else self.queries
         start, stop = rows.start - high, rows.stop - low
         seen = source[..., max(start, 0) : max(stop, 0)].unique()
-        matches = torch.isin(self.ids, seen).reshape(-1, n).any(0).nonzero()
+        matches = torch.isin(self.ids, seen).reshape(-1, max(n, 1)).any(0).nonzero()
         if not len(matches):
             return Span(NOTHING, NOTHING)
         some = (int(matches[0]), int(matches[-1]) + 1)

@@ -204,10 +204,10 @@ def unfold(x: Tensor, h: int) -> Tensor:
     return x.reshape(b, h, rows * g // h if h else rows, *x.shape[3:])
 
 
-def logits(
+def products(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
-    """scale · q·k, softcapped: what stands before bias and mask, `[b, h, r, c]`."""
+    """scale · q·k of a tile, `[b, h, r, c]`."""
     # The longest axis first, so that an index copies no more than the tile needs.
     q, k = problem.q[:, :, rows][batch][:, heads], problem.k[:, :, cols][batch]
     if heads is not ALL:
@@ -215,7 +215,14 @@ def logits(
         k = k[:, torch.arange(h, device=k.device)[heads] // max(h // max(g, 1), 1)]  # [b, h, c, d]
     q = q.to(problem.dtype) * problem.scale  # [b, h, r, d]
     k = k.to(problem.dtype)  # [b, g, c, d]
-    raw = unfold(_dot(fold(q, k.shape[1]), k), q.shape[1])  # [b, h, r, c]
+    return unfold(_dot(fold(q, k.shape[1]), k), q.shape[1])  # [b, h, r, c]
+
+
+def logits(
+    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
+) -> Tensor:
+    """scale · q·k, softcapped: what stands before bias and mask, `[b, h, r, c]`."""
+    raw = products(problem, rows, cols, batch, heads)
     return raw if problem.softcap is None else problem.softcap * torch.tanh(raw / problem.softcap)
 
 

@@ -154,8 +154,8 @@ def _backward(
             if table is not None and p.bias is not None:
                 p.bias.collect(d_bias, d_score, *p.at(rows, cols))
             if p.softcap is not None:
-                capped = scores.logits(p, rows, cols) / p.softcap
-                d_score = torch.where(keep, d_score * (1 - capped * capped), 0.0)
+                bent = torch.tanh(scores.products(p, rows, cols) / p.softcap)
+                d_score = torch.where(keep, d_score * (1 - bent * bent), 0.0)
             d_score = fold(d_score * p.scale, g)
             dq[:, :, rows] += unfold(mix(d_score, folded, k), h)
             dk[:, :, cols] += mix(d_score.mT, folded.mT, q)
