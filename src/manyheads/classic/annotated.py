@@ -109,7 +109,7 @@ class MultiHeadAttention(nn.Module):
         if self.tracker is not None:
             self.tracker("attn", weights.permute(2, 3, 0, 1))
         weights = self.dropout(weights)
-        self.attn = weights.detach().permute(2, 3, 0, 1)  # [t, s, b, h]
+        self.attn = weights.detach().permute(2, 3, 0, 1).to(v.dtype)  # [t, s, b, h]
         return self._merge(mix(weights, v))
 
     def attend(
@@ -136,7 +136,7 @@ class MultiHeadAttention(nn.Module):
         q, k, v = (_by_head(x) for x in projected)  # [b, h, t, d], [b, h, s, d], [b, h, s, d]
         rest: dict[str, Any] = {"mask": keep, "scale": self.scale}
         if getattr(self.get_scores, "__func__", None) is not MultiHeadAttention.get_scores:
-            rest["bias"] = Dense(self._own_scores(projected[0], projected[1], keep))
+            rest["bias"] = self._own_scores(projected[0], projected[1], keep)
             q, k = q[..., :0], k[..., :0]  # of width 0: they add nothing to the scores
         return q, k, v, rest
 
@@ -152,8 +152,8 @@ class MultiHeadAttention(nn.Module):
             )
         return Keep((prepared != 0).permute(2, 3, 0, 1))  # [b, h, t, s]
 
-    def _own_scores(self, query: Tensor, key: Tensor, keep: Keep | None) -> Tensor:
-        """A subclass's scores, scaled: `[b, h, t, s]`, −inf where the mask hides."""
+    def _own_scores(self, query: Tensor, key: Tensor, keep: Keep | None) -> Dense:
+        """A subclass's scores, scaled, as what is added to none: −inf where the mask hides."""
         own = self.get_scores(query, key)
         want = [query.shape[0], key.shape[0], query.shape[1], self.heads]
         if not isinstance(own, Tensor) or list(own.shape) != want:
@@ -162,7 +162,13 @@ class MultiHeadAttention(nn.Module):
                 f"get_scores must return [seq_q, seq_k, batch, heads] = {want}, and {came} came."
             )
         own = own.permute(2, 3, 0, 1) * self.scale  # [b, h, t, s]
-        return own if keep is None else torch.where(keep.tensor, own, -math.inf)
+        try:
+            return Dense(own if keep is None else torch.where(keep.tensor, own, -math.inf))
+        except ValueError:
+            raise ValueError(
+                "get_scores may return numbers and -inf (hidden), and NaN or +inf came: mask what they "
+                "belong to, or mend get_scores."
+            ) from None
 
     def _merge(self, out: Tensor) -> Tensor:
         return self.output(out.permute(2, 0, 1, 3).flatten(2))  # [t, b, d_model]

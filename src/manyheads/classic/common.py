@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyheads import scores
 from manyheads.kernels import reference
 from manyheads.scores import Problem
 from manyheads.shapes import kind, sizes
@@ -39,6 +40,12 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
 
 
 def mix(weights: Tensor, v: Tensor) -> Tensor:
-    """Weights `[b, h, t, s]` · v `[b, h, s, w]`, in v's dtype: `[b, h, t, w]`."""
+    """Weights `[b, h, t, s]` · v `[b, h, s, w]`, in v's dtype: `[b, h, t, w]`.
+
+    A value that isn't finite reaches no query that gives it the weight 0.
+    """
     with torch.autocast(v.device.type, enabled=False):
-        return reference._mixed(weights, v.to(weights.dtype)).to(v.dtype)
+        wide = v.to(weights.dtype)
+        fine = torch.compiler.is_compiling() or bool(wide.isfinite().all())
+        out = weights @ wide if fine else scores.mix(weights, weights != 0, wide)
+        return out.to(v.dtype)

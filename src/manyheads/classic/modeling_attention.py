@@ -99,8 +99,8 @@ class MultiHeadSelfAttention(nn.Module):
         q, k, v, rest = self._inputs(x, None)
         if not return_attention:
             return self._merge(attention(q, k, v, dropout_p=self._dropout_p(), **rest))
-        probs = F.dropout(weigh(q, k, v, **rest), self._dropout_p()).to(v.dtype)  # [b, h, t, t]
-        return self._merge(mix(probs, v)), probs.flatten(0, 1)  # [b, t, hidden], [b * h, t, t]
+        probs = F.dropout(weigh(q, k, v, **rest), self._dropout_p())  # [b, h, t, t]
+        return self._merge(mix(probs, v)), probs.flatten(0, 1).to(v.dtype)  # [b, t, hidden], [b * h, t, t]
 
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
         """The output and its map `[batch, num_heads, seq, seq]`: per head, before dropout.

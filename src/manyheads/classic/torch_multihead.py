@@ -127,14 +127,22 @@ class MultiheadAttention(nn.MultiheadAttention):
             dropout: `[b, t, s]`, or `[b, heads, t, s]` if not averaged; no b if unbatched. s counts
             appended keys too.
         """
+        masks = key_padding_mask, attn_mask
         if _is_nested(query, key, value):
-            return self._nested(
-                (query, key, value),
-                (key_padding_mask, attn_mask),
-                need_weights,
-                average_attn_weights,
-            )
-        q, k, v, rest = self._inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
+            return self._nested(query, key, value, masks, need_weights, average_attn_weights)
+        q, k, v, rest = self._inputs(query, key, value, *masks, is_causal)
+        return self._answer(q, k, v, rest, query, need_weights, average_attn_weights)
+
+    def _answer(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rest: dict[str, Any],
+        query: Tensor,
+        need_weights: bool,
+        average_attn_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         if not need_weights:
             out = attention(q, k, v, dropout_p=self._dropout_p(), **rest)
             return self._merge(out, query), None
@@ -288,7 +296,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _nested(
         self,
-        inputs: tuple[Tensor, Tensor, Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         masks: tuple[Tensor | None, Tensor | None],
         need_weights: bool,
         average_attn_weights: bool,
@@ -297,23 +307,19 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         nn.TransformerEncoder makes such tensors of padded ones, in evaluation without gradients.
         """
-        query, key, value = inputs
+        inputs = query, key, value
         if not all(x.is_nested for x in inputs) or not self.batch_first or masks != (None, None):
             raise Refused(
                 "nested tensors come as query, key and value together, with batch_first=True and "
                 f"without masks, and query, key, value nested = {[x.is_nested for x in inputs]}, "
                 f"batch_first={self.batch_first}, masks given = {[m is not None for m in masks]} came."
             )
-        padded = torch.nested.to_padded_tensor(query, 0.0)  # [b, t, e]
-        if query is key and key is value:
-            asking, seen, told = padded, padded, padded
-        else:
-            asking, seen, told = padded, *(torch.nested.to_padded_tensor(x, 0.0) for x in (key, value))
+        padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in inputs}  # one of each
+        asking, seen, told = (padded[id(x)] for x in inputs)  # [b, t, e], [b, s, kdim], [b, s, vdim]
         lengths = torch.tensor([len(x) for x in key.unbind()], device=seen.device)
         hidden = torch.arange(seen.shape[1], device=seen.device) >= lengths[:, None]  # [b, s]
-        out, weights = self.forward(
-            asking, seen, told, hidden, need_weights, average_attn_weights=average_attn_weights
-        )
+        q, k, v, rest = self._inputs(asking, seen, told, hidden, None, False)
+        out, weights = self._answer(q, k, v, rest, asking, need_weights, average_attn_weights)
         rows = [y[: len(x)] for x, y in zip(query.unbind(), out, strict=True)]
         return torch.nested.as_nested_tensor(rows, layout=query.layout), weights
 
