@@ -53,12 +53,15 @@ def show(
     from manyheads import show
 
     show.format_of(format)
-    reading = show.read(show.text_of(text, text_file), model, truncate=truncate)
+    given = show.text_of(text, text_file)
+    with show.busy("reading"):
+        reading = show.read(given, model, truncate=truncate)
     chosen = show.pick(reading, layer, head)
     folder = show.folder_for(out)
     if not json:
         show.words(reading, *chosen, masked=not no_mask)
-    files = show.write(show.pictures(reading, *chosen, masked=not no_mask), folder, format)
+    with show.busy("drawing"):
+        files = show.write(show.pictures(reading, *chosen, masked=not no_mask), folder, format)
     if json:
         show.machine(reading, *chosen, files, masked=not no_mask)
     else:

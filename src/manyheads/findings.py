@@ -94,18 +94,19 @@ def usual(weights: Tensor) -> Tensor:
     """What a causal head gives to each place anyway, `[t, t]`, from its weights `[t, t]`.
 
     The largest of three: an even share; what other queries give at the same distance; what other
-    queries give to the first token (in its column).
+    queries give to the first token (in its column). Query 0 has no choice, and doesn't count.
     """
     t = len(weights)
     i = torch.arange(t)
     share = (1 / (i + 1.0))[:, None].expand(t, t)
     distance = (i[:, None] - i).clamp(min=0)  # [t, t]
     seen = torch.ones(t, t).tril()
+    seen[0] = 0
     total = torch.zeros(t).index_add(0, distance.flatten(), (weights * seen).flatten())
     count = torch.zeros(t).index_add(0, distance.flatten(), seen.flatten())
     others = (total[distance] - weights) / (count[distance] - 1).clamp(min=1)  # but this one
     first = torch.zeros(t, t)
-    first[:, 0] = (weights[:, 0].sum() - weights[:, 0]) / max(t - 1, 1)
+    first[1:, 0] = (weights[1:, 0].sum() - weights[1:, 0]) / max(t - 2, 1)
     return torch.stack((share, others, first)).amax(0)
 
 

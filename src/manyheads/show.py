@@ -24,6 +24,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
+from rich.status import Status
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -61,23 +62,33 @@ class Reading:
         return findings(self.candidates)
 
     @property
+    def ids(self) -> list[int]:
+        """The tokens as the model knows them."""
+        return [token.id for token in self.tokens]
+
+    @property
     def labels(self) -> list[str]:
         """The tokens as they are shown."""
         return [token.label for token in self.tokens]
 
     def say(self, finding: Finding) -> str:
         """A finding in words."""
-        return sentence(finding, self.labels, [token.id for token in self.tokens])
+        return sentence(finding, self.labels, self.ids)
+
+    def title(self, layer: int, head: int) -> str:
+        """What to write over one head: what is most telling of it, or only its name."""
+        best = next(one for one in self.candidates if (one.layer, one.head) == (layer, head))
+        return self.say(best) if findings([best]) else f"layer {layer} head {head}"
 
     def habits(self, *, masked: bool = True) -> list[list[Habits]]:
         """The habits of every head, layer by layer; or what they would be without the mask."""
-        ids = torch.tensor([token.id for token in self.tokens])
+        ids = torch.tensor(self.ids)
         return [habits(amap if masked else amap.under(None), ids) for amap in self.maps]
 
     def even(self, *, masked: bool = True) -> Habits:
         """The habits of a head that attends evenly: what those of the others compare with."""
         amap = self.maps[0] if masked else self.maps[0].under(None)
-        return habits(even(amap), torch.tensor([token.id for token in self.tokens]))[0]
+        return habits(even(amap), torch.tensor(self.ids))[0]
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -131,12 +142,13 @@ def read(text: str, folder: Path | None = None, *, truncate: bool = False) -> Re
     model, tokenizer = lm.load(folder)
     ids = tokenizer.encode(text if text[0].isspace() else f" {text}").ids
     context = model.config.context
-    if len(ids) > context and not truncate:
+    most = min(context, figures.MOST)
+    if len(ids) > most and not truncate:
         raise ValueError(
-            f"the text has {len(ids)} tokens and the model's context is {context}: shorten it, or "
-            f"keep its first {context} tokens with --truncate."
+            f"the text has {len(ids)} tokens, and at most {most} can be shown (the model's context is "
+            f"{context}): shorten it, or keep its first {most} tokens with --truncate."
         )
-    kept = ids[:context]
+    kept = ids[:most]
     with torch.no_grad():
         _, maps = model.attend(torch.tensor([kept]))
     return Reading(tokens(tokenizer, kept), len(ids) - len(kept), maps, candidates(maps))
@@ -170,9 +182,7 @@ def pictures(reading: Reading, layer: int, head: int, *, masked: bool = True) ->
     With `masked=False` the one in full stands beside what the same q and k give without the mask.
     """
     amap, labels = reading.maps[layer], reading.labels
-    name = f"layer {layer} head {head}"
-    top = [one for one in reading.findings if (one.layer, one.head) == (layer, head)]
-    title = reading.say(top[0]) if top else name
+    title = reading.title(layer, head)
     if masked:
         one = figures.head(amap, labels, head=head, title=title)
     else:
@@ -229,11 +239,16 @@ def page() -> Console:
     return Console(highlight=False)
 
 
+def busy(doing: str) -> Status:
+    """A sign of life on standard error, where that is a terminal, for as long as the block runs."""
+    return Console(stderr=True).status(f"{doing} …")
+
+
 def words(reading: Reading, layer: int, head: int, *, masked: bool = True) -> None:
     """Print findings, the table, and a small heat map of one head."""
     paper = page()
     told = [reading.say(one) for one in reading.findings]
-    for line in told or ["No weight stands out: every head attends as evenly as the text allows."]:
+    for line in told or [nothing(reading)]:
         paper.print(Text(line), soft_wrap=True)
     if reading.left_out:
         count = len(reading.tokens)
@@ -241,11 +256,21 @@ def words(reading: Reading, layer: int, head: int, *, masked: bool = True) -> No
     paper.print()
     paper.print(table(reading.habits(), reading.even()))
     amap = reading.maps[layer]
-    for what, side in (("", amap),) if masked else (("", amap), (f": {WHAT_IF}", amap.under(None))):
+    sides = {reading.title(layer, head): amap}
+    if not masked:
+        sides[f"layer {layer} head {head}: {WHAT_IF}"] = amap.under(None)
+    for title, side in sides.items():
         paper.print()
-        paper.print(Text(f"layer {layer} head {head}{what}", style="bold"))
+        paper.print(Text(title, style="bold"), soft_wrap=True)
         paper.print(heat(side, head, reading.labels, paper), soft_wrap=True)
     paper.print()
+
+
+def nothing(reading: Reading) -> str:
+    """What to say where there is no finding."""
+    if len(reading.tokens) == 1:
+        return "the text is one token, and every head can only look at that"
+    return "no weight stands out: each head gives every token about what it usually gives there"
 
 
 def table(layers: list[list[Habits]], level: Habits) -> Table:
@@ -320,33 +345,28 @@ def cell(weight: float, shades: str | None) -> Text:
 
 def machine(reading: Reading, layer: int, head: int, files: list[Path], *, masked: bool = True) -> None:
     """Print what the words say, the tokens and the files as JSON."""
-    level = reading.even()
-
-    def rows(masked: bool) -> list[dict[str, Any]]:
-        return [
-            {"layer": n, "head": m, **one._asdict()}
-            for n, heads in enumerate(reading.habits(masked=masked))
-            for m, one in enumerate(heads)
-        ]
-
-    found = {
+    found: dict[str, Any] = {
         "tokens": [{"position": n, **asdict(token)} for n, token in enumerate(reading.tokens)],
         "tokens_left_out": reading.left_out,
         "findings": [{**asdict(one), "sentence": reading.say(one)} for one in reading.findings],
         "shown": {"layer": layer, "head": head},
-        "measures": [
-            {**row, "characteristic": one.characteristic(level)}
-            for row, one in zip(rows(True), sum(reading.habits(), []), strict=True)
-        ],
-        "even": level._asdict(),
+        **numbers(reading),
         "files": [str(file) for file in files],
     }
     if not masked:
-        found["what_if_nothing_were_masked"] = {
-            "measures": rows(False),
-            "even": reading.even(masked=False)._asdict(),
-        }
+        found["what_if_nothing_were_masked"] = numbers(reading, masked=False)
     print(json.dumps(found, indent=2, allow_nan=False))
+
+
+def numbers(reading: Reading, *, masked: bool = True) -> dict[str, Any]:
+    """The habits of every head, and of one that attends evenly, as plain data."""
+    level = reading.even(masked=masked)
+    rows = [
+        {"layer": layer, "head": head, **one._asdict(), "characteristic": one.characteristic(level)}
+        for layer, heads in enumerate(reading.habits(masked=masked))
+        for head, one in enumerate(heads)
+    ]
+    return {"measures": rows, "even": level._asdict()}
 
 
 def named(files: list[Path]) -> None:
