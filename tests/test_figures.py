@@ -57,6 +57,10 @@ def ticks(axis: Any) -> list[str]:
     return [label.get_text() for label in axis.get_ticklabels()]
 
 
+def labelled(axis: Any) -> bool:
+    return axis.get_major_ticks()[0].label1.get_visible()
+
+
 # -- one head --------------------------------------------------------------------------------------
 
 
@@ -128,8 +132,8 @@ def test_a_grid_has_a_row_per_layer_one_scale_and_labels_on_its_edge() -> None:
     for n, axes in enumerate(panels):
         r, c = divmod(n, 3)
         assert np.allclose(drawn(figure, n).filled(0), maps[r].dense()[0, c], atol=1e-7)
-        assert axes.yaxis.get_tick_params()["labelleft"] is (c == 0)
-        assert axes.xaxis.get_tick_params()["labelbottom"] is (r == 1)
+        assert labelled(axes.yaxis) is (c == 0)
+        assert labelled(axes.xaxis) is (r == 1)
     assert [axes.get_title() for axes in panels[:3]] == ["head 0", "head 1", "head 2"]
     assert [axes.get_ylabel() for axes in panels[::3]] == ["layer 0", "layer 1"]
     assert bar.get_ylabel() == "attention weight"
@@ -181,7 +185,7 @@ def test_a_tensor_of_weights_makes_the_same_grid() -> None:
 def test_each_row_of_a_grid_may_have_tokens_of_its_own() -> None:
     figure = figures.grid(made_map(b=2, t=2), [["a", "b"], ["c", "d"]])
     assert [ticks(axes.xaxis) for axes in figure.axes[:4:2]] == [["a", "b"], ["c", "d"]]
-    assert figure.axes[0].xaxis.get_tick_params()["labelbottom"] is True
+    assert labelled(figure.axes[0].xaxis)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**31))

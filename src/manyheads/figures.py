@@ -83,7 +83,9 @@ def head(
     masked; a map knows. Raises ValueError for labels or masks that don't fit the weights.
     """
     panel = _panel(weights, batch, head, keep)
-    return _row([panel], _labels(panel, tokens, keys), [title or f"head {head}"], None)
+    if title is None:
+        title = f"head {head}" if isinstance(weights, AttentionMap) else ""
+    return _row([panel], _labels(panel, tokens, keys), [title], None)
 
 
 def beside(
