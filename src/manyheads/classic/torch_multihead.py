@@ -215,8 +215,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise Refused(
                     f"{name} is {x.dtype} and the module's parameters are {dtype}: convert one of them."
                 )
-        batches = {x.shape[1 - self.batch_first] if x.dim() == 3 else None for x in (query, key, value)}
-        if len(batches) > 1 or key.shape[:-1] != value.shape[:-1]:
+        batched = query.dim() == 3
+        apart = any((x.dim() == 3) != batched for x in (key, value)) or key.shape[:-1] != value.shape[:-1]
+        axis = 1 - self.batch_first  # the batch's
+        if apart or (batched and query.shape[axis] != key.shape[axis]):
             raise Refused(
                 "query, key and value must share the batch, and key and value their length, and "
                 f"query {sizes(query)}, key {sizes(key)}, value {sizes(value)} came "
