@@ -19,7 +19,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from manyheads import AttentionMap, Causal, attention_with_map, cli, lm, show
-from manyheads.findings import Finding, candidates, even, findings, habits, ordinal, sentence, usual
+from manyheads.findings import (
+    Finding,
+    candidates,
+    characteristic,
+    even,
+    findings,
+    habits,
+    ordinal,
+    sentence,
+    usual,
+)
 from manyheads.lm.data import Document, train_tokenizer
 from manyheads.tokens import tokens
 
@@ -223,13 +233,23 @@ def test_a_habit_that_no_query_could_have_is_none() -> None:
     assert (alone.first_token, alone.itself, alone.entropy) == (1.0, 1.0, 0.0)
 
 
-def test_the_characteristic_habit_is_the_one_farthest_above_even() -> None:
-    ids = torch.arange(8)
+def test_the_characteristic_habit_is_what_stands_out_from_an_even_head() -> None:
     amap = map_of(previous(8), resting(8), [[1.0] * 8] * 8)
-    level = habits(even(amap), ids)[0]
-    marked = [one.characteristic(level) for one in habits(amap, ids)]
-    assert marked == ["previous_token", "first_token", "entropy"]
+    assert characteristic(amap, torch.arange(8)) == ["previous_token", "first_token", "entropy"]
+    (level, *_) = habits(even(amap), torch.arange(8))
     assert level.itself == pytest.approx(sum(1 / n for n in range(1, 9)) / 8)
+
+
+def test_resting_on_a_first_token_that_comes_again_is_not_looking_for_the_same() -> None:
+    ids = torch.tensor([3, 5, 0, 3, 2, 1, 4])
+    copying, looking = resting(7, 0.6), [[1.0] * 7] * 7
+    copying[3] = [0.1, 0.8, 0.05, 0.05, 0, 0, 0]
+    looking = [row if n != 3 else [0.9, 0.03, 0.03, 0.04, 0, 0, 0] for n, row in enumerate(looking)]
+    amap = map_of(resting(7), previous(7), copying, looking)
+    own = habits(amap, ids)[0]
+    assert own.same_token > own.first_token - 0.1  # what a mark by size alone would take it for
+    marks = ["first_token", "previous_token", "after_same_token", "same_token"]
+    assert characteristic(amap, ids) == marks
 
 
 def test_a_sentence_as_the_issue_words_it() -> None:
@@ -329,7 +349,7 @@ def test_the_what_if_is_labelled_in_the_picture(checkpoint: Path) -> None:
     drawn = show.pictures(reading, 2, 1, masked=False)
     titles = [axes.get_title() for axes in drawn["layer2-head1"].axes]
     assert titles[0] == "causal, as the model computes it"
-    assert titles[1].startswith("what if nothing were masked")
+    assert titles[1] == "what if nothing were masked"
     for axes in drawn["overview"].axes:
         assert "what if" not in axes.get_title()
 

@@ -33,16 +33,6 @@ class Habits(NamedTuple):
     itself: float | None
     entropy: float  # the mean over queries, in nats
 
-    def characteristic(self, even: Habits) -> str:
-        """The field farthest above what even attention gives; `entropy` where none is above it."""
-        above = {
-            name: mass - usual
-            for name, mass, usual in zip(self._fields[:-1], self, even, strict=False)
-            if mass is not None and usual is not None
-        }
-        best = max(above, key=above.__getitem__, default="entropy")
-        return best if above.get(best, 0.0) > LEAST else "entropy"
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -108,6 +98,32 @@ def usual(weights: Tensor) -> Tensor:
     first = torch.zeros(t, t)
     first[1:, 0] = (weights[1:, 0].sum() - weights[1:, 0]) / max(t - 2, 1)
     return torch.stack((share, others, first)).amax(0)
+
+
+def characteristic(amap: AttentionMap, ids: Tensor) -> list[str]:
+    """For each head of a causal layer the habit that stands out most, by its name in `Habits`.
+
+    A habit stands out by how far it is above that of an even head; those of tokens also from what
+    the head's habits of position give, so that a head that rests on the first token isn't taken for
+    one that looks for the same token, only because the first came again. `entropy`: none stands out.
+    """
+    level = habits(even(amap), ids)
+    same = (ids[:, None] == ids).tril(-1)  # [t, t]
+    after = torch.zeros_like(same)
+    after[:, 1:] = (ids[:, None] == ids[:-1]).tril()[:, : len(ids) - 1]
+    after = after.tril()
+    found = []
+    for head, (own, plain) in enumerate(zip(habits(amap, ids), level, strict=True)):
+        expected = usual(amap[0, head].float().cpu())
+        base = plain._asdict()
+        for name, places in (("same_token", same), ("after_same_token", after)):
+            if base[name] is not None:
+                inside = (expected * places).sum(-1)[places.any(-1)]
+                base[name] = max(base[name], float(inside.mean()))
+        above = {n: value - base[n] for n, value in own._asdict().items() if value is not None}
+        above["entropy"] = LEAST
+        found.append(max(above, key=above.__getitem__))
+    return found
 
 
 def candidates(maps: Sequence[AttentionMap]) -> list[Finding]:

@@ -30,7 +30,16 @@ from rich.table import Table
 from rich.text import Text
 
 from manyheads import figures, lm
-from manyheads.findings import Finding, Habits, candidates, even, findings, habits, sentence
+from manyheads.findings import (
+    Finding,
+    Habits,
+    candidates,
+    characteristic,
+    even,
+    findings,
+    habits,
+    sentence,
+)
 from manyheads.maps import AttentionMap
 from manyheads.tokens import Token, tokens
 
@@ -84,6 +93,10 @@ class Reading:
         """The habits of every head, layer by layer; or what they would be without the mask."""
         ids = torch.tensor(self.ids)
         return [habits(amap if masked else amap.under(None), ids) for amap in self.maps]
+
+    def marks(self) -> list[list[str]]:
+        """The habit that is most characteristic of every head, layer by layer."""
+        return [characteristic(amap, torch.tensor(self.ids)) for amap in self.maps]
 
     def even(self, *, masked: bool = True) -> Habits:
         """The habits of a head that attends evenly: what those of the others compare with."""
@@ -191,7 +204,7 @@ def pictures(reading: Reading, layer: int, head: int, *, masked: bool = True) ->
             amap.under(None),
             labels,
             head=head,
-            titles=("causal, as the model computes it", f"{WHAT_IF} (same q and k)"),
+            titles=("causal, as the model computes it", WHAT_IF),
             title=title,
         )
     every = figures.grid(reading.maps, labels, title="what each head attends to")
@@ -254,7 +267,7 @@ def words(reading: Reading, layer: int, head: int, *, masked: bool = True) -> No
         count = len(reading.tokens)
         paper.print(f"(--truncate: the first {count} tokens of {count + reading.left_out} are read)")
     paper.print()
-    paper.print(table(reading.habits(), reading.even()))
+    paper.print(table(reading))
     amap = reading.maps[layer]
     sides = {reading.title(layer, head): amap}
     if not masked:
@@ -273,27 +286,26 @@ def nothing(reading: Reading) -> str:
     return "no weight stands out: each head gives every token about what it usually gives there"
 
 
-def table(layers: list[list[Habits]], level: Habits) -> Table:
+def table(reading: Reading) -> Table:
     """The habits of every head, what is most characteristic of each marked."""
     made = Table(
         title="what each head attends to: mean weight over the tokens that could",
-        caption="spread: entropy in nats; even: attends to all alike; *: farthest above even",
+        caption="spread: entropy in nats; even: attends to all alike; *: what stands out",
         box=box.SIMPLE_HEAD,
     )
     made.add_column("layer", justify="right")
     made.add_column("head", justify="right")
     for heading in HEADINGS.values():
         made.add_column(heading, justify="right")
-    for layer, heads in enumerate(layers):
-        for head, one in enumerate(heads):
-            marked = one.characteristic(level)
+    for layer, (heads, marks) in enumerate(zip(reading.habits(), reading.marks(), strict=True)):
+        for head, (one, marked) in enumerate(zip(heads, marks, strict=True)):
             cells = [
                 Text(f"{number(value)}*", style="bold") if name == marked else Text(f"{number(value)} ")
                 for name, value in zip(HEADINGS, one, strict=True)
             ]
             last = head == len(heads) - 1
             made.add_row(str(layer), str(head), *cells, end_section=last)
-    made.add_row("even", "", *(f"{number(value)} " for value in level), style="dim")
+    made.add_row("even", "", *(f"{number(value)} " for value in reading.even()), style="dim")
     return made
 
 
@@ -345,12 +357,15 @@ def cell(weight: float, shades: str | None) -> Text:
 
 def machine(reading: Reading, layer: int, head: int, files: list[Path], *, masked: bool = True) -> None:
     """Print what the words say, the tokens and the files as JSON."""
+    plain = numbers(reading)
+    for row, mark in zip(plain["measures"], sum(reading.marks(), []), strict=True):
+        row["characteristic"] = mark
     found: dict[str, Any] = {
         "tokens": [{"position": n, **asdict(token)} for n, token in enumerate(reading.tokens)],
         "tokens_left_out": reading.left_out,
         "findings": [{**asdict(one), "sentence": reading.say(one)} for one in reading.findings],
         "shown": {"layer": layer, "head": head},
-        **numbers(reading),
+        **plain,
         "files": [str(file) for file in files],
     }
     if not masked:
@@ -360,13 +375,12 @@ def machine(reading: Reading, layer: int, head: int, files: list[Path], *, maske
 
 def numbers(reading: Reading, *, masked: bool = True) -> dict[str, Any]:
     """The habits of every head, and of one that attends evenly, as plain data."""
-    level = reading.even(masked=masked)
     rows = [
-        {"layer": layer, "head": head, **one._asdict(), "characteristic": one.characteristic(level)}
+        {"layer": layer, "head": head, **one._asdict()}
         for layer, heads in enumerate(reading.habits(masked=masked))
         for head, one in enumerate(heads)
     ]
-    return {"measures": rows, "even": level._asdict()}
+    return {"measures": rows, "even": reading.even(masked=masked)._asdict()}
 
 
 def named(files: list[Path]) -> None:
