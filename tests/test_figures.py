@@ -189,15 +189,25 @@ def test_each_row_of_a_grid_may_have_tokens_of_its_own() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**31))
-def test_pooling_keeps_the_largest_weight_of_every_block(t: int, s: int, most: int, seed: int) -> None:
+def test_pooling_keeps_the_largest_weight_of_every_block(t: int, s: int, step: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     panel = np.ma.array(rng.random((t, s)), mask=rng.random((t, s)) < 0.5)
-    pooled = figures._pool(panel, most)
-    step = -(-max(t, s) // most)
+    pooled = figures._pool(panel, step)
     assert pooled.shape == (-(-t // step), -(-s // step))
     for i, j in np.ndindex(pooled.shape):
         block = panel[i * step : (i + 1) * step, j * step : (j + 1) * step]
         assert block.mask.all() if pooled.mask[i, j] else pooled[i, j] == block.max()
+
+
+def test_a_long_text_is_pooled_in_small_and_whole_in_full() -> None:
+    amap = made_map(t=figures.CELLS + 1)
+    small, full = figures.grid([amap]).axes[0], figures.head(amap).axes[0]
+    for axes, cells, step in ((small, figures.CELLS // 2 + 1, 2), (full, figures.CELLS + 1, 1)):
+        image = axes.get_images()[0]
+        assert image.get_array().shape == (cells, cells)
+        assert image.get_extent() == (-0.5, step * cells - 0.5, step * cells - 0.5, -0.5)
+        assert axes.get_xlim() == (-0.5, figures.CELLS + 0.5)
+        assert axes.get_ylim() == (figures.CELLS + 0.5, -0.5)
 
 
 # -- positions -------------------------------------------------------------------------------------
@@ -317,6 +327,8 @@ EYE = torch.eye(3)
         (lambda: figures.beside(EYE, torch.eye(2)), r"\[3, 3\] and \[2, 2\]"),
         (lambda: figures.grid(EYE), r"\[b, h, t, s\]"),
         (lambda: figures.grid([]), "at least one head"),
+        (lambda: figures.grid([EYE]), "a list of AttentionMaps.*a list came"),  # type: ignore[list-item]
+        (lambda: figures.grid(None), "a NoneType came"),  # type: ignore[arg-type]
         (lambda: figures.grid(made_map(), keep=EYE.bool()), "a map knows its own mask"),
         (lambda: figures.grid(made_map(), rows=["a", "b"]), "1 sequences.*and 2 came"),
         (lambda: figures.grid(made_map(), [["a"], ["b"]]), "one for each of 1 rows, and 2 came"),

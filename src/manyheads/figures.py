@@ -305,6 +305,11 @@ def _panels(weights: Weights | Sequence[AttentionMap], keep: Tensor | None, batc
         b, h = weights.shape[:2]
         panels = [[_panel(weights, i, j, None) for j in range(h)] for i in range(b)]
     else:
+        if not isinstance(weights, Sequence) or not all(isinstance(one, AttentionMap) for one in weights):
+            raise TypeError(
+                "a grid's weights must be a list of AttentionMaps, an AttentionMap or a tensor, and "
+                f"{kind(weights)} came."
+            )
         panels = [[_panel(layer, batch, j, None) for j in range(layer.shape[1])] for layer in weights]
     if not panels or not all(panels):
         raise ValueError("a grid needs at least one head in every row, and a row without one came.")
@@ -388,20 +393,24 @@ def _margin(names: Sequence[str]) -> float:
 def _heat(axes: Axes, panel: Panel, norm: Normalize, most: int) -> AxesImage:
     """The heat map itself, in coordinates of tokens; at most `most` cells a side."""
     t, s = panel.shape
+    step = -(-max(t, s) // most)
+    pooled = _pool(panel, step)
+    right, bottom = (step * n - 0.5 for n in (pooled.shape[1], pooled.shape[0]))
     axes.patch.set(**MASKED)
-    return axes.imshow(
-        _pool(panel, most),
+    drawn = axes.imshow(
+        pooled,
         cmap=WEIGHT,
         norm=norm,
         interpolation="nearest",
         aspect="auto",
-        extent=(-0.5, s - 0.5, t - 0.5, -0.5),
+        extent=(-0.5, right, bottom, -0.5),
     )
+    axes.set(xlim=(-0.5, s - 0.5), ylim=(t - 0.5, -0.5))  # the last cells may cover less
+    return drawn
 
 
-def _pool(panel: Panel, most: int) -> Panel:
-    """At most `most` cells a side, each the largest weight of what it covers: a mean erases diagonals."""
-    step = -(-max(panel.shape) // most)
+def _pool(panel: Panel, step: int) -> Panel:
+    """A cell for every step × step weights, the largest of them: a mean erases diagonals."""
     if step == 1:
         return panel
     down, across = (np.arange(0, n, step) for n in panel.shape)
