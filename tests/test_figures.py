@@ -205,7 +205,7 @@ def test_a_long_text_is_pooled_in_small_and_whole_in_full() -> None:
     for axes, cells, step in ((small, figures.CELLS // 2 + 1, 2), (full, figures.CELLS + 1, 1)):
         image = axes.get_images()[0]
         assert image.get_array().shape == (cells, cells)
-        assert image.get_extent() == (-0.5, step * cells - 0.5, step * cells - 0.5, -0.5)
+        assert tuple(image.get_extent()) == (-0.5, step * cells - 0.5, step * cells - 0.5, -0.5)
         assert axes.get_xlim() == (-0.5, figures.CELLS + 0.5)
         assert axes.get_ylim() == (figures.CELLS + 0.5, -0.5)
 
