@@ -1,0 +1,646 @@
+"""One table of cases for every kernel, and oracles that share no code with the library.
+
+Masks and biases are written as specs, nested tuples such as `("and", ("causal",), ("window", 3, None))`.
+`build` makes the library's mask of one; `sees` answers the same question in plain Python, for one
+query and one key. `oracle` computes attention and its gradients in numpy's longdouble (wider than
+float64 where the machine has it, so that float64 is tested too), `plain` in PyTorch with autograd, as
+matmul, softmax, matmul in the case's own dtype. `budget` is the error that a kernel may make.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import manyheads as mh
+
+KERNELS = ("reference", "chunked", "sdpa", "auto")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+WIDE = np.longdouble
+
+Spec = tuple[Any, ...]
+
+
+# -- masks -------------------------------------------------------------------------------------------
+
+RULES = {
+    "odd": lambda b, h, i, j: (i + j) % 2 == 1,
+    "batch and head": lambda b, h, i, j: (i - j + b + 2 * h) % 3 != 0,
+    "nothing": lambda b, h, i, j: (i + j) * 0 == 1,
+}
+
+
+def _tensor(value: Any) -> Any:
+    return value if isinstance(value, int) or value is None else torch.tensor(value)
+
+
+def build(spec: Spec) -> Any:
+    """The library's mask of a spec."""
+    kind, *rest = spec
+    match kind:
+        case "and":
+            return build(rest[0]) & build(rest[1])
+        case "or":
+            return build(rest[0]) | build(rest[1])
+        case "not":
+            return ~build(rest[0])
+        case "full":
+            return mh.Full()
+        case "causal":
+            return mh.Causal()
+        case "window":
+            return mh.Window(left=rest[0], right=rest[1])
+        case "prefix":
+            return mh.Prefix(_tensor(rest[0]))
+        case "lengths":
+            return mh.Lengths(_tensor(rest[0]), left=rest[1])
+        case "diagonal":
+            return mh.Diagonal(rest[0])
+        case "keys":
+            return mh.Keys(list(rest[0]))
+        case "documents" | "same" | "after":
+            leaf = {"documents": mh.Documents, "same": mh.SameToken, "after": mh.AfterSameToken}[kind]
+            ids, queries = (None if x is None else torch.tensor(x, dtype=torch.int64) for x in rest)
+            return leaf(ids, queries=queries)
+        case "keep":
+            return mh.Keep(rest[0])
+        case "drop":
+            return mh.Drop(rest[0])
+        case "rule":
+            return mh.Rule(RULES[rest[0]])
+    raise AssertionError(spec)
+
+
+def sees(spec: Spec, b: int, h: int, i: int, j: int, row: int, s: int) -> bool:
+    """May the query of this row, at position i, see key j? In plain Python, one pair at a time."""
+    kind, *rest = spec
+    match kind:
+        case "and":
+            return all(sees(part, b, h, i, j, row, s) for part in rest)
+        case "or":
+            return any(sees(part, b, h, i, j, row, s) for part in rest)
+        case "not":
+            return not sees(rest[0], b, h, i, j, row, s)
+        case "full":
+            return True
+        case "causal":
+            return j <= i
+        case "window":
+            left, right = rest
+            return (left is None or i - j <= left) and (right is None or j - i <= right)
+        case "prefix":
+            return j < _entry(rest[0], b)
+        case "lengths":
+            n, left = rest
+            return j >= s - _entry(n, b) if left else j < _entry(n, b)
+        case "diagonal":
+            return j == i + rest[0]
+        case "keys":
+            return j in rest[0]
+        case "documents" | "same":
+            mine, theirs = _query(rest, b, i, row), _at(_line(rest[0], b), j)
+            return mine is not None and theirs is not None and mine == theirs
+        case "after":
+            mine, before = _query(rest, b, i, row), _at(_line(rest[0], b), j - 1)
+            return mine is not None and before is not None and mine == before and 1 <= j <= i
+        case "keep" | "drop":
+            entry = _cell(rest[0], b, h, row, j)
+            return entry is not None and entry is (kind == "keep")
+        case "rule":
+            return bool(RULES[rest[0]](b, h, i, j))
+    raise AssertionError(spec)
+
+
+def _entry(n: int | tuple[int, ...], b: int) -> int:
+    if isinstance(n, int):
+        return n
+    return n[0] if len(n) == 1 else n[b]
+
+
+def _line(ids: Any, b: int) -> Any:
+    """The ids of one sequence, out of `[s]` or `[b, s]`."""
+    if len(ids) == 0 or isinstance(ids[0], int):
+        return ids
+    return ids[0] if len(ids) == 1 else ids[b]
+
+
+def _at(ids: Any, place: int) -> int | None:
+    return ids[place] if 0 <= place < len(ids) else None
+
+
+def _query(rest: list[Any], b: int, i: int, row: int) -> int | None:
+    ids, queries = rest
+    return _at(_line(ids, b), i) if queries is None else _at(_line(queries, b), row)
+
+
+def _cell(table: Tensor, b: int, h: int, row: int, j: int) -> bool | None:
+    """One entry of a `[t, s]` or broadcasting four-dimensional table; None outside it."""
+    place = (b, h, row, j)[-table.dim() :]
+    if table.dim() == 4:
+        place = tuple(0 if n == 1 else p for p, n in zip(place, table.shape, strict=True))
+    if any(not 0 <= p < n for p, n in zip(place, table.shape, strict=True)):
+        return None
+    return bool(table[place])
+
+
+def positions(offset: Any, b: int, t: int, s: int) -> list[int]:
+    """The position of row 0 of each sequence, from what `attention` takes as offset."""
+    if offset is None:
+        return [s - t] * b
+    return [offset] * b if isinstance(offset, int) else [int(n) for n in offset]
+
+
+def visible(spec: Spec | None, b: int, h: int, t: int, s: int, offset: Any) -> np.ndarray:
+    """The mask as a boolean `[b, h, t, s]`, by a loop over every pair."""
+    keep = np.ones((b, h, t, s), dtype=bool)
+    if spec is None:
+        return keep
+    first = positions(offset, b, t, s)
+    heads = h if _by_head(spec) else min(h, 1)
+    for n, m, row, j in itertools.product(range(b), range(heads), range(t), range(s)):
+        keep[n, m, row, j] = sees(spec, n, m, row + first[n], j, row, s)
+    keep[:, heads:] = keep[:, :1]
+    return keep
+
+
+def _by_head(spec: Spec) -> bool:
+    """Do the heads of this mask differ? (Only to spare the loop.)"""
+    return spec[0] in ("keep", "drop", "rule") or any(isinstance(x, tuple) and x and isinstance(x[0], str)
+                                                      and _by_head(x) for x in spec[1:])  # fmt: skip
+
+
+# -- cases -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. Sizes are (b, h, g, t, s, d, w); the rest are names of what's below."""
+
+    sizes: tuple[int, int, int, int, int, int, int]
+    dtype: torch.dtype = torch.float32
+    mask: str = "none"
+    bias: str = "none"
+    softcap: float | None = None
+    sink: str = "none"
+    offset: str = "default"
+    layout: str = "contiguous"
+    scale: float | None = None
+    size: str = "ordinary"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        b, h, g, t, s, d, w = self.sizes
+        parts = [f"b{b}h{h}g{g}t{t}s{s}d{d}w{w}", str(self.dtype).removeprefix("torch.")]
+        parts += [x for x in (self.mask, self.bias) if x != "none"]
+        parts += [f"cap{self.softcap}"] if self.softcap else []
+        parts += [f"sink-{self.sink}"] if self.sink != "none" else []
+        parts += [f"offset-{self.offset}"] if self.offset != "default" else []
+        parts += [x for x in (self.layout, self.size) if x not in ("contiguous", "ordinary")]
+        parts += [f"scale{self.scale}"] if self.scale is not None else []
+        return " ".join(parts).replace(" ", "-")
+
+
+@dataclass
+class Inputs:
+    """The tensors of a case, leaves that ask for gradients, and what they mean."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    upstream: Tensor  # the gradient that comes to the output
+    mask: Spec | None
+    bias: tuple[str, Tensor] | None
+    sink: Tensor | None
+    offset: Any
+    keep: np.ndarray = field(repr=False)
+
+    @property
+    def scale(self) -> float:
+        d = self.q.shape[-1]
+        return self.case.scale if self.case.scale is not None else 1 / math.sqrt(d) if d else 1.0
+
+    def leaves(self) -> dict[str, Tensor]:
+        """The tensors that get gradients, by name."""
+        found = {"q": self.q, "k": self.k, "v": self.v}
+        if self.sink is not None:
+            found["sink"] = self.sink
+        if self.bias is not None:
+            found["bias"] = self.bias[1]
+        return found
+
+    def arguments(self) -> dict[str, Any]:
+        """What `attention` takes beside q, k and v, made anew."""
+        return {
+            "mask": None if self.mask is None else build(self.mask),
+            "bias": None if self.bias is None else library_bias(self.bias),
+            "softcap": self.case.softcap,
+            "sink": self.sink,
+            "offset": self.offset,
+            "scale": self.case.scale,
+        }
+
+
+def library_bias(bias: tuple[str, Tensor]) -> Any:
+    kind, tensor = bias
+    return {"alibi": mh.ALiBi, "relative": mh.Relative, "dense": mh.Dense}[kind](tensor)
+
+
+def make(case: Case) -> Inputs:
+    """The tensors of a case, the same ones every time."""
+    b, h, g, t, s, d, w = case.sizes
+    gen = torch.Generator().manual_seed(case.seed * 7919 + sum(map(ord, str(case))))
+    size = 50.0 if case.size == "thousands" else 1.0
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen, dtype=torch.float64)
+
+    def leaf(shape: tuple[int, ...], times: float) -> Tensor:
+        return _lay_out((normal(*shape) * times).to(case.dtype), case.layout).requires_grad_()
+
+    q, k, v = leaf((b, h, t, d), size), leaf((b, g, s, d), size), leaf((b, g, s, w), 1.0)
+    upstream = _lay_out(normal(b, h, t, w).to(case.dtype), case.layout)
+    offset: Any = {"default": None, "zero": 0, "negative": -2, "ahead": 3}.get(case.offset)
+    if case.offset == "each":
+        offset = torch.tensor([(3 * n) % 5 - 1 for n in range(b)], dtype=torch.int64)
+    mask = _mask(case.mask, b, h, t, s, random.Random(case.seed + 1))
+    bias = _bias(case, normal)
+    sink = None
+    if case.sink != "none":
+        sink = normal(h).to(torch.float32 if case.sink == "float32" else case.dtype)
+        if case.sink == "some are -inf" and h:
+            sink[0] = -math.inf
+        sink.requires_grad_()
+    keep = visible(mask, b, h, t, s, offset)
+    return Inputs(case, q, k, v, upstream, mask, bias, sink, offset, keep)
+
+
+def _lay_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers, elsewhere in memory."""
+    if layout == "contiguous":
+        return x.contiguous()
+    if layout == "batch first":  # [b, t, h, d] in memory, as projections leave it
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "every other":  # the last dimension strides over a gap
+        return torch.stack((x, torch.full_like(x, math.nan)), -1)[..., 0]
+    if layout == "columns":  # d before t
+        return x.mT.contiguous().mT
+    if layout == "one head":  # all heads are the first one, with stride 0
+        return x[:, :1].contiguous().expand(x.shape)
+    raise AssertionError(layout)
+
+
+LAYOUTS = ("contiguous", "batch first", "every other", "columns", "one head")
+
+
+def _ids(b: int, n: int, rng: random.Random, kinds: int = 3, each: bool = True) -> Any:
+    """Ids `[b, n]` in runs, or `[n]`."""
+
+    def line() -> tuple[int, ...]:
+        return tuple(sorted(rng.randrange(kinds) for _ in range(n)))
+
+    return tuple(line() for _ in range(b)) if each and b else line()
+
+
+def _cells(shape: tuple[int, ...], rng: random.Random, share: float = 0.6) -> Tensor:
+    count = math.prod(shape)
+    return torch.tensor([rng.random() < share for _ in range(count)], dtype=torch.bool).reshape(shape)
+
+
+def _mask(name: str, b: int, h: int, t: int, s: int, rng: random.Random) -> Spec | None:
+    causal = ("causal",)
+    some = tuple(rng.randrange(s + 1) for _ in range(b))
+    match name:
+        case "none":
+            return None
+        case "full":
+            return ("full",)
+        case "causal":
+            return causal
+        case "window":
+            return ("window", 2, 1)
+        case "causal window":
+            return ("and", causal, ("window", 1, None))
+        case "prefix":
+            return ("or", causal, ("prefix", some))
+        case "lengths":
+            return ("lengths", some, False)
+        case "left lengths":
+            return ("and", causal, ("lengths", some, True))
+        case "documents":
+            return ("and", causal, ("documents", _ids(b, s, rng), None))
+        case "cross documents":
+            return ("documents", _ids(b, s, rng, each=False), _ids(b, t, rng))
+        case "after":
+            tokens = tuple(rng.randrange(3) for _ in range(s))
+            return ("after", tokens, None)
+        case "holes":
+            return ("not", ("or", ("diagonal", -1), ("keys", (0, 3))))
+        case "keep":
+            return ("keep", _cells((t, s), rng))
+        case "keep four":
+            return ("keep", _cells((b, 1, t, s), rng))
+        case "keep padding":
+            return ("keep", _cells((b, 1, 1, s), rng))
+        case "drop heads":
+            return ("drop", _cells((1, h, t, 1), rng, 0.3))
+        case "rule":
+            return ("rule", "batch and head")
+        case "nothing":
+            return ("keys", ())
+    raise AssertionError(name)
+
+
+MASKS = ("none", "full", "causal", "window", "causal window", "prefix", "lengths", "left lengths",
+         "documents", "cross documents", "after", "holes", "keep", "keep four", "keep padding", "drop heads",
+         "rule", "nothing")  # fmt: skip
+
+
+def _bias(case: Case, normal: Any) -> tuple[str, Tensor] | None:
+    b, h, _, t, s, _, _ = case.sizes
+    if case.bias == "none":
+        return None
+    kind, _, what = case.bias.partition(" ")
+    dtype = torch.float32 if what == "float32" else case.dtype
+    if kind == "alibi":
+        tensor = normal(1 if what == "one" else h).abs() / 3
+    elif kind == "relative":
+        tensor = normal(1 if what == "one" else h, 1 if what == "short" else 7)
+    else:
+        shape = {"": (b, h, t, s), "heads": (h, 1, 1), "pairs": (t, s), "keys": (b, 1, 1, s),
+                 "queries": (h, t, 1), "one": (), "hiding": (1, h, t, s)}[what]  # fmt: skip
+        tensor = normal(*shape)
+        if what == "hiding":
+            tensor = tensor.masked_fill(tensor > 0.4, -math.inf)
+    return kind, tensor.to(dtype).requires_grad_()
+
+
+BIASES = ("none", "alibi", "alibi float32", "alibi one", "relative", "relative one", "relative short",
+          "dense", "dense heads", "dense pairs", "dense keys", "dense queries", "dense one",
+          "dense hiding")  # fmt: skip
+
+SIZES = (  # b, h, g, t, s, d, w
+    (2, 4, 4, 6, 6, 8, 8),
+    (2, 4, 2, 5, 9, 8, 8),
+    (1, 6, 1, 9, 4, 5, 5),  # more queries than keys: causal leaves rows empty
+    (3, 2, 1, 1, 7, 16, 16),
+    (2, 2, 2, 7, 1, 3, 3),
+    (1, 1, 1, 1, 1, 1, 1),
+    (2, 3, 3, 5, 6, 7, 3),  # values of another width
+    (1, 2, 1, 70, 75, 12, 12),  # several blocks of rows and columns
+    (1, 2, 2, 100, 40, 33, 33),
+)
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "sizes": SIZES,
+    "dtype": DTYPES,
+    "mask": MASKS,
+    "bias": BIASES,
+    "softcap": (None, None, 0.7, 30.0),
+    "sink": ("none", "none", "own", "float32", "some are -inf"),
+    "offset": ("default", "default", "zero", "negative", "ahead", "each"),
+    "layout": LAYOUTS,
+    "scale": (None, None, 0.3, -1.0),
+    "size": ("ordinary", "ordinary", "thousands"),
+}
+
+
+def pairwise(seed: int = 0) -> list[Case]:
+    """Cases in which every two levels of any two factors meet, chosen greedily."""
+    rng = random.Random(seed)
+    names = list(FACTORS)
+    levels = [len(FACTORS[name]) for name in names]
+    left = {
+        (m, x, n, y)
+        for m, n in itertools.combinations(range(len(names)), 2)
+        for x in range(levels[m])
+        for y in range(levels[n])
+    }
+    cases = []
+    while left:
+        must = min(left) if rng.random() < 0.5 else rng.choice(sorted(left))
+        best: tuple[int, list[int]] = (-1, [])
+        for _ in range(12):
+            row = [rng.randrange(n) for n in levels]
+            row[must[0]], row[must[2]] = must[1], must[3]
+            met = sum((m, row[m], n, row[n]) in left for m, n in itertools.combinations(range(len(row)), 2))
+            best = max(best, (met, row))
+        row = best[1]
+        left -= {(m, row[m], n, row[n]) for m, n in itertools.combinations(range(len(row)), 2)}
+        cases.append(Case(**{name: FACTORS[name][x] for name, x in zip(names, row, strict=True)}, seed=seed))
+    return cases
+
+
+def _corners() -> list[Case]:
+    """Sizes of 0 and 1 in every letter, bare and with everything at once; and a few plain problems."""
+    base = (2, 4, 2, 5, 6, 8, 8)
+    cases = []
+    for place, letter in enumerate("bhgtsdw"):
+        for n in (0, 1):
+            sizes = list(base)
+            sizes[place] = n
+            if letter == "h":
+                sizes[2] = n  # g divides h
+            elif letter == "g" and n == 0:
+                sizes[1] = 0
+            for more in ({}, {"mask": "causal", "bias": "dense", "sink": "own", "softcap": 2.0}):
+                cases.append(Case(tuple(sizes), **more))
+            if letter == "d":
+                cases.append(Case((2, 4, 2, 5, 6, n, n)))
+    for dtype in DTYPES:  # what sdpa computes, at lengths with several blocks, and what most people ask for
+        for mask, offset in (
+            ("none", "default"),
+            ("causal", "default"),
+            ("causal", "zero"),
+            ("keep four", "zero"),
+        ):
+            for sizes in ((2, 4, 4, 67, 67, 32, 32), (1, 4, 2, 40, 90, 24, 24), (1, 4, 1, 90, 40, 7, 7)):
+                cases.append(Case(sizes, dtype, mask=mask, offset=offset, layout="batch first"))
+    return cases
+
+
+CASES = _corners() + pairwise()
+
+
+# -- oracles -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """Output, log-sum-exp, weights and gradients, and for each its A of the error budget."""
+
+    values: dict[str, np.ndarray]
+    largest: dict[str, float]  # A, by name
+    score: float  # max |score| of what is visible, softcapped or not yet
+
+
+def wide(x: Tensor) -> np.ndarray:
+    return x.detach().double().numpy().astype(WIDE)
+
+
+def bias_numbers(inputs: Inputs) -> np.ndarray:
+    """What the bias adds, `[b, h, t, s]`, written out."""
+    b, h, _, t, s, _, _ = inputs.case.sizes
+    if inputs.bias is None:
+        return np.zeros((b, h, t, s), dtype=WIDE)
+    kind, tensor = inputs.bias
+    numbers = wide(tensor)
+    if kind == "dense":
+        return np.broadcast_to(numbers, (b, h, t, s)).astype(WIDE)
+    rows = np.array(positions(inputs.offset, b, t, s), dtype=int).reshape(b, 1) + np.arange(t)
+    ahead = np.arange(s) - rows[..., None]  # [b, t, s], j − i
+    per_head = np.broadcast_to(numbers, (h, *numbers.shape[1:]))
+    if kind == "alibi":
+        return -per_head[None, :, None, None] * np.abs(ahead)[:, None]
+    n = numbers.shape[1] // 2
+    place = np.clip(ahead, -n, n) + n
+    return np.moveaxis(per_head[:, place], 0, 1)  # [b, h, t, s]
+
+
+def reduce_bias(inputs: Inputs, grad: np.ndarray, absolute: bool = False) -> np.ndarray:
+    """The gradient of the bias's own tensor from that of the scores `[b, h, t, s]`."""
+    assert inputs.bias is not None
+    kind, tensor = inputs.bias
+    b, h, _, t, s, _, _ = inputs.case.sizes
+    if kind == "dense":
+        padded = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
+        axes = tuple(n for n, size in enumerate(padded) if size == 1)
+        return grad.sum(axes, keepdims=True).reshape(tuple(tensor.shape))
+    rows = np.array(positions(inputs.offset, b, t, s), dtype=int).reshape(b, 1) + np.arange(t)
+    ahead = np.arange(s) - rows[..., None]  # [b, t, s]
+    if kind == "alibi":
+        sign = 1 if absolute else -1
+        summed = (grad * (sign * np.abs(ahead))[:, None]).sum((0, 2, 3))  # [h]
+    else:
+        n = tensor.shape[1] // 2
+        place = np.clip(ahead, -n, n) + n
+        summed = np.zeros((h, 2 * n + 1), dtype=WIDE)
+        for m in range(h):
+            np.add.at(summed[m], place, grad[:, m])
+    return summed.sum(0, keepdims=True) if tensor.shape[0] == 1 else summed
+
+
+def oracle(inputs: Inputs) -> Answer:
+    """The formula and its gradient, written out in longdouble; A is the same sums of absolute values."""
+    case = inputs.case
+    b, h, g, t, s, _, _ = case.sizes
+    times = h // g if g else 1
+    q, k, v = wide(inputs.q), wide(inputs.k).repeat(times, 1), wide(inputs.v).repeat(times, 1)
+    do, cap, scale = wide(inputs.upstream), case.softcap, WIDE(inputs.scale)
+    with np.errstate(all="ignore"):
+        raw = scale * (q @ k.swapaxes(-1, -2))
+        slope = np.ones_like(raw) if cap is None else 1 - np.tanh(raw / cap) ** 2
+        bias = bias_numbers(inputs)
+        score = (raw if cap is None else cap * np.tanh(raw / cap)) + bias
+        seen = inputs.keep & (bias != -np.inf)
+        score = np.where(seen, score, -np.inf)
+        sink = np.full(h, -np.inf, dtype=WIDE) if inputs.sink is None else wide(inputs.sink)
+        sink = np.broadcast_to(sink[None, :, None], (b, h, t))
+        top = np.maximum(score.max(-1), sink) if s else sink.copy()
+        ground = np.where(top == -np.inf, 0, top)
+        total = np.exp(score - ground[..., None]).sum(-1) + np.exp(sink - ground)
+        lse = np.where(total == 0, -np.inf, ground + np.log(total))
+        fine = np.where(total == 0, 0, lse)[..., None]
+        weight, into_sink = np.exp(score - fine), np.exp(sink[..., None] - fine)[..., 0]
+
+    def backward(
+        w: np.ndarray, do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, sign: int
+    ) -> Any:
+        """Gradients; with sign +1 and absolute inputs, the sums of the absolute values of their terms."""
+        d_weight = do @ v.swapaxes(-1, -2)
+        delta = (w * d_weight).sum(-1)
+        d_score = np.where(seen, w * (d_weight + sign * delta[..., None]), 0)
+        d_raw = d_score * slope * (scale if sign < 0 else abs(scale))
+        grads = {
+            "q": d_raw @ k,
+            "k": _group(d_raw.swapaxes(-1, -2) @ q, g),
+            "v": _group(w.swapaxes(-1, -2) @ do, g),
+        }
+        if inputs.sink is not None:
+            grads["sink"] = sign * (into_sink * delta).sum((0, 2))
+        if inputs.bias is not None:
+            grads["bias"] = reduce_bias(inputs, d_score, absolute=sign > 0)
+        return grads
+
+    values = {"out": weight @ v, "lse": lse, "weights": weight}
+    values |= backward(weight, do, q, k, v, -1)
+    terms = {"out": weight @ abs(v), "weights": weight} | backward(weight, *map(abs, (do, q, k, v)), 1)
+    largest = {name: float(x.max(initial=0)) for name, x in terms.items()}
+    largest_score = np.maximum(abs(raw), abs(np.where(seen, score, 0)))[seen].max(initial=0)
+    return Answer(values, largest, float(largest_score))
+
+
+def _group(x: np.ndarray, g: int) -> np.ndarray:
+    """Sum over the query heads that share a key head: `[b, h, …]` → `[b, g, …]`."""
+    b, h = x.shape[:2]
+    return x.reshape(b, g, h // g if g else 0, *x.shape[2:]).sum(2)
+
+
+def plain(inputs: Inputs) -> dict[str, Tensor]:
+    """matmul, softmax, matmul in the case's dtype, with autograd: how well it can be expected to go."""
+    case, dtype = inputs.case, inputs.case.dtype
+    h, g = case.sizes[1:3]
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in inputs.leaves().items()}
+    q, k, v = leaves["q"], leaves["k"], leaves["v"]
+    k, v = (x.repeat_interleave(h // g if g else 1, 1) for x in (k, v))
+    score = (q * inputs.scale) @ k.mT
+    if case.softcap is not None:
+        score = case.softcap * torch.tanh(score / case.softcap)
+    seen = torch.from_numpy(inputs.keep)
+    if inputs.bias is not None:
+        added = _plain_bias(inputs, leaves["bias"])
+        seen = seen & (added != -math.inf)
+        score = score + torch.where(added == -math.inf, 0, added)
+    low = torch.finfo(dtype).min
+    score = score.masked_fill(~seen, low)
+    b, _, t, _ = score.shape
+    sink = leaves["sink"] if inputs.sink is not None else score.new_full((h,), -math.inf)
+    joined = torch.cat((score, sink.clamp(min=low)[None, :, None, None].expand(b, h, t, 1)), -1)
+    weight = joined.softmax(-1)[..., :-1].masked_fill(~seen, 0)
+    out = weight @ v
+    out.backward(inputs.upstream)
+    grads = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+    return {"out": out.detach(), "weights": weight.detach()} | grads
+
+
+def _plain_bias(inputs: Inputs, tensor: Tensor) -> Tensor:
+    b, h, _, t, s, _, _ = inputs.case.sizes
+    kind = inputs.bias[0] if inputs.bias else ""
+    if kind == "dense":
+        return tensor.expand(b, h, t, s)
+    first = torch.tensor(positions(inputs.offset, b, t, s), dtype=torch.int64)
+    ahead = torch.arange(s) - (first[:, None] + torch.arange(t))[..., None]  # [b, t, s]
+    each = tensor.expand(h, *tensor.shape[1:])
+    if kind == "alibi":
+        return -each[None, :, None, None] * ahead.abs()[:, None].to(tensor.dtype)
+    n = tensor.shape[1] // 2
+    return each[:, ahead.clamp(-n, n) + n].transpose(0, 1)
+
+
+def error(x: Tensor | np.ndarray, true: np.ndarray) -> float:
+    """The largest absolute difference; equal infinities don't differ, NaN differs from everything."""
+    x = wide(x) if isinstance(x, Tensor) else x
+    assert x.shape == true.shape, (x.shape, true.shape)
+    with np.errstate(all="ignore"):
+        difference = np.where(x == true, 0, abs(x - true))
+    return math.inf if np.isnan(difference).any() else float(difference.max(initial=0))
+
+
+def budget(inputs: Inputs, name: str, plain_error: float, answer: Answer) -> float:
+    """2·plain + eps·(1 + max|score|)·A, eps of the coarsest dtype that the number passes through.
+
+    What is too small for that dtype at all may become 0.
+    """
+    dtypes = [inputs.case.dtype]
+    if name in ("sink", "bias"):
+        dtypes.append(inputs.leaves()[name].dtype)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    tiny = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in dtypes)
+    return 2 * plain_error + eps * (1 + answer.score) * answer.largest[name] + tiny

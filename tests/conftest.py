@@ -1,0 +1,20 @@
+"""What every test shares: one seed, and properties without a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("here", deadline=None, max_examples=60)
+settings.load_profile("here")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """The same random numbers in every test, whatever ran before it, and none of them left behind."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield

@@ -1,0 +1,216 @@
+"""The cache: it owns its offset, refuses to overflow, and decoding with it is the full pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+import manyheads as mh
+
+E = 16
+
+
+def layer(**parts: Any) -> mh.MultiHeadAttention:
+    torch.manual_seed(0)
+    return mh.MultiHeadAttention(E, 4, **parts).double().eval()
+
+
+def kv(n: int, b: int = 2, g: int = 3, d: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.randn(b, g, n, d), torch.randn(b, g, n, d + 1)
+
+
+# -- keeping -----------------------------------------------------------------------------------------
+
+
+@given(steps=st.lists(st.integers(0, 5), max_size=6), room=st.integers(0, 3), seed=st.integers(0, 99))
+def test_what_is_appended_comes_back(steps: list[int], room: int, seed: int) -> None:
+    """In a preallocated cache and in a growing one, whatever the steps."""
+    torch.manual_seed(seed)
+    total = sum(steps)
+    for cache in (mh.Cache(), mh.Cache(max(total + room, 1))):
+        parts = [kv(n) for n in steps]
+        for n, (k, v) in enumerate(parts):
+            held_k, held_v = cache.append(k, v)
+            assert torch.equal(held_k, torch.cat([k for k, _ in parts[: n + 1]], 2))
+            assert torch.equal(held_v, torch.cat([v for _, v in parts[: n + 1]], 2))
+            assert cache.offset == len(cache) == sum(steps[: n + 1])
+
+
+def test_a_full_cache_refuses_and_stays_as_it_was() -> None:
+    cache = mh.Cache(5)
+    held, _ = cache.append(*kv(4))
+    with pytest.raises(ValueError, match=r"4 of 5 tokens, and 2 more"):
+        cache.append(*kv(2))
+    assert cache.offset == 4
+    again, _ = cache.append(*kv(1))
+    assert torch.equal(again[:, :, :4], held)
+    with pytest.raises(ValueError, match=r"5 of 5 tokens, and 1 more"):
+        cache.append(*kv(1))
+
+
+def test_a_growing_cache_does_not_copy_every_time() -> None:
+    """It doubles: 200 tokens, one by one, move the buffer less than ten times."""
+    cache = mh.Cache()
+    places = {cache.append(*kv(1))[0].untyped_storage().data_ptr() for _ in range(200)}
+    assert len(places) < 10
+    preallocated = mh.Cache(200)
+    places = {preallocated.append(*kv(1))[0].untyped_storage().data_ptr() for _ in range(200)}
+    assert len(places) == 1
+
+
+def test_another_batch_width_dtype_or_head_count_is_refused() -> None:
+    cache = mh.Cache()
+    cache.append(*kv(2))
+    for bad in (kv(1, b=3), kv(1, g=2), kv(1, d=5), tuple(x.double() for x in kv(1))):
+        with pytest.raises(ValueError, match="one cache serves one layer and one batch"):
+            cache.append(*bad)
+    with pytest.raises(ValueError, match=r"\[b, g, n, d\]"):
+        cache.append(torch.randn(2, 3, 4), torch.randn(2, 3, 4))
+    with pytest.raises(ValueError, match=r"\[2, 3, 1, 4\] and \[2, 3, 2, 5\]"):
+        cache.append(kv(1)[0], kv(2)[1])
+    assert cache.offset == 2
+
+
+def test_gradients_are_refused() -> None:
+    cache = mh.Cache()
+    with pytest.raises(ValueError, match="no gradients"):
+        cache.append(*(x.requires_grad_() for x in kv(1)))
+    assert cache.offset == 0
+    with pytest.raises(ValueError, match="no gradients"):
+        layer()(torch.randn(1, 2, E, dtype=torch.float64), cache=cache)
+    assert cache.offset == 0
+
+
+def test_clear_begins_anew() -> None:
+    cache = mh.Cache(4)
+    cache.append(*kv(4))
+    cache.clear()
+    assert cache.offset == 0
+    new = kv(3, b=5)  # another batch is welcome
+    assert torch.equal(cache.append(*new)[0], new[0])
+    assert "3 tokens" in repr(cache)
+
+
+def test_what_was_appended_is_a_copy() -> None:
+    cache = mh.Cache()
+    k, v = kv(2)
+    held, _ = cache.append(k, v)
+    k.zero_()
+    assert held.any()
+
+
+@pytest.mark.parametrize("first", ["no_grad", "inference"])
+@pytest.mark.parametrize("second", ["no_grad", "inference"])
+def test_modes_may_change_between_steps(first: str, second: str) -> None:
+    modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+    for cache in (mh.Cache(8), mh.Cache()):
+        one, two = kv(3), kv(2)
+        with modes[first]():
+            cache.append(*one)
+        with modes[second]():
+            held, _ = cache.append(*two)
+        assert torch.equal(held, torch.cat((one[0], two[0]), 2))
+
+
+# -- decoding ----------------------------------------------------------------------------------------
+
+ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2, 2]])
+PARTS: dict[str, dict[str, Any]] = {
+    "bare": {},
+    "rotary": {"position": mh.Rotary(4)},
+    "partial rotary": {"position": mh.Rotary(2, layout="interleaved", factor=2.0)},
+    "alibi": {"bias": mh.ALiBi(4)},
+    "grouped": {"kv_heads": 2, "position": mh.Rotary(4)},
+    "one key head": {"kv_heads": 1},
+    "norm": {"qk_norm": torch.nn.RMSNorm, "head_dim": 6},
+}
+MASKS: dict[str, Any] = {
+    "none": None,
+    "window": mh.Window(left=2),
+    "documents": mh.Documents(ids),
+    "prefix": mh.Prefix(torch.tensor([2, 4])),
+    "keys": ~mh.Keys([1]),
+}
+
+
+@pytest.mark.parametrize("steps", [[1] * 9, [4, 1, 1, 3], [9], [5, 4]], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("part", PARTS)
+def test_decoding_is_the_full_pass(part: str, mask: str, steps: list[int]) -> None:
+    """Step by step, outputs and maps, with preallocated and with growing caches."""
+    model = layer(**PARTS[part])
+    x = torch.randn(2, 9, E, dtype=torch.float64)
+    both = mh.Causal() if MASKS[mask] is None else mh.Causal() & MASKS[mask]
+    with torch.no_grad():
+        whole, amap = model.attend(x, mask=both)
+        for cache in (mh.Cache(), mh.Cache(9)):
+            done = 0
+            for n in steps:
+                out, step = model.attend(x[:, done : done + n], mask=MASKS[mask], cache=cache)
+                torch.testing.assert_close(out, whole[:, done : done + n])
+                assert step.shape == (2, 4, n, done + n)
+                expected = amap.dense()[:, :, done : done + n, : done + n]
+                torch.testing.assert_close(step.dense(), expected)
+                done += n
+                assert cache.offset == done
+
+
+def test_forward_and_attend_advance_the_cache_alike() -> None:
+    model, x = layer(position=mh.Rotary(4)), torch.randn(1, 4, E, dtype=torch.float64)
+    one, two = mh.Cache(), mh.Cache()
+    with torch.no_grad():
+        for n in range(4):
+            forward = model(x[:, n : n + 1], cache=one)
+            attended, _ = model.attend(x[:, n : n + 1], cache=two)
+            assert torch.equal(forward, attended)
+
+
+def test_maps_of_earlier_steps_stay_readable() -> None:
+    """After later appends, after growing, after clear and reuse: what the step attended to."""
+    model, x = layer(), torch.randn(1, 40, E, dtype=torch.float64)
+    for cache in (mh.Cache(), mh.Cache(40)):
+        with torch.no_grad():
+            maps = []
+            for n in range(40):
+                _, amap = model.attend(x[:, n : n + 1], cache=cache)
+                maps.append((amap, amap.dense().clone()))
+            cache.clear()
+            model(-x[:, :7], cache=cache)
+            for amap, before in maps:
+                assert torch.equal(amap.dense(), before)
+
+
+def test_a_caches_own_mask() -> None:
+    """Not causal, if said so: a prefix that is read in one step sees itself whole."""
+    model, x = layer(), torch.randn(1, 5, E, dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(x)
+        out = model(x, cache=mh.Cache(mask=mh.Full()))
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"mask": mh.Keep(torch.ones(3, 3) > 0)},
+        {"mask": torch.ones(1, 4) > 0},
+        {"mask": mh.Lengths(torch.tensor([1, 2, 3]))},
+    ],
+    ids=["keep", "naked", "lengths"],
+)
+@pytest.mark.parametrize("call", ["forward", "attend"])
+def test_a_call_that_fails_leaves_the_cache_as_it_was(bad: dict[str, Any], call: str) -> None:
+    model, x = layer(), torch.randn(1, 4, E, dtype=torch.float64)
+    cache = mh.Cache()
+    with torch.no_grad():
+        expected = model(x, mask=mh.Causal())
+        model(x[:, :3], cache=cache)
+        with pytest.raises((ValueError, TypeError)):
+            getattr(model, call)(x[:, 3:], cache=cache, **bad)
+        assert cache.offset == 3
+        torch.testing.assert_close(model(x[:, 3:], cache=cache), expected[:, 3:])
