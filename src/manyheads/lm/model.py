@@ -1,0 +1,187 @@
+"""The language model: a pre-norm causal transformer on this library's own attention.
+
+    ids → embedding → (x + attention(norm(x)), x + feed-forward(norm(x))) × layers → norm → logits
+
+Rotary positions, RMSNorm, SwiGLU, and one matrix for the embedding and for the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manyheads.cache import Cache
+from manyheads.layers import MultiHeadAttention
+from manyheads.maps import AttentionMap
+from manyheads.masks import Causal
+from manyheads.positions import Rotary
+from manyheads.shapes import sizes, whole
+
+ROTARY_BASE = 1000.0  # below the usual 10,000: the contexts are short
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a language model. ValueError or TypeError where they don't go together."""
+
+    vocab: int  # token ids are 0 … vocab − 1
+    embed: int = 192  # e, the model size
+    heads: int = 6  # h; the head size is embed / heads, which 4 divides
+    layers: int = 4
+    hidden: int = 448  # width of the feed-forward part
+    context: int = 512  # the longest sequence, in tokens
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "embed", "heads", "layers", "hidden"):
+            whole(getattr(self, name), name, 1)
+        whole(self.context, "context", 2)
+        if self.embed % (4 * self.heads):
+            raise ValueError(
+                "embed must be heads times a head size that 4 divides, and "
+                f"embed = {self.embed}, heads = {self.heads} came."
+            )
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, "GLU Variants Improve Transformer"): down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, embed: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(embed, hidden, bias=False)
+        self.up = nn.Linear(embed, hidden, bias=False)
+        self.down = nn.Linear(hidden, embed, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[b, t, e]` to `[b, t, e]`."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer of the transformer; what it adds is dropped out with probability `dropout`."""
+
+    def __init__(self, config: Config, dropout: float) -> None:
+        super().__init__()
+        # Half of a head turns with the position, half of it compares tokens at any distance.
+        rotary = Rotary(config.embed // config.heads // 2, base=ROTARY_BASE)
+        self.attention_norm = nn.RMSNorm(config.embed, eps=1e-6)
+        self.attention = MultiHeadAttention(config.embed, config.heads, position=rotary)
+        self.feed_forward_norm = nn.RMSNorm(config.embed, eps=1e-6)
+        self.feed_forward = FeedForward(config.embed, config.hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """`[b, t, e]` to `[b, t, e]`."""
+        return self.rest(x, self.attention(self.attention_norm(x), mask=Causal(), cache=cache))
+
+    def attend(self, x: Tensor) -> tuple[Tensor, AttentionMap]:
+        """The same, and the map of this layer's heads."""
+        attended, amap = self.attention.attend(self.attention_norm(x), mask=Causal())
+        return self.rest(x, attended), amap
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows the attention."""
+        x = x + self.dropout(attended)
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class LanguageModel(nn.Module):
+    """Token ids in, logits of the next token out.
+
+    `dropout` belongs to training, not to the model's sizes: it isn't stored with the weights.
+    """
+
+    def __init__(self, config: Config, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.embed)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(config, dropout) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.embed, eps=1e-6)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Normal weights, and attention that starts by copying what is near.
+
+        A head starts by writing the part of its values' tokens that it can carry (o = vᵀ, v
+        orthogonal), after Trockman & Kolter 2023, "Mimetic Initialization of Self-Attention Layers"
+        (arXiv:2305.09828). The biases of q and k start equal where they turn with the position, so
+        that the score falls with the distance: steeply in the first head, hardly in the last, as
+        ALiBi's slopes do. Without these, heads that look back took ten times as long to form.
+        """
+        normal = nn.init.normal_
+        normal(self.embedding.weight, std=self.config.embed**-0.5)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            attention, forward = block.attention, block.feed_forward
+            for linear in (attention.q, attention.k, forward.gate, forward.up):
+                normal(linear.weight, std=0.05)
+            normal(forward.down.weight, std=0.05 / math.sqrt(2 * self.config.layers))
+            nn.init.orthogonal_(attention.v.weight)
+            with torch.no_grad():
+                attention.o.weight.copy_(attention.v.weight.T)
+                for linear in (attention.q, attention.k, attention.v, attention.o):
+                    linear.bias.zero_()
+                steep = 2 ** (1 - torch.arange(self.config.heads) / 2)  # [h]
+                for linear in (attention.q, attention.k):
+                    per_head = linear.bias.view(self.config.heads, -1)  # [h, d]
+                    turned = per_head.shape[1] // 2
+                    per_head[:, :turned] = steep[:, None]
+
+    def forward(self, ids: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
+        """Logits `[b, t, vocab]` for ids `[b, t]`; with caches, ids continue what these hold.
+
+        Raises ValueError for ids of another shape, beyond the vocabulary or beyond the context.
+        """
+        self.check(ids, caches)
+        x = self.embed(ids)  # [b, t, e]
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            x = block(x, cache)
+        return self.logits(x)  # [b, t, vocab]
+
+    def attend(self, ids: Tensor) -> tuple[Tensor, list[AttentionMap]]:
+        """Logits `[b, t, vocab]` and each layer's attention map, for ids `[b, t]`."""
+        self.check(ids, None)
+        x = self.embed(ids)  # [b, t, e]
+        maps = []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            x, amap = block.attend(x)
+            maps.append(amap)
+        return self.logits(x), maps  # [b, t, vocab]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """`[b, t]` to `[b, t, e]`, times √e as in Vaswani et al. 2017, section 3.4."""
+        return self.dropout(self.embedding(ids) * math.sqrt(self.config.embed))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """`[b, t, e]` to `[b, t, vocab]`."""
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    def caches(self) -> list[Cache]:
+        """Empty caches for one generation, one per layer, as long as the context."""
+        return [Cache(self.config.context) for _ in self.blocks]
+
+    def check(self, ids: Tensor, caches: Sequence[Cache] | None) -> None:
+        """Refuse ids that the model can't take."""
+        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"ids must be integers [b, t], and {ids.dtype} {sizes(ids)} came.")
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ValueError(f"caches must be one per layer, {len(self.blocks)}, and {len(caches)} came.")
+        held = caches[0].offset if caches else 0
+        if held + ids.shape[1] > self.config.context:
+            raise ValueError(
+                f"the model's context is {self.config.context} tokens, and "
+                f"{held + ids.shape[1]} came: shorten the text."
+            )
+        # Looking at the values would wait for a GPU at every step; there, the embedding looks.
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.config.vocab:
+                raise ValueError(
+                    f"ids must be between 0 and {self.config.vocab - 1}, and {low if low < 0 else high} came."
+                )

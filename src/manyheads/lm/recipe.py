@@ -1,0 +1,268 @@
+"""How the shipped model was made: `python -m manyheads.lm.recipe --out DIR`.
+
+It trains (or goes on, if DIR holds the run already), measures, and leaves in DIR/shipped what ships:
+the weights, the tokenizer, the log and a model card. Exit code 1 if the model missed a bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyheads import measures
+from manyheads.lm import checkpoint, data
+from manyheads.lm.generate import complete
+from manyheads.lm.model import LanguageModel
+from manyheads.lm.train import HELD_OUT, LOG, TRAINING, Run, held_out_loss, train
+
+OPTIONS = {
+    "steps": 6000,
+    "context": 512,
+    "rows": 4,
+    "repeated": 2,  # half of the tokens
+    "dropout": 0.0,
+    "seed": 2,
+    "device": "cpu",
+}
+PREVIOUS, INDUCTION = 0.5, 0.4  # the bars: what the best head's measure must be above
+TEXTS, LENGTH = 50, 256  # how many texts, and random sequences, of how many tokens
+UNSEEN = 20_260_101  # the seed of the random sequences; training draws from [seed, step]
+PROMPT = "Return the"
+
+
+@torch.no_grad()
+def previous_token(model: LanguageModel, held_out: data.Tokens) -> Tensor:
+    """The previous-token measure `[layers, h]`, averaged over 50 held-out texts of 256 tokens."""
+    room = len(held_out) - LENGTH
+    if room < (TEXTS - 1) * LENGTH:
+        raise ValueError(f"{TEXTS} texts of {LENGTH} tokens want more held-out text than there is.")
+    starts = np.linspace(0, room, TEXTS).astype(int)  # they don't overlap
+    ids = np.stack([held_out[start : start + LENGTH] for start in starts]).astype(np.int64)
+    maps = model.attend(torch.from_numpy(ids))[1]
+    return torch.stack([measures.previous_token(amap).mean(0) for amap in maps])
+
+
+@torch.no_grad()
+def induction(model: LanguageModel, seed: int = UNSEEN) -> Tensor:
+    """The induction measure `[layers, h]`, averaged over 50 random sequences of 128 tokens said twice."""
+    rng = np.random.default_rng(seed)
+    once = rng.integers(data.END_ID + 1, model.config.vocab, (TEXTS, LENGTH // 2))
+    ids = torch.from_numpy(np.concatenate([once, once], 1))  # [b, t]
+    maps = model.attend(ids)[1]
+    return torch.stack([measures.induction(amap, ids).mean(0) for amap in maps])
+
+
+def xz_bits(documents: Sequence[data.Document], before: Sequence[data.Document] = ()) -> float:
+    """Bits per byte of these documents under xz; given what came `before`, what they add to that."""
+
+    def size(some: Sequence[data.Document]) -> int:
+        joined = "\0".join(document.text for document in some).encode()
+        return len(lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME)) if some else 0
+
+    return 8 * (size([*before, *documents]) - size(before)) / data.byte_count(documents)
+
+
+def bigram_bits(training: data.Tokens, held_out: data.Tokens, vocab: int, bytes_: int) -> float:
+    """Bits per byte under a bigram model of the training ids with interpolated Kneser-Ney smoothing.
+
+    P(w | v) = max(c(v w) − D, 0) / c(v) + D · n(v ·) / c(v) · P(w), where P(w) is the share of w in
+    the kinds of pair, n(· w) / n(· ·), with one added to each n; D = n₁ / (n₁ + 2 n₂) from the kinds
+    of pair that occur once and twice (Chen & Goodman 1999, section 2.7).
+    """
+    pairs, counts = np.unique(training[:-1].astype(np.int64) * vocab + training[1:], return_counts=True)
+    once, twice = int((counts == 1).sum()), int((counts == 2).sum())
+    discount = once / (once + 2 * twice) if once else 0.5
+    first, second = np.divmod(pairs, vocab)
+    follows = np.bincount(first, counts, vocab)  # c(v)
+    kinds = np.bincount(first, minlength=vocab)  # n(v ·)
+    single = (np.bincount(second, minlength=vocab) + 1) / (len(pairs) + vocab)  # P(w)
+
+    v, w = held_out[:-1].astype(np.int64), held_out[1:].astype(np.int64)
+    at = np.minimum(np.searchsorted(pairs, v * vocab + w), len(pairs) - 1)
+    seen = np.where(pairs[at] == v * vocab + w, counts[at], 0)
+    known = follows[v] > 0
+    total = np.where(known, follows[v], 1)
+    kept = np.where(known, discount * kinds[v] / total, 1.0)  # an unseen v tells nothing
+    probability = np.maximum(seen - discount, 0) / total + kept * single[w]
+    return float(-np.log2(probability).sum() / bytes_)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Bits per byte of the same held-out text, and what the heads measure `[layers, h]`."""
+
+    model: float
+    xz: float
+    xz_after_training: float
+    token_bigram: float
+    byte_bigram: float
+    previous: Tensor
+    induction: Tensor
+
+    def missed(self) -> list[str]:
+        """The bars that the model missed, as sentences."""
+        bars = {
+            f"no previous-token head is above {PREVIOUS}": self.previous.max() > PREVIOUS,
+            f"no induction head is above {INDUCTION}": self.induction.max() > INDUCTION,
+            "its bits per byte are not below those of xz": self.model < self.xz,
+            "its bits per byte are not below those of a bigram model": self.model
+            < min(self.token_bigram, self.byte_bigram),
+        }
+        return [sentence for sentence, met in bars.items() if not met]
+
+
+def measure(run: Run) -> Result:
+    """All that the card tells of a run on Python's own text."""
+    training, held_out = data.split(data.python_documents())
+    model, _ = checkpoint.load(run.out)
+    ids, held_ids = data.read_tokens(run.out / TRAINING), data.read_tokens(run.out / HELD_OUT)
+    size = data.byte_count(held_out)
+    as_bytes = [
+        np.frombuffer("\0".join(["", *(d.text for d in side), ""]).encode(), np.uint8)
+        for side in (training, held_out)
+    ]
+    return Result(
+        model=run.bits_per_byte(held_out_loss(model, held_ids)),
+        xz=xz_bits(held_out),
+        xz_after_training=xz_bits(held_out, before=training),
+        token_bigram=bigram_bits(ids, held_ids, model.config.vocab, size),
+        byte_bigram=bigram_bits(*as_bytes, 256, size),
+        previous=previous_token(model, held_ids),
+        induction=induction(model),
+    )
+
+
+def card(run: Run, result: Result) -> str:
+    """The model card, in Markdown."""
+    model, tokenizer = checkpoint.load(run.out)
+    config, options, facts = model.config, run.options, run.facts
+    size = (run.out / "model.safetensors").stat().st_size
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    share = options.repeated / options.rows
+    tokens = options.steps * options.rows * options.context
+    sample = complete(model, tokenizer, PROMPT, 120).text
+    heads = [
+        f"| {layer} | {head} | {result.previous[layer, head]:.2f} | {result.induction[layer, head]:.2f} |"
+        for layer in range(config.layers)
+        for head in range(config.heads)
+    ]
+    return f"""# The shipped language model
+
+A causal transformer on this library's own attention, small enough to look at every head. It is made
+to show what attention does, not to be relied on for what it writes.
+
+Made by `python -m manyheads.lm.recipe --out DIR`; nothing was downloaded.
+
+## What it is
+
+- {config.layers} layers of {config.heads} heads, model size {config.embed}, feed-forward {config.hidden}, \
+context {config.context} tokens, vocabulary {config.vocab}
+- {parameters:,} parameters in float32, {size:,} bytes; SHA-256 of `model.safetensors`:
+  `{checkpoint.file_digest(run.out / "model.safetensors")}`
+
+## What it read
+
+- `pydoc_data.topics` and the docstrings of the standard library of Python \
+{platform.python_version()} on {platform.system()}; SHA-256 of all documents: \
+`{facts["documents_sha256"]}`
+- training: {facts[TRAINING]["documents"]} documents, {facts[TRAINING]["bytes"]:,} bytes, \
+{facts[TRAINING]["tokens"]:,} tokens; held out: {facts[HELD_OUT]["documents"]} documents, \
+{facts[HELD_OUT]["bytes"]:,} bytes, {facts[HELD_OUT]["tokens"]:,} tokens. The split is by document; \
+the tokenizer saw the training documents only.
+- {share:.0%} of the training tokens are synthetic: runs of random tokens said again and again, from \
+which heads learn to copy. The loss on them counts only what looking back can tell.
+
+## How it was trained
+
+- {options.steps:,} steps of {options.rows * options.context:,} tokens ({tokens:,} in all, \
+{tokens * (1 - share) / facts[TRAINING]["tokens"]:.0f} passes over the text), seed {options.seed}, \
+AdamW, rate {options.rate}, weight decay {options.decay}, dropout {options.dropout}; the sequences \
+were cut into eight in the first quarter of the steps, then into four, into two, not at all
+- {run.seconds / 60:.0f} minutes of wall clock, whatever else the machine was doing, in \
+{"bfloat16 autocast" if run.dtype else "float32"} on {_processor()}, {os.cpu_count()} cores, \
+{torch.get_num_threads()} threads, PyTorch {torch.__version__.split("+")[0]}
+- all options: `{asdict(options)}`
+
+## How well it foretells held-out text
+
+Bits per byte of the {facts[HELD_OUT]["bytes"]:,} held-out bytes; every method also pays for the ends \
+of the documents.
+
+| method | bits per byte |
+|---|---|
+| this model | {result.model:.3f} |
+| `xz` (preset 9e) on the held-out text alone | {result.xz:.3f} |
+| `xz`, what the held-out text adds after the training text | {result.xz_after_training:.3f} |
+| bigram model of tokens, fitted on the training text (Kneser-Ney) | {result.token_bigram:.3f} |
+| bigram model of bytes, likewise | {result.byte_bigram:.3f} |
+
+## Which heads do what
+
+Previous token: the mean weight on the token just before, over {TEXTS} held-out texts of {LENGTH} \
+tokens. Induction: the mean weight on tokens that followed the query's own token, over {TEXTS} \
+sequences of {LENGTH // 2} random tokens said twice (seed {UNSEEN}, which training never drew from).
+
+| layer | head | previous token | induction |
+|---|---|---|---|
+{chr(10).join(heads)}
+
+## What it writes
+
+Prompt `{PROMPT}`, temperature 0.8, seed 0:
+
+```text
+{PROMPT}{sample}
+```
+"""
+
+
+def _processor() -> str:
+    """The processor's model, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def make(out: Path) -> list[str]:
+    """Train, or go on; measure; write what ships to out/shipped. The bars that were missed."""
+    resume = (out / "state.json").exists() or (out / checkpoint.WRITTEN).exists()
+    run = train(out, OPTIONS, resume=resume)
+    result = measure(run)
+    shipped = out / "shipped"
+    checkpoint.save(shipped, *checkpoint.load(out))
+    text = card(run, result)
+    checkpoint.write(shipped / "card.md", lambda path: path.write_text(text, "utf-8"))
+    checkpoint.write(shipped / LOG, lambda path: shutil.copyfile(out / LOG, path))
+    return result.missed()
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Make the model that ships with manyheads.")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    try:
+        missed = make(parser.parse_args().out)
+    except (ValueError, TypeError, OSError) as error:
+        sys.exit(f"manyheads: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if missed:
+        sys.exit(f"the model isn't good enough to ship: {'; '.join(missed)}.")
+
+
+if __name__ == "__main__":
+    main()
