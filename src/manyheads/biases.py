@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.shapes import Shape, kind, sizes, whole
+from manyheads.shapes import Shape, kind, real, sizes, whole
 from manyheads.values import Value, bound
 
 Index = Any
@@ -76,8 +76,12 @@ class ALiBi(Bias):
     def __init__(self, slopes: int | Sequence[float] | Tensor) -> None:
         if isinstance(slopes, int):
             slopes = alibi_slopes(slopes)
-        elif not isinstance(slopes, Tensor):
-            slopes = torch.tensor(slopes, dtype=torch.float32)
+        elif isinstance(slopes, list | tuple):
+            slopes = torch.tensor(
+                [real(x, "a slope in ALiBi", math.isfinite, "a finite number") for x in slopes]
+            )
+        if not isinstance(slopes, Tensor):
+            raise TypeError(f"ALiBi takes a number of heads or slopes [h], and {kind(slopes)} came.")
         if slopes.dim() != 1 or not slopes.is_floating_point():
             raise TypeError(
                 f"ALiBi takes a number of heads or slopes [h], and {kind(slopes)} {sizes(slopes)} came."

@@ -73,8 +73,7 @@ def attention_with_map(
     problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                        dropout_p=dropout_p, offset=offset)  # fmt: skip
     out, lse = kernels.run(problem, kernel)
-    with torch.autocast(q.device.type, enabled=False):
-        return out, AttentionMap.of(problem, lse)
+    return out, AttentionMap.of(problem, lse)
 
 
 def explain(

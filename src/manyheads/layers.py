@@ -19,7 +19,7 @@ from manyheads.functional import attention, attention_with_map
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
 from manyheads.positions import Rotary
-from manyheads.shapes import divide, kind, sizes, whole
+from manyheads.shapes import divide, kind, real, sizes, whole
 
 Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
 
@@ -130,8 +130,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"position turns {position.dim} entries of a head, and the head size d is {d}.")
         if bias is not None and not isinstance(bias, Bias):
             raise TypeError(f"bias must be ALiBi, Relative or Dense, and {kind(bias)} came.")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must be between 0 and 1, and {dropout!r} came.")
+        dropout = real(dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
         self.embed, self.heads, self.kv_heads, self.head_dim, self.context_dim = e, h, g, d, c
         self.q = nn.Linear(e, h * d)
         self.k = nn.Linear(c, g * d)
@@ -140,7 +139,7 @@ class MultiHeadAttention(nn.Module):
         self.position = position
         self.bias = None if bias is None else Held(bias)
         self.q_norm, self.k_norm = _norms(qk_norm, d)
-        self.dropout = float(dropout)
+        self.dropout = dropout
 
     def forward(
         self,

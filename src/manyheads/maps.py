@@ -18,6 +18,7 @@ from manyheads import scores
 from manyheads.kernels import chunked
 from manyheads.masks import Mask, Rule
 from manyheads.scores import Problem, Rows
+from manyheads.shapes import kind, sizes
 
 LETTERS = (("batch entry", "b"), ("head", "h"), ("query", "t"), ("key", "s"))
 
@@ -184,7 +185,8 @@ def _pick(part: Any, size: int, what: tuple[str, str]) -> int | Rows:
         chosen = torch.empty(0, 0)
     if isinstance(part, bool) or chosen.is_floating_point() or chosen.dtype == torch.bool or chosen.dim() > 1:
         raise IndexError(
-            f"an index for {letter} must be an int, a slice, or integers of one dimension, and {part!r} came."
+            f"an index for {letter} must be an int, a slice, or integers of one dimension, and "
+            f"{f'{kind(part)} {sizes(part)}' if isinstance(part, Tensor) else repr(part)} came."
         )
     if chosen.numel() and (int(chosen.min()) < -size or int(chosen.max()) >= size):
         raise IndexError(

@@ -13,6 +13,13 @@ from manyheads.shapes import sizes, whole
 from manyheads.values import Value
 
 
+def _angles(positions: Tensor, width: int, base: float) -> Tensor:
+    """position · base^(−2n/width) for pair n: `[…, width/2]`, float64 (far away float32 is coarse)."""
+    wide = torch.float32 if positions.device.type == "mps" else torch.float64  # which knows no float64
+    pair = torch.arange(0, width, 2, dtype=wide, device=positions.device)  # [width/2]
+    return positions[..., None].to(wide) * base ** (-pair / max(width, 1))
+
+
 def _positive(value: float, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a positive number, and {value!r} came.")
@@ -39,8 +46,7 @@ class Sinusoidal(Value):
 
     def encode(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The encoding of `positions` (any shape): `[..., e]`, the angles in float64 until the end."""
-        pair = torch.arange(0, self.width, 2, dtype=torch.float64, device=positions.device)  # [e/2]
-        angle = positions[..., None] / self.base ** (pair / self.width)  # [..., e/2]
+        angle = _angles(positions, self.width, self.base)  # [..., e/2]
         return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(dtype)  # [..., e]
 
     def __call__(self, x: Tensor, offset: int = 0) -> Tensor:
@@ -87,12 +93,10 @@ class Rotary(Value):
                 f"Rotary({self.dim}) turns {self.dim} entries of a head, and d = {d} came {sizes(x)}."
             )
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        pair = torch.arange(0, self.dim, 2, dtype=wide, device=x.device)  # [dim/2]
-        frequency = self.base ** (-pair / max(self.dim, 1)) / self.factor
-        angle = positions[..., None].to(wide) * frequency  # [t, dim/2] or [b, t, dim/2]
+        angle = _angles(positions, self.dim, self.base) / self.factor  # [t, dim/2] or [b, t, dim/2]
         if angle.dim() == 3:
             angle = angle[:, None]  # [b, 1, t, dim/2]
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
         turning = x[..., : self.dim].to(wide)
         if self.layout == "half":
             even, odd = turning.chunk(2, -1)

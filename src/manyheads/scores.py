@@ -9,6 +9,7 @@ scores through it, so that the picture shows the formula that was computed.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,7 +120,8 @@ class Problem:
         def pick(size: int, chosen: Rows) -> Tensor:
             if chosen is ALL or isinstance(chosen, Tensor):
                 return torch.arange(size, device=device)[chosen]
-            return torch.arange(*chosen.indices(size), device=device)
+            start, stop, step = chosen.indices(size)
+            return torch.arange(start, max(start, stop), step, device=device)
 
         b = pick(n.b, batch)[:, None, None, None]
         h = pick(n.h, heads)[None, :, None, None]
@@ -192,6 +194,16 @@ def _check_part(part: Any, kind_of: type[Value], name: str, wrap: str, device: t
             )
 
 
+def exactly(device: torch.device) -> AbstractContextManager[Any]:
+    """Where no autocast rounds what is computed: scores and weights stay in their own dtype."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def finite(x: Tensor) -> bool:
+    """One look at a whole tensor, with no copy of it; NaN passes through aminmax."""
+    return x.numel() == 0 or all(bool(end.isfinite()) for end in x.detach().aminmax())
+
+
 def fold(x: Tensor, g: int) -> Tensor:
     """Query heads that share a key head, side by side: `[b, h, r, …]` → `[b, g, (h/g)·r, …]`."""
     b, h, r = x.shape[:3]
@@ -215,7 +227,8 @@ def products(
         k = k[:, torch.arange(h, device=k.device)[heads] // max(h // max(g, 1), 1)]  # [b, h, c, d]
     q = q.to(problem.dtype) * problem.scale  # [b, h, r, d]
     k = k.to(problem.dtype)  # [b, g, c, d]
-    return unfold(_dot(fold(q, k.shape[1]), k), q.shape[1])  # [b, h, r, c]
+    with exactly(q.device):
+        return unfold(_dot(fold(q, k.shape[1]), k), q.shape[1])  # [b, h, r, c]
 
 
 def logits(
@@ -273,8 +286,9 @@ def _sees_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
 
 
 def weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(score − lse): scores `[…, r, c]`, lse `[…, r]`; a row with nothing to see gives zeros."""
-    return torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    """exp(score − lse): scores `[…, r, c]`, lse `[…, r]`; what is masked weighs 0 even in a row of NaN."""
+    weight = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    return torch.where(scores == -math.inf, 0.0, weight)
 
 
 def mix(weight: Tensor, keep: Tensor, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.scores import Problem
+from manyheads.scores import Problem, exactly, finite
 
 ORDER = ("sdpa", "chunked", "reference")
 
@@ -68,32 +68,31 @@ def choose(problem: Problem, kernel: str = "auto") -> Any:
 def run(problem: Problem, kernel: str = "auto") -> tuple[Tensor, Tensor | None]:
     """The output `[b, h, t, w]` and, where the kernel gives it, the log-sum-exp `[b, h, t]`.
 
-    A kernel that doesn't shield is watched: under a mask, in eager mode on the CPU, an output that
-    isn't finite (or keys and values that aren't, where a gradient will pass over them) is computed
-    again by `chunked` (with "auto") or raises (asked for by name).
+    A kernel that doesn't shield is watched, in eager mode on the CPU: where q, k or v isn't finite,
+    "auto" takes `chunked`, and under a mask a kernel asked for by name raises.
     """
     chosen = choose(problem, kernel)
-    with torch.autocast(problem.q.device.type, enabled=False):
-        out, lse = chosen.run(problem)
-        if not chosen.SHIELDS and _watched(problem) and not _clean(problem, out):
-            if kernel != "auto":
-                raise ValueError(
-                    f'kernel="{kernel}" met NaN or Inf under a mask and can\'t promise that what is masked '
-                    'doesn\'t leak: use kernel="auto" or "chunked", or mend the input.'
-                )
-            out, lse = load("chunked").run(problem)
-    return out, lse
+    if not chosen.SHIELDS and _met(problem):
+        if kernel == "auto":
+            chosen = load("chunked")
+        elif problem.mask is not None or problem.bias is not None:
+            raise ValueError(
+                f'kernel="{kernel}" met NaN or Inf in q, k or v and can\'t promise that what is masked '
+                'doesn\'t leak: use kernel="auto" or "chunked", or mend the input.'
+            )
+    with exactly(problem.q.device):
+        return chosen.run(problem)
 
 
-def _watched(problem: Problem) -> bool:
-    masked = problem.mask is not None or problem.bias is not None
-    return masked and problem.q.device.type == "cpu" and not torch.compiler.is_compiling()
+def _met(problem: Problem) -> bool:
+    """Is there a NaN or Inf that a fused kernel could let through, or hide?
 
-
-def _clean(problem: Problem, out: Tensor) -> bool:
-    """A fused kernel may skip a masked NaN on its way forward and still meet it on its way back."""
-    met = [out, problem.k, problem.v] if out.requires_grad else [out]
-    return all(bool(x.isfinite().all()) for x in met)
+    The output doesn't tell: PyTorch's CPU kernel may skip a masked NaN on its way forward and meet it
+    on its way back, and answers with zeros to NaN among a few keys.
+    """
+    if problem.q.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not all(finite(x) for x in (problem.q, problem.k, problem.v))
 
 
 def machine() -> str:
@@ -128,5 +127,5 @@ def table(problem: Problem) -> str:
 
 def _leaks(problem: Problem) -> str:
     if problem.q.device.type == "cpu":
-        return "NaN and Inf under a mask are looked for in its output (not while compiling)"
+        return "NaN and Inf are looked for in q, k and v (not while compiling)"
     return "NaN and Inf in a masked key are kept out only where no query may see it"

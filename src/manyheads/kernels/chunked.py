@@ -85,7 +85,7 @@ def _forward(p: Problem, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     b, h, g, t, _, _, w = p.shape
     out = p.q.new_empty(b, h, t, w)
     lse = p.q.new_empty(b, h, t, dtype=p.dtype)
-    fine = _finite(p.v)
+    fine = scores.finite(p.v)
     for rows, columns in blocks(p):
         r = rows.stop - rows.start
         top, total = _start(p, r)  # [b, h, r]: the running maximum, and the sum of exp(score − top)
@@ -127,7 +127,7 @@ def _backward(
     d_bias = p.q.new_empty(0) if table is None else p.q.new_zeros(table.shape, dtype=p.dtype)
     # d score = weight · (d weight − Σ weight · d weight); the sum is d out · out. lse adds its own part.
     delta = (d_out * out).sum(-1) - d_lse  # [b, h, t]
-    fine = _finite(p.q) and _finite(p.k) and _finite(p.v) and _finite(d_out)
+    fine = all(scores.finite(x) for x in (p.q, p.k, p.v, d_out))
 
     def mix(weight: Tensor, keep: Tensor, x: Tensor) -> Tensor:
         return weight @ x if fine else scores.mix(weight, keep, x)
@@ -187,11 +187,6 @@ def _dropout(p: Problem, seed: Tensor, rows: slice, cols: slice) -> Tensor:
     return kept.to(p.dtype) / (1 - p.dropout_p)
 
 
-def _finite(x: Tensor) -> bool:
-    """One look at a whole tensor, so that the blocks need none; NaN passes through aminmax."""
-    return x.numel() == 0 or all(bool(end.isfinite()) for end in x.detach().aminmax())
-
-
 # -- the operator ----------------------------------------------------------------------------------
 
 _ARGUMENTS = (
@@ -235,7 +230,7 @@ def _problem(
 )
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     problem = _problem(*arguments)
-    with torch.autocast(problem.q.device.type, enabled=False):
+    with scores.exactly(problem.q.device):
         return _forward(problem, arguments[7])
 
 
@@ -248,7 +243,7 @@ def _attend_backward(
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
 ) -> list[Tensor]:
     problem = _problem(*arguments)
-    with torch.autocast(problem.q.device.type, enabled=False):
+    with scores.exactly(problem.q.device):
         return _backward(problem, out, lse, d_out, d_lse, arguments[7], needs)
 
 

@@ -36,7 +36,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor]:
         weight = torch.nn.functional.dropout(weight, problem.dropout_p)
     v = problem.v.to(problem.dtype)  # [b, g, s, w]
     weight, keep = scores.fold(weight, problem.shape.g), scores.fold(keep, problem.shape.g)
-    fine = torch.compiler.is_compiling() or bool(v.isfinite().all())
+    fine = torch.compiler.is_compiling() or scores.finite(v)
     out = weight @ v if fine else scores.mix(weight, keep, v)  # [b, g, (h/g)·t, w]
     return scores.unfold(out, problem.shape.h).to(problem.q.dtype), lse
 
@@ -52,5 +52,4 @@ def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     # A row of −inf has no softmax: it is let through as zeros, then emptied, so that no NaN is born.
     empty = (logits == -math.inf).all(-1)  # [b, h, t]
     lse = torch.where(empty[..., None], 0.0, logits).logsumexp(-1) if logits.shape[-1] else logits.sum(-1)
-    weight = torch.where(keep, scores.weights(score, lse), 0.0)
-    return weight, torch.where(empty, -math.inf, lse), keep
+    return scores.weights(score, lse), torch.where(empty, -math.inf, lse), keep
