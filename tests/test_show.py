@@ -27,6 +27,7 @@ from manyheads.findings import (
     findings,
     habits,
     ordinal,
+    reason,
     sentence,
     usual,
 )
@@ -151,39 +152,60 @@ def test_habits_are_no_findings_and_what_breaks_them_is() -> None:
     odd, broken = previous(8), resting(8)
     odd[6] = [0.05, 0.05, 0.75, 0.05, 0.0, 0.05, 0.05, 0.0]
     broken[5] = [0.1, 0.0, 0.0, 0.85, 0.0, 0.05, 0.0, 0.0]
-    found = findings(candidates([map_of(previous(8), odd), map_of(resting(8), broken)]))
+    found = findings(candidates([map_of(previous(8), odd), map_of(resting(8), broken)], range(8)))
     assert [(one.layer, one.head, one.query, one.key) for one in found] == [(1, 1, 5, 3), (0, 1, 6, 2)]
     assert found[0].weight == pytest.approx(0.85, abs=1e-5)
     assert found[0].surprise == pytest.approx(0.85 * math.log(0.85 / found[0].usual), abs=1e-4)
 
 
+IDS = [3, 5, 0, 3, 2, 1, 4]  # of the sentence
+
+
 def test_the_example_of_the_sentence() -> None:
-    """Among heads that look back one token or rest, the head that copies is the telling one."""
-    copying = resting(7, 0.6)
+    """Among heads of habit and a sharper one, what the text explains is told first."""
+    copying, sharp = resting(7, 0.6), resting(7, 0.6)
     copying[3] = [0.1, 0.71, 0.1, 0.09, 0, 0, 0]
-    (first, *_) = findings(candidates([map_of(previous(7), resting(7)), map_of(resting(7), copying)]))
-    said = sentence(first, SENTENCE.split(), [3, 5, 0, 3, 2, 1, 4])
+    sharp[6] = [0, 0, 0.9, 0, 0, 0, 0.1]
+    every = candidates([map_of(previous(7), resting(7)), map_of(sharp, copying)], IDS)
+    (first, *rest) = findings(every)
+    said = sentence(first, SENTENCE.split())
     assert said == 'layer 1 head 1: the second "the" looks at "train" (0.71), the token after the first "the"'
+    assert not any((one.query, one.key) == (6, 2) for one in rest)  # nothing stronger stands below it
+    assert any((one.layer, one.head, one.query, one.key) == (1, 0, 6, 2) for one in every)
 
 
 def test_findings_are_a_handful_each_of_another_head_and_pair() -> None:
     torch.manual_seed(0)
     q, k = 3 * torch.randn(1, 6, 20, 8), torch.randn(1, 6, 20, 8)
     maps = [attention_with_map(q + n, k, k, mask=Causal())[1] for n in range(3)]
-    every = candidates(maps)
+    ids = [n % 7 for n in range(20)]
+    every = candidates(maps, ids)
     found = findings(every)
     assert 1 < len(found) <= 5
+    assert found[0] == every[0] == max(every, key=lambda one: one.telling)
     assert len({(one.layer, one.head) for one in found}) == len(found)
     assert len({(one.query, one.key) for one in found}) == len(found)
+    assert max(Counter(one.reason for one in found).values()) <= 2
     assert all(one.weight >= other.weight for one, other in pairwise(found))
-    assert every[0] in found
+    average = usual(sum(maps[n].dense()[0].sum(0) for n in range(3)) / 18)
     for one in found:
-        assert one.weight == pytest.approx(float(maps[one.layer][0, one.head, one.query, one.key]), abs=1e-5)
+        weights = maps[one.layer][0, one.head]
+        assert one.weight == pytest.approx(float(weights[one.query, one.key]), abs=1e-5)
+        here = max(float(usual(weights)[one.query, one.key]), float(average[one.query, one.key]))
+        assert one.usual == pytest.approx(here, abs=1e-5)
+
+
+def test_reasons() -> None:
+    assert reason(3, 0, IDS) == "same token"
+    assert reason(3, 1, IDS) == "after the same token"
+    assert reason(3, 2, IDS) is reason(0, 0, IDS) is reason(4, 4, IDS) is None
+    assert reason(2, 1, [7, 7, 7]) == "same token"
+    assert reason(2, 2, [0, 1, 1]) is None  # itself, which needs no other reason
 
 
 def test_nothing_to_choose_gives_no_findings() -> None:
-    assert findings(candidates([map_of([[1.0]])])) == []
-    assert findings(candidates([map_of([[1.0, 1.0, 1.0]] * 3)])) == []
+    assert findings(candidates([map_of([[1.0]])], [3])) == []
+    assert findings(candidates([map_of([[1.0, 1.0, 1.0]] * 3)], [1, 2, 3])) == []
 
 
 @settings(deadline=None, max_examples=25)
@@ -253,18 +275,18 @@ def test_resting_on_a_first_token_that_comes_again_is_not_looking_for_the_same()
 
 
 def test_a_sentence_as_the_issue_words_it() -> None:
-    labels, ids = SENTENCE.split(), [3, 5, 0, 3, 2, 1, 4]
+    def say(query: int, key: int) -> str:
+        return sentence(Finding(2, 1, query, key, 0.714, 0.1, reason(query, key, IDS)), SENTENCE.split())
 
-    def say(query: int, key: int, weight: float = 0.714) -> str:
-        return sentence(Finding(2, 1, query, key, weight, 0.1), labels, ids)
-
-    assert say(3, 1).startswith('layer 2 head 1: the second "the" looks at "train" (0.71)')
-    assert say(3, 1).endswith('(0.71), the token after the first "the"')
+    assert (
+        say(3, 1)
+        == 'layer 2 head 1: the second "the" looks at "train" (0.71), the token after the first "the"'
+    )
     assert say(3, 0) == 'layer 2 head 1: the second "the" looks at the first "the" (0.71), the first token'
     assert say(4, 4) == 'layer 2 head 1: "station" looks at itself (0.71)'
     assert say(5, 4) == 'layer 2 head 1: "on" looks at "station" (0.71), the token before it'
     assert say(5, 1) == 'layer 2 head 1: "on" looks at "train" (0.71)'
-    assert "looks at '\"'" in sentence(Finding(0, 0, 1, 0, 0.5, 0.1), ['"', "a"], [0, 1])
+    assert "looks at '\"'" in sentence(Finding(0, 0, 1, 0, 0.5, 0.1, None), ['"', "a"])
 
 
 def test_ordinals() -> None:
@@ -367,14 +389,14 @@ def test_what_is_left_open_goes_to_the_most_telling_head(checkpoint: Path) -> No
     assert show.pick(reading) == (first.layer, first.head)
     assert show.pick(reading, 2, 0) == (2, 0)
 
-    def worth(layer: int, head: int) -> float:
-        weights = reading.maps[layer][0, head]
-        return float(torch.special.xlogy(weights, weights / usual(weights)).max())
+    def best(layer: int | None = None, head: int | None = None) -> Finding:
+        fits = [c for c in reading.candidates if layer in (None, c.layer) and head in (None, c.head)]
+        return max(fits, key=lambda one: one.telling)
 
     for layer in range(3):
-        assert show.pick(reading, layer) == (layer, max(range(2), key=lambda head: worth(layer, head)))
+        assert show.pick(reading, layer) == (layer, best(layer=layer).head)
     for head in range(2):
-        assert show.pick(reading, head=head) == (max(range(3), key=lambda layer: worth(layer, head)), head)
+        assert show.pick(reading, head=head) == (best(head=head).layer, head)
 
 
 def test_a_file_and_standard_input(run: Any) -> None:
@@ -398,8 +420,9 @@ def test_truncate_keeps_the_first_tokens_and_says_so(run: Any) -> None:
 
 def test_a_text_that_fills_the_context_is_pooled_in_the_terminal(run: Any) -> None:
     ran = run("the station " * 60, "--truncate")
-    lines = ran.out.splitlines()
-    assert max(map(len, lines[lines.index(next(one for one in lines if "what each" in one)) :])) <= 100
+    rows = [line for line in ran.out.splitlines() if re.search("[·░▒▓█]{2} ", line)]
+    assert len(rows) == CONTEXT // 2 + 1  # and the legend
+    assert max(map(len, rows)) <= 100
     assert "the largest weight of 2 × 2 tokens" in ran.out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 PER_HEAD = 20  # the candidates that each head may enter
 LEAST = 0.05  # what is this little above the usual, in weight or in nats, is not worth a word
 NEARLY = 0.6  # of the greatest surprise: what is told beside it
+ALIKE = 2  # findings for one reason, or for none
+
+Reason = Literal["same token", "after the same token"]
 
 
 class Habits(NamedTuple):
@@ -43,12 +46,18 @@ class Finding:
     query: int
     key: int
     weight: float
-    usual: float  # what this head gives there anyway; see `usual`
+    usual: float  # what the head, or all heads on average, give there anyway: see `usual`
+    reason: Reason | None  # what the text has to say for it
 
     @property
     def surprise(self) -> float:
         """w · ln(w / usual), in nats: its share in the divergence of this row from the usual one."""
         return self.weight * math.log(self.weight / self.usual) if self.weight > 0 else 0.0
+
+    @property
+    def telling(self) -> float:
+        """The surprise; it counts double where the text has a reason for it."""
+        return self.surprise * (2 if self.reason else 1)
 
 
 def habits(amap: AttentionMap, ids: Tensor) -> list[Habits]:
@@ -126,39 +135,56 @@ def characteristic(amap: AttentionMap, ids: Tensor) -> list[str]:
     return found
 
 
-def candidates(maps: Sequence[AttentionMap]) -> list[Finding]:
-    """The most surprising weights of each head, the most surprising first.
+def candidates(maps: Sequence[AttentionMap], ids: Sequence[int]) -> list[Finding]:
+    """The most telling weights of each head, the most telling first.
 
-    `maps` are causal, one per layer; the first sequence of the batch is read.
+    `maps` are causal, one per layer; the first sequence of the batch, `ids`, is read.
     """
+    heads = [(layer, head) for layer, amap in enumerate(maps) for head in range(amap.shape[1])]
+
+    def weights_of(layer: int, head: int) -> Tensor:
+        return maps[layer][0, head].float().cpu()  # [t, t]
+
+    average = usual(sum((weights_of(*one) for one in heads), torch.zeros(1)) / len(heads))
     found: list[Finding] = []
-    for layer, amap in enumerate(maps):
-        for head in range(amap.shape[1]):
-            weights = amap[0, head].float().cpu()  # [t, t]
-            expected = usual(weights)
-            surprise = torch.special.xlogy(weights, weights / expected)  # 0 above the diagonal
-            for flat in surprise.flatten().topk(min(PER_HEAD, surprise.numel())).indices.tolist():
-                query, key = divmod(flat, len(weights))
-                at = float(weights[query, key]), float(expected[query, key])
-                found.append(Finding(layer, head, query, key, *at))
-    return sorted(found, key=lambda one: -one.surprise)
+    for layer, head in heads:
+        weights = weights_of(layer, head)
+        expected = torch.maximum(usual(weights), average)
+        surprise = torch.special.xlogy(weights, weights / expected)  # 0 above the diagonal
+        for flat in surprise.flatten().topk(min(PER_HEAD, surprise.numel())).indices.tolist():
+            query, key = divmod(flat, len(weights))
+            at = float(weights[query, key]), float(expected[query, key])
+            found.append(Finding(layer, head, query, key, *at, reason(query, key, ids)))
+    return sorted(found, key=lambda one: -one.telling)
+
+
+def reason(query: int, key: int, ids: Sequence[int]) -> Reason | None:
+    """Is the key an earlier token like the query, or what came after such a one?"""
+    if key < query and ids[key] == ids[query]:
+        return "same token"
+    if 0 < key < query and ids[key - 1] == ids[query]:
+        return "after the same token"
+    return None
 
 
 def findings(candidates: Sequence[Finding], count: int = 5) -> list[Finding]:
-    """The telling ones among the candidates, the strongest weight first; one a head, one a pair.
+    """The most telling candidate and a few more, the strongest weight first; none for no surprise.
 
-    Telling is what surprises nearly as much as the most surprising does; so the list may be short,
-    and it is empty where nothing surprises, as in a text of one token.
+    Every one is of another head and another pair of tokens, and surprises nearly as much as the most
+    surprising one does; none is stronger than the most telling one, which so comes first.
     """
-    bar = max(LEAST, NEARLY * candidates[0].surprise)
-    chosen: list[Finding] = []
-    for one in candidates:
+    first = candidates[0]
+    bar = max(LEAST, NEARLY * max(one.surprise for one in candidates))
+    chosen = [first] if first.surprise >= LEAST else []
+    for one in candidates[1:]:
         told = any(
             (one.layer, one.head) == (other.layer, other.head)
             or (one.query, one.key) == (other.query, other.key)
             for other in chosen
         )
-        if one.surprise >= bar and not told and len(chosen) < count:
+        alike = sum(one.reason == other.reason for other in chosen)
+        fits = one.surprise >= bar and one.weight <= first.weight
+        if fits and not told and alike < ALIKE and len(chosen) < count:
             chosen.append(one)
     return sorted(chosen, key=lambda one: -one.weight)
 
@@ -166,7 +192,7 @@ def findings(candidates: Sequence[Finding], count: int = 5) -> list[Finding]:
 # -- words -----------------------------------------------------------------------------------------
 
 
-def sentence(finding: Finding, labels: Sequence[str], ids: Sequence[int]) -> str:
+def sentence(finding: Finding, labels: Sequence[str]) -> str:
     """`layer 2 head 1: the second "the" looks at "train" (0.71), the token after the first "the"`."""
     query, key = finding.query, finding.key
     target = "itself" if key == query else name(key, labels)
@@ -174,13 +200,11 @@ def sentence(finding: Finding, labels: Sequence[str], ids: Sequence[int]) -> str
         f"layer {finding.layer} head {finding.head}: {name(query, labels)} looks at {target} "
         f"({finding.weight:.2f})"
     )
-    if key == query:
-        return said
+    if finding.reason == "after the same token":
+        return f"{said}, the token after {name(key - 1, labels)}"
     if key == query - 1:
         return f"{said}, the token before it"
-    if key and ids[key - 1] == ids[query]:
-        return f"{said}, the token after {name(key - 1, labels)}"
-    if key == 0:
+    if key == 0 < query:
         return f"{said}, the first token"
     return said
 

@@ -63,7 +63,7 @@ class Reading:
     tokens: list[Token]
     left_out: int  # how many tokens were cut off at the end
     maps: list[AttentionMap]  # causal, one per layer
-    candidates: list[Finding]  # of every head, the most telling first
+    candidates: list[Finding]  # of every head, the most telling one first
 
     @property
     def findings(self) -> list[Finding]:
@@ -82,7 +82,7 @@ class Reading:
 
     def say(self, finding: Finding) -> str:
         """A finding in words."""
-        return sentence(finding, self.labels, self.ids)
+        return sentence(finding, self.labels)
 
     def title(self, layer: int, head: int) -> str:
         """What to write over one head: what is most telling of it, or only its name."""
@@ -164,7 +164,7 @@ def read(text: str, folder: Path | None = None, *, truncate: bool = False) -> Re
     kept = ids[:most]
     with torch.no_grad():
         _, maps = model.attend(torch.tensor([kept]))
-    return Reading(tokens(tokenizer, kept), len(ids) - len(kept), maps, candidates(maps))
+    return Reading(tokens(tokenizer, kept), len(ids) - len(kept), maps, candidates(maps, kept))
 
 
 def pick(reading: Reading, layer: int | None = None, head: int | None = None) -> tuple[int, int]:
@@ -179,8 +179,6 @@ def pick(reading: Reading, layer: int | None = None, head: int | None = None) ->
                 f"--{option} must be between 0 and {count - 1}, and {index} came: "
                 f"the model has {count} {option}s" + (" in each layer." if option == "head" else ".")
             )
-    if layer is None and head is None and reading.findings:
-        return reading.findings[0].layer, reading.findings[0].head
     fits = (one for one in reading.candidates if layer in (None, one.layer) and head in (None, one.head))
     best = next(fits)
     return best.layer, best.head
@@ -363,7 +361,10 @@ def machine(reading: Reading, layer: int, head: int, files: list[Path], *, maske
     found: dict[str, Any] = {
         "tokens": [{"position": n, **asdict(token)} for n, token in enumerate(reading.tokens)],
         "tokens_left_out": reading.left_out,
-        "findings": [{**asdict(one), "sentence": reading.say(one)} for one in reading.findings],
+        "findings": [
+            {**asdict(one), "surprise": one.surprise, "sentence": reading.say(one)}
+            for one in reading.findings
+        ],
         "shown": {"layer": layer, "head": head},
         **plain,
         "files": [str(file) for file in files],
