@@ -312,7 +312,7 @@ def test_save_survives_a_death_before_every_change_of_the_disk(
                 (Path, "rmdir"),
                 (Path, "mkdir"),
                 (Path, "write_text"),
-                (checkpoint, "save_file"),
+                (Path, "write_bytes"),
             ):
                 patch.setattr(module, name, dying(getattr(module, name)))
             try:

@@ -69,6 +69,50 @@ def show(
 
 
 @app.command()
+def train(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run, created.")],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Text files or folders of them; repeat for more."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Optimizer steps.")] = None,
+    context: Annotated[int | None, typer.Option(metavar="N", help="Longest sequence, tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Of weights and batches.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+) -> None:
+    """Train a small language model on text; without --data, on Python's own documentation."""
+    from manyheads import lm
+
+    given = {"steps": steps, "context": context, "seed": seed, "device": device}
+    given = {name: value for name, value in given.items() if value is not None}
+    lm.train(out, given, data or (), resume=resume)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A checkpoint's folder, not the shipped model.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="At most this many tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(metavar="K", help="Of the K likeliest only.")] = None,
+    top_p: Annotated[float, typer.Option(metavar="P", help="Of the likeliest that sum to P.")] = 1.0,
+    stop: Annotated[str | None, typer.Option(metavar="TEXT", help="End before this text.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the drawing.")] = 0,
+) -> None:
+    """Continue a prompt with a language model; a full context ends the text, and says so."""
+    from manyheads import lm
+
+    sampling = lm.Sampling(temperature, top_k, top_p)
+    made = lm.complete(*lm.load(model), prompt, tokens, sampling, stop=stop, seed=seed)
+    print(prompt + made.text)
+    if made.end == "context":
+        print(f"manyheads: stopped before {tokens} tokens, the model's context is full", file=sys.stderr)
+
+
+@app.command()
 def kernels() -> None:
     """Print the kernels that this machine has, in the order in which they are asked."""
     from manyheads.kernels import machine

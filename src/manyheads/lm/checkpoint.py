@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as as_bytes
 from torch import Tensor
 
 from manyheads.lm.model import Config, LanguageModel
@@ -54,12 +55,12 @@ def save(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     weights = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
-    save_file(weights, part / "model.safetensors", {"kind": KIND})
+    (part / "model.safetensors").write_bytes(as_bytes(weights, {"kind": KIND}))
     _write_json(part / "config.json", {"kind": KIND, **asdict(model.config)})
     tokenizer.save(str(part / "tokenizer.json"))
     if optimizer is not None and state is not None:
         moments = {name: tensor.contiguous().cpu() for name, tensor in optimizer.items()}
-        save_file(moments, part / "optimizer.safetensors", {"kind": KIND})
+        (part / "optimizer.safetensors").write_bytes(as_bytes(moments, {"kind": KIND}))
         _write_json(part / "state.json", {"kind": KIND, **state})
     for file in part.iterdir():
         with open(file, "rb") as written:

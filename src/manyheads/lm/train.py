@@ -239,7 +239,7 @@ class Run:
         weights = self.model.state_dict()
         self.model.load_state_dict(checkpoint.read_tensors(self.out / "model.safetensors", weights))
         named = dict(self.model.named_parameters())
-        wanted = {}
+        wanted: dict[str, torch.Tensor] = {}
         for name in self.names:
             wanted |= {f"{name}/exp_avg": named[name], f"{name}/exp_avg_sq": named[name]}
             wanted[f"{name}/step"] = torch.zeros(())
