@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from pathlib import Path
 
@@ -180,7 +181,7 @@ def test_bigram_bits_against_a_dictionary(vocab: int) -> None:
     for v in range(vocab):
         assert sum(probability(v, w) for w in range(vocab)) == pytest.approx(1)
     ids = held_out.tolist()
-    bits = -sum(math.log2(probability(v, w)) for v, w in zip(ids, ids[1:], strict=False))
+    bits = -sum(math.log2(probability(v, w)) for v, w in itertools.pairwise(ids))
     assert recipe.bigram_bits(training, held_out, vocab, 60) == pytest.approx(bits / 60)
 
 

@@ -139,8 +139,8 @@ class LanguageModel(nn.Module):
         """
         self.check(ids, caches)
         x = self.embed(ids)  # [b, t, e]
-        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x = block(x, cache)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, None if caches is None else caches[layer])
         return self.logits(x)  # [b, t, vocab]
 
     def attend(self, ids: Tensor) -> tuple[Tensor, list[AttentionMap]]:

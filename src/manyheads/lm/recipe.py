@@ -128,16 +128,17 @@ def measure(run: Run) -> Result:
     model, _ = checkpoint.load(run.out)
     ids, held_ids = data.read_tokens(run.out / TRAINING), data.read_tokens(run.out / HELD_OUT)
     size = data.byte_count(held_out)
-    as_bytes = [
-        np.frombuffer("\0".join(["", *(d.text for d in side), ""]).encode(), np.uint8)
-        for side in (training, held_out)
-    ]
+
+    def as_bytes(side: Sequence[data.Document]) -> data.Tokens:
+        joined = "\0".join(["", *(document.text for document in side), ""])
+        return np.frombuffer(joined.encode(), np.uint8)
+
     return Result(
         model=run.bits_per_byte(held_out_loss(model, held_ids)),
         xz=xz_bits(held_out),
         xz_after_training=xz_bits(held_out, before=training),
         token_bigram=bigram_bits(ids, held_ids, model.config.vocab, size),
-        byte_bigram=bigram_bits(*as_bytes, 256, size),
+        byte_bigram=bigram_bits(as_bytes(training), as_bytes(held_out), 256, size),
         previous=previous_token(model, held_ids),
         induction=induction(model),
     )
