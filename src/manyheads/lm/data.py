@@ -196,16 +196,28 @@ def read_tokens(path: Path) -> Tokens:
     return ids
 
 
-def repeats(length: int, vocab: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
-    """A run of random tokens said again and again: ids `[length]`, and which can be foretold.
+def repeats(length: int, tokens: Tokens, vocab: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
+    """Runs of random tokens, each said again and again: ids `[length]`, and which can be foretold.
 
-    The run has between 4 and length / 2 tokens, short ones as often as long ones. Foretold are those
+    A row is cut into segments of 64 or 128 tokens, or left whole; each repeats a run of its own, of
+    3 tokens to a quarter of the segment (256 in a whole row), short ones as often as long ones: short
+    runs are where heads learn to copy, long ones where they learn to look far. Two fifths of the
+    runs draw from the whole vocabulary alike, the others as the text does. Foretold are the tokens
     that were said before, but for the first of them: only looking back can tell them.
     """
-    low, high = min(4, length), max(min(4, length), length // 2)
-    run = round(float(np.exp(rng.uniform(np.log(low), np.log(high)))))
-    said = rng.integers(END_ID + 1, vocab, run)  # END is not said
-    return np.tile(said, length // run + 1)[:length], np.arange(length) > run
+    segment = int(rng.choice([64, 128, length], p=[0.5, 0.25, 0.25]))
+    ids, told = np.empty(length, np.int64), np.empty(length, bool)
+    for start in range(0, length, segment):
+        size = min(segment, length - start)
+        longest = segment // 4 if segment < length else 256
+        run = round(float(np.exp(rng.uniform(np.log(3), np.log(longest)))))
+        if rng.uniform() < 0.4:
+            said = rng.integers(END_ID + 1, vocab, run)  # END is not said
+        else:
+            said = tokens[rng.integers(0, len(tokens), run)].astype(np.int64)
+        ids[start : start + size] = np.tile(said, size // run + 1)[:size]
+        told[start : start + size] = np.arange(size) > run
+    return ids, told
 
 
 IGNORE = -100  # a target that no loss is taken on
@@ -228,7 +240,7 @@ def batch(
             ids = tokens[start : start + context + 1].astype(np.int64)
             targets[row] = ids[1:]
         else:
-            ids, told = repeats(context + 1, vocab, rng)
+            ids, told = repeats(context + 1, tokens, vocab, rng)
             targets[row] = np.where(told[1:], ids[1:], IGNORE)
         inputs[row] = ids[:-1]
     return inputs, targets

@@ -105,32 +105,21 @@ class LanguageModel(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Normal weights, and attention that starts by copying what is near.
+        """Normal weights of deviation 0.02, smaller where a layer writes to the residual stream.
 
-        A head starts by writing the part of its values' tokens that it can carry (o = vᵀ, v
-        orthogonal), after Trockman & Kolter 2023, "Mimetic Initialization of Self-Attention Layers"
-        (arXiv:2305.09828). The biases of q and k start equal where they turn with the position, so
-        that the score falls with the distance: steeply in the first head, hardly in the last, as
-        ALiBi's slopes do. Without these, heads that look back took ten times as long to form.
+        The biases of q and k begin as a random taste for distances: they turn with the position, so
+        what they add to a score depends on how far apart two tokens stand. At zero both would stay
+        there for long, as the gradient of each is a multiple of the other.
         """
-        normal = nn.init.normal_
-        normal(self.embedding.weight, std=self.config.embed**-0.5)
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            attention, forward = block.attention, block.feed_forward
-            for linear in (attention.q, attention.k, forward.gate, forward.up):
-                normal(linear.weight, std=0.05)
-            normal(forward.down.weight, std=0.05 / math.sqrt(2 * self.config.layers))
-            nn.init.orthogonal_(attention.v.weight)
-            with torch.no_grad():
-                attention.o.weight.copy_(attention.v.weight.T)
-                for linear in (attention.q, attention.k, attention.v, attention.o):
-                    linear.bias.zero_()
-                steep = 2 ** (1 - torch.arange(self.config.heads) / 2)  # [h]
-                for linear in (attention.q, attention.k):
-                    per_head = linear.bias.view(self.config.heads, -1)  # [h, d]
-                    turned = per_head.shape[1] // 2
-                    per_head[:, :turned] = steep[:, None]
+        for name, parameter in self.named_parameters():
+            if name.endswith(("q.bias", "k.bias")):
+                nn.init.normal_(parameter, std=1.0)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                writes = name.endswith(("attention.o.weight", "feed_forward.down.weight"))
+                depth = math.sqrt(2 * self.config.layers) if writes else 1.0
+                nn.init.normal_(parameter, std=0.02 / depth)
 
     def forward(self, ids: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
         """Logits `[b, t, vocab]` for ids `[b, t]`; with caches, ids continue what these hold.

@@ -27,11 +27,13 @@ from manyheads.lm.model import LanguageModel
 from manyheads.lm.train import HELD_OUT, LOG, TRAINING, Run, held_out_loss, train
 
 OPTIONS = {
-    "steps": 6000,
+    "steps": 5500,
     "context": 512,
     "rows": 4,
     "repeated": 2,  # half of the tokens
-    "dropout": 0.0,
+    "vocab": 2048,
+    "rate": 2.5e-3,
+    "dropout": 0.05,
     "seed": 2,
     "device": "cpu",
 }
