@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -105,8 +106,7 @@ def test_repeats_can_be_foretold_by_looking_back(length: int, seed: int) -> None
     assert ids.max() < 50
     for place in np.flatnonzero(told):  # what comes was said before, after what was said just now
         before = ids[max(0, place - 256) : place]
-        pairs = zip(before[:-1], before[1:], strict=True)
-        assert (ids[place - 1], ids[place]) in set(pairs)
+        assert (ids[place - 1], ids[place]) in set(pairwise(before))
 
 
 def test_repeats_leave_something_to_foretell() -> None:
