@@ -221,6 +221,9 @@ class MultiHeadAttention(nn.Module):
 
         Raises ValueError naming what is missing, left over, or of another shape.
         """
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+                raise TypeError(f"load takes tensors of one or two dimensions, and {name} is {kind(tensor)}.")
         own = dict(_layout(layout).read(self, dict(tensors)))
         state = {name: getattr(getattr(self, name[0]), name[2:]) for name in _SEPARATE}
         unknown, missing = (

@@ -89,15 +89,17 @@ class AttentionMap:
         With `mean=True`, `[b, h]`: its average over those queries that share at least one visible
         key with the mask; where there is none, 0.
         """
-        inside = self.problem.under(mask).mask
-        if inside is None:
+        if mask is None:
             raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
+        self._fresh()
+        both = self.problem.within(mask)  # tiles that no pair of the two shares are never walked
         total = torch.zeros_like(self.lse)  # [b, h, t]
         could = torch.zeros_like(self.lse, dtype=torch.bool)
-        for rows, cols, score in self.tiles():
-            shared = self.problem.keep(inside, rows, cols) & (score != -math.inf)  # [b, h, r, c]
-            total[:, :, rows] += torch.where(shared, scores.weights(score, self.lse[:, :, rows]), 0.0).sum(-1)
-            could[:, :, rows] |= shared.any(-1)
+        for rows, columns in chunked.blocks(both):
+            for cols in columns:
+                score = scores.tile(both, rows, cols)  # [b, h, r, c]
+                total[:, :, rows] += scores.weights(score, self.lse[:, :, rows]).sum(-1)
+                could[:, :, rows] |= (score != -math.inf).any(-1)
         if not mean:
             return total
         return torch.where(could, total, 0.0).sum(-1) / could.sum(-1).clamp(min=1)

@@ -103,6 +103,18 @@ class Problem:
         v = self.v.new_empty(*self.v.shape[:3], 0)
         return replace(self, v=v, dropout_p=0.0, shape=self.shape._replace(w=0))
 
+    def without_unseen(self, keep: Tensor) -> Problem:
+        """The same problem with zeros for the keys and values that no query may see.
+
+        keep: where the mask keeps, `[b or 1, h or 1, t, s]`. For kernels that can't look at what they
+        compute, so that at least there NaN and Inf don't leak.
+        """
+        seen = keep.any(2)  # [b or 1, h or 1, s]
+        if seen.shape[1] > 1:
+            seen = seen.unflatten(1, (self.shape.g, -1)).any(2)  # [b or 1, g, s]
+        seen = seen[..., None]
+        return replace(self, k=torch.where(seen, self.k, 0.0), v=torch.where(seen, self.v, 0.0))
+
     def under(self, mask: Mask | None) -> Problem:
         """The same problem under another mask."""
         _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", self.q.device)
@@ -111,6 +123,13 @@ class Problem:
             mask = mask.bind(self.offset, self.shape.s)
         return replace(self, mask=mask)
 
+    def within(self, mask: Mask) -> Problem:
+        """The same problem under its own mask and another one."""
+        inside = self.under(mask)
+        if self.mask is None or inside.mask is None:
+            return inside
+        return replace(self, mask=self.mask & inside.mask)
+
     def at(
         self, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -118,7 +137,8 @@ class Problem:
         n, device = self.shape, self.q.device
 
         def pick(size: int, chosen: Rows) -> Tensor:
-            if chosen is ALL or isinstance(chosen, Tensor):
+            # In full where a graph must not learn the size; else no longer than the tile.
+            if torch.compiler.is_compiling() or isinstance(chosen, Tensor):
                 return torch.arange(size, device=device)[chosen]
             start, stop, step = chosen.indices(size)
             return torch.arange(start, max(start, stop), step, device=device)

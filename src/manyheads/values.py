@@ -46,7 +46,7 @@ class Value:
     unbound: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls) -> None:
-        _KINDS[cls.__name__] = cls
+        _KINDS[f"{cls.__module__}.{cls.__qualname__}"] = cls
         own = (
             [name for name in cls.__annotations__ if name not in cls.names]
             if "__annotations__" in vars(cls)
@@ -93,7 +93,8 @@ def write(value: Value | None, tensors: list[Tensor]) -> str:
     """Write a value down as a Python literal; its tensors are appended to `tensors` by number."""
     if value is None:
         return "None"
-    parts = [f"'{type(value).__name__}'"]
+    kind = type(value)
+    parts = [f"'{kind.__module__}.{kind.__qualname__}'"]
     for name in value.names:
         part = value.unbound[name] if name in value.unbound else getattr(value, name)
         if isinstance(part, Tensor):

@@ -35,7 +35,7 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
     float32, float64 for float64: what the core computes scores in.
     """
     problem = Problem.of(q, k, v, **rest)
-    with torch.autocast(q.device.type, enabled=False):
+    with scores.exactly(q.device):
         return reference.weights(problem)[0]
 
 
@@ -44,8 +44,8 @@ def mix(weights: Tensor, v: Tensor) -> Tensor:
 
     A value that isn't finite reaches no query that gives it the weight 0.
     """
-    with torch.autocast(v.device.type, enabled=False):
+    with scores.exactly(v.device):
         wide = v.to(weights.dtype)
-        fine = torch.compiler.is_compiling() or bool(wide.isfinite().all())
+        fine = torch.compiler.is_compiling() or scores.finite(wide)
         out = weights @ wide if fine else scores.mix(weights, weights != 0, wide)
         return out.to(v.dtype)

@@ -68,31 +68,30 @@ def choose(problem: Problem, kernel: str = "auto") -> Any:
 def run(problem: Problem, kernel: str = "auto") -> tuple[Tensor, Tensor | None]:
     """The output `[b, h, t, w]` and, where the kernel gives it, the log-sum-exp `[b, h, t]`.
 
-    A kernel that doesn't shield is watched, in eager mode on the CPU: where q, k or v isn't finite,
-    "auto" takes `chunked`, and under a mask a kernel asked for by name raises.
+    A kernel that doesn't shield is watched, in eager mode on the CPU: where q, k, v or its output
+    isn't finite, "auto" takes `chunked`, and under a mask a kernel asked for by name raises.
+
+    The output alone doesn't tell: PyTorch's CPU kernel may skip a masked NaN on its way forward and
+    meet it on its way back, and answers with zeros to NaN among a few keys. Nor do the inputs:
+    masked numbers may be so large that their products overflow.
     """
     chosen = choose(problem, kernel)
-    if not chosen.SHIELDS and _met(problem):
-        if kernel == "auto":
-            chosen = load("chunked")
-        elif problem.mask is not None or problem.bias is not None:
-            raise ValueError(
-                f'kernel="{kernel}" met NaN or Inf in q, k or v and can\'t promise that what is masked '
-                'doesn\'t leak: use kernel="auto" or "chunked", or mend the input.'
-            )
+    watched = not chosen.SHIELDS and problem.q.device.type == "cpu" and not torch.compiler.is_compiling()
     with exactly(problem.q.device):
-        return chosen.run(problem)
-
-
-def _met(problem: Problem) -> bool:
-    """Is there a NaN or Inf that a fused kernel could let through, or hide?
-
-    The output doesn't tell: PyTorch's CPU kernel may skip a masked NaN on its way forward and meet it
-    on its way back, and answers with zeros to NaN among a few keys.
-    """
-    if problem.q.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return not all(finite(x) for x in (problem.q, problem.k, problem.v))
+        if not watched:
+            return chosen.run(problem)
+        if all(finite(x) for x in (problem.q, problem.k, problem.v)):
+            out, lse = chosen.run(problem)
+            if finite(out):
+                return out, lse
+        if kernel == "auto":
+            return load("chunked").run(problem)
+        if problem.mask is None and problem.bias is None:
+            return chosen.run(problem)
+        raise ValueError(
+            f"kernel=\"{kernel}\" met NaN or Inf and can't promise that what is masked doesn't leak: "
+            'use kernel="auto" or "chunked", or mend the input.'
+        )
 
 
 def machine() -> str:
@@ -127,5 +126,5 @@ def table(problem: Problem) -> str:
 
 def _leaks(problem: Problem) -> str:
     if problem.q.device.type == "cpu":
-        return "NaN and Inf are looked for in q, k and v (not while compiling)"
+        return "NaN and Inf are looked for (not while compiling)"
     return "NaN and Inf in a masked key are kept out only where no query may see it"

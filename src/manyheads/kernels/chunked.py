@@ -121,7 +121,7 @@ def _backward(
     """Gradients of q, k, v, sink and the bias's tensor; those not needed are empty tensors."""
     h, g = p.shape.h, p.shape.g
     d_out = d_out.to(p.dtype)  # [b, h, t, w]
-    dq, dk, dv = (torch.zeros_like(x, dtype=p.dtype) for x in (p.q, p.k, p.v))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=p.dtype, device=x.device) for x in (p.q, p.k, p.v))
     d_sink = torch.zeros_like(p.sink, dtype=p.dtype) if p.sink is not None else p.q.new_empty(0)
     table = p.bias.tensor() if p.bias is not None and needs[4] else None
     d_bias = p.q.new_empty(0) if table is None else p.q.new_zeros(table.shape, dtype=p.dtype)

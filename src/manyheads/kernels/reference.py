@@ -31,12 +31,15 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
     """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
+    compiling = torch.compiler.is_compiling()
+    if compiling and problem.mask is not None:  # nobody can look at what is computed
+        problem = problem.without_unseen(problem.keep(problem.mask, scores.ALL, scores.ALL))
     weight, lse, keep = _softmax(problem)
     if problem.dropout_p:
         weight = torch.nn.functional.dropout(weight, problem.dropout_p)
     v = problem.v.to(problem.dtype)  # [b, g, s, w]
     weight, keep = scores.fold(weight, problem.shape.g), scores.fold(keep, problem.shape.g)
-    fine = torch.compiler.is_compiling() or scores.finite(v)
+    fine = compiling or scores.finite(v)
     out = weight @ v if fine else scores.mix(weight, keep, v)  # [b, g, (h/g)·t, w]
     return scores.unfold(out, problem.shape.h).to(problem.q.dtype), lse
 

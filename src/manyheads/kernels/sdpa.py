@@ -8,6 +8,7 @@ what is masked can't leak: `kernels.run` looks at its output for that.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -70,16 +71,18 @@ def _refuse_on_cuda(p: Problem) -> list[str]:
 
 def run(problem: Problem) -> tuple[Tensor, None]:
     """The output `[b, h, t, w]`; no log-sum-exp."""
-    p = problem
-    needed = _needs_tensor(p)
+    p, n = problem, problem.shape
+    tensor, causal = None, False
+    if _needs_tensor(p):
+        tensor = _tensor(p)
+        if torch.compiler.is_compiling() or p.q.device.type != "cpu":
+            p = p.without_unseen(tensor if p.bias is None else tensor != -math.inf)
+    elif not _sees_all(p):
+        causal = True  # and no query of t sees a key beyond the first t
+        p = replace(p, k=p.k[:, :, : n.t], v=p.v[:, :, : n.t])
+    grouped = bool(n.h != n.g)
     out = F.scaled_dot_product_attention(
-        p.q,
-        p.k,
-        p.v,
-        attn_mask=_tensor(p) if needed else None,
-        is_causal=not needed and _is_causal(p),
-        scale=p.scale,
-        enable_gqa=p.shape.h != p.shape.g,
+        p.q, p.k, p.v, attn_mask=tensor, is_causal=causal, scale=p.scale, enable_gqa=grouped
     )
     return out, None
 
@@ -119,7 +122,7 @@ def _given_as_tensor(p: Problem) -> bool:
 def _mask_bytes(p: Problem) -> int:
     """At most: a mask may turn out to be the same for all heads or batch entries."""
     b, h, t, s = _mask_shape(p)
-    return b * h * t * s * (1 if p.bias is None else p.q.element_size())
+    return b * h * t * s * p.q.element_size()  # PyTorch makes a boolean mask one of q's dtype
 
 
 def _mask_shape(p: Problem) -> tuple[int, int, int, int]:
