@@ -222,8 +222,8 @@ def test_the_usual_against_a_double_loop(t: int, seed: int) -> None:
     for i in range(t):
         for j in range(i + 1):
             far = [float(weights[n, n - i + j]) for n in range(max(i - j, 1), t) if n != i]
-            first = [float(weights[n, 0]) for n in range(1, t) if n != i] if j == 0 < i else []
-            assert float(found[i, j]) == pytest.approx(max(1 / (i + 1), mean(far), mean(first)), abs=1e-6)
+            same = [float(weights[n, j]) for n in range(max(j, 1), t) if n != i] if i else []
+            assert float(found[i, j]) == pytest.approx(max(1 / (i + 1), mean(far), mean(same)), abs=1e-6)
 
 
 def test_habits_against_a_double_loop() -> None:

@@ -1,7 +1,7 @@
 """What is telling in a stack of attention maps: numbers for every head, and a few of them in words.
 
 Habits say what a head does on average, findings what it does once: a single weight far above what the
-same head gives at that distance, to the first token, or would give if it attended evenly.
+same head gives at that distance or to that key, or would give if it attended evenly.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def even(amap: AttentionMap) -> AttentionMap:
 def usual(weights: Tensor) -> Tensor:
     """What a causal head gives to each place anyway, `[t, t]`, from its weights `[t, t]`.
 
-    The largest of three: an even share; what other queries give at the same distance; what other
-    queries give to the first token (in its column). Query 0 has no choice, and doesn't count.
+    The largest of three: an even share; what the other queries give at the same distance; what the
+    other queries that see it give to the same key. Query 0 has no choice, and doesn't count.
     """
     t = len(weights)
     i = torch.arange(t)
@@ -104,9 +104,8 @@ def usual(weights: Tensor) -> Tensor:
     total = torch.zeros(t).index_add(0, distance.flatten(), (weights * seen).flatten())
     count = torch.zeros(t).index_add(0, distance.flatten(), seen.flatten())
     others = (total[distance] - weights) / (count[distance] - 1).clamp(min=1)  # but this one
-    first = torch.zeros(t, t)
-    first[1:, 0] = (weights[1:, 0].sum() - weights[1:, 0]) / max(t - 2, 1)
-    return torch.stack((share, others, first)).amax(0)
+    column = ((weights * seen).sum(0) - weights) / (seen.sum(0) - 1).clamp(min=1)
+    return torch.stack((share, others, column)).amax(0)
 
 
 def characteristic(amap: AttentionMap, ids: Tensor) -> list[str]:
