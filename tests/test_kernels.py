@@ -1,0 +1,134 @@
+"""Every kernel, on every case of the table, within the error budget: output, weights, gradients."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from cases import CASES, DTYPES, KERNELS, Answer, Case, Inputs, budget, error, make, oracle, plain
+
+import manyheads as mh
+from manyheads import kernels
+from manyheads.kernels import chunked
+from manyheads.scores import Problem
+
+
+@cache
+def truth(case: Case) -> tuple[Answer, dict[str, float]]:
+    """The oracle's answer, and how far the plain computation is from it; NaN nowhere."""
+    inputs = make(case)
+    answer = oracle(inputs)
+    errors = {name: error(x, answer.values[name]) for name, x in plain(inputs).items()}
+    assert all(e < float("inf") for e in errors.values()), f"the plain computation of {case} overflows"
+    return answer, errors
+
+
+def gradients(inputs: Inputs, out: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients of every leaf, zeros where none came."""
+    leaves = inputs.leaves()
+    found = torch.autograd.grad(out, list(leaves.values()), inputs.upstream, allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
+    }
+
+
+def refused(inputs: Inputs, kernel: str) -> bool:
+    if kernel == "auto":
+        return False
+    problem = Problem.of(inputs.q, inputs.k, inputs.v, **inputs.arguments())
+    return bool(kernels.verdicts(problem)[kernel])
+
+
+def check(case: Case, inputs: Inputs, got: dict[str, torch.Tensor]) -> None:
+    answer, plain_errors = truth(case)
+    for name, x in got.items():
+        allowed = budget(inputs, name, plain_errors[name], answer)
+        made = error(x, answer.values[name])
+        assert made <= allowed, f"{name}: {made:.3g} off, {allowed:.3g} allowed"
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest blocks (32 × 32), so that short problems have several."""
+    monkeypatch.setattr(chunked, "BLOCK", 1)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_table(case: Case, kernel: str) -> None:
+    inputs = make(case)
+    if refused(inputs, kernel):
+        with pytest.raises(ValueError, match=f'kernel="{kernel}"'):
+            mh.attention(inputs.q, inputs.k, inputs.v, **inputs.arguments(), kernel=kernel)
+        return
+    out = mh.attention(inputs.q, inputs.k, inputs.v, **inputs.arguments(), kernel=kernel)
+    assert out.dtype == case.dtype
+    check(case, inputs, {"out": out} | gradients(inputs, out))
+
+
+PLAINER = [c for c in CASES if c.bias != "none" and c.sink == "none" and c.softcap is None]
+
+
+@pytest.mark.parametrize("case", PLAINER, ids=str)
+def test_without_a_bias_gradient(case: Case) -> None:
+    """A bias that asks for no gradient: there sdpa computes what it must refuse in training."""
+    inputs = make(case)
+    assert inputs.bias is not None
+    inputs.bias = (inputs.bias[0], inputs.bias[1].detach())
+    for kernel in KERNELS:
+        if refused(inputs, kernel):
+            continue
+        out = mh.attention(inputs.q, inputs.k, inputs.v, **inputs.arguments(), kernel=kernel)
+        leaves = {name: x for name, x in inputs.leaves().items() if x.requires_grad}
+        grads = torch.autograd.grad(out, list(leaves.values()), inputs.upstream, allow_unused=True)
+        found = {n: g for n, g in zip(leaves, grads, strict=True) if g is not None}
+        check(case, inputs, {"out": out} | found)
+
+
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
+def test_map(case: Case) -> None:
+    """The map beside the output: its weights within the budget, lse as the definition has it."""
+    inputs = make(case)
+    answer, _ = truth(case)
+    for kernel in KERNELS:
+        if refused(inputs, kernel):
+            continue
+        out, amap = mh.attention_with_map(inputs.q, inputs.k, inputs.v, **inputs.arguments(), kernel=kernel)
+        alone = mh.attention(inputs.q, inputs.k, inputs.v, **inputs.arguments(), kernel=kernel)
+        torch.testing.assert_close(out, alone, rtol=0, atol=0)
+        dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+        weights = amap.dense()
+        assert weights.dtype == amap.lse.dtype == dtype
+        assert not weights.requires_grad
+        assert not amap.lse.requires_grad
+        check(case, inputs, {"weights": weights})
+        with torch.no_grad():
+            terms = abs(inputs.scale) * (inputs.q.double().abs() @ _heads(inputs).double().abs().mT)
+        largest = 1 + answer.score + float(terms.max() if terms.numel() else 0)
+        assert error(amap.lse, answer.values["lse"]) <= 4 * torch.finfo(dtype).eps * largest
+
+
+def _heads(inputs: Inputs) -> torch.Tensor:
+    h, g = inputs.case.sizes[1:3]
+    return inputs.k.repeat_interleave(h // g if g else 1, 1)
+
+
+def test_the_table_reaches_every_kernel() -> None:
+    """No kernel is tested by refusing: each computes at least a part of the table, in every dtype."""
+    taken = {kernel: [case for case in CASES if not refused(make(case), kernel)] for kernel in KERNELS}
+    for dtype in DTYPES:
+        own = sum(case.dtype == dtype for case in CASES)
+        for kernel, cases in taken.items():
+            count = sum(case.dtype == dtype for case in cases)
+            assert count >= (12 if kernel == "sdpa" else own), (kernel, dtype, count)
+    assert sum(case.mask not in ("none", "full") for case in taken["sdpa"]) >= 80
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.dtype == torch.float64][:12], ids=str)
+def test_the_two_oracles_agree(case: Case) -> None:
+    """The written-out gradients and PyTorch's autograd are two derivations of one formula."""
+    answer, plain_errors = truth(case)
+    for name, e in plain_errors.items():
+        assert e <= 1e-12 * (1 + answer.score) * (1 + answer.largest[name])
