@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 import sys
 from collections import Counter
 from io import BytesIO, TextIOWrapper
@@ -221,9 +222,11 @@ def test_the_usual_against_a_double_loop(t: int, seed: int) -> None:
 
     for i in range(t):
         for j in range(i + 1):
-            far = [float(weights[n, n - i + j]) for n in range(max(i - j, 1), t) if n != i]
+            near = [float(weights[n, n - i + j]) for n in range(max(i - j, 1), t) if n != i]
             same = [float(weights[n, j]) for n in range(max(j, 1), t) if n != i] if i else []
-            assert float(found[i, j]) == pytest.approx(max(1 / (i + 1), mean(far), mean(same)), abs=1e-6)
+            assert float(found[i, j]) == pytest.approx(
+                max(1 / (i + 1), mean(near) if i - j < 4 else 0, mean(same)), abs=1e-6
+            )
 
 
 def test_habits_against_a_double_loop() -> None:
@@ -559,3 +562,26 @@ def test_an_interrupt_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran.code == 130
     assert "Traceback" not in ran.err
     assert list(Path("manyheads-out").iterdir()) == []
+
+
+# -- the model that ships --------------------------------------------------------------------------
+
+
+def test_the_command_on_the_model_that_ships(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "manyheads.cli", "show", SENTENCE]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    told = re.match(r"layer (\d+) head (\d+): .* looks at .*\([01]\.\d\d\)", ran.stdout)
+    assert told
+    files = ["manyheads-out/overview.png", f"manyheads-out/layer{told[1]}-head{told[2]}.png"]
+    assert ran.stdout.endswith(f"wrote {files[0]} and {files[1]}\n")
+    assert all((tmp_path / file).read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_what_the_shipped_model_has_learned_is_found() -> None:
+    """Words said twice: some head looks at what came after the word before, and it is told first."""
+    words = "socket tuple banana yield matrix window garden import letter number silver thread"
+    reading = show.read(f"{words} {words}")
+    assert reading.findings[0].reason == "after the same token", reading.findings
+    marks = {mark for layer in reading.marks() for mark in layer}
+    assert {"previous_token", "after_same_token"} <= marks

@@ -1,7 +1,7 @@
 """What is telling in a stack of attention maps: numbers for every head, and a few of them in words.
 
 Habits say what a head does on average, findings what it does once: a single weight far above what the
-same head gives at that distance or to that key, or would give if it attended evenly.
+same head gives to that key or at that small distance, or would give if it attended evenly.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 PER_HEAD = 20  # the candidates that each head may enter
 LEAST = 0.05  # what is this little above the usual, in weight or in nats, is not worth a word
 NEARLY = 0.6  # of the greatest surprise: what is told beside it
+NEAR = 4  # tokens: habits of distance are sought below it
 ALIKE = 2  # findings for one reason, or for none
 
 Reason = Literal["same token", "after the same token"]
@@ -92,8 +93,9 @@ def even(amap: AttentionMap) -> AttentionMap:
 def usual(weights: Tensor) -> Tensor:
     """What a causal head gives to each place anyway, `[t, t]`, from its weights `[t, t]`.
 
-    The largest of three: an even share; what the other queries give at the same distance; what the
-    other queries that see it give to the same key. Query 0 has no choice, and doesn't count.
+    The largest of three: an even share; what the other queries that see it give to the same key; and,
+    near the query, what the others give at the same distance. (A distance that is far and keeps coming
+    back is not position but text that repeats.) Query 0 has no choice, and doesn't count.
     """
     t = len(weights)
     i = torch.arange(t)
@@ -104,6 +106,7 @@ def usual(weights: Tensor) -> Tensor:
     total = torch.zeros(t).index_add(0, distance.flatten(), (weights * seen).flatten())
     count = torch.zeros(t).index_add(0, distance.flatten(), seen.flatten())
     others = (total[distance] - weights) / (count[distance] - 1).clamp(min=1)  # but this one
+    others[distance >= NEAR] = 0
     column = ((weights * seen).sum(0) - weights) / (seen.sum(0) - 1).clamp(min=1)
     return torch.stack((share, others, column)).amax(0)
 
