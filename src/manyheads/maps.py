@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,11 @@ class AttentionMap:
         problem = problem.detach().without_values()
         lse = chunked.lse(problem) if lse is None else lse.detach()
         return cls(problem, lse, _versions(problem))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionMap:
+        self._fresh()
+        problem = deepcopy(self.problem, memo)
+        return AttentionMap(problem, deepcopy(self.lse, memo), _versions(problem))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -769,7 +769,13 @@ class Rule(Mask):
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise TypeError(f"Rule takes a function (b, h, i, j) → boolean tensor, and {kind(self.fn)} came.")
-        object.__setattr__(self, "number", number(self.fn))
+        try:
+            object.__setattr__(self, "number", number(self.fn))
+        except TypeError:  # an object with __slots__
+            raise TypeError(
+                f"Rule takes a function that can be referred to weakly, and {kind(self.fn)} came: "
+                "wrap it in a lambda."
+            ) from None
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         answer = self.fn(b, h, i, j)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from manyheads.biases import Bias
 from manyheads.masks import Mask
@@ -85,6 +86,13 @@ class Problem:
     def dtype(self) -> torch.dtype:
         """What scores, weights and log-sum-exps are computed in: float32, or float64 for float64."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def forward_mode(self) -> bool:
+        """Does anything here carry a forward-mode derivative (torch.func.jvp)?"""
+        if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+            return False
+        parts = [self.q, self.k, self.v, self.sink, None if self.bias is None else self.bias.tensor()]
+        return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in parts)
 
     def detach(self) -> Problem:
         """The same problem with every tensor cut from its graph."""
@@ -221,7 +229,7 @@ def exactly(device: torch.device) -> AbstractContextManager[Any]:
 
 def finite(x: Tensor) -> bool:
     """One look at a whole tensor, with no copy of it; NaN passes through aminmax."""
-    return x.numel() == 0 or all(bool(end.isfinite()) for end in x.detach().aminmax())
+    return x.is_meta or x.numel() == 0 or all(bool(end.isfinite()) for end in x.detach().aminmax())
 
 
 def fold(x: Tensor, g: int) -> Tensor:

@@ -29,8 +29,8 @@ BLOCK = 1 << 19  # scores in a block, over all heads: 2 MiB in float32, so that 
 
 
 def refuse(problem: Problem) -> list[str]:
-    """Nothing."""
-    return []
+    """Forward-mode derivatives, which the operator doesn't carry; nothing else."""
+    return ["it has no forward-mode derivative"] if problem.forward_mode() else []
 
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,8 @@ def refuse(problem: Problem) -> list[str]:
     """Why PyTorch's fused kernels can't say this problem; empty if they can."""
     p, n = problem, problem.shape
     reasons = []
+    if p.forward_mode():
+        reasons.append("it has no forward-mode derivative")
     if 0 in n:
         reasons.append(f"a size is 0 ({_zero(p)}), for which PyTorch has no fused kernel")
     if p.softcap is not None:
