@@ -260,7 +260,8 @@ def make(case: Case) -> Inputs:
     """The tensors of a case, the same ones every time."""
     b, h, g, t, s, d, w = case.sizes
     gen = torch.Generator().manual_seed(case.seed * 7919 + sum(map(ord, str(case))))
-    size = 50.0 if case.size == "thousands" else 1.0
+    spread = (case.scale or 1 / math.sqrt(max(d, 1))) * math.sqrt(max(d, 1))  # of ordinary scores
+    size = math.sqrt(1500 / abs(spread)) if case.size == "thousands" else 1.0
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen, dtype=torch.float64)

@@ -720,6 +720,28 @@ def test_the_reference_has_a_second_gradient() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp's own
+@pytest.mark.parametrize("kernel", ALL)
+def test_a_forward_mode_derivative_is_right_or_refused(kernel: str) -> None:
+    """Never a silent zero: `auto` gives it, a kernel that can't says so."""
+    q, k, v = (x.detach() for x in heads())
+    tangents = tuple(torch.randn_like(x) for x in (q, k, v))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, kernel: str = kernel) -> Tensor:
+        return mh.attention(q, k, v, mask=mh.Causal(), kernel=kernel)
+
+    if kernel in ("chunked", "sdpa"):
+        with pytest.raises(ValueError, match="forward-mode"):
+            torch.func.jvp(run, (q, k, v), tangents)
+        return
+    out, slope = torch.func.jvp(run, (q, k, v), tangents)
+    close(out, run(q, k, v))
+    step = 1e-6
+    ahead = run(*(x + step * y for x, y in zip((q, k, v), tangents, strict=True)), kernel="reference")
+    behind = run(*(x - step * y for x, y in zip((q, k, v), tangents, strict=True)), kernel="reference")
+    torch.testing.assert_close(slope, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-8)
+
+
 def test_a_rule_outlives_the_call_for_its_gradient() -> None:
     """The mask is gone when the gradient is asked for, and the gradient needs it."""
     import gc
@@ -814,23 +836,28 @@ def test_explain_does_not_look_at_the_data(mask: Any, capsys: pytest.CaptureFixt
 
 
 def test_a_rule_above_64_mb_is_refused_and_a_callers_tensor_is_not() -> None:
-    q = torch.empty(1, 1, 8200, 8)
-    assert kernels.load("sdpa").LIMIT == 64 * 2**20
-    problem = Problem.of(q, q, q, mask=mh.Window(left=3))
-    (reason,) = kernels.verdicts(problem)["sdpa"]
-    assert "64 MB" in reason or "(at most 64" in reason
-    assert kernels.choose(problem).NAME == "chunked"
-    given = Problem.of(q, q, q, mask=mh.Keep(torch.ones(1, 1, dtype=torch.bool).expand(8200, 8200)))
-    assert not kernels.verdicts(given)["sdpa"]
-    smaller = q[:, :, :8000]
-    assert not kernels.verdicts(Problem.of(smaller, smaller, smaller, mask=mh.Window(left=3)))["sdpa"]
-    causal = Problem.of(q, q, q, mask=mh.Causal())  # said without a tensor
-    assert not kernels.verdicts(causal)["sdpa"]
-    per_batch = smaller.expand(3, 1, 8000, 8)
-    lengths = Problem.of(
-        per_batch, per_batch, per_batch, mask=mh.Causal() & mh.Lengths(torch.tensor([1, 2, 3]))
-    )
-    assert kernels.verdicts(lengths)["sdpa"]
+    """PyTorch makes numbers of q's dtype of a boolean mask, so those are counted."""
+
+    def reasons(t: int, mask: mh.Mask, dtype: torch.dtype = torch.float32, b: int = 1) -> list[str]:
+        q = torch.empty(1, 1, 1, 8, dtype=dtype).expand(b, 1, t, 8)
+        problem = Problem.of(q, q, q, mask=mask)
+        found = kernels.verdicts(problem)["sdpa"]
+        assert kernels.choose(problem).NAME == ("chunked" if found else "sdpa")
+        return found
+
+    assert kernels.load("sdpa").LIMIT == 2**26
+    window = mh.Window(left=3)
+    assert not reasons(4096, window)  # 64 MB
+    (reason,) = reasons(4100, window)
+    assert "64" in reason
+    assert not reasons(4100, window, torch.bfloat16)
+    assert reasons(5800, window, torch.bfloat16)
+    assert reasons(2900, window, torch.float64)
+    lengths = mh.Causal() & mh.Lengths(torch.tensor([1, 2, 3]))
+    assert not reasons(2300, lengths, b=3)  # 63 MB, one mask for each sequence
+    assert reasons(2400, lengths, b=3)
+    assert not reasons(8200, mh.Causal())  # said without a tensor
+    assert not reasons(8200, mh.Keep(torch.ones(1, 1, dtype=torch.bool).expand(8200, 8200)))
 
 
 @st.composite

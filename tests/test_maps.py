@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import subprocess
@@ -271,6 +272,15 @@ def test_changing_v_or_the_output_does_not_matter() -> None:
     v.zero_()
     out.zero_()
     assert torch.equal(amap.dense(), before)
+
+
+def test_a_deep_copy_is_read_on_its_own() -> None:
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    q.add_(1)
+    _, amap = mh.attention_with_map(q, k, v)
+    other, before = copy.deepcopy(amap), amap.dense()
+    q.add_(1)
+    assert torch.equal(other.dense(), before)
 
 
 def test_maps_of_inference_mode_are_read_outside_it() -> None:
