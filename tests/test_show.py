@@ -33,7 +33,7 @@ from manyheads.findings import (
     usual,
 )
 from manyheads.lm.data import Document, train_tokenizer
-from manyheads.tokens import tokens
+from manyheads.tokens import Token, tokens
 
 SENTENCE = "the train left the station on time"
 CONTEXT = 48
@@ -129,6 +129,8 @@ def test_blanks_are_visible_and_pieces_of_a_word_are_marked(tokenizer: Tokenizer
     assert labels("\n") == ["⏎"]
     assert labels("\t") == ["⇥"]
     assert labels("zq x") == ["z…", "…q", "␣", "x"]
+    words = [token.word for token in tokens(tokenizer, tokenizer.encode(" zq the").ids)]
+    assert words == [None, "zq", "zq", None]
 
 
 # -- findings --------------------------------------------------------------------------------------
@@ -160,6 +162,7 @@ def test_habits_are_no_findings_and_what_breaks_them_is() -> None:
 
 
 IDS = [3, 5, 0, 3, 2, 1, 4]  # of the sentence
+WORDS = [Token(i, f" {word}", word, None) for i, word in zip(IDS, SENTENCE.split(), strict=True)]
 
 
 def test_the_example_of_the_sentence() -> None:
@@ -169,7 +172,7 @@ def test_the_example_of_the_sentence() -> None:
     sharp[6] = [0, 0, 0.75, 0, 0, 0.15, 0.1]
     every = candidates([map_of(previous(7), resting(7)), map_of(sharp, copying)], IDS)
     (first, *rest) = findings(every)
-    said = sentence(first, SENTENCE.split())
+    said = sentence(first, WORDS)
     assert said == 'layer 1 head 1: the second "the" looks at "train" (0.71), the token after the first "the"'
     assert not any((one.query, one.key) == (6, 2) for one in rest)  # nothing stronger stands below it
     assert any((one.layer, one.head, one.query, one.key) == (1, 0, 6, 2) for one in every)
@@ -277,7 +280,7 @@ def test_resting_on_a_first_token_that_comes_again_is_not_looking_for_the_same()
 
 def test_a_sentence_as_the_issue_words_it() -> None:
     def say(query: int, key: int) -> str:
-        return sentence(Finding(2, 1, query, key, 0.714, 0.1, reason(query, key, IDS)), SENTENCE.split())
+        return sentence(Finding(2, 1, query, key, 0.714, 0.1, reason(query, key, IDS)), WORDS)
 
     assert (
         say(3, 1)
@@ -287,7 +290,9 @@ def test_a_sentence_as_the_issue_words_it() -> None:
     assert say(4, 4) == 'layer 2 head 1: "station" looks at itself (0.71)'
     assert say(5, 4) == 'layer 2 head 1: "on" looks at "station" (0.71), the token before it'
     assert say(5, 1) == 'layer 2 head 1: "on" looks at "train" (0.71)'
-    assert "looks at '\"'" in sentence(Finding(0, 0, 1, 0, 0.5, 0.1, None), ['"', "a"])
+    quote, piece = Token(0, '"', '"', None), Token(1, " a", "a…", "ab")
+    said = sentence(Finding(0, 0, 1, 0, 0.5, 0.1, None), [quote, piece])
+    assert said == 'layer 0 head 0: "a…" of "ab" looks at \'"\' (0.50), the token before it'
 
 
 def test_ordinals() -> None:

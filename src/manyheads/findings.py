@@ -16,6 +16,7 @@ from torch import Tensor
 
 from manyheads import measures
 from manyheads.maps import AttentionMap
+from manyheads.tokens import Token
 
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
 PER_HEAD = 20  # the candidates that each head may enter
@@ -194,16 +195,16 @@ def findings(candidates: Sequence[Finding], count: int = 5) -> list[Finding]:
 # -- words -----------------------------------------------------------------------------------------
 
 
-def sentence(finding: Finding, labels: Sequence[str]) -> str:
+def sentence(finding: Finding, tokens: Sequence[Token]) -> str:
     """`layer 2 head 1: the second "the" looks at "train" (0.71), the token after the first "the"`."""
     query, key = finding.query, finding.key
-    target = "itself" if key == query else name(key, labels)
+    target = "itself" if key == query else name(key, tokens)
     said = (
-        f"layer {finding.layer} head {finding.head}: {name(query, labels)} looks at {target} "
+        f"layer {finding.layer} head {finding.head}: {name(query, tokens)} looks at {target} "
         f"({finding.weight:.2f})"
     )
     if finding.reason == "after the same token":
-        return f"{said}, the token after {name(key - 1, labels)}"
+        return f"{said}, the token after {name(key - 1, tokens)}"
     if key == query - 1:
         return f"{said}, the token before it"
     if key == 0 < query:
@@ -211,14 +212,18 @@ def sentence(finding: Finding, labels: Sequence[str]) -> str:
     return said
 
 
-def name(position: int, labels: Sequence[str]) -> str:
-    """A token in quotes, with an ordinal where its label occurs more than once."""
-    label = labels[position]
-    mark = "'" if '"' in label else '"'
-    quoted = f"{mark}{label}{mark}"
-    if list(labels).count(label) == 1:
-        return quoted
-    return f"the {ordinal(list(labels[: position + 1]).count(label))} {quoted}"
+def name(position: int, tokens: Sequence[Token]) -> str:
+    """A token in quotes: with an ordinal where it occurs more than once, with its word if it is a piece."""
+    token, labels = tokens[position], [token.label for token in tokens]
+    said = quoted(token.label)
+    if labels.count(token.label) > 1:
+        said = f"the {ordinal(labels[: position + 1].count(token.label))} {said}"
+    return said if token.word is None else f"{said} of {quoted(token.word)}"
+
+
+def quoted(text: str) -> str:
+    """A text in the quotation marks that it doesn't hold."""
+    return f"'{text}'" if '"' in text else f'"{text}"'
 
 
 def ordinal(n: int) -> str:

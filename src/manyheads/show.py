@@ -82,7 +82,7 @@ class Reading:
 
     def say(self, finding: Finding) -> str:
         """A finding in words."""
-        return sentence(finding, self.labels)
+        return sentence(finding, self.tokens)
 
     def title(self, layer: int, head: int) -> str:
         """What to write over one head: what is most telling of it, or only its name."""

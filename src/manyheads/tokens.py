@@ -23,24 +23,40 @@ class Token:
 
     `text` is what it stands for, where bytes that are no whole character are written as `\\xe2`.
     `label` is how it is shown: without the space before a word, other blanks as ␣ ⏎ ⇥, and with …
-    on the side where it goes on within its word.
+    on the side where it goes on within its word. `word` is the whole word that it is a piece of, or
+    None if it is no piece.
     """
 
     id: int
     text: str
     label: str
+    word: str | None
 
 
 def tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[Token]:
     """The tokens that these ids are."""
     data = [_bytes(tokenizer.id_to_token(i) or "") for i in ids]
     whole = [piece.decode("utf-8", "replace") for piece in data]  # � is no letter
-    joined = [a[-1:].isalnum() and b[:1].isalnum() for a, b in pairwise(whole)]
-    found = []
-    for i, piece, before, after in zip(ids, data, [False, *joined], [*joined, False], strict=False):
-        text = piece.decode("utf-8", "backslashreplace")
-        found.append(Token(i, text, ("…" if before else "") + _visible(text) + ("…" if after else "")))
+    goes_on = [a[-1:].isalnum() and b[:1].isalnum() for a, b in pairwise(whole)] + [False]
+    texts = [piece.decode("utf-8", "backslashreplace") for piece in data]
+    found: list[Token] = []
+    start = 0
+    for end in range(len(ids)):
+        if not goes_on[end]:
+            found += _word(ids[start : end + 1], texts[start : end + 1])
+            start = end + 1
     return found
+
+
+def _word(ids: Sequence[int], texts: Sequence[str]) -> list[Token]:
+    """The tokens of one word, from its pieces."""
+    shown = [_visible(text) for text in texts]
+    word = "".join(shown) if len(shown) > 1 else None
+    last = len(shown) - 1
+    return [
+        Token(i, text, ("…" if n > 0 else "") + piece + ("…" if n < last else ""), word)
+        for n, (i, text, piece) in enumerate(zip(ids, texts, shown, strict=True))
+    ]
 
 
 def _bytes(token: str) -> bytes:
