@@ -842,10 +842,12 @@ def test_a_rule_above_64_mb_is_refused_and_a_callers_tensor_is_not() -> None:
         q = torch.empty(1, 1, 1, 8, dtype=dtype).expand(b, 1, t, 8)
         problem = Problem.of(q, q, q, mask=mask)
         found = kernels.verdicts(problem)["sdpa"]
-        assert kernels.choose(problem).NAME == ("chunked" if found else "sdpa")
+        expected = "chunked" if found else "sdpa"
+        assert kernels.choose(problem).NAME == expected
         return found
 
-    assert kernels.load("sdpa").LIMIT == 2**26
+    limit = kernels.load("sdpa").LIMIT
+    assert limit == 2**26
     window = mh.Window(left=3)
     assert not reasons(4096, window)  # 64 MB
     (reason,) = reasons(4100, window)
