@@ -82,7 +82,9 @@ def run(problem: Problem) -> tuple[Tensor, None]:
     elif not _sees_all(p):
         causal = True  # and no query of t sees a key beyond the first t
         p = replace(p, k=p.k[:, :, : n.t], v=p.v[:, :, : n.t])
-    grouped = bool(n.h != n.g)
+    grouped = False
+    if n.h != n.g:  # a branch, as a compiler wants a bool here and not a symbol
+        grouped = True
     out = F.scaled_dot_product_attention(
         p.q, p.k, p.v, attn_mask=tensor, is_causal=causal, scale=p.scale, enable_gqa=grouped
     )
