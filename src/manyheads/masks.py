@@ -515,6 +515,8 @@ def _per_batch(n: int | Tensor, b: Index) -> Any:
     """The number of batch entry b."""
     if isinstance(n, int):
         return n
+    if n.shape[0] == 0 and not isinstance(b, Tensor):  # drawn for a batch of none
+        return 0
     return n[0] if n.shape[0] == 1 else n[b]
 
 
@@ -613,7 +615,7 @@ def _look_up(ids: Tensor, b: Index, position: Index) -> tuple[Any, Any]:
     """ids at a position of batch entry b, and whether the position is inside."""
     n = ids.shape[-1]
     position = torch.as_tensor(position, device=ids.device)
-    if n == 0:
+    if n == 0 or (ids.dim() == 2 and ids.shape[0] == 0 and not isinstance(b, Tensor)):
         return torch.zeros_like(position), torch.zeros_like(position, dtype=torch.bool)
     inside = (position >= 0) & (position < n)
     position = position.clamp(0, n - 1)
