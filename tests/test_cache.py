@@ -12,6 +12,8 @@ from torch import Tensor
 
 import manyheads as mh
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 E = 16
 
 

@@ -14,6 +14,9 @@ from manyheads.kernels import chunked
 from manyheads.scores import Problem
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @cache
 def truth(case: Case) -> tuple[Answer, dict[str, float]]:
     """The oracle's answer, and how far the plain computation is from it; NaN nowhere."""

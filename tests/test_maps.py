@@ -21,6 +21,8 @@ import manyheads as mh
 from manyheads import measures
 from manyheads.kernels import chunked
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 B, H, G, T, S, D = 2, 4, 2, 6, 9, 8
 
 

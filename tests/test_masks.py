@@ -18,6 +18,8 @@ import manyheads as mh
 from manyheads.masks import Mask
 from manyheads.shapes import Shape
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # -- specs that hypothesis makes up ------------------------------------------------------------------
 
 
