@@ -13,7 +13,6 @@ from manyheads import kernels
 from manyheads.kernels import chunked
 from manyheads.scores import Problem
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
