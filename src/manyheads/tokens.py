@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ class Token:
 
     `text` is what it stands for, where bytes that are no whole character are written as `\\xe2`.
     `label` is how it is shown: without the space before a word, other blanks as ␣ ⏎ ⇥, and with …
-    on the side where it goes on within its word. `word` is the whole word that it is a piece of, or
-    None if it is no piece.
+    on the side where it goes on within its word or its character. `word` is the whole word that it is
+    a piece of, or None if it is no piece.
     """
 
     id: int
@@ -36,27 +36,36 @@ class Token:
 def tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[Token]:
     """The tokens that these ids are."""
     data = [_bytes(tokenizer.id_to_token(i) or "") for i in ids]
-    whole = [piece.decode("utf-8", "replace") for piece in data]  # � is no letter
-    goes_on = [a[-1:].isalnum() and b[:1].isalnum() for a, b in pairwise(whole)] + [False]
-    texts = [piece.decode("utf-8", "backslashreplace") for piece in data]
+    text = b"".join(data).decode("utf-8", "surrogateescape")  # a stray byte becomes a character
+    within = [n for n, c in enumerate(text) for _ in c.encode("utf-8", "surrogateescape")]  # per byte
+    ends = list(accumulate(len(piece) for piece in data))
+    starts = [0, *ends[:-1]]
+    goes_on = [_goes_on(text, within, end) for end in ends]
     found: list[Token] = []
-    start = 0
-    for end in range(len(ids)):
-        if not goes_on[end]:
-            found += _word(ids[start : end + 1], texts[start : end + 1])
-            start = end + 1
+    first = 0  # of the tokens of one word
+    for last in range(len(ids)):
+        if goes_on[last]:
+            continue
+        word = _visible(_span(text, within, starts[first], ends[last])) if last > first else None
+        for n in range(first, last + 1):
+            shown = _visible(_span(text, within, starts[n], ends[n]))
+            label = ("…" if n > first else "") + shown + ("…" if n < last else "")
+            found.append(Token(ids[n], data[n].decode("utf-8", "backslashreplace"), label, word))
+        first = last + 1
     return found
 
 
-def _word(ids: Sequence[int], texts: Sequence[str]) -> list[Token]:
-    """The tokens of one word, from its pieces."""
-    shown = [_visible(text) for text in texts]
-    word = "".join(shown) if len(shown) > 1 else None
-    last = len(shown) - 1
-    return [
-        Token(i, text, ("…" if n > 0 else "") + piece + ("…" if n < last else ""), word)
-        for n, (i, text, piece) in enumerate(zip(ids, texts, shown, strict=True))
-    ]
+def _goes_on(text: str, within: Sequence[int], end: int) -> bool:
+    """Does a word, or a character, go on over a cut after `end` bytes?"""
+    if not 0 < end < len(within):
+        return False
+    before, after = within[end - 1], within[end]
+    return before == after or (text[before].isalnum() and text[after].isalnum())
+
+
+def _span(text: str, within: Sequence[int], start: int, end: int) -> str:
+    """The characters that the bytes from start to end belong to."""
+    return text[within[start] : within[end - 1] + 1] if end > start else ""
 
 
 def _bytes(token: str) -> bytes:
@@ -78,4 +87,11 @@ def _visible(text: str) -> str:
     if text.startswith(" ") and text.strip(" "):
         text = text[1:]
     text = text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def _escaped(c: str) -> str:
+    """A character that can't be shown, or a stray byte, as its escape."""
+    if "\udc80" <= c <= "\udcff":
+        return f"\\x{ord(c) - 0xDC00:x}"
+    return c.encode("unicode_escape").decode()
