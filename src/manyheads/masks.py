@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -400,7 +401,7 @@ class Prefix(Mask):
         return j < _per_batch(self.n, b)
 
     def span(self, rows: range) -> Span:
-        least, most = _extremes(self.n)
+        least, most = extremes(self.n)
         return Span((0, most), (0, least))
 
     def check(self, shape: Shape) -> None:
@@ -429,7 +430,7 @@ class Lengths(Mask):
         return j >= self._columns() - n if self.left else j < n
 
     def span(self, rows: range) -> Span:
-        least, most = _extremes(self.n)
+        least, most = extremes(self.n)
         if not self.left:
             return Span((0, most), (0, least))
         s = self._columns()
@@ -520,7 +521,8 @@ def _per_batch(n: int | Tensor, b: Index) -> Any:
     return n[0] if n.shape[0] == 1 else n[b]
 
 
-def _extremes(n: int | Tensor) -> tuple[int, int]:
+def extremes(n: int | Tensor) -> tuple[int, int]:
+    """The least and the greatest, of one number or one per sequence."""
     if isinstance(n, int):
         return n, n
     return (int(n.min()), int(n.max())) if n.numel() else (0, 0)
@@ -575,7 +577,7 @@ class Ids(Mask):
     def span(self, rows: range) -> Span:
         """From the first to the last key with an id of these rows; full where all share a single run."""
         n = self.ids.shape[-1]
-        low, high = _extremes(self.first) if self.queries is not None else (0, 0)
+        low, high = extremes(self.first) if self.queries is not None else (0, 0)
         source = self.ids if self.queries is None else self.queries
         start, stop = rows.start - high, rows.stop - low
         seen = source[..., max(start, 0) : max(stop, 0)].unique()
@@ -771,6 +773,14 @@ class Rule(Mask):
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise TypeError(f"Rule takes a function (b, h, i, j) → boolean tensor, and {kind(self.fn)} came.")
+        try:
+            signature(self.fn).bind(0, 0, 0, 0)
+        except TypeError:
+            raise TypeError(
+                f"Rule's function is asked with four arguments, b, h, i, j, and {signature(self.fn)} came."
+            ) from None
+        except ValueError:  # a function of C tells no signature
+            pass
         try:
             object.__setattr__(self, "number", number(self.fn))
         except TypeError:  # an object with __slots__

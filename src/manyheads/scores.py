@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from manyheads.biases import Bias
-from manyheads.masks import Mask
+from manyheads.masks import Mask, extremes
 from manyheads.shapes import Shape, kind, real, shape_of, sizes
 from manyheads.values import Value
 
@@ -176,8 +176,7 @@ class Problem:
         s = self.shape.s
         if self.mask is None:
             return (0, s), (0, s)
-        low = self.offset if isinstance(self.offset, int) else int(self.offset.min())
-        high = self.offset if isinstance(self.offset, int) else int(self.offset.max())
+        low, high = extremes(self.offset)
         some, every = self.mask.span(range(start + low, stop + high))
         return (some[0], min(some[1], s)), (every[0], min(every[1], s))
 

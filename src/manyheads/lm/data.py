@@ -26,7 +26,7 @@ Tokens = np.ndarray[Any, np.dtype[Any]]  # [n], uint16 or uint32, usually memory
 
 END, END_ID = "<|endoftext|>", 0  # the token before each document and after the last one
 HELD_OUT = 0.1  # the share of documents held out, by the hash of their names
-PASSAGE = 4000  # characters; a longer text file is cut at its blank lines into passages like this
+PASSAGE = 4000  # characters; a longer text file is cut into passages of about this size
 TESTS = frozenset({"test", "tests", "idle_test", "__pycache__", "site-packages"})
 
 
@@ -69,7 +69,9 @@ def _docstrings(path: Path) -> Iterator[str]:
 
 
 def text_documents(paths: Sequence[str | os.PathLike[str]]) -> list[Document]:
-    """Text files, or folders of them, as documents; long files are cut at blank lines.
+    """Text files, or folders of them, as documents; long files are cut into passages.
+
+    A cut is made at a blank line where one is near, else at the end of a line, a space, or anywhere.
 
     Everything in a folder is read, hidden files aside. Raises FileNotFoundError for what isn't
     there and ValueError for what isn't UTF-8 text or has none.
@@ -102,13 +104,17 @@ def text_documents(paths: Sequence[str | os.PathLike[str]]) -> list[Document]:
 
 
 def _passages(text: str) -> Iterator[str]:
-    held: list[str] = []
-    for block in text.split("\n\n"):
-        held.append(block)
-        if sum(map(len, held)) >= PASSAGE:
-            yield "\n\n".join(held)
-            held = []
-    yield "\n\n".join(held)
+    start = 0
+    while len(text) - start > PASSAGE:
+        size = start + PASSAGE
+        for mark in ("\n\n", "\n", " ", ""):
+            stop = text.find(mark, size, size + PASSAGE)
+            stop = text.rfind(mark, start + 1, size) if stop < 0 else stop
+            if stop > 0:
+                break
+        yield text[start:stop]
+        start = stop + len(mark)
+    yield text[start:]
 
 
 def _unique(documents: Iterable[Document]) -> list[Document]:
@@ -135,7 +141,7 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
     if len(documents) < 2:
         raise ValueError(
             "the text is too short to hold a part of it out: give at least two files, or one "
-            f"of more than {PASSAGE:,} characters with blank lines in it."
+            f"of more than {PASSAGE:,} characters."
         )
     hashes = [hashlib.sha256(document.name.encode()).digest() for document in documents]
     limit = int(HELD_OUT * (1 << 64))
