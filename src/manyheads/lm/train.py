@@ -362,6 +362,9 @@ def _loop(run: Run) -> None:
     options, begun, done_before = run.options, time.perf_counter() - run.seconds, run.step
     per_step = options.rows * options.context
     console = Console(stderr=True)
+    if run.step >= options.steps:
+        console.print(f"{run.out} is finished: all its {options.steps} steps are done.", soft_wrap=True)
+        return
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(),
