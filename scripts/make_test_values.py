@@ -114,12 +114,12 @@ def write(name: str, shape: tuple[int, ...], rows: Matrix, digits: int) -> str:
 def values(rng: random.Random, names: str, heads: int, causals: dict[str, bool]) -> str:
     """The body of one class."""
     widths = {"q": INPUT, "k": INPUT, "v": INPUT, "mix": HIDDEN}
-    x = draw(rng, BATCH * SEQ, INPUT, spread=2.0)
+    x = draw(rng, BATCH * SEQ, INPUT, spread=1.0)
     given: dict[str, Matrix] = {}
     parts = [write("x", (BATCH, SEQ, INPUT), x, 4)]
     for name in names.split():
-        given[f"{name}_weight"] = draw(rng, HIDDEN, widths[name], spread=0.8)
-        given[f"{name}_bias"] = draw(rng, 1, HIDDEN, spread=0.8)
+        given[f"{name}_weight"] = draw(rng, HIDDEN, widths[name], spread=0.5)
+        given[f"{name}_bias"] = draw(rng, 1, HIDDEN, spread=0.5)
         parts.append(write(f"{name}_weight", (HIDDEN, widths[name]), given[f"{name}_weight"], 4))
         parts.append(write(f"{name}_bias", (HIDDEN,), given[f"{name}_bias"], 4))
     for name, causal in causals.items():
