@@ -64,7 +64,7 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, heads: int, d_model: int, dropout_prob: float = 0.1, bias: bool = True) -> None:
         super().__init__()
         whole(d_model, "d_model", least=1)
-        self.d_k = divide(d_model, whole(heads, "heads", least=1), "d_model", "heads")
+        self.d_k = divide(d_model, whole(heads, "heads"), "d_model", "heads")
         self.heads = heads
         self.query = PrepareForMultiHeadAttention(d_model, heads, self.d_k, bias=bias)
         self.key = PrepareForMultiHeadAttention(d_model, heads, self.d_k, bias=bias)

@@ -78,7 +78,7 @@ class MultiHeadSelfAttention(nn.Module):
         super().__init__()
         whole(input_size, "input_size", least=1)
         whole(hidden, "hidden", least=1)
-        self.head_size = divide(hidden, whole(num_heads, "num_heads", least=1), "hidden", "num_heads")
+        self.head_size = divide(hidden, whole(num_heads, "num_heads"), "hidden", "num_heads")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be between 0 and 1, and {dropout!r} came.")
         self.num_heads = num_heads
