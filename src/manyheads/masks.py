@@ -538,6 +538,7 @@ def _short(value: object) -> str:
 # -- leaves: identity ------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Ids(Mask):
     """A mask that compares ids: what Documents, SameToken and AfterSameToken share.
 
@@ -546,10 +547,10 @@ class Ids(Mask):
     """
 
     ids: Tensor
-    queries: Tensor | None
-    first: int | Tensor  # the position of row 0, known once bound; only `queries` needs it
+    queries: Tensor | None = None
+    first: int | Tensor = bound(0)  # the position of row 0, where queries are given
 
-    def _validate(self) -> None:
+    def __post_init__(self) -> None:
         name = type(self).__name__
         for what, ids in (("ids", self.ids), ("queries", self.queries)):
             if ids is None and what == "queries":
@@ -633,13 +634,6 @@ class Documents(Ids):
     ids: integers `[s]` or `[b, s]`; queries: the queries' ids `[t]` or `[b, t]` for cross-attention.
     """
 
-    ids: Tensor
-    queries: Tensor | None = None
-    first: int | Tensor = bound(0)
-
-    def __post_init__(self) -> None:
-        self._validate()
-
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return self.match(b, i, j)
 
@@ -647,13 +641,6 @@ class Documents(Ids):
 @dataclass(frozen=True, eq=False, repr=False)
 class SameToken(Ids):
     """A query sees the keys that hold its own token: ids[j] = ids[i]. Shapes as in Documents."""
-
-    ids: Tensor
-    queries: Tensor | None = None
-    first: int | Tensor = bound(0)
-
-    def __post_init__(self) -> None:
-        self._validate()
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return self.match(b, i, j)
@@ -665,13 +652,6 @@ class AfterSameToken(Ids):
 
     Where an induction head looks (Olsson et al. 2022, arXiv:2209.11895). Shapes as in Documents.
     """
-
-    ids: Tensor
-    queries: Tensor | None = None
-    first: int | Tensor = bound(0)
-
-    def __post_init__(self) -> None:
-        self._validate()
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return self.match(b, i, j - 1) & (j >= 1) & (j <= i)
