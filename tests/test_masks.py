@@ -7,6 +7,7 @@ import itertools
 import re
 from typing import Any
 
+import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -164,7 +165,8 @@ def test_keep_of_small_integer_tensors(setting: Setting) -> None:
 # -- span --------------------------------------------------------------------------------------------
 
 
-@given(settings(), st.integers(-6, 10), st.integers(0, 5))
+@hypothesis.settings(max_examples=400)
+@given(st.one_of(settings(), settings(leaf=True)), st.integers(-6, 10), st.integers(0, 5))
 def test_span_is_conservative(setting: Setting, start: int, length: int) -> None:
     """Over all batch entries and heads, at positions that rows have and at others."""
     n, mask, rows = setting.shape, setting.mask, range(start, start + length)
@@ -197,6 +199,9 @@ def test_span_is_conservative(setting: Setting, start: int, length: int) -> None
         (mh.Documents(torch.tensor([0, 0, 1, 1, 2])), range(2, 4), (2, 4), (2, 4)),
         (mh.Documents(torch.tensor([0, 0, 1, 1, 2])), range(1, 3), (0, 4), None),
         (mh.Full(), range(3), (0, None), (0, None)),
+        (mh.SameToken(torch.tensor([3, 1, 1, 3, 2])), range(1, 2), (1, 3), (1, 3)),
+        (mh.AfterSameToken(torch.tensor([0, 1, 0, 2, 2])), range(2, 3), (1, 3), None),
+        (mh.AfterSameToken(torch.tensor([0, 0, 1, 1, 1])), range(4, 5), (3, 5), None),
     ],
     ids=str,
 )
