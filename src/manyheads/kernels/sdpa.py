@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyheads.masks import Drop, Full, Keep
+from manyheads.biases import Dense
+from manyheads.masks import Keep
 from manyheads.scores import ALL, Problem
 
 NAME = "sdpa"
@@ -120,7 +121,7 @@ def _needs_tensor(p: Problem) -> bool:
 
 def _given_as_tensor(p: Problem) -> bool:
     """Did the caller bring the tensor, so that making it again is no surprise?"""
-    return p.bias is None and isinstance(p.mask, Keep | Drop | Full)
+    return p.bias is None and isinstance(p.mask, Keep)  # or a Drop, which is one
 
 
 def _mask_bytes(p: Problem) -> int:
@@ -130,7 +131,7 @@ def _mask_bytes(p: Problem) -> int:
 
 
 def _mask_shape(p: Problem) -> tuple[int, int, int, int]:
-    """The shape of the mask tensor, found by asking for it on fake tensors of one row and column."""
+    """The shape of the mask tensor, found by asking for one row and one column of it."""
     n, b, h = p.shape, 1, 1
     rows = slice(0, min(n.t, 1))
     cols = slice(0, min(n.s, 1))
@@ -146,7 +147,7 @@ def _mask_shape(p: Problem) -> tuple[int, int, int, int]:
 
 def _exact(p: Problem) -> bool:
     """Is the bias a tensor of the queries' own dtype?"""
-    return p.bias is not None and p.bias.tensor().dtype == p.q.dtype and type(p.bias).__name__ == "Dense"
+    return isinstance(p.bias, Dense) and p.bias.values.dtype == p.q.dtype
 
 
 def _tensor(p: Problem) -> Tensor:
