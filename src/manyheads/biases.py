@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyheads.masks import picked, spread
 from manyheads.shapes import Shape, kind, real, sizes, whole
 from manyheads.values import Value, bound
 
@@ -42,8 +43,30 @@ class Bias(Value):
         """The bias for queries whose row 0 stands at position `first` (int or `[b]`)."""
         return self
 
+    def only(self, batch: Tensor, heads: Tensor) -> Bias:
+        """The bias of some batch entries and heads, which are counted anew from 0."""
+        return OnlyBias(self, batch, heads)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({sizes(self.tensor())})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OnlyBias(Bias):
+    """A bound bias, seen from some batch entries `[b]` and heads `[h]` that are counted anew from 0."""
+
+    bias: Bias
+    batch: Tensor
+    heads: Tensor
+
+    def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
+        return self.bias.add(self.batch[b], self.heads[h], i, j, dtype)
+
+    def check(self, shape: Shape) -> None:
+        picked(self.batch, self.heads, shape)
+
+    def bind(self, first: int | Tensor) -> Bias:
+        return self.but(bias=self.bias.bind(spread(first, self.batch)))
 
 
 def _heads(tensor: Tensor, shape: Shape, name: str) -> None:

@@ -7,19 +7,23 @@ scores come from `scores.tile`. It behaves like the matrix `[b, h, t, s]` that i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyheads import scores
+from manyheads import reductions, scores
 from manyheads.kernels import chunked
 from manyheads.masks import Mask, Rule
 from manyheads.scores import Problem, Rows
-from manyheads.shapes import kind, sizes
+from manyheads.shapes import DTYPES, Shape, kind, sizes, whole
+
+Tokens = tuple[str, ...] | tuple[tuple[str, ...], ...]
 
 LETTERS = (("batch entry", "b"), ("head", "h"), ("query", "t"), ("key", "s"))
 
@@ -31,24 +35,41 @@ class AttentionMap:
     shape: `(b, h, t, s)`; `amap[b, h, rows, cols]` is that tile, exactly, with ints (also negative),
     slices, index tensors (rows × columns) and an ellipsis; `dense()` is all of it. `lse` is the
     log-sum-exp `[b, h, t]`, natural log, sinks included. Numbers are float32, float64 for float64.
-    A map holds detached tensors; reading it raises if q or k was changed in place since.
+
+    Statistics cover all heads at once and are streamed: O(L) memory, one pass over the scores each, or
+    one for several with `statistics`. None is renormalised: where a sink takes its share, a row's
+    weights sum to 1 − `sink_weight()`. A query that may see nothing has weights of 0.
+
+    `tokens` are labels of the keys, one list or one for each batch entry; `provenance` says where the
+    map comes from. A map holds detached tensors; reading it raises if q or k was changed in place since.
     """
 
     problem: Problem
-    lse: Tensor
-    _versions: tuple[int, ...] | None = field(default=None)
+    tokens: Tokens | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    _versions: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, problem: Problem, lse: Tensor | None = None) -> AttentionMap:
-        """The map of a problem; without a log-sum-exp, one pass over the keys computes it."""
+    def of(
+        cls,
+        problem: Problem,
+        lse: Tensor | None = None,
+        tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> AttentionMap:
+        """The map of a problem; without a log-sum-exp, one pass over the keys computes it when needed."""
         problem = problem.detach().without_values()
-        lse = chunked.lse(problem) if lse is None else lse.detach()
-        return cls(problem, lse, _versions(problem))
+        labels = None if tokens is None else _labels(tokens, problem.shape)
+        amap = cls(problem, labels, dict(provenance or {}), _versions(problem))
+        if lse is not None:
+            amap.__dict__["lse"] = lse.detach()
+        return amap
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionMap:
+    @cached_property
+    def lse(self) -> Tensor:
+        """The log-sum-exp of each row, `[b, h, t]`, natural log, the sink included."""
         self._fresh()
-        problem = deepcopy(self.problem, memo)
-        return AttentionMap(problem, deepcopy(self.lse, memo), _versions(problem))
+        return chunked.lse(self.problem)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -56,16 +77,76 @@ class AttentionMap:
         n = self.problem.shape
         return n.b, n.h, n.t, n.s
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the map holds: q, k, and the log-sum-exp once it is known."""
+        held = [self.problem.q, self.problem.k, *([self.lse] if "lse" in self.__dict__ else [])]
+        return sum(x.numel() * x.element_size() for x in held)
+
+    # -- the same map, otherwise -------------------------------------------------------------------
+
     def under(self, mask: Mask | None) -> AttentionMap:
         """The map of the same q and k under another mask (None: no mask): a what-if."""
         self._fresh()
-        return AttentionMap.of(self.problem.under(mask))
+        return self._of(self.problem.under(mask))
+
+    def only(
+        self, batch: int | Sequence[int] | None = None, heads: int | Sequence[int] | None = None
+    ) -> AttentionMap:
+        """The map of some batch entries and heads (None: all), which are counted anew from 0."""
+        self._fresh()
+        b = _chosen(batch, self.shape[0], LETTERS[0])
+        h = _chosen(heads, self.shape[1], LETTERS[1])
+        tokens = self.tokens
+        if tokens and not isinstance(tokens[0], str):
+            tokens = tuple(tokens[n] for n in b)
+        lse = self.lse[b][:, h] if "lse" in self.__dict__ else None
+        return AttentionMap.of(self.problem.only(b, h), lse, tokens, self.provenance)
+
+    def to(self, place: torch.device | str | torch.dtype) -> AttentionMap:
+        """The map with q and k on another device, or stored in another floating-point dtype.
+
+        Stored in another dtype its log-sum-exp is computed anew from what is stored, when needed, so
+        that rows still sum to one.
+        """
+        self._fresh()
+        if isinstance(place, torch.dtype):
+            if place not in DTYPES:
+                raise TypeError(f"a map is stored in one of {', '.join(map(str, DTYPES))}, and {place} came.")
+            if place == self.problem.q.dtype:
+                return self
+            return self._of(self.problem.cast(place))
+        amap = self._of(self.problem.to(place))
+        if "lse" in self.__dict__:
+            amap.__dict__["lse"] = self.lse.to(place)
+        return amap
+
+    def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> AttentionMap:
+        """The map with labels of its keys: s strings, or b lists of them; ValueError for another number."""
+        labels = None if tokens is None else _labels(tokens, self.problem.shape)
+        return self._with(tokens=labels)
+
+    def _of(self, problem: Problem) -> AttentionMap:
+        return AttentionMap.of(problem, None, self.tokens, self.provenance)
+
+    def _with(self, **changes: Any) -> AttentionMap:
+        new = replace(self, **changes)
+        new.__dict__.update({"lse": self.lse} if "lse" in self.__dict__ else {})
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionMap:
+        self._fresh()
+        problem = deepcopy(self.problem, memo)
+        lse = deepcopy(self.lse, memo) if "lse" in self.__dict__ else None
+        return AttentionMap.of(problem, lse, self.tokens, deepcopy(dict(self.provenance), memo))
+
+    # -- the matrix --------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Tensor:
         self._fresh()
-        picked = _expand(index if isinstance(index, tuple) else (index,))
+        expanded = _expand(index if isinstance(index, tuple) else (index,))
         chosen = [
-            _pick(part, size, what) for part, size, what in zip(picked, self.shape, LETTERS, strict=True)
+            _pick(part, size, what) for part, size, what in zip(expanded, self.shape, LETTERS, strict=True)
         ]
         b, h, rows, cols = (slice(c, c + 1) if isinstance(c, int) else c for c in chosen)
         lse = self.lse[:, :, rows][b][:, h]  # [b, h, r]
@@ -74,20 +155,52 @@ class AttentionMap:
 
     def dense(self, max_bytes: int = 2**31) -> Tensor:
         """All weights, `[b, h, t, s]`. Raises ValueError where they would take more than max_bytes."""
-        size = math.prod(self.shape) * self.lse.element_size()
-        if size > max_bytes:
+        size = math.prod(self.shape) * self.problem.dtype.itemsize
+        if size > whole(max_bytes, "max_bytes"):
             raise ValueError(
                 f"the weights {list(self.shape)} would take {size / 1e9:.3g} GB, and max_bytes is "
                 f"{max_bytes / 1e9:.3g} GB: ask for a tile, amap[b, h, rows, cols], or raise max_bytes."
             )
         return self[...]
 
-    def tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Rows, columns and scores `[b, h, r, c]` of every tile that isn't empty under the mask."""
-        self._fresh()
-        for rows, columns in chunked.blocks(self.problem):
-            for cols in columns:
-                yield rows, cols, scores.tile(self.problem, rows, cols)
+    # -- statistics --------------------------------------------------------------------------------
+
+    def entropy(self) -> Tensor:
+        """How spread each query's weights are: −Σ w·ln w over the keys, in nats, `[b, h, t]`.
+
+        Shannon 1948; 0 is one key, ln n is n keys alike. Not renormalised under a sink.
+        """
+        return self._reduce(reductions.Entropy())
+
+    def distance(self) -> Tensor:
+        """How far each query looks: Σ w·|i − j|, in positions, `[b, h, t]`.
+
+        The mean attention distance of Dosovitskiy et al. 2021 (arXiv:2010.11929), over positions of
+        a sequence. Under a sink, which has no position, divide by 1 − `sink_weight()` for a mean.
+        """
+        return self._reduce(reductions.Distance())
+
+    def row_max(self) -> Tensor:
+        """The largest weight of each query, `[b, h, t]`: a head's confidence (Voita et al. 2019,
+        arXiv:1905.09418) is its mean."""
+        return self._reduce(reductions.RowMax())
+
+    def received(self, last: int | None = None, normalize: str | None = None) -> Tensor:
+        """What each key gets: the column sums of the weights, `[b, h, s]`.
+
+        last: of so many last queries only, as cache eviction votes (Li et al. 2024, arXiv:2404.14469;
+        all queries: Zhang et al. 2023, arXiv:2306.14048). normalize="age": divided by how many of
+        these queries may see the key, as early keys are seen by more; 0 where none may.
+        """
+        return self._reduce(reductions.Received(last, normalize))
+
+    def top(self, k: int) -> reductions.TopKeys:
+        """The k largest weights of each query and their keys, `(weights, keys)`, both `[b, h, t, k]`.
+
+        In falling order, among equals the first keys. Where a query sees fewer than k keys, the weight
+        is 0 and the key −1.
+        """
+        return self._reduce(reductions.Top(k))
 
     def mass(self, mask: Mask, mean: bool = False) -> Tensor:
         """The weight that each query puts inside a mask: `[b, h, t]`, between 0 and 1.
@@ -95,55 +208,153 @@ class AttentionMap:
         With `mean=True`, `[b, h]`: its average over those queries that share at least one visible
         key with the mask; where there is none, 0.
         """
-        if mask is None:
-            raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
         self._fresh()
-        both = self.problem.within(mask)  # tiles that no pair of the two shares are never walked
-        total = torch.zeros_like(self.lse)  # [b, h, t]
-        could = torch.zeros_like(self.lse, dtype=torch.bool)
-        for rows, columns in chunked.blocks(both):
-            for cols in columns:
-                score = scores.tile(both, rows, cols)  # [b, h, r, c]
-                total[:, :, rows] += scores.weights(score, self.lse[:, :, rows]).sum(-1)
-                could[:, :, rows] |= (score != -math.inf).any(-1)
-        if not mean:
-            return total
-        return torch.where(could, total, 0.0).sum(-1) / could.sum(-1).clamp(min=1)
+        return reductions.mass(self.problem, self.lse, mask, mean)
 
-    def entropy(self) -> Tensor:
-        """−Σ w·log w over the keys, in nats, never renormalised under a sink: `[b, h, t]`."""
-        total = torch.zeros_like(self.lse)
-        for rows, _, score in self.tiles():
-            lse = self.lse[:, :, rows]
-            seen = score != -math.inf
-            spread = scores.weights(score, lse) * (lse[..., None] - score)  # w · −log w
-            total[:, :, rows] += torch.where(seen, spread, 0.0).sum(-1)
-        return total
+    def pooled(self, rows: int, cols: int, reduce: str = "mean") -> Tensor:
+        """A picture of every head, `[b, h, rows, cols]`: the "mean" or the "max" weight of each cell.
+
+        rows and cols are numbers of cells, at most t and s. Cell r covers the queries from ⌊r·t/rows⌋
+        to ⌊(r + 1)·t/rows⌋, and likewise for keys; a masked weight counts as 0. A mean fades what is
+        one key wide, such as a diagonal; a maximum doesn't.
+        """
+        return self._reduce(reductions.Pooled(rows, cols, reduce))
+
+    def value_norms(self, v: Tensor, w_o: Tensor) -> Tensor:
+        """What each key really gives: the column sums of w·‖v W_o‖ (Euclidean), `[b, h, s]`.
+
+        ‖w·f(x)‖ is the norm-based weight of Kobayashi et al. 2020 (arXiv:2004.10102), f(x) being the
+        value after the head's share of the output projection: a key may receive much attention and
+        carry nothing. A tile of that matrix is `amap[b, h, rows, cols]` times the norms.
+
+        v: the values `[b, g, s, w]`; w_o: the output projection's weight `[e, h·w]`, as of `nn.Linear`.
+        """
+        return self._reduce(reductions.ValueNorms(v, w_o))
+
+    def logits_max(self) -> Tensor:
+        """The largest score that enters a head's softmax, `[b, h]`; −inf where nothing is visible.
+
+        What grows before training diverges (Dehghani et al. 2023, arXiv:2302.05442). Scaled, softcapped
+        and biased, over visible pairs; the sink isn't counted.
+        """
+        return self._reduce(reductions.LogitsMax())
+
+    def sink_weight(self) -> Tensor:
+        """What the sink takes of each query: 1 − Σ w, `[b, h, t]`; 0 without a sink.
+
+        1 where a query may see nothing but the sink (Xiao et al. 2024, arXiv:2309.17453).
+        """
+        return self._reduce(reductions.SinkWeight())
+
+    def divergence(self, other: AttentionMap | None = None) -> Tensor:
+        """The Jensen–Shannon divergence (Lin 1991) of rows of weights, in nats, averaged over queries.
+
+        Without `other` between this map's heads, `[b, h, h]`; else head by head between two maps of one
+        shape, `[b, h]`: 0 is the same, ln 2 nothing in common. It is taken over keys: of two rows of
+        which sinks take their share, at most ln 2 times what is left.
+        """
+        if other is None:
+            return self._reduce(reductions.Divergence())
+        if not isinstance(other, AttentionMap):
+            raise TypeError(f"divergence compares with another AttentionMap, and {kind(other)} came.")
+        self._fresh()
+        other._fresh()
+        if self.shape != other.shape:
+            raise ValueError(
+                f"divergence compares maps of one shape, and {list(self.shape)} and {list(other.shape)} came."
+            )
+        return reductions.between((self.problem, self.lse), (other.problem, other.lse))
+
+    def statistics(self, *names: str, **arguments: Any) -> dict[str, Any]:
+        """Several statistics by name, which share one pass over the scores.
+
+            amap.statistics("entropy", "received", top=8, pooled=(512, 512))
+
+        A name alone takes no arguments; `name=` takes one argument, a tuple or a dict of them, or a
+        list of these for a list of results: `pooled=[(64, 64), (64, 64, "max")]`. `mass` walks
+        only what its mask may see, in a pass of its own.
+
+        Raises ValueError for a name that isn't a statistic.
+        """
+        asked: dict[str, Any] = dict.fromkeys(names, ()) | arguments
+        for name in asked:
+            if name not in reductions.BY_NAME:
+                raise ValueError(
+                    f"there is no statistic {name!r}: {', '.join(reductions.BY_NAME)} can be asked for."
+                )
+        made = {
+            name: [reductions.make(name, one) for one in (given if isinstance(given, list) else [given])]
+            for name, given in asked.items()
+        }
+        results = iter(self._reduce(*(one for several in made.values() for one in several), each=True))
+        return {
+            name: [next(results) for _ in several] if isinstance(asked[name], list) else next(results)
+            for name, several in made.items()
+        }
+
+    def _reduce(self, *asked: reductions.Reduction, each: bool = False) -> Any:
+        self._fresh()
+        results = reductions.reduce(self.problem, self.lse, asked)
+        return results if each else results[0]
 
     def first_key(self) -> Mask:
         """A mask of the first key that each query may see: column 0 unless padded or packed."""
-        n = self.problem.shape
-        first = torch.full(self.lse.shape, n.s, device=self.lse.device)  # [b, h, t]
-        for rows, cols, score in self.tiles():
-            seen = score != -math.inf
-            columns = torch.arange(cols.start, cols.stop, device=score.device)
-            found = torch.where(seen, columns, n.s).amin(-1)
-            first[:, :, rows] = torch.minimum(first[:, :, rows], found)
+        self._fresh()
+        first = reductions.first_keys(self.problem)  # [b or 1, h or 1, t]
         offset = self.problem.offset
 
         def is_first(b: Any, h: Any, i: Any, j: Any) -> Any:
             row = i - (offset if isinstance(offset, int) else offset[b])
-            return first[b, h, row] == j
+            return first[b if first.shape[0] > 1 else 0, h if first.shape[1] > 1 else 0, row] == j
 
         return Rule(is_first)
 
+    # -- files -------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the map, its tokens and provenance into one safetensors file: see docs/format.md.
+
+        Raises ValueError where the mask holds a `Rule`: a function can't be written down.
+        """
+        from manyheads import files
+
+        self._fresh()
+        files.write(path, [files.Entry("", 0, self._stored())])
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> AttentionMap:
+        """The map in a file that `save` wrote, memory-mapped: nothing is read before it is needed.
+
+        Raises ValueError for a file of something else, a broken one, or one of several maps
+        (`manyheads.open_run` opens that); OSError where it can't be read.
+        """
+        from manyheads import files
+
+        run = files.read(path)
+        maps = [entry.content for entry in run.entries]
+        if len(maps) != 1 or not isinstance(maps[0], files.Stored):
+            raise ValueError(
+                f"{path} holds {len(maps)} maps or statistics of a run: manyheads.open_run reads it."
+            )
+        return cls._restored(maps[0])
+
+    def _stored(self) -> Any:
+        from manyheads import files
+
+        return files.Stored(self.problem, self.lse, self.tokens, self.provenance)
+
+    @classmethod
+    def _restored(cls, stored: Any) -> AttentionMap:
+        return cls.of(stored.problem, stored.lse, stored.tokens, stored.provenance)
+
     def __repr__(self) -> str:
         b, h, t, s = self.shape
-        held = sum(x.numel() * x.element_size() for x in (self.problem.q, self.problem.k, self.lse))
-        whole = math.prod(self.shape) * self.lse.element_size()
+        whole_matrix = math.prod(self.shape) * self.problem.dtype.itemsize
+        named = "" if self.tokens is None else ", with tokens"
         return (
             f"AttentionMap([b={b}, h={h}, t={t}, s={s}], mask={self.problem.mask!s}, "
-            f"holding {held / 1e6:,.1f} MB for weights of {whole / 1e6:,.1f} MB)"
+            f"{str(self.problem.q.dtype).removeprefix('torch.')} on {self.problem.q.device}{named}, "
+            f"holding {_amount(self.nbytes)} for weights of {_amount(whole_matrix)})"
         )
 
     def _fresh(self) -> None:
@@ -152,6 +363,51 @@ class AttentionMap:
                 "q, k, mask or bias was changed in place since this map was made, so its weights are gone: "
                 "read the map before, or give attention a copy (q.clone())."
             )
+
+
+def _amount(size: float) -> str:
+    """Bytes as people say them."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _labels(tokens: Any, shape: Shape) -> Tokens:
+    """Labels of the keys, checked: s strings, or b lists of them."""
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        raise TypeError(
+            f"tokens must be a list of s = {shape.s} strings, or b such lists, and {kind(tokens)} came."
+        )
+    several = bool(tokens) and not isinstance(tokens[0], str)
+    if several and len(tokens) != shape.b:
+        raise ValueError(
+            f"tokens must be one list, or one for each of b = {shape.b}, and {len(tokens)} lists came."
+        )
+    for labels in tokens if several else [tokens]:
+        if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+            raise TypeError("tokens must be strings, and something else came among them.")
+        if len(labels) != shape.s:
+            raise ValueError(
+                f"tokens must be s = {shape.s} labels, one for each key, and {len(labels)} came."
+            )
+    return tuple(tuple(labels) for labels in tokens) if several else tuple(tokens)
+
+
+def picked_rows(rows: int | Sequence[int] | slice | Tensor, t: int) -> list[int]:
+    """An index of rows as a list, with negative ones resolved."""
+    return _chosen(rows, t, LETTERS[2])
+
+
+def _chosen(
+    index: int | Sequence[int] | slice | Tensor | None, size: int, what: tuple[str, str]
+) -> list[int]:
+    """Some of a dimension's entries as a list, with negative ones resolved; None is all."""
+    if index is None:
+        return list(range(size))
+    picked = _pick([index] if isinstance(index, int) else index, size, what)
+    return torch.arange(size)[picked].flatten().tolist()
 
 
 def _versions(problem: Problem) -> tuple[int, ...] | None:

@@ -80,6 +80,10 @@ class Mask(Value):
         """The mask for queries whose row 0 stands at position `first` (int or `[b]`), and s keys."""
         return self
 
+    def only(self, batch: Tensor, heads: Tensor) -> Mask:
+        """The mask of some batch entries and heads, which are counted anew from 0."""
+        return Only(self, batch, heads)
+
     def conjuncts(self) -> list[Mask]:
         """The masks whose `&` this is."""
         return [self]
@@ -187,6 +191,9 @@ class And(Mask):
     left: Mask
     right: Mask
 
+    def only(self, batch: Tensor, heads: Tensor) -> Mask:
+        return And(self.left.only(batch, heads), self.right.only(batch, heads))
+
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return self.left.keep(b, h, i, j) & self.right.keep(b, h, i, j)
 
@@ -213,6 +220,9 @@ class Or(Mask):
 
     left: Mask
     right: Mask
+
+    def only(self, batch: Tensor, heads: Tensor) -> Mask:
+        return Or(self.left.only(batch, heads), self.right.only(batch, heads))
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return self.left.keep(b, h, i, j) | self.right.keep(b, h, i, j)
@@ -263,6 +273,47 @@ class Not(Mask):
         return f"~({self.mask})" if isinstance(self.mask, And | Or) else f"~{self.mask}"
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Only(Mask):
+    """A bound mask, seen from some batch entries `[b]` and heads `[h]` that are counted anew from 0."""
+
+    mask: Mask
+    batch: Tensor
+    heads: Tensor
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        return self.mask.keep(self.batch[b], self.heads[h], i, j)
+
+    def span(self, rows: range) -> Span:
+        return self.mask.span(rows)
+
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.mask,)
+
+    def check(self, shape: Shape) -> None:
+        picked(self.batch, self.heads, shape)
+
+    def bind(self, first: int | Tensor, s: int) -> Mask:
+        return self.but(mask=self.mask.bind(spread(first, self.batch), s))
+
+    def __str__(self) -> str:
+        return f"Only({self.mask})"
+
+
+def picked(batch: Tensor, heads: Tensor, shape: Shape) -> None:
+    """Check that these are indices of batch entries `[b]` and heads `[h]`."""
+    for index, size, letter in ((batch, shape.b, "b"), (heads, shape.h, "h")):
+        if not isinstance(index, Tensor) or not _is_integer(index) or tuple(index.shape) != (size,):
+            raise ValueError(f"Only takes integers [{letter}] = [{size}], and {kind(index)} came.")
+
+
+def spread(first: int | Tensor, batch: Tensor) -> int | Tensor:
+    """Positions `[b]` of some batch entries, put back where these stood before they were picked."""
+    if isinstance(first, int) or not batch.numel():
+        return first
+    return first.new_zeros(int(batch.max()) + 1).index_copy_(0, batch, first)
+
+
 def _meet(x: Interval, y: Interval) -> Interval:
     low, high = max(x[0], y[0]), min(x[1], y[1])
     return (low, high) if low < high else NOTHING
@@ -294,6 +345,9 @@ def _complement(x: Interval) -> list[Interval]:
 class Full(Mask):
     """Every query sees every key."""
 
+    def only(self, batch: Tensor, heads: Tensor) -> Mask:
+        return self
+
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return (i == i) & (j == j)
 
@@ -310,6 +364,9 @@ class Band(Mask):
     def band(self) -> tuple[int, int]:
         """low and high, ±FAR where there is no bound."""
         raise NotImplementedError
+
+    def only(self, batch: Tensor, heads: Tensor) -> Mask:
+        return self
 
     def span(self, rows: range) -> Span:
         if not rows:

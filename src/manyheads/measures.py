@@ -6,10 +6,15 @@ All return `[b, h]`, averaged over those queries that have a key to look at unde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from manyheads.maps import AttentionMap
+from manyheads import reductions
+from manyheads.maps import AttentionMap, picked_rows
 from manyheads.masks import AfterSameToken, Causal, Diagonal, SameToken, Window
+from manyheads.shapes import kind
 
 
 def previous_token(amap: AttentionMap) -> Tensor:
@@ -40,3 +45,40 @@ def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
 def local(amap: AttentionMap, width: int) -> Tensor:
     """The weight within `width` keys of the query's own position, on both sides."""
     return amap.mass(Window(left=width, right=width), mean=True)
+
+
+def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Tensor | None = None) -> Tensor:
+    """Where some positions' information comes from, through all layers: `[b, r, s]` (`[b, s]` for an int).
+
+    Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928): the rows of Π (½ W + ½ I), W being a
+    layer's weights averaged over heads, and ½ I what goes past it. The rows are carried from the last
+    layer down, one pass over each, so that no matrix is built. Nothing is renormalised: where a sink
+    or a mask leaves a row less than 1 to give, its part of the rollout is less.
+
+    maps: one per layer, the first layer first, all `[b, h, t, t]` of one length.
+    rows: which positions, as an index of the map's rows.
+
+    Raises ValueError for all rows at once (`rows=None`): the product of matrices is as dense as
+    they are, t × t in memory and t³ per layer in time.
+    """
+    if not isinstance(maps, Sequence) or not all(isinstance(amap, AttentionMap) for amap in maps) or not maps:
+        raise TypeError(f"rollout takes a list of AttentionMaps, one per layer, and {kind(maps)} came.")
+    b, _, t, s = maps[0].shape
+    for amap in maps:
+        if amap.shape[0] != b or amap.shape[2:] != (t, t):
+            raise ValueError(
+                f"rollout multiplies layers of one sequence, [b, h, t, t] with b = {b}, t = {t} here, and "
+                f"{list(amap.shape)} came."
+            )
+    if rows is None:
+        raise ValueError(
+            f"the whole rollout is a dense {t} × {t} matrix, whose product takes t³ for each layer, and no "
+            "rows came: say which positions you want to follow, e.g. rows=-1 or rows=[0, 5]."
+        )
+    chosen = picked_rows(rows, t)
+    share = torch.zeros(b, len(chosen), s, dtype=maps[0].problem.dtype, device=maps[0].problem.q.device)
+    share[:, torch.arange(len(chosen)), chosen] = 1.0  # [b, r, s]
+    for amap in reversed(maps):
+        amap._fresh()
+        share = (share + reductions.mixed(amap.problem, amap.lse, share)) / 2
+    return share[:, 0] if isinstance(rows, int) else share

@@ -9,6 +9,7 @@ scores through it, so that the picture shows the formula that was computed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from manyheads.biases import Bias
+from manyheads.biases import Bias, Dense
 from manyheads.masks import Mask, extremes
 from manyheads.shapes import Shape, kind, real, shape_of, sizes
 from manyheads.values import Value
@@ -106,6 +107,23 @@ class Problem:
             sink=None if self.sink is None else self.sink.detach(),
         )
 
+    def to(self, device: torch.device | str) -> Problem:
+        """The same problem with every tensor on another device."""
+        return replace(
+            self,
+            q=self.q.to(device),
+            k=self.k.to(device),
+            v=self.v.to(device),
+            mask=None if self.mask is None else self.mask.to(device),
+            bias=None if self.bias is None else self.bias.to(device),
+            sink=None if self.sink is None else self.sink.to(device),
+            offset=self.offset if isinstance(self.offset, int) else self.offset.to(device),
+        )
+
+    def cast(self, dtype: torch.dtype) -> Problem:
+        """The same problem with q, k and v in another dtype."""
+        return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
+
     def without_values(self) -> Problem:
         """The same problem with values of width 0: weights don't need them, nor dropout."""
         v = self.v.new_empty(*self.v.shape[:3], 0)
@@ -137,6 +155,25 @@ class Problem:
         if self.mask is None or inside.mask is None:
             return inside
         return replace(self, mask=self.mask & inside.mask)
+
+    def only(self, batch: Sequence[int], heads: Sequence[int]) -> Problem:
+        """The same problem for some batch entries and query heads, which are counted anew from 0."""
+        n, device = self.shape, self.q.device
+        b = torch.tensor(batch, dtype=torch.int64, device=device)
+        h = torch.tensor(heads, dtype=torch.int64, device=device)
+        group = h // max(n.h // max(n.g, 1), 1)  # the key head of each
+        q, k, v = self.q[b][:, h], self.k[b][:, group], self.v[b][:, group]
+        return replace(
+            self,
+            q=q,
+            k=k,
+            v=v,
+            mask=None if self.mask is None else self.mask.only(b, h),
+            bias=None if self.bias is None else self.bias.only(b, h),
+            sink=None if self.sink is None else self.sink[h],
+            offset=self.offset if isinstance(self.offset, int) else self.offset[b],
+            shape=shape_of(q, k, v),
+        )
 
     def at(
         self, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL
@@ -297,12 +334,31 @@ def tile(
     if problem.bias is not None:
         added = problem.bias.add(*problem.at(rows, cols, batch, heads), problem.dtype)
         score = torch.where(added == -math.inf, -math.inf, score + added)
-    if problem.mask is not None and not _sees_all(problem, rows, cols):
+    if problem.mask is not None and not _keeps_all(problem, rows, cols):
         score = torch.where(problem.keep(problem.mask, rows, cols, batch, heads), score, -math.inf)
     return score
 
 
-def _sees_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
+def visible(
+    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
+) -> Tensor:
+    """Where the query may see the key, without a score: boolean, broadcasts to `[b, h, r, c]`."""
+    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=problem.q.device)
+    if isinstance(problem.bias, Dense):
+        seen = problem.bias.add(*problem.at(rows, cols, batch, heads), problem.dtype) != -math.inf
+    if problem.mask is not None and not _keeps_all(problem, rows, cols):
+        seen = seen & problem.keep(problem.mask, rows, cols, batch, heads)
+    return seen
+
+
+def sees_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
+    """Is it known, without a look at the pairs, that in this tile every query may see every key?"""
+    if isinstance(problem.bias, Dense):
+        return False
+    return problem.mask is None or _keeps_all(problem, rows, cols)
+
+
+def _keeps_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
     """Does the mask keep the whole tile? Only asked of plain slices, and never while compiling."""
     if torch.compiler.is_compiling() or not (isinstance(rows, slice) and isinstance(cols, slice)):
         return False

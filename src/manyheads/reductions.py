@@ -1,0 +1,537 @@
+"""Statistics of all heads at once, streamed: each takes tile after tile, and keeps O(L) numbers.
+
+    entropy, top = reduce(problem, lse, [Entropy(), Top(8)])     # one pass over the scores for both
+
+A `Tile` computes once what several reductions need of it. What each statistic means, and where it
+comes from, is said at its face in `maps.AttentionMap`. Nothing is ever renormalised: under a sink a
+row's weights sum to less than one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyheads import scores
+from manyheads.kernels import chunked
+from manyheads.masks import Mask
+from manyheads.scores import Problem
+from manyheads.shapes import kind, sizes, whole
+
+LEAST = -1e30  # stands for −inf where a product with a weight of 0 must be 0 and not NaN
+
+
+class Tile:
+    """A tile's scores, and what is read off them: logarithms, weights, sums, each computed once."""
+
+    def __init__(self, problem: Problem, lse: Tensor, rows: slice, cols: slice) -> None:
+        self.problem, self.lse = problem, lse  # [b, h, t]
+        self.rows, self.cols = rows, cols
+
+    @cached_property
+    def seen(self) -> Tensor | None:
+        """Where the query may see the key, `[b or 1, h or 1, r, c]`; None: everywhere."""
+        if scores.sees_all(self.problem, self.rows, self.cols):
+            return None
+        return scores.visible(self.problem, self.rows, self.cols)
+
+    @cached_property
+    def logs(self) -> Tensor:
+        """ln w = score − lse, `[b, h, r, c]`; `LEAST` where the query may not see the key."""
+        score = scores.tile(self.problem, self.rows, self.cols)
+        lse = self.lse[:, :, self.rows]
+        logs = score.sub_(torch.where(lse == -math.inf, 0.0, lse)[..., None])
+        return logs if self.seen is None else logs.clamp_(min=LEAST)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """`[b, h, r, c]`; what is masked weighs 0, in a row of NaN too."""
+        weights = self.logs.exp()
+        return weights if self.seen is None else weights.masked_fill_(~self.seen, 0.0)
+
+    @cached_property
+    def totals(self) -> Tensor:
+        """The sum of each row's weights, `[b, h, r]`."""
+        return self.weights.sum(-1)
+
+    @cached_property
+    def tops(self) -> Tensor:
+        """The largest ln w of each row, `[b, h, r]`; `LEAST` where it sees no key of the tile."""
+        return self.logs.amax(-1)
+
+    @cached_property
+    def count(self) -> int | Tensor:
+        """How many of the rows may see each key, an int or `[b or 1, h or 1, c]`."""
+        return self.rows.stop - self.rows.start if self.seen is None else self.seen.sum(-2)
+
+
+def tiles(problem: Problem, lse: Tensor, start: int = 0) -> Iterator[Tile]:
+    """The tiles that aren't empty under the mask, from row `start` on: block of rows by block of rows."""
+    for rows, columns in chunked.blocks(problem):
+        if rows.stop > start:
+            for cols in columns:
+                yield Tile(problem, lse, slice(max(rows.start, start), rows.stop), cols)
+
+
+class Reduction:
+    """One statistic on its way: `begin`, then `take` for every tile, then `end` gives the result."""
+
+    start = 0  # the first row that it needs
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        """Check the arguments against the problem, and make room."""
+        raise NotImplementedError
+
+    def take(self, tile: Tile) -> None:
+        """Add what a tile brings."""
+        raise NotImplementedError
+
+    def end(self) -> Any:
+        """The statistic."""
+        raise NotImplementedError
+
+
+def reduce(problem: Problem, lse: Tensor, reductions: Sequence[Reduction]) -> list[Any]:
+    """The results of several reductions, in one pass over the scores."""
+    with torch.no_grad(), scores.exactly(problem.q.device):
+        for one in reductions:
+            one.begin(problem, lse)
+        start = min((one.start for one in reductions), default=problem.shape.t)
+        for tile in tiles(problem, lse, start):
+            for one in reductions:
+                if one.start < tile.rows.stop:
+                    one.take(tile)
+        return [one.end() for one in reductions]
+
+
+# -- a number per query: [b, h, t] -----------------------------------------------------------------
+
+
+class Entropy(Reduction):
+    """−Σ w·ln w."""
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        self.total = torch.zeros_like(lse)  # [b, h, t]
+
+    def take(self, tile: Tile) -> None:
+        self.total[:, :, tile.rows] -= _dot(tile.weights, tile.logs)
+
+    def end(self) -> Tensor:
+        # A weight may round to a little more than 1, and its part to a little less than 0.
+        return self.total.clamp_(min=0.0)
+
+
+class Distance(Reduction):
+    """Σ w·|i − j|, in positions."""
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        self.total = torch.zeros_like(lse)  # [b, h, t]
+
+    def take(self, tile: Tile) -> None:
+        problem, cols = tile.problem, tile.cols
+        if isinstance(problem.offset, int):
+            top, bottom = tile.rows.start + problem.offset, tile.rows.stop - 1 + problem.offset
+            if top >= cols.stop - 1 or bottom <= cols.start:  # all keys on one side: |i − j| splits in two
+                edge = cols.stop - 1 if top >= cols.stop - 1 else cols.start
+                i = torch.arange(top, bottom + 1, device=tile.lse.device)
+                j = torch.arange(cols.start, cols.stop, device=tile.lse.device)
+                inner = tile.weights @ (j - edge).abs().to(tile.lse.dtype)  # [b, h, r]
+                self.total[:, :, tile.rows] += tile.totals * (i - edge).abs() + inner
+                return
+        _, _, i, j = problem.at(tile.rows, cols)
+        self.total[:, :, tile.rows] += _dot(tile.weights, (i - j).abs().to(tile.lse.dtype))
+
+    def end(self) -> Tensor:
+        return self.total
+
+
+class RowMax(Reduction):
+    """The largest weight of each row."""
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        self.top = torch.full_like(lse, LEAST)  # [b, h, t]
+
+    def take(self, tile: Tile) -> None:
+        rows = self.top[:, :, tile.rows]
+        torch.maximum(rows, tile.tops, out=rows)
+
+    def end(self) -> Tensor:
+        return self.top.exp()  # LEAST gives 0
+
+
+class SinkWeight(Reduction):
+    """What the sink takes of each row: no tile is needed."""
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        self.start = problem.shape.t
+        if problem.sink is None:
+            self.taken = torch.zeros_like(lse)
+        else:
+            sink = problem.sink.to(lse.dtype)[None, :, None, None].expand(*lse.shape, 1)  # [b, h, t, 1]
+            self.taken = scores.weights(sink, lse)[..., 0]
+
+    def end(self) -> Tensor:
+        return self.taken
+
+
+class TopKeys(NamedTuple):
+    """The largest weights of each query, and whose they are: both `[b, h, t, k]`."""
+
+    weights: Tensor
+    keys: Tensor  # int64; −1 where a query sees fewer than k keys
+
+
+class Top(Reduction):
+    """The k largest weights of each row, the largest first; among equals the first keys."""
+
+    def __init__(self, k: int) -> None:
+        self.k = whole(k, "k, the number of keys in top,", least=1)
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        self.best = torch.full((*lse.shape, self.k), LEAST, dtype=lse.dtype, device=lse.device)  # ln w
+        self.keys = torch.full((*lse.shape, self.k), -1, device=lse.device)  # [b, h, t, k]
+
+    def take(self, tile: Tile) -> None:
+        best, keys = self.best[:, :, tile.rows], self.keys[:, :, tile.rows]  # views
+        # The further along a row, the rarer a tile has anything better than the k-th so far.
+        # (Not `tops > last`: NaN must enter. A row of LEAST sees nothing here.)
+        rows = ~(tile.tops <= best[..., -1])  # [b, h, r]
+        if not bool(rows.any()):
+            return
+        logs = tile.logs[rows]  # [n, c]
+        if tile.seen is not None:
+            logs = logs.masked_fill(~tile.seen.expand(tile.logs.shape)[rows], LEAST)
+        found, where = _largest(logs, self.k)  # [n, ≤ k]
+        where = torch.where(found == LEAST, -1, where + tile.cols.start)
+        # Earlier keys stand first, and a stable sort leaves them there among equals.
+        merged = torch.cat((best[rows], found), -1).sort(dim=-1, descending=True, stable=True)
+        chosen = merged.indices[:, : self.k]
+        best[rows] = merged.values[:, : self.k]
+        keys[rows] = torch.cat((keys[rows], where), -1).gather(-1, chosen)
+
+    def end(self) -> TopKeys:
+        return TopKeys(self.best.exp_(), self.keys)
+
+
+def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest entries of each row `[n, c]` in order, and where; among equals the first ones."""
+    k = min(k, x.shape[-1])
+    found = x.topk(k)
+    # topk takes any of those equal to the k-th: where there are more than it took, a stable sort.
+    tied = (x == found.values[:, -1:]).sum(-1) > (found.values == found.values[:, -1:]).sum(-1)
+    # It may also give equals in any order: sorted by place first, then stably by value.
+    where, order = found.indices.sort(-1)
+    values, again = found.values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    where = where.gather(-1, again)
+    if bool(tied.any()):
+        sort = x[tied].sort(dim=-1, descending=True, stable=True)
+        values[tied], where[tied] = sort.values[:, :k], sort.indices[:, :k]
+    return values, where
+
+
+# -- a number per key: [b, h, s] -------------------------------------------------------------------
+
+
+class Received(Reduction):
+    """Column sums, of all queries or of the last ones; by "age" divided by how many could see the key."""
+
+    def __init__(self, last: int | None = None, normalize: str | None = None) -> None:
+        self.last = None if last is None else whole(last, "last, the number of queries that vote,", least=1)
+        if normalize not in (None, "age"):
+            raise ValueError(
+                f'normalize must be None or "age" (by how many could see the key), and {normalize!r} came.'
+            )
+        self.normalize = normalize
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        n = problem.shape
+        self.start = 0 if self.last is None else max(n.t - self.last, 0)
+        self.total = lse.new_zeros(n.b, n.h, n.s)
+        self.could = lse.new_zeros(n.b, n.h, n.s)
+
+    def take(self, tile: Tile) -> None:
+        weights, seen = tile.weights, tile.seen
+        if tile.rows.start < self.start:  # a tile that others wanted too
+            weights = weights[..., self.start - tile.rows.start :, :]
+            seen = None if seen is None else seen[..., self.start - tile.rows.start :, :]
+        self.total[:, :, tile.cols] += weights.sum(-2)
+        if self.normalize:
+            self.could[:, :, tile.cols] += weights.shape[-2] if seen is None else seen.sum(-2)
+
+    def end(self) -> Tensor:
+        return self.total / self.could.clamp(min=1) if self.normalize else self.total
+
+
+class ValueNorms(Received):
+    """Column sums of w·‖v W_o‖: what is received, counted by the size of what it carries."""
+
+    def __init__(self, v: Tensor, w_o: Tensor) -> None:
+        super().__init__()
+        for name, x in (("v", v), ("w_o", w_o)):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                raise TypeError(f"{name} must be a tensor of floats, and {kind(x)} came.")
+        self.v, self.w_o = v, w_o
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        super().begin(problem, lse)
+        n, v = problem.shape, self.v.detach().to(lse.device, lse.dtype)
+        if v.dim() != 4 or v.shape[:3] != (n.b, n.g, n.s):
+            raise ValueError(f"v must be [b, g, s, w] with [{n.b}, {n.g}, {n.s}] here, and {sizes(v)} came.")
+        width = n.h * v.shape[3]
+        if self.w_o.dim() != 2 or self.w_o.shape[1] != width:
+            raise ValueError(
+                f"w_o must be [e, h·w] = [e, {width}], as the weight of the nn.Linear after the heads, and "
+                f"{sizes(self.w_o)} came."
+            )
+        w_o = self.w_o.detach().to(lse.device, lse.dtype).unflatten(1, (n.h, -1)).movedim(1, 0)  # [h, e, w]
+        # ‖v W‖² = v (WᵀW) vᵀ would be cheaper where e > w, and lose half the digits.
+        groups = range(0, n.h, max(n.h // max(n.g, 1), 1))
+        self.norms = lse.new_empty(n.b, n.h, n.s)
+        for group, first in enumerate(groups):
+            for head in range(first, first + n.h // n.g):
+                for entry in range(n.b):
+                    for keys in range(0, n.s, 4096):
+                        block = slice(keys, keys + 4096)
+                        self.norms[entry, head, block] = (v[entry, group, block] @ w_o[head].mT).norm(dim=-1)
+
+    def end(self) -> Tensor:
+        return self.total * self.norms
+
+
+# -- pictures and pairs ----------------------------------------------------------------------------
+
+
+class Pooled(Reduction):
+    """The mean or the largest weight of each cell, `[b, h, rows, cols]`; what is masked counts as 0."""
+
+    def __init__(self, rows: int, cols: int, reduce: str = "mean") -> None:
+        self.cells = (
+            whole(rows, "rows, the number of cells down,", least=1),
+            whole(cols, "cols, the number of cells across,", least=1),
+        )
+        if reduce not in ("mean", "max"):
+            raise ValueError(f'reduce must be "mean" or "max", and {reduce!r} came.')
+        self.mean = reduce == "mean"
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        n = problem.shape
+        for count, size, name, letter in zip(self.cells, (n.t, n.s), ("rows", "cols"), "ts", strict=True):
+            if count > size:
+                raise ValueError(
+                    f"pooled can make at most {size} {name} of cells from {letter} = {size}, and "
+                    f"{count} came: no cell may be empty."
+                )
+        self.down, self.across = (
+            edges(size, count) for size, count in zip((n.t, n.s), self.cells, strict=True)
+        )
+        self.cell = lse.new_zeros(n.b, n.h, *self.cells)
+
+    def take(self, tile: Tile) -> None:
+        down, across = Bins(self.down, tile.rows), Bins(self.across, tile.cols)
+        part = self.cell[:, :, down.cells, across.cells]  # a view
+        if self.mean:
+            along = tile.totals[..., None] if across.single else across.sum(tile.weights)  # [b, h, r, C]
+            part += down.sum(along.mT).mT
+        else:
+            along = tile.tops.exp()[..., None] if across.single else across.max(tile.weights)
+            torch.maximum(part, down.max(along.mT).mT, out=part)
+
+    def end(self) -> Tensor:
+        if self.mean:
+            area = self.down.diff()[:, None] * self.across.diff()  # [rows, cols]
+            self.cell /= area.to(self.cell)
+        return self.cell
+
+
+def edges(size: int, count: int) -> Tensor:
+    """Where `count` bins of `size` entries begin, and where the last one ends: ⌊r · size / count⌋."""
+    return torch.arange(count + 1) * size // count
+
+
+class Bins:
+    """The bins that a run of entries falls into, and sums and maxima over each of them."""
+
+    def __init__(self, edges: Tensor, run: slice) -> None:
+        first = int(torch.searchsorted(edges, run.start, right=True)) - 1
+        last = int(torch.searchsorted(edges, run.stop, right=False))
+        self.cells = slice(first, last)
+        self.starts = (edges[first:last] - run.start).clamp(min=0)
+        self.widths = (edges[first + 1 : last + 1] - run.start).clamp(max=run.stop - run.start) - self.starts
+        self.single = last - first == 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """`[…, n]` → `[…, bins]`."""
+        if self.single:
+            return x.sum(-1, keepdim=True)
+        return torch.zeros(*x.shape[:-1], len(self.widths), dtype=x.dtype, device=x.device).index_add_(
+            -1, torch.arange(len(self.widths)).repeat_interleave(self.widths).to(x.device), x
+        )
+
+    def max(self, x: Tensor) -> Tensor:
+        """`[…, n]` → `[…, bins]`."""
+        if self.single:
+            return x.amax(-1, keepdim=True)
+        widest = int(self.widths.max())
+        # Each bin's entries, the last one repeated where a bin has fewer than the widest.
+        inside = torch.minimum(torch.arange(widest), self.widths[:, None] - 1)  # [bins, widest]
+        return x[..., (self.starts[:, None] + inside).to(x.device)].amax(-1)
+
+
+class LogitsMax(Reduction):
+    """The largest score of each head, `[b, h]`; −inf where no query sees a key."""
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        self.lse = lse
+        self.top = torch.full_like(lse, LEAST)
+
+    def take(self, tile: Tile) -> None:
+        rows = self.top[:, :, tile.rows]
+        torch.maximum(rows, tile.tops, out=rows)
+
+    def end(self) -> Tensor:
+        ground = torch.where(self.lse == -math.inf, 0.0, self.lse)
+        score = torch.where(self.top == LEAST, -math.inf, self.top + ground)  # [b, h, t]
+        if score.shape[-1] == 0:
+            return score.new_full(score.shape[:-1], -math.inf)
+        return score.amax(-1)
+
+
+class Divergence(Reduction):
+    """½ Σ p·ln(p/m) + ½ Σ q·ln(q/m), m = ½ (p + q), averaged over queries, between heads: `[b, h, h]`."""
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        n = problem.shape
+        self.queries, self.dtype = n.t, lse.dtype
+        self.total = torch.zeros(n.b, n.h, n.h, dtype=torch.float64, device=lse.device)
+
+    def take(self, tile: Tile) -> None:
+        w = tile.weights
+        for head in range(w.shape[1] - 1):
+            apart = jensen_shannon(w[:, head : head + 1], w[:, head + 1 :])  # [b, h − head − 1, r, c]
+            self.total[:, head, head + 1 :] += apart.sum((-2, -1))
+
+    def end(self) -> Tensor:
+        both = self.total + self.total.mT
+        return (both / max(self.queries, 1)).to(self.dtype)
+
+
+def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    """½ p·ln(p/m) + ½ q·ln(q/m) with m = ½ (p + q), entry by entry, in nats."""
+    m = (p + q) / 2
+    ground = torch.where(m == 0, 1.0, m)
+    return (torch.special.xlogy(p, p / ground) + torch.special.xlogy(q, q / ground)) / 2
+
+
+def between(one: tuple[Problem, Tensor], other: tuple[Problem, Tensor]) -> Tensor:
+    """The mean Jensen–Shannon divergence head by head, `[b, h]`, of two problems of one shape."""
+    n, lse = one[0].shape, one[1]
+    total = torch.zeros(n.b, n.h, dtype=torch.float64, device=lse.device)
+    with torch.no_grad(), scores.exactly(lse.device):
+        for rows, columns in chunked.blocks(one[0].under(None)):
+            spans = [problem.span(rows.start, rows.stop)[0] for problem, _ in (one, other)]
+            for cols in columns:
+                if any(cols.start < right and left < cols.stop for left, right in spans):
+                    p, q = (Tile(*side, rows, cols).weights.to(lse) for side in (one, other))
+                    total += jensen_shannon(p, q).sum((-2, -1))
+    return (total / max(n.t, 1)).to(lse.dtype)
+
+
+def mixed(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
+    """share `[b, r, t]` · W `[b, t, s]`, the weights averaged over heads: `[b, r, s]`."""
+    made = share.new_zeros(*share.shape[:2], problem.shape.s)
+    with torch.no_grad(), scores.exactly(lse.device):
+        for tile in tiles(problem, lse):
+            made[:, :, tile.cols] += share[:, :, tile.rows] @ tile.weights.mean(1).to(share)
+    return made
+
+
+# -- what a mask shares with a map -----------------------------------------------------------------
+
+
+def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
+    """The weight of each row inside a mask `[b, h, t]`, or its mean over the rows that could, `[b, h]`."""
+    if mask is None:
+        raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
+    both = problem.within(mask)  # tiles that no pair of the two shares are never walked
+    total = torch.zeros_like(lse)  # [b, h, t]
+    could = torch.zeros_like(lse, dtype=torch.bool)
+    with torch.no_grad(), scores.exactly(lse.device):
+        for tile in tiles(both, lse):
+            total[:, :, tile.rows] += tile.totals
+            could[:, :, tile.rows] |= True if tile.seen is None else tile.seen.any(-1)
+    if not mean:
+        return total
+    return torch.where(could, total, 0.0).sum(-1) / could.sum(-1).clamp(min=1)
+
+
+def first_keys(problem: Problem) -> Tensor:
+    """The first key that each query may see, `[b, h, t]`; s where it sees none. No score is computed."""
+    n = problem.shape
+    first = torch.full((n.b, n.h, n.t), n.s, device=problem.q.device)
+    for rows, columns in chunked.blocks(problem):
+        found = first[:, :, rows]  # a view
+        for cols in columns:
+            seen = scores.visible(problem, rows, cols)  # [b or 1, h or 1, r, c]
+            here = torch.where(seen.any(-1), cols.start + seen.to(torch.uint8).argmax(-1), n.s)
+            torch.minimum(found, here, out=found)
+            if bool((found < n.s).all()):
+                break
+    return first
+
+
+# -- by name ---------------------------------------------------------------------------------------
+
+
+class Mass(Reduction):
+    """`mass`, for whoever asks for it among others: it walks its own tiles."""
+
+    def __init__(self, mask: Mask, mean: bool = False) -> None:
+        self.mask, self.mean = mask, mean
+
+    def begin(self, problem: Problem, lse: Tensor) -> None:
+        self.start = problem.shape.t
+        self.result = mass(problem, lse, self.mask, self.mean)
+
+    def end(self) -> Tensor:
+        return self.result
+
+
+BY_NAME: dict[str, type[Reduction]] = {
+    "entropy": Entropy,
+    "distance": Distance,
+    "row_max": RowMax,
+    "received": Received,
+    "top": Top,
+    "mass": Mass,
+    "pooled": Pooled,
+    "value_norms": ValueNorms,
+    "logits_max": LogitsMax,
+    "sink_weight": SinkWeight,
+    "divergence": Divergence,
+}
+
+
+def make(name: str, given: Any) -> Reduction:
+    """A reduction by its name, with one argument, a tuple of them, or a dict of them by name."""
+    made = BY_NAME[name]
+    try:
+        if isinstance(given, dict):
+            signature(made).bind(**given)
+            return made(**given)
+        given = given if isinstance(given, tuple) else (given,)
+        signature(made).bind(*given)
+    except TypeError as error:
+        takes = ", ".join(str(p) for p in signature(made).parameters.values()) or "no arguments"
+        raise TypeError(f"{name} takes {takes}, and {given!r} came ({error}).") from None
+    return made(*given)
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """Σ x·y along the last dimension."""
+    return (x * y).sum(-1)
