@@ -22,6 +22,7 @@ from manyheads.masks import (
     SameToken,
     Window,
 )
+from manyheads.observe import observe, open_run
 from manyheads.positions import Rotary, Sinusoidal
 
 __version__ = "0.1.0"
@@ -55,4 +56,6 @@ __all__ = [
     "attention_with_map",
     "explain",
     "measures",
+    "observe",
+    "open_run",
 ]

@@ -24,6 +24,11 @@ Index = Any
 class Bias(Value):
     """What is added to a score. Subclasses hold one tensor, which may ask for a gradient."""
 
+    @property
+    def hides(self) -> bool:
+        """May it hold −inf, which masks?"""
+        return False
+
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
         """What to add for query position i and key j: of `dtype`, broadcasts to `[b, h, t, s]`."""
         raise NotImplementedError
@@ -58,6 +63,10 @@ class OnlyBias(Bias):
     bias: Bias
     batch: Tensor
     heads: Tensor
+
+    @property
+    def hides(self) -> bool:
+        return self.bias.hides
 
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
         return self.bias.add(self.batch[b], self.heads[h], i, j, dtype)
@@ -173,6 +182,10 @@ class Dense(Bias):
 
     values: Tensor
     first: int | Tensor = bound(0)  # the position of row 0
+
+    @property
+    def hides(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor) or not self.values.is_floating_point():

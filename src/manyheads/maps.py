@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,10 @@ from manyheads import reductions, scores
 from manyheads.kernels import chunked
 from manyheads.masks import Mask, Rule
 from manyheads.scores import Problem, Rows
-from manyheads.shapes import DTYPES, Shape, kind, sizes, whole
+from manyheads.shapes import DTYPES, amount, kind, sizes, whole
+
+if TYPE_CHECKING:
+    from manyheads import files
 
 Tokens = tuple[str, ...] | tuple[tuple[str, ...], ...]
 
@@ -58,8 +60,17 @@ class AttentionMap:
         provenance: Mapping[str, Any] | None = None,
     ) -> AttentionMap:
         """The map of a problem; without a log-sum-exp, one pass over the keys computes it when needed."""
+        if not isinstance(problem, Problem):
+            raise TypeError(
+                f"a map is made of a Problem, and {kind(problem)} came: attention_with_map makes one."
+            )
+        if not isinstance(provenance or {}, Mapping):
+            raise TypeError(f"provenance must be a dict, and {kind(provenance)} came.")
+        n = problem.shape
+        if lse is not None and tuple(lse.shape) != (n.b, n.h, n.t):
+            raise ValueError(f"lse must be [b, h, t] = [{n.b}, {n.h}, {n.t}], and {sizes(lse)} came.")
         problem = problem.detach().without_values()
-        labels = None if tokens is None else _labels(tokens, problem.shape)
+        labels = None if tokens is None else labels_of(tokens, n.b, n.s)
         amap = cls(problem, labels, dict(provenance or {}), _versions(problem))
         if lse is not None:
             amap.__dict__["lse"] = lse.detach()
@@ -78,9 +89,19 @@ class AttentionMap:
         return n.b, n.h, n.t, n.s
 
     @property
+    def heads(self) -> tuple[int, ...]:
+        """The numbers of its heads in the model: 0 to h − 1, unless some were picked."""
+        return tuple(self.provenance.get("heads", range(self.shape[1])))
+
+    @property
+    def knows_lse(self) -> bool:
+        """Is the log-sum-exp there already, or would it take a pass over the keys?"""
+        return "lse" in self.__dict__
+
+    @property
     def nbytes(self) -> int:
         """The bytes that the map holds: q, k, and the log-sum-exp once it is known."""
-        held = [self.problem.q, self.problem.k, *([self.lse] if "lse" in self.__dict__ else [])]
+        held = [self.problem.q, self.problem.k, *([self.lse] if self.knows_lse else [])]
         return sum(x.numel() * x.element_size() for x in held)
 
     # -- the same map, otherwise -------------------------------------------------------------------
@@ -88,7 +109,7 @@ class AttentionMap:
     def under(self, mask: Mask | None) -> AttentionMap:
         """The map of the same q and k under another mask (None: no mask): a what-if."""
         self._fresh()
-        return self._of(self.problem.under(mask))
+        return self.again(self.problem.under(mask))
 
     def only(
         self, batch: int | Sequence[int] | None = None, heads: int | Sequence[int] | None = None
@@ -100,8 +121,17 @@ class AttentionMap:
         tokens = self.tokens
         if tokens and not isinstance(tokens[0], str):
             tokens = tuple(tokens[n] for n in b)
-        lse = self.lse[b][:, h] if "lse" in self.__dict__ else None
-        return AttentionMap.of(self.problem.only(b, h), lse, tokens, self.provenance)
+        lse = self.lse[b][:, h] if self.knows_lse else None
+        where = {**self.provenance, "heads": [self.heads[n] for n in h]}
+        return AttentionMap.of(self.problem.only(b, h), lse, tokens, where)
+
+    def compact(self) -> AttentionMap:
+        """The map with q and k in memory of their own, if what they are views of is larger than they."""
+        p = self.problem
+        held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (p.q, p.k)}
+        if sum(held.values()) <= p.q.nbytes + p.k.nbytes:
+            return self
+        return self.again(replace(p, q=p.q.clone(), k=p.k.clone()), self.lse if self.knows_lse else None)
 
     def to(self, place: torch.device | str | torch.dtype) -> AttentionMap:
         """The map with q and k on another device, or stored in another floating-point dtype.
@@ -111,34 +141,34 @@ class AttentionMap:
         """
         self._fresh()
         if isinstance(place, torch.dtype):
-            if place not in DTYPES:
-                raise TypeError(f"a map is stored in one of {', '.join(map(str, DTYPES))}, and {place} came.")
-            if place == self.problem.q.dtype:
-                return self
-            return self._of(self.problem.cast(place))
-        amap = self._of(self.problem.to(place))
-        if "lse" in self.__dict__:
-            amap.__dict__["lse"] = self.lse.to(place)
-        return amap
+            return self if place == self.problem.q.dtype else self.again(_cast(self.problem, place))
+        try:
+            device = torch.device(place)
+            problem = self.problem.to(device)
+        except (RuntimeError, TypeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"a map goes to a device or a dtype, and {place!r} is none here: {reason}."
+            ) from None
+        if device.type == "meta":
+            raise ValueError("a map on the device meta would have no weights, and to('meta') came.")
+        return self.again(problem, self.lse.to(device) if self.knows_lse else None)
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> AttentionMap:
         """The map with labels of its keys: s strings, or b lists of them; ValueError for another number."""
-        labels = None if tokens is None else _labels(tokens, self.problem.shape)
-        return self._with(tokens=labels)
-
-    def _of(self, problem: Problem) -> AttentionMap:
-        return AttentionMap.of(problem, None, self.tokens, self.provenance)
-
-    def _with(self, **changes: Any) -> AttentionMap:
-        new = replace(self, **changes)
-        new.__dict__.update({"lse": self.lse} if "lse" in self.__dict__ else {})
-        return new
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionMap:
         self._fresh()
-        problem = deepcopy(self.problem, memo)
-        lse = deepcopy(self.lse, memo) if "lse" in self.__dict__ else None
-        return AttentionMap.of(problem, lse, self.tokens, deepcopy(dict(self.provenance), memo))
+        lse = self.lse if self.knows_lse else None
+        return AttentionMap.of(self.problem, lse, tokens, self.provenance)
+
+    def again(self, problem: Problem, lse: Tensor | None = None) -> AttentionMap:
+        """The map of another problem, with this one's tokens (if they are as many) and provenance."""
+        tokens = self.tokens if problem.shape.s == self.shape[3] else None
+        return AttentionMap.of(problem, lse, tokens, self.provenance)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._fresh()
+        lse = self.lse if self.knows_lse else None
+        return AttentionMap.of, (self.problem, lse, self.tokens, dict(self.provenance))
 
     # -- the matrix --------------------------------------------------------------------------------
 
@@ -211,6 +241,11 @@ class AttentionMap:
         self._fresh()
         return reductions.mass(self.problem, self.lse, mask, mean)
 
+    def masses(self, mask: Mask) -> tuple[Tensor, Tensor]:
+        """`mass` of each query, and whether it shares a visible key with the mask: both `[b, h, t]`."""
+        self._fresh()
+        return reductions.masses(self.problem, self.lse, mask)
+
     def pooled(self, rows: int, cols: int, reduce: str = "mean") -> Tensor:
         """A picture of every head, `[b, h, rows, cols]`: the "mean" or the "max" weight of each cell.
 
@@ -276,6 +311,9 @@ class AttentionMap:
 
         Raises ValueError for a name that isn't a statistic.
         """
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"statistics are asked for by name, and {kind(name)} came.")
         asked: dict[str, Any] = dict.fromkeys(names, ()) | arguments
         for name in asked:
             if name not in reductions.BY_NAME:
@@ -300,12 +338,12 @@ class AttentionMap:
     def first_key(self) -> Mask:
         """A mask of the first key that each query may see: column 0 unless padded or packed."""
         self._fresh()
-        first = reductions.first_keys(self.problem)  # [b or 1, h or 1, t]
+        first = reductions.first_keys(self.problem)  # [b, h, t]
         offset = self.problem.offset
 
         def is_first(b: Any, h: Any, i: Any, j: Any) -> Any:
             row = i - (offset if isinstance(offset, int) else offset[b])
-            return first[b if first.shape[0] > 1 else 0, h if first.shape[1] > 1 else 0, row] == j
+            return first[b, h, row] == j
 
         return Rule(is_first)
 
@@ -318,8 +356,7 @@ class AttentionMap:
         """
         from manyheads import files
 
-        self._fresh()
-        files.write(path, [files.Entry("", 0, self._stored())])
+        files.write(path, [files.Entry("", 0, self.stored())])
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> AttentionMap:
@@ -336,16 +373,14 @@ class AttentionMap:
             raise ValueError(
                 f"{path} holds {len(maps)} maps or statistics of a run: manyheads.open_run reads it."
             )
-        return cls._restored(maps[0])
+        return cls.of(*maps[0])
 
-    def _stored(self) -> Any:
+    def stored(self) -> files.Stored:
+        """What a file holds of the map."""
         from manyheads import files
 
+        self._fresh()
         return files.Stored(self.problem, self.lse, self.tokens, self.provenance)
-
-    @classmethod
-    def _restored(cls, stored: Any) -> AttentionMap:
-        return cls.of(stored.problem, stored.lse, stored.tokens, stored.provenance)
 
     def __repr__(self) -> str:
         b, h, t, s = self.shape
@@ -354,7 +389,7 @@ class AttentionMap:
         return (
             f"AttentionMap([b={b}, h={h}, t={t}, s={s}], mask={self.problem.mask!s}, "
             f"{str(self.problem.q.dtype).removeprefix('torch.')} on {self.problem.q.device}{named}, "
-            f"holding {_amount(self.nbytes)} for weights of {_amount(whole_matrix)})"
+            f"holding {amount(self.nbytes)} for weights of {amount(whole_matrix)})"
         )
 
     def _fresh(self) -> None:
@@ -365,34 +400,36 @@ class AttentionMap:
             )
 
 
-def _amount(size: float) -> str:
-    """Bytes as people say them."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
-def _labels(tokens: Any, shape: Shape) -> Tokens:
+def labels_of(tokens: Any, b: int, s: int) -> Tokens:
     """Labels of the keys, checked: s strings, or b lists of them."""
-    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
-        raise TypeError(
-            f"tokens must be a list of s = {shape.s} strings, or b such lists, and {kind(tokens)} came."
-        )
-    several = bool(tokens) and not isinstance(tokens[0], str)
-    if several and len(tokens) != shape.b:
-        raise ValueError(
-            f"tokens must be one list, or one for each of b = {shape.b}, and {len(tokens)} lists came."
-        )
+    takes = f"tokens must be a list of s = {s} strings, or b = {b} such lists"
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
+        raise TypeError(f"{takes}, and {kind(tokens)} came.")
+    several = bool(tokens) and isinstance(tokens[0], Sequence) and not isinstance(tokens[0], str | bytes)
+    if several and len(tokens) != b:
+        raise ValueError(f"{takes}, and {len(tokens)} lists came.")
     for labels in tokens if several else [tokens]:
-        if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
-            raise TypeError("tokens must be strings, and something else came among them.")
-        if len(labels) != shape.s:
-            raise ValueError(
-                f"tokens must be s = {shape.s} labels, one for each key, and {len(labels)} came."
-            )
+        for label in labels:
+            if not isinstance(label, str):
+                raise TypeError(f"{takes}, and {label!r} came among them.")
+        if len(labels) != s:
+            raise ValueError(f"{takes}, one for each key, and {len(labels)} came.")
     return tuple(tuple(labels) for labels in tokens) if several else tuple(tokens)
+
+
+def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
+    """q and k in another dtype; ValueError where a number would become infinite there."""
+    if dtype not in DTYPES:
+        raise TypeError(f"a map is stored in one of {', '.join(map(str, DTYPES))}, and {dtype} came.")
+    cast = problem.cast(dtype)
+    for name, before, after in (("q", problem.q, cast.q), ("k", problem.k, cast.k)):
+        if scores.finite(before) and not scores.finite(after):
+            most = float(before.abs().max())
+            raise ValueError(
+                f"{name} holds numbers up to {most:.3g}, {dtype} goes up to {torch.finfo(dtype).max:.3g}: "
+                "store the map in bfloat16 or float32."
+            )
+    return cast
 
 
 def picked_rows(rows: int | Sequence[int] | slice | Tensor, t: int) -> list[int]:
@@ -406,6 +443,8 @@ def _chosen(
     """Some of a dimension's entries as a list, with negative ones resolved; None is all."""
     if index is None:
         return list(range(size))
+    if isinstance(index, Sequence) and any(isinstance(n, bool) for n in index):
+        raise IndexError(f"an index for {what[1]} must be integers, and {index!r} came.")
     picked = _pick([index] if isinstance(index, int) else index, size, what)
     return torch.arange(size)[picked].flatten().tolist()
 
@@ -415,7 +454,8 @@ def _versions(problem: Problem) -> tuple[int, ...] | None:
     if torch.compiler.is_compiling():
         return None
     parts = [part for part in (problem.mask, problem.bias) if part is not None]
-    read = [problem.q, problem.k, *(x for part in parts for x in part.tensors())]
+    more = [x for x in (problem.sink, problem.offset) if isinstance(x, Tensor)]
+    read = [problem.q, problem.k, *more, *(x for part in parts for x in part.tensors())]
     return tuple(0 if x.is_inference() else x._version for x in read)
 
 

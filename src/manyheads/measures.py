@@ -61,13 +61,18 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
     Raises ValueError for all rows at once (`rows=None`): the product of matrices is as dense as
     they are, t × t in memory and t³ per layer in time.
     """
-    if not isinstance(maps, Sequence) or not all(isinstance(amap, AttentionMap) for amap in maps) or not maps:
+    if isinstance(maps, AttentionMap) or not isinstance(maps, Sequence):
         raise TypeError(f"rollout takes a list of AttentionMaps, one per layer, and {kind(maps)} came.")
+    if not maps:
+        raise ValueError("rollout takes a list of AttentionMaps, one per layer, and an empty one came.")
+    for amap in maps:
+        if not isinstance(amap, AttentionMap):
+            raise TypeError(f"rollout takes AttentionMaps, one per layer, and {kind(amap)} came among them.")
     b, _, t, s = maps[0].shape
     for amap in maps:
-        if amap.shape[0] != b or amap.shape[2:] != (t, t):
+        if amap.shape[0] != b or amap.shape[2:] != (t, t) or not amap.shape[1]:
             raise ValueError(
-                f"rollout multiplies layers of one sequence, [b, h, t, t] with b = {b}, t = {t} here, and "
+                f"rollout multiplies layers of one sequence, [b, h, t, t] with b = {b}, t = {t} and heads, and "
                 f"{list(amap.shape)} came."
             )
     if rows is None:

@@ -42,12 +42,15 @@ class Tile:
         return scores.visible(self.problem, self.rows, self.cols)
 
     @cached_property
+    def scores(self) -> Tensor:
+        """`[b, h, r, c]`; −inf where the query may not see the key."""
+        return scores.tile(self.problem, self.rows, self.cols)
+
+    @cached_property
     def logs(self) -> Tensor:
-        """ln w = score − lse, `[b, h, r, c]`; `LEAST` where the query may not see the key."""
-        score = scores.tile(self.problem, self.rows, self.cols)
+        """ln w = score − lse, `[b, h, r, c]`, but at least `LEAST`."""
         lse = self.lse[:, :, self.rows]
-        logs = score.sub_(torch.where(lse == -math.inf, 0.0, lse)[..., None])
-        return logs if self.seen is None else logs.clamp_(min=LEAST)
+        return (self.scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).clamp_(min=LEAST)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -64,11 +67,6 @@ class Tile:
     def tops(self) -> Tensor:
         """The largest ln w of each row, `[b, h, r]`; `LEAST` where it sees no key of the tile."""
         return self.logs.amax(-1)
-
-    @cached_property
-    def count(self) -> int | Tensor:
-        """How many of the rows may see each key, an int or `[b or 1, h or 1, c]`."""
-        return self.rows.stop - self.rows.start if self.seen is None else self.seen.sum(-2)
 
 
 def tiles(problem: Problem, lse: Tensor, start: int = 0) -> Iterator[Tile]:
@@ -194,21 +192,21 @@ class Top(Reduction):
         self.k = whole(k, "k, the number of keys in top,", least=1)
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.best = torch.full((*lse.shape, self.k), LEAST, dtype=lse.dtype, device=lse.device)  # ln w
+        self.best = lse.new_full((*lse.shape, self.k), -math.inf)  # ln w, below that of any key
         self.keys = torch.full((*lse.shape, self.k), -1, device=lse.device)  # [b, h, t, k]
 
     def take(self, tile: Tile) -> None:
         best, keys = self.best[:, :, tile.rows], self.keys[:, :, tile.rows]  # views
         # The further along a row, the rarer a tile has anything better than the k-th so far.
-        # (Not `tops > last`: NaN must enter. A row of LEAST sees nothing here.)
+        # (Not `tops > last`: NaN must enter.)
         rows = ~(tile.tops <= best[..., -1])  # [b, h, r]
         if not bool(rows.any()):
             return
         logs = tile.logs[rows]  # [n, c]
         if tile.seen is not None:
-            logs = logs.masked_fill(~tile.seen.expand(tile.logs.shape)[rows], LEAST)
+            logs = logs.masked_fill(~tile.seen.expand(tile.logs.shape)[rows], -math.inf)
         found, where = _largest(logs, self.k)  # [n, ≤ k]
-        where = torch.where(found == LEAST, -1, where + tile.cols.start)
+        where = torch.where(found == -math.inf, -1, where + tile.cols.start)
         # Earlier keys stand first, and a stable sort leaves them there among equals.
         merged = torch.cat((best[rows], found), -1).sort(dim=-1, descending=True, stable=True)
         chosen = merged.indices[:, : self.k]
@@ -289,19 +287,17 @@ class ValueNorms(Received):
                 f"w_o must be [e, h·w] = [e, {width}], as the weight of the nn.Linear after the heads, and "
                 f"{sizes(self.w_o)} came."
             )
-        w_o = self.w_o.detach().to(lse.device, lse.dtype).unflatten(1, (n.h, -1)).movedim(1, 0)  # [h, e, w]
+        w_o = self.w_o.detach().to(lse.device, lse.dtype)
+        w_o = w_o.reshape(w_o.shape[0], n.h, v.shape[3]).movedim(1, 0)  # [h, e, w]
         # ‖v W‖² = v (WᵀW) vᵀ would be cheaper where e > w, and lose half the digits.
-        groups = range(0, n.h, max(n.h // max(n.g, 1), 1))
         self.norms = lse.new_empty(n.b, n.h, n.s)
-        for group, first in enumerate(groups):
-            for head in range(first, first + n.h // n.g):
-                for entry in range(n.b):
-                    for keys in range(0, n.s, 4096):
-                        block = slice(keys, keys + 4096)
-                        self.norms[entry, head, block] = (v[entry, group, block] @ w_o[head].mT).norm(dim=-1)
+        for head in range(n.h):
+            for start in range(0, n.s, 4096):
+                keys = slice(start, start + 4096)
+                self.norms[:, head, keys] = (v[:, head * n.g // n.h, keys] @ w_o[head].mT).norm(dim=-1)
 
     def end(self) -> Tensor:
-        return self.total * self.norms
+        return torch.where(self.total == 0, 0.0, self.total * self.norms)  # a hidden NaN gives nothing
 
 
 # -- pictures and pairs ----------------------------------------------------------------------------
@@ -387,19 +383,13 @@ class LogitsMax(Reduction):
     """The largest score of each head, `[b, h]`; −inf where no query sees a key."""
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.lse = lse
-        self.top = torch.full_like(lse, LEAST)
+        self.top = lse.new_full(lse.shape[:2], -math.inf)  # [b, h]
 
     def take(self, tile: Tile) -> None:
-        rows = self.top[:, :, tile.rows]
-        torch.maximum(rows, tile.tops, out=rows)
+        torch.maximum(self.top, tile.scores.amax((-2, -1)), out=self.top)
 
     def end(self) -> Tensor:
-        ground = torch.where(self.lse == -math.inf, 0.0, self.lse)
-        score = torch.where(self.top == LEAST, -math.inf, self.top + ground)  # [b, h, t]
-        if score.shape[-1] == 0:
-            return score.new_full(score.shape[:-1], -math.inf)
-        return score.amax(-1)
+        return self.top
 
 
 class Divergence(Reduction):
@@ -447,15 +437,16 @@ def mixed(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
     made = share.new_zeros(*share.shape[:2], problem.shape.s)
     with torch.no_grad(), scores.exactly(lse.device):
         for tile in tiles(problem, lse):
-            made[:, :, tile.cols] += share[:, :, tile.rows] @ tile.weights.mean(1).to(share)
+            part = share[:, :, tile.rows]  # a row with no share says nothing, not even NaN
+            made[:, :, tile.cols] += scores.mix(part, part != 0, tile.weights.mean(1).to(share))
     return made
 
 
 # -- what a mask shares with a map -----------------------------------------------------------------
 
 
-def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
-    """The weight of each row inside a mask `[b, h, t]`, or its mean over the rows that could, `[b, h]`."""
+def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """The weight of each row inside a mask, and whether the row sees any of it: both `[b, h, t]`."""
     if mask is None:
         raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
     both = problem.within(mask)  # tiles that no pair of the two shares are never walked
@@ -465,6 +456,14 @@ def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
         for tile in tiles(both, lse):
             total[:, :, tile.rows] += tile.totals
             could[:, :, tile.rows] |= True if tile.seen is None else tile.seen.any(-1)
+    return total, could
+
+
+def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
+    """The weight of each row inside a mask `[b, h, t]`, or its mean over the rows that could, `[b, h]`."""
+    if not isinstance(mean, bool):
+        raise TypeError(f"mean must be True or False, and {mean!r} came.")
+    total, could = masses(problem, lse, mask)
     if not mean:
         return total
     return torch.where(could, total, 0.0).sum(-1) / could.sum(-1).clamp(min=1)
@@ -520,16 +519,14 @@ BY_NAME: dict[str, type[Reduction]] = {
 def make(name: str, given: Any) -> Reduction:
     """A reduction by its name, with one argument, a tuple of them, or a dict of them by name."""
     made = BY_NAME[name]
+    named = given if isinstance(given, dict) else {}
+    plain = () if isinstance(given, dict) else given if isinstance(given, tuple) else (given,)
     try:
-        if isinstance(given, dict):
-            signature(made).bind(**given)
-            return made(**given)
-        given = given if isinstance(given, tuple) else (given,)
-        signature(made).bind(*given)
+        signature(made).bind(*plain, **named)
     except TypeError as error:
-        takes = ", ".join(str(p) for p in signature(made).parameters.values()) or "no arguments"
-        raise TypeError(f"{name} takes {takes}, and {given!r} came ({error}).") from None
-    return made(*given)
+        takes = ", ".join(signature(made).parameters) or "no arguments"
+        raise TypeError(f"the statistic {name} takes {takes}, and it can't be had so: {error}.") from None
+    return made(*plain, **named)
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

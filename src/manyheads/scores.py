@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from manyheads.biases import Bias, Dense
+from manyheads.biases import Bias
 from manyheads.masks import Mask, extremes
 from manyheads.shapes import Shape, kind, real, shape_of, sizes
 from manyheads.values import Value
@@ -342,10 +342,11 @@ def tile(
 def visible(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
-    """Where the query may see the key, without a score: boolean, broadcasts to `[b, h, r, c]`."""
-    seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=problem.q.device)
-    if isinstance(problem.bias, Dense):
-        seen = problem.bias.add(*problem.at(rows, cols, batch, heads), problem.dtype) != -math.inf
+    """Where the query may see the key, without a score: `[b or 1, h or 1, r, c]`."""
+    b, h, i, j = problem.at(rows, cols, batch, heads)
+    seen = torch.ones(1, 1, i.shape[2], j.shape[3], dtype=torch.bool, device=problem.q.device)
+    if problem.bias is not None and problem.bias.hides:
+        seen = seen & (problem.bias.add(b, h, i, j, problem.dtype) != -math.inf)
     if problem.mask is not None and not _keeps_all(problem, rows, cols):
         seen = seen & problem.keep(problem.mask, rows, cols, batch, heads)
     return seen
@@ -353,7 +354,7 @@ def visible(
 
 def sees_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
     """Is it known, without a look at the pairs, that in this tile every query may see every key?"""
-    if isinstance(problem.bias, Dense):
+    if problem.bias is not None and problem.bias.hides:
         return False
     return problem.mask is None or _keeps_all(problem, rows, cols)
 

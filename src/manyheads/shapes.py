@@ -91,6 +91,15 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     return Shape(b, h, g, t, s, d, v.shape[3])
 
 
+def amount(size: float) -> str:
+    """Bytes as people say them."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
 def divide(whole: int, parts: int, what: str, into: str) -> int:
     """whole / parts, or a sentence that names both."""
     if parts < 1 or whole % parts:

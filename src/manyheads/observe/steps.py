@@ -1,0 +1,146 @@
+"""Generation, step by step: calls whose keys continue each other's, joined into one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyheads.biases import Bias
+from manyheads.maps import AttentionMap
+from manyheads.masks import Causal, Drop, Full, Keep, Keys, Mask, Window
+from manyheads.observe.reduced import Reduced
+from manyheads.scores import Problem
+
+
+class Print(NamedTuple):
+    """A few keys of a call, copied, by which its cache is known again when the next step comes."""
+
+    columns: list[int]
+    keys: Tensor  # [b, g, columns, d]
+    rows: int  # queries so far
+    place: int  # where the keys were in memory
+
+    @classmethod
+    def of(cls, k: Tensor, call: AttentionMap | Reduced) -> Print:
+        """The print of keys k `[b, g, s, d]`."""
+        offset = call.offset if isinstance(call, Reduced) else call.problem.offset
+        end = min(offset + call.shape[2], k.shape[2]) if isinstance(offset, int) else 0
+        columns = sorted({0, end // 2, end - 1}) if end > 0 else []
+        return cls(columns, k.detach()[:, :, columns].clone(), end, k.data_ptr())
+
+    def in_front_of(self, k: Tensor) -> bool:
+        """Do these keys begin with those of the print?"""
+        if not self.columns or k.shape[2] < self.rows or k.shape[:2] != self.keys.shape[:2]:
+            return False
+        return torch.equal(k[:, :, self.columns], self.keys)
+
+
+def joined(
+    old: AttentionMap | Reduced, new: AttentionMap | Reduced, before: Print, k: Tensor
+) -> AttentionMap | Reduced | None:
+    """One call of two, if the new one's keys k are the old one's and then its own; else None."""
+    together: AttentionMap | Reduced | None = None
+    if before.in_front_of(k):
+        if isinstance(old, Reduced) and isinstance(new, Reduced):
+            together = (
+                old.followed_by(new) if _follows(old.shape, old.offset, new.shape, new.offset) else None
+            )
+        elif isinstance(old, AttentionMap) and isinstance(new, AttentionMap):
+            together = _together(old, new)
+    if (
+        together is None
+        and isinstance(old, AttentionMap)
+        and before.place == k.data_ptr()
+        and k.is_inference()
+    ):
+        raise ValueError(
+            f"the keys of {old.provenance.get('layer', 'a layer')} were overwritten in place since its last "
+            "call, whose map can't be kept: use a cache that grows (DynamicCache)."
+        )
+    return together
+
+
+def _follows(old: tuple[int, ...], first: int | Tensor, new: tuple[int, ...], second: int | Tensor) -> bool:
+    """Do the new queries stand just behind the old ones, with keys that reach as far?"""
+    if not isinstance(first, int) or not isinstance(second, int):
+        return False
+    return old[:2] == new[:2] and second == first + old[2] and new[3] >= max(second + new[2], old[3])
+
+
+def _together(old: AttentionMap, new: AttentionMap) -> AttentionMap | None:
+    p, n = old.problem, new.problem
+    if not _follows(old.shape, p.offset, new.shape, n.offset) or (p.scale, p.softcap) != (n.scale, n.softcap):
+        return None
+    if old.heads != new.heads or not _same(p.sink, n.sink) or not _same_bias(p.bias, n.bias):
+        return None
+    if p.q.dtype != n.q.dtype or p.shape.d != n.shape.d:
+        return None
+    mask = _mask(p, n)
+    if mask is None:
+        return None
+    problem = Problem.of(
+        torch.cat((p.q, n.q), 2),
+        n.k,
+        n.v,
+        mask=mask,
+        bias=n.bias,
+        scale=n.scale,
+        softcap=n.softcap,
+        sink=n.sink,
+        offset=p.offset,
+    )
+    lse = torch.cat((old.lse, new.lse), 2) if old.knows_lse and new.knows_lse else None
+    return new.again(problem, lse)
+
+
+def _mask(p: Problem, n: Problem) -> Mask | None:
+    """The mask of both steps' queries over the later keys, if it can be said: a band and some keys."""
+    (old_band, old_keys), (new_band, new_keys) = _band_and_keys(p), _band_and_keys(n)
+    if old_keys is None or new_keys is None or not isinstance(p.offset, int):
+        return None
+    if n.shape.t == 1 and new_band != old_band:
+        # A single last query that sees every key up to its own is causal, whatever it was called.
+        sees_all = new_band == (None, None) and old_band == (None, 0) and n.offset == n.shape.s - 1
+        new_band = old_band if sees_all else new_band
+    low, high = old_band
+    last = p.offset + p.shape.t - 1
+    if old_band != new_band or high is None or last + high >= p.shape.s:
+        return None  # the old queries would see the later keys
+    if not torch.equal(old_keys, new_keys[:, : p.shape.s].expand(old_keys.shape)):
+        return None
+    band: Mask = Causal() if (low, high) == (None, 0) else Window(None if low is None else -low, high)
+    return band if bool(new_keys.all()) else band & Keep(new_keys[:, None, None])
+
+
+def _band_and_keys(p: Problem) -> tuple[tuple[int | None, int | None], Tensor | None]:
+    """A mask as a band, and the keys `[b, s]` that all queries may see; None where it is more than that."""
+    everything = torch.ones(p.shape.b, p.shape.s, dtype=torch.bool, device=p.q.device)
+    if p.mask is None:
+        return (None, None), everything
+    band, segments, lengths, rest = p.mask.normal()
+    same_for_all = [
+        part
+        for part in rest
+        if isinstance(part, Keys | Full)
+        or (isinstance(part, Keep | Drop) and part.tensor.shape[1:3] == (1, 1))
+    ]
+    if segments or len(same_for_all) < len(rest):
+        return band, None
+    first = slice(0, 1)
+    keys = everything
+    for part in (*lengths, *rest):
+        keys = keys & p.keep(part, first, slice(None))[:, 0, 0]  # [b, s]
+    return band, keys
+
+
+def _same(x: Tensor | None, y: Tensor | None) -> bool:
+    return (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
+
+
+def _same_bias(x: Bias | None, y: Bias | None) -> bool:
+    """Biases that depend on positions alone go on as they are; a dense one has no further columns."""
+    if x is None or y is None:
+        return x is y
+    return type(x) is type(y) and type(x).__name__ in ("ALiBi", "Relative") and _same(x.tensor(), y.tensor())
