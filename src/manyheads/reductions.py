@@ -196,16 +196,18 @@ class Top(Reduction):
         self.keys = torch.full((*lse.shape, self.k), -1, device=lse.device)  # [b, h, t, k]
 
     def take(self, tile: Tile) -> None:
-        best, keys = self.best[:, :, tile.rows], self.keys[:, :, tile.rows]  # views
+        best, keys = self.best[:, :, tile.rows], self.keys[:, :, tile.rows]  # views, [b, h, r, k]
         # The further along a row, the rarer a tile has anything better than the k-th so far.
         # (Not `tops > last`: NaN must enter.)
         rows = ~(tile.tops <= best[..., -1])  # [b, h, r]
-        if not bool(rows.any()):
-            return
         logs = tile.logs[rows]  # [n, c]
+        if not logs.numel():
+            return
         if tile.seen is not None:
             logs = logs.masked_fill(~tile.seen.expand(tile.logs.shape)[rows], -math.inf)
-        found, where = _largest(logs, self.k)  # [n, ≤ k]
+        better = ~(logs <= best[rows][:, -1:])
+        widest = int(better.sum(-1).max())
+        found, where = _packed(logs, better, widest) if widest <= 16 else _largest(logs, self.k)  # [n, …]
         where = torch.where(found == -math.inf, -1, where + tile.cols.start)
         # Earlier keys stand first, and a stable sort leaves them there among equals.
         merged = torch.cat((best[rows], found), -1).sort(dim=-1, descending=True, stable=True)
@@ -217,16 +219,23 @@ class Top(Reduction):
         return TopKeys(self.best.exp_(), self.keys)
 
 
+def _packed(x: Tensor, chosen: Tensor, widest: int) -> tuple[Tensor, Tensor]:
+    """The chosen entries of each row `[n, c]` moved to its front, and where they stood: `[n, widest]`."""
+    rows, where = chosen.nonzero(as_tuple=True)
+    place = chosen.cumsum(-1)[rows, where] - 1
+    values = x.new_full((len(x), widest), -math.inf).index_put_((rows, place), x[rows, where])
+    return values, where.new_zeros(len(x), widest).index_put_((rows, place), where)
+
+
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest entries of each row `[n, c]` in order, and where; among equals the first ones."""
     k = min(k, x.shape[-1])
     found = x.topk(k)
-    # topk takes any of those equal to the k-th: where there are more than it took, a stable sort.
-    tied = (x == found.values[:, -1:]).sum(-1) > (found.values == found.values[:, -1:]).sum(-1)
-    # It may also give equals in any order: sorted by place first, then stably by value.
+    # topk takes any of those equal to the k-th, and gives equals in any order.
     where, order = found.indices.sort(-1)
     values, again = found.values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     where = where.gather(-1, again)
+    tied = (x == values[:, -1:]).sum(-1) > (values == values[:, -1:]).sum(-1)
     if bool(tied.any()):
         sort = x[tied].sort(dim=-1, descending=True, stable=True)
         values[tied], where[tied] = sort.values[:, :k], sort.indices[:, :k]
