@@ -3,8 +3,8 @@
     python benchmarks/look.py --length 16384 [--length 131072 --no-peer] [--dtype bfloat16] [--rounds 3]
 
 Causal, batch 1, 8 heads of 64. Runs are interleaved, medians printed, ratios are time / time of
-F.scaled_dot_product_attention alone. `look`: entropy, received, distance, row_max, top-8, 512 × 512 pooled mean
-and max. Memory is the peak of this process beyond q, k, v and the results, where Linux tells it.
+F.scaled_dot_product_attention alone. The whole look is entropy, received, distance, row_max, top-8 and
+512 × 512 pooled mean and max. Memory is the peak of this process, where Linux tells it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from manyheads import AttentionMap, Causal, attention_with_map
+from manyheads import AttentionMap, Causal
 from manyheads.scores import Problem
 
 HEADS, SIZE = 8, 64
@@ -47,56 +47,51 @@ def forget_peak() -> None:
             file.write("5")
 
 
+def measure(tokens: int, kind: torch.dtype, rounds: int, peer: bool) -> None:
+    q, k, v = (torch.randn(1, HEADS, tokens, SIZE, dtype=kind) for _ in range(3))
+    amap = AttentionMap.of(Problem.of(q, k, v, mask=Causal()))
+    print(f"{tokens:>7} {'log-sum-exp, where no kernel gave it':<38}{seconds(lambda: amap.lse):9.2f} s")
+    at = tokens // 2
+    rows, cols = slice(at, at + 256), slice(at - 256, at)
+    for what, tile in (("one head", lambda: amap[0, 3, rows, cols]), ("all", lambda: amap[0, :, rows, cols])):
+        tile()
+        median = statistics.median(seconds(tile) for _ in range(101))
+        print(f"{tokens:>7} {f'a 256 × 256 tile, {what}':<38}{median * 1e3:9.2f} ms")
+    held = resident("VmRSS")
+    results: list[Any] = []
+    runs: dict[str, Callable[[], object]] = {
+        "the whole look": lambda: results.append(amap.statistics(*CHEAP, **WHOLE)),
+        "entropy and received": lambda: amap.statistics("entropy", "received"),
+    }
+    if peer:
+        runs = {"PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)} | runs
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    peak = 0
+    for _ in range(rounds):
+        for name, run in runs.items():
+            results.clear()
+            forget_peak()
+            times[name].append(seconds(run))
+            if name == "the whole look":
+                found = [results[0][one] for one in CHEAP] + [*results[0]["top"], *results[0]["pooled"]]
+                peak = max(peak, resident("VmHWM") - held - sum(x.nbytes for x in found))
+    base = statistics.median(times["PyTorch"]) if peer else None
+    for name, spent in times.items():
+        median = statistics.median(spent)
+        ratio = "" if base is None else f"{median / base:6.2f} × PyTorch"
+        print(f"{tokens:>7} {name:<38}{median:9.2f} s  {ratio}")
+    print(f"{tokens:>7} {'memory of the whole look':<38}{peak / 1e6:9.0f} MB beyond q, k and the results")
+
+
 def main(
     length: Annotated[list[int] | None, typer.Option(help="Tokens; may be given several times.")] = None,
     dtype: str = "float32",
     rounds: int = 3,
     peer: bool = True,
 ) -> None:
-    kind = getattr(torch, dtype)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, causal, {HEADS} heads of {SIZE}")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, causal, 8 heads of 64")
     for tokens in length or [16384]:
-        q, k, v = (torch.randn(1, HEADS, tokens, SIZE, dtype=kind) for _ in range(3))
-        problem = Problem.of(q, k, v, mask=Causal())
-        start = time.perf_counter()
-        amap = AttentionMap.of(problem)
-        amap.lse  # noqa: B018
-        print(f"{tokens:>7} log-sum-exp of a map without one      {time.perf_counter() - start:9.2f} s")
-        at = tokens // 2
-        rows, cols = slice(at, at + 256), slice(at - 256, at)
-        for what, work in (
-            ("one 256 × 256 tile of one head", lambda: amap[0, 3, rows, cols]),
-            ("one 256 × 256 tile of every head", lambda: amap[0, :, rows, cols]),
-        ):
-            work()
-            median = statistics.median(seconds(work) for _ in range(101))
-            print(f"{tokens:>7} {what:<38}{median * 1e3:9.2f} ms")
-        held = resident("VmRSS")
-        forget_peak()
-        results: list[Any] = []
-        runs: dict[str, Callable[[], object]] = {
-            "the whole look": lambda: results.append(amap.statistics(*CHEAP, **WHOLE)),
-            "entropy and received": lambda: amap.statistics("entropy", "received"),
-        }
-        if peer:
-            runs = {"PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)} | runs
-            runs["output and map"] = lambda: attention_with_map(q, k, v, mask=Causal())[1].lse
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        peak = 0
-        for _ in range(rounds):
-            for name, run in runs.items():
-                results.clear()
-                forget_peak()
-                times[name].append(seconds(run))
-                if name == "the whole look":
-                    found = [results[0][one] for one in CHEAP] + [*results[0]["top"], *results[0]["pooled"]]
-                    peak = max(peak, resident("VmHWM") - held - sum(x.nbytes for x in found))
-        base = statistics.median(times["PyTorch"]) if peer else None
-        for name, spent in times.items():
-            median = statistics.median(spent)
-            ratio = "" if base is None else f"{median / base:6.2f} × PyTorch"
-            print(f"{tokens:>7} {name:<38}{median:9.2f} s  {ratio}")
-        print(f"{tokens:>7} {'memory of the whole look':<38}{peak / 1e6:9.0f} MB beyond q, k and the results")
+        measure(tokens, getattr(torch, dtype), rounds, peer)
 
 
 if __name__ == "__main__":

@@ -77,13 +77,17 @@ def _scaled_dot_product(
 ) -> Tensor:
     for name, x in (("query", query), ("key", key), ("value", value)):
         check(x, f"scaled_dot_product_attention's {name}")
+    dims = max(x.dim() for x in (query, key, value))
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-    q, k, v = (_four(x, lead, query.dim()) for x in (query, key, value))
-    h = max(q.shape[1], k.shape[1])
-    if k.shape[1] != v.shape[1]:  # one of them is spread over the other's heads
-        k, v = (x.expand(-1, h, -1, -1) for x in (k, v))
+    q, k, v = (_four(x, lead, dims) for x in (query, key, value))
+    h = max(q.shape[1], k.shape[1], v.shape[1])
     q = q.expand(-1, h, -1, -1)
-    masks = {} if attn_mask is None else {"attn_mask": _four(attn_mask, lead, query.dim())}
+    if k.shape[1] != v.shape[1]:
+        k, v = (x.repeat_interleave(h // max(x.shape[1], 1), 1) for x in (k, v))
+    masks = {}
+    if attn_mask is not None:
+        mask4 = _four(attn_mask, lead, dims)
+        masks["attn_mask"] = mask4.expand(*mask4.shape[:3], k.shape[2])
     mask, bias = translate(masks, shows=True)
     if is_causal:
         mask = Causal() if mask is None else Causal() & mask
@@ -122,8 +126,6 @@ def _four(x: Tensor, lead: torch.Size, dims: int) -> Tensor:
     if dims < 4:
         return x[(None,) * (3 - x.dim())][:, None]
     x = x[(None,) * (4 - x.dim())]
-    if x.dim() == 4 and len(lead) == 1:
-        return x if x.shape[0] == 1 else x.expand(lead[0], -1, -1, -1)
     return x.expand(*lead, *x.shape[-3:]).flatten(0, -4)
 
 

@@ -1,0 +1,101 @@
+"""What observing a model costs: time and memory beside the plain forward, and beside eager attention.
+
+    python benchmarks/observe.py --length 4096 [--length 32768 --no-eager] [--rounds 3]
+
+A Llama of random weights (4 layers, hidden 512, 8 heads), batch 1, float32. Every way runs in a process of
+its own, in turns; medians are printed, as ratios to the plain forward, and the peak of memory beyond the
+model. `statistics` reduces every head at once: entropy and received attention.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from typing import Annotated
+
+import torch
+import typer
+
+import manyheads
+
+WAYS = ("plain", "maps", "statistics", "eager")
+
+
+def once(way: str, length: int) -> tuple[float, float]:
+    """Seconds and megabytes of one forward."""
+    from transformers import LlamaConfig, LlamaModel
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=1000,
+        max_position_embeddings=131072,
+        attn_implementation="eager" if way == "eager" else "sdpa",
+    )
+    model = LlamaModel(config).eval()
+    ids = torch.randint(0, 1000, (1, length))
+    with torch.no_grad():
+        model(ids[:, :64], use_cache=False)  # what loads at the first call
+        before = peak()
+        start = time.perf_counter()
+        looking = {
+            "maps": lambda: manyheads.observe(model),
+            "statistics": lambda: manyheads.observe(model, keep=["entropy", "received"]),
+        }.get(way, nullcontext)
+        with looking():
+            model(ids, use_cache=False, output_attentions=way == "eager")
+        return time.perf_counter() - start, (peak() - before) / 1e6
+
+
+def peak() -> int:
+    """The most memory this process has had, in bytes."""
+    if sys.platform == "linux":  # ru_maxrss begins with the peak of the process that started this one
+        with open("/proc/self/status", encoding="ascii") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main(
+    length: Annotated[list[int] | None, typer.Option(help="Tokens; may be given several times.")] = None,
+    rounds: int = 3,
+    eager: bool = True,
+    way: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    if way:
+        print(*once(way, (length or [4096])[0]))
+        return
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, Llama 4 layers × 8 heads of 64, float32"
+    )
+    for tokens in length or [4096]:
+        ways = WAYS if eager else WAYS[:-1]
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name in ways:
+                command = [sys.executable, __file__, "--way", name, "--length", str(tokens)]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                seconds, megabytes = map(float, done.stdout.split())
+                found[name].append((seconds, megabytes))
+        plain = statistics.median(seconds for seconds, _ in found["plain"])
+        for name, runs in found.items():
+            seconds, megabytes = (statistics.median(column) for column in zip(*runs, strict=True))
+            print(
+                f"{tokens:>7} {name:<11}{seconds:8.2f} s  {seconds / plain:6.2f} × plain  {megabytes:8.0f} MB"
+            )
+        if not eager:
+            weights = 4 * 8 * tokens**2 * 4 / 1e9
+            print(f"{tokens:>7} eager would hold weights of {weights:,.0f} GB")
+
+
+if __name__ == "__main__":
+    typer.run(main)
