@@ -74,9 +74,7 @@ def main(
     if way:
         print(*once(way, (length or [4096])[0]))
         return
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, Llama 4 layers × 8 heads of 64, float32"
-    )
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, 4 layers × 8 heads of 64")
     for tokens in length or [4096]:
         ways = WAYS if eager else WAYS[:-1]
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}

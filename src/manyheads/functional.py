@@ -127,11 +127,16 @@ def _run(problem: Problem, kernel: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Problem:
-    """The problem, with q, k and v cast as PyTorch's own attention casts them under autocast."""
-    if isinstance(q, Tensor) and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        low = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (
-            x.to(low) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-            for x in (q, k, v)
-        )
-    return Problem.of(q, k, v, **rest)
+    return Problem.of(*autocast(q, k, v), **rest)
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as PyTorch's own attention casts them under autocast."""
+    if not isinstance(q, Tensor) or q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    low = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (
+        x.to(low) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in (q, k, v)
+    )
+    return q, k, v

@@ -125,11 +125,11 @@ class AttentionMap:
         where = {**self.provenance, "heads": [self.heads[n] for n in h]}
         return AttentionMap.of(self.problem.only(b, h), lse, tokens, where)
 
-    def compact(self) -> AttentionMap:
+    def compact(self, always: bool = False) -> AttentionMap:
         """The map with q and k in memory of their own, if what they are views of is larger than they."""
         p = self.problem
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (p.q, p.k)}
-        if sum(held.values()) <= p.q.nbytes + p.k.nbytes:
+        if not always and sum(held.values()) <= p.q.nbytes + p.k.nbytes:
             return self
         return self.again(replace(p, q=p.q.clone(), k=p.k.clone()), self.lse if self.knows_lse else None)
 

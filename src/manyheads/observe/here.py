@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from manyheads.scores import Problem
+from manyheads.shapes import kind, sizes
 
 if TYPE_CHECKING:
     from manyheads.observe.watch import Watch
+
+
+KERNEL = F.scaled_dot_product_attention
+_open: list[Watch] = []  # observations whose block runs, on whatever thread
+_while_open = ExitStack()
+_lock = threading.Lock()
 
 
 class _Here(threading.local):
@@ -33,6 +42,8 @@ _here = _Here()
 
 def enter(watch: Watch, path: str) -> None:
     """A module of an observed model begins."""
+    with _lock:
+        watch.active += 1
     if _here.mode is None:
         from manyheads.observe.routes import Stand
 
@@ -45,11 +56,56 @@ def leave(watch: Watch, path: str) -> None:
     """It ends, whether well or not."""
     if (watch, path) not in _here.running:
         return
-    while _here.running.pop() != (watch, path):
-        pass
+    while (ended := _here.running.pop()) != (watch, path):
+        _count_down(ended[0])
+    _count_down(watch)
+    _step_aside()
+
+
+def forget(watch: Watch) -> None:
+    """Whatever of this watch runs on this thread was interrupted: its modules won't say that they end."""
+    for one, _ in _here.running:
+        if one is watch:
+            _count_down(watch)
+    _here.running = [(one, path) for one, path in _here.running if one is not watch]
+    _step_aside()
+
+
+def _count_down(watch: Watch) -> None:
+    with _lock:
+        watch.active -= 1
+
+
+def _step_aside() -> None:
     if not _here.running and _here.mode is not None:
         mode, _here.mode = _here.mode, None
         mode.__exit__(None, None, None)
+
+
+@contextmanager
+def overheard(watch: Watch) -> Iterator[None]:
+    """While the block runs, attention on threads where no observed module runs is counted, not missed."""
+    with _lock:
+        if not _open:
+            F.scaled_dot_product_attention = _overhear
+            # What torch.compile made of a model or of its parts runs no hook: here it runs as written.
+            _while_open.enter_context(torch.compiler.set_stance("force_eager"))
+        _open.append(watch)
+    try:
+        yield
+    finally:
+        with _lock:
+            _open.remove(watch)
+            if not _open:
+                F.scaled_dot_product_attention = KERNEL
+                _while_open.close()
+
+
+def _overhear(*args: Any, **kwargs: Any) -> Tensor:
+    if not _here.running and not _here.quiet:
+        for watch in list(_open):
+            watch.strays += watch.active > 0
+    return KERNEL(*args, **kwargs)
 
 
 @contextmanager
@@ -57,12 +113,11 @@ def unseen() -> Iterator[None]:
     """A time in which nothing is recorded and nothing stands in the way."""
     before, _here.quiet = _here.quiet, True
     try:
-        with torch.compiler.set_stance("default"):
-            if _here.mode is not None and _get_current_function_mode() is _here.mode:
-                with _pop_mode_temporarily():
-                    yield
-            else:
+        if _here.mode is not None and _get_current_function_mode() is _here.mode:
+            with _pop_mode_temporarily():
                 yield
+        else:
+            yield
     finally:
         _here.quiet = before
 
@@ -83,18 +138,39 @@ def attend(
     """
     if _here.quiet or not _here.running:
         return own()
+    for x in (problem.q, problem.k):
+        check(x, "an attention call's input")
     watching = dict(_here.running)  # of several modules of one watch, the innermost
+    on_cpu = problem.q.device.type == "cpu"
     with unseen():
-        out = own()
+        with nullcontext() if on_cpu else torch.compiler.set_stance("default"):  # a flex kernel is compiled
+            out = own()
         again = torch._C._current_graph_task_id() != -1
         for watch, path in watching.items():
-            if not again:
+            if not again and not watch.closed:
                 watch.record(path, problem, lse())
             gone = watch.removed(path, problem.shape.h)
             if gone and heads is not None:
                 index = torch.tensor(gone, device=out.device)
                 out = out.index_fill(heads, index, 0.0)
     return out
+
+
+def check(x: Any, what: str) -> None:
+    """A tensor whose numbers a map can keep, or a sentence."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what} must be a tensor, and {kind(x)} came.")
+    why = None
+    if x.is_nested:
+        why = "is a nested tensor, whose sequences have no common length: pad it and give a mask"
+    elif torch._C._functorch.is_functorch_wrapped_tensor(x):
+        why = "is inside a torch.func transform: call the model plainly"
+    elif x.is_meta or isinstance(x, FakeTensor):
+        why = "has a shape but no numbers: observe a model that computes"
+    if why:
+        raise ValueError(f"{what} can't be observed, as it {why}.")
+    if x.dim() < 2:
+        raise ValueError(f"{what} must be [..., length, width], and {sizes(x)} came.")
 
 
 def removing() -> bool:

@@ -22,15 +22,25 @@ from torch.overrides import TorchFunctionMode
 
 from manyheads import kernels
 from manyheads.biases import Dense
+from manyheads.functional import autocast
 from manyheads.kernels import reference
 from manyheads.masks import Causal, Keep, Lengths, Mask, Rule
-from manyheads.observe.here import attend, removing
+from manyheads.observe.here import attend, check, removing
 from manyheads.scores import Problem
-from manyheads.shapes import kind, sizes
 
 LOOKED_FOR = (
     "torch.nn.functional.scaled_dot_product_attention, torch.nn.MultiheadAttention and what is built on it, "
     "flex_attention, Hugging Face's attention interface, and manyheads' own attention"
+)
+
+
+FUSED = (
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient_attention",
+    "_native_multi_head_attention",
+    "_triton_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
 )
 
 
@@ -50,14 +60,14 @@ def _handler(func: Any) -> Callable[..., Any] | None:
     if func is F.multi_head_attention_forward:
         return _multi_head
     name = getattr(func, "__name__", "")
-    if "attention" not in name and "flash" not in name:
+    if "attention" not in name and not name.startswith("_transformer"):
         return None
     base = name.partition(".")[0]
     if base == "scaled_dot_product_attention":
         return _scaled_dot_product
     if base == "flex_attention":
         return _flex
-    if base.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
+    if base.startswith(FUSED):
         return _by_name
     return None
 
@@ -77,9 +87,10 @@ def _scaled_dot_product(
 ) -> Tensor:
     for name, x in (("query", query), ("key", key), ("value", value)):
         check(x, f"scaled_dot_product_attention's {name}")
-    dims = max(x.dim() for x in (query, key, value))
-    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-    q, k, v = (_four(x, lead, dims) for x in (query, key, value))
+    given = (query, key, value)
+    dims = max(x.dim() for x in given)
+    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in given))
+    q, k, v = (_four(x, lead, dims) for x in autocast(*given))
     h = max(q.shape[1], k.shape[1], v.shape[1])
     q = q.expand(-1, h, -1, -1)
     if k.shape[1] != v.shape[1]:
@@ -88,12 +99,14 @@ def _scaled_dot_product(
     if attn_mask is not None:
         mask4 = _four(attn_mask, lead, dims)
         masks["attn_mask"] = mask4.expand(*mask4.shape[:3], k.shape[2])
-    mask, bias = translate(masks, shows=True)
+    # PyTorch's is_causal counts from the top left. Without it more keys than queries are a cache, whose
+    # last key is the last query's own (or another sequence's, where positions mean nothing).
+    offset = 0 if is_causal else max(k.shape[2] - q.shape[2], 0)
+    mask, bias = translate(masks, shows=True, offset=offset)
     if is_causal:
         mask = Causal() if mask is None else Causal() & mask
-    problem = Problem.of(
-        q, k, v, mask=mask, bias=bias, scale=rest.get("scale"), dropout_p=dropout_p, offset=0
-    )
+    said: dict[str, Any] = {"scale": rest.get("scale"), "dropout_p": dropout_p, "offset": offset}
+    problem = Problem.of(q, k, v, mask=mask, bias=bias, **said)
     shape: list[torch.Size] = []
 
     def own() -> Tensor:
@@ -102,23 +115,6 @@ def _scaled_dot_product(
         return out.reshape(*q.shape[:3], out.shape[-1])
 
     return attend(problem, own).reshape(shape[0])
-
-
-def check(x: Any, what: str) -> None:
-    """A tensor whose numbers a map can keep."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{what} must be a tensor, and {kind(x)} came.")
-    if x.is_nested:
-        raise ValueError(
-            f"{what} is a nested tensor, whose sequences have no common length, and can't be observed: "
-            "pad it and give a mask."
-        )
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        raise ValueError(
-            f"{what} is inside a torch.func transform, and can't be observed: call the model plainly."
-        )
-    if x.dim() < 2:
-        raise ValueError(f"{what} must be [..., length, width], and {sizes(x)} came.")
 
 
 def _four(x: Tensor, lead: torch.Size, dims: int) -> Tensor:
@@ -132,7 +128,7 @@ def _four(x: Tensor, lead: torch.Size, dims: int) -> Tensor:
 # -- masks as tensors ------------------------------------------------------------------------------
 
 
-def translate(masks: dict[str, Tensor], *, shows: bool) -> tuple[Mask | None, Dense | None]:
+def translate(masks: dict[str, Tensor], *, shows: bool, offset: int = 0) -> tuple[Mask | None, Dense | None]:
     """Tensors that broadcast to `[b, h, t, s]` as a mask and a bias.
 
     Booleans are masks: True = may attend if `shows`, hidden if not. Floats are added to the scores;
@@ -153,13 +149,13 @@ def translate(masks: dict[str, Tensor], *, shows: bool) -> tuple[Mask | None, De
                 bias = added if bias is None else bias + added
         else:
             raise TypeError(f"{name} must be boolean or of floats, and {tensor.dtype} came.")
-        part = known(kept)
+        part = known(kept.clone() if kept.is_inference() else kept, offset)
         if part is not None:
             mask = part if mask is None else mask & part
     return mask, None if bias is None else Dense(bias)
 
 
-def known(kept: Tensor) -> Mask | None:
+def known(kept: Tensor, offset: int = 0) -> Mask | None:
     """The mask that a boolean tensor `[b or 1, h or 1, t or 1, s]` spells, True = may attend.
 
     None for one that keeps everything, `Causal` and `Lengths` where that is what it says, else `Keep`:
@@ -175,7 +171,7 @@ def known(kept: Tensor) -> Mask | None:
             return Lengths(n)
         if torch.equal(kept.reshape(b, s), j >= s - n[:, None]):
             return Lengths(n, left=True)
-    if b == h == 1 and t > 1 and torch.equal(kept[0, 0], torch.ones_like(kept[0, 0]).tril()):
+    if b == h == 1 and t > 1 and torch.equal(kept[0, 0], torch.ones_like(kept[0, 0]).tril(offset)):
         return Causal()
     return Keep(kept)
 

@@ -20,7 +20,6 @@ class Print(NamedTuple):
     columns: list[int]
     keys: Tensor  # [b, g, columns, d]
     rows: int  # queries so far
-    place: int  # where the keys were in memory
 
     @classmethod
     def of(cls, k: Tensor, call: AttentionMap | Reduced) -> Print:
@@ -28,7 +27,7 @@ class Print(NamedTuple):
         offset = call.offset if isinstance(call, Reduced) else call.problem.offset
         end = min(offset + call.shape[2], k.shape[2]) if isinstance(offset, int) else 0
         columns = sorted({0, end // 2, end - 1}) if end > 0 else []
-        return cls(columns, k.detach()[:, :, columns].clone(), end, k.data_ptr())
+        return cls(columns, k.detach()[:, :, columns].clone(), end)
 
     def in_front_of(self, k: Tensor) -> bool:
         """Do these keys begin with those of the print?"""
@@ -49,16 +48,6 @@ def joined(
             )
         elif isinstance(old, AttentionMap) and isinstance(new, AttentionMap):
             together = _together(old, new)
-    if (
-        together is None
-        and isinstance(old, AttentionMap)
-        and before.place == k.data_ptr()
-        and k.is_inference()
-    ):
-        raise ValueError(
-            f"the keys of {old.provenance.get('layer', 'a layer')} were overwritten in place since its last "
-            "call, whose map can't be kept: use a cache that grows (DynamicCache)."
-        )
     return together
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -19,7 +20,7 @@ from manyheads.observe.seen import Seen, near, within
 from manyheads.scores import Problem
 from manyheads.shapes import amount, kind, whole
 
-COMPILED = "_orig_mod."  # what torch.compile puts into the paths of a model's modules
+COMPILED = "_orig_mod"  # what torch.compile puts into the paths of a model's modules
 
 
 class Watch:
@@ -39,12 +40,16 @@ class Watch:
     ) -> None:
         self.model, self.seen, self.keep = model, seen, keep
         self.layers, self.heads, self.max_bytes, self.store = layers, heads, max_bytes, store
-        self.paths = {path.replace(COMPILED, ""): module for path, module in model.named_modules()}
+        self.modules = [(_plain(path), module) for path, module in model.named_modules()]
+        self.paths = [path for path, _ in self.modules]
         self.without = [(self._path(layer), whole(head, "a head in without")) for layer, head in without]
         for layer in layers or ():
             self._path(layer)
         self.met: dict[str, int] = {}  # paths of attention modules, in order of first call: their heads
-        self.ran = False
+        self.ran = self.closed = False
+        self.active = 0  # modules that run now, on all threads
+        self.strays = 0  # attention calls on threads where none does
+        self.ends: list[Any] = []  # the hooks that say when a module ends
         self.lock = threading.RLock()
 
     # -- what is wanted ----------------------------------------------------------------------------
@@ -98,10 +103,13 @@ class Watch:
             if self.keep is not None:
                 self.seen.add(path, Reduced.of(amap, self.keep), amap.problem.k)
                 return
+            k = amap.problem.k
             for place in self.store:
                 amap = amap.to(place)
             self._afford(path, amap)
-            self.seen.add(path, amap.compact(), amap.problem.k)
+            # In inference mode nobody counts changes in place: there a map needs numbers of its own.
+            amap = amap.compact(always=k.is_inference())
+            self.seen.add(path, amap, k)
 
     def _afford(self, path: str, amap: AttentionMap) -> None:
         total = self.seen.nbytes + amap.nbytes
@@ -123,25 +131,39 @@ class Watch:
 
                 if huggingface.present(self.model):
                     stack.enter_context(huggingface.attached(self.model))
-            # What torch.compile made of a model or of its parts runs no hook: here it runs as written.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for path, module in self.paths.items():
+            stack.enter_context(here.overheard(self))
+            stack.callback(self._close)
+            for path, module in self.modules:
                 for handle in self._hooks(path, module):
                     stack.callback(handle.remove)
             yield
 
     def _hooks(self, path: str, module: nn.Module) -> Iterable[Any]:
-        def begin(module: nn.Module, args: Any) -> None:
-            self.ran = True
-            here.enter(self, path)
+        def begin(running: nn.Module, args: Any) -> None:
+            # A copy of the model takes its hooks along, and is another model; a replica for one pass isn't.
+            if running is module or getattr(running, "_is_replica", False):
+                self.ran = True
+                here.enter(self, path)
 
-        def end(module: nn.Module, args: Any, out: Any) -> None:
+        def end(running: nn.Module, args: Any, out: Any) -> None:
             here.leave(self, path)
+            self._drop_ends()
 
         yield module.register_forward_pre_hook(begin, prepend=True)
         if isinstance(module, nn.TransformerEncoder):
             yield module.register_forward_hook(self._as_fused, with_kwargs=True)
-        yield module.register_forward_hook(end, always_call=True)
+        self.ends.append(module.register_forward_hook(end, always_call=True))
+
+    def _close(self) -> None:
+        """The block is over: nothing more is recorded, though another thread's forward may still run."""
+        self.closed = True
+        here.forget(self)
+        self._drop_ends()
+
+    def _drop_ends(self) -> None:
+        if self.closed and self.active <= 0:
+            for handle in self.ends:
+                handle.remove()
 
     def _as_fused(self, module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
         """In evaluation PyTorch's encoder leaves padding out, and gives zeros there (or what its norm
@@ -150,7 +172,7 @@ class Watch:
         padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
         if padding is None or module.training or not getattr(module, "use_nested_tensor", False):
             return None
-        inside = [path for path, child in self.paths.items() if child in set(module.modules())]
+        inside = [path for path, child in self.modules if child in set(module.modules())]
         if any(self.removes(path) for path in inside):
             raise ValueError(
                 "a head can't be removed from an nn.TransformerEncoder that leaves padding out: build it "
@@ -167,10 +189,16 @@ class Watch:
 
         if not self.ran:
             raise ValueError("no forward of the model ran inside observe(...): call it there, model(inputs).")
+        if self.strays:
+            warnings.warn(
+                f"{self.strays} attention calls ran on threads where no module of the model did, so whose "
+                "they are can't be told, and they weren't recorded: call modules there, not functions.",
+                stacklevel=4,
+            )
         if not self.met:
             alike = [
                 f"{path} ({type(m).__name__})"
-                for path, m in self.paths.items()
+                for path, m in self.modules
                 if "atten" in type(m).__name__.lower()
             ]
             hint = (
@@ -190,6 +218,11 @@ class Watch:
                 raise ValueError(
                     f"{option} names {layer!r}, where no attention was seen{near(str(layer), self.met)}."
                 )
+
+
+def _plain(path: str) -> str:
+    """A module's path as it would be if nothing were compiled."""
+    return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
 def _bare(module: nn.Module) -> nn.Module:
