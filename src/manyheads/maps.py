@@ -393,7 +393,8 @@ class AttentionMap:
         )
 
     def _fresh(self) -> None:
-        if self._versions is not None and self._versions != _versions(self.problem):
+        now = _versions(self.problem)  # None while compiling: there nobody counts
+        if self._versions is not None and now is not None and self._versions != now:
             raise RuntimeError(
                 "q, k, mask or bias was changed in place since this map was made, so its weights are gone: "
                 "read the map before, or give attention a copy (q.clone())."

@@ -70,11 +70,13 @@ class Tile:
 
 
 def tiles(problem: Problem, lse: Tensor, start: int = 0) -> Iterator[Tile]:
-    """The tiles that aren't empty under the mask, from row `start` on: block of rows by block of rows."""
+    """The tiles that aren't empty under the mask, but those above row `start`, row of tiles by row."""
+    # Whole blocks, the very ones that the log-sum-exp was computed with: a product of another shape may
+    # round otherwise, and what both have in common would no longer cancel.
     for rows, columns in chunked.blocks(problem):
         if rows.stop > start:
             for cols in columns:
-                yield Tile(problem, lse, slice(max(rows.start, start), rows.stop), cols)
+                yield Tile(problem, lse, rows, cols)
 
 
 class Reduction:
@@ -100,7 +102,7 @@ def reduce(problem: Problem, lse: Tensor, reductions: Sequence[Reduction]) -> li
     with torch.no_grad(), scores.exactly(problem.q.device):
         for one in reductions:
             one.begin(problem, lse)
-        start = min((one.start for one in reductions), default=problem.shape.t)
+        start = min([problem.shape.t, *(one.start for one in reductions)])
         for tile in tiles(problem, lse, start):
             for one in reductions:
                 if one.start < tile.rows.stop:
@@ -264,7 +266,7 @@ class Received(Reduction):
 
     def take(self, tile: Tile) -> None:
         weights, seen = tile.weights, tile.seen
-        if tile.rows.start < self.start:  # a tile that others wanted too
+        if tile.rows.start < self.start:
             weights = weights[..., self.start - tile.rows.start :, :]
             seen = None if seen is None else seen[..., self.start - tile.rows.start :, :]
         self.total[:, :, tile.cols] += weights.sum(-2)
@@ -458,13 +460,16 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     """The weight of each row inside a mask, and whether the row sees any of it: both `[b, h, t]`."""
     if mask is None:
         raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
-    both = problem.within(mask)  # tiles that no pair of the two shares are never walked
+    inside = problem.under(mask)
     total = torch.zeros_like(lse)  # [b, h, t]
     could = torch.zeros_like(lse, dtype=torch.bool)
     with torch.no_grad(), scores.exactly(lse.device):
-        for tile in tiles(both, lse):
-            total[:, :, tile.rows] += tile.totals
-            could[:, :, tile.rows] |= True if tile.seen is None else tile.seen.any(-1)
+        for tile in tiles(problem, lse):
+            left, right = inside.span(tile.rows.start, tile.rows.stop)[0]
+            if tile.cols.start < right and left < tile.cols.stop:  # else nothing to compute here
+                kept = scores.visible(inside, tile.rows, tile.cols)  # [b or 1, h or 1, r, c]
+                total[:, :, tile.rows] += torch.where(kept, tile.weights, 0.0).sum(-1)
+                could[:, :, tile.rows] |= (kept if tile.seen is None else kept & tile.seen).any(-1)
     return total, could
 
 

@@ -62,6 +62,11 @@ def leave(watch: Watch, path: str) -> None:
     _step_aside()
 
 
+def runs(watch: Watch, path: str) -> bool:
+    """Does this module run on this thread?"""
+    return (watch, path) in _here.running
+
+
 def forget(watch: Watch) -> None:
     """Whatever of this watch runs on this thread was interrupted: its modules won't say that they end."""
     for one, _ in _here.running:

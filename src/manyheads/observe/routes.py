@@ -232,6 +232,10 @@ def _multi_head_problem(given: dict[str, Any]) -> Problem:
     (t, b, _), s, h = q.shape, k.shape[0], given["num_heads"]
     masks: dict[str, Tensor] = {}
     padding, attn_mask = given["key_padding_mask"], given["attn_mask"]
+    # PyTorch believes the hint where it needs no mask tensor otherwise, and then uses nothing else.
+    hinted = given["is_causal"] and padding is None and not given["need_weights"]
+    if hinted:
+        attn_mask = None
     if attn_mask is not None:
         masks["attn_mask"] = attn_mask.reshape((1, 1, t, s) if attn_mask.dim() == 2 else (b, h, t, s))
     if padding is not None:
@@ -245,6 +249,7 @@ def _multi_head_problem(given: dict[str, Any]) -> Problem:
     mask, bias = translate(masks, shows=False)
     q, k, v = (x.unflatten(-1, (h, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # [b, h, t, d]
     dropout_p = given["dropout_p"] if given["training"] else 0.0
+    mask = Causal() if hinted else mask
     return Problem.of(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, offset=0)
 
 

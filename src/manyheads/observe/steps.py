@@ -15,25 +15,26 @@ from manyheads.scores import Problem
 
 
 class Print(NamedTuple):
-    """A few keys of a call, copied, by which its cache is known again when the next step comes."""
+    """Two channels of a call's keys, copied, by which they are known again when the next step comes."""
 
-    columns: list[int]
-    keys: Tensor  # [b, g, columns, d]
-    rows: int  # queries so far
+    keys: Tensor  # [b, g, s so far, 2]
 
     @classmethod
     def of(cls, k: Tensor, call: AttentionMap | Reduced) -> Print:
-        """The print of keys k `[b, g, s, d]`."""
+        """The print of keys k `[b, g, s, d]`, as far as the call's queries reach."""
         offset = call.offset if isinstance(call, Reduced) else call.problem.offset
         end = min(offset + call.shape[2], k.shape[2]) if isinstance(offset, int) else 0
-        columns = sorted({0, end // 2, end - 1}) if end > 0 else []
-        return cls(columns, k.detach()[:, :, columns].clone(), end)
+        return cls(cls.channels(k[:, :, : max(end, 0)]).clone())
 
     def in_front_of(self, k: Tensor) -> bool:
         """Do these keys begin with those of the print?"""
-        if not self.columns or k.shape[2] < self.rows or k.shape[:2] != self.keys.shape[:2]:
-            return False
-        return torch.equal(k[:, :, self.columns], self.keys)
+        end = self.keys.shape[2]
+        return end > 0 and torch.equal(self.channels(k[:, :, :end]), self.keys)
+
+    @staticmethod
+    def channels(k: Tensor) -> Tensor:
+        """The first and the middle one; what stands at a place shows in all of them."""
+        return k.detach()[..., [0, k.shape[3] // 2]] if k.shape[3] else k.detach()
 
 
 def joined(

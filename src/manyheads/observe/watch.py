@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any
@@ -150,8 +151,8 @@ class Watch:
             self._drop_ends()
 
         yield module.register_forward_pre_hook(begin, prepend=True)
-        if isinstance(module, nn.TransformerEncoder):
-            yield module.register_forward_hook(self._as_fused, with_kwargs=True)
+        if _fusable(module):
+            yield module.register_forward_hook(self._as_fused(path), with_kwargs=True)
         self.ends.append(module.register_forward_hook(end, always_call=True))
 
     def _close(self) -> None:
@@ -165,21 +166,38 @@ class Watch:
             for handle in self.ends:
                 handle.remove()
 
-    def _as_fused(self, module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-        """In evaluation PyTorch's encoder leaves padding out, and gives zeros there (or what its norm
-        makes of them), which its layers, called one by one as hooks need it, don't. So its own output
-        is computed once more, by modules without our hooks."""
-        padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
-        if padding is None or module.training or not getattr(module, "use_nested_tensor", False):
-            return None
-        inside = [path for path, child in self.modules if child in set(module.modules())]
-        if any(self.removes(path) for path in inside):
-            raise ValueError(
-                "a head can't be removed from an nn.TransformerEncoder that leaves padding out: build it "
-                "with enable_nested_tensor=False, or observe it in training."
+    def _as_fused(self, path: str) -> Callable[..., Any]:
+        """A hook that gives a module the output which PyTorch's fused inference gives it without hooks.
+
+        In evaluation without gradients PyTorch's own layers take a path on which nobody can stand; an
+        encoder even leaves padding out there, and gives zeros, or what its norm makes of them. So the
+        output is computed once more, by the same modules without our hooks.
+        """
+
+        def again(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+            inner = any(here.runs(self, one) for one, other in self.modules if one != path and _fuses(other))
+            if inner or not _fuses(module):
+                return None
+            below = list(module.modules())
+            leaves_out = isinstance(module, nn.TransformerEncoder) and getattr(
+                module, "use_nested_tensor", False
             )
-        with here.unseen():
-            return _bare(module)(*args, **kwargs)
+            padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
+            padded = leaves_out and padding is not None
+            removing = any(self.removes(one) for one, other in self.modules if any(other is x for x in below))
+            foreign = any(_foreign(one) for one in below)
+            if padded and (removing or foreign):
+                what = "a head removed" if removing else "other hooks"
+                raise ValueError(
+                    f"{path or type(module).__name__} leaves padding out, and can't be observed with {what}: "
+                    "build it with enable_nested_tensor=False, or observe it in training."
+                )
+            if removing or foreign:
+                return None
+            with here.unseen():
+                return _bare(module)(*args, **kwargs)
+
+        return again
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -225,18 +243,41 @@ def _plain(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
+FUSABLE = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def _fusable(module: nn.Module) -> bool:
+    """Is it one of PyTorch's layers, with PyTorch's forward, that have a fused path?"""
+    return any(isinstance(module, one) and type(module).forward is one.forward for one in FUSABLE)
+
+
+def _fuses(module: nn.Module) -> bool:
+    """Might PyTorch take that path with it now?"""
+    if not _fusable(module):
+        return False
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())
+    one = next(iter(module.layers), module) if isinstance(module, nn.TransformerEncoder) else module
+    return not one.training and not graph and torch.backends.mha.get_fastpath_enabled()
+
+
+def _ours(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == __name__
+
+
+def _foreign(module: nn.Module) -> bool:
+    """Has somebody else put a hook on it?"""
+    return not all(map(_ours, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
+
+
 def _bare(module: nn.Module) -> nn.Module:
-    """The same modules, sharing all that they hold, without our hooks: theirs stay."""
+    """The same modules, sharing all that they hold, without hooks."""
     bare = copy(module)
-    bare.__dict__["_modules"] = {
-        name: None if child is None else _bare(child) for name, child in module._modules.items()
+    children = {name: None if child is None else _bare(child) for name, child in module._modules.items()}
+    bare.__dict__ |= {
+        "_modules": children,
+        "_forward_hooks": OrderedDict(),
+        "_forward_pre_hooks": OrderedDict(),
     }
-    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
-        own = getattr(module, hooks)
-        kept = type(own)(
-            (key, hook) for key, hook in own.items() if getattr(hook, "__module__", "") != __name__
-        )
-        bare.__dict__[hooks] = kept
     return bare
 
 
