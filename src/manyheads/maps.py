@@ -100,9 +100,12 @@ class AttentionMap:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the map holds: q, k, and the log-sum-exp once it is known."""
-        held = [self.problem.q, self.problem.k, *([self.lse] if self.knows_lse else [])]
-        return sum(x.numel() * x.element_size() for x in held)
+        """The bytes that the map holds: q, k, mask, bias, and the log-sum-exp once it is known."""
+        return sum(x.nbytes for x in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that it holds."""
+        return [*_read(self.problem), *([self.lse] if self.knows_lse else [])]
 
     # -- the same map, otherwise -------------------------------------------------------------------
 
@@ -454,10 +457,14 @@ def _versions(problem: Problem) -> tuple[int, ...] | None:
     """How often what a map reads was changed in place. Tensors of inference mode and graphs don't count."""
     if torch.compiler.is_compiling():
         return None
+    return tuple(0 if x.is_inference() else x._version for x in _read(problem))
+
+
+def _read(problem: Problem) -> list[Tensor]:
+    """The tensors that weights are made of."""
     parts = [part for part in (problem.mask, problem.bias) if part is not None]
     more = [x for x in (problem.sink, problem.offset) if isinstance(x, Tensor)]
-    read = [problem.q, problem.k, *more, *(x for part in parts for x in part.tensors())]
-    return tuple(0 if x.is_inference() else x._version for x in read)
+    return [problem.q, problem.k, *more, *(x for part in parts for x in part.tensors())]
 
 
 def _expand(index: tuple[Any, ...]) -> list[Any]:

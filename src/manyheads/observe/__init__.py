@@ -77,6 +77,9 @@ def observe(
         )
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, and {dtype!r} came.")
+    kept = _kept(keep)
+    if kept is not None and (device is not None or dtype is not None):
+        raise ValueError('device= and dtype= say how maps are kept, and keep="statistics" keeps none.')
     chosen = listed(heads, "heads", "head numbers")
     for head in chosen or ():
         whole(head, "a head in heads", least=-(1 << 30))
@@ -84,7 +87,7 @@ def observe(
     watch = Watch(
         model,
         seen,
-        keep=_kept(keep),
+        keep=kept,
         layers=listed(layers, "layers", "paths or numbers of layers"),
         heads=chosen,
         max_bytes=None if max_bytes is None else whole(max_bytes, "max_bytes"),
@@ -107,11 +110,15 @@ def _kept(keep: Any) -> dict[str, Any] | None:
     if not isinstance(keep, Sequence | Mapping):
         raise TypeError(f'keep must be "maps", "statistics" or names of statistics, and {kind(keep)} came.')
     asked = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep, ())
+    if not asked:
+        raise ValueError('keep must be "maps", "statistics" or names of statistics, and no name came.')
     for name, given in asked.items():
         if name not in reductions.BY_NAME and name not in BY_MASK:
             raise ValueError(
                 f"there is no statistic {name!r} to keep, but {', '.join((*reductions.BY_NAME, *BY_MASK))}."
             )
+        if name in BY_MASK and given != ():
+            raise TypeError(f"{name} takes no arguments, and {given!r} came.")
         if name in reductions.BY_NAME:
             for one in given if isinstance(given, list) else [given]:
                 reductions.make(name, one)

@@ -89,7 +89,11 @@ class Reduced:
     @property
     def nbytes(self) -> int:
         """The bytes that the numbers take."""
-        return sum(x.numel() * x.element_size() for x in self._tensors().values())
+        return sum(x.nbytes for x in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that it holds."""
+        return list(self._tensors().values())
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> Reduced:
         """The same with labels of its keys."""

@@ -99,9 +99,12 @@ def _scaled_dot_product(
     if attn_mask is not None:
         mask4 = _four(attn_mask, lead, dims)
         masks["attn_mask"] = mask4.expand(*mask4.shape[:3], k.shape[2])
-    # PyTorch's is_causal counts from the top left. Without it more keys than queries are a cache, whose
-    # last key is the last query's own (or another sequence's, where positions mean nothing).
+    # PyTorch's is_causal counts from the top left. Without it more keys than queries are a cache, and a
+    # triangle in the mask says where the queries stand; else the last key is taken for the last query's.
+    # (Or the keys are another sequence's, where positions mean nothing.)
     offset = 0 if is_causal else max(k.shape[2] - q.shape[2], 0)
+    if masks and not is_causal:
+        offset = triangle(shown(masks["attn_mask"]), offset)
     mask, bias = translate(masks, shows=True, offset=offset)
     if is_causal:
         mask = Causal() if mask is None else Causal() & mask
@@ -138,21 +141,31 @@ def translate(masks: dict[str, Tensor], *, shows: bool, offset: int = 0) -> tupl
     bias: Tensor | None = None
     for name, tensor in masks.items():
         tensor = tensor.detach()
-        if tensor.dtype == torch.bool:
-            kept = tensor if shows else ~tensor
-        elif tensor.is_floating_point():
-            kept = tensor > torch.finfo(tensor.dtype).min
+        if tensor.dtype != torch.bool and not tensor.is_floating_point():
+            raise TypeError(f"{name} must be boolean or of floats, and {tensor.dtype} came.")
+        kept = shown(tensor) if shows or tensor.is_floating_point() else ~tensor
+        if tensor.is_floating_point():
             if not bool((tensor < torch.inf).all()):
                 raise ValueError(f"{name} may hold numbers and -inf (hidden), and NaN or +inf came.")
             added = torch.where(kept, tensor, 0.0)
             if bool((added != 0).any()):
                 bias = added if bias is None else bias + added
-        else:
-            raise TypeError(f"{name} must be boolean or of floats, and {tensor.dtype} came.")
         part = known(kept.clone() if kept.is_inference() else kept, offset)
         if part is not None:
             mask = part if mask is None else mask & part
     return mask, None if bias is None else Dense(bias)
+
+
+def shown(mask: Tensor) -> Tensor:
+    """Where a boolean or additive mask lets a query see."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+
+
+def triangle(kept: Tensor, otherwise: int) -> int:
+    """The position of the first query, if the mask `[…, t, s]` is a triangle that says so."""
+    n = int(kept.reshape(-1, kept.shape[-1])[0].sum()) if kept.numel() else 0
+    says = n > 0 and torch.equal(kept, torch.ones_like(kept).tril(n - 1))
+    return n - 1 if says and (n < kept.shape[-1] or kept.shape[-2] == 1) else otherwise
 
 
 def known(kept: Tensor, offset: int = 0) -> Mask | None:
@@ -164,6 +177,8 @@ def known(kept: Tensor, offset: int = 0) -> Mask | None:
     if bool(kept.all()):
         return None
     b, h, t, s = kept.shape
+    if b == h == 1 and t * s > 1 and torch.equal(kept, torch.ones_like(kept).tril(offset)):
+        return Causal()
     if h == t == 1:  # the same keys for all queries: padding on the right or on the left?
         n = kept.sum(-1).reshape(b)
         j = torch.arange(s, device=kept.device)
@@ -171,8 +186,6 @@ def known(kept: Tensor, offset: int = 0) -> Mask | None:
             return Lengths(n)
         if torch.equal(kept.reshape(b, s), j >= s - n[:, None]):
             return Lengths(n, left=True)
-    if b == h == 1 and t > 1 and torch.equal(kept[0, 0], torch.ones_like(kept[0, 0]).tril(offset)):
-        return Causal()
     return Keep(kept)
 
 

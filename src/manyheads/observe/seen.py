@@ -58,7 +58,11 @@ class Seen(Mapping[Any, Any]):
         return len(self._calls)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._calls
+        try:
+            self._find(name)  # type: ignore[arg-type]
+        except (NoSuchLayer, TypeError):
+            return False
+        return True
 
     def calls(self, name: str | int) -> list[Any]:
         """All calls of a layer, in order."""
@@ -67,7 +71,8 @@ class Seen(Mapping[Any, Any]):
     @property
     def nbytes(self) -> int:
         """The bytes that everything kept holds."""
-        return sum(call.nbytes for calls in self._calls.values() for call in calls)
+        every = [x for calls in self._calls.values() for call in calls for x in call.tensors()]
+        return sum({(x.data_ptr(), x.nbytes): x.nbytes for x in every}.values())  # what is shared counts once
 
     def _find(self, name: str | int) -> str:
         names = list(self._calls)
@@ -107,7 +112,7 @@ class Seen(Mapping[Any, Any]):
         """
         if isinstance(tokens, str) or not isinstance(tokens, Sequence):
             raise TypeError(f"tokens must be a list of strings, and {kind(tokens)} came.")
-        first = tokens[0] if tokens and not isinstance(tokens[0], str) else tokens
+        first = tokens[0] if tokens and isinstance(tokens[0], list | tuple) else tokens
         fits = 0
         for calls in self._calls.values():
             for n, call in enumerate(calls):

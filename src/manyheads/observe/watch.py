@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from manyheads.maps import AttentionMap
-from manyheads.observe import here
+from manyheads.observe import fused, here
 from manyheads.observe.reduced import Reduced
-from manyheads.observe.seen import Seen, near, within
+from manyheads.observe.seen import Call, Seen, near, within
 from manyheads.scores import Problem
 from manyheads.shapes import amount, kind, whole
 
@@ -83,7 +81,9 @@ class Watch:
         gone = [head for layer, head in self.without if self._is(layer, path)]
         for head in gone:
             if head >= h:
-                raise ValueError(f"{path} has {h} heads, 0 to {h - 1}, and without= names head {head}.")
+                raise ValueError(
+                    f"{self._name(path)} has {h} heads, 0 to {h - 1}, and without= names head {head}."
+                )
         return gone
 
     # -- what is met -------------------------------------------------------------------------------
@@ -99,27 +99,29 @@ class Watch:
             if self.heads is not None:
                 for head in self.heads:
                     if not -problem.shape.h <= head < problem.shape.h:
-                        raise ValueError(f"{path} has {problem.shape.h} heads, and heads= names head {head}.")
+                        raise ValueError(
+                            f"{self._name(path)} has {problem.shape.h} heads, and heads= names head {head}."
+                        )
                 amap = amap.only(heads=self.heads)
-            if self.keep is not None:
-                self.seen.add(path, Reduced.of(amap, self.keep), amap.problem.k)
-                return
             k = amap.problem.k
-            for place in self.store:
-                amap = amap.to(place)
-            self._afford(path, amap)
-            # In inference mode nobody counts changes in place: there a map needs numbers of its own.
-            amap = amap.compact(always=k.is_inference())
-            self.seen.add(path, amap, k)
+            if self.keep is None:
+                for place in self.store:
+                    amap = amap.to(place)
+                # In inference mode nobody counts changes in place: there a map needs numbers of its own.
+                call: Call = amap.compact(always=k.is_inference())
+            else:
+                call = Reduced.of(amap, self.keep)
+            self.seen.add(path, call, k)
+            if self.max_bytes is not None and self.seen.nbytes > self.max_bytes:
+                raise MemoryError(
+                    f"what was seen up to {self._name(path)} holds {amount(self.seen.nbytes)}, and max_bytes "
+                    f"is {amount(self.max_bytes)}: name fewer layers= or heads=, store less "
+                    '(dtype=torch.float16), or keep="statistics".'
+                )
 
-    def _afford(self, path: str, amap: AttentionMap) -> None:
-        total = self.seen.nbytes + amap.nbytes
-        if self.max_bytes is not None and total > self.max_bytes:
-            raise MemoryError(
-                f"the maps seen so far hold {amount(self.seen.nbytes)}, that of {path} would make it "
-                f"{amount(total)}, and max_bytes is {amount(self.max_bytes)}: name fewer layers= or "
-                'heads=, store less (dtype=torch.float16), or keep="statistics".'
-            )
+    def _name(self, path: str) -> str:
+        """A module's path in a sentence; the model itself has none."""
+        return path or type(self.model).__name__
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -151,7 +153,7 @@ class Watch:
             self._drop_ends()
 
         yield module.register_forward_pre_hook(begin, prepend=True)
-        if _fusable(module):
+        if fused.able(module):
             yield module.register_forward_hook(self._as_fused(path), with_kwargs=True)
         self.ends.append(module.register_forward_hook(end, always_call=True))
 
@@ -167,35 +169,28 @@ class Watch:
                 handle.remove()
 
     def _as_fused(self, path: str) -> Callable[..., Any]:
-        """A hook that gives a module the output which PyTorch's fused inference gives it without hooks.
-
-        In evaluation without gradients PyTorch's own layers take a path on which nobody can stand; an
-        encoder even leaves padding out there, and gives zeros, or what its norm makes of them. So the
-        output is computed once more, by the same modules without our hooks.
-        """
+        """A hook that gives one of PyTorch's layers the output that its fused path gives: see `fused`."""
 
         def again(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-            inner = any(here.runs(self, one) for one, other in self.modules if one != path and _fuses(other))
-            if inner or not _fuses(module):
-                return None
-            below = list(module.modules())
-            leaves_out = isinstance(module, nn.TransformerEncoder) and getattr(
-                module, "use_nested_tensor", False
+            inner = any(
+                here.runs(self, one) for one, other in self.modules if one != path and fused.takes(other)
             )
-            padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
-            padded = leaves_out and padding is not None
-            removing = any(self.removes(one) for one, other in self.modules if any(other is x for x in below))
-            foreign = any(_foreign(one) for one in below)
-            if padded and (removing or foreign):
-                what = "a head removed" if removing else "other hooks"
-                raise ValueError(
-                    f"{path or type(module).__name__} leaves padding out, and can't be observed with {what}: "
-                    "build it with enable_nested_tensor=False, or observe it in training."
-                )
-            if removing or foreign:
+            if inner or not fused.takes(module):
+                return None
+            below = {id(one) for one in module.modules()}
+            removing = any(
+                self.removes(one) for one, other in self.modules if one in self.met and id(other) in below
+            )
+            if removing or fused.hooked(module, __name__):
+                if fused.leaves_padding_out(module, args, kwargs):
+                    raise ValueError(
+                        f"{self._name(path)} leaves padding out, and can't be observed with "
+                        f"{'a head removed' if removing else 'other hooks'}: build it with "
+                        "enable_nested_tensor=False, or observe it in training."
+                    )
                 return None
             with here.unseen():
-                return _bare(module)(*args, **kwargs)
+                return fused.bare(module)(*args, **kwargs)
 
         return again
 
@@ -215,7 +210,7 @@ class Watch:
             )
         if not self.met:
             alike = [
-                f"{path} ({type(m).__name__})"
+                f"{self._name(path)} ({type(m).__name__})"
                 for path, m in self.modules
                 if "atten" in type(m).__name__.lower()
             ]
@@ -243,44 +238,6 @@ def _plain(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
-FUSABLE = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-
-
-def _fusable(module: nn.Module) -> bool:
-    """Is it one of PyTorch's layers, with PyTorch's forward, that have a fused path?"""
-    return any(isinstance(module, one) and type(module).forward is one.forward for one in FUSABLE)
-
-
-def _fuses(module: nn.Module) -> bool:
-    """Might PyTorch take that path with it now?"""
-    if not _fusable(module):
-        return False
-    graph = torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())
-    one = next(iter(module.layers), module) if isinstance(module, nn.TransformerEncoder) else module
-    return not one.training and not graph and torch.backends.mha.get_fastpath_enabled()
-
-
-def _ours(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == __name__
-
-
-def _foreign(module: nn.Module) -> bool:
-    """Has somebody else put a hook on it?"""
-    return not all(map(_ours, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
-
-
-def _bare(module: nn.Module) -> nn.Module:
-    """The same modules, sharing all that they hold, without hooks."""
-    bare = copy(module)
-    children = {name: None if child is None else _bare(child) for name, child in module._modules.items()}
-    bare.__dict__ |= {
-        "_modules": children,
-        "_forward_hooks": OrderedDict(),
-        "_forward_pre_hooks": OrderedDict(),
-    }
-    return bare
-
-
 def removable(without: Any) -> list[tuple[str | int, int]]:
     """The pairs (layer, head) of `without=`, checked."""
     pairs = list(without) if isinstance(without, Iterable) and not isinstance(without, str) else [without]
@@ -299,4 +256,7 @@ def listed(value: Any, option: str, what: str) -> list[Any] | None:
     values = [value] if isinstance(value, str | int) else value
     if not isinstance(values, Iterable) or isinstance(values, Tensor):
         raise TypeError(f"{option}= takes {what}, and {kind(value)} came.")
-    return list(values)
+    chosen = list(values)
+    if not chosen:
+        raise ValueError(f"{option}= takes {what}, None for all, and an empty list came.")
+    return chosen
