@@ -104,8 +104,8 @@ def _scaled_dot_product(
     # (Or the keys are another sequence's, where positions mean nothing.)
     offset = 0 if is_causal else max(k.shape[2] - q.shape[2], 0)
     if masks and not is_causal:
-        offset = triangle(shown(masks["attn_mask"]), offset)
-    mask, bias = translate(masks, shows=True, offset=offset)
+        offset = triangle(shown(masks["attn_mask"]), q.shape[2], offset)
+    mask, bias = translate(masks, shows=True, offset=offset, t=q.shape[2])
     if is_causal:
         mask = Causal() if mask is None else Causal() & mask
     said: dict[str, Any] = {"scale": rest.get("scale"), "dropout_p": dropout_p, "offset": offset}
@@ -131,7 +131,9 @@ def _four(x: Tensor, lead: torch.Size, dims: int) -> Tensor:
 # -- masks as tensors ------------------------------------------------------------------------------
 
 
-def translate(masks: dict[str, Tensor], *, shows: bool, offset: int = 0) -> tuple[Mask | None, Dense | None]:
+def translate(
+    masks: dict[str, Tensor], *, shows: bool, offset: int = 0, t: int | None = None
+) -> tuple[Mask | None, Dense | None]:
     """Tensors that broadcast to `[b, h, t, s]` as a mask and a bias.
 
     Booleans are masks: True = may attend if `shows`, hidden if not. Floats are added to the scores;
@@ -150,7 +152,7 @@ def translate(masks: dict[str, Tensor], *, shows: bool, offset: int = 0) -> tupl
             added = torch.where(kept, tensor, 0.0)
             if bool((added != 0).any()):
                 bias = added if bias is None else bias + added
-        part = known(kept.clone() if kept.is_inference() else kept, offset)
+        part = known(kept.clone() if kept.is_inference() else kept, offset, t)
         if part is not None:
             mask = part if mask is None else mask & part
     return mask, None if bias is None else Dense(bias)
@@ -161,25 +163,28 @@ def shown(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
 
-def triangle(kept: Tensor, otherwise: int) -> int:
-    """The position of the first query, if the mask `[…, t, s]` is a triangle that says so."""
-    n = int(kept.reshape(-1, kept.shape[-1])[0].sum()) if kept.numel() else 0
-    says = n > 0 and torch.equal(kept, torch.ones_like(kept).tril(n - 1))
-    return n - 1 if says and (n < kept.shape[-1] or kept.shape[-2] == 1) else otherwise
+def triangle(kept: Tensor, t: int, otherwise: int) -> int:
+    """The position of the first of t queries, if their mask `[…, t, s]` is a triangle that says so."""
+    n = int(kept.flatten(0, -2)[0].sum()) if kept.numel() else 0
+    says = n > 0 and kept.shape[-2] == t and torch.equal(kept, torch.ones_like(kept).tril(n - 1))
+    return n - 1 if says else otherwise
 
 
-def known(kept: Tensor, offset: int = 0) -> Mask | None:
+def known(kept: Tensor, offset: int = 0, t: int | None = None) -> Mask | None:
     """The mask that a boolean tensor `[b or 1, h or 1, t or 1, s]` spells, True = may attend.
+
+    offset is the position of the first of t queries.
 
     None for one that keeps everything, `Causal` and `Lengths` where that is what it says, else `Keep`:
     a value takes no room, and can be drawn, joined with the next step's, and saved.
     """
     if bool(kept.all()):
         return None
-    b, h, t, s = kept.shape
-    if b == h == 1 and t * s > 1 and torch.equal(kept, torch.ones_like(kept).tril(offset)):
+    b, h, rows, s = kept.shape
+    # A single row is a triangle's if there is a single query; else it is the same for all queries.
+    if b == h == 1 and (rows > 1 or t == 1) and torch.equal(kept, torch.ones_like(kept).tril(offset)):
         return Causal()
-    if h == t == 1:  # the same keys for all queries: padding on the right or on the left?
+    if h == rows == 1:  # the same keys for all queries: padding on the right or on the left?
         n = kept.sum(-1).reshape(b)
         j = torch.arange(s, device=kept.device)
         if torch.equal(kept.reshape(b, s), j < n[:, None]):
