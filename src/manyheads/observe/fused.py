@@ -39,23 +39,25 @@ def leaves_padding_out(module: nn.Module, args: Sequence[Any], kwargs: Mapping[s
     return kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None) is not None
 
 
-def hooked(module: nn.Module, ours: str) -> bool:
-    """Has it, or a module in it, hooks that aren't of the module `ours`?"""
-    hooks = [
-        hook
+def hooked(module: nn.Module) -> bool:
+    """Has it, or a module in it, hooks that somebody else put there, which mustn't run twice?"""
+    return any(
+        not getattr(hook, "__module__", "").startswith("manyheads.")
         for one in module.modules()
         for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values())
-    ]
-    return any(getattr(hook, "__module__", "") != ours for hook in hooks)
+    )
 
 
 def bare(module: nn.Module) -> nn.Module:
-    """The same modules, sharing all that they hold, without hooks."""
+    """The same modules, sharing all that they hold, without the hooks of `observe`."""
     plain = copy(module)
     children = {name: None if child is None else bare(child) for name, child in module._modules.items()}
-    plain.__dict__ |= {
-        "_modules": children,
-        "_forward_hooks": OrderedDict(),
-        "_forward_pre_hooks": OrderedDict(),
-    }
+    plain.__dict__ |= {"_modules": children}
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        kept = {
+            key: hook
+            for key, hook in getattr(module, hooks).items()
+            if not getattr(hook, "__module__", "").startswith("manyheads.observe")
+        }
+        plain.__dict__[hooks] = OrderedDict(kept)
     return plain

@@ -103,7 +103,7 @@ def _scaled_dot_product(
     # triangle in the mask says where the queries stand; else the last key is taken for the last query's.
     # (Or the keys are another sequence's, where positions mean nothing.)
     offset = 0 if is_causal else max(k.shape[2] - q.shape[2], 0)
-    if masks and not is_causal:
+    if masks and offset:
         offset = triangle(shown(masks["attn_mask"]), q.shape[2], offset)
     mask, bias = translate(masks, shows=True, offset=offset, t=q.shape[2])
     if is_causal:

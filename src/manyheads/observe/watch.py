@@ -181,7 +181,7 @@ class Watch:
             removing = any(
                 self.removes(one) for one, other in self.modules if one in self.met and id(other) in below
             )
-            if removing or fused.hooked(module, __name__):
+            if removing or fused.hooked(module):
                 if fused.leaves_padding_out(module, args, kwargs):
                     raise ValueError(
                         f"{self._name(path)} leaves padding out, and can't be observed with "
