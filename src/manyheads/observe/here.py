@@ -6,14 +6,16 @@ belongs. Between the first and the last, a mode stands in the way of PyTorch's f
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
@@ -106,8 +108,16 @@ def overheard(watch: Watch) -> Iterator[None]:
                 _while_open.close()
 
 
+def _in_a_module() -> bool:
+    """Is this called by a module, which then is another model's?"""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _overhear(*args: Any, **kwargs: Any) -> Tensor:
-    if not _here.running and not _here.quiet:
+    if not _here.running and not _here.quiet and not _in_a_module():
         for watch in list(_open):
             watch.strays += watch.active > 0
     return KERNEL(*args, **kwargs)

@@ -97,8 +97,8 @@ def _scaled_dot_product(
         k, v = (x.repeat_interleave(h // max(x.shape[1], 1), 1) for x in (k, v))
     masks = {}
     if attn_mask is not None:
-        mask4 = _four(attn_mask, lead, dims)
-        masks["attn_mask"] = mask4.expand(*mask4.shape[:3], k.shape[2])
+        entries = _once(_four(attn_mask, lead, dims))
+        masks["attn_mask"] = entries.expand(*entries.shape[:3], k.shape[2])
     # PyTorch's is_causal counts from the top left. Without it more keys than queries are a cache, and a
     # triangle in the mask says where the queries stand; else the last key is taken for the last query's.
     # (Or the keys are another sequence's, where positions mean nothing.)
@@ -126,6 +126,14 @@ def _four(x: Tensor, lead: torch.Size, dims: int) -> Tensor:
         return x[(None,) * (3 - x.dim())][:, None]
     x = x[(None,) * (4 - x.dim())]
     return x.expand(*lead, *x.shape[-3:]).flatten(0, -4)
+
+
+def _once(mask: Tensor) -> Tensor:
+    """A mask without the repetitions of an expanded tensor: there its axis is 1."""
+    for axis in range(3):
+        if mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, min(mask.shape[axis], 1))
+    return mask
 
 
 # -- masks as tensors ------------------------------------------------------------------------------
