@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import manyheads as mh
 from manyheads import measures
 from manyheads.kernels import chunked
+from manyheads.scores import Problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -439,6 +441,373 @@ def test_an_ideal_induction_head_scores_one() -> None:
     q = torch.zeros(1, 1, 24, 4)
     _, amap = mh.attention_with_map(q, q, q, mask=mh.Keep(seen))
     torch.testing.assert_close(measures.induction(amap, ids), torch.ones(1, 1))
+
+
+# -- the same map, otherwise -------------------------------------------------------------------------
+
+
+def hiding(kind: str) -> dict[str, Any]:
+    """What differs between batch entries or heads, in every way that a mask, a bias or an offset can."""
+    gen = torch.Generator().manual_seed(2)
+    cells = torch.rand(B, H, T, S, generator=gen)
+    table = torch.randn(B, H, T, S, generator=gen, dtype=torch.float64)
+    ids = torch.randint(3, (B, S), generator=gen)
+    rule = mh.Rule(lambda b, h, i, j: (i - j + b + 2 * h) % 3 != 0)
+    each = torch.tensor([2, -3])
+    parts: dict[str, dict[str, Any]] = {
+        "bias that hides": {"bias": mh.Dense(table.masked_fill(cells < 0.3, -math.inf))},
+        "bias of rows, each": {"bias": mh.Dense(table[:, :, :, :1]), "offset": each},
+        "relative, each": {"bias": mh.Relative(table[0, :, 0, :5]), "offset": each},
+        "keep": {"mask": mh.Keep(cells < 0.6), "offset": each},
+        "drop of heads": {"mask": ~mh.Drop(cells[:1, :, :, :1] < 0.6)},
+        "rule": {"mask": rule | mh.Diagonal(0), "offset": each},
+        "lengths": {
+            "mask": mh.Lengths(torch.tensor([9, 5]), left=True) & ~mh.Prefix(torch.tensor([1, 6])),
+            "offset": 0,
+        },
+        "ids": {"mask": mh.Documents(ids, queries=ids[:, :T]) | mh.AfterSameToken(ids), "offset": each},
+        "sink": {"sink": table[0, :, 0, 0], "mask": mh.Causal(), "offset": each},
+    }
+    return parts[kind]
+
+
+HIDING = ("bias that hides", "bias of rows, each", "relative, each", "keep", "drop of heads", "rule",
+          "lengths", "ids", "sink")  # fmt: skip
+PICKS: list[tuple[Any, Any]] = [
+    (None, None),
+    (1, 2),
+    ([1], [3, 0]),
+    (-1, slice(None, None, 2)),
+    ([1, 0, 1], [2, 2, 1]),
+    (None, torch.tensor([False, True, True, False])),
+    ([], [0]),
+    (0, []),
+]
+
+
+def chosen(index: Any, size: int) -> list[int]:
+    """What an index picks, as a list."""
+    if index is None:
+        return list(range(size))
+    return np.atleast_1d(np.arange(size)[index.numpy() if isinstance(index, Tensor) else index]).tolist()
+
+
+def some(kind: str) -> mh.AttentionMap:
+    gen = torch.Generator().manual_seed(4)
+    q, k = (torch.randn(B, n, m, D, dtype=torch.float64, generator=gen) for n, m in ((H, T), (G, S)))
+    return mh.AttentionMap.of(Problem.of(q, k, k, **hiding(kind)))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lse known", "lse unknown"])
+@pytest.mark.parametrize("pick", PICKS, ids=str)
+@pytest.mark.parametrize("kind", HIDING)
+def test_only_some_is_a_slice_of_the_matrix(kind: str, pick: tuple[Any, Any], known: bool) -> None:
+    """Also under another mask, and when some are picked from those again."""
+    amap = some(kind)
+    if known:
+        assert amap.lse.shape == (B, H, T)
+    part = amap.only(*pick)
+    b, h = (np.array(chosen(index, size), dtype=int) for index, size in zip(pick, (B, H), strict=True))
+    assert part.shape == (len(b), len(h), T, S)
+
+    def sliced(x: Tensor) -> Tensor:
+        return x[b][:, h]
+
+    close(part.dense(), sliced(amap.dense()))
+    mask = mh.Causal() & mh.Keys([1, 2, 5, 8])
+    close(part.under(mask).dense(), sliced(amap.under(mask).dense()))
+    close(part.mass(mask, mean=True), sliced(amap.mass(mask, mean=True)))
+    close(part.received(2, "age"), sliced(amap.received(2, "age")))
+    for name in ("entropy", "distance", "row_max", "logits_max", "sink_weight"):
+        close(getattr(part, name)(), sliced(getattr(amap, name)()))
+    close(part.mass(part.first_key()), sliced(amap.mass(amap.first_key())))
+    if len(b) and len(h):
+        again = part.only(len(b) - 1, [0, -1])
+        close(again.dense(), sliced(amap.dense())[[len(b) - 1]][:, [0, -1]])
+
+
+def test_only_remembers_what_it_is() -> None:
+    amap = some("keep").labelled([list("abcdefghi"), list("ABCDEFGHI")])
+    part = amap.only([1, 0, 1], [3, 1])
+    assert part.tokens == (tuple("ABCDEFGHI"), tuple("abcdefghi"), tuple("ABCDEFGHI"))
+    assert part.heads == (3, 1)
+    assert part.only(0, 1).heads == (1,)
+    assert amap.heads == (0, 1, 2, 3)
+    assert amap.labelled(list("abcdefghi")).only(1).tokens == tuple("abcdefghi")
+
+
+@pytest.mark.parametrize(
+    ("pick", "words"),
+    [
+        ({"heads": 4}, ["head", "4", "h = 4"]),
+        ({"batch": [0, -3]}, ["batch entry", "b = 2"]),
+        ({"heads": 0.5}, ["h", "0.5"]),
+        ({"heads": "01"}, ["h", "'01'"]),
+        ({"heads": True}, ["h", "True"]),
+        ({"heads": [0, True]}, ["h", "True"]),
+        ({"heads": [[0]]}, ["h", "[[0]]"]),
+        ({"batch": torch.tensor([True])}, ["b", "[2]", "[1]"]),
+    ],
+    ids=str,
+)
+def test_only_says_what_it_can_not_pick(pick: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(IndexError) as caught:
+        some("keep").only(**pick)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_stored_in_another_dtype(kind: str, dtype: torch.dtype) -> None:
+    """It is the map of what is stored: rows still sum to one, and nothing remains of the old lse."""
+    amap, _ = one(kind)
+    stored = amap.to(dtype)
+    assert stored.problem.q.dtype == stored.problem.k.dtype == dtype
+    assert stored.shape == amap.shape
+    weights = stored.dense()
+    assert weights.dtype == stored.entropy().dtype == torch.float32
+    full = weights.sum(-1) + stored.sink_weight()
+    assert ((full - (stored.lse > -math.inf).float()).abs() < 1e-5).all()
+    p = amap.problem
+    rest = everything(kind)
+    fresh = mh.AttentionMap.of(Problem.of(p.q.to(dtype), p.k.to(dtype), p.k.to(dtype), **rest))
+    torch.testing.assert_close(weights, fresh.dense(), rtol=0, atol=0)
+    torch.testing.assert_close(weights.double(), amap.dense(), rtol=0, atol=0.05)
+    back = stored.to(torch.float64)
+    assert back.lse.dtype == torch.float64
+    torch.testing.assert_close(back.dense().float(), weights, rtol=1e-5, atol=1e-6)
+    assert amap.to(torch.float64) is amap
+
+
+def test_on_a_device() -> None:
+    amap = some("ids").labelled(list("abcdefghi"))
+    before = amap.dense()
+    for place in ("cpu", torch.device("cpu")):
+        moved = amap.to(place)
+        assert torch.equal(moved.lse, amap.lse)
+        assert torch.equal(moved.dense(), before)
+        assert moved.tokens == amap.tokens
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "words"),
+    [
+        ("meta", ValueError, ["meta", "weights"]),
+        ("float16", ValueError, ["float16", "device"]),
+        ("nowhere", ValueError, ["nowhere", "device"]),
+        (None, ValueError, ["None", "device"]),
+        (torch.int64, TypeError, ["float32", "int64"]),
+        (torch.float8_e5m2, TypeError, ["float32", "float8"]),
+        (torch.complex64, TypeError, ["float32", "complex64"]),
+    ],
+    ids=str,
+)
+def test_where_a_map_can_not_go(place: Any, kind: type[Exception], words: list[str]) -> None:
+    amap, _ = one("bare")
+    with pytest.raises(kind) as caught:
+        amap.to(place)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_half_precision_can_not_hold_is_refused() -> None:
+    q, k = torch.full((1, 1, 3, 2), 1e5), torch.zeros(1, 1, 3, 2)
+    amap = mh.AttentionMap.of(Problem.of(q, k, k))
+    with pytest.raises(ValueError, match="float16"):
+        amap.to(torch.float16)
+    assert amap.to(torch.bfloat16).entropy().isfinite().all()
+    # What was no number before is none afterwards, and that is no fault of the dtype.
+    lost = mh.AttentionMap.of(Problem.of(q * math.nan, k, k))
+    assert lost.to(torch.float16).entropy().isnan().all()
+
+
+# -- labels ------------------------------------------------------------------------------------------
+
+
+def test_labels_of_the_keys() -> None:
+    amap, weights = one("bare")
+    assert amap.tokens is None
+    shared = amap.labelled(list("abcdefghi"))
+    assert shared.tokens == tuple("abcdefghi")
+    each = shared.labelled([list("abcdefghi"), tuple("ABCDEFGHI")])
+    assert each.tokens == (tuple("abcdefghi"), tuple("ABCDEFGHI"))
+    assert each.labelled(None).tokens is None
+    for labelled in (shared, each):
+        close(labelled.dense(), weights)
+        for other in (labelled.under(mh.Causal()), labelled.to(torch.float32), copy.deepcopy(labelled)):
+            assert other.tokens == labelled.tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "words"),
+    [
+        ("abcdefghi", TypeError, ["s = 9", "str"]),
+        (b"abcdefghi", TypeError, ["strings", "bytes"]),
+        (9, TypeError, ["s = 9", "int"]),
+        (torch.arange(9), TypeError, ["s = 9", "Tensor"]),
+        (np.array(list("abcdefghi")), TypeError, ["s = 9", "ndarray"]),
+        ({"a": 1}, TypeError, ["s = 9", "dict"]),
+        (list(range(9)), TypeError, ["strings", "0"]),
+        ([1, 2], TypeError, ["strings", "1"]),
+        ([None, None], TypeError, ["strings", "None"]),
+        (["a", "b", 3, *"defghi"], TypeError, ["strings", "3"]),
+        (["abcdefghi", "abcdefghi"], ValueError, ["9", "2"]),
+        ([list("abcdefghi"), "abcdefghi"], TypeError, ["str"]),
+        (list("abcdefgh"), ValueError, ["s = 9", "8"]),
+        ([], ValueError, ["s = 9", "0"]),
+        ([list("abcdefghi")], ValueError, ["b = 2", "1"]),
+        ([list("abcdefghi")] * 3, ValueError, ["b = 2", "3"]),
+        ([list("abcdefghi"), list("abc")], ValueError, ["s = 9", "3"]),
+        ([list("abcdefghi"), [*"abcdefgh", 0]], TypeError, ["strings", "0"]),
+    ],
+    ids=str,
+)
+def test_labels_that_do_not_fit(tokens: Any, kind: type[Exception], words: list[str]) -> None:
+    amap, _ = one("bare")
+    for label in (amap.labelled, lambda tokens: mh.AttentionMap.of(amap.problem, tokens=tokens)):
+        with pytest.raises(kind) as caught:
+            label(tokens)
+        for word in words:
+            assert word in str(caught.value), str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+# -- copies, changes, and what is held ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lse known", "lse unknown"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda amap: pickle.loads(pickle.dumps(amap))])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_stands_on_its_own(kind: str, copied: Any, known: bool) -> None:
+    q, k = torch.randn(B, H, T, D, dtype=torch.float64), torch.randn(B, G, S, D, dtype=torch.float64)
+    q.mul_(2)  # tensors that were changed before the map was made
+    k.mul_(2)
+    amap = mh.AttentionMap.of(Problem.of(q, k, k, **everything(kind)), provenance={"layer": "a"})
+    amap = amap.labelled(list("abcdefghi"))
+    expected = mh.AttentionMap.of(amap.problem).dense()
+    if known:
+        assert amap.entropy().shape == (B, H, T)
+    other = copied(amap)
+    assert other.knows_lse == known
+    assert other.tokens == amap.tokens
+    assert other.provenance == {"layer": "a"}
+    q.zero_()
+    assert torch.equal(other.dense(), expected)
+    with pytest.raises(RuntimeError, match="in place"):
+        amap.dense()
+    with pytest.raises(RuntimeError, match="in place"):
+        copied(amap)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lse known", "lse unknown"])
+@pytest.mark.parametrize("what", ["q", "k", "sink", "offset", "bias", "mask", "queries"])
+def test_no_statistic_is_read_after_a_change_in_place(what: str, known: bool) -> None:
+    """Nor is a log-sum-exp that wasn't known yet computed of what was changed."""
+    parts = {
+        "q": torch.randn(2, 2, 5, 4),
+        "k": torch.randn(2, 2, 5, 4),
+        "sink": torch.zeros(2),
+        "offset": torch.tensor([0, 1]),
+        "bias": torch.zeros(2, 3),
+        "mask": torch.ones(5, 5).tril() > 0,
+        "queries": torch.zeros(5, dtype=torch.int64),
+    }
+    mask = mh.Keep(parts["mask"]) & mh.Documents(torch.zeros(5).long(), queries=parts["queries"])
+    q, k, v = parts["q"], parts["k"], torch.randn(2, 2, 5, 3)
+    rest = {"bias": mh.Relative(parts["bias"]), "sink": parts["sink"], "offset": parts["offset"]}
+    amap = mh.AttentionMap.of(Problem.of(q, k, v, mask=mask, **rest))
+    other = mh.AttentionMap.of(Problem.of(q.clone(), k.clone(), v))
+    if known:
+        assert amap.lse.shape == (2, 2, 5)
+    parts[what].zero_() if what not in ("sink", "bias", "queries") else parts[what].add_(1)
+    reads: dict[str, Any] = {
+        "tile": lambda: amap[0, 0],
+        "dense": amap.dense,
+        "entropy": amap.entropy,
+        "distance": amap.distance,
+        "row_max": amap.row_max,
+        "received": amap.received,
+        "top": lambda: amap.top(2),
+        "mass": lambda: amap.mass(mh.Full()),
+        "pooled": lambda: amap.pooled(2, 2),
+        "value_norms": lambda: amap.value_norms(v, torch.randn(4, 6)),
+        "logits_max": amap.logits_max,
+        "sink_weight": amap.sink_weight,
+        "divergence": amap.divergence,
+        "divergence of": lambda: amap.divergence(other),
+        "divergence to": lambda: other.divergence(amap),
+        "statistics": lambda: amap.statistics("entropy"),
+        "first_key": amap.first_key,
+        "previous_token": lambda: measures.previous_token(amap),
+        "rollout": lambda: measures.rollout([other, amap], 0),
+        "only": lambda: amap.only(0),
+        "under": lambda: amap.under(None),
+        "to": lambda: amap.to(torch.float16),
+        "labelled": lambda: amap.labelled(list("abcde")),
+    }
+    if not known:
+        reads["lse"] = lambda: amap.lse
+    for read in reads.values():
+        with pytest.raises(RuntimeError, match="in place"):
+            read()
+    assert other.entropy().isfinite().all()
+
+
+def test_a_map_tells_what_it_holds() -> None:
+    q, k = torch.randn(2, 4, 100, 8), torch.randn(2, 2, 200, 8)
+    amap = mh.AttentionMap.of(Problem.of(q, k, k, mask=mh.Causal()))
+    assert amap.nbytes == q.nbytes + k.nbytes
+    said = repr(amap)
+    assert said.startswith("AttentionMap([b=2, h=4, t=100, s=200], mask=Causal()")
+    assert "float32 on cpu" in said
+    assert "51.2 kB" in said  # q and k
+    assert "640 kB" in said  # the weights
+    assert not amap.knows_lse, "looking at it costs nothing"
+    amap.entropy()
+    assert amap.nbytes == q.nbytes + k.nbytes + amap.lse.nbytes
+    assert "tokens" not in said
+    assert "tokens" in repr(amap.labelled(["x"] * 200))
+    assert "\n" not in said
+    half = amap.to(torch.float16)
+    assert half.nbytes == (q.nbytes + k.nbytes) // 2
+    assert "640 kB" in repr(half), "weights are float32 still"
+
+
+@pytest.mark.parametrize("max_bytes", [1e9, "2 GB", None, True])
+def test_max_bytes_is_a_number_of_bytes(max_bytes: Any) -> None:
+    amap, _ = one("bare")
+    with pytest.raises(TypeError, match="max_bytes") as caught:
+        amap.dense(max_bytes=max_bytes)
+    assert repr(max_bytes) in str(caught.value)
+
+
+def test_a_map_is_made_of_a_problem() -> None:
+    amap, _ = one("bare")
+    for make, words in (
+        (lambda: mh.AttentionMap.of(3), ["Problem", "int"]),
+        (lambda: mh.AttentionMap.of(amap.problem, torch.zeros(2, 3)), ["[2, 4, 6]", "[2, 3]"]),
+        (lambda: mh.AttentionMap.of(amap.problem, [0.0]), ["lse", "list"]),
+        (lambda: mh.AttentionMap.of(amap.problem, provenance=["x"]), ["provenance", "list"]),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            make()
+        for word in words:
+            assert word in str(caught.value)
+
+
+def test_a_map_keeps_no_graph_of_a_lazy_log_sum_exp() -> None:
+    q, k = torch.randn(1, 2, 5, 4, requires_grad=True), torch.randn(1, 2, 5, 4, requires_grad=True)
+    sink, slopes = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    amap = mh.AttentionMap.of(Problem.of(q, k, k, sink=sink, bias=mh.ALiBi(slopes)))
+    other = mh.AttentionMap.of(Problem.of(q, k, k))
+    found = [amap.lse, *amap.statistics("entropy", "received", "sink_weight", top=2)["top"]]
+    found += [amap.divergence(other), measures.rollout([amap, other], 0), amap.to(torch.float16).lse]
+    found += [amap.value_norms(k, torch.randn(3, 8, requires_grad=True))]
+    for x in found:
+        assert not x.requires_grad
+        assert x.grad_fn is None
 
 
 # -- at length ---------------------------------------------------------------------------------------

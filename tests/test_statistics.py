@@ -603,6 +603,12 @@ def test_divergence_is_a_distance_of_rows() -> None:
     assert not amap.divergence(amap).any()
     left, right = amap.under(mh.Keys([0])), amap.under(mh.Keys([74]))
     torch.testing.assert_close(left.divergence(right), torch.full((2, 4), math.log(2), dtype=torch.float64))
+    # Of rows that are nearly the same, rounding makes nothing less than 0, whose root would be NaN.
+    q, k = torch.randn(200, 1, 3, 8).repeat(1, 2, 1, 1), torch.randn(200, 1, 9, 8)
+    q[:, 1] += 1e-4 * torch.randn(200, 3, 8)
+    alike = AttentionMap.of(Problem.of(q, k, k))
+    assert (alike.divergence() >= 0).all()
+    assert (alike.divergence(alike.only(heads=[1, 0])) >= 0).all()
     # Of maps in two dtypes, one's own is what comes back.
     half, *_ = drawn(dtype=torch.bfloat16, mask=mh.Causal())
     assert half.divergence(amap).dtype == torch.float32
