@@ -147,7 +147,7 @@ class Seen(Mapping[Any, Any]):
     # -- pictures and files ------------------------------------------------------------------------
 
     def plot(self, **options: Any) -> Figure:
-        """All layers and heads as a grid of small pictures: `figures.overview`, with its options."""
+        """All layers and heads as a grid of small pictures: `figures.grid`, with its options."""
         from manyheads import figures
 
         if not self._calls:
@@ -159,7 +159,7 @@ class Seen(Mapping[Any, Any]):
                     f'{name} was observed with keep="statistics", which leaves no weights to draw: observe '
                     'with keep="maps", or draw what was kept.'
                 )
-        return figures.overview(maps, **options)
+        return figures.grid(maps, **options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything into one safetensors file, which `manyheads.open_run` reads: docs/format.md."""
@@ -258,7 +258,12 @@ class Table(Sequence[Any]):
         )
         for column in self.columns:
             words = column == "layer"
-            drawn.add_column(column.replace("_", " "), justify="left" if words else "right", no_wrap=words)
+            drawn.add_column(
+                column.replace("_", " "),
+                justify="left" if words else "right",
+                no_wrap=words,
+                min_width=max(map(len, column.split("_"))),
+            )
         for layer, head, *values in self.rows:
             drawn.add_row(layer, str(head), *("-" if x is None else f"{x:.2f}" for x in values))
         return drawn
