@@ -299,6 +299,13 @@ def test_views_are_stored_compactly_and_shared_tensors_once(tmp_path: Path) -> N
         assert entry.content.problem.q is entry.content.problem.k
 
 
+def test_other_views_of_the_same_memory_are_stored_too(tmp_path: Path) -> None:
+    x = randn(3, 3)
+    views = {"rows": x, "columns": x.T, "first": x[:1], "bits": x.view(torch.int32)}
+    after = there_and_back(Kept(views, {}), tmp_path / "run")
+    assert all(same(after.tensors[name], view) for name, view in views.items())
+
+
 def test_tensors_of_every_sort_are_stored_by_their_numbers(tmp_path: Path) -> None:
     z = torch.randn(1, 2, 5, 4, dtype=torch.complex64)
     negative = z.conj().imag  # a view with its sign pending, at the same place in memory as
@@ -575,6 +582,7 @@ def put_together(header: dict[str, Any], run: Any, data: bytes) -> bytes:
     text = run if isinstance(run, str) else json.dumps(run)
     marked = header | {"__metadata__": header["__metadata__"] | {"run": text}}
     blob = json.dumps(marked).encode()
+    blob += b" " * (-len(blob) % 8)  # as every writer does, so that numbers are aligned
     return len(blob).to_bytes(8, "little") + blob + data
 
 
@@ -754,6 +762,7 @@ HOSTILE: list[tuple[str, Callable[[Any, Any], None], list[str]]] = [
     ("provenance", top("provenance", to={"a": math.inf}), ["provenance['a']", "finite", "inf"]),
     ("provenance", top("entries", 3, "provenance", to={"a": nested(150)}), ["entry 3", "nested", "100"]),
     ("tokens of statistics", top("entries", 15, "tokens", to=3), ["entry 15", "tokens 3", "3 such lists"]),
+    ("plain", top("entries", 15, "plain", to={"a": [math.nan]}), ["plain['a'][0]", "finite", "nan"]),
     ("plain", top("entries", 15, "plain", to=[]), ["entry 15", "plain", "dict", "[]"]),
     # tokens
     ("labels", top("labels", to=[["a", 1]]), ["tokens", "text", "1"]),
@@ -827,6 +836,7 @@ HOSTILE: list[tuple[str, Callable[[Any, Any], None], list[str]]] = [
     ("keys", masked(8, keys=[[0]]), ["entry 8", "Keys", "[0]"]),
     ("keys", masked(8, keys=[True]), ["entry 8", "Keys", "True"]),
     ("keys", masked(8, keys=[2**61]), ["entry 8", "2^60"]),
+    ("keys", masked(8, keys=["x" * 5000]), ["entry 8", "Keys", "…."]),
     ("keys", masked(8, keys=3), ["entry 8", "keys", "list", "3"]),
     ("documents", masked(9, ids=at("9.q")), ["entry 9", "Documents", "integer"]),
     ("documents", masked(9, queries=at("9.mask.ids")), ["entry 9", "queries", "[2, 4]", "t = 3"]),
@@ -892,13 +902,6 @@ def test_an_empty_tensor_has_no_endless_axis(tmp_path: Path) -> None:
     for shape in ([0, 2**20 + 1], [0, 2**63], [2**40, 0]):
         header["0.nothing"]["shape"] = shape
         refuses(tmp_path / "run", put_together(header, run, data), ["0.nothing", "empty", "1048576"])
-    header["0.nothing"]["shape"] = [0] + [2**20] * 5  # more than numbers can count, were it not of nothing
-    path = tmp_path / "run"
-    path.write_bytes(put_together(header, run, data))
-    try:
-        files.read(path)
-    except ValueError as error:
-        one_sentence(error, ["0.nothing"])
 
 
 def made_bytes(folder: Path, entries: list[Entry]) -> bytes:
@@ -906,22 +909,13 @@ def made_bytes(folder: Path, entries: list[Entry]) -> bytes:
     return (folder / "made").read_bytes()
 
 
-def test_a_misplaced_tensor_is_read_or_refused(tmp_path: Path) -> None:
+def test_a_misplaced_tensor(tmp_path: Path) -> None:
     """One whose numbers don't stand at multiples of their size."""
-    header, run, data = take_apart(
-        made_bytes(tmp_path, [kept(a=torch.ones(1, dtype=torch.uint8), b=torch.ones(2))])
-    )
+    tensors = {"a": torch.ones(1, dtype=torch.uint8), "b": torch.ones(2)}
+    header, run, data = take_apart(made_bytes(tmp_path, [kept(**tensors)]))
     assert header["0.b"]["data_offsets"] == [0, 8]
     header["0.a"]["data_offsets"], header["0.b"]["data_offsets"] = [0, 1], [1, 9]
-    path = tmp_path / "run"
-    path.write_bytes(put_together(header, run, data[8:] + data[:8]))
-    try:
-        (entry,) = files.read(path).entries
-    except ValueError as error:
-        one_sentence(error, ["0.b"])
-    else:
-        assert isinstance(entry.content, Kept)
-        assert entry.content.tensors["b"].tolist() == [1.0, 1.0]
+    refuses(tmp_path / "run", put_together(header, run, data[8:] + data[:8]), ["0.b", "multiple"])
 
 
 # -- at random -------------------------------------------------------------------------------------

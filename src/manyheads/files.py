@@ -445,13 +445,12 @@ class _Reader:
     def _load(self, name: str) -> Tensor:
         said = self.file.get_slice(name)
         _check_tensor(name, said.get_dtype(), said.get_shape())
-        try:
-            tensor: Tensor = self.file.get_tensor(name)
-        except RuntimeError as error:
-            raise ValueError(f"tensor {name} can't be read: {str(error).splitlines()[0]}.") from None
+        tensor: Tensor = self.file.get_tensor(name)
+        if tensor.data_ptr() % tensor.element_size():
+            raise ValueError(f"tensor {brief(name)} must stand at a multiple of its numbers' size.")
         # A byte of 2 is neither True nor False, and differs from itself from one operation to the next.
         if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
-            raise ValueError(f"tensor {name} must hold the bytes 0 and 1 only, as it is boolean.")
+            raise ValueError(f"tensor {brief(name)} must hold the bytes 0 and 1 only, as it is boolean.")
         return tensor
 
     def label(self, place: int | None) -> Tokens | None:
