@@ -182,9 +182,7 @@ def write(
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
         for tensor in tensors.values():
-            # A last axis of size 1 has a stride of 1, as bytes need it, whatever the others have.
-            numbers = tensor.cpu().contiguous()[..., None]
-            file.write(numbers.view(torch.uint8).numpy().data)
+            file.write(_numbers(tensor))
 
 
 class _Writer:
@@ -298,6 +296,13 @@ def _header(run: str, tensors: Mapping[str, Tensor]) -> bytes:
             f"{HEADER / 1e6:.1f} MB of it: save fewer calls in one file, or without tokens."
         )
     return text + b" " * (-(8 + len(text)) % 64)
+
+
+def _numbers(tensor: Tensor) -> memoryview:
+    """A tensor's numbers as they lie in a file: compact, and copied only where they aren't so already."""
+    # A new last axis has a stride of 1, which a look at the bytes asks for, whatever the others have.
+    lined_up = tensor.cpu().contiguous()[..., None].view(torch.uint8)
+    return lined_up.numpy().data
 
 
 @contextmanager
