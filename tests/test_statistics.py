@@ -768,6 +768,28 @@ def test_what_is_seen_stays_in_its_rows_and_heads(poison: float) -> None:
         assert found["divergence"][1, :2, 2:].isnan().all()
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_query_reaches_only_what_it_sees(poison: float) -> None:
+    """One bad query under a causal mask: keys, cells and rows beyond it keep their numbers."""
+    clean, q, k, v = drawn(mask=mh.Causal(), offset=0)
+    q = q.clone()
+    q[1, 0, 35] = poison
+    dirty = AttentionMap.of(Problem.of(q, k, v, mask=mh.Causal(), offset=0))
+    assert dirty.received()[1, 0, :36].isnan().any()
+    for normalize in (None, "age"):
+        x, y = dirty.received(normalize=normalize), clean.received(normalize=normalize)
+        assert torch.equal(x[1, 0, 36:], y[1, 0, 36:])
+        assert torch.equal(x[:, 1:], y[:, 1:])
+    for reduce in ("mean", "max"):
+        x, y = dirty.pooled(35, 25, reduce)[1, 0], clean.pooled(35, 25, reduce)[1, 0]
+        assert torch.equal(x[:, 12:], y[:, 12:]), "keys from 36 on"
+        others = [row for row in range(35) if row != 17]
+        assert torch.equal(x[others], y[others])
+    assert dirty.mass(mh.Window(left=0, right=5))[1, 0, 35].isnan()
+    assert dirty.mass(~mh.Causal())[1, 0, 35] == 0, "no weight where it may not look"
+    assert torch.equal(dirty.mass(mh.Diagonal(1), mean=True), clean.mass(mh.Diagonal(1), mean=True))
+
+
 @pytest.mark.parametrize("mask", [None, mh.Keys([0, 1, 2]), mh.Causal() | mh.Full()], ids=str)
 def test_a_score_of_minus_infinity_weighs_nothing(mask: mh.Mask | None) -> None:
     """It may be seen, and is as if it weren't: e^−∞ = 0, and 0·ln 0 = 0."""
