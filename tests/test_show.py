@@ -191,11 +191,12 @@ def test_findings_are_a_handful_each_of_another_head_and_pair() -> None:
     assert len({(one.query, one.key) for one in found}) == len(found)
     assert max(Counter(one.reason for one in found).values()) <= 2
     assert all(one.weight >= other.weight for one, other in pairwise(found))
-    average = usual(sum(maps[n].dense()[0].sum(0) for n in range(3)) / 18)
+    causal = torch.ones(20, 20).tril().bool()
+    average = usual(sum(maps[n].dense()[0].sum(0) for n in range(3)) / 18, causal)
     for one in found:
         weights = maps[one.layer][0, one.head]
         assert one.weight == pytest.approx(float(weights[one.query, one.key]), abs=1e-5)
-        here = max(float(usual(weights)[one.query, one.key]), float(average[one.query, one.key]))
+        here = max(float(usual(weights, causal)[one.query, one.key]), float(average[one.query, one.key]))
         assert one.usual == pytest.approx(here, abs=1e-5)
 
 
@@ -218,7 +219,7 @@ def test_the_usual_against_a_double_loop(t: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(t, t, generator=generator).tril().exp().tril()
     weights /= weights.sum(-1, keepdim=True)
-    found = usual(weights)
+    found = usual(weights, torch.ones(t, t).tril().bool())
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values) if values else 0.0
@@ -259,9 +260,13 @@ def test_a_habit_that_no_query_could_have_is_none() -> None:
     assert (alone.first_token, alone.itself, alone.entropy) == (1.0, 1.0, 0.0)
 
 
+def marks(amap: AttentionMap, ids: torch.Tensor) -> list[str]:
+    return characteristic(amap, ids, habits(amap, ids), habits(even(amap), ids))
+
+
 def test_the_characteristic_habit_is_what_stands_out_from_an_even_head() -> None:
     amap = map_of(previous(8), resting(8), [[1.0] * 8] * 8)
-    assert characteristic(amap, torch.arange(8)) == ["previous_token", "first_token", "entropy"]
+    assert marks(amap, torch.arange(8)) == ["previous_token", "first_token", "entropy"]
     (level, *_) = habits(even(amap), torch.arange(8))
     assert level.itself == pytest.approx(sum(1 / n for n in range(1, 9)) / 8)
 
@@ -274,8 +279,8 @@ def test_resting_on_a_first_token_that_comes_again_is_not_looking_for_the_same()
     amap = map_of(resting(7), previous(7), copying, looking)
     own = habits(amap, ids)[0]
     assert own.same_token > own.first_token - 0.1  # what a mark by size alone would take it for
-    marks = ["first_token", "previous_token", "after_same_token", "same_token"]
-    assert characteristic(amap, ids) == marks
+    said = ["first_token", "previous_token", "after_same_token", "same_token"]
+    assert marks(amap, ids) == said
 
 
 def test_a_sentence_as_the_issue_words_it() -> None:
@@ -586,5 +591,5 @@ def test_what_the_shipped_model_has_learned_is_found() -> None:
     words = "socket tuple banana yield matrix window garden import letter number silver thread"
     reading = show.read(f"{words} {words}")
     assert reading.findings[0].reason == "after the same token", reading.findings
-    marks = {mark for layer in reading.marks() for mark in layer}
+    marks = {mark for layer in reading.marks for mark in layer}
     assert {"previous_token", "after_same_token"} <= marks

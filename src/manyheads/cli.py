@@ -38,7 +38,11 @@ def show(
     layer: Annotated[int | None, typer.Option(metavar="N", help="Layer to show in full, from 0.")] = None,
     head: Annotated[int | None, typer.Option(metavar="N", help="Head to show in full, from 0.")] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A checkpoint's folder, not the shipped model.")
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_PATH",
+            help="A checkpoint's folder, or a Hugging Face model: its folder, or a name in the local cache.",
+        ),
     ] = None,
     no_mask: Annotated[
         bool, typer.Option("--no-mask", help="Beside it the same q and k without the mask: a what-if.")
@@ -48,20 +52,27 @@ def show(
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Keep the first tokens of a text that is too long.")
     ] = False,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the maps too, for manyheads.open_run.")
+    ] = None,
 ) -> None:
     """Show what each head of a language model attends to: in words, a table and pictures."""
     from manyheads import show
 
     show.format_of(format)
     given = show.text_of(text, text_file)
+    run = None if save is None else show.run_file(save)
     with show.busy("reading"):
         reading = show.read(given, model, truncate=truncate)
     chosen = show.pick(reading, layer, head)
     folder = show.folder_for(out)
+    if run is not None:
+        show.save(reading, run)
     if not json:
         show.words(reading, *chosen, masked=not no_mask)
     with show.busy("drawing"):
         files = show.write(show.pictures(reading, *chosen, masked=not no_mask), folder, format)
+    files += [] if run is None else [run]
     if json:
         show.machine(reading, *chosen, files, masked=not no_mask)
     else:
@@ -124,7 +135,7 @@ def main() -> None:
     """Run a command; bad input is one sentence on standard error and exit code 2."""
     try:
         app()
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"manyheads: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

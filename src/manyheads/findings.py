@@ -7,15 +7,16 @@ same head gives to that key or at that small distance, or would give if it atten
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from manyheads import measures
+from manyheads import scores
 from manyheads.maps import AttentionMap
+from manyheads.masks import AfterSameToken, Diagonal, Keys, Mask, SameToken
 from manyheads.tokens import Token
 
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
@@ -24,6 +25,8 @@ LEAST = 0.05  # what is this little above the usual, in weight or in nats, is no
 NEARLY = 0.6  # of the greatest surprise: what is told beside it
 NEAR = 4  # tokens: habits of distance are sought below it
 ALIKE = 2  # findings for one reason, or for none
+LONG = 512  # tokens, above which a position says more than "the 246th"
+SOUGHT = 1024  # tokens from the first on, among which findings are sought: each head's matrix is built
 
 Reason = Literal["same token", "after the same token"]
 
@@ -32,9 +35,11 @@ class Habits(NamedTuple):
     """What one head attends to: mean mass over the queries that could; None where none could."""
 
     previous_token: float | None
+    next_token: float | None  # which no causal head may see
     first_token: float | None
-    same_token: float | None
-    after_same_token: float | None
+    last_token: float | None  # seen from elsewhere, and so by no causal head
+    same_token: float | None  # at other places
+    after_same_token: float | None  # what followed the same token earlier: see `measures.induction`
     itself: float | None
     entropy: float  # the mean over queries, in nats
 
@@ -64,25 +69,26 @@ class Finding:
 
 def habits(amap: AttentionMap, ids: Tensor) -> list[Habits]:
     """The habits of every head of one layer, on the first sequence; ids `[t]`."""
-    level = _means(even(amap), ids)
-    return [
-        Habits._make([m if could else None for m, could in zip(masses, rest, strict=True)] + [spread])
-        for (*masses, spread), (*rest, _) in zip(_means(amap, ids), level, strict=True)
-    ]
+    columns: list[list[float | None]] = []
+    for mask in _places(ids).values():
+        mass, could = amap.masses(mask)  # both [b, h, t]
+        means = ((mass * could)[0].sum(-1) / could[0].sum(-1)).tolist()  # [h]; NaN where none could
+        columns.append([None if math.isnan(mean) else mean for mean in means])
+    spread = amap.entropy()[0].mean(-1).tolist()  # [h]
+    return [Habits(*one) for one in zip(*columns, spread, strict=True)]
 
 
-def _means(amap: AttentionMap, ids: Tensor) -> list[list[float]]:
-    """A row per head, in the order of `Habits`; 0 where no query could."""
-    rows = ids[None]  # [1, s]
-    columns = (
-        measures.previous_token(amap),
-        measures.first_token(amap),
-        measures.duplicate_token(amap, rows),
-        measures.induction(amap, rows),
-        measures.current_token(amap),
-        amap.entropy().mean(-1),
-    )  # each [b, h]
-    return torch.stack(columns, -1)[0].tolist()
+def _places(ids: Tensor) -> dict[str, Mask]:
+    """Where each habit looks."""
+    return {
+        "previous_token": Diagonal(-1),
+        "next_token": Diagonal(1),
+        "first_token": Keys([0]),
+        "last_token": Keys([len(ids) - 1]) & ~Diagonal(0),
+        "same_token": SameToken(ids) & ~Diagonal(0),
+        "after_same_token": AfterSameToken(ids),
+        "itself": Diagonal(0),
+    }
 
 
 def even(amap: AttentionMap) -> AttentionMap:
@@ -91,70 +97,89 @@ def even(amap: AttentionMap) -> AttentionMap:
     return AttentionMap.of(replace(amap.problem, q=blank, bias=None, sink=None))
 
 
-def usual(weights: Tensor) -> Tensor:
-    """What a causal head gives to each place anyway, `[t, t]`, from its weights `[t, t]`.
+def usual(weights: Tensor, seen: Tensor) -> Tensor:
+    """What a head gives to each place anyway, `[t, s]`, from its weights and what may be seen, `[t, s]`.
 
     The largest of three: an even share; what the other queries that see it give to the same key; and,
-    near the query, what the others give at the same distance. (A distance that is far and keeps coming
-    back is not position but text that repeats.) Query 0 has no choice, and doesn't count.
+    near the query, what the others give at the same distance on the same side. (A distance that is far
+    and keeps coming back is not position but text that repeats.) A query that sees one key has no
+    choice, and doesn't count.
     """
-    t = len(weights)
-    i = torch.arange(t)
-    share = (1 / (i + 1.0))[:, None].expand(t, t)
-    distance = (i[:, None] - i).clamp(min=0)  # [t, t]
-    seen = torch.ones(t, t).tril()
-    seen[0] = 0
-    total = torch.zeros(t).index_add(0, distance.flatten(), (weights * seen).flatten())
-    count = torch.zeros(t).index_add(0, distance.flatten(), seen.flatten())
-    others = (total[distance] - weights) / (count[distance] - 1).clamp(min=1)  # but this one
-    others[distance >= NEAR] = 0
-    column = ((weights * seen).sum(0) - weights) / (seen.sum(0) - 1).clamp(min=1)
-    return torch.stack((share, others, column)).amax(0)
+    sees = seen.sum(-1, keepdim=True)  # [t, 1]
+    counted = (seen & (sees > 1)).float()  # [t, s]
+    told = weights * counted
+    share = (1 / sees.clamp(min=1)).expand(weights.shape)
+    column = (told.sum(0) - told) / (counted.sum(0) - counted).clamp(min=1)  # but this one
+    near = torch.zeros_like(told)
+    for distance in range(1 - NEAR, NEAR):
+        own, many = told.diagonal(distance), counted.diagonal(distance)
+        near.diagonal(distance).copy_((own.sum() - own) / (many.sum() - many).clamp(min=1))
+    return torch.stack((share, near, column)).amax(0)
 
 
-def characteristic(amap: AttentionMap, ids: Tensor) -> list[str]:
-    """For each head of a causal layer the habit that stands out most, by its name in `Habits`.
+def characteristic(
+    amap: AttentionMap, ids: Tensor, own: Sequence[Habits], level: Sequence[Habits]
+) -> list[str]:
+    """For each head of a layer the habit that stands out most, by its name in `Habits`.
 
+    own: the habits of its heads; level: those of heads that attend `even`ly.
     A habit stands out by how far it is above that of an even head; those of tokens also from what
     the head's habits of position give, so that a head that rests on the first token isn't taken for
     one that looks for the same token, only because the first came again. `entropy`: none stands out.
     """
-    level = habits(even(amap), ids)
-    same = (ids[:, None] == ids).tril(-1)  # [t, t]
-    after = torch.zeros_like(same)
-    after[:, 1:] = (ids[:, None] == ids[:-1]).tril()[:, : len(ids) - 1]
-    after = after.tril()
     found = []
-    for head, (own, plain) in enumerate(zip(habits(amap, ids), level, strict=True)):
-        expected = usual(amap[0, head].float().cpu())
+    for head, (one, plain) in enumerate(zip(own, level, strict=True)):
+        expected = usual(*_start(amap, head))  # [t, s]
         base = plain._asdict()
-        for name, places in (("same_token", same), ("after_same_token", after)):
-            if base[name] is not None:
-                inside = (expected * places).sum(-1)[places.any(-1)]
-                base[name] = max(base[name], float(inside.mean()))
-        above = {n: value - base[n] for n, value in own._asdict().items() if value is not None}
+        for name in ("same_token", "after_same_token"):
+            inside = _visible(amap, head, _places(ids)[name])  # [t, s]
+            if base[name] is not None and inside.any():
+                given = (expected * inside).sum(-1)[inside.any(-1)]
+                base[name] = max(base[name], float(given.mean()))
+        above = {n: value - base[n] for n, value in one._asdict().items() if value is not None}
         above["entropy"] = LEAST
         found.append(max(above, key=above.__getitem__))
     return found
 
 
-def candidates(maps: Sequence[AttentionMap], ids: Sequence[int]) -> list[Finding]:
+def _start(amap: AttentionMap, head: int) -> tuple[Tensor, Tensor]:
+    """The weights of one head among the first tokens, and where it may look: both `[t, s]`."""
+    return amap[0, head, :SOUGHT, :SOUGHT].float().cpu(), _visible(amap, head)
+
+
+def _visible(amap: AttentionMap, head: int, mask: Mask | None = None) -> Tensor:
+    """Where one head may look among the first tokens, `[t, s]`; and a mask does too, if one is given."""
+    problem = amap.problem if mask is None else amap.problem.within(mask)
+    rows, cols = slice(0, min(SOUGHT, amap.shape[2])), slice(0, min(SOUGHT, amap.shape[3]))
+    seen = scores.visible(problem, rows, cols, slice(0, 1), slice(head, head + 1))  # [1, 1, t, s]
+    return seen[0, 0].expand(rows.stop, cols.stop).cpu()
+
+
+def candidates(
+    maps: Sequence[AttentionMap], ids: Sequence[int], special: Collection[int] = ()
+) -> list[Finding]:
     """The most telling weights of each head, the most telling first.
 
-    `maps` are causal, one per layer; the first sequence of the batch, `ids`, is read.
+    `maps` are those of self-attention, one per layer; the first sequence of the batch, `ids`, is read.
+    Of a text longer than `SOUGHT` tokens the first ones are looked at. special: positions of tokens
+    that stand for nothing in the text, of which nothing is told as long as there are others.
     """
     heads = [(layer, head) for layer, amap in enumerate(maps) for head in range(amap.shape[1])]
-
-    def weights_of(layer: int, head: int) -> Tensor:
-        return maps[layer][0, head].float().cpu()  # [t, t]
-
-    average = usual(sum((weights_of(*one) for one in heads), torch.zeros(1)) / len(heads))
+    total, anywhere = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
+    for layer, head in heads:
+        weights, seen = _start(maps[layer], head)
+        total, anywhere = total + weights, anywhere | seen
+    average = usual(total / len(heads), anywhere)
+    said = torch.tensor([n not in special for n in range(len(average))])  # [t]
+    said = said if said.any() else ~said
+    pairs = said[:, None] & said  # [t, t]
     found: list[Finding] = []
     for layer, head in heads:
-        weights = weights_of(layer, head)
-        expected = torch.maximum(usual(weights), average)
-        surprise = torch.special.xlogy(weights, weights / expected)  # 0 above the diagonal
-        for flat in surprise.flatten().topk(min(PER_HEAD, surprise.numel())).indices.tolist():
+        weights, seen = _start(maps[layer], head)
+        expected = torch.maximum(usual(weights, seen), average)
+        surprise = torch.special.xlogy(weights, weights / expected)  # 0 where nothing may be seen
+        surprise = surprise.masked_fill(~pairs, -math.inf)
+        for flat in surprise.flatten().topk(min(PER_HEAD, int(pairs.sum()))).indices.tolist():
             query, key = divmod(flat, len(weights))
             at = float(weights[query, key]), float(expected[query, key])
             found.append(Finding(layer, head, query, key, *at, reason(query, key, ids)))
@@ -162,8 +187,8 @@ def candidates(maps: Sequence[AttentionMap], ids: Sequence[int]) -> list[Finding
 
 
 def reason(query: int, key: int, ids: Sequence[int]) -> Reason | None:
-    """Is the key an earlier token like the query, or what came after such a one?"""
-    if key < query and ids[key] == ids[query]:
+    """Is the key a token like the query, or what came after an earlier one?"""
+    if key != query and ids[key] == ids[query]:
         return "same token"
     if 0 < key < query and ids[key - 1] == ids[query]:
         return "after the same token"
@@ -205,20 +230,25 @@ def sentence(finding: Finding, tokens: Sequence[Token]) -> str:
     )
     if finding.reason == "after the same token":
         return f"{said}, the token after {name(key - 1, tokens)}"
-    if key == query - 1:
-        return f"{said}, the token before it"
+    if abs(key - query) == 1:
+        return f"{said}, the token {'before' if key < query else 'after'} it"
     if key == 0 < query:
         return f"{said}, the first token"
+    if key == len(tokens) - 1 > query:
+        return f"{said}, the last token"
     return said
 
 
 def name(position: int, tokens: Sequence[Token]) -> str:
-    """A token in quotes: with an ordinal where it occurs more than once, with its word if it is a piece."""
+    """A token in quotes: with its word if it is a piece, and which one it is if it occurs more than once."""
     token, labels = tokens[position], [token.label for token in tokens]
     said = quoted(token.label)
-    if labels.count(token.label) > 1:
+    again = labels.count(token.label) > 1
+    if again and len(tokens) <= LONG:
         said = f"the {ordinal(labels[: position + 1].count(token.label))} {said}"
-    return said if token.word is None else f"{said} of {quoted(token.word)}"
+    if token.word is not None:
+        said = f"{said} of {quoted(token.word)}"
+    return f"{said} at {position}" if again and len(tokens) > LONG else said
 
 
 def quoted(text: str) -> str:

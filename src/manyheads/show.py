@@ -13,8 +13,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from manyheads import figures, lm
+from manyheads import figures, models, scores
 from manyheads.findings import (
+    SOUGHT,
     Finding,
     Habits,
     candidates,
@@ -41,18 +43,22 @@ from manyheads.findings import (
     sentence,
 )
 from manyheads.maps import AttentionMap
-from manyheads.tokens import Token, tokens
+from manyheads.observe import Seen
+from manyheads.tokens import Token
 
 FORMATS = ("png", "svg", "pdf")
 WHAT_IF = "what if nothing were masked"
 HEADINGS = {
     "previous_token": "previous token",
+    "next_token": "next token",
     "first_token": "first token",
+    "last_token": "last token",
     "same_token": "same token",
     "after_same_token": "after the same token",
     "itself": "itself",
     "entropy": "spread",
 }
+AHEAD = {"next_token", "last_token"}  # what only models see that look ahead
 SHADES, ASCII = "·░▒▓█", ".-+*#"  # a weight of about 0, ¼, ½, ¾, 1
 
 
@@ -60,10 +66,14 @@ SHADES, ASCII = "·░▒▓█", ".-+*#"  # a weight of about 0, ¼, ½, ¾, 1
 class Reading:
     """A text, and what the heads of a model make of it."""
 
+    model: str
     tokens: list[Token]
     left_out: int  # how many tokens were cut off at the end
-    maps: list[AttentionMap]  # causal, one per layer
+    seen: Seen  # all attention of the model, with labels
+    layers: list[str]  # those with self-attention, by their paths in the model
+    maps: list[AttentionMap]  # one for each of them
     candidates: list[Finding]  # of every head, the most telling one first
+    notes: list[str]  # what to know about what is shown
 
     @property
     def findings(self) -> list[Finding]:
@@ -89,19 +99,32 @@ class Reading:
         best = next(one for one in self.candidates if (one.layer, one.head) == (layer, head))
         return self.say(best) if findings([best]) else f"layer {layer} head {head}"
 
-    def habits(self, *, masked: bool = True) -> list[list[Habits]]:
-        """The habits of every head, layer by layer; or what they would be without the mask."""
-        ids = torch.tensor(self.ids)
-        return [habits(amap if masked else amap.under(None), ids) for amap in self.maps]
+    @cached_property
+    def habits(self) -> list[list[Habits]]:
+        """The habits of every head, layer by layer."""
+        return [habits(amap, torch.tensor(self.ids)) for amap in self.maps]
 
+    @cached_property
+    def even(self) -> list[list[Habits]]:
+        """What those would be of heads that attend evenly: what they compare with."""
+        return [habits(even(amap), torch.tensor(self.ids)) for amap in self.maps]
+
+    @property
     def marks(self) -> list[list[str]]:
         """The habit that is most characteristic of every head, layer by layer."""
-        return [characteristic(amap, torch.tensor(self.ids)) for amap in self.maps]
+        ids = torch.tensor(self.ids)
+        layers = zip(self.maps, self.habits, self.even, strict=True)
+        return [characteristic(amap, ids, own, level) for amap, own, level in layers]
 
-    def even(self, *, masked: bool = True) -> Habits:
-        """The habits of a head that attends evenly: what those of the others compare with."""
-        amap = self.maps[0] if masked else self.maps[0].under(None)
-        return habits(even(amap), torch.tensor(self.ids))[0]
+    @property
+    def columns(self) -> list[str]:
+        """The habits that these heads can have, some of which take looking ahead."""
+        ahead = any(one.next_token is not None for heads in self.even for one in heads)
+        return [name for name in HEADINGS if ahead or name not in AHEAD]
+
+    def unmasked(self) -> Reading:
+        """The same q and k as if nothing were masked."""
+        return replace(self, maps=[amap.under(None) for amap in self.maps])
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -143,28 +166,57 @@ def standard_input() -> bytes:
     return sys.stdin.buffer.read()
 
 
-def read(text: str, folder: Path | None = None, *, truncate: bool = False) -> Reading:
-    """Let a model (the shipped one, or the checkpoint in a folder) read a text.
+def read(text: str, model: str | os.PathLike[str] | None = None, *, truncate: bool = False) -> Reading:
+    """Let a model (None: the shipped one; else see `models.load`) read a text.
 
-    A text that begins with a word gets a space before it, as within a longer text: so its first
-    "the" is the same token as its second.
-
-    Raises ValueError where the text is longer than the model's context, unless `truncate` cuts it;
-    and what `lm.load` raises.
+    Raises ValueError where the text is longer than the model's context, unless `truncate` cuts it, and
+    where the model has no self-attention over the text; and what `models.load` raises.
     """
-    model, tokenizer = lm.load(folder)
-    ids = tokenizer.encode(text if text[0].isspace() else f" {text}").ids
-    context = model.config.context
-    most = min(context, figures.MOST)
-    if len(ids) > most and not truncate:
+    reader = models.load(model)
+    notes = list(reader.notes)
+    found = kept = reader.encode(text, None)
+    if not found:
+        raise ValueError(f"the tokenizer of {reader.name} makes no token of the text: give it other words.")
+    if reader.context is not None and len(found) > reader.context:
+        if not truncate:
+            raise ValueError(
+                f"the text has {len(found)} tokens, and the model's context is {reader.context}: shorten "
+                f"it, or keep its first {reader.context} tokens with --truncate."
+            )
+        kept = reader.encode(text, reader.context)
+        notes.append(f"--truncate: the first {len(kept)} tokens of {len(found)} are read")
+    if len(kept) > SOUGHT:
+        notes.append(f"findings are sought among the first {SOUGHT} tokens of {len(kept)}")
+    ids = [token.id for token in kept]
+    seen = reader.read(ids)
+    own, others = _self_attention(seen, len(kept))
+    if not own:
         raise ValueError(
-            f"the text has {len(ids)} tokens, and at most {most} can be shown (the model's context is "
-            f"{context}): shorten it, or keep its first {most} tokens with --truncate."
+            f"{reader.name} has no self-attention over the {len(kept)} tokens of the text: the first of its "
+            f"{len(others)} layers is of {others[0][1].shape[2]} queries and {others[0][1].shape[3]} keys."
         )
-    kept = ids[:most]
-    with torch.no_grad():
-        _, maps = model.attend(torch.tensor([kept]))
-    return Reading(tokens(tokenizer, kept), len(ids) - len(kept), maps, candidates(maps, kept))
+    if others:
+        notes.append(
+            f"{len(others)} of {len(own) + len(others)} layers aren't shown: no self-attention over the text"
+        )
+    seen.label([token.label for token in kept])
+    seen.provenance.update(model=reader.name, ids=ids)
+    layers, maps = zip(*_self_attention(seen, len(kept))[0], strict=True)
+    special = {n for n, token in enumerate(kept) if not token.text}
+    told = candidates(maps, ids, special)
+    left_out = len(found) - len(kept)
+    return Reading(reader.name, kept, left_out, seen, list(layers), list(maps), told, notes)
+
+
+def _self_attention(seen: Seen, t: int) -> tuple[list[Any], list[Any]]:
+    """All calls as (layer, map), apart: those of t tokens to each other, and the others.
+
+    A layer that is called again and again, as all of ALBERT's are, counts each time.
+    """
+    calls = [(layer, amap) for layer in seen for amap in seen.calls(layer)]
+    return [one for one in calls if one[1].shape[2:] == (t, t)], [
+        one for one in calls if one[1].shape[2:] != (t, t)
+    ]
 
 
 def pick(reading: Reading, layer: int | None = None, head: int | None = None) -> tuple[int, int]:
@@ -172,13 +224,17 @@ def pick(reading: Reading, layer: int | None = None, head: int | None = None) ->
 
     Raises ValueError for a layer or head that the model doesn't have.
     """
-    counts = (len(reading.maps), reading.maps[0].shape[1])
-    for option, index, count in zip(("layer", "head"), (layer, head), counts, strict=True):
-        if index is not None and not 0 <= index < count:
-            raise ValueError(
-                f"--{option} must be between 0 and {count - 1}, and {index} came: "
-                f"the model has {count} {option}s" + (" in each layer." if option == "head" else ".")
-            )
+    layers = len(reading.maps)
+    if layer is not None and not 0 <= layer < layers:
+        raise ValueError(
+            f"--layer must be between 0 and {layers - 1}, and {layer} came: the model has {layers} layers."
+        )
+    heads = max(amap.shape[1] for n, amap in enumerate(reading.maps) if layer in (None, n))
+    if head is not None and not 0 <= head < heads:
+        where = "in each layer" if layer is None else f"in layer {layer}"
+        raise ValueError(
+            f"--head must be between 0 and {heads - 1}, and {head} came: the model has {heads} heads {where}."
+        )
     fits = (one for one in reading.candidates if layer in (None, one.layer) and head in (None, one.head))
     best = next(fits)
     return best.layer, best.head
@@ -190,23 +246,30 @@ def pick(reading: Reading, layer: int | None = None, head: int | None = None) ->
 def pictures(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dict[str, Figure]:
     """The figures by the names of their files: every head, and one in full.
 
-    With `masked=False` the one in full stands beside what the same q and k give without the mask.
+    With `masked=False` the one in full stands beside what the same q and k give without the mask, if
+    there is a mask.
     """
     amap, labels = reading.maps[layer], reading.labels
     title = reading.title(layer, head)
-    if masked:
+    if masked or not hides(amap):
         one = figures.head(amap, labels, head=head, title=title)
     else:
+        causal = amap.problem.mask is not None and amap.problem.mask.normal().band[1] == 0
         one = figures.beside(
             amap,
             amap.under(None),
             labels,
             head=head,
-            titles=("causal, as the model computes it", WHAT_IF),
+            titles=("causal, as the model computes it" if causal else "as the model computes it", WHAT_IF),
             title=title,
         )
     every = figures.grid(reading.maps, labels, title="what each head attends to")
     return {"overview": every, f"layer{layer}-head{head}": one}
+
+
+def hides(amap: AttentionMap) -> bool:
+    """Is anything masked?"""
+    return not scores.sees_all(amap.problem, slice(None), slice(None))
 
 
 def folder_for(pictures: Path) -> Path:
@@ -219,6 +282,26 @@ def folder_for(pictures: Path) -> Path:
         raise FileExistsError(f"--out must be a folder, and {pictures} is a file.") from None
     except OSError as error:
         raise OSError(f"--out {pictures} can't be written: {error.strerror}.") from None
+
+
+def run_file(path: Path) -> Path:
+    """A file for a run, which must have a folder that can be written; OSError where it hasn't."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise OSError(f"--save {path} can't be written: {error.strerror}.") from None
+
+
+def save(reading: Reading, path: Path) -> Path:
+    """Write all attention that was seen into a file, which `manyheads.open_run` reads."""
+    try:
+        reading.seen.save(path)
+    except OSError as error:
+        raise OSError(f"--save {path} can't be written: {error.strerror}.") from None
+    return path
 
 
 def format_of(name: str) -> str:
@@ -261,15 +344,17 @@ def words(reading: Reading, layer: int, head: int, *, masked: bool = True) -> No
     told = [reading.say(one) for one in reading.findings]
     for line in told or [nothing(reading)]:
         paper.print(Text(line), soft_wrap=True)
-    if reading.left_out:
-        count = len(reading.tokens)
-        paper.print(f"(--truncate: the first {count} tokens of {count + reading.left_out} are read)")
+    amap = reading.maps[layer]
+    notes = list(reading.notes)
+    sides = {reading.title(layer, head): amap}
+    if not masked and hides(amap):
+        sides[f"layer {layer} head {head}: {WHAT_IF}"] = amap.under(None)
+    elif not masked:
+        notes.append(f"--no-mask: layer {layer} masks nothing here")
+    for note in notes:
+        paper.print(Text(f"({note})"), soft_wrap=True)
     paper.print()
     paper.print(table(reading))
-    amap = reading.maps[layer]
-    sides = {reading.title(layer, head): amap}
-    if not masked:
-        sides[f"layer {layer} head {head}: {WHAT_IF}"] = amap.under(None)
     for title, side in sides.items():
         paper.print()
         paper.print(Text(title, style="bold"), soft_wrap=True)
@@ -290,20 +375,31 @@ def table(reading: Reading) -> Table:
         title="what each head attends to: mean weight over the tokens that could",
         caption="spread: entropy in nats; even: attends to all alike; *: what stands out",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1) if len(reading.columns) < len(HEADINGS) else (0, 1, 0, 0),  # all fit in 80 characters
     )
     made.add_column("layer", justify="right")
     made.add_column("head", justify="right")
-    for heading in HEADINGS.values():
-        made.add_column(heading, justify="right")
-    for layer, (heads, marks) in enumerate(zip(reading.habits(), reading.marks(), strict=True)):
+    for name in reading.columns:
+        longest = max(map(len, HEADINGS[name].split()))
+        made.add_column(HEADINGS[name], justify="right", min_width=longest)
+
+    def cells(one: Habits, marked: str | None = None) -> list[Text]:
+        shown = {name: number(getattr(one, name)) for name in reading.columns}
+        return [
+            Text(f"{text}*", style="bold") if name == marked else Text(f"{text} ")
+            for name, text in shown.items()
+        ]
+
+    even = [cells(heads[0]) for heads in reading.even]
+    alike = all(one == even[0] for one in even)  # in all layers the same may be seen
+    for layer, (heads, marks) in enumerate(zip(reading.habits, reading.marks, strict=True)):
         for head, (one, marked) in enumerate(zip(heads, marks, strict=True)):
-            cells = [
-                Text(f"{number(value)}*", style="bold") if name == marked else Text(f"{number(value)} ")
-                for name, value in zip(HEADINGS, one, strict=True)
-            ]
-            last = head == len(heads) - 1
-            made.add_row(str(layer), str(head), *cells, end_section=last)
-    made.add_row("even", "", *(f"{number(value)} " for value in reading.even()), style="dim")
+            last = alike and head == len(heads) - 1
+            made.add_row(str(layer), str(head), *cells(one, marked), end_section=last)
+        if not alike:
+            made.add_row(str(layer), "even", *even[layer], style="dim", end_section=True)
+    if alike:
+        made.add_row("even", "", *even[0], style="dim")
     return made
 
 
@@ -317,30 +413,42 @@ def heat(amap: AttentionMap, head: int, labels: list[str], paper: Console) -> Te
 
     What doesn't fit is pooled: a cell is the largest weight of its tokens.
     """
-    weights = amap[0, head].masked_fill(~figures.visible(amap, 0, head), -1)  # [t, s]
     names = [Text(f"{label} {n}") for n, label in enumerate(labels)]
     width = min(20, max(name.cell_len for name in names))
     step = -(-len(labels) // max(4, min(32, (paper.width - width - 1) // 3)))
-    if step > 1:
-        weights = F.max_pool2d(weights[None], step, ceil_mode=True)[0]
+    weights = cells(amap, head, step)
     coloured = paper.color_system is not None and not paper.no_color
     shades = None if coloured else ASCII if paper.options.ascii_only else SHADES
     picture = Text()
-    for name, row in zip(names[::step], weights.tolist(), strict=True):
+    for name, row in zip(names[::step], weights, strict=True):
         name.align("right", width)
         picture.append_text(name).append(" ")
         for weight in row:
             picture.append_text(cell(weight, shades)).append(" ")
         picture.append("\n")
-    apart = 1 if len(labels) <= 100 else 2  # cells from one position to the next: they take 3 places
+    apart = -(
+        -(len(str(len(labels) - 1)) + 1) // 3
+    )  # cells from one position to the next: each takes 3 places
     positions = "".join(f"{n:<{3 * apart}}" for n in range(0, len(labels), step * apart))
     picture.append(" " * (width + 1) + positions + "\n0 ")
     for weight in (0.0, 0.25, 0.5, 0.75, 1.0):
         picture.append_text(cell(weight, shades))
-    picture.append(" 1; rows: queries, columns: keys; blank: may not attend")
+    picture.append(" 1; rows: queries, columns: keys" + ("; blank: may not attend" if hides(amap) else ""))
     if step > 1:
         picture.append(f"\neach cell is the largest weight of {step} × {step} tokens")
     return picture
+
+
+def cells(amap: AttentionMap, head: int, step: int) -> list[list[float]]:
+    """The largest weight of each step × step tokens of one head; -1 where nothing may be attended."""
+    one = amap.only(batch=0, heads=head)
+    found = []
+    for start in range(0, one.shape[2], step):
+        rows = slice(start, start + step)
+        hidden = ~scores.visible(one.problem, rows)[0, 0]  # [r, s]
+        weights = one[0, 0, rows].masked_fill(hidden, -1).amax(0)  # [s]
+        found.append(F.max_pool1d(weights[None], step, ceil_mode=True)[0].tolist())
+    return found
 
 
 def cell(weight: float, shades: str | None) -> Text:
@@ -356,11 +464,17 @@ def cell(weight: float, shades: str | None) -> Text:
 def machine(reading: Reading, layer: int, head: int, files: list[Path], *, masked: bool = True) -> None:
     """Print what the words say, the tokens and the files as JSON."""
     plain = numbers(reading)
-    for row, mark in zip(plain["measures"], sum(reading.marks(), []), strict=True):
+    for row, mark in zip(plain["measures"], sum(reading.marks, []), strict=True):
         row["characteristic"] = mark
     found: dict[str, Any] = {
+        "model": reading.model,
+        "notes": reading.notes,
         "tokens": [{"position": n, **asdict(token)} for n, token in enumerate(reading.tokens)],
         "tokens_left_out": reading.left_out,
+        "layers": [
+            {"name": name, "heads": len(heads), "even": plainly(heads[0], reading.columns)}
+            for name, heads in zip(reading.layers, reading.even, strict=True)
+        ],
         "findings": [
             {**asdict(one), "surprise": one.surprise, "sentence": reading.say(one)}
             for one in reading.findings
@@ -370,20 +484,26 @@ def machine(reading: Reading, layer: int, head: int, files: list[Path], *, maske
         "files": [str(file) for file in files],
     }
     if not masked:
-        found["what_if_nothing_were_masked"] = numbers(reading, masked=False)
+        found["what_if_nothing_were_masked"] = numbers(reading.unmasked())
     print(json.dumps(found, indent=2, allow_nan=False))
 
 
-def numbers(reading: Reading, *, masked: bool = True) -> dict[str, Any]:
-    """The habits of every head, and of one that attends evenly, as plain data."""
+def numbers(reading: Reading) -> dict[str, Any]:
+    """The habits of every head, and of one of layer 0 that attends evenly, as plain data."""
     rows = [
-        {"layer": layer, "head": head, **one._asdict()}
-        for layer, heads in enumerate(reading.habits(masked=masked))
+        {"layer": layer, "head": head, **plainly(one, reading.columns)}
+        for layer, heads in enumerate(reading.habits)
         for head, one in enumerate(heads)
     ]
-    return {"measures": rows, "even": reading.even(masked=masked)._asdict()}
+    return {"measures": rows, "even": plainly(reading.even[0][0], reading.columns)}
+
+
+def plainly(one: Habits, columns: Sequence[str]) -> dict[str, float | None]:
+    """The habits of one head by name."""
+    return {name: getattr(one, name) for name in columns}
 
 
 def named(files: list[Path]) -> None:
     """Print which files were written."""
-    page().print(Text("wrote " + " and ".join(map(str, files))), soft_wrap=True)
+    *names, last = map(str, files)
+    page().print(Text(f"wrote {', '.join(names)} and {last}"), soft_wrap=True)
