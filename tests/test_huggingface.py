@@ -322,6 +322,8 @@ def test_caches(name: str, implementation: str, kind: str, padding: str | None) 
                 same_weights(amap, weights)
                 last = amap.shape[3] - 1 if kind == "dynamic" else None
                 assert last is None or amap.problem.offset + amap.shape[2] - 1 == last
+                told = str(amap.problem.mask).replace("Keep([2, 1, 1, 16])", "")  # padded on both sides
+                assert "Keep" not in told
 
 
 def masks_of(model: nn.Module, **given: Any) -> list[str]:
@@ -393,7 +395,7 @@ def made(model: nn.Module, given: dict[str, Tensor], **options: Any) -> Tensor:
 def test_blocks_that_see_each_other(implementation: str) -> None:
     """As images do in PaliGemma and Gemma 3: causal, or of one block."""
     model, given = build("llama", implementation), inputs("llama", "left")
-    blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1, -1], [-1] * 12])
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1, -1], [-2] * 12])
     with huggingface.attached(model):
         given["attention_mask"] = made(model, given, block_sequence_ids=blocks)
     either = "(Causal() | Documents([2, 12], queries=[2, 12]))"
@@ -492,6 +494,11 @@ def test_ours_computes_what_eager_has_no_room_for(
         assert asked == [5, 5, 12, 12]
         assert all(torch.equal(*pair) for pair in zip(again.attentions, told.attentions, strict=True))
         assert torch.equal(again.logits, plain.logits)
+        monkeypatch.setattr(
+            home, "eager_attention_forward", lambda *args, **kwargs: (1.01 * eager(*args, **kwargs)[0], None)
+        )
+        with pytest.raises(ValueError, match="can't be observed: in rows"), observe(model):
+            model(**given)
 
 
 @pytest.mark.parametrize(
@@ -724,12 +731,24 @@ def test_options_of_a_call() -> None:
     # Padding that was expanded to four dimensions is padding.
     wide = torch.arange(9).lt(torch.tensor([9, 5])[:, None])[:, None, None].expand(2, 4, 6, 9)
     assert str(call(mask=wide).problem().mask) == "Lengths([9, 5])"
+    triangle = call(mask=torch.ones(1, 1, 6, 9, dtype=torch.bool).tril()).problem()
+    assert (str(triangle.mask), triangle.offset) == ("Causal()", 0)
     assert call().problem().offset == 3
     assert call(is_causal=False).problem().offset == 0
     assert str(call("sdpa").problem().mask) == "Causal()"
     assert call("sdpa").problem().offset == 0
     assert call("sdpa", is_causal=False).problem().mask is None
     assert call("eager").problem().mask is None
+
+
+def test_a_mask_of_one_row_for_all() -> None:
+    """It was asked for the last query, and is used for six: then it is what it says, and no longer causal."""
+    real = torch.arange(9).lt(torch.tensor([9, 5])[:, None])
+    with huggingface.attached(nn.Identity()):
+        mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
+            batch_size=2, q_length=1, kv_length=9, q_offset=8, attention_mask=real, allow_is_causal_skip=False
+        )
+    assert str(call("sdpa", mask=mask).problem().mask) == "Lengths([9, 5])"
 
 
 # -- flash -----------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def _watched(kernel: Kernel, name: str | None = None) -> Kernel:
 
     @wraps(kernel)
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        if args[0] not in _attached:
+        if (*args, kwargs.get("module"))[0] not in _attached:
             return kernel(*args, **kwargs)
         call = Call.of(kernel, name or name_of(kernel), args, kwargs)
         problem = call.problem()

@@ -20,6 +20,8 @@ from manyheads.shapes import kind, sizes
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
+FIRST = ("module", "query", "key", "value", "attention_mask")
+
 # What a kernel may name among its parameters beside module, query, key, value and mask; and what makes a
 # flash kernel read its input in another way.
 UNDERSTOOD = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
@@ -55,17 +57,16 @@ class Call:
 
     @classmethod
     def of(cls, kernel: Kernel, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        bound = signature(kernel).bind(*args, **kwargs)
-        bound.apply_defaults()
-        parameters = list(bound.signature.parameters.values())[5:]
-        named = {one.name for one in parameters if one.kind != Parameter.VAR_KEYWORD}
-        # Every kernel starts with module, query, key, value and mask, by whatever names.
-        module, query, key, value, given, *_ = bound.arguments.values()
-        options = {option: bound.arguments[option] for option in named}
-        for one in parameters:
-            if one.kind == Parameter.VAR_KEYWORD:
-                options |= bound.arguments[one.name]
-        return cls(kernel, name, module, query, key, value, given, options, frozenset(named))
+        told = (*args, *(kwargs.get(name) for name in FIRST[len(args) :]))
+        module, query, key, value, given = told[:5]
+        variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        # A kernel starts with these five, by whatever names; what follows them are its options.
+        own = [one for one in signature(kernel).parameters.values() if one.kind not in variable][5:]
+        options = {one.name: one.default for one in own if one.default is not Parameter.empty}
+        options |= dict(zip((one.name for one in own), args[5:], strict=False))
+        options |= {option: value for option, value in kwargs.items() if option not in FIRST}
+        named = frozenset(one.name for one in own)
+        return cls(kernel, name, module, query, key, value, given, options, named)
 
     def problem(self) -> Problem:
         """What is asked, as a problem; raises ValueError where something isn't understood."""
