@@ -1,0 +1,747 @@
+"""`observe` while a block runs, and after it: names, hooks, modes, compilers, threads, and bad input."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from watched import (
+    GPT,
+    KERNEL,
+    KEYS,
+    PADDING,
+    Block,
+    Call,
+    CausalAttention,
+    E,
+    H,
+    K,
+    Q,
+    V,
+    encoder,
+    hooks,
+    identical,
+    inputs_of,
+    nested,
+    nothing_stays,  # noqa: F401
+    randn,
+    same,
+    says,
+    shows,
+    shows_gpt,
+    stance,
+)
+
+import manyheads as mh
+from manyheads import observe
+from manyheads.observe import NoSuchLayer, Seen, here
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# -- what was seen, as a mapping -------------------------------------------------------------------
+
+
+def test_seen_is_a_mapping_in_order_of_first_call():
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(self.second(self.first(x)) if x.shape[1] > 3 else self.second(x))
+
+    model = Backwards()
+    with observe(model) as seen:
+        model(randn(1, 3, E))
+        model(randn(1, 4, E))
+    assert list(seen) == list(seen.keys()) == ["second.attn", "first.attn"]
+    assert [call.shape[3] for call in seen.calls("first.attn")] == [3, 4, 4]
+    assert seen["first.attn"] is seen.calls("first.attn")[-1] is seen["first"] is seen[1] is seen[-1]
+    assert [amap for _, amap in seen.items()] == [seen[0], seen[1]]
+    assert seen["sec"] is seen[0] is seen.get("second.attn")
+    assert "first.attn" in seen
+    assert "third" not in seen
+    assert seen.get("third") is None
+    text = repr(seen)
+    assert text.index("second.attn") < text.index("first.attn")
+    assert "[1, 4, 4, 4]" in text
+    assert "3 calls" in text
+
+
+def test_names_in_part():
+    model = GPT(layers=11)
+    seen = same(model, randn(1, 3, E))
+    assert seen["layers.1"] is seen["layers.1.attn"]  # whole parts before letters: not layers.10
+    assert seen["10"] is seen[10] is seen["layers.10.attn"]
+    with says(NoSuchLayer, "'attn' may be 11 of the layers seen: layers.0.attn, … , …. Say more"):
+        seen["attn"]
+    with says(NoSuchLayer, "no layer 'layer.3.attn' was seen; near it: … layers.3.attn"):
+        seen["layer.3.attn"]
+    with says(NoSuchLayer, "there is no layer 11: 11 were seen"):
+        seen[11]
+    with says(NoSuchLayer, "there is no layer -12: 11 were seen"):
+        seen.calls(-12)
+    for wrong, kind in ((1.5, "float"), (True, "bool"), (None, "NoneType")):
+        with says(TypeError, f"by its path or its number, and a {kind} came"):
+            seen[wrong]
+
+
+def test_one_module_in_two_places_or_called_twice():
+    attn = CausalAttention()
+    model = nn.ModuleDict({"one": attn, "two": attn})
+    model.forward = lambda x: model["two"](model["one"](x))  # type: ignore[method-assign]
+    x = randn(2, 5, E)
+    seen = same(model, x)
+    assert list(seen) == ["one"]
+    assert len(seen.calls("one")) == 2
+    for call, given_ in zip(seen.calls("one"), (x, attn(x)), strict=True):
+        shows(call, *attn.heads(given_)[:2], causal=True)
+
+
+def test_two_calls_within_one_module():
+    class Twice(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = F.scaled_dot_product_attention(x, x, x)
+            return F.scaled_dot_product_attention(x, y, y)
+
+    x, y = randn(Q), randn(K)
+    own, cross = same(Twice(), x, y).calls("")
+    shows(own, x, x)
+    shows(cross, F.scaled_dot_product_attention(x, x, x), y)
+
+
+def test_the_whole_model_may_be_the_attention_or_a_part_of_one():
+    model, x = GPT(), randn(2, 5, E)
+    assert list(same(model.layers[0].attn, x)) == [""]
+    with observe(model.layers[1]) as seen:
+        model(x)
+    assert list(seen) == ["attn"]
+    assert len(seen.calls(0)) == 1
+    shows(seen[0], *model.layers[1].attn.heads(inputs_of(model, KEYS, x)[KEYS[1]])[:2], causal=True)
+
+
+def test_forward_called_directly():
+    model, x = GPT(), randn(2, 5, E)
+    with observe(model) as seen:
+        identical(model.forward(x), model(x))
+    assert [len(seen.calls(name)) for name in KEYS] == [2, 2]
+    with says(ValueError, "no forward of the model ran"), observe(model.layers[0].attn):
+        model.layers[0].attn.c_attn.forward(x)
+
+
+def test_a_module_that_calls_itself():
+    class Again(CausalAttention):
+        def forward(self, x: Tensor, times: int = 3) -> Tensor:
+            return super().forward(x if times == 1 else self(x, times - 1))
+
+    assert len(same(Again(), randn(2, 5, E)).calls("")) == 3
+
+
+# -- what is left behind: nothing ------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt, GeneratorExit, SystemExit])
+def test_an_exception_within_forward(error: type[BaseException]):
+    model, x = GPT(), randn(2, 5, E)
+    before = hooks(model)
+
+    def stop() -> None:
+        raise error
+
+    model.layers[1].attn.midway = stop
+    with pytest.raises(error), observe(model) as seen:
+        model(x)
+    assert hooks(model) == before
+    assert list(seen) == KEYS[:1]
+    with observe(model) as seen:  # again, and caught within
+        with pytest.raises(error):
+            model(x)
+        model.layers[1].attn.midway = lambda: None
+        model(x)
+    assert [len(seen.calls(name)) for name in seen] == [2, 1]
+    assert hooks(model) == before
+    shows_gpt(same(model, x), model, x)
+
+
+def test_an_exception_within_the_block():
+    model = GPT()
+    before = hooks(model)
+    with pytest.raises(Stop), observe(model):
+        raise Stop
+    with pytest.raises(Stop), observe(model):
+        raise Stop(model(randn(1, 3, E)).shape)
+    assert hooks(model) == before
+
+
+def test_errors_of_the_model_stay_its_own():
+    model = Call()
+    for arguments in ((randn(Q), randn(2, H, 7, 9), randn(V)), (randn(Q), randn(3, H, 7, 8), randn(V))):
+        with pytest.raises((RuntimeError, ValueError)):
+            model(*arguments)
+        with pytest.raises((RuntimeError, ValueError)), observe(model):
+            model(*arguments)
+
+
+def test_a_generator_that_observes_and_is_dropped():
+    model, x = GPT(), randn(1, 3, E)
+    before = hooks(model)
+
+    def steps() -> Iterator[Seen]:
+        with observe(model) as seen:
+            while True:
+                model(x)
+                yield seen
+
+    running = steps()
+    next(running)
+    assert len(next(running).calls(0)) == 2
+    running.close()
+    assert hooks(model) == before
+
+
+def test_nesting():
+    model, other, x = GPT(), GPT(), randn(2, 5, E)
+    with observe(model) as outer:
+        with observe(model) as inner, observe(model.layers[1]) as part, observe(other) as another:
+            identical(model(x), model(x))
+            other(x)
+        model(x)
+    assert [len(outer.calls(name)) for name in KEYS] == [3, 3]
+    assert [len(inner.calls(name)) for name in KEYS] == [2, 2]
+    assert [len(another.calls(name)) for name in KEYS] == [1, 1]
+    assert list(part) == ["attn"]
+    assert len(part.calls(0)) == 2
+    identical(outer[0].dense(), inner[0].dense())
+
+
+def test_blocks_that_end_in_another_order():
+    model, x = GPT(), randn(2, 5, E)
+    one, two = observe(model), observe(model)
+    first, second = one.__enter__(), two.__enter__()
+    model(x)
+    one.__exit__(None, None, None)
+    model(x)
+    two.__exit__(None, None, None)
+    model(x)
+    assert (len(first.calls(0)), len(second.calls(0))) == (1, 2)
+    assert not any(hooks(model))
+
+
+def test_hooks_of_the_user_are_kept_and_called_once():
+    model, x = GPT(), randn(2, 5, E)
+    called: list[str] = []
+    model.register_forward_pre_hook(lambda *_: called.append("pre"))
+    model.layers[0].attn.register_forward_hook(lambda *_: called.append("forward"))
+    model.layers[1].attn.register_forward_hook(lambda _, args, out: out * 2)
+    model.layers[1].attn.register_full_backward_hook(lambda *_: called.append("backward"))
+    x.requires_grad_()
+    with observe(model) as seen:
+        model.layers[0].mlp.register_forward_hook(lambda *_: called.append("within"))
+        model(x).sum().backward()
+    assert sorted(called) == ["backward", "forward", "pre", "within"]
+    model(x).sum().backward()
+    assert len(called) == 8
+    assert len(seen.calls(0)) == 1
+    same(model, x)
+
+
+@nested
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("nesting", [False, True])
+def test_hooks_of_the_user_in_a_transformer_encoder(nesting: bool, grad: bool):
+    model, x = encoder(enable_nested_tensor=nesting).eval(), randn(3, 6, E)
+    called: list[int] = []
+    model.layers[1].linear1.register_forward_hook(lambda *_: called.append(1))
+    with torch.set_grad_enabled(grad):
+        same(model, x)
+        assert len(called) == 2  # alone, and observed
+        leaves_padding_out = nesting and not grad
+        refused = says(ValueError, "leaves padding out, and can't be observed with other hooks")
+        with refused if leaves_padding_out else nullcontext():
+            same(model, x, src_key_padding_mask=PADDING["right"])
+        assert leaves_padding_out or len(called) == 4
+
+
+class Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.met = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.met += func is KERNEL
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_the_user():
+    model, x = GPT(), randn(2, 5, E)
+    with Counting() as around, torch.device("cpu"):
+        shows_gpt(same(model, x), model, x)
+    assert around.met == 6  # alone, observed, and for its inputs; twice each
+
+    def within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with Counting() as inside, torch.device("cpu"):
+            out = F.scaled_dot_product_attention(q, k, v)
+        assert inside.met == 1
+        return out
+
+    class Model(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return within(q, q, q)
+
+    q = randn(Q)
+    shows(same(Model(), q)[0], q, q)
+    with observe(model) as seen, Counting() as inside:
+        model(x)
+    assert inside.met == 2
+    assert len(seen.calls(0)) == 1
+
+
+def test_copies_and_pickles_of_an_observed_model(tmp_path: Path):
+    model, x = GPT(), randn(2, 5, E)
+    with observe(model) as seen:
+        out = model(x)
+        twin = copy.deepcopy(model)
+        identical(twin(x), out)
+    assert len(seen.calls(0)) == 1
+    identical(twin(x), out)
+    identical(copy.deepcopy(twin)(x), out)
+    assert len(seen.calls(0)) == 1
+    assert _get_current_function_mode_stack() == []
+    shows_gpt(same(twin, x), twin, x)
+    identical(copy.deepcopy(model)(x), out)
+    attn = mh.MultiHeadAttention(E, H)
+    same(attn, x)
+    identical(pickle.loads(pickle.dumps(attn))(x), attn(x))
+
+
+def test_replicas_of_data_parallel_are_the_model():
+    model, x = GPT(), randn(2, 5, E)
+
+    def replica(module: nn.Module) -> nn.Module:
+        """As torch.nn.parallel.replicate does, which wants GPUs."""
+        twin = module._replicate_for_data_parallel()
+        for name, parameter in module._parameters.items():
+            setattr(twin, name, None if parameter is None else parameter.clone())
+        for name, child in module._modules.items():
+            setattr(twin, name, replica(child))
+        return twin
+
+    with observe(model) as seen:
+        twins = [replica(model) for _ in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda pair: pair[0](pair[1]), zip(twins, x[:, None], strict=True)))
+    assert [len(seen.calls(name)) for name in KEYS] == [2, 2]
+
+
+def test_functional_call():
+    model, x = GPT(), randn(2, 5, E)
+    parameters = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+    with observe(model) as seen:
+        out = torch.func.functional_call(model, parameters, (x,))
+    identical(out, torch.func.functional_call(model, parameters, (x,)))
+    assert list(seen) == KEYS
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_cannot_be_observed_says_so():
+    model, x = GPT(), randn(2, 5, E)
+    with says(ValueError, "is inside a torch.func transform: call the model plainly"), observe(model):
+        torch.func.vmap(model)(x[None])
+    with says(ValueError, "has a shape but no numbers"), observe(nowhere := GPT().to("meta")):
+        nowhere(x.to("meta"))
+    traced = torch.jit.trace(nn.Linear(2, 2), randn(1, 2))
+    with says(TypeError, "is a TorchScript module, … : observe the model that it was made from"):
+        observe(traced).__enter__()
+    with says(TypeError, "part is a TorchScript module"):
+        observe(nn.ModuleDict({"part": traced})).__enter__()
+
+
+class ByName(nn.Module):
+    """An attention that can be seen, and a kernel that is called by its name."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__()
+        self.attn, self.kernel = CausalAttention(), kernel
+        self.layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        layer, multi, q = self.layer, self.layer.self_attn, x[:, None]
+        packed = multi.in_proj_weight, multi.in_proj_bias, multi.out_proj.weight, multi.out_proj.bias
+        rest = layer.norm1, layer.norm2, layer.linear1, layer.linear2
+        self.attn(x)
+        match self.kernel:
+            case "_scaled_dot_product_flash_attention_for_cpu":
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
+            case "_scaled_dot_product_attention_math":
+                return torch._scaled_dot_product_attention_math(q, q, q)
+            case "_native_multi_head_attention":
+                return torch._native_multi_head_attention(x, x, x, E, H, *packed)
+            case "_transformer_encoder_layer_fwd":
+                more = [y for part in rest for y in (part.weight, part.bias)]
+                return torch._transformer_encoder_layer_fwd(x, E, H, *packed, False, False, 1e-5, *more)
+        raise AssertionError(self.kernel)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_attention_math",
+        "_native_multi_head_attention",
+        "_transformer_encoder_layer_fwd",
+    ],
+)
+def test_kernels_called_by_name_are_refused(kernel: str):
+    model, x = ByName(kernel).eval(), randn(2, 5, E)
+    with torch.no_grad():
+        model(x)
+        with says(ValueError, f"calls the kernel {kernel} … by its name"), observe(model):
+            model(x)
+
+
+# -- compiled models -------------------------------------------------------------------------------
+
+
+def whole(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    compiled = torch.compile(model, backend="eager")
+    return compiled, compiled
+
+
+def in_place(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    model.compile(backend="eager")
+    return model, model
+
+
+def parts(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    model.layers[0].attn = torch.compile(model.layers[0].attn, backend="eager")
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    return model, model
+
+
+def parts_in_place(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    for layer in model.layers:
+        layer.attn.compile(backend="eager", fullgraph=True)
+    return model, model
+
+
+def function(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    return model, torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("compiled", [whole, in_place, parts, parts_in_place, function])
+@pytest.mark.parametrize("before", [True, False], ids=["run before", "not run before"])
+def test_compiled_models_run_as_written(
+    compiled: Callable[[nn.Module], tuple[nn.Module, Callable[[Tensor], Tensor]]], before: bool
+):
+    torch._dynamo.reset()
+    model, x = GPT().requires_grad_(False), randn(2, 5, E)
+    alone = model(x)
+    observable, run = compiled(model)
+    if before:
+        run(x)
+    with observe(observable) as seen:
+        identical(run(x), alone)
+    assert list(seen) == KEYS
+    assert [len(seen.calls(name)) for name in seen] == [1, 1]
+    assert not any(hooks(model))
+    counted = torch._dynamo.testing.CompileCounter()
+    identical(torch.compile(lambda x: model.layers[0].mlp(x), backend=counted)(x), model.layers[0].mlp(x))
+    assert counted.frame_count == 1
+
+
+def test_a_compiled_attention_alone():
+    attn, x = CausalAttention(), randn(2, 5, E)
+    compiled = torch.compile(attn, backend="eager")
+    seen = same(compiled, x)
+    assert list(seen) == [""]
+
+
+def test_names_bound_while_something_is_observed_are_pytorchs_own():
+    model, x = GPT(), randn(2, 5, E)
+    with observe(model):
+        from torch.nn.functional import scaled_dot_product_attention as bound
+
+        model(x)
+    q = randn(Q)
+    run = torch.compile(lambda q: bound(q, q, q), backend="eager", fullgraph=True)
+    identical(run(q), KERNEL(q, q, q))
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+def in_threads(*works: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [future.result(20) for future in [pool.submit(work) for work in works]]
+
+
+def test_calls_on_several_threads_at_once():
+    model, inputs = GPT(), [randn(2, 5 + n, E) for n in range(4)]
+    together = threading.Barrier(4)
+    model.layers[0].attn.midway = lambda: together.wait(20)
+    with observe(model) as seen:
+        outs = in_threads(*(lambda x=x: model(x) for x in inputs))
+    model.layers[0].attn.midway = lambda: None
+    for x, out in zip(inputs, outs, strict=True):
+        identical(model(x), out)
+    for name in KEYS:
+        assert sorted(call.shape[3] for call in seen.calls(name)) == [5, 6, 7, 8]
+        for call in seen.calls(name):
+            x = inputs[call.shape[3] - 5]
+            q, k, _ = model.get_submodule(name).heads(inputs_of(model, KEYS, x)[name])
+            shows(call, q, k, causal=True)
+
+
+def test_each_thread_may_observe_for_itself():
+    models, x = [GPT() for _ in range(3)], randn(2, 5, E)
+    together = threading.Barrier(3)
+    for model in models:
+        model.layers[1].attn.midway = lambda: together.wait(20)
+
+    def work(model: nn.Module) -> Seen:
+        model(x)
+        with observe(model) as seen:
+            model(x)
+        return seen
+
+    found = in_threads(*(lambda model=model: work(model) for model in models))
+    for model, seen in zip(models, found, strict=True):
+        model.layers[1].attn.midway = lambda: None
+        assert [len(seen.calls(name)) for name in seen] == [1, 1]
+        shows_gpt(seen, model, x)
+
+
+def test_another_model_on_another_thread_is_not_this_one():
+    model, other, x = GPT(), GPT(), randn(2, 5, E)
+    model.layers[1].attn.midway = lambda: in_threads(lambda: other(x))
+    seen = same(model, x)
+    assert [len(seen.calls(name)) for name in seen] == [1, 1]
+
+
+def test_a_thread_that_outlives_the_block():
+    model, x = GPT(), randn(2, 5, E)
+    alone = model(x)
+    inside, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        over.wait(20)
+
+    def work() -> tuple[Tensor, list[Any]]:
+        out = model(x)
+        return out, [*_get_current_function_mode_stack(), *here._here.running]
+
+    with ThreadPoolExecutor(1) as pool:
+        with observe(model) as seen:
+            model(x)
+            model.layers[0].attn.midway = wait
+            future = pool.submit(work)
+            inside.wait(20)
+        over.set()
+        out, left = future.result(20)
+    identical(out, alone)
+    assert left == []
+    assert not any(hooks(model))
+    assert [len(seen.calls(name)) for name in KEYS] == [1, 1]
+    assert stance() == "default"
+
+
+def test_a_thread_that_began_before_the_block():
+    model, x = GPT(), randn(2, 5, E)
+    alone = model(x)
+    inside, on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        on.wait(20)
+
+    model.layers[0].attn.midway = wait
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(lambda: (model(x), _get_current_function_mode_stack()))
+        inside.wait(20)
+        model.layers[0].attn.midway = lambda: None
+        with observe(model) as seen:
+            model(x)
+            on.set()
+            out, left = future.result(20)
+    identical(out, alone)
+    assert left == []
+    assert len(seen.calls(KEYS[0])) >= 1
+
+
+def test_threads_of_a_module_that_runs_functions_are_not_missed_in_silence():
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = CausalAttention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.attn(x)
+            return sum(in_threads(*(lambda: F.scaled_dot_product_attention(x, x, x),) * 2))
+
+    model, x = Heads(), randn(2, 5, E)
+    with pytest.warns(UserWarning, match="2 attention calls ran on threads where no module of the model did"):
+        seen = same(model, x)
+    assert list(seen) == ["attn"]
+
+
+def test_other_threads_attention_is_their_own_affair():
+    model, x = GPT(), randn(2, 5, E)
+    with observe(model) as seen:
+        model(x)
+        in_threads(lambda: F.scaled_dot_product_attention(x, x, x))
+        F.scaled_dot_product_attention(x, x, x)
+    assert [len(seen.calls(name)) for name in seen] == [1, 1]
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"keep": "entropy"}, ValueError, "keep must be … and 'entropy' came"),
+    ({"keep": 3}, TypeError, "keep must be … and a int came"),
+    ({"keep": None}, TypeError, "keep must be … and a NoneType came"),
+    ({"keep": []}, ValueError, "keep"),
+    ({"keep": ["entropie"]}, ValueError, "there is no statistic 'entropie' to keep, but entropy, "),
+    ({"keep": ["top"]}, TypeError, "the statistic top takes k"),
+    ({"keep": {"entropy": 3}}, TypeError, "the statistic entropy takes no arguments"),
+    ({"keep": {"previous_token": 4}}, TypeError, "previous_token"),
+    ({"keep": {"top": 0}}, ValueError, "at least 1, and 0 came"),
+    ({"keep": {"pooled": (6, 6)}}, ValueError, "at most 5 rows of cells … and 6 came"),
+    ({"keep": "statistics", "dtype": torch.float16}, ValueError, "dtype"),
+    ({"keep": "statistics", "device": "cpu"}, ValueError, "device"),
+    ({"dtype": torch.int8}, TypeError, "dtype must be one of … and torch.int8 came"),
+    ({"device": "nowhere"}, ValueError, "'nowhere' is none here"),
+    ({"device": "meta"}, ValueError, "meta"),
+    ({"max_bytes": "1GB"}, TypeError, "max_bytes must be a whole number, and '1GB' came"),
+    ({"max_bytes": -1}, ValueError, "max_bytes must be at least 0, and -1 came"),
+    ({"layers": "layers.7"}, ValueError, "no module 'layers.7'; near it: layers.1"),
+    ({"layers": "0.mlp"}, ValueError, "layers names '0.mlp', where no attention was seen; "),
+    ({"layers": [0, 2]}, ValueError, "layers names 2, where no attention was seen"),
+    ({"layers": -1}, ValueError, "at least 0, and -1 came"),
+    ({"layers": []}, ValueError, "layers"),
+    ({"layers": [None]}, TypeError, "by a module's path or by a number, and None came"),
+    ({"layers": 1.5}, TypeError, "layers= takes … and a float came"),
+    ({"heads": [1, 4]}, ValueError, "layers.0.attn has 4 heads, and heads= names head 4"),
+    ({"heads": -5}, ValueError, "layers.0.attn has 4 heads, and heads= names head -5"),
+    ({"heads": []}, ValueError, "heads"),
+    ({"heads": [True]}, TypeError, "a head in heads must be a whole number, and True came"),
+    ({"heads": torch.tensor([1])}, TypeError, "heads= takes head numbers, and a Tensor"),
+    ({"without": ("layers.0.attn", 1)}, TypeError, 'pairs (layer, head) such as ("layers.3.attn", 5), and'),
+    ({"without": [("layers.0",)]}, TypeError, "takes pairs … and ('layers.0',) came"),
+    ({"without": 3}, TypeError, "takes pairs … and 3 came"),
+    ({"without": [("layer.0", 1)]}, ValueError, "no module 'layer.0'; near it: layers.0"),
+    ({"without": [("mlp", 0)]}, ValueError, "without names 'mlp', where no attention was seen"),
+    ({"without": [(2, 0)]}, ValueError, "without names 2, where no attention was seen"),
+    ({"without": [("layers.1", 4)]}, ValueError, "layers.1.attn has 4 heads, … and without= names head 4"),
+    ({"without": [("layers.1", -1)]}, ValueError, "at least 0, and -1 came"),
+    ({"without": [("layers.1", "2")]}, TypeError, "a whole number, and '2' came"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=str)
+def test_bad_input(options: dict[str, Any], error: type[Exception], message: str):
+    model, x = GPT(), randn(2, 5, E)
+    with says(error, message), observe(model, **options):
+        model(x)
+    assert not any(hooks(model))
+
+
+@pytest.mark.parametrize("model", [None, "gpt2", GPT, lambda x: x, [GPT()]], ids=str)
+def test_only_modules_are_observed(model: Any):
+    with says(TypeError, f"observe takes a torch.nn.Module, and a {type(model).__name__} came"):
+        observe(model).__enter__()
+
+
+class ByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class HandMadeAttention(ByHand):
+    pass
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(E, E), nn.GRU(E, E), ByHand()], ids=lambda model: type(model).__name__
+)
+def test_a_model_without_attention_that_can_be_seen(model: nn.Module):
+    looked_for = (
+        "scaled_dot_product_attention, … MultiheadAttention … Hugging Face … manyheads … were looked for."
+    )
+    with (
+        says(ValueError, f"{type(model).__name__} ran, and no attention was seen: … {looked_for}"),
+        observe(model),
+    ):
+        model(randn(2, 5, E))
+
+
+def test_a_model_whose_attention_is_made_by_hand():
+    model = nn.Sequential(nn.Linear(E, E), HandMadeAttention())
+    with says(ValueError, "compute it by themselves: 1 (HandMadeAttention)."), observe(model):
+        model(randn(2, 5, E))
+    with (
+        says(ValueError, "compute it by themselves: HandMadeAttention (HandMadeAttention)."),
+        observe(model[1]),
+    ):
+        model[1](randn(2, 5, E))
+
+
+def test_no_forward_within_the_block():
+    model = GPT()
+    with (
+        says(ValueError, "no forward of the model ran inside observe … : call it there"),
+        observe(model),
+    ):
+        pass
+    with says(ValueError, "no forward of the model ran"), observe(model):
+        GPT()(randn(1, 3, E))
+
+
+CALLS: list[tuple[dict[str, Any], Any, str]] = [
+    ({"attn_mask": torch.tensor(torch.nan).expand(5, 7)}, ValueError, "attn_mask may hold numbers … NaN"),
+    ({"attn_mask": torch.full((5, 7), torch.inf)}, ValueError, "attn_mask may hold numbers … +inf came"),
+    ({"attn_mask": torch.ones(5, 7, dtype=torch.int64)}, TypeError, "attn_mask must be boolean or of floats"),
+    ({"attn_mask": torch.ones(5, 6)}, (ValueError, RuntimeError), "6"),
+    ({"query": [1.0]}, TypeError, "query"),
+    ({"value": None}, TypeError, "value"),
+    ({"query": randn(8)}, ValueError, "query must be [..., length, width], and [8] came"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), CALLS, ids=[message for *_, message in CALLS])
+def test_calls_that_are_not_understood_raise(arguments: dict[str, Any], error: Any, message: str):
+    whole_call = {"query": randn(Q), "key": randn(K), "value": randn(V)} | arguments
+    with says(error, message), observe(model := Call()):
+        model(**whole_call)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    q = torch.nested.nested_tensor([randn(H, 3, 8), randn(H, 4, 8)])
+    with says(ValueError, "is a nested tensor, … : pad it and give a mask"), observe(model := Call()):
+        model(q, q, q)
+
+
+def test_ids_that_do_not_fit():
+    seen = same(GPT(), randn(2, 5, E))
+    with says(TypeError, "ids must be the tokens, … and a int came"):
+        seen.table(ids=3)
+    with says(ValueError, "ids must be one for each of s = 5 keys, and [4] came"):
+        seen.table(ids=torch.arange(4))
