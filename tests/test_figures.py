@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections import namedtuple
 from collections.abc import Callable
 from io import BytesIO
 from itertools import pairwise
@@ -12,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import CASES, Case, bias_numbers, make, oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import PowerNorm
+from matplotlib.colors import LogNorm, PowerNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -26,12 +29,17 @@ from manyheads import (
     Dense,
     Documents,
     Lengths,
+    Rule,
     Sinusoidal,
+    Window,
     attention_with_map,
     figures,
+    reductions,
 )
 from manyheads.classic.components import PositionalEncoder
 from manyheads.classic.modeling_attention import MultiHeadSelfAttention
+from manyheads.figures import cells
+from manyheads.kernels import chunked
 
 SENTENCE = ["the", "train", "left", "the", "station", "on", "time"]
 
@@ -58,7 +66,7 @@ def ticks(axis: Any) -> list[str]:
 
 
 def labelled(axis: Any) -> bool:
-    return axis.get_major_ticks()[0].label1.get_visible()
+    return axis.get_visible() and bool(ticks(axis))
 
 
 # -- one head --------------------------------------------------------------------------------------
@@ -188,26 +196,323 @@ def test_each_row_of_a_grid_may_have_tokens_of_its_own() -> None:
     assert labelled(figure.axes[0].xaxis)
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**31))
-def test_pooling_keeps_the_largest_weight_of_every_block(t: int, s: int, step: int, seed: int) -> None:
+def test_layers_by_name_may_differ_in_shape_and_heads() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 3, 5, 8), torch.randn(1, 3, 9, 8)
+    maps = {
+        "encoder": made_map(h=3, t=9, mask=None),
+        "decoder": made_map(h=3, t=5),
+        "cross": attention_with_map(q, k, k)[1],
+        "some": made_map(h=3, t=5).only(heads=[0, 2]),
+    }
+    figure = figures.grid(maps)
+    *panels, _ = figure.axes
+    assert [axes.get_images()[0].get_array().shape for axes in panels[::3]] == [
+        (9, 9),
+        (5, 5),
+        (5, 9),
+        (5, 5),
+    ]
+    for n, name in enumerate(["encoder", "decoder", "cross"]):
+        assert panels[3 * n].get_ylabel() == name
+        assert np.allclose(drawn(figure, 3 * n + 1).filled(0), maps[name].dense()[0, 1], atol=1e-7)
+        assert labelled(panels[3 * n].xaxis)  # the row below has other keys
+    assert np.allclose(drawn(figure, 10).filled(0), maps["some"].dense()[0, 1], atol=1e-7)
+    titles = [axes.get_title() for axes in panels]
+    assert titles == ["head 0", "head 1", "head 2", *[""] * 6, "head 0", "head 2"]
+
+
+def test_a_map_brings_its_own_tokens() -> None:
+    amap = made_map(b=2, t=2).labelled([["a", "b"], ["c", "d"]])
+    for figure in (
+        figures.head(amap, batch=1),
+        figures.grid([amap], batch=1),
+        figures.received(amap, batch=1),
+    ):
+        assert ticks(figure.axes[0].xaxis) == ["c", "d"]
+    assert ticks(figures.head(amap, ["x", "y"], batch=1).axes[0].yaxis) == ["x", "y"]
+    assert ticks(figures.grid(amap).axes[0].yaxis) == ["a", "b"]
+
+
+def test_a_picture_of_many_heads_stays_a_page_and_names_what_fits() -> None:
+    wide = figures.grid(made_map(b=1, h=70, t=3))
+    named = [axes.get_title() for axes in wide.axes if axes.get_title()]
+    assert wide.get_figwidth() < 30
+    assert named[:2] == ["head 0", "head 2"]
+    maps = {f"model.layers.{n}.self_attention": made_map(h=1, t=30) for n in range(25)}
+    tall = figures.grid(maps)
+    assert tall.get_figheight() < 25
+    assert tall.axes[0].yaxis.label.get_rotation() == 0  # a long name beside a small panel
+    assert [axes.get_ylabel() for axes in tall.axes[:-1]] == list(maps)
+
+
+# -- any length ------------------------------------------------------------------------------------
+
+
+def binned(x: np.ndarray, rows: int, cols: int, how: Callable[[np.ndarray], Any]) -> np.ndarray:
+    """Bin r covers ⌊rT/R⌋ to ⌊(r + 1)T/R⌋, written out."""
+    t, s = x.shape
+    return np.array(
+        [
+            [
+                how(x[r * t // rows : (r + 1) * t // rows, c * s // cols : (c + 1) * s // cols])
+                for c in range(cols)
+            ]
+            for r in range(rows)
+        ]
+    )
+
+
+DRAWABLE = [
+    case for case in CASES if case.dtype == torch.float64 and min(case.sizes[:2]) and min(case.sizes[3:5])
+]
+
+
+@pytest.mark.parametrize("case", DRAWABLE, ids=str)
+def test_cells_are_those_of_the_full_matrix(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pooled and not, and masked where no pair may attend: under every mask and bias of the table."""
+    monkeypatch.setattr(chunked, "BLOCK", 1)
+    inputs = make(case)
+    weights = oracle(inputs).values["weights"].astype(float)  # [b, h, t, s]
+    seen = np.broadcast_to(inputs.keep & (bias_numbers(inputs) != -np.inf), weights.shape)
+    _, amap = attention_with_map(inputs.q, inputs.k, inputs.v, **inputs.arguments())
+    for inches in (0.08, 11.0):
+        line = cells.one_head(amap, amap.shape[0] - 1, amap.shape[1] - 1, None)
+        (largest,), (mean,) = cells.panels(line, (inches, inches), ["max", "mean"])
+        rows, cols = largest.cells.shape
+        assert (rows, cols) == tuple(cells.count(n, inches) for n in weights.shape[2:])
+        assert np.array_equal(largest.cells.mask, ~binned(seen[-1, -1], rows, cols, np.any))
+        assert np.array_equal(mean.cells.mask, largest.cells.mask)
+        assert np.allclose(largest.cells.filled(0), binned(weights[-1, -1], rows, cols, np.max), atol=1e-12)
+        assert np.allclose(mean.cells.filled(0), binned(weights[-1, -1], rows, cols, np.mean), atol=1e-12)
+
+
+@given(st.integers(1, 400), st.floats(0.02, 6.0))
+def test_cells_are_as_many_as_can_be_seen(size: int, inches: float) -> None:
+    found = cells.count(size, inches)
+    if size <= inches * cells.SHARP:
+        assert found == size
+    elif found < size:
+        assert found <= max(1, inches * cells.POOLED)
+        widths = np.diff([n * size // found for n in range(found + 1)])
+        assert widths.max() - widths.min() <= 1
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.floats(0.02, 0.5), st.integers(0, 2**31))
+def test_a_tensor_is_pooled_as_a_map_is(t: int, s: int, inches: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    panel = np.ma.array(rng.random((t, s)), mask=rng.random((t, s)) < 0.5)
-    pooled = figures._pool(panel, step)
-    assert pooled.shape == (-(-t // step), -(-s // step))
-    for i, j in np.ndindex(pooled.shape):
-        block = panel[i * step : (i + 1) * step, j * step : (j + 1) * step]
-        assert block.mask.all() if pooled.mask[i, j] else pooled[i, j] == block.max()
+    weights, keep = torch.tensor(rng.random((t, s))), torch.tensor(rng.random((t, s)) < 0.5)
+    line = cells.one_head(weights, 0, 0, keep)
+    (largest,), (mean,) = cells.panels(line, (inches, inches), ["max", "mean"])
+    rows, cols = largest.cells.shape
+    kept = np.where(keep, weights, 0)
+    assert np.array_equal(largest.cells.mask, ~binned(keep.numpy(), rows, cols, np.any))
+    assert np.array_equal(largest.cells.filled(0), binned(kept, rows, cols, np.max))
+    assert np.allclose(mean.cells.filled(0), binned(kept, rows, cols, np.mean), atol=1e-12)
 
 
-def test_a_long_text_is_pooled_in_small_and_whole_in_full() -> None:
-    amap = made_map(t=figures.CELLS + 1)
-    small, full = figures.grid([amap]).axes[0], figures.head(amap).axes[0]
-    for axes, cells, step in ((small, figures.CELLS // 2 + 1, 2), (full, figures.CELLS + 1, 1)):
-        image = axes.get_images()[0]
-        assert image.get_array().shape == (cells, cells)
-        assert tuple(image.get_extent()) == (-0.5, step * cells - 0.5, step * cells - 0.5, -0.5)
-        assert axes.get_xlim() == (-0.5, figures.CELLS + 0.5)
-        assert axes.get_ylim() == (figures.CELLS + 0.5, -0.5)
+def test_a_long_text_is_pooled_and_the_mean_stands_beside_the_largest() -> None:
+    amap = made_map(t=figures.MOST + 1)
+    figure = figures.head(amap, [str(n) for n in range(figures.MOST + 1)], head=1)
+    largest, mean, *_ = figure.axes
+    size = figure.axes[0].get_images()[0].get_array().shape[0]
+    assert size <= 7 * cells.POOLED
+    assert [axes.get_title() for axes in (largest, mean)] == [
+        "largest weight of each cell",
+        "mean weight of each cell",
+    ]
+    for n, how in enumerate(("max", "mean")):
+        assert np.allclose(drawn(figure, n).filled(0), amap.pooled(size, size, how)[0, 1], atol=1e-7)
+    assert np.array_equal(~drawn(figure).mask, np.tril(np.ones((size, size), bool)))
+    assert largest.get_xlabel() == "key, up to 3 in a cell"
+    assert largest.get_ylabel() == "query, up to 3 in a cell"
+    assert ticks(largest.xaxis)[:2] == ["0", "50"]  # a cell of three tokens has no name
+    assert largest.get_images()[0].norm is not mean.get_images()[0].norm
+    assert "head 1" in words(figure)
+
+
+def test_a_text_that_fits_is_shown_token_by_token() -> None:
+    figure = figures.head(made_map(t=figures.MOST, h=1))
+    assert drawn(figure).shape == (figures.MOST, figures.MOST)
+    assert figure.axes[0].get_xlabel() == "key"
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_grids_and_pairs_say_how_they_are_pooled(reduce: str) -> None:
+    amap = made_map(t=900)
+    word = {"max": "largest", "mean": "mean"}[reduce]
+    for figure in (
+        figures.grid([amap], reduce=reduce),
+        figures.beside(amap, amap.under(None), reduce=reduce),
+    ):
+        bar = figure.axes[-1]
+        rows, cols = drawn(figure).shape
+        assert np.allclose(drawn(figure).filled(0), amap.pooled(rows, cols, reduce)[0, 0], atol=1e-7)
+        assert f"{word} attention weight of each cell, square-root scale" in bar.get_ylabel().replace(
+            "\n", " "
+        )
+        assert f"key, up to {-(-900 // cols)} in a cell" in words(figure)
+
+
+def test_one_head_costs_one_head_and_never_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    reduce = reductions.reduce
+
+    def spy(problem: Any, *rest: Any) -> Any:
+        seen.append(problem.shape)
+        return reduce(problem, *rest)
+
+    monkeypatch.setattr(reductions, "reduce", spy)
+    monkeypatch.setattr(AttentionMap, "__getitem__", None)
+    monkeypatch.setattr(AttentionMap, "dense", None)
+    amap = made_map(b=2, h=4, t=900, mask=Causal() & Window(left=50))
+    figures.head(amap, batch=1, head=2)
+    assert [(n.b, n.h) for n in seen] == [(1, 1)]  # and one pass for the largest and the mean
+    figures.grid([amap, amap])
+    assert [(n.b, n.h) for n in seen[1:]] == [(1, 4)] * 2
+
+
+def test_a_weight_that_underflows_is_zero_and_not_masked() -> None:
+    amap = made_map(t=5, sharp=1e4, mask=Rule(lambda b, h, i, j: (j <= i) & (j != 2)))
+    shown = drawn(figures.head(amap))
+    assert (shown.compressed() == 0).any()
+    keep = np.tril(np.ones((5, 5), bool))
+    keep[:, 2] = False
+    assert np.array_equal(~shown.mask, keep)
+
+
+def test_the_first_queries_of_a_long_text_do_not_set_the_scale() -> None:
+    even = made_map(sharp=0.0, t=400, h=1)
+    for figure in (figures.head(even), figures.grid(even)):
+        _, top = figure.axes[0].get_images()[0].get_clim()
+        assert 8 / 400 <= top < 8 / 400 * 1.3  # a query that sees an eighth of the text
+        assert figure.axes[-1].get_ylabel()
+
+
+@pytest.mark.parametrize("t", [1, 7, 70, 700, 3000])
+@pytest.mark.parametrize("kind", ["head", "beside", "grid", "received"])
+def test_no_cell_is_lost_between_pixels(kind: str, t: int) -> None:
+    amap = made_map(t=t, h=1, mask=Causal() & Window(left=9))
+    draw: dict[str, Callable[[], Figure]] = {
+        "head": lambda: figures.head(amap),
+        "beside": lambda: figures.beside(amap, amap),
+        "grid": lambda: figures.grid([amap] * 12),
+        "received": lambda: figures.received([amap] * 3),
+    }
+    figure = draw[kind]()
+    FigureCanvasAgg(figure).draw()
+    for axes in figure.axes:
+        for image in axes.get_images():
+            rows, cols = image.get_array().shape
+            box = axes.get_window_extent()
+            assert box.width >= 1.9 * cols  # a hair less than two, where matplotlib lays the page out
+            assert box.height >= 1.9 * rows
+            left, right, bottom, top = image.get_extent()
+            assert (left, top) == (-0.5, -0.5)
+            assert (right, bottom) == (t - 0.5, 0.5 if kind == "received" else t - 0.5)
+
+
+# -- statistics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [None, "age"])
+def test_received_attention_is_the_sum_of_columns(normalize: str | None) -> None:
+    mask = Causal() & Lengths(torch.tensor([5, 9]))
+    maps = {"first": made_map(b=2, h=2, t=9, mask=mask), "second": made_map(b=2, h=3, t=9).only(heads=[0, 2])}
+    figure = figures.received(maps, batch=0, normalize=normalize)
+    first, second, bar = figure.axes
+    weights = maps["first"].dense()[0].double().numpy()  # [h, t, s]
+    could = np.tril(np.ones((9, 9), bool))
+    could[:, 5:] = False
+    expected = weights.sum(1) / (could.sum(0).clip(1) if normalize else 1)
+    assert np.array_equal(drawn(figure).mask, [[False] * 5 + [True] * 4] * 2)
+    assert np.allclose(drawn(figure).filled(0), expected, atol=1e-6)
+    assert (first.get_ylabel(), second.get_ylabel()) == ("first", "second")
+    assert ticks(first.yaxis) == ["0", "1"]
+    assert ticks(second.yaxis) == ["0", "2"]  # the numbers that these heads have in the model
+    assert isinstance(first.get_images()[0].norm, LogNorm)
+    assert {None: "summed over queries", "age": "mean weight received"}[
+        normalize
+    ] in bar.get_ylabel().replace("\n", " ")
+    assert "may not\nattend" in words(figure)
+
+
+def test_received_attention_of_a_long_text_is_the_largest_of_each_cell() -> None:
+    amap = made_map(t=1000, h=2)
+    figure = figures.received([amap], title="who is listened to")
+    shown = drawn(figure)
+    total = amap.dense()[0].sum(1).numpy()  # [h, s]
+    assert shown.shape[1] < 1000
+    assert np.allclose(shown, binned(total, 2, shown.shape[1], np.max), rtol=1e-5)
+    assert "key, up to 3 in a cell" in words(figure)
+    assert "who is listened to" in words(figure)
+
+
+def test_what_receives_nothing_is_the_darkest_colour_and_not_grey() -> None:
+    """A logarithm knows no 0, and matplotlib would leave a hole there."""
+    amap = made_map(t=6, sharp=1e4, h=1)
+    figure = figures.received(amap)
+    shown, image = drawn(figure), figure.axes[0].get_images()[0]
+    assert (shown == 0).any()
+    assert not np.ma.is_masked(shown)
+    assert to_hex(image.to_rgba(shown)[shown == 0][0]) == to_hex(image.cmap(0.0))
+
+
+def test_entropy_by_layer_is_that_of_the_full_matrix() -> None:
+    hidden = Causal() & Documents(torch.tensor([0] * 6 + [1] * 5), queries=torch.tensor([0] * 6 + [2] * 5))
+    maps = {"all": made_map(t=11), "six": made_map(t=11, mask=hidden)}
+    figure = figures.entropy(maps, title="spread")
+    (axes,) = figure.axes
+    dots = [line for line in axes.get_lines() if line.get_marker() == "o"]
+    lines = [c.get_segments() for c in axes.collections]
+    bars = [segments[0] for segments in lines if segments[0][0][1] == segments[0][1][1]]
+    spans = [segments[0] for segments in lines if segments[0][0][0] == segments[0][1][0]]
+    for x, (amap, queries) in enumerate(zip(maps.values(), (11, 6), strict=True)):
+        weights = amap.dense()[0, :, :queries].double().numpy()
+        exact = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1)  # [h, queries]
+        for h in range(2):
+            assert np.isclose(dots[2 * x + h].get_ydata()[0], exact[h].mean(), atol=1e-6)
+            assert np.allclose(spans[2 * x + h][:, 1], np.quantile(exact[h], (0.25, 0.75)), atol=1e-6)
+        assert np.isclose(bars[x][0][1], np.mean([math.log(n + 1) for n in range(queries)]))
+    assert ticks(axes.xaxis) == ["all", "six"]
+    assert [label.get_text() for label in axes.xaxis.get_ticklabels(minor=True)] == ["0", "1"] * 2
+    assert axes.get_ylabel() == "entropy (nats)"
+    assert "mean ln(visible keys)" in words(figure)
+
+
+def test_a_layer_that_sees_nothing_has_no_entropy() -> None:
+    blind = made_map(mask=Rule(lambda b, h, i, j: (i + j) * 0 == 1))
+    assert not figures.entropy([blind]).axes[0].get_lines()
+    assert drawn(figures.received(blind)).mask.all()
+
+
+ROWS = [
+    {"layer": "a", "head": 0, "induction": 0.25, "distance": 1234.5},
+    {"layer": "a", "head": 1, "induction": None, "distance": 0.0},
+    {"layer": "b", "head": 0, "induction": 0.75, "distance": 10.0},
+    {"layer": "b", "head": 1, "induction": 0.25, "distance": 500.0},
+]
+
+
+def test_measures_are_a_sorted_table() -> None:
+    figure = figures.measures(ROWS, by="induction", title="Heads")
+    (axes,) = figure.axes
+    assert ticks(axes.yaxis) == ["b   head 0", "a   head 0", "b   head 1", "a   head 1"]
+    assert ticks(axes.xaxis) == ["induction", "distance, positions"]
+    assert [text.get_text() for text in axes.texts] == ["0.75", "10", "0.25", "1,234", "0.25", "500", "0"]
+    assert drawn(figure).mask.tolist() == [[False] * 2] * 3 + [[True, False]]
+    assert np.allclose(drawn(figure)[:3, 0], [1, 1 / 3, 1 / 3])
+    assert "4 heads, by induction" in words(figure)
+
+
+def test_measures_are_named_tuples_as_well_and_only_the_first_of_many() -> None:
+    row = namedtuple("row", ["layer", "head", "a_measure"])
+    rows = [row("x", n, n - 50.0) for n in range(100)]
+    figure = figures.measures(rows, most=7)
+    assert ticks(figure.axes[0].yaxis) == [f"x   head {n}" for n in range(99, 92, -1)]
+    assert "7 of 100 heads, by a measure" in words(figure)
+    assert np.isclose(drawn(figure)[0, 0], 1)
+    assert drawn(figure).min() > 0.9  # the scale is that of all rows
 
 
 # -- positions -------------------------------------------------------------------------------------
@@ -250,16 +555,20 @@ def test_any_token_can_be_drawn(format: str) -> None:
         assert not any(label.get_parse_math() for label in figure.axes[0].get_xticklabels())
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7, 26, 60, 300])
-@pytest.mark.parametrize("kind", ["head", "beside", "grid"])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 26, 60, 300, 2000])
+@pytest.mark.parametrize("kind", ["head", "beside", "grid", "received", "entropy"])
 def test_labels_never_overlap_nor_leave_the_page(kind: str, tokens: int) -> None:
-    amap = made_map(t=tokens)
+    amap = made_map(t=tokens, mask=Causal() & Window(left=50))
     names = [("the", "station", "internationally", ".")[n % 4] for n in range(tokens)]
     title = 'layer 0 head 1: the second "the" looks at "station" (0.71), the token after it'
     draw: dict[str, Callable[[], Figure]] = {
         "head": lambda: figures.head(amap, names, title=title),
         "beside": lambda: figures.beside(amap, amap.under(None), names, title=title),
         "grid": lambda: figures.grid([amap, amap], names, title=title),
+        "received": lambda: figures.received({"blocks.0.attention": amap, "b": amap}, names, title=title),
+        "entropy": lambda: figures.entropy(
+            dict.fromkeys((f"layers.{n}.attention" for n in range(min(tokens, 60))), amap), title=title
+        ),
     }
     figure = draw[kind]()
     canvas = FigureCanvasAgg(figure)
@@ -267,7 +576,8 @@ def test_labels_never_overlap_nor_leave_the_page(kind: str, tokens: int) -> None
     page = figure.bbox.padded(2)
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
-            labels = [label for label in axis.get_ticklabels() if label.get_visible() and label.get_text()]
+            shown = axis.get_ticklabels() if axis.get_visible() else []
+            labels = [label for label in shown if label.get_visible() and label.get_text()]
             boxes = [label.get_window_extent(canvas.get_renderer()) for label in labels]
             for one, other in pairwise(boxes):
                 assert not one.padded(-0.5).overlaps(other.padded(-0.5)), (kind, tokens)
@@ -291,6 +601,15 @@ def test_figures_stay_away_from_pyplot() -> None:
         "sys.exit('matplotlib.pyplot' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_map_changed_in_place_is_not_drawn() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    _, amap = attention_with_map(q, q, q)
+    q.zero_()
+    for draw in (figures.head, figures.grid, figures.received, figures.entropy):
+        with pytest.raises(RuntimeError, match="changed in place"):
+            draw(amap)
 
 
 def test_a_notebook_shows_what_comes_back_and_nothing_global_changes() -> None:
@@ -321,13 +640,30 @@ EYE = torch.eye(3)
         (lambda: figures.head(EYE, keep=EYE), "boolean"),
         (lambda: figures.head(EYE, keep=torch.ones(2, 2).bool()), r"\[3, 3\].*\[2, 2\]"),
         (lambda: figures.head(torch.zeros(0, 3)), r"\[0, 3\] came"),
-        (lambda: figures.head(torch.zeros(5000, 1)), "a tile of the map"),
+        (lambda: figures.received([]), "at least one row of heads, and none came"),
+        (lambda: figures.received(made_map(), ["a"]), "keys must be 7 labels"),
+        (lambda: figures.received(made_map(), normalize="yes"), "'yes' came"),
+        (lambda: figures.entropy(made_map(), batch=1), "between 0 and 0, and 1 came"),
+        (lambda: figures.entropy({"a": EYE}), "a Tensor of torch.float32 came among them"),  # type: ignore[dict-item]
+        (lambda: figures.grid(made_map(h=0)), "a row without one came"),
+        (lambda: figures.grid([made_map()], reduce="sum"), '"max" or "mean", and \'sum\' came'),
+        (lambda: figures.beside(EYE, EYE, reduce="sum"), "'sum' came"),
+        (lambda: figures.measures([]), "no row came"),
+        (lambda: figures.measures([3]), "named tuples or mappings, and a int came"),
+        (lambda: figures.measures([{"layer": 0, "head": 0}]), r"\(layer, head\) came"),
+        (lambda: figures.measures([*ROWS, {"layer": 0, "head": 0, "x": 1}]), r"\(layer, head, x\) came"),
+        (lambda: figures.measures(ROWS, by="x"), "induction, distance, and 'x' came"),
+        (
+            lambda: figures.measures([{"layer": 0, "head": 0, "x": "much"}]),
+            "x must be a number or None, and 'much'",
+        ),
+        (lambda: figures.measures(ROWS, most=0), "most must be at least 1, and 0 came"),
         (lambda: figures.head(made_map(), head=2), "head must lie between 0 and 1, and 2 came"),
         (lambda: figures.head(made_map(), batch=-1), "batch must lie between 0 and 0, and -1 came"),
         (lambda: figures.beside(EYE, torch.eye(2)), r"\[3, 3\] and \[2, 2\]"),
         (lambda: figures.grid(EYE), r"\[b, h, t, s\]"),
-        (lambda: figures.grid([]), "at least one head"),
-        (lambda: figures.grid([EYE]), "a list of AttentionMaps.*a list came"),  # type: ignore[list-item]
+        (lambda: figures.grid([]), "at least one row of heads, and none came"),
+        (lambda: figures.grid([EYE]), "AttentionMaps, and a Tensor of torch.float32 came among them"),  # type: ignore[list-item]
         (lambda: figures.grid(None), "a NoneType came"),  # type: ignore[arg-type]
         (lambda: figures.grid(made_map(), keep=EYE.bool()), "a map knows its own mask"),
         (lambda: figures.grid(made_map(), rows=["a", "b"]), "1 sequences.*and 2 came"),
