@@ -15,6 +15,7 @@ from manyheads import kernels, scores
 from manyheads.biases import Dense
 from manyheads.huggingface.masks import origin, padding, split, together
 from manyheads.masks import Causal, Keep, Mask, Window
+from manyheads.observe.here import check
 from manyheads.scores import Problem
 from manyheads.shapes import kind, sizes
 
@@ -74,6 +75,8 @@ class Call:
         asked = sorted(option for option in strange if self.options.get(option) is not None)
         if asked:
             raise self._refusal(f"its kernel is given {', '.join(asked)}, which manyheads doesn't know")
+        for which, x in (("query", self.query), ("key", self.key), ("value", self.value)):
+            check(x, f"{type(self.module).__name__}'s {which}")
         q, k, v = _autocast(self.query, self.key, self.value)
         if q.dim() == 4 and q.shape[0] == 1:
             q = q.expand(k.shape[0], -1, -1, -1)  # learned queries, shared by the batch
