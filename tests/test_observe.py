@@ -260,6 +260,20 @@ def test_gradients_are_what_they_were_and_recomputation_is_no_call(how: str):
     assert [len(seen.calls(name)) for name in KEYS] == [2, 2]
 
 
+def test_gradients_of_a_learned_mask():
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(randn(H, 5, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=self.bias)
+
+    model, x = Biased(), randn(Q)
+    identical(gradients(model, x, True), gradients(model, x, False))
+    shows(same(model, x)[0], x, x, model.bias.detach())
+
+
 def test_backward_after_the_block():
     model, x = GPT(how="not reentrant"), randn(2, 7, E, requires_grad=True)
     with observe(model) as seen:
@@ -577,6 +591,19 @@ def test_everything_a_problem_may_hold():
     }
     seen = same(Model(), q, k, k, **kwargs)
     identical(seen[0].dense(), mh.attention_with_map(q, k, k, **kwargs)[1].dense())
+
+
+@nested
+def test_our_multihead_attention_given_nested_tensors():
+    layer, lengths = MultiheadAttention(E, H, batch_first=True).eval(), (3, 5)
+    x = torch.nested.nested_tensor([randn(n, E) for n in lengths])
+    with torch.no_grad(), observe(layer) as seen:
+        out = layer(x, x, x, need_weights=False)[0]
+        for n, (mine, alone) in enumerate(
+            zip(out.unbind(), layer(x, x, x, need_weights=False)[0], strict=True)
+        ):
+            identical(mine, alone)
+            assert not seen[0][n, :, :, lengths[n] :].any()
 
 
 def test_replaced_layers_of_a_transformer():

@@ -132,6 +132,24 @@ def test_the_whole_model_may_be_the_attention_or_a_part_of_one():
     shows(seen[0], *model.layers[1].attn.heads(inputs_of(model, KEYS, x)[KEYS[1]])[:2], causal=True)
 
 
+def test_maps_say_where_they_come_from():
+    seen = same(GPT(), randn(2, 5, E))
+    assert seen.provenance == {"model": "GPT"}
+    assert [amap.provenance for amap in seen.values()] == [{"model": "GPT", "layer": name} for name in KEYS]
+
+
+def test_attention_outside_the_model_is_not_its_own():
+    model, q, x = GPT(), randn(Q), randn(2, 5, E)
+    with observe(model) as seen:
+        F.scaled_dot_product_attention(q, q, q)
+        mh.attention(q, q, q)
+        GPT()(mh.MultiHeadAttention(E, H)(x))
+        assert len(seen) == 0
+        assert "nothing seen yet" in repr(seen)
+        model(x)
+    assert list(seen) == KEYS
+
+
 def test_forward_called_directly():
     model, x = GPT(), randn(2, 5, E)
     with observe(model) as seen:
@@ -463,6 +481,15 @@ def test_compiled_models_run_as_written(
     counted = torch._dynamo.testing.CompileCounter()
     identical(torch.compile(lambda x: model.layers[0].mlp(x), backend=counted)(x), model.layers[0].mlp(x))
     assert counted.frame_count == 1
+
+
+def test_a_compiled_model_on_another_thread():
+    model, x = GPT().requires_grad_(False), randn(2, 5, E)
+    compiled = torch.compile(model, backend="eager")
+    alone = compiled(x)
+    with observe(compiled) as seen:
+        identical(in_threads(lambda: compiled(x))[0], alone)
+    assert list(seen) == KEYS
 
 
 def test_a_compiled_attention_alone():
