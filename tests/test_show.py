@@ -33,7 +33,7 @@ from manyheads.findings import (
     usual,
 )
 from manyheads.lm.data import Document, train_tokenizer
-from manyheads.tokens import Token, tokens
+from manyheads.tokens import Token, tokens, words
 
 SENTENCE = "the train left the station on time"
 CONTEXT = 48
@@ -84,14 +84,15 @@ def run(
     return command
 
 
-def map_of(*heads: list[list[float]]) -> AttentionMap:
-    """A causal map with these weights `[h][t][t]`, whatever is above the diagonal."""
-    weights = torch.tensor(heads).tril()  # [h, t, t]
+def map_of(*heads: list[list[float]], causal: bool = True) -> AttentionMap:
+    """A map with these weights `[h][t][t]`, those above the diagonal only if it isn't causal."""
+    weights = torch.tensor(heads)  # [h, t, t]
+    weights = weights.tril() if causal else weights
     weights = weights / weights.sum(-1, keepdim=True)
     t = weights.shape[-1]
     q = weights.clamp(min=1e-12).log()[None]  # q · k is the logarithm of the weight
     k = torch.eye(t).expand(1, len(heads), t, t)
-    return attention_with_map(q, k, k, mask=Causal(), scale=1.0)[1]
+    return attention_with_map(q, k, k, mask=Causal() if causal else None, scale=1.0)[1]
 
 
 # -- tokens ----------------------------------------------------------------------------------------
@@ -118,6 +119,17 @@ def test_a_character_cut_in_two_is_shown_in_each_piece(tokenizer: Tokenizer) -> 
     assert labels == ["漢…", "…漢…", "…漢"]
     labels = [token.label for token in tokens(tokenizer, tokenizer.encode("né on").ids)]
     assert labels == ["n…", "…é…", "…é", "on"]
+
+
+def test_a_word_is_where_letters_go_on_within_one_part() -> None:
+    text = "The stations, 漢字"
+    spans = [(0, 0), (0, 3), (4, 9), (9, 12), (12, 13), (14, 15), (15, 16), (0, 0)]
+    runs = [[0], [1], [2, 3], [2, 3], [4], [5, 6], [5, 6], [7]]
+    assert [list(run) for run in words(text, spans)] == runs
+    parts = [None, 0, 1, 1, 2, 3, 4, None]  # a tokenizer that takes each character of 漢字 by itself
+    apart = [list(run) for run in words(text, spans, parts)]
+    assert apart == [*runs[:5], [5], [6], [7]]
+    assert words("", []) == []
 
 
 def test_blanks_are_visible_and_pieces_of_a_word_are_marked(tokenizer: Tokenizer) -> None:
@@ -165,6 +177,56 @@ IDS = [3, 5, 0, 3, 2, 1, 4]  # of the sentence
 WORDS = [Token(i, f" {word}", word, None) for i, word in zip(IDS, SENTENCE.split(), strict=True)]
 
 
+def both_ways(t: int, ahead: int, share: float = 0.9) -> list[list[float]]:
+    """A head without a mask that looks so many tokens ahead."""
+    rest = (1 - share) / (t - 1)
+    return [[share if j == i + ahead else rest for j in range(t)] for i in range(t)]
+
+
+def test_without_a_mask_the_next_and_the_last_token_are_habits() -> None:
+    ending = [[0.9 if j == 7 else 0.02 for j in range(8)] for _ in range(8)]
+    amap = map_of(both_ways(8, 1), both_ways(8, -1), ending, [[1.0] * 8] * 8, causal=False)
+    assert marks(amap, torch.arange(8)) == ["next_token", "previous_token", "last_token", "entropy"]
+    for one in habits(map_of(previous(8)), torch.arange(8)):
+        assert one.next_token is one.last_token is None  # a causal head can't
+
+
+def test_without_a_mask_what_breaks_a_habit_is_found_on_either_side() -> None:
+    odd, twice = both_ways(9, 1), both_ways(9, -1)
+    odd[2] = [0.02, 0.02, 0.02, 0.1, 0.02, 0.02, 0.76, 0.02, 0.02]
+    twice[1] = [0.06, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.8, 0.02]
+    ids = [0, 1, 2, 3, 4, 5, 6, 1, 8]
+    found = findings(candidates([map_of(odd, twice, causal=False)], ids))
+    told = [(one.head, one.query, one.key, one.reason) for one in found]
+    assert told == [(1, 1, 7, "same token"), (0, 2, 6, None)]
+
+
+def test_of_tokens_that_stand_for_nothing_nothing_is_told() -> None:
+    odd = both_ways(8, 1)
+    odd[0] = [0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.86]
+    odd[4] = [0.1, 0.7, 0.05, 0.05, 0.02, 0.02, 0.02, 0.04]
+    amap = map_of(odd, causal=False)
+    assert {(one.query, one.key) for one in findings(candidates([amap], range(8)))} == {(0, 7)}
+    assert {(one.query, one.key) for one in findings(candidates([amap], range(8), {0, 7}))} == {(4, 1)}
+    alone = candidates([map_of([[0.2, 0.8], [0.5, 0.5]], causal=False)], [0, 1], {0, 1})
+    assert len(alone) == 4  # but if there are no others
+
+
+def test_in_a_long_text_findings_are_sought_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first tokens give the same findings as they do alone: a causal head doesn't see the rest."""
+    torch.manual_seed(0)
+    q, k = 3 * torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
+    ids = [n % 7 for n in range(30)]
+    short = attention_with_map(q[:, :, :20], k[:, :, :20], k[:, :, :20], mask=Causal())[1]
+    alone = candidates([short], ids[:20])
+    monkeypatch.setattr("manyheads.findings.SOUGHT", 20)
+    within = candidates([attention_with_map(q, k, k, mask=Causal())[1]], ids)
+    assert [(one.head, one.query, one.key, one.reason) for one in within] == [
+        (one.head, one.query, one.key, one.reason) for one in alone
+    ]
+    assert [one.surprise for one in within] == pytest.approx([one.surprise for one in alone], abs=1e-5)
+
+
 def test_the_example_of_the_sentence() -> None:
     """Among heads of habit and a sharper one, what the text explains is told first."""
     copying, sharp = resting(7, 0.6), resting(7, 0.6)
@@ -206,6 +268,8 @@ def test_reasons() -> None:
     assert reason(3, 2, IDS) is reason(0, 0, IDS) is reason(4, 4, IDS) is None
     assert reason(2, 1, [7, 7, 7]) == "same token"
     assert reason(2, 2, [0, 1, 1]) is None  # itself, which needs no other reason
+    assert reason(0, 3, IDS) == "same token"  # that comes later, for a head that looks ahead
+    assert reason(0, 4, IDS) is None
 
 
 def test_nothing_to_choose_gives_no_findings() -> None:
@@ -213,22 +277,33 @@ def test_nothing_to_choose_gives_no_findings() -> None:
     assert findings(candidates([map_of([[1.0, 1.0, 1.0]] * 3)], [1, 2, 3])) == []
 
 
+SEEN = {
+    "causal": lambda t: torch.ones(t, t).tril(),
+    "everything": lambda t: torch.ones(t, t),
+    "a window": lambda t: torch.ones(t, t).tril().triu(-2),
+    "both sides": lambda t: torch.ones(t, t).tril(2).triu(-2),
+}
+
+
+@pytest.mark.parametrize("which", SEEN)
 @settings(deadline=None, max_examples=25)
-@given(st.integers(1, 9), st.integers(0, 2**31))
-def test_the_usual_against_a_double_loop(t: int, seed: int) -> None:
+@given(t=st.integers(1, 9), seed=st.integers(0, 2**31))
+def test_the_usual_against_a_double_loop(which: str, t: int, seed: int) -> None:
+    seen = SEEN[which](t).bool()
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.randn(t, t, generator=generator).tril().exp().tril()
+    weights = torch.randn(t, t, generator=generator).exp() * seen
     weights /= weights.sum(-1, keepdim=True)
-    found = usual(weights, torch.ones(t, t).tril().bool())
+    found = usual(weights, seen)
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values) if values else 0.0
 
-    for i in range(t):
-        for j in range(i + 1):
-            near = [float(weights[n, n - i + j]) for n in range(max(i - j, 1), t) if n != i and i - j < 4]
-            same = [float(weights[n, j]) for n in range(max(j, 1), t) if n != i] if i else []
-            assert float(found[i, j]) == pytest.approx(max(1 / (i + 1), mean(near), mean(same)), abs=1e-6)
+    for i, j in seen.nonzero().tolist():
+        choosing = [n for n in range(t) if n != i and int(seen[n].sum()) > 1]
+        near = [n for n in choosing if abs(i - j) < 4 and 0 <= n - i + j < t and seen[n, n - i + j]]
+        near_by = mean([float(weights[n, n - i + j]) for n in near])
+        same_key = mean([float(weights[n, j]) for n in choosing if seen[n, j]])
+        assert float(found[i, j]) == pytest.approx(max(1 / int(seen[i].sum()), near_by, same_key), abs=1e-6)
 
 
 def test_habits_against_a_double_loop() -> None:
@@ -295,9 +370,21 @@ def test_a_sentence_as_the_issue_words_it() -> None:
     assert say(4, 4) == 'layer 2 head 1: "station" looks at itself (0.71)'
     assert say(5, 4) == 'layer 2 head 1: "on" looks at "station" (0.71), the token before it'
     assert say(5, 1) == 'layer 2 head 1: "on" looks at "train" (0.71)'
+    assert say(4, 5) == 'layer 2 head 1: "station" looks at "on" (0.71), the token after it'
+    assert say(4, 6) == 'layer 2 head 1: "station" looks at "time" (0.71), the last token'
+    assert say(0, 3) == 'layer 2 head 1: the first "the" looks at the second "the" (0.71)'
     quote, piece = Token(0, '"', '"', None), Token(1, " a", "a…", "ab")
     said = sentence(Finding(0, 0, 1, 0, 0.5, 0.1, None), [quote, piece])
     assert said == 'layer 0 head 0: "a…" of "ab" looks at \'"\' (0.50), the token before it'
+
+
+def test_in_a_long_text_a_token_is_named_by_its_position() -> None:
+    long = [*WORDS, *WORDS * 80]
+    said = sentence(Finding(0, 0, 21, 15, 0.5, 0.1, "after the same token"), long)
+    assert said == 'layer 0 head 0: "the" at 21 looks at "train" at 15 (0.50), the token after "the" at 14'
+    (once,) = [Token(99, "once", "once", None)]
+    said = sentence(Finding(0, 0, 567, 3, 0.5, 0.1, None), [*long, once])
+    assert said == 'layer 0 head 0: "once" looks at "the" at 3 (0.50)'
 
 
 def test_ordinals() -> None:

@@ -111,7 +111,7 @@ def _ours(name: str, folder: Path | None) -> Model:
     model, tokenizer = lm.load(folder)
 
     def encode(text: str, most: int | None) -> list[Token]:
-        ids = tokenizer.encode(text if text[0].isspace() else f" {text}").ids
+        ids = tokenizer.encode(text if text[:1].isspace() else f" {text}").ids
         return tokens(tokenizer, ids[:most])
 
     return Model(name, model, model, model.config.context, encode)
@@ -243,7 +243,7 @@ def _context(reader: Any, tokenizer: Any) -> int | None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """A time in which transformers prints and logs nothing, and nobody warns."""
-    if "transformers" not in sys.modules:
+    if sys.modules.get("transformers") is None:
         yield
         return
     from transformers.utils import logging as theirs

