@@ -104,15 +104,24 @@ def explain(
     return kernels.verdicts(problem)
 
 
-# `observe` stands a floor above, and puts its `attend` here: it looks at what is computed.
+# `observe` stands a floor above, and puts two functions here: one looks at what is computed, the other
+# takes heads away from it.
 onlooker: Callable[..., Tensor] | None = None
+remover: Callable[[Tensor], Tensor] | None = None
 
 
-def looked_at(problem: Problem, own: Callable[[], Tensor], lse: Callable[[], Tensor | None]) -> Tensor:
-    """What `own` computes for a problem, `[b, h, …]`, with whoever observes looking on."""
+def looked_at(
+    problem: Problem, own: Callable[[], Tensor], lse: Callable[[], Tensor | None], heads: int | None = 1
+) -> Tensor:
+    """What `own` computes for a problem, heads along one axis, with whoever observes looking on."""
     if onlooker is None or torch.compiler.is_compiling():
         return own()
-    return onlooker(problem, own, lse=lse)
+    return onlooker(problem, own, heads, lse)
+
+
+def without_removed(x: Tensor) -> Tensor:
+    """x `[b, h, …]` with zeros for the heads that whoever observes removes."""
+    return x if remover is None or torch.compiler.is_compiling() else remover(x)
 
 
 def _run(problem: Problem, kernel: str) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from manyheads import reductions, scores
 from manyheads.kernels import chunked
 from manyheads.masks import Mask, Rule
-from manyheads.scores import Problem, Rows
+from manyheads.scores import ALL, Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, sizes, whole
 
 if TYPE_CHECKING:
@@ -50,6 +49,7 @@ class AttentionMap:
     tokens: Tokens | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     _versions: tuple[int, ...] | None = None
+    _lse: Tensor | None = None
 
     @classmethod
     def of(
@@ -67,20 +67,25 @@ class AttentionMap:
         if not isinstance(provenance or {}, Mapping):
             raise TypeError(f"provenance must be a dict, and {kind(provenance)} came.")
         n = problem.shape
+        if lse is not None and not isinstance(lse, Tensor):
+            raise TypeError(f"lse must be a tensor [b, h, t], and {kind(lse)} came.")
         if lse is not None and tuple(lse.shape) != (n.b, n.h, n.t):
             raise ValueError(f"lse must be [b, h, t] = [{n.b}, {n.h}, {n.t}], and {sizes(lse)} came.")
         problem = problem.detach().without_values()
         labels = None if tokens is None else labels_of(tokens, n.b, n.s)
-        amap = cls(problem, labels, dict(provenance or {}), _versions(problem))
-        if lse is not None:
-            amap.__dict__["lse"] = lse.detach()
-        return amap
+        if lse is None and torch.compiler.is_compiling():  # what a graph gives is complete
+            lse = chunked.lse(problem)
+        lse = None if lse is None else lse.detach()
+        return cls(problem, labels, dict(provenance or {}), _versions(problem), lse)
 
-    @cached_property
+    @property
     def lse(self) -> Tensor:
         """The log-sum-exp of each row, `[b, h, t]`, natural log, the sink included."""
-        self._fresh()
-        return chunked.lse(self.problem)
+        if self._lse is None:
+            self._fresh()
+            object.__setattr__(self, "_lse", chunked.lse(self.problem))
+        assert self._lse is not None
+        return self._lse
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -96,7 +101,7 @@ class AttentionMap:
     @property
     def knows_lse(self) -> bool:
         """Is the log-sum-exp there already, or would it take a pass over the keys?"""
-        return "lse" in self.__dict__
+        return self._lse is not None
 
     @property
     def nbytes(self) -> int:
@@ -183,8 +188,29 @@ class AttentionMap:
         ]
         b, h, rows, cols = (slice(c, c + 1) if isinstance(c, int) else c for c in chosen)
         lse = self.lse[:, :, rows][b][:, h]  # [b, h, r]
-        tile = scores.weights(scores.tile(self.problem, rows, cols, b, h), lse)  # [b, h, r, c]
+        tile = scores.weights(self._scores(rows, cols, b, h), lse)  # [b, h, r, c]
         return tile[tuple(0 if isinstance(c, int) else slice(None) for c in chosen)]
+
+    def _scores(self, rows: Rows, cols: Rows, b: Rows, h: Rows) -> Tensor:
+        """The scores of a tile, `[b, h, r, c]`; −inf where the query may not see the key.
+
+        A run of rows and columns is read in the blocks that the log-sum-exp was computed in: a product
+        of another shape may round otherwise, which shows where scores go into the thousands.
+        """
+        down, across = _run(rows, self.shape[2]), _run(cols, self.shape[3])
+        if down is None or across is None or min(len(down), len(across)) < 32:
+            return scores.tile(self.problem, rows, cols, b, h)
+        (top, bottom), (left, right) = (down.start, down.stop), (across.start, across.stop)
+        h = ALL if isinstance(h, slice) and h == ALL else h  # read as the kernel reads them, in one piece
+        some = self.lse[:, :, :1][b][:, h]
+        found = some.new_full((*some.shape[:2], bottom - top, right - left), -math.inf)
+        for block_rows, columns in chunked.blocks(self.problem, top, bottom):
+            for block_cols in columns:
+                if block_cols.start < right and left < block_cols.stop:
+                    block = scores.tile(self.problem, block_rows, block_cols, b, h)
+                    (i, r), (j, c) = _shared(block_rows, top, bottom), _shared(block_cols, left, right)
+                    found[:, :, r, c] = block[:, :, i, j]
+        return found
 
     def dense(self, max_bytes: int = 2**31) -> Tensor:
         """All weights, `[b, h, t, s]`. Raises ValueError where they would take more than max_bytes."""
@@ -413,12 +439,27 @@ def labels_of(tokens: Any, b: int, s: int) -> Tokens:
     if several and len(tokens) != b:
         raise ValueError(f"{takes}, and {len(tokens)} lists came.")
     for labels in tokens if several else [tokens]:
+        if isinstance(labels, str | bytes):
+            raise TypeError(f"{takes}, and {labels!r} came among the lists.")
         for label in labels:
             if not isinstance(label, str):
                 raise TypeError(f"{takes}, and {label!r} came among them.")
         if len(labels) != s:
             raise ValueError(f"{takes}, one for each key, and {len(labels)} came.")
     return tuple(tuple(labels) for labels in tokens) if several else tuple(tokens)
+
+
+def _run(part: Rows, size: int) -> range | None:
+    """The rows or columns of a plain slice; None for an index tensor and for steps."""
+    if isinstance(part, Tensor) or part.step not in (None, 1):
+        return None
+    return range(*part.indices(size))
+
+
+def _shared(block: slice, low: int, high: int) -> tuple[slice, slice]:
+    """What a block shares with a run from low until before high, as a slice of each."""
+    start, stop = max(block.start, low), min(block.stop, high)
+    return slice(start - block.start, stop - block.start), slice(start - low, stop - low)
 
 
 def _cast(problem: Problem, dtype: torch.dtype) -> Problem:

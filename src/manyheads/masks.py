@@ -484,7 +484,7 @@ class Lengths(Mask):
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         n = _per_batch(self.n, b)
-        return j >= self._columns() - n if self.left else j < n
+        return j + n >= self._columns() if self.left else j < n  # j is wide, n may be int8
 
     def span(self, rows: range) -> Span:
         least, most = extremes(self.n)

@@ -73,10 +73,9 @@ def tiles(problem: Problem, lse: Tensor, start: int = 0) -> Iterator[Tile]:
     """The tiles that aren't empty under the mask, but those above row `start`, row of tiles by row."""
     # Whole blocks, the very ones that the log-sum-exp was computed with: a product of another shape may
     # round otherwise, and what both have in common would no longer cancel.
-    for rows, columns in chunked.blocks(problem):
-        if rows.stop > start:
-            for cols in columns:
-                yield Tile(problem, lse, rows, cols)
+    for rows, columns in chunked.blocks(problem, start):
+        for cols in columns:
+            yield Tile(problem, lse, rows, cols)
 
 
 class Reduction:
@@ -532,15 +531,21 @@ BY_NAME: dict[str, type[Reduction]] = {
 
 def make(name: str, given: Any) -> Reduction:
     """A reduction by its name, with one argument, a tuple of them, or a dict of them by name."""
+    return BY_NAME[name](**arguments(name, given))
+
+
+def arguments(name: str, given: Any) -> dict[str, Any]:
+    """The arguments of a statistic by their names; TypeError where they don't fit."""
     made = BY_NAME[name]
     named = given if isinstance(given, dict) else {}
     plain = () if isinstance(given, dict) else given if isinstance(given, tuple) else (given,)
     try:
-        signature(made).bind(*plain, **named)
+        bound = signature(made).bind(*plain, **named)
     except TypeError as error:
         takes = ", ".join(signature(made).parameters) or "no arguments"
         raise TypeError(f"the statistic {name} takes {takes}, and it can't be had so: {error}.") from None
-    return made(*plain, **named)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

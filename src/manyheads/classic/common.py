@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manyheads import scores
-from manyheads.functional import looked_at
+from manyheads.functional import looked_at, without_removed
 from manyheads.kernels import reference
 from manyheads.scores import Problem
 from manyheads.shapes import kind, sizes
@@ -41,7 +41,7 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
         with scores.exactly(q.device):
             return reference.weights(problem)[0]
 
-    return looked_at(problem, own, lambda: None)
+    return looked_at(problem, own, lambda: None, heads=None)  # removed heads still have their weights
 
 
 def mix(weights: Tensor, v: Tensor) -> Tensor:
@@ -53,4 +53,4 @@ def mix(weights: Tensor, v: Tensor) -> Tensor:
         wide = v.to(weights.dtype)
         fine = torch.compiler.is_compiling() or scores.finite(wide)
         out = weights @ wide if fine else scores.mix(weights, weights != 0, wide)
-        return out.to(v.dtype)
+        return without_removed(out.to(v.dtype))

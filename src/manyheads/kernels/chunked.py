@@ -68,14 +68,17 @@ def lse(problem: Problem) -> Tensor:
 # -- the loops -------------------------------------------------------------------------------------
 
 
-def blocks(problem: Problem) -> Iterator[tuple[slice, list[slice]]]:
-    """Blocks of rows, each with the blocks of columns that some of its rows may see."""
+def blocks(problem: Problem, first: int = 0, last: int | None = None) -> Iterator[tuple[slice, list[slice]]]:
+    """Blocks of rows, each with the blocks of columns that some of its rows may see.
+
+    Those that hold a row from `first` until before `last` (t if None).
+    """
     n = problem.shape
     budget = BLOCK if problem.q.device.type == "cpu" else 16 * BLOCK
     per_head = max(budget // max(n.b * n.h, 1), 1024)
     rows = min(max(math.isqrt(per_head) // 32 * 32, 32), max(n.t, 1))
     columns = max(per_head // rows // 32 * 32, 32)
-    for start in range(0, n.t, rows):
+    for start in range(first // rows * rows, n.t if last is None else last, rows):
         stop = min(start + rows, n.t)
         (left, right), _ = problem.span(start, stop)
         yield (

@@ -14,7 +14,7 @@ from manyheads import scores
 from manyheads.scores import Problem
 
 NAME = "reference"
-GIVES_LSE = True
+GIVES_LSE = False  # it has one, computed in one piece; a map reads scores in blocks, which round otherwise
 SHIELDS = True  # what is masked can't leak
 
 
@@ -29,19 +29,19 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
     return weight, lse
 
 
-def run(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
+def run(problem: Problem) -> tuple[Tensor, None]:
+    """The output `[b, h, t, w]`; no log-sum-exp."""
     compiling = torch.compiler.is_compiling()
     if compiling and problem.mask is not None:  # nobody can look at what is computed
         problem = problem.without_unseen(problem.keep(problem.mask, scores.ALL, scores.ALL))
-    weight, lse, keep = _softmax(problem)
+    weight, _, keep = _softmax(problem)
     if problem.dropout_p:
         weight = torch.nn.functional.dropout(weight, problem.dropout_p)
     v = problem.v.to(problem.dtype)  # [b, g, s, w]
     weight, keep = scores.fold(weight, problem.shape.g), scores.fold(keep, problem.shape.g)
     fine = compiling or scores.finite(v)
     out = weight @ v if fine else scores.mix(weight, keep, v)  # [b, g, (h/g)·t, w]
-    return scores.unfold(out, problem.shape.h).to(problem.q.dtype), lse
+    return scores.unfold(out, problem.shape.h).to(problem.q.dtype), None
 
 
 def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from manyheads import functional, reductions
-from manyheads.observe.here import attend
+from manyheads.observe.here import attend, without
 from manyheads.observe.reduced import BY_MASK, USUAL, Reduced
 from manyheads.observe.seen import NoSuchLayer, Seen, Table, open_run
 from manyheads.observe.watch import Watch, listed, removable
@@ -26,7 +26,7 @@ from manyheads.shapes import DTYPES, kind, whole
 
 __all__ = ["NoSuchLayer", "Reduced", "Seen", "Table", "attend", "observe", "open_run"]
 
-functional.onlooker = attend
+functional.onlooker, functional.remover = attend, without
 
 
 @contextmanager

@@ -117,6 +117,9 @@ def _in_a_module() -> bool:
 
 
 def _overhear(*args: Any, **kwargs: Any) -> Tensor:
+    # The name may have been bound for good by who imported it meanwhile.
+    if not _open or torch.compiler.is_compiling():
+        return KERNEL(*args, **kwargs)
     if not _here.running and not _here.quiet and not _in_a_module():
         for watch in list(_open):
             watch.strays += watch.active > 0
@@ -164,11 +167,18 @@ def attend(
         for watch, path in watching.items():
             if not again and not watch.closed:
                 watch.record(path, problem, lse())
-            gone = watch.removed(path, problem.shape.h)
-            if gone and heads is not None:
-                index = torch.tensor(gone, device=out.device)
-                out = out.index_fill(heads, index, 0.0)
-    return out
+    return out if heads is None else without(out, heads)
+
+
+def without(x: Tensor, heads: int = 1) -> Tensor:
+    """x with zeros for the heads that somebody removes from the module that runs here."""
+    if _here.quiet:
+        return x
+    for watch, path in dict(_here.running).items():
+        gone = watch.removed(path, x.shape[heads])
+        if gone:
+            x = x.index_fill(heads, torch.tensor(gone, device=x.device), 0.0)
+    return x
 
 
 def check(x: Any, what: str) -> None:

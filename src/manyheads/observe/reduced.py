@@ -70,7 +70,11 @@ class Reduced:
         if name in BY_MASK:
             return self.columns()[name]
         kept = self.asked[name]
-        if given not in (kept, (kept,)):
+        if not isinstance(kept, list) and reductions.arguments(name, given) == reductions.arguments(
+            name, kept
+        ):
+            return self.values[name]
+        if given not in (kept, (kept,), ()):
             raise ValueError(
                 f"{name} of {self._where()} was kept with the arguments {kept!r}, and {given!r} came."
             )
@@ -144,10 +148,9 @@ class Reduced:
             "heads": list(self.heads),
             "offset": self.offset,
             "asked": {name: _plain(name, given) for name, given in self.asked.items()},
-            "tokens": self.tokens,
             "provenance": dict(self.provenance),
         }
-        return files.Kept(self._tensors(), plain)
+        return files.Kept(self._tensors(), plain, self.tokens)
 
     @classmethod
     def restored(cls, kept: files.Kept) -> Reduced:
@@ -161,8 +164,7 @@ class Reduced:
             values = {name: _value(name, given, tensors) for name, given in asked.items()}
             fits = all(x.shape[:2] == (b, h) for x in (*could.values(), *_flat(values)))
             heads = tuple(whole(n, "a head") for n in plain["heads"])
-            tokens = plain["tokens"]
-            labels = None if tokens is None else labels_of(tokens, b, s)
+            labels = None if kept.tokens is None else labels_of(kept.tokens, b, s)
             offset = whole(plain["offset"], "an offset", least=-(1 << 60))
             if tensors or not fits or len(heads) != h:
                 raise ValueError("its tensors don't fit its sizes")

@@ -168,6 +168,8 @@ def translate(
 
 def shown(mask: Tensor) -> Tensor:
     """Where a boolean or additive mask lets a query see."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attn_mask must be boolean or of floats, and {mask.dtype} came.")
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
 
@@ -192,6 +194,11 @@ def known(kept: Tensor, offset: int = 0, t: int | None = None) -> Mask | None:
     # A single row is a triangle's if there is a single query; else it is the same for all queries.
     if b == h == 1 and (rows > 1 or t == 1) and torch.equal(kept, torch.ones_like(kept).tril(offset)):
         return Causal()
+    if h == 1 and rows > 1 and offset + rows >= s:  # a triangle, and padding as its last row tells it?
+        keys = kept[:, :, -1:]
+        if torch.equal(kept, torch.ones_like(kept).tril(offset) & keys):
+            padding = known(keys)
+            return Causal() if padding is None else Causal() & padding
     if h == rows == 1:  # the same keys for all queries: padding on the right or on the left?
         n = kept.sum(-1).reshape(b)
         j = torch.arange(s, device=kept.device)

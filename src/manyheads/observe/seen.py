@@ -152,9 +152,11 @@ class Seen(Mapping[Any, Any]):
 
         if not self._calls:
             raise ValueError("nothing was seen, so there is nothing to draw.")
-        maps = {name: calls[-1] for name, calls in self._calls.items()}
-        for name, call in maps.items():
-            if not isinstance(call, AttentionMap):
+        maps: dict[str, AttentionMap] = {}
+        for name, calls in self._calls.items():
+            if isinstance(calls[-1], AttentionMap):
+                maps[name] = calls[-1]
+            else:
                 raise ValueError(
                     f'{name} was observed with keep="statistics", which leaves no weights to draw: observe '
                     'with keep="maps", or draw what was kept.'

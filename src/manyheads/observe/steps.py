@@ -13,28 +13,32 @@ from manyheads.masks import Causal, Drop, Full, Keep, Keys, Mask, Window
 from manyheads.observe.reduced import Reduced
 from manyheads.scores import Problem
 
+Edges = tuple[int | None, int | None]  # of a band, low ≤ j − i ≤ high; None: no bound
+
 
 class Print(NamedTuple):
-    """Two channels of a call's keys, copied, by which they are known again when the next step comes."""
+    """A sum of the bits of each key, by which the keys are known again when the next step comes."""
 
-    keys: Tensor  # [b, g, s so far, 2]
+    sums: Tensor  # [b, g, s so far]
 
     @classmethod
     def of(cls, k: Tensor, call: AttentionMap | Reduced) -> Print:
         """The print of keys k `[b, g, s, d]`, as far as the call's queries reach."""
         offset = call.offset if isinstance(call, Reduced) else call.problem.offset
         end = min(offset + call.shape[2], k.shape[2]) if isinstance(offset, int) else 0
-        return cls(cls.channels(k[:, :, : max(end, 0)]).clone())
+        return cls(_bits(k.detach()[:, :, : max(end, 0)]))
 
     def in_front_of(self, k: Tensor) -> bool:
         """Do these keys begin with those of the print?"""
-        end = self.keys.shape[2]
-        return end > 0 and torch.equal(self.channels(k[:, :, :end]), self.keys)
+        end = self.sums.shape[2]
+        return end > 0 and torch.equal(_bits(k.detach()[:, :, :end]), self.sums)
 
-    @staticmethod
-    def channels(k: Tensor) -> Tensor:
-        """The first and the middle one; what stands at a place shows in all of them."""
-        return k.detach()[..., [0, k.shape[3] // 2]] if k.shape[3] else k.detach()
+
+def _bits(k: Tensor) -> Tensor:
+    """The bits of each key as integers, times odd numbers, added up past all overflow: `[b, g, s]`."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
+    odd = 2 * torch.arange(k.shape[3], device=k.device) + 1
+    return (k.contiguous().view(whole).long() * (odd * 0x9E3779B97F4A7C1)).sum(-1)
 
 
 def joined(
@@ -90,10 +94,12 @@ def _mask(p: Problem, n: Problem) -> Mask | None:
     (old_band, old_keys), (new_band, new_keys) = _band_and_keys(p), _band_and_keys(n)
     if old_keys is None or new_keys is None or not isinstance(p.offset, int):
         return None
-    if n.shape.t == 1 and new_band != old_band:
-        # A single last query that sees every key up to its own is causal, whatever it was called.
-        sees_all = new_band == (None, None) and old_band == (None, 0) and n.offset == n.shape.s - 1
-        new_band = old_band if sees_all else new_band
+    if old_band != new_band:  # a last query that sees all up to its own is causal, whatever it was called
+        causal = (None, 0)
+        old_band = causal if _sees_all_before(p, old_band) and new_band == causal else old_band
+        new_band = causal if _sees_all_before(n, new_band) and old_band == causal else new_band
+    elif _sees_all_before(p, old_band) and _sees_all_before(n, new_band):
+        old_band = new_band = (None, 0)
     low, high = old_band
     last = p.offset + p.shape.t - 1
     if old_band != new_band or high is None or last + high >= p.shape.s:
@@ -104,7 +110,12 @@ def _mask(p: Problem, n: Problem) -> Mask | None:
     return band if bool(new_keys.all()) else band & Keep(new_keys[:, None, None])
 
 
-def _band_and_keys(p: Problem) -> tuple[tuple[int | None, int | None], Tensor | None]:
+def _sees_all_before(p: Problem, band: Edges) -> bool:
+    """Is it a single query at the last key, under no band?"""
+    return p.shape.t == 1 and band == (None, None) and isinstance(p.offset, int) and p.offset == p.shape.s - 1
+
+
+def _band_and_keys(p: Problem) -> tuple[Edges, Tensor | None]:
     """A mask as a band, and the keys `[b, s]` that all queries may see; None where it is more than that."""
     everything = torch.ones(p.shape.b, p.shape.s, dtype=torch.bool, device=p.q.device)
     if p.mask is None:
@@ -118,10 +129,9 @@ def _band_and_keys(p: Problem) -> tuple[tuple[int | None, int | None], Tensor | 
     ]
     if segments or len(same_for_all) < len(rest):
         return band, None
-    first = slice(0, 1)
     keys = everything
     for part in (*lengths, *rest):
-        keys = keys & p.keep(part, first, slice(None))[:, 0, 0]  # [b, s]
+        keys = keys & p.keep(part, slice(0, 1), slice(None))[:, 0, 0]  # [b, s]
     return band, keys
 
 
