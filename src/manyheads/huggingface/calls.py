@@ -82,7 +82,7 @@ class Call:
             q = q.expand(k.shape[0], -1, -1, -1)  # learned queries, shared by the batch
         mask, bias, offset = self._mask(q.shape[2], k.shape[2])
         if (position := self.options.get("position_bias")) is not None and self._reads("position_bias"):
-            hidden, position = split(position)
+            hidden, position = split(position, offset, q.shape[2])
             mask = together(mask, hidden)
             bias = position if bias is None else bias if position is None else bias + position
         drops = self.name != "eager" or self.module.training  # the others drop whatever they are told
@@ -146,8 +146,7 @@ class Call:
 
             b = self.key.shape[0]
             given = create_mask(given.mask_mod, b, 1, t, s, device=str(self.query.device))  # [b, 1, t, s]
-        mask, bias = split(given)
-        return mask, bias, 0 if isinstance(mask, Causal) else offset  # a triangle is read from the top left
+        return *split(given, offset, t), offset
 
     def _unmasked(self, t: int, s: int) -> tuple[Mask | None, None, int]:
         """No mask: sdpa then goes by `is_causal`, from the top left, but for a single query."""

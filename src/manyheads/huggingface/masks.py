@@ -136,25 +136,34 @@ class Made:
         return True
 
 
-def split(given: Tensor) -> tuple[Mask | None, Tensor | None]:
-    """What a mask tensor, which broadcasts to `[b, h, t, s]`, hides, and what it adds; None: nothing."""
+def split(given: Tensor, offset: int, t: int) -> tuple[Mask | None, Tensor | None]:
+    """What a mask tensor, which broadcasts to `[b, h, t, s]`, hides, and what it adds; None: nothing.
+
+    offset is the position of the first of t queries.
+    """
     given = given.detach().reshape((1,) * (4 - given.dim()) + tuple(given.shape))
     for axis in range(given.dim()):
         if given.stride(axis) == 0:  # expanded: hold it once
             given = given.narrow(axis, 0, min(given.shape[axis], 1))
+    given = _held(given)
     if given.dtype == torch.bool:
-        return known(given), None
+        return known(given, offset, t), None
     # −inf, or about the lowest number of the dtype, with which models write it
     hidden = given <= torch.finfo(given.dtype).min / 2
     if hidden.any():
         given = given.masked_fill(hidden, 0.0)
-    return known(~hidden), given if given.any() else None
+    return known(~hidden, offset, t), given if given.any() else None
 
 
 def padding(real: Tensor, s: int) -> Mask:
     """Padding `[b, n]`, True = real, as a mask of s keys; those beyond n are padding."""
-    mask = known(nn.functional.pad(real, (0, s - real.shape[1]))[:, None, None, :])
+    mask = known(_held(nn.functional.pad(real, (0, s - real.shape[1]))[:, None, None, :]))
     return Full() if mask is None else mask
+
+
+def _held(x: Tensor) -> Tensor:
+    """What may be kept: a copy where nobody counts how often a tensor is changed in place."""
+    return x.clone() if x.is_inference() else x
 
 
 def together(*masks: Mask | None) -> Mask | None:
