@@ -142,9 +142,13 @@ class Watch:
             yield
 
     def _hooks(self, path: str, module: nn.Module) -> Iterable[Any]:
-        def begin(running: nn.Module, args: Any) -> None:
+        def begin(running: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             # A copy of the model takes its hooks along, and is another model; a replica for one pass isn't.
             if running is module or getattr(running, "_is_replica", False):
+                if fused.able(running):  # it would say that its fast path, which takes them, isn't taken
+                    for x in (*args, *kwargs.values()):
+                        if isinstance(x, Tensor) and x.is_nested:
+                            here.check(x, f"the input of {self._name(path)}")
                 self.ran = True
                 here.enter(self, path)
 
@@ -152,7 +156,7 @@ class Watch:
             here.leave(self, path)
             self._drop_ends()
 
-        yield module.register_forward_pre_hook(begin, prepend=True)
+        yield module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
         if fused.able(module):
             yield module.register_forward_hook(self._as_fused(path), with_kwargs=True)
         self.ends.append(module.register_forward_hook(end, always_call=True))
@@ -172,27 +176,26 @@ class Watch:
         """A hook that gives one of PyTorch's layers the output that its fused path gives: see `fused`."""
 
         def again(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-            inner = any(
-                here.runs(self, one) for one, other in self.modules if one != path and fused.takes(other)
-            )
-            if inner or not fused.takes(module):
-                return None
-            below = {id(one) for one in module.modules()}
-            removing = any(
-                self.removes(one) for one, other in self.modules if one in self.met and id(other) in below
-            )
-            if removing or fused.hooked(module):
+            above = [other for one, other in self.modules if one != path and here.runs(self, one)]
+            if not fused.takes(module) or any(fused.takes(one) and not self._touched(one) for one in above):
+                return None  # or what is above it does this for it
+            if self._touched(module):
                 if fused.leaves_padding_out(module, args, kwargs):
                     raise ValueError(
-                        f"{self._name(path)} leaves padding out, and can't be observed with "
-                        f"{'a head removed' if removing else 'other hooks'}: build it with "
-                        "enable_nested_tensor=False, or observe it in training."
+                        f"{self._name(path)} leaves padding out, and can't be observed with other hooks or a "
+                        "head removed: build it with enable_nested_tensor=False, or observe it in training."
                     )
                 return None
             with here.unseen():
                 return fused.bare(module)(*args, **kwargs)
 
         return again
+
+    def _touched(self, module: nn.Module) -> bool:
+        """Does somebody change what it computes: by a hook, or by removing a head?"""
+        below = {id(one) for one in module.modules()}
+        inside = [path for path, one in self.modules if id(one) in below and path in self.met]
+        return fused.hooked(module) or any(map(self.removes, inside))
 
     # -- the end -----------------------------------------------------------------------------------
 
