@@ -28,6 +28,7 @@ from manyheads import (
     Causal,
     Dense,
     Documents,
+    Keys,
     Lengths,
     Rule,
     Sinusoidal,
@@ -446,6 +447,13 @@ def test_received_attention_of_a_long_text_is_the_largest_of_each_cell() -> None
     assert np.allclose(shown, binned(total, 2, shown.shape[1], np.max), rtol=1e-5)
     assert "key, up to 3 in a cell" in words(figure)
     assert "who is listened to" in words(figure)
+
+
+def test_a_sink_leaves_the_others_their_colours() -> None:
+    """The scale begins at a hundredth of what a key receives on average, which is 1, at any length."""
+    for t in (20, 2000):
+        amap = made_map(t=t, h=1, mask=Causal() & (Window(left=0) | Keys([0])), sharp=0.0)
+        assert np.isclose(figures.received(amap).axes[0].get_images()[0].norm.vmin, 0.01)
 
 
 def test_what_receives_nothing_is_the_darkest_colour_and_not_grey() -> None:

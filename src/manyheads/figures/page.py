@@ -150,7 +150,8 @@ def sheet(
             drawn = heat(axes, panel, norm, (strip.height, width))
             axes.yaxis.set_visible(c == 0)
             axes.xaxis.set_visible(edge[r] or c >= len(heads[r + 1]))
-            ticks(axes.xaxis, x_marks[r])
+            if axes.xaxis.get_visible():
+                ticks(axes.xaxis, x_marks[r])
             if c == 0:
                 ticks(axes.yaxis, y_marks[r])
                 text(axes.set_ylabel, strip.name, 9)
@@ -245,12 +246,12 @@ def scale(panels: list[Panel]) -> Normalize:
     return PowerNorm(0.5, 0.0, top) if long else Normalize(0.0, top)
 
 
-def decades(panels: list[Panel]) -> Normalize:
-    """One logarithmic scale for all: from about a hundredth of the mean to the largest."""
-    values = np.concatenate([panel.cells.compressed() for panel in panels])
-    if not values.any():
+def decades(panels: list[Panel], usual: float) -> Normalize:
+    """One logarithmic scale for all: from about a hundredth of what is usual to the largest."""
+    top = max((float(panel.cells.max()) for panel in panels if panel.cells.count()), default=0.0)
+    if not top:
         return Normalize(0.0, 1.0)
-    return LogNorm(10.0 ** np.round(np.log10(values.mean() / 100)), values.max(), clip=True)
+    return LogNorm(10.0 ** round(np.log10(usual / 100)), top, clip=True)
 
 
 def _finish(
