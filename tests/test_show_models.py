@@ -494,6 +494,18 @@ def test_a_broken_folder_is_one_sentence(
     assert str(folder) in err
 
 
+def test_a_missing_decoder_does_no_harm(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """An encoder saved by itself, as those of sentence embeddings are, is still of the type T5."""
+    whole = tf.T5ForConditionalGeneration.from_pretrained(folders("t5"))
+    alone = tf.T5EncoderModel(whole.config)
+    alone.encoder.load_state_dict(whole.encoder.state_dict())
+    alone.save_pretrained(tmp_path / "alone")
+    ending().save_pretrained(tmp_path / "alone")
+    theirs, own = show.read(TEXT, tmp_path / "alone").maps, show.read(TEXT, folders("t5")).maps
+    for amap, wanted in zip(theirs, own, strict=True):
+        assert torch.equal(amap.dense(), wanted.dense())
+
+
 def test_a_missing_pooler_does_no_harm(folders: Callable[[str], Path]) -> None:
     """BERT for masked words is saved without the pooler that its base model has."""
     assert not any("pooler" in name for name in load_file(folders("bert") / "model.safetensors"))
