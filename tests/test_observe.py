@@ -426,7 +426,7 @@ def test_multi_head_attention_forward_called_by_itself():
             self.q_proj, self.k_proj, self.v_proj = (nn.Linear(E, E) for _ in range(3))
             self.c_proj = nn.Linear(E, 6)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor, **masks: Tensor) -> Tensor:
             x = x.flatten(2).permute(2, 0, 1)  # [s, b, e]
             x = torch.cat([x.mean(0, keepdim=True), x]) + self.positions[:, None]
             return F.multi_head_attention_forward(
@@ -449,15 +449,17 @@ def test_multi_head_attention_forward_called_by_itself():
                 use_separate_proj_weight=True,
                 training=self.training,
                 need_weights=False,
+                **masks,
             )[0].squeeze(0)
 
     model, x = Pool(), randn(2, E, 3, 3)
-    seen = same(model, x)
-    full = (
-        torch.cat([x.flatten(2).mean(-1, keepdim=True), x.flatten(2)], -1).transpose(1, 2) + model.positions
-    )
+    flat = x.flatten(2).transpose(1, 2)
+    full = torch.cat([flat.mean(1, keepdim=True), flat], 1) + model.positions  # [b, s, e]
     q, k = (part(full).unflatten(-1, (H, D)).transpose(1, 2) for part in (model.q_proj, model.k_proj))
-    shows(seen[0], q[:, :, :1], k)
+    shows(same(model, x)[0], q[:, :, :1], k)
+    hidden, padding = torch.arange(10)[None] == 4, torch.arange(10) >= torch.tensor([[10], [7]])
+    shown = ~hidden & ~padding[:, None, None]
+    shows(same(model, x, attn_mask=hidden, key_padding_mask=padding)[0], q[:, :, :1], k, shown)
 
 
 @nested

@@ -393,7 +393,7 @@ def test_removed_heads_of_a_transformer_encoder(nesting: bool, train: bool):
         for padding in (None, hidden):
             expected = by_hand(x, src_key_padding_mask=padding)
             leaves_padding_out = padding is not None and nesting and not train
-            refused = says(ValueError, "leaves padding out, and can't be observed with a head removed")
+            refused = says(ValueError, "leaves padding out, and can't be observed with … a head removed")
             with refused if leaves_padding_out else nullcontext(), observe(model, without=[("layers.1", 2)]):
                 agree(model(x, src_key_padding_mask=padding), expected)
 
