@@ -14,7 +14,7 @@ from torch import Tensor
 from manyheads import reductions
 from manyheads.maps import AttentionMap, picked_rows
 from manyheads.masks import AfterSameToken, Causal, Diagonal, SameToken, Window
-from manyheads.shapes import kind
+from manyheads.shapes import kind, sizes
 
 
 def previous_token(amap: AttentionMap) -> Tensor:
@@ -34,17 +34,27 @@ def first_token(amap: AttentionMap) -> Tensor:
 
 def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
     """The weight on earlier keys with the query's own token (Wang et al. 2023, arXiv:2211.00593)."""
-    return amap.mass(SameToken(ids) & Causal() & ~Diagonal(0), mean=True)
+    return amap.mass(SameToken(_one_for_each_key(ids, amap)) & Causal() & ~Diagonal(0), mean=True)
 
 
 def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
     """The weight on keys that follow the query's own token (Olsson et al. 2022, arXiv:2209.11895)."""
-    return amap.mass(AfterSameToken(ids), mean=True)
+    return amap.mass(AfterSameToken(_one_for_each_key(ids, amap)), mean=True)
 
 
 def local(amap: AttentionMap, width: int) -> Tensor:
     """The weight within `width` keys of the query's own position, on both sides."""
     return amap.mass(Window(left=width, right=width), mean=True)
+
+
+def _one_for_each_key(ids: Tensor, amap: AttentionMap) -> Tensor:
+    """The tokens, checked: integers `[s]` or `[b, s]`."""
+    s = amap.shape[3]
+    if not isinstance(ids, Tensor) or ids.is_floating_point():
+        raise TypeError(f"ids must be the tokens, integers [s] or [b, s], and {kind(ids)} came.")
+    if ids.dim() not in (1, 2) or ids.shape[-1] != s:
+        raise ValueError(f"ids must be [s] or [b, s], one for each of s = {s} keys, {sizes(ids)} came.")
+    return ids
 
 
 def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Tensor | None = None) -> Tensor:
@@ -72,8 +82,8 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
     for amap in maps:
         if amap.shape[0] != b or amap.shape[2:] != (t, t) or not amap.shape[1]:
             raise ValueError(
-                f"rollout multiplies layers of one sequence, [b, h, t, t] with b = {b}, t = {t} and heads, and "
-                f"{list(amap.shape)} came."
+                f"rollout multiplies layers of one sequence, [b, h, t, t] with b = {b}, t = {t} and heads, "
+                f"and {list(amap.shape)} came."
             )
     if rows is None:
         raise ValueError(

@@ -38,9 +38,8 @@ class Reduced:
     offset: int | Tensor
     asked: Mapping[str, Any]  # statistics by name, with their arguments
     values: Mapping[str, Any]
-    could: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # of measures: the queries that could, [b, h, t]
+    sees: Tensor  # [b, h, t]: does the query see a key at all?
+    could: Mapping[str, Tensor]  # of measures: does the query share a key with the mask? [b, h, t]
     tokens: Tokens | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -54,7 +53,9 @@ class Reduced:
             if name in BY_MASK:
                 values[name], could[name] = amap.masses(BY_MASK[name](amap))
         offset = amap.problem.offset
-        return cls(amap.shape, amap.heads, offset, dict(asked), values, could, amap.tokens, amap.provenance)
+        sees = reductions.first_keys(amap.problem) < amap.shape[3]
+        where = amap.tokens, amap.provenance
+        return cls(amap.shape, amap.heads, offset, dict(asked), values, sees, could, *where)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in (*reductions.BY_NAME, *BY_MASK):
@@ -82,13 +83,9 @@ class Reduced:
 
     def columns(self) -> dict[str, Tensor]:
         """What goes into a table, each `[b, h]`: means over queries."""
-        found = {}
-        for name in BY_MASK:
-            if name in self.values:
-                could = self.could[name]
-                found[name] = (self.values[name] * could).sum(-1) / could.sum(-1).clamp(min=1)
-        means = {name: self.values[name].mean(-1) for name in ("entropy", "distance") if name in self.values}
-        return found | means
+        found = {name: mean(self.values[name], self.could[name]) for name in BY_MASK if name in self.values}
+        rows = ("entropy", "distance")
+        return found | {name: mean(self.values[name], self.sees) for name in rows if name in self.values}
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +122,8 @@ class Reduced:
         could = {name: torch.cat((old, later.could[name]), 2) for name, old in self.could.items()}
         b, h, t, _ = self.shape
         shape = (b, h, t + later.shape[2], later.shape[3])
-        return replace(self, shape=shape, values=values, could=could, tokens=None)
+        sees = torch.cat((self.sees, later.sees), 2)
+        return replace(self, shape=shape, values=values, sees=sees, could=could, tokens=None)
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -137,7 +135,7 @@ class Reduced:
                 place = f"{name}.{n}" if isinstance(value, list) else name
                 top = isinstance(one, TopKeys)
                 found |= {f"{place}.weights": one[0], f"{place}.keys": one[1]} if top else {place: one}
-        return found | {f"{name}.could": x for name, x in self.could.items()}
+        return found | {f"{name}.could": x for name, x in self.could.items()} | {"sees": self.sees}
 
     def stored(self) -> files.Kept:
         """What a file holds of it; ValueError where an argument, such as a mask, can't be written."""
@@ -160,15 +158,18 @@ class Reduced:
             plain = kept.plain
             b, h, t, s = (whole(n, "a size") for n in plain["shape"])
             asked = {name: _given(given) for name, given in plain["asked"].items()}
+            sees = tensors.pop("sees")
             could = {name: tensors.pop(f"{name}.could") for name in asked if name in BY_MASK}
             values = {name: _value(name, given, tensors) for name, given in asked.items()}
-            fits = all(x.shape[:2] == (b, h) for x in (*could.values(), *_flat(values)))
+            fits = all(x.shape[:2] == (b, h) for x in (sees, *could.values(), *_flat(values)))
             heads = tuple(whole(n, "a head") for n in plain["heads"])
             labels = None if kept.tokens is None else labels_of(kept.tokens, b, s)
             offset = whole(plain["offset"], "an offset", least=-(1 << 60))
             if tensors or not fits or len(heads) != h:
                 raise ValueError("its tensors don't fit its sizes")
-            return cls((b, h, t, s), heads, offset, asked, values, could, labels, dict(plain["provenance"]))
+            return cls(
+                (b, h, t, s), heads, offset, asked, values, sees, could, labels, dict(plain["provenance"])
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"statistics in the file can't be read: {error}.") from None
 
@@ -178,6 +179,11 @@ class Reduced:
     def __repr__(self) -> str:
         b, h, t, s = self.shape
         return f"Reduced([b={b}, h={h}, t={t}, s={s}], {', '.join(self.values)})"
+
+
+def mean(x: Tensor, could: Tensor) -> Tensor:
+    """The mean over those queries that could: `[b, h, t]` → `[b, h]`; 0 where none could."""
+    return torch.where(could, x, 0.0).sum(-1) / could.sum(-1).clamp(min=1)
 
 
 def _plain(name: str, given: Any) -> Any:

@@ -158,6 +158,10 @@ def translate(
             if not bool((tensor < torch.inf).all()):
                 raise ValueError(f"{name} may hold numbers and -inf (hidden), and NaN or +inf came.")
             added = torch.where(kept, tensor, 0.0)
+            # A softmax doesn't change with what a whole row is given alike, such as -1e9 on padding, but
+            # beside a number of that size the scores would be rounded away.
+            alike = torch.where(kept, tensor, -torch.inf).amax(-1, keepdim=True)
+            added = torch.where(kept & (alike.abs() > 1000), tensor - alike, added)
             if bool((added != 0).any()):
                 bias = added if bias is None else bias + added
         part = known(kept.clone() if kept.is_inference() else kept, offset, t)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from manyheads import files, measures
+from manyheads import files, measures, reductions
 from manyheads.maps import AttentionMap
-from manyheads.observe.reduced import BY_MASK, Reduced
+from manyheads.observe.reduced import BY_MASK, Reduced, mean
 from manyheads.observe.steps import Print, joined
 from manyheads.shapes import amount, kind, sizes
 
@@ -207,8 +207,9 @@ def _measured(call: Call, ids: Tensor | None) -> dict[str, Tensor]:
         ids = ids.to(call.problem.q.device)
         columns["duplicate_token"] = measures.duplicate_token(call, ids)
         columns["induction"] = measures.induction(call, ids)
+    sees = reductions.first_keys(call.problem) < call.shape[3]  # [b, h, t]: a key at all
     spread = call.statistics("entropy", "distance")
-    return columns | {name: x.mean(-1) for name, x in spread.items()}
+    return columns | {name: mean(x, sees) for name, x in spread.items()}
 
 
 class Table(Sequence[Any]):
