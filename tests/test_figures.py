@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable
+from functools import cache
 from io import BytesIO
 from itertools import pairwise
 from typing import Any
@@ -277,15 +278,14 @@ def test_cells_are_those_of_the_full_matrix(case: Case, monkeypatch: pytest.Monk
     weights = oracle(inputs).values["weights"].astype(float)  # [b, h, t, s]
     seen = np.broadcast_to(inputs.keep & (bias_numbers(inputs) != -np.inf), weights.shape)
     _, amap = attention_with_map(inputs.q, inputs.k, inputs.v, **inputs.arguments())
-    for inches in (0.08, 11.0):
-        line = cells.one_head(amap, amap.shape[0] - 1, amap.shape[1] - 1, None)
-        (largest,), (mean,) = cells.panels(line, (inches, inches), ["max", "mean"])
-        rows, cols = largest.cells.shape
-        assert (rows, cols) == tuple(cells.count(n, inches) for n in weights.shape[2:])
-        assert np.array_equal(largest.cells.mask, ~binned(seen[-1, -1], rows, cols, np.any))
-        assert np.array_equal(mean.cells.mask, largest.cells.mask)
-        assert np.allclose(largest.cells.filled(0), binned(weights[-1, -1], rows, cols, np.max), atol=1e-12)
-        assert np.allclose(mean.cells.filled(0), binned(weights[-1, -1], rows, cols, np.mean), atol=1e-12)
+    line, inches = cells.one_head(amap, amap.shape[0] - 1, amap.shape[1] - 1, None), 0.08
+    (largest,), (mean,) = cells.panels(line, (inches, inches), ["max", "mean"])
+    rows, cols = largest.cells.shape
+    assert (rows, cols) == tuple(cells.count(n, inches) for n in weights.shape[2:])  # up to 6 are not pooled
+    assert np.array_equal(largest.cells.mask, ~binned(seen[-1, -1], rows, cols, np.any))
+    assert np.array_equal(mean.cells.mask, largest.cells.mask)
+    assert np.allclose(largest.cells.filled(0), binned(weights[-1, -1], rows, cols, np.max), atol=1e-12)
+    assert np.allclose(mean.cells.filled(0), binned(weights[-1, -1], rows, cols, np.mean), atol=1e-12)
 
 
 @given(st.integers(1, 400), st.floats(0.02, 6.0))
@@ -388,29 +388,6 @@ def test_the_first_queries_of_a_long_text_do_not_set_the_scale() -> None:
         _, top = figure.axes[0].get_images()[0].get_clim()
         assert 8 / 400 <= top < 8 / 400 * 1.3  # a query that sees an eighth of the text
         assert figure.axes[-1].get_ylabel()
-
-
-@pytest.mark.parametrize("t", [1, 7, 70, 700, 3000])
-@pytest.mark.parametrize("kind", ["head", "beside", "grid", "received"])
-def test_no_cell_is_lost_between_pixels(kind: str, t: int) -> None:
-    amap = made_map(t=t, h=1, mask=Causal() & Window(left=9))
-    draw: dict[str, Callable[[], Figure]] = {
-        "head": lambda: figures.head(amap),
-        "beside": lambda: figures.beside(amap, amap),
-        "grid": lambda: figures.grid([amap] * 12),
-        "received": lambda: figures.received([amap] * 3),
-    }
-    figure = draw[kind]()
-    FigureCanvasAgg(figure).draw()
-    for axes in figure.axes:
-        for image in axes.get_images():
-            rows, cols = image.get_array().shape
-            box = axes.get_window_extent()
-            assert box.width >= 1.9 * cols  # a hair less than two, where matplotlib lays the page out
-            assert box.height >= 1.9 * rows
-            left, right, bottom, top = image.get_extent()
-            assert (left, top) == (-0.5, -0.5)
-            assert (right, bottom) == (t - 0.5, 0.5 if kind == "received" else t - 0.5)
 
 
 # -- statistics ------------------------------------------------------------------------------------
@@ -563,39 +540,59 @@ def test_any_token_can_be_drawn(format: str) -> None:
         assert not any(label.get_parse_math() for label in figure.axes[0].get_xticklabels())
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7, 26, 60, 300, 2000])
-@pytest.mark.parametrize("kind", ["head", "beside", "grid", "received", "entropy"])
-def test_labels_never_overlap_nor_leave_the_page(kind: str, tokens: int) -> None:
+@cache
+def page(kind: str, tokens: int) -> Figure:
+    """A picture of so many tokens, laid out."""
     amap = made_map(t=tokens, mask=Causal() & Window(left=50))
     names = [("the", "station", "internationally", ".")[n % 4] for n in range(tokens)]
     title = 'layer 0 head 1: the second "the" looks at "station" (0.71), the token after it'
+    layers = {f"layers.{n}.attention": amap for n in range(min(tokens, 60))}
     draw: dict[str, Callable[[], Figure]] = {
         "head": lambda: figures.head(amap, names, title=title),
         "beside": lambda: figures.beside(amap, amap.under(None), names, title=title),
         "grid": lambda: figures.grid([amap, amap], names, title=title),
         "received": lambda: figures.received({"blocks.0.attention": amap, "b": amap}, names, title=title),
-        "entropy": lambda: figures.entropy(
-            dict.fromkeys((f"layers.{n}.attention" for n in range(min(tokens, 60))), amap), title=title
-        ),
+        "entropy": lambda: figures.entropy(layers, title=title),
     }
     figure = draw[kind]()
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    page = figure.bbox.padded(2)
+    FigureCanvasAgg(figure).draw()
+    return figure
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 26, 60, 300, 2000])
+@pytest.mark.parametrize("kind", ["head", "beside", "grid", "received", "entropy"])
+def test_labels_never_overlap_nor_leave_the_page(kind: str, tokens: int) -> None:
+    figure = page(kind, tokens)
+    paper = figure.bbox.padded(2)
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
             shown = axis.get_ticklabels() if axis.get_visible() else []
             labels = [label for label in shown if label.get_visible() and label.get_text()]
-            boxes = [label.get_window_extent(canvas.get_renderer()) for label in labels]
+            boxes = [label.get_window_extent() for label in labels]
             for one, other in pairwise(boxes):
                 assert not one.padded(-0.5).overlaps(other.padded(-0.5)), (kind, tokens)
             for box in boxes:
-                assert page.x0 <= box.x0
-                assert box.x1 <= page.x1
-                assert page.y0 <= box.y0
-                assert box.y1 <= page.y1
+                assert paper.x0 <= box.x0
+                assert box.x1 <= paper.x1
+                assert paper.y0 <= box.y0
+                assert box.y1 <= paper.y1
         panel = axes.get_window_extent()
         assert min(panel.width, panel.height) > 20  # nothing is squeezed away
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 60, 300, 2000])
+@pytest.mark.parametrize("kind", ["head", "beside", "grid", "received"])
+def test_no_cell_is_lost_between_pixels(kind: str, tokens: int) -> None:
+    *panels, _ = page(kind, tokens).axes
+    for axes in panels:
+        for image in axes.get_images():
+            rows, cols = image.get_array().shape
+            box = axes.get_window_extent()
+            assert box.width >= 1.9 * cols  # a hair less than two, where matplotlib lays the page out
+            assert box.height >= 1.9 * rows
+            left, right, bottom, top = image.get_extent()
+            assert (left, top) == (-0.5, -0.5)
+            assert (right, bottom) == (tokens - 0.5, (2 if kind == "received" else tokens) - 0.5)
 
 
 # -- manners ---------------------------------------------------------------------------------------
