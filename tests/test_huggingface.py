@@ -541,6 +541,18 @@ def test_training_under_observation(name: str, implementation: str) -> None:
         assert torch.allclose(total, torch.ones_like(total), atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_head_that_is_removed(implementation: str) -> None:
+    """It adds nothing to what the others add: the projection after it gets zeros in its place."""
+    model, given = build("llama", implementation), inputs("llama", "left")
+    with torch.no_grad(), observe(model, without=[("layers.1.self_attn", 2)]):
+        watched = model(**given).logits
+    only = torch.ones(32).index_fill(0, torch.arange(16, 24), 0.0)  # head 2 of 4, of size 8
+    model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda module, args: (args[0] * only,))
+    with torch.no_grad():
+        assert torch.equal(model(**given).logits, watched)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     ("name", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("t5", "sdpa"), ("bert", "eager")]

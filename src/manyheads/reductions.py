@@ -417,7 +417,7 @@ class Divergence(Reduction):
             self.total[:, head, head + 1 :] += apart.sum((-2, -1))
 
     def end(self) -> Tensor:
-        both = self.total + self.total.mT
+        both = (self.total + self.total.mT).clamp_(min=0.0)  # of rows nearly alike, rounding may leave less
         return (both / max(self.queries, 1)).to(self.dtype)
 
 
@@ -439,7 +439,7 @@ def between(one: tuple[Problem, Tensor], other: tuple[Problem, Tensor]) -> Tenso
                 if any(cols.start < right and left < cols.stop for left, right in spans):
                     p, q = (Tile(*side, rows, cols).weights.to(lse) for side in (one, other))
                     total += jensen_shannon(p, q).sum((-2, -1))
-    return (total / max(n.t, 1)).to(lse.dtype)
+    return (total.clamp_(min=0.0) / max(n.t, 1)).to(lse.dtype)
 
 
 def mixed(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:

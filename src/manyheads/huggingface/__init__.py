@@ -11,6 +11,11 @@ Nothing is guessed. A mask becomes a value, `Causal() & Lengths(…)`, only wher
 that the kernel gets, entry by entry; elsewhere the tensor itself is the mask. And of every call a few
 rows are computed by the formula and compared with what the model's own kernel computed: a call that was
 misread raises.
+
+The model's own kernel computes its output. One exception: softcaps and sinks leave a model nothing but its
+eager kernel, and where that would build more than 2 GiB of weights (`calls.ROOM`), ours computes instead.
+A query that may see nothing, as padding on the left, has weights of zero here, where eager attention
+spreads its weight evenly over all keys.
 """
 
 from __future__ import annotations
