@@ -524,11 +524,13 @@ def right_whatever_was_joined(seen: Seen, model: Cached) -> None:
 WORDS = {
     "dense": torch.linspace(-1, 1, 3 * E).view(3, E).sin(),
     "one-hot": torch.eye(E)[[1, 2, 3]],
+    "two-hot": torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 0]]).repeat(1, H),
 }
 
 
 @pytest.mark.parametrize("words", WORDS)
 @example([("step", 0, [0, 2]), ("swap", 0, [0])])
+@example([("step", 0, [0, 1]), ("swap", 0, [2])])
 @example([("step", 0, [0, 0, 2]), ("step", 1, [0, 1, 2]), ("step", 0, [1]), ("step", 1, [1])])
 @example([("step", 0, [0, 1]), ("fork", 2, [1]), ("step", 0, [1]), ("step", 2, [0])])
 @given(

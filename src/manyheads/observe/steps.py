@@ -35,10 +35,10 @@ class Print(NamedTuple):
 
 
 def _bits(k: Tensor) -> Tensor:
-    """The bits of each key as integers, times odd numbers, added up past all overflow: `[b, g, s]`."""
+    """The bits of each key as integers, times drawn odd numbers, added up past all overflow: `[b, g, s]`."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
-    odd = 2 * torch.arange(k.shape[3], device=k.device) + 1
-    return (k.contiguous().view(whole).long() * (odd * 0x9E3779B97F4A7C1)).sum(-1)
+    drawn = torch.randint(1 << 62, (k.shape[3],), generator=torch.Generator().manual_seed(0))
+    return (k.contiguous().view(whole).long() * (drawn | 1).to(k.device)).sum(-1)
 
 
 def joined(
