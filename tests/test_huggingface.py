@@ -723,6 +723,12 @@ def test_refusals(made: calls.Call, told: str) -> None:
         made.problem()
 
 
+def test_shapes_that_do_not_go_together() -> None:
+    for shape in ((6, 8), (4, 6, 8), (2, 3, 6, 8), (2, 4, 6, 7)):
+        with pytest.raises(ValueError, match=r"^(q \[|q must be|the key heads).*came"):
+            replace(call(), query=torch.zeros(shape)).problem()
+
+
 def test_tensors_without_numbers() -> None:
     model, ids = build("llama", "sdpa").to("meta"), torch.zeros(1, 4, dtype=torch.long, device="meta")
     told = "LlamaAttention's query can't be observed, as it has a shape but no numbers"

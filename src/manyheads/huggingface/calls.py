@@ -17,7 +17,7 @@ from manyheads.huggingface.masks import origin, padding, split, together
 from manyheads.masks import Causal, Keep, Mask, Window
 from manyheads.observe.here import check
 from manyheads.scores import Problem
-from manyheads.shapes import kind, sizes
+from manyheads.shapes import kind, shape_of, sizes
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -80,9 +80,10 @@ class Call:
         q, k, v = _autocast(self.query, self.key, self.value)
         if q.dim() == 4 and q.shape[0] == 1:
             q = q.expand(k.shape[0], -1, -1, -1)  # learned queries, shared by the batch
-        mask, bias, offset = self._mask(q.shape[2], k.shape[2])
+        n = shape_of(q, k, v)
+        mask, bias, offset = self._mask(n.t, n.s)
         if (position := self.options.get("position_bias")) is not None and self._reads("position_bias"):
-            hidden, position = split(position, offset, q.shape[2])
+            hidden, position = split(position, offset, n.t)
             mask = together(mask, hidden)
             bias = position if bias is None else bias if position is None else bias + position
         drops = self.name != "eager" or self.module.training  # the others drop whatever they are told
@@ -94,7 +95,7 @@ class Call:
             bias=None if bias is None else Dense(bias),
             scale=self._number("scaling"),
             softcap=self._number("softcap"),
-            sink=self._sink(q.shape[1]),
+            sink=self._sink(n.h),
             dropout_p=(self._number("dropout") or 0.0) if drops else 0.0,
             offset=offset,
         )
