@@ -17,7 +17,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import manyheads
 from manyheads import cli, show
@@ -55,6 +55,7 @@ def pieces() -> Any:
     rest = [word for word in PLAIN[4:] if word != "station"]
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *rest, "sta", "##tion", "."]
     tokenizer = Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
@@ -220,6 +221,8 @@ def test_tokens_of_theirs_say_what_they_cover_and_of_which_word_they_are(
     assert [token.label for token in read][:6] == ["[CLS]", "the", "sta", "##tion", "[UNK]", "the"]
     assert [token.text for token in read] == ["", "the", "sta", "tion", ",", "the", "Train", ""]
     assert [token.word for token in read] == [None, None, "station", "station", None, None, None, None]
+    read = show.read("漢字", folders("bert")).tokens  # each character is a word to BERT
+    assert [(token.text, token.word) for token in read[1:-1]] == [("漢", None), ("字", None)]
     read = show.read(" the\tstation é", folders("gpt2")).tokens
     assert [token.label for token in read if "é" in token.text] == ["Ã", "©"]
     assert {token.word for token in read if "é" in token.text} == {"é"}
