@@ -21,7 +21,7 @@ from torch import Tensor
 
 from manyheads.scores import Problem, exactly, finite
 
-ORDER = ("sdpa", "chunked", "reference")
+ORDER = ("sdpa", "flex", "chunked", "reference")
 
 
 def load(name: str) -> Any:
@@ -33,6 +33,10 @@ def load(name: str) -> Any:
         from manyheads.kernels import sdpa
 
         return sdpa
+    if name == "flex":
+        from manyheads.kernels import flex
+
+        return flex
     if name == "chunked":
         from manyheads.kernels import chunked
 
