@@ -50,6 +50,36 @@ from manyheads.observe import NoSuchLayer, Seen, here
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+# -- what isn't seen -------------------------------------------------------------------------------
+
+
+class Half(nn.Module):
+    """Half of it PyTorch's attention, half of it written out; and a softmax that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.written, self.router = Call(), Written(), nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.written(self.fused(x, x, x)) + self.router(x[:, 0])[:, None]
+
+
+class Written(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def test_attention_written_out_by_hand_is_named() -> None:
+    model, x = Half(), randn(2, 4, 6, 8)
+    with (
+        pytest.warns(UserWarning, match=r"isn't seen: written \[2, 4, 6, 6\]\."),
+        mh.observe(model) as seen,
+    ):
+        model(x)
+    assert (list(seen), seen.missed) == (["fused"], {"written": (2, 4, 6, 6)})
+    assert "written: not seen, a softmax of [2, 4, 6, 6]" in repr(seen)
+
+
 # -- what was seen, as a mapping -------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from manyheads import reductions, scores
 from manyheads.kernels import chunked
 from manyheads.masks import Mask, Rule
 from manyheads.scores import ALL, Problem, Rows
-from manyheads.shapes import DTYPES, amount, kind, sizes, whole
+from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
 
 if TYPE_CHECKING:
     from manyheads import files
@@ -212,10 +212,10 @@ class AttentionMap:
                     found[:, :, r, c] = block[:, :, i, j]
         return found
 
-    def dense(self, max_bytes: int = 2**31) -> Tensor:
+    def dense(self, max_bytes: float = 2**31) -> Tensor:
         """All weights, `[b, h, t, s]`. Raises ValueError where they would take more than max_bytes."""
         size = math.prod(self.shape) * self.problem.dtype.itemsize
-        if size > whole(max_bytes, "max_bytes"):
+        if size > most_bytes(max_bytes):
             raise ValueError(
                 f"the weights {list(self.shape)} would take {size / 1e9:.3g} GB, and max_bytes is "
                 f"{max_bytes / 1e9:.3g} GB: ask for a tile, amap[b, h, rows, cols], or raise max_bytes."

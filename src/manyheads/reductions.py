@@ -22,8 +22,9 @@ from manyheads import scores
 from manyheads.kernels import chunked
 from manyheads.masks import Mask
 from manyheads.scores import Problem
-from manyheads.shapes import kind, sizes, whole
+from manyheads.shapes import amount, kind, sizes, whole
 
+MOST = 2**33  # bytes for the keys of a row that aren't there
 LEAST = -1e30  # stands for −inf where a product with a weight of 0 must be 0 and not NaN
 
 
@@ -193,6 +194,11 @@ class Top(Reduction):
         self.k = whole(k, "k, the number of keys in top,", least=1)
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
+        s, size = problem.shape.s, lse.numel() * self.k * (lse.itemsize + 8)
+        if self.k > s and size > MOST:
+            raise ValueError(
+                f"top({self.k}) would take {amount(size)}, and there are {s} keys in all: ask for top({s})."
+            )
         self.best = lse.new_full((*lse.shape, self.k), -math.inf)  # ln w, below that of any key
         self.keys = torch.full((*lse.shape, self.k), -1, device=lse.device)  # [b, h, t, k]
 

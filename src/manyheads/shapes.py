@@ -123,3 +123,8 @@ def whole(value: object, name: str, least: int = 0) -> int:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, and {value} came.")
     return value
+
+
+def most_bytes(value: object) -> int:
+    """`max_bytes=` as a number of bytes: 2e9 is one too."""
+    return whole(int(value) if isinstance(value, float) and value.is_integer() else value, "max_bytes")

@@ -22,7 +22,7 @@ from manyheads.observe.here import attend, without
 from manyheads.observe.reduced import BY_MASK, USUAL, Reduced
 from manyheads.observe.seen import NoSuchLayer, Seen, Table, open_run
 from manyheads.observe.watch import Watch, listed, removable
-from manyheads.shapes import DTYPES, kind, whole
+from manyheads.shapes import DTYPES, kind, most_bytes, whole
 
 __all__ = ["NoSuchLayer", "Reduced", "Seen", "Table", "attend", "observe", "open_run"]
 
@@ -36,7 +36,7 @@ def observe(
     keep: str | Sequence[str] | Mapping[str, Any] = "maps",
     layers: str | int | Sequence[str | int] | None = None,
     heads: int | Sequence[int] | None = None,
-    max_bytes: int | None = None,
+    max_bytes: float | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     without: Sequence[tuple[str | int, int]] = (),
@@ -90,7 +90,7 @@ def observe(
         keep=kept,
         layers=listed(layers, "layers", "paths or numbers of layers"),
         heads=chosen,
-        max_bytes=None if max_bytes is None else whole(max_bytes, "max_bytes"),
+        max_bytes=None if max_bytes is None else most_bytes(max_bytes),
         store=[place for place in (device, dtype) if place is not None],
         without=removable(without),
     )

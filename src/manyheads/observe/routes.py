@@ -7,6 +7,8 @@ Of all that passes it stops four kinds of calls, and lets the model's own kernel
     multi_head_attention_forward        nn.MultiheadAttention and all that is built on it
     flex_attention                      with a mask_mod, without a score_mod
     a fused kernel called by its name   refused: it says too little to tell its weights
+
+A softmax that passes beside them is noted: it may be attention written out by hand, which isn't seen.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from manyheads.biases import Dense
 from manyheads.functional import autocast
 from manyheads.kernels import reference
 from manyheads.masks import Causal, Keep, Lengths, Mask, Rule
-from manyheads.observe.here import attend, check, removing
+from manyheads.observe.here import attend, by_hand, check, removing
 from manyheads.scores import Problem
 
 LOOKED_FOR = (
@@ -44,6 +46,9 @@ FUSED = (
 )
 
 
+SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
+
+
 class Stand(TorchFunctionMode):
     """Stands on the way of every PyTorch function, and stops those that are attention."""
 
@@ -52,6 +57,8 @@ class Stand(TorchFunctionMode):
     ) -> Any:
         handle = _handler(func)
         if handle is None:
+            if func in SOFTMAX:
+                by_hand(args[0] if args else (kwargs or {}).get("input"))
             return func(*args, **(kwargs or {}))
         return handle(func, *args, **(kwargs or {}))
 

@@ -38,11 +38,13 @@ class Seen(Mapping[Any, Any]):
     Keys are the paths of the attention modules, as in `named_modules`; a unique part of one finds it
     too, and so does a number. `seen[name]` is the layer's last call, `seen.calls(name)` are all of
     them: an `AttentionMap` each, or what was kept of it (`Reduced`) under keep="statistics". Steps of a
-    generation whose keys continue each other's are one call.
+    generation whose keys continue each other's are one call. `missed` are modules that took a softmax of
+    their own, with its shape: attention written out by hand, perhaps, of which there is no map.
     """
 
     def __init__(self, provenance: Mapping[str, Any] | None = None) -> None:
         self.provenance = dict(provenance or {})
+        self.missed: dict[str, tuple[int, ...]] = {}
         self._calls: dict[str, list[Call]] = {}
         self._prints: dict[str, Print] = {}
 
@@ -178,8 +180,9 @@ class Seen(Mapping[Any, Any]):
             + (f", the last of {len(calls)} calls" if len(calls) > 1 else "")
             for n, (name, calls) in enumerate(self._calls.items())
         ]
+        missed = [f"   -  {name}: not seen, a softmax of {list(x)}" for name, x in self.missed.items()]
         what = f"layers: {len(lines)}, holding {amount(self.nbytes)}" if lines else "nothing seen yet"
-        return "\n".join([f"Seen({what})", *lines])
+        return "\n".join([f"Seen({what})", *lines, *missed])
 
 
 def open_run(path: str | os.PathLike[str]) -> Seen:

@@ -40,7 +40,7 @@ class Watch:
         self.model, self.seen, self.keep = model, seen, keep
         self.layers, self.heads, self.max_bytes, self.store = layers, heads, max_bytes, store
         self.modules = [(_plain(path), module) for path, module in model.named_modules()]
-        self.paths = [path for path, _ in self.modules]
+        self.paths, self.at = [path for path, _ in self.modules], dict(self.modules)
         self.without = [(self._path(layer), whole(head, "a head in without")) for layer, head in without]
         for layer in layers or ():
             self._path(layer)
@@ -118,6 +118,12 @@ class Watch:
                     f"is {amount(self.max_bytes)}: name fewer layers= or heads=, store less "
                     '(dtype=torch.float16), or keep="statistics".'
                 )
+
+    def note(self, path: str, scores: Tensor) -> None:
+        """A module took a softmax by itself: of `[b, h, t, s]`, or of `[b, t, s]` where its name says so."""
+        if scores.dim() > 3 or (scores.dim() == 3 and _sounds(self.at[path])):
+            with self.lock:
+                self.seen.missed.setdefault(path, tuple(scores.shape))
 
     def _name(self, path: str) -> str:
         """A module's path in a sentence; the model itself has none."""
@@ -212,11 +218,7 @@ class Watch:
                 stacklevel=4,
             )
         if not self.met:
-            alike = [
-                f"{self._name(path)} ({type(m).__name__})"
-                for path, m in self.modules
-                if "atten" in type(m).__name__.lower()
-            ]
+            alike = [f"{self._name(path)} ({type(m).__name__})" for path, m in self.modules if _sounds(m)]
             hint = (
                 f" Modules that sound like it compute it by themselves: {', '.join(alike[:4])}."
                 if alike
@@ -226,6 +228,14 @@ class Watch:
                 f"{type(self.model).__name__} ran, and no attention was seen: {LOOKED_FOR} were looked "
                 f"for.{hint}"
             )
+        if self.seen.missed:
+            missed = [f"{self._name(path)} {list(shape)}" for path, shape in self.seen.missed.items()]
+            some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
+            warnings.warn(
+                f"modules took a softmax that is no attention call, which may be attention written out by "
+                f"hand, and isn't seen: {some}.",
+                stacklevel=4,
+            )
         named = [("layers", layer) for layer in self.layers or ()] + [
             ("without", one) for one, _ in self.without
         ]
@@ -234,6 +244,12 @@ class Watch:
                 raise ValueError(
                     f"{option} names {layer!r}, where no attention was seen{near(str(layer), self.met)}."
                 )
+
+
+def _sounds(module: nn.Module) -> bool:
+    """Does it sound like attention?"""
+    name = type(module).__name__.lower()
+    return "atten" in name or "head" in name
 
 
 def _plain(path: str) -> str:
