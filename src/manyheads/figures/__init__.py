@@ -187,7 +187,7 @@ def received(
     layers = cells.layers(maps, batch)
     height = float(np.clip(page.PAGE / sum(amap.shape[1] for amap in layers.values()), 0.02, 0.25))
     _, width = page.box(1, max(amap.shape[3] for amap in layers.values()))
-    strips, total, keys = [], 0.0, 0
+    strips, total, keys, pooled = [], 0.0, 0, False
     for name, amap in layers.items():
         _, h, _, s = amap.shape
         picked = None if amap.heads == tuple(range(h)) else list(map(str, amap.heads))
@@ -195,10 +195,13 @@ def received(
         found, seen = cells.reduced(amap, Received(normalize=normalize), Visible(1, s))
         strip = cells.masked(found[0], seen[0, :, 0] > 0)  # [h, s]
         total, keys = total + float(strip.filled(0).sum()), keys + int(strip.count())
-        panel = cells.pool(strip, (h, cells.count(s, width)), "max")
+        shown = cells.count(s, width)
+        pooled = pooled or shown < s
+        panel = cells.pool(strip, (h, shown), "max")
         strips.append(Strip(name, [""], [panel], labels, h * height))
     norm = page.decades([strip.panels[0] for strip in strips], total / max(keys, 1))
-    return page.sheet(strips, width, norm, RECEIVED[normalize], "head", title)
+    means = RECEIVED[normalize] + (", the largest of a cell's keys" if pooled else "")
+    return page.sheet(strips, width, norm, means, "head", title)
 
 
 def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure:
