@@ -1,0 +1,1 @@
+"""Name the bug in somebody's attention."""
