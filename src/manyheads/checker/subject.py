@@ -243,7 +243,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 def said(how: Callable[[Any], str], value: Any, most: int = 200) -> str:
     """str or repr of an object that may refuse to be printed, shortened."""
     try:
-        text = how(value)
+        text = str.__str__(how(value))  # no subclass of str
     except Exception as error:
         return f"a {type(value).__name__} whose {how.__name__} raises {type(error).__name__}"
     return text if len(text) <= most else text[: most - 1] + "…"
