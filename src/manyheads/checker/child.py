@@ -1,4 +1,4 @@
-"""The other side of `process.py`: reads requests, asks the subject, answers. `python -m manyheads.checker.child`."""
+"""The other side of `process.py`: reads requests, asks the subject, answers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from . import wire
 from .process import TOKEN, end_tree
-from .subject import Subject, Trouble, find, trouble
+from .subject import Kind, Subject, Trouble, find, trouble
 
 SLACK = 2 * 2**30  # bytes of address space that threads and libraries map and never touch
 HIGH = 200  # file descriptors from here on are ours
+_KINDS: dict[str, Kind] = {"import": "import", "make": "init"}
 
 
 def main() -> None:
@@ -59,14 +59,11 @@ def main() -> None:
                 value = None
             else:
                 value = getattr(subject, request)(*given)
-            reply = (number, "answer", value)
-        except Trouble as error:
-            reply = (number, "trouble", error.kind, str(error), error.details, error.error)
-        except BaseException as error:  # KeyboardInterrupt is the subject's own here: nobody else sends one
-            kind = "call" if request in ("weights", "describe", "load") else request
-            told = trouble(kind, f"{request} of the subject", error)
-            reply = (number, "trouble", told.kind, str(told), told.details, told.error)
-        wire.write(put, reply)
+            wire.write(put, (number, "answer", value))
+        except BaseException as error:  # a KeyboardInterrupt is the subject's own: nobody else sends one here
+            kind = _KINDS.get(request, "call")
+            told = error if isinstance(error, Trouble) else trouble(kind, f"{request} of the subject", error)
+            wire.write(put, (number, "trouble", told.kind, str(told), told.details, told.error))
 
 
 def _imported(target: str, folder: str, folders: list[str], memory: int) -> Subject:

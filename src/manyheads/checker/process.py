@@ -50,8 +50,8 @@ class Process:
         if os.name != "posix":
             raise Trouble(
                 "import",
-                f"a process of its own needs pipes that {sys.platform} lacks, and the target {target!r} came: "
-                "import the object and check it in this process.",
+                f"a process of its own needs pipes that {sys.platform} lacks, and {target!r} came: "
+                "import the object, and check it in this process.",
             )
         self.target, self.timeout, self.memory = target, timeout, memory
         self._number = 0
@@ -80,13 +80,16 @@ class Process:
             os.close(theirs_out)
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
-        self.close = weakref.finalize(
-            self, _end, self._process, token, folder, (self._in, self._out)
-        )  # at exit too
+        # Called when this object goes, and when Python ends, if nobody closed it.
+        self._finish = weakref.finalize(self, _end, self._process, token, folder, (self._in, self._out))
         self._deadline = time.monotonic() + max(START, timeout)
         self._exchange(None)
         folders = [os.getcwd(), *(entry for entry in sys.path if entry)]
-        self._ask("import", target, os.getcwd(), folders, memory)
+        try:
+            self._ask("import", target, os.getcwd(), folders, memory)
+        except Trouble:
+            self.close()
+            raise
 
     def describe(self) -> Description:
         return self._expect(Description, self._ask("describe"))
@@ -103,6 +106,10 @@ class Process:
     def call(self, call: Call) -> Answer:
         return self._expect(Answer, self._ask("call", call))
 
+    def close(self) -> None:
+        """End the process and its descendants, remove its folder; once more does nothing."""
+        self._finish()
+
     def __enter__(self) -> Process:
         return self
 
@@ -113,7 +120,7 @@ class Process:
 
     def _ask(self, request: str, *given: Any) -> Any:
         """Send a request, and its answer's value; what the subject raised is raised here."""
-        if not self.close.alive:
+        if not self._finish.alive:
             raise Trouble(
                 "crash", f"the process of {self.target} is ended, and a {request} came: open another."
             )
@@ -125,7 +132,12 @@ class Process:
             case (self._number, "answer", value):
                 return value
             case (self._number, "trouble", str(kind), str(sentence), str(details), str(error)):
-                if kind in ("import", "init", "call", "memory"):
+                if kind == "memory":
+                    limit = f"{amount(self.memory)}: make less, or raise the memory limit."
+                    raise Trouble(
+                        "memory", f"{sentence.rstrip('.')}, and the limit is {limit}", details, error
+                    )
+                if kind in ("import", "init", "call"):
                     raise Trouble(kind, sentence, details, error)  # type: ignore[arg-type]
         self.close()
         wire.refuse(f"another reply to {request}")
@@ -243,10 +255,10 @@ def _signal(number: int) -> str:
 def _environment(token: str) -> dict[str, str]:
     """The caller's, as it is from another folder; no GPU; marked; and one compiler at a time."""
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    home = str(Path(__file__).parents[2])
+    home = str(Path(__file__).parents[2])  # for a manyheads that isn't installed
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([*paths, *([] if home in paths else [home])]),
+        "PYTHONPATH": os.pathsep.join([*paths, *([] if home.endswith("-packages") else [home])]),
         "CUDA_VISIBLE_DEVICES": "",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         TOKEN: token,
@@ -257,7 +269,7 @@ def _environment(token: str) -> dict[str, str]:
 
 
 def _processes() -> list[tuple[int, int, int, int]]:
-    """Every process: its id, its parent's, its session's, and its resident bytes."""
+    """Every living process: its id, its parent's, its session's (its group's, off Linux), resident bytes."""
     found = []
     if Path("/proc/self/stat").exists():
         page = os.sysconf("SC_PAGE_SIZE")
@@ -266,21 +278,22 @@ def _processes() -> list[tuple[int, int, int, int]]:
                 with contextlib.suppress(OSError, ValueError):  # ended meanwhile
                     stat = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
                     fields = stat.rpartition(")")[2].split()
-                    found.append((int(entry), int(fields[1]), int(fields[3]), int(fields[21]) * page))
+                    if fields[0] != "Z":
+                        found.append((int(entry), int(fields[1]), int(fields[3]), int(fields[21]) * page))
         return found
     listed = subprocess.run(
-        ["ps", "-axo", "pid=,ppid=,sess=,rss="], capture_output=True, text=True, check=False
+        ["ps", "-axo", "pid=,ppid=,pgid=,rss="], capture_output=True, text=True, check=False
     )
     for line in listed.stdout.splitlines():
         pid, parent, session, resident = line.split()
-        found.append((int(pid), int(parent), int(session, 0), int(resident) * 1024))
+        found.append((int(pid), int(parent), int(session), int(resident) * 1024))
     return found
 
 
 def _tree(root: int, token: str = "") -> list[tuple[int, int]]:
     """The processes of root's session, their descendants, and those that carry the token: (id, bytes)."""
     everyone = _processes()
-    inside = {pid for pid, _, session, _ in everyone if pid == root or session == root}
+    inside = {pid for pid, _, session, _ in everyone if session == root}
     if token:
         mark = f"{TOKEN}={token}".encode()
         for pid, *_ in everyone:
@@ -297,7 +310,7 @@ def _tree(root: int, token: str = "") -> list[tuple[int, int]]:
 
 def end_tree(root: int, token: str) -> None:
     """Kill root and all that it started; more than once over, for what was started meanwhile."""
-    for _ in range(5):
+    for _ in range(100):
         others = [pid for pid, _ in _tree(root, token) if pid != os.getpid()]
         for pid in others:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -308,7 +321,6 @@ def end_tree(root: int, token: str) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], token: str, folder: Path, pipes: tuple[int, int]) -> None:
-    process.poll()
     end_tree(process.pid, token)
     process.wait()
     for pipe in pipes:

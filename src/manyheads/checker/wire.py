@@ -50,7 +50,7 @@ def write(put: Callable[[memoryview], None], value: Any) -> None:
     header = json.dumps({"tree": tree, "tensors": described}, allow_nan=False).encode()
     put(memoryview(len(header).to_bytes(8, "big") + header))
     for tensor in tensors.values():
-        put(memoryview(raw(tensor).numpy()))
+        put(raw(tensor).numpy().data)
 
 
 def _packed(value: Any, tensors: dict[int, Tensor]) -> Any:
@@ -117,6 +117,8 @@ def _plan(said: Any) -> tuple[torch.dtype, list[int], list[int] | None, int, int
     for sizes in (shape, shape if stride is None else _is(list, stride)):
         if len(sizes) != len(shape) or len(sizes) > 64 or any(not 0 <= _is(int, n) < 2**40 for n in sizes):
             refuse(f"a tensor of shape {str(shape)[:80]} and strides {str(stride)[:80]}")
+    if math.prod(max(n, 1) for n in shape) >= 2**60:  # empty, and yet more than torch counts
+        refuse(f"a tensor of shape {str(shape)[:80]}")
     size = math.prod(shape) * dtype.itemsize
     span = 0
     if stride is not None and size:
@@ -167,9 +169,8 @@ def _record(record: type, fields: dict[str, Any]) -> Any:
         refuse(f"a record {record.__name__} of {sorted(fields)}")
     for name, hint in hints.items():
         if not fits(fields[name], hint):
-            refuse(
-                f"a record {record.__name__} whose {name} is a {type(fields[name]).__name__} that isn't {hint}"
-            )
+            came = type(fields[name]).__name__
+            refuse(f"a record {record.__name__} whose {name} is a {came} and not {hint}")
     try:
         return record(**fields)
     except ValueError as error:
