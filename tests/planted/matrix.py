@@ -183,7 +183,9 @@ PLANTS["nanogpt"] = {
     "weights-transposed": [("y = att @ v", "y = att.transpose(-2, -1) @ v")],
     "keys-as-values": [("y = att @ v", "y = att @ k")],
     "queries-as-values": [("y = att @ v", "y = att @ q")],
-    "split-without-transpose": [(x + SPLIT, x + ".view(B, self.n_head, T, C // self.n_head)") for x in "qkv"],
+    "split-without-transpose": [
+        (x + SPLIT, x + ".reshape(B, self.n_head, T, C // self.n_head)") for x in "qkv"
+    ],
     "merge-without-transpose": [
         ("y.transpose(1, 2).contiguous().view(B, T, C)", "y.contiguous().view(B, T, C)")
     ],
