@@ -164,7 +164,8 @@ class Many:
         stay = "import os, time; os.setsid(); time.sleep(300)"
         first = subprocess.Popen([sys.executable, "-c", stay])
         code = (f"import os, subprocess, sys; os.setsid(); "
-                f"print(subprocess.Popen([sys.executable, '-c', {stay!r}], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)")
+                f"null = subprocess.DEVNULL;"
+                f"print(subprocess.Popen([sys.executable, '-c', {stay!r}], stdout=null, stderr=null).pid)")
         second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         child = os.fork()
         if child == 0:
@@ -748,13 +749,14 @@ def test_the_subject_ends_with_the_checker(folder: Path) -> None:
     code = (
         "import sys, torch; from manyheads.checker.process import Process;"
         "from manyheads.checker.subject import Call;"
-        "p = Process(sys.argv[1]); print(p._process.pid, flush=True); p.call(Call((torch.ones(1),)))"
+        "p = Process(sys.argv[1]); print(p._process.pid, p._output.parent, flush=True); p.call(Call((torch.ones(1),)))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, f"{folder / 'candidates.py'}:endless"], stdout=subprocess.PIPE, text=True
     ) as checker:
         assert checker.stdout is not None
-        pid = int(checker.stdout.readline())
+        first, where = checker.stdout.readline().split()
+        pid = int(first)
         for _ in range(500):  # until its own child is there
             if len(process._tree(pid)) > 1:
                 break
@@ -763,6 +765,7 @@ def test_the_subject_ends_with_the_checker(folder: Path) -> None:
         assert len(family) > 1
         checker.send_signal(signal.SIGKILL)
     assert all(map(ended, family))
+    assert not Path(where).exists()
 
 
 # --------------------------------------------------------------------------------------- messages

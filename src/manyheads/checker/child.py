@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import shutil
 import sys
 import threading
 import time
@@ -28,8 +29,9 @@ def main() -> None:
     for each in theirs:
         os.close(each)
     faulthandler.enable()  # a segmentation fault then says on which line
-    parent, me = os.getppid(), os.getpid()
-    threading.Thread(target=_end_with, args=(parent, os.environ[TOKEN]), daemon=True).start()
+    me = os.getpid()
+    watched = (os.getppid(), os.environ[TOKEN], Path.cwd().parent)
+    threading.Thread(target=_end_with, args=watched, daemon=True).start()
     if sys.platform == "linux":
         # What the subject orphans becomes this process's child, so that it is found and ended.
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
@@ -87,11 +89,12 @@ def _limit(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _end_with(parent: int, token: str) -> None:
-    """End this process and its descendants when the checker is gone, however busy the subject is."""
+def _end_with(parent: int, token: str, folder: Path) -> None:
+    """When the checker is gone, end this process and its descendants, however busy the subject is."""
     while os.getppid() == parent:
         time.sleep(0.2)
     end_tree(os.getpid(), token)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
