@@ -749,7 +749,8 @@ def test_the_subject_ends_with_the_checker(folder: Path) -> None:
     code = (
         "import sys, torch; from manyheads.checker.process import Process;"
         "from manyheads.checker.subject import Call;"
-        "p = Process(sys.argv[1]); print(p._process.pid, p._output.parent, flush=True); p.call(Call((torch.ones(1),)))"
+        "p = Process(sys.argv[1]);"
+        "print(p._process.pid, p._output.parent, flush=True); p.call(Call((torch.ones(1),)))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, f"{folder / 'candidates.py'}:endless"], stdout=subprocess.PIPE, text=True
