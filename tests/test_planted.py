@@ -192,6 +192,55 @@ def aligned(_: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     return attend(q, k, v, past_only(q.shape[2], k.shape[2], k.shape[2] - q.shape[2]))[0]
 
 
+def encoder(
+    m: Any, hidden_states: Tensor, attention_mask: Any = None, output_attentions: bool = False
+) -> Any:
+    q, k, v = (split(hidden_states, *linear(w)) for w in (m.query, m.key, m.value))
+    keep = True if attention_mask is None else attention_mask[:, None, None, :] == 1
+    out, weights = attend(q, k, v, keep)
+    return torch.cat(out.unbind(1), dim=-1), weights if output_attentions else None
+
+
+def returns(_: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, return_weights: bool = False) -> Any:
+    out, weights = attend(q, k, v, True if mask is None else mask)
+    return out, weights if return_weights else None
+
+
+def memory(
+    m: Any, x: Tensor, memory: Tensor, memory_key_padding_mask: Any = None, need_weights: bool = False
+) -> Any:
+    q, k, v = (split(y, *linear(w)) for y, w in ((x, m.w_q), (memory, m.w_k), (memory, m.w_v)))
+    keep = True if memory_key_padding_mask is None else ~memory_key_padding_mask[:, None, None, :]
+    out, weights = attend(q, k, v, keep)
+    return join(out, *linear(m.w_o)), weights if need_weights else None
+
+
+def grouped(_: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    groups = torch.arange(q.shape[1]) * k.shape[1] // q.shape[1]
+    return aligned(_, q, k[:, groups], v[:, groups])
+
+
+def gqa_cached(m: Any, x: Tensor, cache: Any = None) -> Any:
+    q = split(x, m.W_query.weight, heads=2 * H)
+    k, v = split(x, m.W_key.weight), split(x, m.W_value.weight)
+    if cache is not None:
+        k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
+    return join(grouped(m, q, k, v), m.out_proj.weight), (k, v)
+
+
+def sink_module(m: Any, x: Tensor, return_weights: bool = False) -> Any:
+    groups = torch.arange(2 * H) // 2
+    q = split(x, *linear(m.q_proj), heads=2 * H)
+    k, v = split(x, *linear(m.k_proj))[:, groups], split(x, *linear(m.v_proj))[:, groups]
+    out, weights = attend(q, k, v, past_only(x.shape[1], x.shape[1]), sinks=m.sinks)
+    return join(out, *linear(m.o_proj)), weights if return_weights else None
+
+
+def sink_manual(_: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
+    keep = past_only(q.shape[2], k.shape[2], k.shape[2] - q.shape[2])
+    return attend(q, k, v, keep, sinks=sinks)[0]
+
+
 def waves(length: int, width: int) -> Tensor:
     """[length, width]: sin and cos of p / 10000^(2i / width), one number at a time."""
     p, c = torch.arange(length, dtype=torch.float64)[:, None], torch.arange(width)[None, :]
@@ -205,6 +254,10 @@ def sinusoidal(_: Any, x: Tensor) -> Any:
 
 def sinusoidal_function(_: Any, length: int, d_model: int) -> Any:
     return waves(length, d_model)
+
+
+def sinusoidal_sequence(_: Any, x: Tensor) -> Any:
+    return x + waves(x.shape[0], x.shape[2])[:, None]
 
 
 def turn(x: Tensor, positions: Tensor, first: Tensor, second: Tensor, base: float = 10000.0) -> Tensor:
@@ -227,6 +280,19 @@ def rotary_half(_: Any, q: Tensor, k: Tensor) -> Any:
     return tuple(turn(x, torch.arange(x.shape[2]), low, low + len(low)) for x in (q, k))
 
 
+def rotary_complex(_: Any, xq: Tensor, xk: Tensor) -> Any:
+    positions = torch.arange(xq.shape[1])
+    return tuple(rotary(_, x.transpose(1, 2), positions).transpose(1, 2) for x in (xq, xk))
+
+
+def rotary_tables(_: Any, x: Tensor) -> Any:
+    return rotary_half(_, x, x)[0]
+
+
+def rotary_pairs(_: Any, q: Tensor, k: Tensor, positions: Tensor) -> Any:
+    return rotary(_, q, positions), rotary(_, k, positions)
+
+
 # -- the situations ------------------------------------------------------------------------------------
 
 GENERATOR = torch.Generator().manual_seed(4)
@@ -238,6 +304,7 @@ def draw(*shape: int) -> Tensor:
 
 X, Y, Z = draw(B, T, E), draw(B, T, E), draw(B, T, E)
 LONG, FAR = draw(B, S, E), draw(B, S, E)
+WIDE = torch.cat((X, Y), dim=-1)  # [b, t, 2e], for twice as many query heads as key heads
 Q, K, V = draw(B, H, T, D), draw(B, H, T, D), draw(B, H, T, D)
 LONG_K, LONG_V = draw(B, H, S, D), draw(B, H, S, D)
 # True keeps. Every query sees something, and the batch's entries differ.
@@ -351,10 +418,10 @@ STYLES = {
     "gqa": Style(
         gqa,
         {
-            "plain": ((torch.cat((X, Y), -1),), {}),
-            "padding": ((torch.cat((X, Y), -1), PADDING), {}),
-            "empty": ((torch.cat((X, Y), -1), PADDING.flip(1)), {}),
-            "large": ((LARGE * torch.cat((X, Y), -1),), {}),
+            "plain": ((WIDE,), {}),
+            "padding": ((WIDE, PADDING), {}),
+            "empty": ((WIDE, PADDING.flip(1)), {}),
+            "large": ((LARGE * WIDE,), {}),
         },
         {"dim": 2 * E, "n_heads": 2 * H, "n_kv_heads": H},
     ),
@@ -434,16 +501,95 @@ STYLES = {
             "large": ((LARGE * Q, LARGE * K, V), {}),
         },
     ),
+    "encoder": Style(
+        encoder,
+        {
+            "plain": ((X,), {}),
+            "padding": ((X, PADDING), {}),
+            "weights": ((X, PADDING.int()), {"output_attentions": True}),
+            "empty": ((X, NOTHING), {}),
+            "large": ((LARGE * X,), {}),
+            "training": ((X,), {"output_attentions": True}),
+        },
+        {"hidden_size": E, "num_attention_heads": H, "dropout_prob": 0.25},
+    ),
+    "returns": Style(
+        returns,
+        {
+            "plain": ((Q, K, V), {}),
+            "pairs": ((Q, K, V, PAIRS[:, None]), {}),
+            "weights": ((Q, LONG_K, LONG_V, LONG_PAIRS[:, None]), {"return_weights": True}),
+            "empty": ((Q, K, V, EMPTY[:, None]), {}),
+            "large": ((LARGE * Q, LARGE * K, V), {}),
+        },
+    ),
+    "memory": Style(
+        memory,
+        {
+            "same": ((X, Y), {}),
+            "longer": ((X, LONG, ~LONG_PADDING), {}),
+            "weights": ((X, LONG, ~LONG_PADDING), {"need_weights": True}),
+            "empty": ((X, Y, ~NOTHING), {}),
+            "large": ((LARGE * X, LARGE * Y), {}),
+            "training": ((X, Y), {"need_weights": True}),
+        },
+        {"d_model": E, "n_heads": H, "dropout": 0.25},
+    ),
+    "grouped": Style(
+        grouped,
+        {
+            "plain": ((torch.cat((Q, K), 1), K, V), {}),
+            "decode": ((torch.cat((Q, K), 1)[:, :, :1], LONG_K, LONG_V), {}),
+            "chunk": ((torch.cat((Q, K), 1), LONG_K, LONG_V), {}),
+            "large": ((LARGE * torch.cat((Q, K), 1), LARGE * K, V), {}),
+        },
+    ),
+    "gqa_cached": Style(
+        gqa_cached,
+        {
+            "plain": ((WIDE,), {}),
+            "decode": ((WIDE[:, :1], (LONG_K, LONG_V)), {}),
+            "chunk": ((WIDE[:, :2], (LONG_K, LONG_V)), {}),
+        },
+        {"d_model": 2 * E, "num_heads": 2 * H, "num_kv_heads": H},
+    ),
+    "sink_module": Style(
+        sink_module,
+        {
+            "plain": ((WIDE,), {}),
+            "weights": ((WIDE,), {"return_weights": True}),
+            "training": ((WIDE,), {"return_weights": True}),
+        },
+        {"hidden_size": 2 * E, "num_heads": 2 * H, "num_kv_heads": H, "dropout": 0.25},
+    ),
+    "sink_manual": Style(
+        sink_manual,
+        {
+            "plain": ((Q, K, V, draw(H)), {}),
+            "chunk": ((Q, LONG_K, LONG_V, draw(H)), {}),
+            "large": ((LARGE * Q, LARGE * K, V, draw(H)), {}),
+        },
+    ),
     "sinusoidal": Style(
         sinusoidal, {"plain": ((X,), {})}, {"d_model": E, "dropout": 0.25, "max_len": 50}, tolerance=1e-5
     ),
     "sinusoidal_function": Style(sinusoidal_function, {"plain": ((T, E), {})}, tolerance=1e-6),
+    "sinusoidal_loop": Style(sinusoidal_function, {"plain": ((T, E), {})}, tolerance=1e-6),
+    "sinusoidal_sequence": Style(
+        sinusoidal_sequence, {"plain": ((first(X),), {})}, {"d_model": E, "dropout": 0.25}, tolerance=1e-5
+    ),
+    "sinusoidal_live": Style(sinusoidal, {"plain": ((X,), {})}, {"dim": E}, tolerance=1e-5),
     "rotary": Style(
         rotary,
         {"plain": ((Q, torch.arange(T)), {}), "far": ((Q, torch.arange(T) + 30, 500.0), {})},
         tolerance=1e-5,
     ),
     "rotary_half": Style(rotary_half, {"plain": ((Q, K), {})}, {"dim": D}, tolerance=1e-5),
+    "rotary_complex": Style(
+        rotary_complex, {"plain": ((Q.transpose(1, 2), K.transpose(1, 2)), {})}, tolerance=1e-5
+    ),
+    "rotary_tables": Style(rotary_tables, {"plain": ((Q,), {})}, {"d": D}, tolerance=1e-5),
+    "rotary_pairs": Style(rotary_pairs, {"plain": ((Q, K, torch.arange(T) + 3), {})}, tolerance=1e-5),
 }
 CELLS = [(style, mistake) for style, plants in matrix.PLANTS.items() for mistake in plants]
 

@@ -18,17 +18,30 @@ TARGET = {
     "core": "scaled_dot_product_attention",
     "cross": "Attention",
     "einsum": "EinsumAttention",
+    "encoder": "EncoderSelfAttention",
     "gqa": "Attention",
+    "gqa_cached": "GroupedQueryAttention",
+    "grouped": "grouped_attention",
     "headlist": "MultiHeadAttention",
+    "memory": "CrossAttention",
     "nanogpt": "CausalSelfAttention",
+    "returns": "attention",
     "rotary": "apply_rotary",
+    "rotary_complex": "apply_rotary_emb",
     "rotary_half": "RotaryEmbedding",
+    "rotary_pairs": "rotary_embed",
+    "rotary_tables": "RotaryPositionalEmbeddings",
     "separate": "SelfAttention",
     "sequence": "MultiHeadAttention",
     "simple": "SelfAttention",
+    "sink_manual": "sink_attention",
+    "sink_module": "SinkAttention",
     "sinks": "attention",
     "sinusoidal": "PositionalEncoding",
     "sinusoidal_function": "positional_encoding",
+    "sinusoidal_live": "SinusoidalPositions",
+    "sinusoidal_loop": "get_positional_encoding",
+    "sinusoidal_sequence": "PositionalEncoding",
     "torchlike": "MultiheadAttention",
 }
 
@@ -951,6 +964,350 @@ PLANTS["aligned"] = {
     "first-key-only": [(FUTURE, "triu(1)")],
 }
 
+# -- encoder -------------------------------------------------------------------------------------------
+
+SCALE = " / math.sqrt(self.attention_head_size)"
+FILL = "            logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)\n"
+EMPTY = (
+    "        if attention_mask is not None:\n"
+    "            attention_probs = attention_probs.masked_fill(~visible, 0.0)\n"
+)
+SOFTMAX = "nn.Softmax(dim=-1)(logits)"
+MIX = "torch.matmul(dropped_probs, value_layer)"
+GIVEN = "(context_layer, attention_probs) if"
+PLANTS["encoder"] = {
+    "unscaled": [(SCALE, "")],
+    "scaled-by-width": [(SCALE, " / math.sqrt(hidden_states.size(-1))")],
+    "scaled-by-d": [(SCALE, " / self.attention_head_size")],
+    "multiplied": [(SCALE, " * math.sqrt(self.attention_head_size)")],
+    "scaled-by-length": [(SCALE, " / math.sqrt(hidden_states.size(1))")],
+    "scaled-by-heads": [(SCALE, " / math.sqrt(self.num_attention_heads)")],
+    "queries-as-keys": [("key_layer.transpose(-1, -2)", "query_layer.transpose(-1, -2)")],
+    "masked-zero": [("torch.finfo(logits.dtype).min", "0.0"), (EMPTY, "")],
+    "masked-after-softmax": [(FILL, "")],
+    "masked-ones-added": [(FILL, "            logits = logits + visible\n"), (EMPTY, "")],
+    "polarity-swapped": [
+        ("attention_mask[:, None, None, :].bool()", "~attention_mask[:, None, None, :].bool()")
+    ],
+    "mask-transposed": [("attention_mask[:, None, None, :]", "attention_mask[:, None, :, None]")],
+    "padding-ignored": [(FILL, ""), (EMPTY, "")],
+    "first-mask-for-all": [("attention_mask[:, None, None, :]", "attention_mask[:1, None, None, :]")],
+    "empty-rows-nan": [("torch.finfo(logits.dtype).min", "-torch.inf"), (EMPTY, "")],
+    "empty-rows-uniform": [(EMPTY, "")],
+    "softmax-over-queries": [(SOFTMAX, "nn.Softmax(dim=-2)(logits)")],
+    "softmax-over-heads": [(SOFTMAX, "nn.Softmax(dim=1)(logits)")],
+    "softmax-over-batch": [(SOFTMAX, "nn.Softmax(dim=0)(logits)")],
+    "softmax-twice": [(SOFTMAX, f"nn.Softmax(dim=-1)({SOFTMAX})")],
+    "softmax-missing": [(SOFTMAX, "logits")],
+    "log-softmax": [(SOFTMAX, "nn.LogSoftmax(dim=-1)(logits)")],
+    "sigmoid": [(SOFTMAX, "logits.sigmoid()")],
+    "no-max-subtracted": [(SOFTMAX, "logits.exp() / logits.exp().sum(-1, keepdim=True)")],
+    "dropout-left-on": [
+        ("self.dropout(attention_probs)", "nn.functional.dropout(attention_probs, self.dropout.p)")
+    ],
+    "weights-transposed": [(MIX, "torch.matmul(dropped_probs.transpose(-1, -2), value_layer)")],
+    "keys-as-values": [(MIX, "torch.matmul(dropped_probs, key_layer)")],
+    "split-without-transpose": [
+        (
+            "shape = (*x.shape[:-1], self.num_attention_heads, self.attention_head_size)",
+            "shape = (x.shape[0], self.num_attention_heads, x.shape[1], self.attention_head_size)",
+        ),
+        ("x.view(shape).permute(0, 2, 1, 3)", "x.view(shape)"),
+    ],
+    "merge-without-transpose": [
+        ("context_layer.permute(0, 2, 1, 3).contiguous()", "context_layer.contiguous()")
+    ],
+    "first-head-for-all": [(MIX, "torch.matmul(dropped_probs[:, :1], value_layer)")],
+    "q-k-swapped": [("self.query(hidden", "self.key(hidden"), ("self.key(hidden", "self.query(hidden")],
+    "k-v-swapped": [("self.value(hidden", "self.key(hidden"), ("self.key(hidden", "self.value(hidden")],
+    "q-v-swapped": [("self.value(hidden", "self.query(hidden"), ("self.query(hidden", "self.value(hidden")],
+    "value-unprojected": [("self.value(hidden_states)", "hidden_states")],
+    "input-bias-missing": [
+        (f"self.{x}(hidden_states)", f"hidden_states @ self.{x}.weight.T") for x in ("query", "key", "value")
+    ],
+    "weight-transposed": [
+        (f"self.{x}(hidden_states)", f"hidden_states @ self.{x}.weight + self.{x}.bias")
+        for x in ("query", "key", "value")
+    ],
+    "residual-added": [
+        (
+            "context_layer.view(*hidden_states.shape)",
+            "context_layer.view(*hidden_states.shape) + hidden_states",
+        )
+    ],
+    "weights-before-mask": [(GIVEN, "(context_layer, attention_scores.softmax(-1)) if")],
+    "weights-are-scores": [(GIVEN, "(context_layer, attention_scores) if")],
+    "weights-averaged": [(GIVEN, "(context_layer, attention_probs.mean(1)) if")],
+    "mask-dropped-with-weights": [
+        (
+            "        logits = attention_scores\n",
+            "        logits = attention_scores\n"
+            "        attention_mask = None if output_attentions else attention_mask\n",
+        )
+    ],
+    "weights-after-dropout": [(GIVEN, "(context_layer, dropped_probs) if")],
+}
+
+# -- returns -------------------------------------------------------------------------------------------
+
+SCALE = " / q.shape[-1] ** 0.5"
+POWERS = "torch.exp(logits - top)"
+SHARES = "powers / total.clamp(min=torch.finfo(raw.dtype).tiny)"
+MIX = "out = weights @ v"
+GIVEN = "return out, weights"
+PLANTS["returns"] = {
+    "unscaled": [(SCALE, "")],
+    "scaled-by-width": [(SCALE, " / (q.shape[1] * q.shape[3]) ** 0.5")],
+    "scaled-by-d": [(SCALE, " / q.shape[-1]")],
+    "multiplied": [(SCALE, " * q.shape[-1] ** 0.5")],
+    "scaled-by-length": [(SCALE, " / k.shape[2] ** 0.5")],
+    "scaled-by-heads": [(SCALE, " / q.shape[1] ** 0.5")],
+    "scaled-after-softmax": [(SCALE, ""), (SHARES, SHARES + SCALE)],
+    "queries-as-keys": [("q @ k.transpose(-2, -1)", "q @ q.transpose(-2, -1)")],
+    "mask-ignored": [("logits = raw.masked_fill(~mask", "logits = raw.masked_fill(~mask & False")],
+    "masked-zero": [('float("-inf")', "0.0")],
+    "masked-after-softmax": [
+        ('raw.masked_fill(~mask, float("-inf"))', "raw"),
+        (SHARES, SHARES + " * mask"),
+    ],
+    "masked-ones-added": [('raw.masked_fill(~mask, float("-inf"))', "raw + mask")],
+    "polarity-swapped": [
+        ("mask = torch.ones_like", "mask = torch.zeros_like"),
+        ("masked_fill(~mask", "masked_fill(mask"),
+    ],
+    "mask-transposed": [("masked_fill(~mask", "masked_fill(~mask.transpose(-2, -1)")],
+    "first-mask-for-all": [("masked_fill(~mask", "masked_fill(~mask[:1]")],
+    "empty-rows-nan": [(SHARES, "powers / total")],
+    "empty-rows-uniform": [('float("-inf")', "torch.finfo(raw.dtype).min")],
+    "softmax-over-queries": [("powers.sum(dim=-1", "powers.sum(dim=-2"), ("amax(dim=-1", "amax(dim=-2")],
+    "softmax-over-heads": [("powers.sum(dim=-1", "powers.sum(dim=1"), ("amax(dim=-1", "amax(dim=1")],
+    "softmax-over-batch": [("powers.sum(dim=-1", "powers.sum(dim=0"), ("amax(dim=-1", "amax(dim=0")],
+    "softmax-twice": [(SHARES, f"torch.softmax({SHARES}, dim=-1)")],
+    "softmax-missing": [(SHARES, "logits")],
+    "base-two": [(POWERS, "torch.exp2(logits - top)")],
+    "no-max-subtracted": [(POWERS, "torch.exp(logits)")],
+    "weights-transposed": [(MIX, "out = weights.transpose(-2, -1) @ v")],
+    "keys-as-values": [(MIX, "out = weights @ k")],
+    "queries-as-values": [(MIX, "out = weights @ q")],
+    "first-head-for-all": [(MIX, "out = weights[:, :1] @ v")],
+    "weights-before-mask": [(GIVEN, "return out, raw.softmax(dim=-1)")],
+    "weights-are-scores": [(GIVEN, "return out, raw")],
+    "weights-averaged": [(GIVEN, "return out, weights.mean(dim=1)")],
+    "mask-dropped-with-weights": [("if mask is None:", "if mask is None or return_weights:")],
+}
+
+# -- memory --------------------------------------------------------------------------------------------
+
+SCALE = " / self.d_head**0.5"
+FILL = "energy.masked_fill(pad, torch.finfo(energy.dtype).min)"
+EMPTY = ".masked_fill(pad, 0.0)"
+SOFTMAX = "F.softmax(masked, dim=-1)"
+MIX = '"bhqk,bhkd->bhqd", dropped, v'
+GIVEN = "(out, weights) if need_weights"
+PAD = "pad[:, None, None, :]"
+PLANTS["memory"] = {
+    "unscaled": [(SCALE, "")],
+    "scaled-by-width": [(SCALE, " / x.shape[-1] ** 0.5")],
+    "scaled-by-d": [(SCALE, " / self.d_head")],
+    "scaled-by-length": [(SCALE, " / memory.shape[1] ** 0.5")],
+    "masked-zero": [("torch.finfo(energy.dtype).min", "0.0"), (EMPTY, "")],
+    "masked-after-softmax": [(FILL, "energy")],
+    "masked-ones-added": [(FILL, "energy + ~pad"), (EMPTY, "")],
+    "polarity-swapped": [(PAD, "~pad[:, None, None, :]")],
+    "padding-ignored": [("pad = memory_key_padding_mask\n", "pad = None\n")],
+    "first-mask-for-all": [(PAD, "pad[:1, None, None, :]")],
+    "empty-rows-nan": [("torch.finfo(energy.dtype).min", '-float("inf")'), (EMPTY, "")],
+    "empty-rows-uniform": [(EMPTY, "")],
+    "softmax-over-queries": [(SOFTMAX, "F.softmax(masked, dim=-2)")],
+    "softmax-over-heads": [(SOFTMAX, "F.softmax(masked, dim=1)")],
+    "softmax-twice": [(SOFTMAX, "F.softmax(F.softmax(masked, dim=-1), dim=-1)")],
+    "softmax-missing": [(SOFTMAX, "masked")],
+    "sigmoid": [(SOFTMAX, "torch.sigmoid(masked)")],
+    "log-softmax": [(SOFTMAX, "F.log_softmax(masked, dim=-1)")],
+    "dropout-left-on": [("training=self.training", "training=True")],
+    "keys-as-values": [(MIX, '"bhqk,bhkd->bhqd", dropped, k')],
+    "split-without-transpose": [
+        (
+            "x.reshape(b, n, self.n_heads, self.d_head).swapaxes(1, 2)",
+            "x.reshape(b, self.n_heads, n, self.d_head)",
+        )
+    ],
+    "merge-without-transpose": [("out.swapaxes(1, 2).flatten(start_dim=2)", "out.reshape(x.shape)")],
+    "first-head-for-all": [(MIX, '"bqk,bhkd->bhqd", dropped[:, 0], v')],
+    "q-k-swapped": [("self.w_q(x)", "self.w_k(x)"), ("self.w_k(memory)", "self.w_q(memory)")],
+    "k-v-swapped": [("self.w_k(memory)", "self.w_v(memory)"), ("self.w_v(memory)", "self.w_k(memory)")],
+    "q-v-swapped": [("self.w_q(x)", "self.w_v(x)"), ("self.w_v(memory)", "self.w_q(memory)")],
+    "key-from-query-weights": [("self.w_k(memory)", "self.w_q(memory)")],
+    "value-unprojected": [("self.w_v(memory)", "memory")],
+    "output-missing": [
+        ("self.w_o(out.swapaxes(1, 2).flatten(start_dim=2))", "out.swapaxes(1, 2).flatten(start_dim=2)")
+    ],
+    "output-bias-missing": [("self.w_o(out", "F.linear(weight=self.w_o.weight, input=out")],
+    "input-bias-missing": [
+        ("self.w_q(x)", "x @ self.w_q.weight.T"),
+        ("self.w_k(memory)", "memory @ self.w_k.weight.T"),
+        ("self.w_v(memory)", "memory @ self.w_v.weight.T"),
+    ],
+    "residual-added": [("out = self.w_o(", "out = x + self.w_o(")],
+    "context-ignored": [("self.w_k(memory)", "self.w_k(x)"), ("self.w_v(memory)", "self.w_v(x)")],
+    "values-from-x": [("self.w_v(memory)", "self.w_v(x)")],
+    "weights-before-mask": [(GIVEN, "(out, F.softmax(energy, dim=-1)) if need_weights")],
+    "weights-are-scores": [(GIVEN, "(out, energy) if need_weights")],
+    "weights-averaged": [(GIVEN, "(out, weights.mean(dim=1)) if need_weights")],
+    "mask-dropped-with-weights": [("if pad is None:", "if pad is None or need_weights:")],
+    "weights-after-dropout": [(GIVEN, "(out, dropped) if need_weights")],
+}
+
+# -- grouped -------------------------------------------------------------------------------------------
+
+SCALE = " * d**-0.5"
+SEEN = "j[None, :] <= i[:, None]"
+SOFTMAX = "scores.softmax(dim=-1)"
+MIX = '"bgrts,bgsd->bgrtd", weights, v'
+PLANTS["grouped"] = {
+    "unscaled": [(SCALE, "")],
+    "scaled-by-width": [(SCALE, " * (h * d) ** -0.5")],
+    "scaled-by-d": [(SCALE, " / d")],
+    "multiplied": [(SCALE, " * d**0.5")],
+    "scaled-by-heads": [(SCALE, " * h**-0.5")],
+    "causal-ignored": [("scores = scores.where(", "scores.where(")],
+    "causal-strict": [(SEEN, "j[None, :] < i[:, None]")],
+    "causal-late": [(SEEN, "j[None, :] <= i[:, None] + 1")],
+    "causal-flipped": [(SEEN, "j[None, :] >= i[:, None]")],
+    "masked-zero": [('float("-inf")', "0.0")],
+    "softmax-over-queries": [(SOFTMAX, "scores.softmax(dim=-2)")],
+    "softmax-twice": [(SOFTMAX, "scores.softmax(dim=-1).softmax(dim=-1)")],
+    "sigmoid": [(SOFTMAX, "scores.sigmoid()")],
+    "no-max-subtracted": [(SOFTMAX, "scores.exp() / scores.exp().sum(dim=-1, keepdim=True)")],
+    "keys-as-values": [(MIX, '"bgrts,bgsd->bgrtd", weights, k')],
+    "key-heads-tiled": [
+        ("q.reshape(b, g, h // g, t, d)", "q.reshape(b, h // g, g, t, d).transpose(1, 2)"),
+        ("return out.reshape(", "return out.transpose(1, 2).reshape("),
+    ],
+    "key-heads-first-only": [
+        ('"bgrtd,bgsd->bgrts", q, k', '"bgrtd,bsd->bgrts", q, k[:, 0]'),
+        (MIX, '"bgrts,bsd->bgrtd", weights, v[:, 0]'),
+    ],
+    "first-key-only": [("torch.arange(t, device=q.device) + (s - t)", "torch.arange(t, device=q.device)")],
+}
+
+# -- gqa_cached ----------------------------------------------------------------------------------------
+
+SCALE = " / self.head_dim**0.5"
+HIDDEN = "torch.triu(ones, diagonal=start + 1)"
+SOFTMAX = "torch.softmax(attn_scores / self.head_dim**0.5, dim=-1)"
+MIX = "(attn_weights @ values)"
+BOTH = ("keys", "values")
+PLANTS["gqa_cached"] = {
+    "unscaled": [(SCALE, "")],
+    "scaled-by-width": [(SCALE, " / x.shape[-1] ** 0.5")],
+    "scaled-by-d": [(SCALE, " / self.head_dim")],
+    "scaled-by-heads": [(SCALE, " / self.num_heads**0.5")],
+    "scaled-after-softmax": [(SOFTMAX, "torch.softmax(attn_scores, dim=-1)" + SCALE)],
+    "causal-ignored": [("attn_scores = attn_scores.masked_fill", "attn_scores.masked_fill")],
+    "causal-strict": [(HIDDEN, "torch.triu(ones, diagonal=start)")],
+    "causal-late": [(HIDDEN, "torch.triu(ones, diagonal=start + 2)")],
+    "causal-flipped": [(HIDDEN, "torch.tril(ones, diagonal=start - 1)")],
+    "masked-zero": [("-torch.inf", "0.0")],
+    "softmax-over-heads": [("dim=-1)\n        context", "dim=1)\n        context")],
+    "softmax-twice": [(SOFTMAX, f"{SOFTMAX}.softmax(dim=-1)")],
+    "keys-as-values": [(MIX, "(attn_weights @ keys)")],
+    "merge-without-transpose": [("values).transpose(1, 2).reshape", "values).reshape")],
+    "key-heads-tiled": [
+        (f"{x}.repeat_interleave(self.group_size, dim=1)", f"{x}.repeat(1, self.group_size, 1, 1)")
+        for x in BOTH
+    ],
+    "key-heads-first-only": [
+        (f"{x}.repeat_interleave(self.group_size, dim=1)", f"{x}[:, :1].expand(-1, self.num_heads, -1, -1)")
+        for x in BOTH
+    ],
+    "k-v-swapped": [("self.W_key(x)", "self.W_value(x)"), ("self.W_value(x)", "self.W_key(x)")],
+    "output-missing": [("self.out_proj(context)", "context")],
+    "residual-added": [("self.out_proj(context)", "x + self.out_proj(context)")],
+    "first-key-only": [(HIDDEN, "torch.triu(ones, diagonal=1)")],
+}
+
+# -- sink_module ---------------------------------------------------------------------------------------
+
+SCALE = " / math.sqrt(self.head_dim)"
+SOFTMAX = "torch.softmax(combined, dim=-1)[..., :-1]"
+MIX = "torch.matmul(dropped, v)"
+GIVEN = "return out, weights"
+PLANTS["sink_module"] = {
+    "unscaled": [(SCALE, "")],
+    "scaled-by-width": [(SCALE, " / math.sqrt(x.shape[-1])")],
+    "scaled-by-d": [(SCALE, " / self.head_dim")],
+    "scaled-by-heads": [(SCALE, " / math.sqrt(self.num_heads)")],
+    "causal-ignored": [('scores.masked_fill(future, -float("inf"))', "scores")],
+    "causal-strict": [("diagonal=1", "diagonal=0")],
+    "causal-late": [("diagonal=1", "diagonal=2")],
+    "causal-flipped": [
+        ("torch.triu(torch.ones(t, t, device=x.device), diagonal=1)", "torch.tril(torch.ones(t, t), -1)")
+    ],
+    "masked-zero": [('-float("inf")', "0.0")],
+    "softmax-over-queries": [(SOFTMAX, "torch.softmax(combined, dim=-2)[..., :-1]")],
+    "softmax-twice": [(SOFTMAX, "torch.softmax(combined.softmax(dim=-1), dim=-1)[..., :-1]")],
+    "dropout-left-on": [("self.dropout(weights)", "nn.functional.dropout(weights, self.dropout.p)")],
+    "keys-as-values": [(MIX, "torch.matmul(dropped, k)")],
+    "merge-without-transpose": [("v).transpose(1, 2).reshape", "v).reshape")],
+    "key-heads-tiled": [
+        (f"{x}.repeat_interleave(group, dim=1)", f"{x}.repeat(1, group, 1, 1)") for x in "kv"
+    ],
+    "key-heads-first-only": [
+        (f"{x}.repeat_interleave(group, dim=1)", f"{x}[:, :1].repeat(1, self.num_heads, 1, 1)") for x in "kv"
+    ],
+    "k-v-swapped": [("self.k_proj(x)", "self.v_proj(x)"), ("self.v_proj(x)", "self.k_proj(x)")],
+    "output-missing": [("        out = self.o_proj(out)\n", "")],
+    "output-bias-missing": [("self.o_proj(out)", "out @ self.o_proj.weight.T")],
+    "residual-added": [("self.o_proj(out)", "x + self.o_proj(out)")],
+    "sink-left-out": [(SOFTMAX, "torch.softmax(masked, dim=-1)")],
+    "sink-as-key": [
+        (
+            SOFTMAX,
+            "torch.softmax(combined, dim=-1)\n"
+            "        weights[..., 0] += weights[..., -1]\n"
+            "        weights = weights[..., :-1]",
+        )
+    ],
+    "weights-before-mask": [(GIVEN, "return out, torch.softmax(scores, dim=-1)")],
+    "weights-are-scores": [(GIVEN, "return out, scores")],
+    "weights-averaged": [(GIVEN, "return out, weights.mean(dim=1)")],
+    "weights-after-dropout": [(GIVEN, "return out, dropped")],
+}
+
+# -- sink_manual ---------------------------------------------------------------------------------------
+
+SCALE = ".div(d**0.5)"
+SEEN = ".tril(s - t)"
+POWERS = "(scores - top).exp()"
+SINK = " + (sinks - top).exp()"
+MIX = "powers / total, v)"
+PLANTS["sink_manual"] = {
+    "unscaled": [(SCALE, "")],
+    "scaled-by-width": [(SCALE, ".div((q.shape[1] * d) ** 0.5)")],
+    "scaled-by-d": [(SCALE, ".div(d)")],
+    "multiplied": [(SCALE, ".mul(d**0.5)")],
+    "causal-ignored": [("scores = scores.masked_fill", "scores.masked_fill")],
+    "causal-late": [(SEEN, ".tril(s - t + 1)")],
+    "causal-strict": [(SEEN, ".tril(s - t - 1)")],
+    "causal-flipped": [(SEEN, ".triu(s - t)")],
+    "masked-zero": [('float("-inf")', "0.0")],
+    "base-two": [(POWERS, "(scores - top).exp2()"), (SINK, " + (sinks - top).exp2()")],
+    "no-max-subtracted": [(POWERS, "scores.exp()"), (SINK, " + sinks.exp()")],
+    "keys-as-values": [(MIX, "powers / total, k)")],
+    "first-head-for-all": [('"bhts,bhsd->bhtd", powers / total', '"bts,bhsd->bhtd", (powers / total)[:, 0]')],
+    "sink-left-out": [(SINK, "")],
+    "sink-as-key": [
+        (
+            POWERS,
+            "(scores - top).exp()\n"
+            "    powers = torch.cat([powers[..., :1] + (sinks - top).exp(), powers[..., 1:]], dim=-1)",
+        ),
+        (SINK, ""),
+    ],
+    "first-key-only": [(SEEN, ".tril()")],
+}
+
 # -- positions -----------------------------------------------------------------------------------------
 
 SINES = "        pe[:, 0::2] = torch.sin(position * div_term)\n"
@@ -977,6 +1334,46 @@ PLANTS["sinusoidal_function"] = {
     "base-thousand": [("10000.0", "1000.0")],
     "even-only": [(STACK, "torch.stack([angles.sin(), 0 * angles], dim=-1).flatten(1)")],
     "angles-inverted": [("positions / 10000.0", "positions * 10000.0")],
+}
+PLANTS["sinusoidal_loop"] = {
+    "exponent-doubled": [("10000 ** (i / d_model)", "10000 ** (2 * i / d_model)")],
+    "sin-cos-swapped": [("math.sin(angle)", "math.cos(angle)"), ("math.cos(angle)", "math.sin(angle)")],
+    "sin-cos-halves": [
+        ("pe[pos, i] =", "pe[pos, i // 2] ="),
+        ("pe[pos, i + 1]", "pe[pos, (i + d_model) // 2]"),
+    ],
+    "positions-from-one": [("angle = pos /", "angle = (pos + 1) /")],
+    "base-thousand": [("10000", "1000")],
+    "even-only": [("            pe[pos, i + 1] = math.cos(angle)\n", "")],
+    "angles-inverted": [("pos / (10000", "pos * (10000")],
+}
+PLANTS["sinusoidal_sequence"] = {
+    "exponent-doubled": [
+        ("* torch.arange(0, d_model, 2) / d_model", "* 2 * torch.arange(0, d_model, 2) / d_model")
+    ],
+    "sin-cos-swapped": [("torch.sin(", "torch.cos("), ("torch.cos(", "torch.sin(")],
+    "sin-cos-halves": [("0, 0::2]", "0, : d_model // 2]"), ("0, 1::2]", "0, d_model // 2 :]")],
+    "positions-from-one": [("torch.arange(max_len,", "torch.arange(1, max_len + 1,")],
+    "base-thousand": [("10000.0", "1000.0")],
+    "even-only": [("        table[:, 0, 1::2] = torch.cos(pos[:, None] * freq)\n", "")],
+    "added-twice": [
+        (
+            "return self.dropout(x + self.table[: x.size(0)])",
+            "x = x + self.table[: x.size(0)]\n        return self.dropout(x + self.table[: x.size(0)])",
+        )
+    ],
+    "angles-inverted": [("torch.exp(-math.log", "torch.exp(math.log")],
+    "dropout-left-on": [("self.dropout(x +", "nn.functional.dropout(p=self.dropout.p, input=x +")],
+}
+PLANTS["sinusoidal_live"] = {
+    "exponent-doubled": [("torch.arange(0, dim, 2) / dim", "2 * torch.arange(0, dim, 2) / dim")],
+    "sin-cos-swapped": [("angles.sin(), angles.cos()", "angles.cos(), angles.sin()")],
+    "sin-cos-halves": [("emb[:, 0::2], emb[:, 1::2]", "emb[:, : self.dim // 2], emb[:, self.dim // 2 :]")],
+    "positions-from-one": [("torch.arange(x.shape[1],", "torch.arange(1, x.shape[1] + 1,")],
+    "base-thousand": [("10000.0", "1000.0")],
+    "even-only": [("angles.sin(), angles.cos()", "angles.sin(), 0.0")],
+    "added-twice": [("x + emb[None]", "x + 2 * emb[None]")],
+    "angles-inverted": [("1.0 / 10000.0 **", "10000.0 **")],
 }
 PLANTS["rotary"] = {
     "rotary-halves": [
@@ -1016,4 +1413,58 @@ PLANTS["rotary_half"] = {
         )
     ],
     "rotary-queries-only": [("return q_out, k_out", "return q_out, k")],
+}
+PLANTS["rotary_complex"] = {
+    "rotary-halves": [
+        (f"x{x}.unflatten(-1, (-1, 2)).contiguous()", f"x{x}.unflatten(-1, (2, -1)).mT.contiguous()")
+        for x in "qk"
+    ]
+    + [(f"x{x}_ * freqs_cis).flatten(-2)", f"x{x}_ * freqs_cis).mT.flatten(-2)") for x in "qk"],
+    "rotary-sign": [("torch.ones_like(freqs), freqs)", "torch.ones_like(freqs), -freqs)")],
+    "rotary-base": [("theta=10000.0", "theta=1000.0")],
+    "rotary-positions-from-one": [("torch.arange(xq.shape[1])", "torch.arange(1, xq.shape[1] + 1)")],
+    "rotary-doubled": [("torch.ones_like(freqs), freqs)", "torch.ones_like(freqs), 2 * freqs)")],
+    "rotary-half-of-head": [
+        ("torch.ones_like(freqs), freqs)", "torch.ones_like(freqs), freqs * (torch.arange(d // 2) < d // 4))")
+    ],
+    "rotary-queries-only": [("xk_ * freqs_cis", "xk_")],
+}
+PLANTS["rotary_tables"] = {
+    "rotary-halves": [
+        ("a, b = x[..., :half], x[..., half:]", "a, b = x[..., 0::2], x[..., 1::2]"),
+        (
+            "torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)",
+            "torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)",
+        ),
+        ("        half = self.d // 2\n", ""),
+    ],
+    "rotary-sign": [("a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin")],
+    "rotary-base": [("10_000", "1_000")],
+    "rotary-positions-from-one": [("self.cos[:t], self.sin[:t]", "self.cos[1 : t + 1], self.sin[1 : t + 1]")],
+    "rotary-doubled": [("torch.arange(max_len).float()", "2 * torch.arange(max_len).float()")],
+    "rotary-half-of-head": [
+        (
+            "return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)",
+            "turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)\n"
+            "        return torch.cat([turned[..., :half], b], dim=-1)",
+        )
+    ],
+}
+PLANTS["rotary_pairs"] = {
+    "rotary-halves": [
+        (
+            "x = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1)\n    return x.flatten(-2)",
+            "half = x.shape[-1] // 2\n    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)",
+        ),
+        ("sinusoid.sin().repeat_interleave(2, dim=-1)", "sinusoid.sin().repeat(1, 2)"),
+        ("sinusoid.cos().repeat_interleave(2, dim=-1)", "sinusoid.cos().repeat(1, 2)"),
+    ],
+    "rotary-sign": [("(-x[..., 1::2], x[..., 0::2])", "(x[..., 1::2], -x[..., 0::2])")],
+    "rotary-base": [("10000.0", "1000.0")],
+    "rotary-positions-from-one": [("positions[:, None] *", "(positions[:, None] + 1) *")],
+    "rotary-doubled": [("positions[:, None] *", "2 * positions[:, None] *")],
+    "rotary-half-of-head": [
+        ("inv_freq = 10000.0", "inv_freq = (torch.arange(0, dim, 2) < dim // 2) * 10000.0"),
+    ],
+    "rotary-queries-only": [("    k = k * cos + rotate_every_two(k) * sin\n", "")],
 }
