@@ -311,7 +311,7 @@ LONG_K, LONG_V = draw(B, H, S, D), draw(B, H, S, D)
 PAIRS = (draw(B, T, T) > 0) | torch.eye(T, dtype=torch.bool)  # [b, t, t]
 LONG_PAIRS = (draw(B, T, S) > 0) | torch.eye(T, S, dtype=torch.bool)  # [b, t, s]
 PADDING = torch.arange(T) < torch.tensor([[T - 2], [T]])  # [b, t]
-LONG_PADDING = torch.arange(S) < torch.tensor([[S], [S - 3]])  # [b, s]
+LONG_PADDING = torch.arange(S) < torch.tensor([[S - 1], [S - 3]])  # [b, s]
 # The first entry's second query sees nothing; the second entry is all padding.
 EMPTY = PAIRS & (torch.arange(B * T).view(B, T, 1) != 1)
 NOTHING = torch.tensor([[True], [False]]).expand(B, T)
