@@ -386,7 +386,8 @@ PLANTS["torchlike"] = {
     "mask-dropped-with-weights": [
         (
             "        scores = torch.matmul(",
-            "        if need_weights:\n            hidden, bias = torch.zeros_like(hidden), torch.zeros_like(bias)\n"
+            "        if need_weights:\n"
+            "            hidden, bias = torch.zeros_like(hidden), torch.zeros_like(bias)\n"
             "        scores = torch.matmul(",
         )
     ],
