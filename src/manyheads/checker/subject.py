@@ -240,6 +240,13 @@ def plain(value: Any, depth: int = 0) -> Any:
     return Foreign(type(value).__name__, said(repr, value))
 
 
+def _object(value: Any) -> Any:
+    """A configuration or module that an argument stands for: `{"__namespace__": {name: value}}`."""
+    if isinstance(value, dict) and set(value) == {"__namespace__"}:
+        return types.SimpleNamespace(**value["__namespace__"])
+    return value
+
+
 def said(how: Callable[[Any], str], value: Any, most: int = 200) -> str:
     """str or repr of an object that may refuse to be printed, shortened."""
     try:
@@ -644,7 +651,7 @@ class Subject:
         if isinstance(self.target, type):
             with _seeded(0):
                 try:
-                    self.instance = self.target(**init)
+                    self.instance = self.target(**{name: _object(value) for name, value in init.items()})
                 except (Exception, SystemExit) as error:
                     raise trouble(
                         "init", f"building {self.target.__name__}({_arguments(init)})", error
@@ -690,6 +697,7 @@ class Subject:
             return copied.to(call.dtype, memory_format=torch.preserve_format) if cast else copied
 
         args, kwargs = mapped([call.args, call.kwargs], given)
+        args, kwargs = [_object(x) for x in args], {name: _object(x) for name, x in kwargs.items()}
         passed = dict(tensors({**dict(enumerate(args)), **kwargs}))
         originals = {path: tensor.clone() for path, tensor in passed.items()}
         for path in call.grads:

@@ -1,0 +1,602 @@
+"""A candidate: somebody's attention, called in the recipe's terms, whatever its layout and its arguments.
+
+How it wants to be called is read off its names; where names leave it open, it is tried: which shape of
+mask it takes, whether it takes numbers or booleans, which axis is the batch. Tried is only what it accepts
+and what reaches what, never which choice makes its values right.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.checker import names, reading
+from manyheads.checker.reading import PROJECTED, Unclear
+from manyheads.checker.recipe import Found, Inputs, Weights
+from manyheads.checker.subject import Answer, Call, Description, Trouble
+from manyheads.shapes import sizes
+
+B, T, S = 3, 5, 7  # sizes of the tries; no two dimensions of a try are alike
+SPREAD = 1.5  # of the random weights: scores then differ by several units
+
+
+class Odd(Exception):
+    """An output that is no attention output: what was expected and what came."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a mask is written: its letters, whether True keeps, and of what it is made."""
+
+    letters: str  # of b, 1, t, s: "b1ts", "ts", "bs", …
+    keeps: bool = True
+    made: str = "bool"  # "bool", "01" or "added"
+
+    def write(self, keep: Tensor, dtype: torch.dtype) -> Tensor:
+        """keep `[b, 1, t, s]` or `[b, 1, 1, s]` as this form has it."""
+        b, _, t, s = keep.shape
+        x = {
+            "b1ts": lambda: keep,
+            "bts": lambda: keep[:, 0],
+            "ts": lambda: keep[0, 0],
+            "tsb": lambda: keep[:, 0].permute(1, 2, 0),
+            "1ts": lambda: keep[:1, 0],
+            "b11s": lambda: keep[:, :, :1],
+            "b1s": lambda: keep[:, 0, :1],
+            "bs": lambda: keep[:, 0, 0],
+            "1sb": lambda: keep[:, 0, :1].permute(1, 2, 0),
+            "sb": lambda: keep[:, 0, 0].mT,
+            "lengths": lambda: keep[:, 0, 0].sum(-1),
+        }[self.letters]()
+        if self.letters == "lengths":
+            return x
+        if self.made == "added":
+            return torch.zeros(x.shape, dtype=dtype).masked_fill(~x, -math.inf)
+        x = x if self.keeps else ~x
+        return x.clone() if self.made == "bool" else x.to(dtype)
+
+    def __str__(self) -> str:
+        said = {"bool": "boolean", "01": "of ones and zeros", "added": "added to the scores, 0 or -inf"}[self.made]
+        shape = "[b]" if self.letters == "lengths" else "[" + ", ".join(self.letters) + "]"
+        what = "" if self.made == "added" or self.letters == "lengths" else f", {'True keeps' if self.keeps else 'True hides'}"
+        return f"{shape} {said}{what}"
+
+
+GENERAL = ("b1ts", "bts", "tsb", "1ts", "ts")
+KEYWISE = ("b11s", "b1s", "1sb", "bs", "sb")
+
+
+class Candidate:
+    """A subject, and how to call it.
+
+    `like` is its kind, `notes` what was assumed, `weights` what it holds as the recipe has it (None for a
+    function of heads), `can` what can be asked of it: "mask", "keys" (a mask over keys alone), "padding",
+    "causal", "weights", "cross", "scale", "sink", "bias", "past". `causal` says that it always is.
+    """
+
+    def __init__(
+        self,
+        subject: Any,
+        like: str | None = None,
+        init: Mapping[str, Any] | None = None,
+        weights: Mapping[str, str] | None = None,
+        layout: str | None = None,
+    ) -> None:
+        self.subject = subject
+        self.notes: list[str] = []
+        d = subject.describe()
+        self.init: dict[str, Any] = {}
+        if d.what == "class":
+            self.init = reading.filled(d, init or {})
+            try:
+                d = subject.make(self.init)
+            except Trouble as error:
+                shown = ", ".join(f"{name}={_short(value)}" for name, value in self.init.items())
+                raise Unclear(f"{str(error).rstrip('.')}: it was built with {shown or 'no arguments'}; say others "
+                              "with --init.") from None  # fmt: skip
+            if self.init:
+                shown = ", ".join(f"{name}={_short(value)}" for name, value in self.init.items())
+                self.notes.append(f"built as {d.name}({shown})")
+        elif init:
+            raise Unclear(f"{d.name} is built already, and --init gives {', '.join(init)}: leave it out.")
+        self.d: Description = d
+        self.like, self.guessed = reading.kind_of(like, d)
+        if self.guessed:
+            self.notes.append(f"taken as {self.like} by its name and arguments (--like says otherwise)")
+        self.projected = self.like in PROJECTED
+        self.layout = layout or "batch"
+        self.weights: Weights | None = None
+        self.can: set[str] = set()
+        self.forms: dict[str, tuple[str, Form]] = {}
+        self.causal = False
+        self.packing = "3hd"
+        self.cut = "[b, h, t, d]"  # how heads come and go, where they aren't projected
+        self._roles()
+        if self.projected:
+            self._find_weights(weights or {})
+        self._try(layout)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _roles(self) -> None:
+        self.role: dict[str, str] = {}  # what an argument means → its name
+        unknown: list[str] = []
+        for one in self.d.call:
+            if one.kind not in ("positional", "keyword"):
+                continue
+            meant = names.argument(one.name)
+            if meant is not None and meant not in self.role:
+                self.role[meant] = one.name
+            elif one.required:
+                unknown.append(one.name)
+        if "x" in self.role and {"key", "value"} <= set(self.role):
+            self.role["query"] = self.role.pop("x")
+        if self.like == "cross" and "context" not in self.role and {"query", "key"} <= set(self.role):
+            self.role["context"] = self.role.pop("key")
+        if "query" in self.role and "context" in self.role and "value" not in self.role:
+            self.role["x"] = self.role.pop("query")
+        if "query" in self.role and not {"key", "value"} & set(self.role):
+            self.role["x"] = self.role.pop("query")
+        tensors = [r for r in ("query", "key", "value", "x", "context") if r in self.role]
+        slots = {"self": ["x"], "cross": ["x", "context"]}.get(self.like, ["query", "key", "value"])
+        if unknown and len(unknown) + len(tensors) == len(slots):
+            free = iter(slot for slot in slots if slot not in self.role)
+            for name in list(unknown):
+                self.role[next(free)] = name
+                unknown.remove(name)
+        if unknown:
+            raise Unclear(
+                f"{self.d.name} needs the argument {unknown[0]!r}, which the checker doesn't know: write an adapter "
+                "that takes q, k, v or x and calls it (docs/checker.md shows one), and check that."
+            )
+        if self.like == "self" and {"query", "key", "value"} <= set(self.role):
+            self.like = "multihead" if self.projected else self.like
+        wanted = {"self": ["x"], "cross": ["x", "context"]}.get(self.like, ["query", "key", "value"])
+        if self.like == "multihead" and "x" in self.role:
+            wanted = ["x"]
+        missing = [slot for slot in wanted if slot not in self.role]
+        if missing:
+            raise Unclear(
+                f"{self.like} is called with {', '.join(wanted)}, and {self.d.name} takes "
+                f"{', '.join(one.name for one in self.d.call) or 'nothing'}: say what it is with --like."
+            )
+        if self.like == "cross" or {"query", "key"} <= set(self.role):
+            self.can.add("cross")
+
+    def _find_weights(self, said: Mapping[str, str]) -> None:
+        d = self.d
+        self.projections = reading.projections(d, self.init, said)
+        found = self.subject.weights()
+        generator = torch.Generator().manual_seed(1)
+        fresh: dict[str, Tensor] = {}
+        used = self.projections.paths()
+        for path in used:
+            x = found[path]
+            wide = x.shape[-1] if x.dim() > 1 else 4
+            part = next((p for parts in self.projections.weight.values() for p in parts if p.path == path), None)
+            if part is not None and x.dim() == 2 and part.turned:
+                wide = x.shape[0]
+            if part is not None and x.dim() == 3:
+                wide = x.shape[1]
+            if path == self.projections.sink:
+                wide = 1
+            fresh[path] = torch.randn(x.shape, generator=generator) * (SPREAD / wide**0.5)
+        self.subject.load(fresh)
+        self.held = {**found, **fresh}
+        self.weights = self.projections.read(self.held)
+        self.widths = reading.widths(self.projections, self.held)
+        roles = {role: ", ".join(dict.fromkeys(p.path for p in parts)) for role, parts in self.projections.weight.items()}
+        self.notes.append(
+            "weights: " + "; ".join(f"{role} = {path}" for role, path in roles.items())
+            + f"; {self.weights.heads} head{'s' * (self.weights.heads > 1)}"
+            + (f", {self.weights.groups} key heads" if self.weights.groups != self.weights.heads else "")
+        )  # fmt: skip
+        if self.projections.unused:
+            self.notes.append(f"not part of attention: {', '.join(self.projections.unused)}")
+
+    def repack(self) -> bool:
+        """Read packed weights the other way, queries, keys and values of a head side by side; can it be?"""
+        packed = [p for parts in self.projections.weight.values() for p in parts if p.perm] if self.weights else []
+        if not packed or self.weights is None or self.weights.groups != self.weights.heads:
+            return False
+        self.packing = "h3d" if self.packing == "3hd" else "3hd"
+        self.weights = self.projections.read(self.held, self.packing)
+        return True
+
+    @property
+    def says_heads(self) -> bool:
+        """Does it promise weights of each head rather than their average?"""
+        return "average" in self.role or bool(
+            re.search(r"(weights?|attn|attention)\W+[\[(]\s*(b\w*|N)\s*,\s*(h\w*|n_?heads|num_heads)\b", reading.doc_lines(self.d), re.I)
+        )
+
+    # -- drawing inputs ----------------------------------------------------------------------------
+
+    @property
+    def heads(self) -> int:
+        return self.weights.heads if self.weights is not None else (4 if "h" in self.cut else 1)
+
+    def draw(
+        self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None, *, d: int = 6, w: int | None = None,
+        scale: float = 1.0, groups: int | None = None,
+    ) -> Inputs:  # fmt: skip
+        """Random inputs, without masks; `s` is `t` where the candidate attends to its own sequence."""
+        s = t if s is None or "cross" not in self.can else s
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator) * scale
+
+        if self.weights is not None:
+            e_q, e_k, e_v = self.widths
+            query = randn(b, t, e_q)
+            if "cross" not in self.can:
+                return self._marked(Inputs(query, query, query))
+            key = randn(b, s, e_k)
+            value = key if self.like == "cross" else randn(b, s, e_v)
+            return self._marked(Inputs(query, key, value))
+        h = self.heads
+        g = groups or h
+        s = max(s, t) if self.causal else s
+        x = Inputs(randn(b, h, t, d), randn(b, g, s, d), randn(b, g, s, w or d))
+        if "sink" in self.role:
+            x = replace(x, sink=randn(h))
+        return self._marked(x)
+
+    def _marked(self, x: Inputs) -> Inputs:
+        if self.causal:
+            x = replace(x, causal=True, offset=0 if self.like == "sdpa" else x.s - x.t)
+        return replace(x, weights=self.always_weights) if self.always_weights else x
+
+    # -- calling -----------------------------------------------------------------------------------
+
+    def call(self, x: Inputs, **options: Any) -> Call:
+        """The call that these inputs are."""
+        kwargs: dict[str, Any] = {}
+        turn: Callable[[Tensor], Tensor] = (lambda y: y.transpose(0, 1)) if self.layout == "sequence" else (lambda y: y)
+        if self.weights is None:
+            turn = {"[b, h, t, d]": lambda y: y, "[b, t, d]": lambda y: y[:, 0], "[t, d]": lambda y: y[0, 0],
+                    "[b, t, h, d]": lambda y: y.transpose(1, 2)}[self.cut]  # fmt: skip
+        for slot, tensor in (("query", x.query), ("x", x.query), ("key", x.key), ("context", x.key), ("value", x.value)):
+            if slot in self.role and not (slot == "context" and self.like not in ("cross",)):
+                kwargs[self.role[slot]] = turn(tensor)
+        dtype = x.query.dtype
+        for what, keep in (("mask", x.keep), ("padding", None if x.padding is None else x.padding[:, None, None])):
+            if keep is None:
+                continue
+            which = what if what in self.forms else "keys"
+            role, form = self.forms[which]
+            if form.letters in GENERAL:
+                keep = keep.expand(-1, -1, x.t, -1)
+            kwargs[self.role[role]] = form.write(keep, dtype)
+        if x.bias is not None:
+            kwargs[self.role["mask"]] = x.bias
+        if "causal" in self.role:
+            kwargs[self.role["causal"]] = x.causal
+        if "weights" in self.role:
+            kwargs[self.role["weights"]] = x.weights
+            if "average" in self.role:
+                kwargs[self.role["average"]] = False
+        if x.scale is not None or ("scale" in self.role and self._required("scale")):
+            kwargs[self.role["scale"]] = x.query.shape[-1] ** -0.5 if x.scale is None else x.scale
+        if x.sink is not None:
+            kwargs[self.role["sink"]] = x.sink
+        if "grouped" in self.role and x.query.shape[1] != x.key.shape[1]:
+            kwargs[self.role["grouped"]] = True
+        if "module" in self.role:
+            kwargs[self.role["module"]] = {"__namespace__": {
+                "num_key_value_groups": x.query.shape[1] // x.key.shape[1], "training": False, "layer_idx": 0,
+                "is_causal": False, "sinks": None, "scaling": x.query.shape[-1] ** -0.5}}  # fmt: skip
+        for slot in ("mask", "padding", "dropout"):
+            if slot in self.role and self.role[slot] not in kwargs and self._required(slot):
+                kwargs[self.role[slot]] = 0.0 if slot == "dropout" else None
+        args: list[Any] = []
+        for one in self.d.call:  # what can be positional is, as people call it
+            if one.kind != "positional" or one.name not in kwargs:
+                break
+            args.append(kwargs.pop(one.name))
+        options.setdefault("dtype", dtype if dtype != torch.float32 else None)
+        return Call(args=tuple(args), kwargs=kwargs, **options)
+
+    def _required(self, slot: str) -> bool:
+        return any(one.name == self.role.get(slot) and one.required for one in self.d.call)
+
+    def slots(self, call: Call) -> dict[str, str]:
+        """Where query, key and value lie in a call, for gradients: role → path."""
+        names_of = [one.name for one in self.d.call if one.kind == "positional"]
+        found = {}
+        for slot in ("query", "x", "key", "context", "value"):
+            name = self.role.get(slot)
+            if name in call.kwargs:
+                found[slot] = str(name)
+            elif name in names_of[: len(call.args)]:
+                found[slot] = str(names_of.index(str(name)))
+        return found
+
+    def run(self, x: Inputs, strict: bool = True, **options: Any) -> Found:
+        """Call it, and bring what it returns into the recipe's layout; an odd width is Odd if `strict`."""
+        return self.read(self.subject.call(self.call(x, **options)).output, x, strict)
+
+    def answer(self, x: Inputs, **options: Any) -> Answer:
+        answer: Answer = self.subject.call(self.call(x, **options))
+        return answer
+
+    def read(self, output: Any, x: Inputs, strict: bool = True) -> Found:
+        """An output `[b, t, e]` or `[b, h, t, d]`, and weights `[b, h, t, s]` where they came."""
+        parts = list(output.values()) if isinstance(output, dict) else output
+        parts = list(parts) if isinstance(parts, list | tuple) else [parts]
+        first = next((part for part in parts if isinstance(part, Tensor)), None)
+        b, t, s = x.query.shape[0], x.t, x.s
+        h = self.heads if self.weights is not None else x.query.shape[1]
+        if first is None:
+            raise Odd(f"a tensor was expected as output, and {_kind(output)} came")
+        if self.weights is not None:
+            out = first.transpose(0, 1) if self.layout == "sequence" and first.dim() == 3 else first
+            last = self.weights.weight["o"].shape[0] if "o" in self.weights.weight else (
+                self.weights.weight["v"].shape[0] // self.weights.groups * self.weights.heads)  # fmt: skip
+            want, letters = (b, t, last), "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
+        else:
+            w = x.value.shape[-1]
+            out = {"[b, h, t, d]": lambda y: y, "[b, t, d]": lambda y: y[:, None], "[t, d]": lambda y: y[None, None],
+                   "[b, t, h, d]": lambda y: y.transpose(1, 2) if y.dim() == 4 else y}[self.cut](first)  # fmt: skip
+            if self.like == "hf" and out.dim() == 4 and tuple(out.shape) == (b, t, h, w):
+                out = out.transpose(1, 2)
+            want, letters = (b, h, t, w), self.cut
+        if not strict and out.dim() == len(want) and tuple(out.shape[:-1]) == want[:-1]:
+            want = tuple(out.shape)
+        if tuple(out.shape) != want:
+            expected = list(want if self.layout == "batch" else (want[1], want[0], *want[2:]))
+            raise Odd(f"an output {letters} = {expected} was expected, and {sizes(first)} came")
+        if not out.is_floating_point():
+            raise Odd(f"an output of floats was expected, and {out.dtype} came")
+        rest = [part for part in parts if isinstance(part, Tensor) and part is not first]
+        return Found(out, self._weights_in(rest, b, h, t, s))
+
+    def _weights_in(self, rest: list[Tensor], b: int, h: int, t: int, s: int) -> Tensor | None:
+        orders: dict[tuple[int, ...], Callable[[Tensor], Tensor]] = {
+            (b, t, s): lambda w: w[:, None],
+            (t, s): lambda w: w[None, None],
+            (t, s, b, h): lambda w: w.permute(2, 3, 0, 1),
+            (h, b, t, s): lambda w: w.transpose(0, 1),
+            (b * h, t, s): lambda w: w.unflatten(0, (b, h)),
+            (t, s, b): lambda w: w.permute(2, 0, 1)[:, None],
+            (b, 1, t, s): lambda w: w,
+            (b, h, t, s): lambda w: w,
+        }
+        for part in rest:
+            if tuple(part.shape) in orders and part.is_floating_point():
+                return orders[tuple(part.shape)](part)
+        return None
+
+    # -- trying ------------------------------------------------------------------------------------
+
+    always_weights = False
+
+    def _try(self, layout: str | None) -> None:
+        generator = torch.Generator().manual_seed(2)
+        if self.weights is None:
+            self._try_cut(generator)
+        else:
+            self._try_layout(generator, layout)
+        x = self.draw(generator)
+        try:
+            plain = self.run(x, strict=False)
+        except Trouble as error:
+            if error.kind != "call":
+                raise
+            raise Unclear(f"{str(error).rstrip('.')}: it was called with {self._shown(x)}; say its kind with --like, "
+                          "or write an adapter.") from None  # fmt: skip
+        except Odd:
+            plain = None  # the check of shapes says it
+        asked = None
+        if plain is not None and "weights" not in self.role:
+            self.always_weights = plain.weights is not None
+        elif plain is not None:
+            asked = self._attempt(replace(x, weights=True))
+            self.always_weights = False
+        if self.always_weights or (asked is not None and asked.weights is not None):
+            self.can.add("weights")
+        if "weights" in self.role and "weights" not in self.can:
+            self.can.add("weights")  # asked for, and they don't come: the check of weights says it
+        for slot in ("scale", "sink", "causal", "past"):
+            if slot in self.role:
+                self.can.add(slot)
+        self._try_causal(generator)
+        self._try_masks(generator)
+
+    def _shown(self, x: Inputs) -> str:
+        call = self.call(x)
+        shown = [f"{one.name} {sizes(v)}" for one, v in zip(self.d.call, call.args, strict=False) if isinstance(v, Tensor)]
+        return ", ".join(shown + [f"{n} {sizes(v) if isinstance(v, Tensor) else v}" for n, v in call.kwargs.items()])
+
+    def _attempt(self, x: Inputs) -> Found | None:
+        """What a call gives, or None where it raises or gives something else."""
+        try:
+            return self.run(x, strict=False)
+        except Odd:
+            return None
+        except Trouble as error:
+            if error.kind != "call":
+                raise
+            return None
+
+    def _try_cut(self, generator: torch.Generator) -> None:
+        """Do heads come as `[b, h, t, d]`, or one head as `[b, t, d]`?"""
+        for cut in ("[b, h, t, d]", "[b, t, d]", "[t, d]"):
+            self.cut = cut
+            x = self.draw(generator, b=1 if cut == "[t, d]" else B, s=S)
+            if self._attempt(x) is not None:
+                if cut != "[b, h, t, d]":
+                    self.notes.append(f"takes one head, {cut}")
+                return
+        self.cut = "[b, h, t, d]"
+
+    def _try_layout(self, generator: torch.Generator, layout: str | None) -> None:
+        if layout is not None:
+            self.layout = layout
+            return
+        first = self.d.attributes.get("batch_first", self.init.get("batch_first"))
+        why = ""
+        if isinstance(first, bool):
+            self.layout, why = ("batch" if first else "sequence"), f"batch_first={first}"
+        elif self.like == "torch-mha":
+            self.layout, why = "sequence", "PyTorch's default"
+        elif re.search(r"\b(?:seq\w*|t|T|L|tgt_len|length|n_tokens)\s*,\s*(?:b|B|N|batch\w*|bsz|bs)\b[^=\n]*=\s*\w+\.(?:shape|size)",
+                       self.d.source) or re.search(r"\[(?:t|seq\w*),\s*(?:b|batch\w*),", reading.doc_lines(self.d)):  # fmt: skip
+            self.layout, why = "sequence", "its own words"
+        else:
+            apart = {}
+            for one in ("batch", "sequence"):
+                self.layout = one
+                x = self.draw(generator, s=S)
+                moved = replace(x, **{n: _moved(y, 0) for n, y in (("query", x.query), ("key", x.key), ("value", x.value))})
+                a, b = self._attempt(x), self._attempt(moved)
+                apart[one] = a is not None and b is not None and torch.equal(a.out[1:], b.out[1:])
+            self.layout = "sequence" if apart["sequence"] and not apart["batch"] else "batch"
+            why = "its batch entries don't reach each other there"
+        if self.layout == "sequence":
+            self.notes.append(f"sequence first, [t, b, e] ({why})")
+
+    def _try_causal(self, generator: torch.Generator) -> None:
+        if "causal" in self.role:
+            return
+        built = next((n for n, v in {**self.d.attributes, **self.init}.items()
+                      if v is True and n in names.CONSTRUCTOR["causal"][1]), None)  # fmt: skip
+        why = f"built with {built}=True" if built else reading.said_causal(self.d)
+        if why is None:
+            x = self.draw(generator, t=T, s=None)
+            later = {n: _moved_at(getattr(x, n), T - 1) for n in ("query", "key", "value")}
+            a, b = self._attempt(x), self._attempt(replace(x, **later))
+            if a is not None and b is not None and x.t == x.s and torch.equal(a.out[..., : T - 1, :], b.out[..., : T - 1, :]):
+                why = "the last token doesn't reach the others"
+                if not torch.equal(a.out[..., 1:, :], self._with_first(x).out[..., 1:, :]):
+                    self.causal = True
+                else:
+                    why = None
+        else:
+            self.causal = True
+        if self.causal:
+            self.notes.append(f"taken as causal ({why})")
+            self.can.add("causal")
+
+    def _with_first(self, x: Inputs) -> Found:
+        moved = {n: _moved_at(getattr(x, n), 0) for n in ("query", "key", "value")}
+        return self.run(replace(x, **moved), strict=False)
+
+    def _try_masks(self, generator: torch.Generator) -> None:
+        text = reading.doc_lines(self.d)
+        for role in ("mask", "padding", "lengths"):
+            if role not in self.role:
+                continue
+            name = self.role[role]
+            keeps, why = reading.polarity(name, role, self.like, text)
+            if role == "lengths":
+                self.forms.setdefault("keys", ("lengths", Form("lengths")))
+                self.can.add("keys")
+                continue
+            letters = ((*GENERAL, *KEYWISE) if role == "mask" else KEYWISE) if self.layout == "batch" else (
+                ("tsb", "bts", "b1ts", "ts", "1ts", "1sb", "b11s", "b1s", "bs", "sb") if role == "mask" else
+                ("bs", "sb", "b11s", "1sb"))  # fmt: skip
+            if role == "padding":
+                letters = ("bs", *(one for one in letters if one != "bs"))
+            said: list[str] = []
+            tried: list[tuple[str, Form, bool]] = []
+            for feature, shapes in (("mask", [x for x in letters if x in GENERAL]), ("keys", [x for x in letters if x in KEYWISE])):
+                if role == "padding":
+                    feature = "padding"
+                if feature in self.forms or not shapes:
+                    continue
+                form, works = self._form(generator, role, shapes, keeps, "documentation" in why)
+                if form is not None:
+                    tried.append((feature, form, works))
+            if any(works for *_, works in tried):  # what is taken and hides nothing was broadcast by chance
+                tried = [one for one in tried if one[2]]
+            for feature, form, _ in tried:
+                self.forms[feature] = (role, form)
+                self.can.add(feature)
+                said.append(str(form))
+            if said:
+                self.notes.append(f"{name}: {' or '.join(said)}" + ("" if "added" in said[0] else f" ({why})"))
+            if role == "mask" and any(f.made == "added" for _, f in self.forms.values()):
+                self.can.add("bias")
+        if self.like in ("sdpa", "torch-mha") and "mask" in self.forms:
+            self.can.add("bias")
+
+    def _form(
+        self, generator: torch.Generator, role: str, shapes: list[str], keeps: bool, documented: bool
+    ) -> tuple[Form | None, bool]:
+        """The first shape that is taken, as booleans, ones and zeros, or numbers to add; does it hide at all?"""
+        makes: tuple[str, ...] = ("bool", "01", "added")
+        if self.like == "hf" or self.role[role] == "attn_bias":
+            makes = ("added", "bool", "01")
+        elif self.like in ("sdpa", "torch-mha"):
+            makes = ("bool",)
+        elif documented:  # as a mask that is true or false
+            makes = ("bool", "01")
+        taken: list[Form] = []
+        for letters, s in [(one, S) for one in shapes] + [(one, T) for one in shapes]:
+            x = self.draw(generator, s=s)
+            keep = torch.ones(B, 1, x.t if letters in GENERAL else 1, x.s, dtype=torch.bool)
+            keep[..., 2] = False
+            for made in makes:
+                form = Form(letters, keeps, made)
+                if self._hides(x, keep, form, role) is not None:
+                    taken.append(form)
+            if taken:
+                break
+        if not taken:
+            return None, False
+        generator.manual_seed(5)
+        x = self.draw(generator, s=s)
+        keep = torch.ones(B, 1, x.t if taken[0].letters in GENERAL else 1, x.s, dtype=torch.bool)
+        keep[..., 2] = False
+        for form in taken:
+            turned = replace(form, keeps=not form.keeps)
+            if self._hides(x, keep, form, role) or (form.made != "added" and self._hides(x, keep, turned, role)):
+                return form, True
+        return taken[0], False
+
+    def _hides(self, x: Inputs, keep: Tensor, form: Form, role: str) -> bool | None:
+        """Does this form, hiding key 2 or all others, take its reach away? None where it isn't taken."""
+        feature = "mask" if role == "mask" else "padding"
+        before = self.forms.get(feature)
+        self.forms[feature] = (role, form)
+        moved = {n: _moved_at(getattr(x, n), 2) for n in (("key", "value") if "cross" in self.can else ("query", "key", "value"))}
+        try:
+            field = {"keep": keep} if feature == "mask" else {"padding": keep[:, 0, 0]}
+            a, b = self._attempt(replace(x, **field)), self._attempt(replace(x, **{**moved, **field}))
+        finally:
+            self.forms.pop(feature)
+            if before is not None:
+                self.forms[feature] = before
+        if a is None or b is None:
+            return None
+        rows = [i for i in range(x.t) if "cross" in self.can or i != 2]
+        return bool(torch.equal(a.out[..., rows, :].nan_to_num(), b.out[..., rows, :].nan_to_num()))
+
+
+def _moved(x: Tensor, entry: int) -> Tensor:
+    """The tensor with one batch entry changed."""
+    x = x.clone()
+    x[entry] += 1.0
+    return x
+
+
+def _moved_at(x: Tensor, position: int) -> Tensor:
+    """The tensor with one position changed, by another amount in each channel."""
+    x = x.clone()
+    x[..., position, :] += torch.linspace(-2, 3, x.shape[-1])
+    return x
+
+
+def _short(value: Any) -> str:
+    return "Namespace(...)" if isinstance(value, dict) and "__namespace__" in value else repr(value)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

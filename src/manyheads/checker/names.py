@@ -1,0 +1,144 @@
+"""What the names in other people's attention mean: a table, printed by `manyheads check --names`.
+
+A role is never guessed from which choice makes numbers agree, or a swap of queries and keys would pass.
+"""
+
+from __future__ import annotations
+
+import re
+
+# -- arguments of a constructor: the value that a name is given, where it has no default -----------
+
+WIDTH, HEADS, GROUPS, KEY_WIDTH, VALUE_WIDTH, CONTEXT, LENGTH, BATCH = 24, 4, 2, 6, 20, 16, 512, 3
+DROPOUT = 0.1  # given in place of a default too: it must have no effect in evaluation
+
+CONSTRUCTOR: dict[str, tuple[int | float | bool, tuple[str, ...]]] = {
+    "the model width": (WIDTH, ("embed_dim", "d_model", "dim", "hidden_size", "hidden", "hidden_dim", "n_embd",
+        "n_embed", "e", "embed_size", "emb_size", "emb_dim", "model_dim", "dim_model", "input_dim", "d_in", "in_dim",
+        "dim_in", "in_features", "width", "embedding_dim", "d_embed", "d_emb", "size", "features", "channels",
+        "embedding_size", "model_size", "input_size", "num_hiddens", "units", "query_dim", "q_dim", "d_x",
+        "x_input_dim", "d", "emb", "k")),
+    "the number of heads": (HEADS, ("num_heads", "n_heads", "heads", "n_head", "h", "nhead", "num_attention_heads",
+        "nheads", "n_h", "head_count", "number_of_heads", "attention_heads", "num_head")),
+    "the number of key heads": (GROUPS, ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "kv_heads", "n_groups",
+        "num_groups", "groups", "num_query_groups", "n_kv_head", "g")),
+    "the width of a head": (KEY_WIDTH, ("head_size", "head_dim", "dim_head", "d_head", "d_k", "key_dim", "dim_k",
+        "d_key", "qk_dim", "d_q", "dim_q", "d_qk", "dk", "key_size", "query_size", "head_width", "q_size")),
+    "the width of values or of the output": (VALUE_WIDTH, ("value_dim", "d_v", "dim_v", "d_value", "dv", "output_dim",
+        "d_out", "out_dim", "out_features", "dim_out", "value_size", "output_size", "v_dim", "final_output_dim")),
+    "the width of the other sequence": (CONTEXT, ("context_dim", "kv_dim", "cross_dim", "encoder_dim", "d_context",
+        "memory_dim", "y_input_dim", "d_y", "cross_attention_dim", "d_cross", "dim_context", "d_memory")),
+    "the longest text": (LENGTH, ("block_size", "max_len", "max_seq_len", "context_length", "max_length", "seq_len",
+        "max_position_embeddings", "n_ctx", "max_positions", "sequence_length", "max_seq_length", "ctx_len",
+        "context_size", "seq_length", "length", "n_positions", "max_sequence_length", "maxlen", "T")),
+    "the batch": (BATCH, ("batch_size", "batch")),
+    "dropout": (DROPOUT, ("dropout", "dropout_p", "p", "dropout_prob", "attn_dropout", "attention_dropout",
+        "resid_dropout", "proj_dropout", "drop", "p_drop", "dropout_rate", "drop_rate", "attn_drop", "proj_drop",
+        "attn_pdrop", "resid_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "p_dropout")),
+    "a bias": (True, ("bias", "qkv_bias", "use_bias", "add_bias", "attention_bias")),
+    "causal": (True, ("causal", "is_causal", "masked", "autoregressive", "use_causal_mask")),
+}  # fmt: skip
+
+GIVEN_ANYWAY = ("dropout", "causal")  # in place of a default
+
+# -- arguments of a call ---------------------------------------------------------------------------
+
+CALL: dict[str, tuple[str, ...]] = {
+    "query": ("query", "q", "queries", "x_q", "xq", "query_states", "tgt", "query_layer", "Q"),
+    "key": ("key", "k", "keys", "x_k", "xk", "key_states", "key_layer", "K"),
+    "value": ("value", "v", "values", "x_v", "xv", "value_states", "value_layer", "V"),
+    "x": ("x", "input", "inputs", "hidden_states", "hidden", "embeddings", "embedding", "src", "z", "tokens", "seq",
+          "sequence", "X", "features", "inp", "xs", "hidden_state", "embedded"),
+    "context": ("context", "memory", "y", "encoder_hidden_states", "encoder_output", "enc_out", "kv", "cond", "other",
+                "x_kv", "key_value_states", "encoder_outputs", "source", "encoder_out", "mem", "Y", "xc"),
+    "mask": ("mask", "attn_mask", "attention_mask", "src_mask", "att_mask", "masks", "tgt_mask", "keep", "visible",
+             "hidden_mask", "attn_bias"),
+    "padding": ("key_padding_mask", "padding_mask", "pad_mask", "src_key_padding_mask", "key_mask", "key_padding",
+                "src_padding_mask", "padding", "pad"),
+    "lengths": ("lengths", "valid_lens", "valid_len", "lens"),
+    "causal": ("causal", "is_causal", "masked", "use_causal_mask", "causal_mask", "use_causal"),
+    "weights": ("need_weights", "return_weights", "output_attentions", "return_attention", "return_attn",
+                "return_attn_weights", "need_attn", "return_attention_weights", "with_weights", "get_weights",
+                "return_att", "return_scores", "output_attention", "need_attention", "return_attention_scores",
+                "output_weights", "return_probs"),
+    "average": ("average_attn_weights",),
+    "scale": ("scale", "scaling", "softmax_scale", "sm_scale"),
+    "sink": ("sinks", "sink", "attention_sink", "attention_sinks", "sink_logits", "s_aux"),
+    "dropout": ("dropout", "dropout_p", "p", "dropout_prob", "p_dropout"),
+    "past": ("past", "past_key_value", "past_key_values", "layer_past", "past_kv", "kv_cache", "cache", "prev_kv"),
+    "use_cache": ("use_cache", "return_cache", "use_kv_cache"),
+    "grouped": ("enable_gqa",),
+    "module": ("module",),
+}  # fmt: skip
+
+# -- parameters: the first pattern that a path matches, taken from its end -------------------------
+
+Q = r"q|query|queries|wq|qs|toq|qproj|queryproj|qlinear|linearq|fcq|qw|projq|queryprojection|wquery|querylayer|tokeyq|qlin|lq|projquery|queryw|xq"
+K = Q.replace("queries", "keys").replace("query", "key").replace("q", "k").replace("tokeyk|", "")
+V = K.replace("keys", "values").replace("key", "value").replace("k", "v")
+O = (r"o|out|output|wo|toout|oproj|outproj|outputproj|olinear|outlinear|linearo|linearout|fco|fcout|proj|projection|"
+     r"cproj|dense|fc|outprojection|outputprojection|wout|woutput|outputlayer|outputlinear|unify|unifyheads|mix|"
+     r"final|finallinear|linear|projo|projout|combine|combineheads|lo|outlin|ow|concat|wconcat|finalproj")  # fmt: skip
+QKV = r"qkv|inproj|cattn|wqkv|toqkv|querykeyvalue|qkvproj|projqkv|inprojection|qkvprojection|qkvlinear|qkvlayer|qkvlin|qkvw|linearqkv|packed"
+KV = r"kv|tokv|wkv|kvproj|keyvalue|kvlinear|projkv|linearkv"
+
+PARAMETERS: dict[str, re.Pattern[str]] = {
+    role: re.compile(rf"(?:{words})")
+    for role, words in (("qkv", QKV), ("kv", KV), ("q", Q), ("k", K), ("v", V), ("o", O))
+}
+
+
+def argument(name: str) -> str | None:
+    """What an argument of a call means, or None."""
+    for role, names in CALL.items():
+        if name in names:
+            return role
+    return None
+
+
+def constructed(name: str) -> tuple[str, int | float | bool] | None:
+    """What a constructor's argument means and the value it is given, or None."""
+    for what, (value, names) in CONSTRUCTOR.items():
+        if name in names:
+            return what, value
+    return None
+
+
+def parameter(path: str) -> tuple[str, str, int | None] | None:
+    """(role, "weight" or "bias", head) of a parameter by its path, or None.
+
+    `heads.2.query.weight` is ("q", "weight", 2); `W_o` ("o", "weight", None); `b_q` ("q", "bias", None).
+    """
+    parts = path.split(".")
+    part = "weight"
+    if parts[-1] in ("weight", "bias"):
+        part = parts.pop()
+    numbers = [int(p) for p in parts if p.isdigit()]
+    words = [p for p in parts if not p.isdigit()]
+    if not words:
+        return None
+    trailing = parts and parts[-1].isdigit()
+    for place in range(len(words) - 1, -1, -1):
+        word = words[place].lower()
+        if word in ("linear", "lin", "layer", "proj", "net", "0") and place > 0 and len(words) > 1:
+            continue  # query.linear.weight: its owner says what it is
+        here = part
+        for start in ("b_", "bias_"):
+            if word.startswith(start):
+                word, here = word.removeprefix(start), "bias"
+        for end in ("_bias", "_b", "bias"):
+            if word.endswith(end) and word != end:
+                word, here = word.removesuffix(end), "bias"
+        for end in ("_weight", "_weights", "_w"):
+            word = word.removesuffix(end)
+        if word.startswith("w_"):
+            word = word.removeprefix("w_")
+        plain = word.replace("_", "").replace("-", "")
+        for role, pattern in PARAMETERS.items():
+            if pattern.fullmatch(plain):
+                # The number of a head stands before its name; a number after it is a layer in a Sequential,
+                # or a list with a layer for each head.
+                after = trailing and place == len(words) - 1
+                head = numbers[0] if numbers and (not after or role not in ("o", "qkv")) else None
+                return role, here, head
+    return None

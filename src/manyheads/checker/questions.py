@@ -1,0 +1,857 @@
+"""What is asked of a candidate: one function a question, in the order of the report.
+
+A question returns `Check`s. Values are compared with the recipe in float64 on the candidate's own weights;
+what can be asked without knowing the right values (who reaches whom, what repeats) is asked by moving
+inputs. Nothing here knows of mistakes: `diagnosis` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.checker.candidate import Candidate, Odd
+from manyheads.checker.process import Process
+from manyheads.checker.recipe import Found, Inputs, Recipe, allowed, distance, exact
+from manyheads.checker.subject import Trouble
+
+DRAWS = 20  # inputs that values are compared on
+GROWTH = (256, 512, 1024, 2048)  # tokens that memory is measured at
+LOST = ("timeout", "memory", "crash", "protocol")  # troubles after which the candidate's process is gone
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question's answer. `status`: "passed", "failed", "not applicable" or "could not be checked"."""
+
+    name: str
+    status: str
+    reason: str = ""
+    error: float | None = None
+    allowed: float | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a candidate answered, and what was right."""
+
+    scenario: str
+    x: Inputs
+    found: Found
+
+    @cached_property
+    def wide(self) -> Inputs:
+        """The same numbers in float64."""
+        return self.x.to(torch.float64)
+
+
+def passed(name: str, reason: str = "", error: float | None = None, most: float | None = None) -> Check:
+    return Check(name, "passed", reason, error, most)
+
+
+def failed(name: str, reason: str, error: float | None = None, most: float | None = None) -> Check:
+    return Check(name, "failed", reason, error, most)
+
+
+def skipped(name: str, reason: str) -> Check:
+    return Check(name, "not applicable", reason)
+
+
+Question = Callable[[Candidate], Iterator[Check]]
+QUESTIONS: list[tuple[str, Question]] = []
+
+
+def question(name: str) -> Callable[[Question], Question]:
+    def add(ask: Question) -> Question:
+        QUESTIONS.append((name, ask))
+        return ask
+
+    return add
+
+
+def ask_all(c: Candidate, progress: Callable[[str], None] = lambda name: None) -> list[Check]:
+    """All answers; a call that raises fails its question, and one that ends the process ends the asking."""
+    checks: list[Check] = []
+    gone = ""
+    for name, ask in QUESTIONS:
+        progress(name)
+        if gone:
+            checks.append(Check(name, "could not be checked", f"its process had ended: {gone}"))
+            continue
+        try:
+            checks += ask(c)
+        except Odd as error:
+            checks.append(failed(name, f"{error}."))
+        except Trouble as error:
+            checks.append(failed(name, str(error)))
+            if error.kind in LOST:
+                gone = f"{error}".rstrip(".") + "."
+    return checks
+
+
+# -- scenarios -------------------------------------------------------------------------------------
+
+
+def some_keys(g: torch.Generator, b: int, t: int, s: int) -> Tensor:
+    """A mask `[b, 1, t, s]`, every row with a key to see, and not the same for each query."""
+    keep = torch.rand(b, 1, t, s, generator=g) < 0.6
+    keep[..., 0] |= ~keep.any(-1)
+    keep.diagonal(dim1=-2, dim2=-1)[:] = True  # so that causal rows see something too
+    return keep
+
+
+def some_padding(g: torch.Generator, b: int, s: int) -> Tensor:
+    """Padding `[b, s]` of different lengths, the first token always there."""
+    lengths = torch.randint(1, s + 1, (b,), generator=g)
+    lengths[0] = max(1, s - 2)
+    return torch.arange(s) < lengths[:, None]
+
+
+def scenarios(c: Candidate, seed: int, s: int = 7, t: int = 5, b: int = 3) -> dict[str, Inputs]:
+    """One input for each way in which the candidate can be called."""
+    g = torch.Generator().manual_seed(seed)
+    x = c.draw(g, b, t, s)
+    found = {"plain": x}
+    if "causal" in c.can and not c.causal:
+        found["causal"] = replace(c.draw(g, b, t), causal=True)
+        if c.like in ("sdpa", "attention") and "cross" in c.can:
+            y = c.draw(g, b, t, s)
+            found["causal, longer keys"] = replace(y, causal=True, offset=0 if c.like == "sdpa" else s - t)
+            one = c.draw(g, b, 1, s)
+            found["causal, one query"] = replace(one, causal=True, offset=0 if c.like == "sdpa" else s - 1)
+    if c.causal and "cross" in c.can:
+        found["one query"] = c.draw(g, b, 1, s)
+    if "mask" in c.can:
+        found["mask"] = masked(c, c.draw(g, b, t, s), g)
+        if "causal" in c.can and not c.causal and c.like != "sdpa":
+            found["mask, causal"] = replace(masked(c, c.draw(g, b, t), g), causal=True)
+    if "keys" in c.can:
+        x = c.draw(g, b, t, s)
+        found["keys"] = replace(x, padding=some_padding(g, b, x.s))
+        if "causal" in c.can and not c.causal and c.like != "sdpa":
+            x = c.draw(g, b, t)
+            found["keys, causal"] = replace(x, padding=some_padding(g, b, x.s), causal=True)
+    if "padding" in c.can:
+        x = c.draw(g, b, t, s)
+        found["padding"] = replace(x, padding=some_padding(g, b, x.s))
+        if "mask" in c.can:
+            x = c.draw(g, b, t, s)
+            both = masked(c, replace(x, padding=some_padding(g, b, x.s)), g)
+            assert both.keep is not None
+            both.keep[..., 0] = True
+            found["mask, padding"] = both
+    if "weights" in c.can and not c.always_weights:
+        found |= {f"{name}, weights": replace(x, weights=True) for name, x in list(found.items())}
+    if "bias" in c.can:
+        x = c.draw(g, b, t, s)
+        found["added"] = replace(x, bias=torch.randn(x.t, x.s, generator=g))
+    if "scale" in c.can:
+        found["scale"] = replace(c.draw(g, b, t, s), scale=0.3)
+    if c.weights is None and c.like in ("hf",) or "grouped" in c.role:
+        found["grouped"] = c.draw(g, b, t, s, groups=2)
+    return found
+
+
+def masked(c: Candidate, x: Inputs, g: torch.Generator) -> Inputs:
+    keep = some_keys(g, x.query.shape[0], x.t, x.s)
+    if c.forms["mask"][1].letters in ("ts", "1ts"):
+        keep = keep[:1].expand_as(keep).clone()
+    if c.causal:
+        keep[..., 0] = True
+    return replace(x, keep=keep)
+
+
+def gather(c: Candidate, seeds: range) -> list[Evidence]:
+    """What the candidate answers in each scenario, where it answers at all."""
+    found = []
+    for seed in seeds:
+        t = 5 + seed % 2
+        for name, x in scenarios(c, seed, s=t if seed % 3 == 0 else t + 2 + seed % 2, t=t).items():
+            try:
+                found.append(Evidence(name, x, c.run(x, strict=False)))
+            except Odd:
+                continue
+            except Trouble as error:
+                if error.kind in LOST:
+                    raise
+    return found
+
+
+def weights_of(found: Found, like: Tensor | None, c: Candidate) -> Tensor | None:
+    """The right weights in the form the candidate gives them: per head, or averaged where that is its way."""
+    if found.weights is None or like is None:
+        return None
+    if like.shape[1] == 1 and found.weights.shape[1] > 1 and not c.says_heads:
+        return found.weights.mean(1, keepdim=True)
+    return found.weights
+
+
+def apart(c: Candidate, x: Inputs, got: Found, right: Found) -> tuple[float, float, str]:
+    """(error, what rounding allows, of what): of the output, or of the weights if these are further off."""
+    most = allowed(c.weights, x)
+    error = distance(got.out, right.out)
+    want = weights_of(right, got.weights, c)
+    if want is not None and got.weights is not None:
+        off = distance(got.weights, want)
+        room = 1e-5 + 40 * torch.finfo(x.query.dtype).eps * (1 + float(x.query.abs().max()) ** 2)
+        if off > room and not error > most:
+            return off, room, "weights"
+    return error, most, "output"
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+@question("shapes")
+def shapes(c: Candidate) -> Iterator[Check]:
+    g = torch.Generator().manual_seed(3)
+    for b, t, s in ((3, 5, 7), (2, 7, 7), (1, 9, 3)):
+        x = c.draw(g, b, t, s)
+        got = c.run(x)
+        if "weights" in c.can:
+            got = c.run(replace(x, weights=True))
+            if got.weights is None:
+                yield failed("shapes", "its weights were asked for, and none came back.")
+                return
+            if got.weights.shape[1] == 1 and c.heads > 1 and c.says_heads:
+                yield failed("shapes", f"weights of {c.heads} heads were asked for, and one average came back.")
+                return
+    yield passed("shapes")
+
+
+@question("values")
+def values(c: Candidate) -> Iterator[Check]:
+    groups: dict[str, list[tuple[float, float, str, str, Inputs]]] = {}
+    packed = False
+    for seed in range(100, 100 + DRAWS):
+        t, s, b = 1 + seed % 6, 2 + seed % 7, 1 + seed % 3
+        for name, x in scenarios(c, seed, s, t, b).items():
+            if name not in ("plain", "causal") and seed >= 106:
+                continue
+            first = name.partition(",")[0]
+            try:
+                got = c.run(x)
+            except Odd as odd:
+                groups.setdefault(first, []).append((math.inf, 0.0, f"{odd}", name, x))
+                continue
+            except Trouble as error:
+                if error.kind in LOST:
+                    raise
+                groups.setdefault(first, []).append((math.inf, 0.0, str(error).rstrip("."), name, x))
+                continue
+            error, most, of = apart(c, x, got, exact(c.weights, x))
+            if error > most and not packed and c.repack():
+                again = apart(c, x, got, exact(c.weights, x))
+                if again[0] > again[1]:
+                    c.repack()
+                else:
+                    error, most, of = again
+                    c.notes.append("packed weights lie as [head, (q, k, v), d]")
+            packed = True
+            groups.setdefault(first, []).append((error, most, of, name, x))
+    called = {"plain": "values", "causal": "causal mask", "mask": "mask", "keys": "mask of keys", "padding": "padding",
+              "added": "added bias", "scale": "scale", "grouped": "grouped heads", "one query": "one query"}  # fmt: skip
+    for first, name in called.items():
+        if first not in groups:
+            continue
+        wrong = [one for one in groups[first] if not one[0] <= one[1]]
+        if not wrong:
+            error, most, *_ = max(groups[first], key=lambda one: one[0] / max(one[1], 1e-300))
+            yield passed(name, f"{len(groups[first])} inputs", error, most)
+            continue
+        error, most, of, scenario, x = min(wrong, key=lambda one: one[4].query.numel() + one[4].key.numel())
+        if of in ("output", "weights"):
+            x = smallest(c, x)
+            error, most, of = apart(c, x, c.run(x), exact(c.weights, x))
+            reason = (f"the {of} differ{'s' if of == 'output' else ''} in {len(wrong)} of {len(groups[first])} inputs "
+                      f"({scenario}); the smallest has b = {x.query.shape[0]}, t = {x.t}, s = {x.s}.")  # fmt: skip
+        else:
+            reason = f"{of}."
+        yield failed(name, reason, error, most)
+
+
+def smallest(c: Candidate, x: Inputs) -> Inputs:
+    """The input cut down, batch entries, queries and keys one after the other, while it still fails."""
+
+    def fails(y: Inputs) -> bool:
+        try:
+            error, most, _ = apart(c, y, c.run(y), exact(c.weights, y))
+        except (Odd, Trouble) as problem:
+            if isinstance(problem, Trouble) and problem.kind in LOST:
+                raise
+            return False
+        return not error <= most
+
+    again = True
+    while again:
+        again = False
+        for axis in ("batch", "tokens", "queries", "keys"):
+            while (y := cut(c, x, axis)) is not None and fails(y):
+                x, again = y, True
+    return x
+
+
+def cut(c: Candidate, x: Inputs, axis: str) -> Inputs | None:
+    """One batch entry, query or key less, the last; None where there is only one, or it has no such axis."""
+    crossed = "cross" in c.can
+    if axis == "batch":
+        if x.query.shape[0] == 1:
+            return None
+        return replace(x, **{n: y[:-1] for n, y in x.tensors().items() if n not in ("sink", "bias") and y.shape[0] > 1})
+    queries, keys = (axis in ("tokens", "queries"), axis in ("tokens", "keys"))
+    if axis == "tokens" and crossed or axis != "tokens" and not crossed:
+        return None
+    if (queries and x.t == 1) or (keys and x.s == 1):
+        return None
+    y = replace(x)
+    if queries:
+        y = replace(y, query=y.query[..., :-1, :])
+    if keys:
+        y = replace(y, key=y.key[..., :-1, :], value=y.value[..., :-1, :])
+        y = replace(y, padding=None if y.padding is None else y.padding[..., :-1])
+    for name in ("keep", "bias"):
+        z = getattr(y, name)
+        if z is not None:
+            y = replace(y, **{name: z[..., : z.shape[-2] - queries, : z.shape[-1] - keys]})
+    if x.causal and c.like != "sdpa" and x.offset == x.s - x.t:
+        y = replace(y, offset=y.s - y.t)
+    if y.keep is not None and not bool(y.keep.any(-1).all()) or y.padding is not None and not bool(y.padding.any(-1).all()):
+        return None
+    return y
+
+
+@question("gradients")
+def gradients(c: Candidate) -> Iterator[Check]:
+    name = "gradients"
+    x = scenarios(c, 7)["causal" if "causal" in c.can and not c.causal else "plain"]
+    call = c.call(x)
+    slots = c.slots(call)
+    right, plain = _gradients(c, x, torch.float64), _gradients(c, x, torch.float32)
+    cotangent = right.pop("cotangent")
+    plain.pop("cotangent")
+    shaped = c.subject.call(call).output
+    parts = list(shaped.values()) if isinstance(shaped, dict) else shaped
+    first = next(p for p in (parts if isinstance(parts, list | tuple) else [parts]) if isinstance(p, Tensor))
+    seed = cotangent.reshape(first.shape) if c.layout == "batch" or first.dim() != 3 or c.weights is None else cotangent.mT.mT
+    if c.layout == "sequence" and c.weights is not None:
+        seed = cotangent.transpose(0, 1)
+    elif c.weights is None and tuple(first.shape) != tuple(cotangent.shape):
+        seed = cotangent.transpose(1, 2) if first.dim() == 4 else cotangent.reshape(first.shape)
+    answer = c.answer(x, grads=tuple(dict.fromkeys(slots.values())), cotangent=seed.to(torch.float32).contiguous())
+    paths = {"query": slots.get("query", slots.get("x")), "key": slots.get("key", slots.get("context")), "value": slots.get("value")}
+    worst = (0.0, 1.0, "")
+    shared: dict[str, list[str]] = {}
+    for role, path in paths.items():
+        if path is not None:
+            shared.setdefault(path, []).append(role)
+    if "cross" not in c.can and len(shared) == 1:
+        shared = {path: ["query", "key", "value"] for path in shared}
+    elif c.like == "cross":
+        shared = {path: (["key", "value"] if roles == ["key"] else roles) for path, roles in shared.items()}
+    for path, roles in shared.items():
+        got = answer.grads.get(path)
+        want = sum(right[role] for role in roles)
+        low = sum(plain[role] for role in roles)
+        assert isinstance(want, Tensor) and isinstance(low, Tensor)
+        if got is None:
+            yield failed(name, f"no gradient reaches {' and '.join(roles)}.")
+            return
+        got = got.transpose(0, 1) if c.layout == "sequence" and c.weights is not None else got
+        if c.weights is None and got.shape != want.shape:
+            got = got.transpose(1, 2) if c.cut == "[b, t, h, d]" else got.reshape(want.shape)
+        error = distance(got, want)
+        most = 8 * distance(low, want) + 64 * torch.finfo(torch.float32).eps * (1 + float(want.abs().max())) * 4
+        if error / most > worst[0] / worst[1]:
+            worst = (error, most, " and ".join(roles))
+    missing = [path for path, grad in answer.weight_grads.items() if grad is None and c.weights is not None and
+               path in {p.path for parts in c.projections.weight.values() for p in parts}]  # fmt: skip
+    if missing:
+        yield failed(name, f"no gradient reaches {', '.join(missing)}.")
+    elif worst[0] > worst[1]:
+        yield failed(name, f"the gradient of {worst[2]} differs.", worst[0], worst[1])
+    else:
+        yield passed(name, "", worst[0], worst[1])
+
+
+def _gradients(c: Candidate, x: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+    recipe = Recipe(None if c.weights is None else c.weights.to(dtype), x.query.dtype)
+    y = x.to(dtype)
+    leaves = [z.detach().clone().requires_grad_() for z in (y.query, y.key, y.value)]
+    out = recipe(replace(y, query=leaves[0], key=leaves[1], value=leaves[2])).out
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(dtype)
+    grads = torch.autograd.grad(out, leaves, cotangent)
+    return dict(zip(("query", "key", "value"), grads, strict=True)) | {"cotangent": cotangent}
+
+
+# -- who reaches whom ------------------------------------------------------------------------------
+
+
+def moved(x: Inputs, position: int, c: Candidate, to: float | None = None) -> Inputs:
+    """The input with one key's content changed (and, where queries are the same tokens, that query's)."""
+    fields = ("key", "value") if "cross" in c.can else ("query", "key", "value")
+    found = {}
+    for name in fields:
+        y = getattr(x, name).clone()
+        change = torch.linspace(-2, 3, y.shape[-1]) if to is None else torch.full((y.shape[-1],), to)
+        y[..., position, :] = y[..., position, :] + change
+        found[name] = y
+    if "cross" not in c.can:
+        found = dict.fromkeys(fields, found["query"])
+    return replace(x, **found)
+
+
+@question("causality")
+def causality(c: Candidate) -> Iterator[Check]:
+    name = "causality"
+    if "causal" not in c.can:
+        yield skipped(name, "it isn't causal, and can't be asked to be")
+        return
+    g = torch.Generator().manual_seed(11)
+    x = c.draw(g, 2, 6)
+    x = replace(x, causal=True, offset=0)
+    asked = [x, replace(x, weights=True)] if "weights" in c.can else [x]
+    for y in asked:
+        before = c.run(y)
+        for j in range(1, 6):
+            after = c.run(moved(y, j, c))
+            for i in range(j):
+                row, other = before.out[..., i, :], after.out[..., i, :]
+                if not torch.equal(row.nan_to_num(), other.nan_to_num()):
+                    error = distance(row, other)
+                    if error <= 1e-6 * (1 + float(row.abs().max())):
+                        continue
+                    when = " when weights are asked for" if y.weights and not x.weights else ""
+                    yield failed(name, f"query {i} sees key {j}, which is its future{when}.", error, 0.0)
+                    return
+    yield passed(name, "a change of key j moves no query before it", 0.0, 0.0)
+
+
+@question("hidden keys")
+def hidden_keys(c: Candidate) -> Iterator[Check]:
+    name = "hidden keys"
+    which = [one for one in ("padding", "keys", "mask") if one in c.can]
+    if not which:
+        yield skipped(name, "it takes no mask")
+        return
+    g = torch.Generator().manual_seed(12)
+    leaks_nan = False
+    for one in which:
+        x = c.draw(g, 2, 5, 7)
+        j = x.s - 1
+        if one == "mask":
+            keep = torch.ones(2, 1, x.t, x.s, dtype=torch.bool)
+            keep[..., j] = False
+            x = replace(x, keep=keep)
+        else:
+            x = replace(x, padding=torch.arange(x.s).expand(2, -1) < j)
+        before = c.run(x)
+        rows = [i for i in range(x.t) if "cross" in c.can or i != j]
+        after = c.run(moved(x, j, c))
+        a, b = before.out[..., rows, :], after.out[..., rows, :]
+        error = distance(a.nan_to_num(), b.nan_to_num())
+        if error > 1e-6 * (1 + float(a.nan_to_num().abs().max())):
+            i = next(i for i in rows if distance(before.out[..., i, :].nan_to_num(), after.out[..., i, :].nan_to_num()) > 0)
+            what = {"padding": "padding", "keys": "the mask", "mask": "the mask"}[one]
+            yield failed(name, f"query {i} sees key {j}, which {what} hides.", error, 0.0)
+            return
+        poisoned = c.run(moved(x, j, c, math.nan)).out[..., rows, :]
+        leaks_nan |= bool(poisoned.isnan().any() and not a.isnan().any())
+    said = "what a hidden key holds moves no query"
+    if leaks_nan:
+        said += "; a NaN there does, as in plain PyTorch (0 · NaN)"
+    yield passed(name, said, 0.0, 0.0)
+
+
+@question("permutation")
+def permutation(c: Candidate) -> Iterator[Check]:
+    name = "permutation"
+    if c.causal:
+        yield skipped(name, "it is causal, so order matters")
+        return
+    g = torch.Generator().manual_seed(13)
+    x = c.draw(g, 2, 5, 7)
+    order = torch.randperm(x.s, generator=g)
+    if "cross" in c.can:
+        y = replace(x, key=x.key[..., order, :], value=x.value[..., order, :])
+        want = c.run(x).out
+        said = "the order of keys doesn't matter"
+    else:
+        y = replace(x, query=x.query[..., order, :], key=x.key[..., order, :], value=x.value[..., order, :])
+        want = c.run(x).out[..., order, :]
+        said = "permuted tokens give permuted outputs"
+    error, most = distance(c.run(y).out, want), 2 * allowed(c.weights, x)
+    if error <= most:
+        yield passed(name, said, error, most)
+    else:
+        yield failed(name, "without a mask or positions, " + (
+            "another order of keys changes the output." if "cross" in c.can else
+            "permuted tokens must give permuted outputs, and don't."), error, most)  # fmt: skip
+
+
+@question("batch entries")
+def batch_entries(c: Candidate) -> Iterator[Check]:
+    name = "batch entries"
+    if c.cut == "[t, d]":
+        yield skipped(name, "it takes one sequence")
+        return
+    g = torch.Generator().manual_seed(14)
+    x = c.draw(g, 3, 5, 7)
+    before = c.run(x)
+    other = c.draw(g, 3, 5, 7)
+    mixed = {}
+    for field in ("query", "key", "value"):
+        y = getattr(x, field).clone()
+        y[0] = getattr(other, field)[0]
+        mixed[field] = y
+    if "cross" not in c.can:
+        mixed = dict.fromkeys(mixed, mixed["query"])
+    elif c.like == "cross":
+        mixed["value"] = mixed["key"]
+    after = c.run(replace(x, **mixed))
+    error, most = distance(before.out[1:], after.out[1:]), allowed(c.weights, x)
+    if error <= most:
+        yield passed(name, "entries don't reach each other", error, most)
+    else:
+        yield failed(name, "a change in batch entry 0 changes the others.", error, most)
+
+
+@question("heads")
+def heads(c: Candidate) -> Iterator[Check]:
+    name = "heads"
+    if c.heads == 1:
+        yield skipped(name, "it has one head")
+        return
+    g = torch.Generator().manual_seed(15)
+    x = c.draw(g, 2, 5, 7)
+    if c.weights is None:
+        y = replace(x, query=torch.cat((x.query[:, :1] + 1, x.query[:, 1:]), 1))
+        error, most = distance(c.run(x).out[:, 1:], c.run(y).out[:, 1:]), allowed(None, x)
+        said = "a change of head 0's queries"
+    else:
+        yield from _heads_by_weights(c, x)
+        return
+    yield passed(name, "heads don't reach each other", error, most) if error <= most else failed(
+        name, f"{said} changes other heads.", error, most)  # fmt: skip
+
+
+def _heads_by_weights(c: Candidate, x: Inputs) -> Iterator[Check]:
+    """Other query weights for head 0 may move the output only along what the output weights take from head 0."""
+    name = "heads"
+    assert c.weights is not None
+    o = c.weights.weight.get("o")
+    n = c.weights.weight["v"].shape[0] // c.weights.groups  # width of a head's values
+    rows = c.weights.weight["q"].shape[0] // c.weights.heads
+    path = c.projections.weight["q"][0]
+    if o is None or n >= o.shape[0] or path.axes or path.rows or path.turned or len(c.projections.weight["q"]) > 1:
+        yield skipped(name, "its heads can't be told apart in its output")
+        return
+    before = c.run(x)
+    held = c.held[path.path]
+    other = held.clone()
+    other[:rows] = held[:rows].flip(0) * 1.5
+    c.subject.load({path.path: other})
+    try:
+        after = c.run(x)
+    finally:
+        c.subject.load({path.path: held})
+    change = (after.out - before.out).to(torch.float64).flatten(0, -2).mT  # [e, n]
+    basis = torch.linalg.qr(o[:, :n].to(torch.float64)).Q
+    rest = float((change - basis @ (basis.mT @ change)).abs().max())
+    most = 4 * allowed(c.weights, x)
+    if rest <= most:
+        yield passed(name, "heads don't reach each other", rest, most)
+    else:
+        yield failed(name, "other query weights in head 0 change what other heads give.", rest, most)
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+@question("rows sum to one")
+def rows_sum(c: Candidate) -> Iterator[Check]:
+    name = "rows sum to one"
+    if "weights" not in c.can:
+        yield skipped(name, "it returns no weights")
+        return
+    worst = 0.0
+    for scenario, x in scenarios(c, 17).items():
+        got = c.run(replace(x, weights=True))
+        if got.weights is None:
+            yield failed(name, "its weights were asked for, and none came back.")
+            return
+        if bool((got.weights < -1e-6).any()):
+            yield failed(name, f"a weight is negative ({scenario}).", float(-got.weights.min()), 0.0)
+            return
+        worst = max(worst, distance(got.weights.sum(-1), torch.ones_like(got.weights[..., 0])))
+        if worst > 1e-4 and x.sink is None:
+            yield failed(name, f"the weights of a query sum to {float(got.weights.sum(-1).flatten()[0]):.4g} ({scenario}).", worst, 1e-4)
+            return
+    yield passed(name, "with a sink, less than one" if "sink" in c.role else "", worst, 1e-4)
+
+
+@question("empty rows")
+def empty_rows(c: Candidate) -> Iterator[Check]:
+    name = "empty rows"
+    x = emptied(c, 18)
+    if x is None:
+        yield skipped(name, "it takes no mask that could hide every key of a query")
+        return
+    got = c.run(x)
+    hidden = x.padding is not None
+    row = got.out[0] if hidden else got.out[0, ..., 1, :]
+    want = exact(c.weights, x).out
+    want = want[0] if hidden else want[0, ..., 1, :]
+    if bool(row.isnan().any()):
+        yield failed(name, "a query that may attend to nothing gives NaN: it should attend to nothing, with weights of 0.")
+    elif distance(row, want) > allowed(c.weights, x):
+        yield failed(name, "a query that may attend to nothing attends to what is hidden: its weights should be 0.",
+                     distance(row, want), allowed(c.weights, x))  # fmt: skip
+    else:
+        yield passed(name, "weights of 0", distance(row, want), allowed(c.weights, x))
+
+
+def emptied(c: Candidate, seed: int) -> Inputs | None:
+    """Inputs whose first sequence, or its second query, may attend to nothing."""
+    g = torch.Generator().manual_seed(seed)
+    x = c.draw(g, 2, 5, 7)
+    if "mask" in c.can:
+        keep = torch.ones(2, 1, x.t, x.s, dtype=torch.bool)
+        one = c.forms["mask"][1].letters in ("ts", "1ts")
+        keep[slice(None) if one else 0, :, 1] = False
+        return replace(x, keep=keep)
+    if "padding" in c.can or "keys" in c.can:
+        padding = torch.ones(2, x.s, dtype=torch.bool)
+        padding[0] = False
+        return replace(x, padding=padding)
+    return None
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+@question("large scores")
+def large_scores(c: Candidate) -> Iterator[Check]:
+    name = "large scores"
+    x = large(c, 19)
+    got = c.run(x)
+    if not bool(got.out.isfinite().all()):
+        yield failed(name, "scores of some hundreds give NaN or infinity: the softmax overflows.", math.inf, 0.0)
+        return
+    error, most = distance(got.out, exact(c.weights, x).out), 4 * allowed(c.weights, x)
+    if error <= most:
+        yield passed(name, "scores of some hundreds", error, most)
+    else:
+        yield failed(name, "with scores of some hundreds the output differs.", error, most)
+
+
+def large(c: Candidate, seed: int) -> Inputs:
+    """Inputs whose largest score is about 300: e^300 is beyond float32."""
+    x = c.draw(torch.Generator().manual_seed(seed), 2, 5, 7)
+    recipe = Recipe(c.weights)
+    recipe(x)
+    by = (300 / float((recipe.raw * recipe.scale()).abs().max())) ** 0.5
+    fields = {n: getattr(x, n) * by for n in (("query", "key") if c.weights is None else ("query", "key", "value"))}
+    if "cross" not in c.can:
+        fields = dict.fromkeys(("query", "key", "value"), fields["query"])
+    elif c.like == "cross":
+        fields["value"] = fields["key"]
+    return replace(x, **fields)
+
+
+def _half(c: Candidate, dtype: torch.dtype) -> Iterator[Check]:
+    name = str(dtype).removeprefix("torch.")
+    x = c.draw(torch.Generator().manual_seed(20), 2, 5, 7).to(dtype)
+    if "mask" in c.can:
+        x = masked(c, x, torch.Generator().manual_seed(21))
+    weights = None if c.weights is None else c.weights.to(dtype)
+    right = exact(weights, x)
+    plain = Recipe(weights, dtype)(x)
+    try:
+        got = c.run(x, dtype=dtype)
+    except Trouble as error:
+        if error.kind in LOST:
+            raise
+        yield Check(name, "could not be checked", f"{error}".rstrip(".") + ".")
+        return
+    error, loss = distance(got.out, right.out), distance(plain.out, right.out)
+    most = 4 * loss + allowed(weights, x)
+    said = f"plain PyTorch loses {loss:.2g}"
+    if error <= most:
+        yield passed(name, said, error, most)
+    else:
+        yield failed(name, f"it loses far more than rounding explains; {said}.", error, most)
+
+
+@question("float16")
+def float16(c: Candidate) -> Iterator[Check]:
+    yield from _half(c, torch.float16)
+
+
+@question("bfloat16")
+def bfloat16(c: Candidate) -> Iterator[Check]:
+    yield from _half(c, torch.bfloat16)
+
+
+# -- how it behaves --------------------------------------------------------------------------------
+
+
+@question("determinism")
+def determinism(c: Candidate) -> Iterator[Check]:
+    name = "determinism"
+    x = c.draw(torch.Generator().manual_seed(22), 2, 5, 7)
+    a, b = c.run(x, seed=1), c.run(x, seed=1)
+    if distance(a.out, b.out):
+        yield failed(name, "the same call with the same seed gives two outputs.", distance(a.out, b.out), 0.0)
+    else:
+        yield passed(name, "the same seed gives the same bits", 0.0, 0.0)
+
+
+@question("training and evaluation")
+def training(c: Candidate) -> Iterator[Check]:
+    name = "training and evaluation"
+    x = c.draw(torch.Generator().manual_seed(23), 2, 6, 8)
+    outs = [c.run(x, seed=seed).out for seed in (1, 2, 3)]
+    spread = max(distance(outs[0], one) for one in outs)
+    if spread:
+        yield failed(name, "in evaluation its output depends on the random seed: dropout is left on.", spread, 0.0)
+        return
+    trained = c.run(x, seed=1, training=True)
+    if not bool(trained.out.isfinite().all()):
+        yield failed(name, "in training its output isn't finite.")
+        return
+    yield passed(name, "evaluation draws nothing" + ("" if distance(trained.out, outs[0]) else ", nor does training"), 0.0, 0.0)
+
+
+@question("non-contiguous inputs")
+def strided(c: Candidate) -> Iterator[Check]:
+    name = "non-contiguous inputs"
+    x = c.draw(torch.Generator().manual_seed(24), 2, 5, 7)
+
+    def turned(y: Tensor) -> Tensor:
+        return y.mT.contiguous().mT
+
+    def spread(y: Tensor) -> Tensor:
+        return torch.stack((y, y), -1).flatten(-2)[..., ::2]
+
+    before = c.run(x).out
+    worst = 0.0
+    for change in (turned, spread):
+        y = {n: change(getattr(x, n)) for n in ("query", "key", "value")}
+        if "cross" not in c.can:
+            y = dict.fromkeys(y, y["query"])
+        worst = max(worst, distance(c.run(replace(x, **y)).out, before))
+    most = allowed(c.weights, x)
+    yield passed(name, "", worst, most) if worst <= most else failed(
+        name, "the same numbers with other strides give another output.", worst, most)  # fmt: skip
+
+
+@question("sizes of one")
+def ones(c: Candidate) -> Iterator[Check]:
+    name = "sizes of one"
+    worst = (0.0, 1.0)
+    for b, t, s in ((1, 1, 1), (1, 4, 1), (3, 1, 6), (1, 6, 6)):
+        x = c.draw(torch.Generator().manual_seed(25), b, t, s)
+        got = c.run(x)
+        error, most = distance(got.out, exact(c.weights, x).out), allowed(c.weights, x)
+        if not error <= most and error / most > worst[0] / worst[1]:
+            worst = (error, most)
+            yield failed(name, f"with b = {b}, t = {x.t}, s = {x.s} the output differs.", error, most)
+            return
+    yield passed(name)
+
+
+@question("state")
+def state(c: Candidate) -> Iterator[Check]:
+    name = "state"
+    changed: dict[str, None] = {}
+    for x in scenarios(c, 26).values():
+        answer = c.answer(x)
+        changed |= dict.fromkeys(answer.changed)
+    if changed:
+        yield failed(name, f"a call changed {', '.join(changed)}.")
+    else:
+        yield passed(name, "a call changes no argument, seed, default dtype, thread count or grad mode")
+
+
+@question("cache")
+def cached(c: Candidate) -> Iterator[Check]:
+    name = "cache"
+    if "past" not in c.can or "x" not in c.role:
+        yield skipped(name, "it takes no cache of earlier keys that comes back from a call")
+        return
+    x = c.draw(torch.Generator().manual_seed(27), 2, 6)
+    whole = c.run(x).out
+    past: Any = None
+    steps = []
+    for i in range(6):
+        y = replace(x, **{n: getattr(x, n)[..., i : i + 1, :] for n in ("query", "key", "value")})
+        call = c.call(y)
+        call.kwargs[c.role["past"]] = past
+        if "use_cache" in c.role:
+            call.kwargs[c.role["use_cache"]] = True
+        output = c.subject.call(call).output
+        steps.append(c.read(output, y).out)
+        if not isinstance(output, tuple | list) or len(output) < 2:
+            yield Check(name, "could not be checked", "a call returns nothing that could be passed on as its cache")
+            return
+        past = next((part for part in output[1:] if not isinstance(part, Tensor) and part is not None), output[1])
+    error, most = distance(torch.cat(steps, -2), whole), 4 * allowed(c.weights, x)
+    if error <= most:
+        yield passed(name, "token by token gives what one pass gives", error, most)
+        return
+    off = next(i for i in range(6) if distance(steps[i], whole[..., i : i + 1, :]) > most)
+    yield failed(name, f"token by token differs from one pass, from token {off} on.", error, most)
+
+
+@question("memory growth")
+def growth(c: Candidate) -> Iterator[Check]:
+    name = "memory growth"
+    if not isinstance(c.subject, Process):
+        yield skipped(name, "it runs in this process, where its memory can't be told apart")
+        return
+    peaks: dict[int, int] = {}
+    for n in GROWTH:
+        x = c.draw(torch.Generator().manual_seed(28), 1, n)
+        try:
+            peak = c.answer(x, memory=True).peak
+        except Trouble as error:
+            if error.kind in LOST:
+                raise
+            break
+        if peak is None:
+            yield skipped(name, "this machine doesn't tell the peak of a call")
+            return
+        peaks[n] = peak
+    sizes = [n for n in peaks if peaks[n] > 2**20]
+    if len(sizes) < 2:
+        yield skipped(name, f"it takes no more than a megabyte at {max(peaks, default=0):,} tokens, or no longer text")
+        return
+    a, b = sizes[-2], sizes[-1]
+    power = math.log(max(peaks[b], 1) / peaks[a]) / math.log(b / a)
+    kind = "linear" if power < 1.4 else "quadratic" if power < 2.5 else "more than quadratic"
+    yield passed(name, f"{kind}: {peaks[b] / 1e6:.0f} MB at {b:,} tokens, growing as their number to the {power:.1f}")
+
+
+@question("torch.compile")
+def compiled(c: Candidate) -> Iterator[Check]:
+    name = "torch.compile"
+    x = c.draw(torch.Generator().manual_seed(29), 2, 5, 7)
+    before = c.run(x).out
+    try:
+        after = c.run(x, compiled=True).out
+    except Trouble as error:
+        if error.kind in LOST:
+            raise
+        yield Check(name, "could not be checked", f"{error}".rstrip(".") + ".")
+        return
+    error, most = distance(after, before), 2 * allowed(c.weights, x)
+    if error <= most:
+        yield passed(name, "", error, most)
+    else:
+        yield failed(name, "compiled, it gives another output.", error, most)
