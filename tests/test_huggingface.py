@@ -597,6 +597,31 @@ def test_generation(name: str, cache: str | None) -> None:
     assert len(seen) == (6 if name == "t5" else 2)
 
 
+@pytest.mark.parametrize("heads", [None, [1, 0]])
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_steps_of_a_generation_are_one_map(
+    name: str, cache: str | None, padding: str | None, heads: list[int] | None
+) -> None:
+    """What one pass over the same tokens shows, whether the cache grows or is written in place."""
+    model, given = build(name, "sdpa"), inputs(name, padding)
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+    with observe(model, heads=heads) as seen:
+        ids = model.generate(**given, **options)[:, :-1]
+    mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
+    mask = torch.cat((mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])), 1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # as generate counts them
+    with torch.no_grad(), observe(model, heads=heads) as once:
+        model(ids, attention_mask=mask, position_ids=positions)
+    for layer, one in once.items():
+        assert len(seen.calls(layer)) == 1
+        torch.testing.assert_close(seen[layer].dense(), one.dense(), rtol=0, atol=1e-5)
+        for name_of in ("distance", "entropy"):
+            found, told = (getattr(amap, name_of)() for amap in (seen[layer], one))
+            torch.testing.assert_close(found, told, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, while it compiles, and where it doesn't
 @pytest.mark.slow
 def test_flex_attention() -> None:

@@ -16,6 +16,7 @@ from manyheads.biases import Dense
 from manyheads.huggingface.masks import origin, padding, split, together
 from manyheads.masks import Causal, Keep, Mask, Window
 from manyheads.observe.here import check
+from manyheads.observe.routes import shown, triangle
 from manyheads.scores import Problem
 from manyheads.shapes import kind, shape_of, sizes
 
@@ -142,6 +143,8 @@ class Call:
             offset = made.offset
             if (mask := made.mask(given)) is not None:
                 return together(mask), None, offset
+        elif entries and self._causal and given.dim() == 4:  # of a cache of a fixed size, perhaps
+            offset = triangle(shown(given), t, offset)
         if not entries:  # flex's BlockMask
             from torch.nn.attention.flex_attention import create_mask
 

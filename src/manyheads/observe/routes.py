@@ -203,7 +203,7 @@ def known(kept: Tensor, offset: int = 0, t: int | None = None) -> Mask | None:
         return None
     b, h, rows, s = kept.shape
     # A single row is a triangle's if there is a single query; else it is the same for all queries.
-    if b == h == 1 and (rows > 1 or t == 1) and torch.equal(kept, torch.ones_like(kept).tril(offset)):
+    if (rows > 1 or t == 1) and torch.equal(kept, torch.ones_like(kept).tril(offset)):
         return Causal()
     if h == 1 and rows > 1 and offset + rows >= s:  # a triangle, and padding as its last row tells it?
         keys = kept[:, :, -1:]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manyheads.biases import Bias
 from manyheads.maps import AttentionMap
-from manyheads.masks import Causal, Drop, Full, Keep, Keys, Mask, Window
+from manyheads.masks import Causal, Drop, Full, Keep, Keys, Lengths, Mask, Only, Window
 from manyheads.observe.reduced import Reduced
 from manyheads.scores import Problem
 
@@ -104,7 +104,8 @@ def _mask(p: Problem, n: Problem) -> Mask | None:
     last = p.offset + p.shape.t - 1
     if old_band != new_band or high is None or last + high >= p.shape.s:
         return None  # the old queries would see the later keys
-    if not torch.equal(old_keys, new_keys[:, : p.shape.s].expand(old_keys.shape)):
+    reach = last + high + 1  # what lies beyond it the old queries don't see, whatever their mask says of it
+    if not torch.equal(old_keys[:, :reach], new_keys[:, :reach].expand(old_keys[:, :reach].shape)):
         return None
     band: Mask = Causal() if (low, high) == (None, 0) else Window(None if low is None else -low, high)
     return band if bool(new_keys.all()) else band & Keep(new_keys[:, None, None])
@@ -121,18 +122,21 @@ def _band_and_keys(p: Problem) -> tuple[Edges, Tensor | None]:
     if p.mask is None:
         return (None, None), everything
     band, segments, lengths, rest = p.mask.normal()
-    same_for_all = [
-        part
-        for part in rest
-        if isinstance(part, Keys | Full)
-        or (isinstance(part, Keep | Drop) and part.tensor.shape[1:3] == (1, 1))
-    ]
-    if segments or len(same_for_all) < len(rest):
+    if segments or not all(map(_for_all, rest)):
         return band, None
     keys = everything
     for part in (*lengths, *rest):
         keys = keys & p.keep(part, slice(0, 1), slice(None))[:, 0, 0]  # [b, s]
     return band, keys
+
+
+def _for_all(mask: Mask) -> bool:
+    """Does a mask show all queries of all heads the same keys?"""
+    if isinstance(mask, Only):
+        return _for_all(mask.mask)
+    if isinstance(mask, Keep | Drop):
+        return mask.tensor.shape[1:3] == (1, 1)
+    return isinstance(mask, Keys | Full | Lengths)
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:
