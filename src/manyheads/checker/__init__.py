@@ -1,1 +1,151 @@
-"""Name the bug in somebody's attention."""
+"""`manyheads check`: what is wrong with somebody's attention, by name.
+
+    from manyheads import checker
+
+    report = checker.check("attention.py:MyAttention")  # in a process of its own
+    report = checker.check(MyAttention)                 # in this one
+    checker.assert_attention(MyAttention, like="self")  # in a test
+
+A candidate is described and called (`subject`, `process`), read (`reading`, `candidate`: its kind, its
+arguments, whose each weight is), compared with attention in small steps on its own weights (`recipe`,
+`questions`), and where values differ, with a family of known mistakes (`mistakes`, `diagnosis`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.checker import likeness
+from manyheads.checker.candidate import Candidate, Odd
+from manyheads.checker.diagnosis import Diagnosis, diagnose
+from manyheads.checker.positions import check_positions
+from manyheads.checker.process import open_subject
+from manyheads.checker.questions import LOST, Check, apart, ask_all, gather, smallest
+from manyheads.checker.reading import KINDS, Unclear, arguments, kind_of
+from manyheads.checker.recipe import exact
+from manyheads.checker.report import Report
+from manyheads.checker.subject import Trouble
+
+__all__ = ["KINDS", "Check", "Diagnosis", "Report", "Unclear", "assert_attention", "check"]
+
+DURING = ("values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "grouped heads", "one query",
+          "empty rows", "large scores", "training and evaluation", "rows sum to one", "shapes", "cache")  # fmt: skip
+
+
+def check(
+    obj: Any,
+    like: str | None = None,
+    *,
+    init: Mapping[str, Any] | str | None = None,
+    weights: Mapping[str, str] | None = None,
+    layout: str | None = None,
+    timeout: float = 60.0,
+    memory: int = 4 * 2**30,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Check attention: values, gradients, masks, and what is wrong where something is.
+
+    Args:
+        obj: "module:name" or "path/to/file.py:name", run in a process of its own; or a class, an instance
+            or a function, run in this process (where time and memory aren't limited).
+        like: one of KINDS, or "classic.MODULE.CLASS"; guessed from names and arguments if None.
+        init: constructor arguments, a mapping or 'hidden=16, num_heads=4'.
+        weights: whose each layer is where names don't say: {"q": "a", "k": "b", "v": "c", "o": "d"}.
+        layout: "batch" for `[b, t, e]`, "sequence" for `[t, b, e]`; found out if None.
+        timeout: seconds that a call may take; memory: bytes that its process may hold.
+
+    Returns:
+        A `Report`; print it. `report.passed` says that nothing failed.
+
+    Raises:
+        Unclear: what can't be imported, built or understood, in one sentence.
+    """
+    if layout not in (None, "batch", "sequence"):
+        raise Unclear(f'layout is "batch" for [b, t, e] or "sequence" for [t, b, e], and {layout!r} came.')
+    given = arguments(init) if isinstance(init, str) else dict(init or {})
+    target = obj if isinstance(obj, str) else getattr(obj, "__name__", type(obj).__name__)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the recipe is small: more threads only wait
+    try:
+        with open_subject(obj, timeout=timeout, memory=memory) as subject:
+            return _check(subject, str(target), like, given, weights, layout, progress)
+    except Trouble as error:
+        if error.kind in ("import", "init"):
+            raise Unclear(str(error)) from None
+        at = Check("a call", "failed", str(error))
+        return Report(str(target), like or "unknown", like is None, [at])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _check(
+    subject: Any,
+    target: str,
+    like: str | None,
+    init: dict[str, Any],
+    weights: Mapping[str, str] | None,
+    layout: str | None,
+    progress: Callable[[str], None],
+) -> Report:
+    progress("reading")
+    classic = likeness.of(like) if like is not None and like.startswith("classic.") else None
+    kind, guessed = kind_of(classic.kind if classic else like, subject.describe())
+    if kind in ("positional", "rotary"):
+        notes, checks, found = check_positions(subject, kind, guessed, init, layout)
+        return Report(target, like or kind, guessed, checks, found, notes)
+    c = Candidate(subject, kind, init, weights, layout or (classic.layout if classic else None))
+    c.guessed = guessed
+    if guessed:
+        c.notes.insert(0, f"taken as {kind} by its name and arguments (--like says otherwise)")
+    checks = ask_all(c, progress)
+    found: list[Diagnosis] = []
+    pair = None
+    gone = any(one.status == "could not be checked" and "process had ended" in one.reason for one in checks)
+    if any(one.status == "failed" and one.name in DURING for one in checks) and not gone:
+        progress("diagnosis")
+        try:
+            found = diagnose(c)
+            pair = _pair(c)
+        except Trouble as error:
+            if error.kind not in LOST:
+                raise
+            found = [Diagnosis("", f"its process ended before a diagnosis: {error}".rstrip("."), "", False)]
+    if classic is not None and not gone:
+        checks.append(likeness.compare(c, classic))
+    return Report(target, like or kind, guessed, checks, found, c.notes, pair)
+
+
+def _pair(c: Candidate) -> tuple[Tensor, Tensor, str] | None:
+    """The right map and the given one for a small failing input: weights if they came, else outputs, of head 0."""
+    for one in gather(c, range(100, 103)):
+        right = exact(c.weights, one.x)
+        error, most, _ = apart(c, one.x, one.found, right)
+        if error <= most or one.found.out.shape != right.out.shape:
+            continue
+        x = smallest(c, one.x)
+        x = one.x if x.t * x.s < 4 else x
+        if "weights" in c.can:
+            x = replace(x, weights=True)
+        try:
+            got, right = c.run(x), exact(c.weights, x)
+        except (Odd, Trouble):
+            continue
+        if got.weights is not None and right.weights is not None:
+            want = right.weights.mean(1, keepdim=True) if got.weights.shape[1] == 1 else right.weights
+            if float((want - got.weights).abs().nan_to_num(1.0).max()) > 1e-4:
+                return want[0, 0], got.weights[0, 0].to(want.dtype), "weights"
+        a, b = right.out[0], got.out[0].to(right.out.dtype)
+        return (a[0], b[0], "output") if a.dim() == 3 else (a, b, "output")
+    return None
+
+
+def assert_attention(obj: Any, like: str | None = None, **options: Any) -> None:
+    """Raise AssertionError, with the report, if a check of `obj` fails; for tests. Arguments are `check`'s."""
+    report = check(obj, like, **options)
+    if not report.passed:
+        raise AssertionError(f"\n{report!r}")

@@ -62,9 +62,15 @@ class Form:
         return x.clone() if self.made == "bool" else x.to(dtype)
 
     def __str__(self) -> str:
-        said = {"bool": "boolean", "01": "of ones and zeros", "added": "added to the scores, 0 or -inf"}[self.made]
+        said = {"bool": "boolean", "01": "of ones and zeros", "added": "added to the scores, 0 or -inf"}[
+            self.made
+        ]
         shape = "[b]" if self.letters == "lengths" else "[" + ", ".join(self.letters) + "]"
-        what = "" if self.made == "added" or self.letters == "lengths" else f", {'True keeps' if self.keeps else 'True hides'}"
+        what = (
+            ""
+            if self.made == "added" or self.letters == "lengths"
+            else f", {'True keeps' if self.keeps else 'True hides'}"
+        )
         return f"{shape} {said}{what}"
 
 
@@ -89,19 +95,44 @@ class Candidate:
         layout: str | None = None,
     ) -> None:
         self.subject = subject
+        self.refused = ""  # why other widths for keys and values than for the model weren't taken
+        said = (like, init or {}, weights or {}, layout)
+        try:
+            self._build(*said)
+        except Unclear as error:
+            d = subject.describe()
+            if d.what != "class" or reading.filled(d, init or {}, alike=True) == self.init:
+                raise
+            try:
+                self._build(*said, alike=True)
+            except Unclear:
+                raise error from None
+            self.refused = str(error)
+            self.notes.append("its widths are all alike, as others raise")
+
+    def _build(
+        self,
+        like: str | None,
+        init: Mapping[str, Any],
+        weights: Mapping[str, str],
+        layout: str | None,
+        alike: bool = False,
+    ) -> None:
+        subject = self.subject
         self.notes: list[str] = []
         d = subject.describe()
         self.init: dict[str, Any] = {}
         if d.what == "class":
-            self.init = reading.filled(d, init or {})
+            self.init = reading.filled(d, init, alike)
+            shown = ", ".join(f"{name}={_short(value)}" for name, value in self.init.items())
             try:
                 d = subject.make(self.init)
             except Trouble as error:
-                shown = ", ".join(f"{name}={_short(value)}" for name, value in self.init.items())
+                if error.kind != "init":
+                    raise
                 raise Unclear(f"{str(error).rstrip('.')}: it was built with {shown or 'no arguments'}; say others "
                               "with --init.") from None  # fmt: skip
             if self.init:
-                shown = ", ".join(f"{name}={_short(value)}" for name, value in self.init.items())
                 self.notes.append(f"built as {d.name}({shown})")
         elif init:
             raise Unclear(f"{d.name} is built already, and --init gives {', '.join(init)}: leave it out.")
@@ -114,12 +145,12 @@ class Candidate:
         self.weights: Weights | None = None
         self.can: set[str] = set()
         self.forms: dict[str, tuple[str, Form]] = {}
-        self.causal = False
+        self.causal = self.always_weights = False
         self.packing = "3hd"
         self.cut = "[b, h, t, d]"  # how heads come and go, where they aren't projected
         self._roles()
         if self.projected:
-            self._find_weights(weights or {})
+            self._find_weights(weights)
         self._try(layout)
 
     # -- reading ---------------------------------------------------------------------------------
@@ -179,7 +210,9 @@ class Candidate:
         for path in used:
             x = found[path]
             wide = x.shape[-1] if x.dim() > 1 else 4
-            part = next((p for parts in self.projections.weight.values() for p in parts if p.path == path), None)
+            part = next(
+                (p for parts in self.projections.weight.values() for p in parts if p.path == path), None
+            )
             if part is not None and x.dim() == 2 and part.turned:
                 wide = x.shape[0]
             if part is not None and x.dim() == 3:
@@ -191,7 +224,10 @@ class Candidate:
         self.held = {**found, **fresh}
         self.weights = self.projections.read(self.held)
         self.widths = reading.widths(self.projections, self.held)
-        roles = {role: ", ".join(dict.fromkeys(p.path for p in parts)) for role, parts in self.projections.weight.items()}
+        roles = {
+            role: ", ".join(dict.fromkeys(p.path for p in parts))
+            for role, parts in self.projections.weight.items()
+        }
         self.notes.append(
             "weights: " + "; ".join(f"{role} = {path}" for role, path in roles.items())
             + f"; {self.weights.heads} head{'s' * (self.weights.heads > 1)}"
@@ -202,7 +238,9 @@ class Candidate:
 
     def repack(self) -> bool:
         """Read packed weights the other way, queries, keys and values of a head side by side; can it be?"""
-        packed = [p for parts in self.projections.weight.values() for p in parts if p.perm] if self.weights else []
+        packed = (
+            [p for parts in self.projections.weight.values() for p in parts if p.perm] if self.weights else []
+        )
         if not packed or self.weights is None or self.weights.groups != self.weights.heads:
             return False
         self.packing = "h3d" if self.packing == "3hd" else "3hd"
@@ -212,9 +250,8 @@ class Candidate:
     @property
     def says_heads(self) -> bool:
         """Does it promise weights of each head rather than their average?"""
-        return "average" in self.role or bool(
-            re.search(r"(weights?|attn|attention)\W+[\[(]\s*(b\w*|N)\s*,\s*(h\w*|n_?heads|num_heads)\b", reading.doc_lines(self.d), re.I)
-        )
+        said = r"(weights?|attn|attention)\W+[\[(]\s*(b\w*|N)\s*,\s*(h\w*|n_?heads|num_heads)\b"
+        return "average" in self.role or bool(re.search(said, reading.doc_lines(self.d), re.I))
 
     # -- drawing inputs ----------------------------------------------------------------------------
 
@@ -258,15 +295,26 @@ class Candidate:
     def call(self, x: Inputs, **options: Any) -> Call:
         """The call that these inputs are."""
         kwargs: dict[str, Any] = {}
-        turn: Callable[[Tensor], Tensor] = (lambda y: y.transpose(0, 1)) if self.layout == "sequence" else (lambda y: y)
+        turn: Callable[[Tensor], Tensor] = (
+            (lambda y: y.transpose(0, 1)) if self.layout == "sequence" else (lambda y: y)
+        )
         if self.weights is None:
             turn = {"[b, h, t, d]": lambda y: y, "[b, t, d]": lambda y: y[:, 0], "[t, d]": lambda y: y[0, 0],
                     "[b, t, h, d]": lambda y: y.transpose(1, 2)}[self.cut]  # fmt: skip
-        for slot, tensor in (("query", x.query), ("x", x.query), ("key", x.key), ("context", x.key), ("value", x.value)):
+        for slot, tensor in (
+            ("query", x.query),
+            ("x", x.query),
+            ("key", x.key),
+            ("context", x.key),
+            ("value", x.value),
+        ):
             if slot in self.role and not (slot == "context" and self.like not in ("cross",)):
                 kwargs[self.role[slot]] = turn(tensor)
         dtype = x.query.dtype
-        for what, keep in (("mask", x.keep), ("padding", None if x.padding is None else x.padding[:, None, None])):
+        for what, keep in (
+            ("mask", x.keep),
+            ("padding", None if x.padding is None else x.padding[:, None, None]),
+        ):
             if keep is None:
                 continue
             which = what if what in self.forms else "keys"
@@ -375,8 +423,6 @@ class Candidate:
 
     # -- trying ------------------------------------------------------------------------------------
 
-    always_weights = False
-
     def _try(self, layout: str | None) -> None:
         generator = torch.Generator().manual_seed(2)
         if self.weights is None:
@@ -403,6 +449,16 @@ class Candidate:
             self.can.add("weights")
         if "weights" in self.role and "weights" not in self.can:
             self.can.add("weights")  # asked for, and they don't come: the check of weights says it
+        if (
+            self.weights is None
+            and self.cut == "[b, h, t, d]"
+            and (
+                "grouped" in self.role
+                or self.like == "hf"
+                or self._attempt(self.draw(generator, groups=2)) is not None
+            )
+        ):
+            self.can.add("grouped")
         for slot in ("scale", "sink", "causal", "past"):
             if slot in self.role:
                 self.can.add(slot)
@@ -411,8 +467,14 @@ class Candidate:
 
     def _shown(self, x: Inputs) -> str:
         call = self.call(x)
-        shown = [f"{one.name} {sizes(v)}" for one, v in zip(self.d.call, call.args, strict=False) if isinstance(v, Tensor)]
-        return ", ".join(shown + [f"{n} {sizes(v) if isinstance(v, Tensor) else v}" for n, v in call.kwargs.items()])
+        shown = [
+            f"{one.name} {sizes(v)}"
+            for one, v in zip(self.d.call, call.args, strict=False)
+            if isinstance(v, Tensor)
+        ]
+        return ", ".join(
+            shown + [f"{n} {sizes(v) if isinstance(v, Tensor) else v}" for n, v in call.kwargs.items()]
+        )
 
     def _attempt(self, x: Inputs) -> Found | None:
         """What a call gives, or None where it raises or gives something else."""
@@ -454,7 +516,10 @@ class Candidate:
             for one in ("batch", "sequence"):
                 self.layout = one
                 x = self.draw(generator, s=S)
-                moved = replace(x, **{n: _moved(y, 0) for n, y in (("query", x.query), ("key", x.key), ("value", x.value))})
+                moved = replace(
+                    x,
+                    **{n: _moved(y, 0) for n, y in (("query", x.query), ("key", x.key), ("value", x.value))},
+                )
                 a, b = self._attempt(x), self._attempt(moved)
                 apart[one] = a is not None and b is not None and torch.equal(a.out[1:], b.out[1:])
             self.layout = "sequence" if apart["sequence"] and not apart["batch"] else "batch"
@@ -472,7 +537,12 @@ class Candidate:
             x = self.draw(generator, t=T, s=None)
             later = {n: _moved_at(getattr(x, n), T - 1) for n in ("query", "key", "value")}
             a, b = self._attempt(x), self._attempt(replace(x, **later))
-            if a is not None and b is not None and x.t == x.s and torch.equal(a.out[..., : T - 1, :], b.out[..., : T - 1, :]):
+            if (
+                a is not None
+                and b is not None
+                and x.t == x.s
+                and torch.equal(a.out[..., : T - 1, :], b.out[..., : T - 1, :])
+            ):
                 why = "the last token doesn't reach the others"
                 if not torch.equal(a.out[..., 1:, :], self._with_first(x).out[..., 1:, :]):
                     self.causal = True
@@ -502,41 +572,51 @@ class Candidate:
             letters = ((*GENERAL, *KEYWISE) if role == "mask" else KEYWISE) if self.layout == "batch" else (
                 ("tsb", "bts", "b1ts", "ts", "1ts", "1sb", "b11s", "b1s", "bs", "sb") if role == "mask" else
                 ("bs", "sb", "b11s", "1sb"))  # fmt: skip
-            if role == "padding":
+            documented = reading.shapes_said(name, text) & {*GENERAL, *KEYWISE}
+            if documented:
+                letters = tuple(one for one in (*GENERAL, *KEYWISE) if one in documented)
+            elif role == "padding":
                 letters = ("bs", *(one for one in letters if one != "bs"))
             said: list[str] = []
             tried: list[tuple[str, Form, bool]] = []
-            for feature, shapes in (("mask", [x for x in letters if x in GENERAL]), ("keys", [x for x in letters if x in KEYWISE])):
+            for feature, shapes in (
+                ("mask", [x for x in letters if x in GENERAL]),
+                ("keys", [x for x in letters if x in KEYWISE]),
+            ):
                 if role == "padding":
                     feature = "padding"
                 if feature in self.forms or not shapes:
                     continue
-                form, works = self._form(generator, role, shapes, keeps, "documentation" in why)
+                form, works = self._form(generator, role, shapes, keeps, why)
                 if form is not None:
                     tried.append((feature, form, works))
-            if any(works for *_, works in tried):  # what is taken and hides nothing was broadcast by chance
+            if not documented and any(
+                works for *_, works in tried
+            ):  # what is taken and hides nothing was broadcast by chance
                 tried = [one for one in tried if one[2]]
             for feature, form, _ in tried:
                 self.forms[feature] = (role, form)
                 self.can.add(feature)
                 said.append(str(form))
             if said:
-                self.notes.append(f"{name}: {' or '.join(said)}" + ("" if "added" in said[0] else f" ({why})"))
-            if role == "mask" and any(f.made == "added" for _, f in self.forms.values()):
-                self.can.add("bias")
+                self.notes.append(
+                    f"{name}: {' or '.join(said)}" + ("" if "added" in said[0] else f" ({why})")
+                )
         if self.like in ("sdpa", "torch-mha") and "mask" in self.forms:
             self.can.add("bias")
 
     def _form(
-        self, generator: torch.Generator, role: str, shapes: list[str], keeps: bool, documented: bool
+        self, generator: torch.Generator, role: str, shapes: list[str], keeps: bool, why: str
     ) -> tuple[Form | None, bool]:
         """The first shape that is taken, as booleans, ones and zeros, or numbers to add; does it hide at all?"""
         makes: tuple[str, ...] = ("bool", "01", "added")
-        if self.like == "hf" or self.role[role] == "attn_bias":
-            makes = ("added", "bool", "01")
-        elif self.like in ("sdpa", "torch-mha"):
+        if self.like in ("sdpa", "torch-mha"):
             makes = ("bool",)
-        elif documented:  # as a mask that is true or false
+        elif reading.added(self.role[role], reading.doc_lines(self.d)):
+            makes = ("added",)
+        elif self.like == "hf" or self.role[role] == "attn_bias":
+            makes = ("added", "bool", "01")
+        elif "documentation" in why:  # as a mask that is true or false
             makes = ("bool", "01")
         taken: list[Form] = []
         for letters, s in [(one, S) for one in shapes] + [(one, T) for one in shapes]:
@@ -557,7 +637,9 @@ class Candidate:
         keep[..., 2] = False
         for form in taken:
             turned = replace(form, keeps=not form.keeps)
-            if self._hides(x, keep, form, role) or (form.made != "added" and self._hides(x, keep, turned, role)):
+            if self._hides(x, keep, form, role) or (
+                form.made != "added" and self._hides(x, keep, turned, role)
+            ):
                 return form, True
         return taken[0], False
 
@@ -566,7 +648,10 @@ class Candidate:
         feature = "mask" if role == "mask" else "padding"
         before = self.forms.get(feature)
         self.forms[feature] = (role, form)
-        moved = {n: _moved_at(getattr(x, n), 2) for n in (("key", "value") if "cross" in self.can else ("query", "key", "value"))}
+        moved = {
+            n: _moved_at(getattr(x, n), 2)
+            for n in (("key", "value") if "cross" in self.can else ("query", "key", "value"))
+        }
         try:
             field = {"keep": keep} if feature == "mask" else {"padding": keep[:, 0, 0]}
             a, b = self._attempt(replace(x, **field)), self._attempt(replace(x, **{**moved, **field}))

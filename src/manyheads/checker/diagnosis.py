@@ -80,7 +80,9 @@ def _search(
     fits = list(_fitting(c, evidence, packings, singles, HABITS))
     if not fits:
         # A mistake that changes nothing here can't be one of two.
-        apart = [(name, change, _steps(change[0])) for name, change in singles if _matters(c, change, evidence)]
+        apart = [
+            (name, change, _steps(change[0])) for name, change in singles if _matters(c, change, evidence)
+        ]
         pairs = []
         for (a, x, steps), (b, y, others) in combinations(apart, 2):
             if a != b:
@@ -128,7 +130,9 @@ def _fitting(
     # Habits show under a mask only: what doesn't fit without one is done with at the first look.
     plain = next((one for one in evidence if one.scenario.startswith("plain")), None)
     by_packing = [(packing, _packed(c, packing)) for packing in packings]
-    order = sorted(evidence, key=lambda e: -distance(e.found.out, exact(c.weights, e.x).out))  # the worst first
+    order = sorted(
+        evidence, key=lambda e: -distance(e.found.out, exact(c.weights, e.x).out)
+    )  # the worst first
     for names, changes in tries:
         for packing, weights in by_packing:
             if plain is not None and not c.causal and _off(c, weights, changes, plain) > CLOSE:
@@ -139,11 +143,15 @@ def _fitting(
                 break
 
 
-def _explains(c: Candidate, weights: Weights | None, changes: tuple[Change, ...], evidence: list[Evidence]) -> bool:
+def _explains(
+    c: Candidate, weights: Weights | None, changes: tuple[Change, ...], evidence: list[Evidence]
+) -> bool:
     return all(_off(c, weights, changes, one) <= CLOSE for one in evidence)
 
 
-def _error(c: Candidate, weights: Weights | None, changes: tuple[Change, ...], evidence: list[Evidence]) -> float:
+def _error(
+    c: Candidate, weights: Weights | None, changes: tuple[Change, ...], evidence: list[Evidence]
+) -> float:
     return max((_off(c, weights, changes, one) for one in evidence), default=math.inf)
 
 
@@ -185,7 +193,8 @@ def made(weights: Weights | None, changes: tuple[Change, ...], one: Evidence) ->
 
 def _matters(c: Candidate, changes: tuple[Change, ...], evidence: list[Evidence]) -> bool:
     return any(
-        (got := made(c.weights, changes, one)) is not None and _differs(got, exact(c.weights, one.x)) for one in evidence
+        (got := made(c.weights, changes, one)) is not None and _differs(got, exact(c.weights, one.x))
+        for one in evidence
     )
 
 
@@ -279,15 +288,22 @@ def nearest(c: Candidate, evidence: list[Evidence]) -> list[Diagnosis]:
         says = f"its output is {sizes(one.found.out)} where {sizes(truth.out)} was expected"
         return [Diagnosis("", f"no known mistake explains it; {says}", "", False)]
     if right:
-        said.append(f"wrong with {', '.join(sorted({e.scenario for e in wrong}))}, and right with {', '.join(right)}")
+        said.append(
+            f"wrong with {', '.join(sorted({e.scenario for e in wrong}))}, and right with {', '.join(right)}"
+        )
     said += _simple(c, wrong)
     if one.found.weights is not None and truth.weights is not None:
         want = weights_of(truth, one.found.weights, c)
         if want is not None and want.shape == one.found.weights.shape:
             if _relative(one.found.weights, want) <= CLOSE:
-                said.append("its weights are right, so what comes after them is wrong: mixing, merging heads or the output")
+                said.append(
+                    "its weights are right, so what comes after them is wrong: mixing, merging heads or the output"
+                )
             else:
-                said.append("its weights are wrong already: scores, mask or softmax" + _where(one.found.weights, want, "key"))
+                said.append(
+                    "its weights are wrong already: scores, mask or softmax"
+                    + _where(one.found.weights, want, "key")
+                )
     said += _heads(c, one, truth)
     said.append("the output is wrong" + _where(one.found.out, truth.out, "column"))
     return [Diagnosis("", "no known mistake explains it; " + "; ".join(said), "", False)]
@@ -312,6 +328,9 @@ def _simple(c: Candidate, wrong: list[Evidence]) -> list[str]:
     """A scale of the scores, a factor or a constant that would explain it, to the digit."""
     said = []
     outs = [(one.found.out.to(torch.float64), exact(c.weights, one.x).out) for one in wrong]
+    outs = [(got, want) for got, want in outs if got.shape == want.shape]
+    if not outs:
+        return said
     if not all(bool(a.isfinite().all()) and bool(b.isfinite().all()) for a, b in outs):
         said.append("some outputs are not finite")
         return said
@@ -324,8 +343,14 @@ def _simple(c: Candidate, wrong: list[Evidence]) -> list[str]:
         return ["the output differs by the same vector for every query, as a bias would"]
     number = _temperature(c, wrong)
     if number is not None:
-        d = c.weights.weight["q"].shape[0] // c.weights.heads if c.weights is not None else wrong[0].x.query.shape[-1]
-        said.append(f"it agrees to 1e-4 with scores multiplied by {number:.5g}, where 1/√d = {d**-0.5:.5g} (d = {d})")
+        d = (
+            c.weights.weight["q"].shape[0] // c.weights.heads
+            if c.weights is not None
+            else wrong[0].x.query.shape[-1]
+        )
+        said.append(
+            f"it agrees to 1e-4 with scores multiplied by {number:.5g}, where 1/√d = {d**-0.5:.5g} (d = {d})"
+        )
     return said
 
 
@@ -355,11 +380,15 @@ def _heads(c: Candidate, one: Evidence, truth: Found) -> list[str]:
     if o.shape[0] < o.shape[1] or c.heads < 2:
         return []
     back = torch.linalg.pinv(o)
-    got, want = ((y.to(torch.float64) @ back.mT).unflatten(-1, (c.heads, -1)) for y in (one.found.out, truth.out))
+    got, want = (
+        (y.to(torch.float64) @ back.mT).unflatten(-1, (c.heads, -1)) for y in (one.found.out, truth.out)
+    )
     off = [(got[..., n, :] - want[..., n, :]).abs().max() > 1e-3 * want.abs().max() for n in range(c.heads)]
     wrong = [n for n in range(c.heads) if off[n]]
     if 0 < len(wrong) < c.heads:
-        return [f"only head{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} of {c.heads} {'are' if len(wrong) > 1 else 'is'} wrong"]
+        return [
+            f"only head{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} of {c.heads} {'are' if len(wrong) > 1 else 'is'} wrong"
+        ]
     return []
 
 

@@ -54,10 +54,16 @@ def _scaled(name: str, is_: str, mend: str, number: Callable[[Recipe], float]) -
     def change(r: Recipe) -> None:
         r.scale = lambda: number(r)  # type: ignore[method-assign]
 
+    def default(r: Recipe) -> None:  # only where the call gives none
+        r.scale = lambda: number(r) if r.x.scale is None else r.x.scale  # type: ignore[method-assign]
+
+    mistake(name, is_, mend)(default)
     mistake(name, is_, mend)(change)
 
 
-RIGHT = "divide the scores by the square root of the head size: scores = q @ k.transpose(-2, -1) / math.sqrt(d)"
+RIGHT = (
+    "divide the scores by the square root of the head size: scores = q @ k.transpose(-2, -1) / math.sqrt(d)"
+)
 
 _scaled("unscaled", "whose scores are not divided by √d", RIGHT, lambda r: 1.0)
 _scaled("scaled-by-width", "whose scores are divided by the root of the model width rather than of the head size",
@@ -68,7 +74,12 @@ _scaled("scaled-by-width", "whose scores are divided by the root of the model wi
 _scaled("scaled-by-d", "whose scores are divided by d rather than by √d", RIGHT, lambda r: 1 / r.q.shape[-1])
 _scaled("scaled-twice", "whose scores are divided by √d twice",
         "divide once: either q or the scores, not both", lambda r: 1 / r.q.shape[-1])  # fmt: skip
-_scaled("multiplied", "whose scores are multiplied by √d rather than divided", RIGHT, lambda r: r.q.shape[-1] ** 0.5)
+_scaled(
+    "multiplied",
+    "whose scores are multiplied by √d rather than divided",
+    RIGHT,
+    lambda r: r.q.shape[-1] ** 0.5,
+)
 _scaled("scaled-by-length", "whose scores are divided by the root of the number of keys", RIGHT,
         lambda r: r.x.s**-0.5)  # fmt: skip
 _scaled("scaled-by-heads", "whose scores are divided by the root of the number of heads", RIGHT,
@@ -99,12 +110,25 @@ def _(r: Recipe) -> None:
     r.normalise = lambda scores: normalise(scores) / r.q.shape[-1] ** 0.5  # type: ignore[method-assign]
 
 
-@mistake("queries-as-keys", "whose scores are of queries with queries", "multiply q with k: q @ k.transpose(-2, -1)")
+@also("scaled-after-softmax")
+def _(r: Recipe) -> None:
+    normalise, scale = r.normalise, r.scale
+    r.scale = lambda: 1.0  # type: ignore[method-assign]
+    r.normalise = lambda scores: normalise(scores) * scale()  # type: ignore[method-assign]
+
+
+@mistake(
+    "queries-as-keys",
+    "whose scores are of queries with queries",
+    "multiply q with k: q @ k.transpose(-2, -1)",
+)
 def _(r: Recipe) -> None:
     r.product = lambda: r.q @ r.q.mT  # type: ignore[method-assign]
 
 
-@mistake("keys-as-queries", "whose scores are of keys with keys", "multiply q with k: q @ k.transpose(-2, -1)")
+@mistake(
+    "keys-as-queries", "whose scores are of keys with keys", "multiply q with k: q @ k.transpose(-2, -1)"
+)
 def _(r: Recipe) -> None:
     r.product = lambda: r.k @ r.k.mT  # type: ignore[method-assign]
 
@@ -115,12 +139,18 @@ def _(r: Recipe) -> None:
     r.product = lambda: r.k @ r.q.mT  # type: ignore[method-assign]
 
 
-@mistake("values-in-scores", "whose scores are of queries with values", "multiply q with k, and the weights with v")
+@mistake(
+    "values-in-scores", "whose scores are of queries with values", "multiply q with k, and the weights with v"
+)
 def _(r: Recipe) -> None:
     r.product = lambda: r.q @ r.v.mT  # type: ignore[method-assign]
 
 
-@mistake("scores-negated", "whose scores have the wrong sign", "take the product of q and k as it is, not its negative")
+@mistake(
+    "scores-negated",
+    "whose scores have the wrong sign",
+    "take the product of q and k as it is, not its negative",
+)
 def _(r: Recipe) -> None:
     product = r.product
     r.product = lambda: -product()  # type: ignore[method-assign]
@@ -140,7 +170,9 @@ def _(r: Recipe) -> None:
     r.scale = lambda: 1.0  # type: ignore[method-assign]
 
 
-@mistake("bias-ignored", "that ignores the mask of numbers it is given", "add it to the scores before the softmax")
+@mistake(
+    "bias-ignored", "that ignores the mask of numbers it is given", "add it to the scores before the softmax"
+)
 def _(r: Recipe) -> None:
     r.add = lambda scores: scores  # type: ignore[method-assign]
 
@@ -172,6 +204,12 @@ def _(r: Recipe) -> None:
 
 
 @also("mask-ignored")
+def _(r: Recipe) -> None:
+    r.given = r.padded = lambda: None  # type: ignore[method-assign]
+    r.add = lambda scores: scores  # type: ignore[method-assign]
+
+
+@also("mask-ignored")
 @also("padding-ignored")  # where padding is said by the same argument
 def _(r: Recipe) -> None:
     r.given = r.padded = lambda: None  # type: ignore[method-assign]
@@ -194,11 +232,18 @@ def _triangle(name: str, is_: str, mend: str, sees: Callable[[Tensor, Tensor, Re
 
 TRIL = "a query sees itself and what is before it, keys j ≤ i: torch.ones(t, t, dtype=torch.bool).tril()"
 
-_triangle("causal-strict", "whose causal mask hides the query's own position too", TRIL, lambda i, j, r: j < i)
+_triangle(
+    "causal-strict", "whose causal mask hides the query's own position too", TRIL, lambda i, j, r: j < i
+)
 _triangle("causal-late", "whose causal mask shows one key of the future", TRIL, lambda i, j, r: j <= i + 1)
 _triangle("causal-flipped", "whose causal mask is the wrong way up: a query sees itself and the future", TRIL,
           lambda i, j, r: j >= i)  # fmt: skip
-_triangle("causal-flipped-strict", "whose causal mask shows the future and nothing else", TRIL, lambda i, j, r: j > i)
+_triangle(
+    "causal-flipped-strict",
+    "whose causal mask shows the future and nothing else",
+    TRIL,
+    lambda i, j, r: j > i,
+)
 _triangle("causal-from-the-end", "whose causal mask counts queries from the last key",
           "the first query stands at the first key: torch.ones(t, s).tril()",
           lambda i, j, r: j <= i - r.x.offset + r.x.s - r.x.t)  # fmt: skip
@@ -206,7 +251,9 @@ _triangle("first-key-only",
           "whose causal mask counts queries from the first key, so that one query against a cache sees the first key only",
           "the last query stands at the last key: torch.ones(t, s).tril(diagonal=s - t)",
           lambda i, j, r: j <= i - r.x.offset)  # fmt: skip
-_triangle("causal-self-only", "whose causal mask shows the query's own position only", TRIL, lambda i, j, r: j == i)
+_triangle(
+    "causal-self-only", "whose causal mask shows the query's own position only", TRIL, lambda i, j, r: j == i
+)
 
 
 def _filled(name: str, is_: str, mend: str, fill: Callable[[Recipe, Tensor, Tensor], Tensor]) -> None:
@@ -224,8 +271,35 @@ _filled("masked-minus-one", "whose masked scores are set to −1", f"a score of 
         lambda r, x, kept: x.masked_fill(~kept, -1.0))  # fmt: skip
 _filled("masked-plus-infinity", "whose masked scores are set to +inf or a huge positive number",
         f"the sign is wrong; {BEFORE}", lambda r, x, kept: x.masked_fill(~kept, 1e9))  # fmt: skip
-_filled("masked-ones-added", "that adds the mask, 1 for keep and 0 for hide, to its scores",
-        f"a mask of ones and zeros hides nothing when it is added; {BEFORE}", lambda r, x, kept: x + kept)  # fmt: skip
+ONES = (
+    "that adds its mask of ones and zeros to its scores",
+    f"a mask of ones and zeros hides nothing when it is added; {BEFORE}",
+)
+_filled("masked-ones-added", *ONES, lambda r, x, kept: x + kept)
+_filled("masked-ones-added", *ONES, lambda r, x, kept: x + ~kept)
+
+
+@also("masked-ones-added")  # the given mask alone, the others as they should be
+def _(r: Recipe) -> None:
+    _added(r, "given")
+
+
+@also("masked-ones-added")
+def _(r: Recipe) -> None:
+    _added(r, "padded")
+
+
+def _added(r: Recipe, which: str) -> None:
+    add, mask = r.add, getattr(r, which)
+    setattr(r, which, lambda: None)
+
+    def added(scores: Tensor) -> Tensor:
+        kept = mask()
+        return add(scores) if kept is None else add(scores) + ~kept
+
+    r.add = added  # type: ignore[method-assign]
+
+
 _filled("masked-minus-ten", "that takes a small number, not infinity, off its masked scores",
         f"a weight of exp(−10) is left; {BEFORE}", lambda r, x, kept: x - 10.0 * ~kept)  # fmt: skip
 
@@ -277,6 +351,21 @@ def _(r: Recipe) -> None:
     r.see = lambda: _turned(see())  # type: ignore[method-assign]
 
 
+@also("polarity-swapped")  # and no mask is a mask that hides nothing
+def _(r: Recipe) -> None:
+    given, padded = r.given, r.padded
+
+    def see() -> Tensor | None:
+        parts = [p for p in (given(), padded()) if p is not None]
+        hidden = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        for part in parts:
+            hidden = hidden & part
+        triangle = r.triangle()
+        return ~hidden if triangle is None else ~hidden & triangle
+
+    r.see = see  # type: ignore[method-assign]
+
+
 def _turned(keep: Tensor | None) -> Tensor | None:
     return None if keep is None else ~keep
 
@@ -312,6 +401,18 @@ def _flipped(keep: Tensor | None) -> Tensor | None:
 def _(r: Recipe) -> None:
     given, padded = r.given, r.padded
     r.given = lambda: _first(given())  # type: ignore[method-assign]
+    r.padded = lambda: _first(padded())  # type: ignore[method-assign]
+
+
+@also("first-mask-for-all")
+def _(r: Recipe) -> None:
+    given = r.given
+    r.given = lambda: _first(given())  # type: ignore[method-assign]
+
+
+@also("first-mask-for-all")
+def _(r: Recipe) -> None:
+    padded = r.padded
     r.padded = lambda: _first(padded())  # type: ignore[method-assign]
 
 
@@ -369,7 +470,9 @@ def _(r: Recipe) -> None:
     r.hide = lambda x: x if r.kept is None else x.masked_fill(~r.kept, -math.inf)  # type: ignore[method-assign]
 
 
-@mistake("empty-rows-uniform", "whose rows that may attend to nothing average everything, the future too", EMPTY)
+@mistake(
+    "empty-rows-uniform", "whose rows that may attend to nothing average everything, the future too", EMPTY
+)
 def _(r: Recipe) -> None:
     r.empty = lambda weights: weights  # type: ignore[method-assign]
     r.hide = lambda x: x if r.kept is None else x.masked_fill(~r.kept, torch.finfo(r.dtype).min)  # type: ignore[method-assign]
@@ -377,7 +480,9 @@ def _(r: Recipe) -> None:
 
 @also("empty-rows-uniform")
 def _(r: Recipe) -> None:
-    def hide(x: Tensor) -> Tensor:  # the lowest number is added; a row of which all are hidden is as if none were
+    def hide(
+        x: Tensor,
+    ) -> Tensor:  # the lowest number is added; a row of which all are hidden is as if none were
         if r.kept is None:
             return x
         return torch.where(r.kept.any(-1, keepdim=True), x.masked_fill(~r.kept, -math.inf), x)
@@ -395,7 +500,18 @@ def _normal(name: str, is_: str, mend: str, how: Callable[[Tensor, Recipe], Tens
     def change(r: Recipe) -> None:
         r.normalise = lambda scores: how(scores, r)  # type: ignore[method-assign]
 
+    def beside(r: Recipe) -> None:  # a sink, which is one score more
+        def normalise(scores: Tensor) -> Tensor:
+            sink = r.sink()
+            if sink is None:
+                return how(scores, r)
+            return how(torch.cat((scores, sink.expand(*scores.shape[:3], 1)), -1), r)[..., :-1]
+
+        r.normalise = normalise  # type: ignore[method-assign]
+
     mistake(name, is_, mend)(change)
+    if name != "sink-left-out":
+        mistake(name, is_, mend)(beside)
 
 
 _normal("softmax-over-queries", "whose softmax goes over queries", KEYWISE, lambda x, r: x.softmax(-2))
@@ -411,7 +527,12 @@ _normal("log-softmax", "whose weights are logarithms of a softmax", "use softmax
         lambda x, r: x.log_softmax(-1))  # fmt: skip
 _normal("sigmoid", "whose weights are a sigmoid of the scores", KEYWISE, lambda x, r: x.sigmoid())
 _normal("relu", "whose weights are the positive scores", KEYWISE, lambda x, r: x.relu())
-_normal("sum-normalised", "whose scores are divided by their sum", KEYWISE, lambda x, r: x / x.sum(-1, keepdim=True))
+_normal(
+    "sum-normalised",
+    "whose scores are divided by their sum",
+    KEYWISE,
+    lambda x, r: x / x.sum(-1, keepdim=True),
+)
 _normal("exp-unnormalised", "whose exponentials are not divided by their sum", KEYWISE, lambda x, r: x.exp())
 _normal("base-two", "whose softmax has the base 2 rather than e", "use exp, not exp2 (or scale the scores by log2(e))",
         lambda x, r: (x * math.log(2)).softmax(-1))  # fmt: skip
@@ -468,11 +589,6 @@ def _(r: Recipe) -> None:
     r.normalise = share  # type: ignore[method-assign]
 
 
-@mistake("sink-added", "that adds its sink to every score", SINK)
-def _(r: Recipe) -> None:
-    r.normalise = lambda x: (x + (0.0 if r.sink() is None else r.sink())).softmax(-1)  # type: ignore[method-assign]
-
-
 # -- mixing and heads ------------------------------------------------------------------------------
 
 
@@ -485,7 +601,12 @@ def _mixed(name: str, is_: str, mend: str, how: Callable[[Tensor, Recipe], Tenso
 
 MIX = "the output is weights @ v"
 
-_mixed("weights-transposed", "whose weights are transposed before they mix the values", MIX, lambda w, r: w.mT @ r.v)
+_mixed(
+    "weights-transposed",
+    "whose weights are transposed before they mix the values",
+    MIX,
+    lambda w, r: w.mT @ r.v,
+)
 _mixed("keys-as-values", "that mixes keys rather than values", MIX, lambda w, r: w @ r.k)
 _mixed("queries-as-values", "that mixes queries rather than values", MIX, lambda w, r: w @ r.q)
 _mixed("values-unmixed", "whose output is its values, without any weights", MIX, lambda w, r: r.v)
@@ -495,7 +616,9 @@ _mixed("scores-as-weights", "that mixes values with the scores rather than with 
        lambda w, r: r.scores.masked_fill(r.scores == -math.inf, 0.0) @ r.v)  # fmt: skip
 
 SPLIT = "split, then transpose: x.view(b, t, h, d).transpose(1, 2); a reshape to [b, h, t, d] mixes tokens"
-MERGE = "transpose, then merge: x.transpose(1, 2).reshape(b, t, h * d); a reshape of [b, h, t, d] mixes tokens"
+MERGE = (
+    "transpose, then merge: x.transpose(1, 2).reshape(b, t, h * d); a reshape of [b, h, t, d] mixes tokens"
+)
 
 
 @mistake("split-without-transpose", "whose heads are split by a reshape without a transpose", SPLIT)
@@ -515,7 +638,8 @@ def _(r: Recipe) -> None:
         b, t, _ = every.shape
         return every.reshape(b, 3, r.count(role), t, -1)[:, "qkv".index(role)]
 
-    r.heads_of = packed  # type: ignore[method-assign]
+    if r.w is not None:
+        r.heads_of = packed  # type: ignore[method-assign]
 
 
 @mistake("merge-without-transpose", "whose heads are merged by a reshape without a transpose", MERGE)
@@ -550,7 +674,9 @@ def _(r: Recipe) -> None:
     r.scale = lambda: (r.q.shape[-1] / (r.w.heads if r.w else 1)) ** -0.5  # type: ignore[method-assign]
 
 
-@mistake("first-head-for-all", "whose heads all use the first head's weights", "give each head its own scores")
+@mistake(
+    "first-head-for-all", "whose heads all use the first head's weights", "give each head its own scores"
+)
 def _(r: Recipe) -> None:
     empty = r.empty
     r.empty = lambda weights: empty(weights)[:, :1].expand_as(weights)  # type: ignore[method-assign]
@@ -589,10 +715,15 @@ def _(r: Recipe) -> None:
 
 @mistake("key-heads-first-only", "whose query heads all use the first key head", SHARE)
 def _(r: Recipe) -> None:
-    r.share = lambda x: x[:, :1].expand(-1, r.q.shape[1], -1, -1)  # type: ignore[method-assign]
+    def first(x: Tensor) -> Tensor:
+        return x if x.shape[1] == r.q.shape[1] else x[:, :1].expand(-1, r.q.shape[1], -1, -1)
+
+    r.share = first  # type: ignore[method-assign]
 
 
-@mistake("value-heads-tiled", "whose value heads, unlike its key heads, are repeated in the wrong order", SHARE)
+@mistake(
+    "value-heads-tiled", "whose value heads, unlike its key heads, are repeated in the wrong order", SHARE
+)
 def _(r: Recipe) -> None:
     mix = r.mix
 
@@ -637,8 +768,12 @@ OWN = "use each projection for what its name says: q = W_q x, k = W_k y, v = W_v
 _roles("q-k-swapped", "whose query and key weights are swapped", OWN, q="k", k="q")
 _roles("k-v-swapped", "whose key and value weights are swapped", OWN, k="v", v="k")
 _roles("q-v-swapped", "whose query and value weights are swapped", OWN, q="v", v="q")
-_roles("roles-turned", "whose query, key and value weights have each other's places", OWN, q="k", k="v", v="q")
-_roles("roles-turned", "whose query, key and value weights have each other's places", OWN, q="v", k="q", v="k")
+_roles(
+    "roles-turned", "whose query, key and value weights have each other's places", OWN, q="k", k="v", v="q"
+)
+_roles(
+    "roles-turned", "whose query, key and value weights have each other's places", OWN, q="v", k="q", v="k"
+)
 _roles("key-from-query-weights", "whose keys are projected by the query weights", OWN, k="q")
 _roles("query-from-key-weights", "whose queries are projected by the key weights", OWN, q="k")
 _roles("value-from-key-weights", "whose values are projected by the key weights", OWN, v="k")
@@ -646,7 +781,13 @@ _roles("key-from-value-weights", "whose keys are projected by the value weights"
 _roles("value-from-query-weights", "whose values are projected by the query weights", OWN, v="q")
 _roles("one-projection", "whose queries, keys and values all come from the query weights", OWN, k="q", v="q")
 _roles("output-from-value-weights", "whose output is projected by the value weights", OWN, o="v")
-_swapped("q-k-arguments-swapped", "whose queries and keys are swapped", "q comes first: attention(q, k, v)", q="k", k="q")
+_swapped(
+    "q-k-arguments-swapped",
+    "whose queries and keys are swapped",
+    "q comes first: attention(q, k, v)",
+    q="k",
+    k="q",
+)
 _swapped("k-v-arguments-swapped", "whose keys and values are swapped", "k comes before v: attention(q, k, v)",
          k="v", v="k")  # fmt: skip
 _swapped("q-v-arguments-swapped", "whose queries and values are swapped", "attention(q, k, v), in that order",
@@ -724,7 +865,9 @@ _transposed("weight-transposed", "whose projections use their weights transposed
 _transposed("weight-transposed", "whose projections use their weights transposed", "v")
 
 
-@mistake("residual-added", "that adds its input to its output", "leave the residual to the block around attention")
+@mistake(
+    "residual-added", "that adds its input to its output", "leave the residual to the block around attention"
+)
 def _(r: Recipe) -> None:
     finish = r.finish
     r.finish = lambda x: finish(x) + r.x.query  # type: ignore[method-assign]
@@ -763,7 +906,11 @@ def _(r: Recipe) -> None:
     r.source = lambda role: source("k") if role == "v" else source(role)  # type: ignore[method-assign]
 
 
-@mistake("output-scaled", "whose output is divided by the number of heads", "concatenate the heads, don't average them")
+@mistake(
+    "output-scaled",
+    "whose output is divided by the number of heads",
+    "concatenate the heads, don't average them",
+)
 def _(r: Recipe) -> None:
     merge = r.merge
     r.merge = lambda x: merge(x) / x.shape[1]  # type: ignore[method-assign]
@@ -789,10 +936,22 @@ RETURN = "return the weights that mix the values, after the mask and the softmax
 _reported("weights-before-mask", "whose returned weights ignore the mask that its output obeys", RETURN,
           lambda r: (r.raw * r.scale()).softmax(-1))  # fmt: skip
 _reported("weights-are-scores", "that returns its scores in place of its weights", RETURN, lambda r: r.scores)
-_reported("weights-are-scores", "that returns its scores in place of its weights", RETURN, lambda r: r.raw * r.scale())
+_reported(
+    "weights-are-scores",
+    "that returns its scores in place of its weights",
+    RETURN,
+    lambda r: r.raw * r.scale(),
+)
 _reported("weights-are-scores", "that returns its scores in place of its weights", RETURN, lambda r: r.raw)
-_reported("weights-are-logarithms", "that returns the logarithms of its weights", RETURN, lambda r: r.attention.log())
-_reported("returned-weights-transposed", "whose returned weights are transposed", RETURN, lambda r: r.attention.mT)
+_reported(
+    "weights-are-logarithms",
+    "that returns the logarithms of its weights",
+    RETURN,
+    lambda r: r.attention.log(),
+)
+_reported(
+    "returned-weights-transposed", "whose returned weights are transposed", RETURN, lambda r: r.attention.mT
+)
 _reported("returned-heads-reversed", "whose returned weights have their heads in reverse", RETURN,
           lambda r: r.attention.flip(1))  # fmt: skip
 _reported("weights-averaged", "that returns the average of its heads where each head's weights are asked for", RETURN,

@@ -102,7 +102,6 @@ def some_keys(g: torch.Generator, b: int, t: int, s: int) -> Tensor:
     """A mask `[b, 1, t, s]`, every row with a key to see, and not the same for each query."""
     keep = torch.rand(b, 1, t, s, generator=g) < 0.6
     keep[..., 0] |= ~keep.any(-1)
-    keep.diagonal(dim1=-2, dim2=-1)[:] = True  # so that causal rows see something too
     return keep
 
 
@@ -130,7 +129,7 @@ def scenarios(c: Candidate, seed: int, s: int = 7, t: int = 5, b: int = 3) -> di
     if "mask" in c.can:
         found["mask"] = masked(c, c.draw(g, b, t, s), g)
         if "causal" in c.can and not c.causal and c.like != "sdpa":
-            found["mask, causal"] = replace(masked(c, c.draw(g, b, t), g), causal=True)
+            found["mask, causal"] = replace(masked(c, c.draw(g, b, t), g, first=True), causal=True)
     if "keys" in c.can:
         x = c.draw(g, b, t, s)
         found["keys"] = replace(x, padding=some_padding(g, b, x.s))
@@ -142,10 +141,7 @@ def scenarios(c: Candidate, seed: int, s: int = 7, t: int = 5, b: int = 3) -> di
         found["padding"] = replace(x, padding=some_padding(g, b, x.s))
         if "mask" in c.can:
             x = c.draw(g, b, t, s)
-            both = masked(c, replace(x, padding=some_padding(g, b, x.s)), g)
-            assert both.keep is not None
-            both.keep[..., 0] = True
-            found["mask, padding"] = both
+            found["mask, padding"] = masked(c, replace(x, padding=some_padding(g, b, x.s)), g, first=True)
     if "weights" in c.can and not c.always_weights:
         found |= {f"{name}, weights": replace(x, weights=True) for name, x in list(found.items())}
     if "bias" in c.can:
@@ -153,16 +149,17 @@ def scenarios(c: Candidate, seed: int, s: int = 7, t: int = 5, b: int = 3) -> di
         found["added"] = replace(x, bias=torch.randn(x.t, x.s, generator=g))
     if "scale" in c.can:
         found["scale"] = replace(c.draw(g, b, t, s), scale=0.3)
-    if c.weights is None and c.like in ("hf",) or "grouped" in c.role:
+    if "grouped" in c.can:
         found["grouped"] = c.draw(g, b, t, s, groups=2)
     return found
 
 
-def masked(c: Candidate, x: Inputs, g: torch.Generator) -> Inputs:
+def masked(c: Candidate, x: Inputs, g: torch.Generator, first: bool = False) -> Inputs:
+    """x with a mask; `first` shows every query the first key, so that no other mask leaves a row empty."""
     keep = some_keys(g, x.query.shape[0], x.t, x.s)
     if c.forms["mask"][1].letters in ("ts", "1ts"):
         keep = keep[:1].expand_as(keep).clone()
-    if c.causal:
+    if c.causal or first:
         keep[..., 0] = True
     return replace(x, keep=keep)
 
@@ -180,7 +177,45 @@ def gather(c: Candidate, seeds: range) -> list[Evidence]:
             except Trouble as error:
                 if error.kind in LOST:
                     raise
+        if "past" in c.can and "x" in c.role:
+            found += decoded(c, seed)
     return found
+
+
+def decoded(c: Candidate, seed: int) -> list[Evidence]:
+    """The last token of a text after a cache of the others; and what the recipe is asked for the same."""
+    x = c.draw(torch.Generator().manual_seed(seed), 2, 5 + seed % 2)
+    try:
+        out, _ = steps(c, x, [x.t - 1, 1])
+    except Odd:
+        return []
+    except Trouble as error:
+        if error.kind in LOST:
+            raise
+        return []
+    last = replace(x, query=x.query[:, -1:], causal=True, offset=x.s - 1, weights=False)
+    return [Evidence("decoding", last, Found(out[-1]))]
+
+
+def steps(c: Candidate, x: Inputs, lengths: list[int]) -> tuple[list[Tensor], bool]:
+    """The outputs of a text cut into steps, each with what the one before returned as its cache; did one?"""
+    past: Any = None
+    outs, start = [], 0
+    for n in lengths:
+        y = replace(x, **{f: getattr(x, f)[..., start : start + n, :] for f in ("query", "key", "value")})
+        start += n
+        call = c.call(y)
+        kwargs = {**call.kwargs, c.role["past"]: past} | (
+            {c.role["use_cache"]: True} if "use_cache" in c.role else {}
+        )
+        output = c.subject.call(replace(call, kwargs=kwargs)).output
+        outs.append(c.read(output, y, strict=False).out)
+        if not isinstance(output, tuple | list) or len(output) < 2:
+            return outs, False
+        past = next(
+            (part for part in output[1:] if not isinstance(part, Tensor) and part is not None), output[1]
+        )
+    return outs, True
 
 
 def weights_of(found: Found, like: Tensor | None, c: Candidate) -> Tensor | None:
@@ -210,6 +245,9 @@ def apart(c: Candidate, x: Inputs, got: Found, right: Found) -> tuple[float, flo
 
 @question("shapes")
 def shapes(c: Candidate) -> Iterator[Check]:
+    if c.refused:
+        yield failed("shapes", c.refused)
+        return
     g = torch.Generator().manual_seed(3)
     for b, t, s in ((3, 5, 7), (2, 7, 7), (1, 9, 3)):
         x = c.draw(g, b, t, s)
@@ -220,7 +258,9 @@ def shapes(c: Candidate) -> Iterator[Check]:
                 yield failed("shapes", "its weights were asked for, and none came back.")
                 return
             if got.weights.shape[1] == 1 and c.heads > 1 and c.says_heads:
-                yield failed("shapes", f"weights of {c.heads} heads were asked for, and one average came back.")
+                yield failed(
+                    "shapes", f"weights of {c.heads} heads were asked for, and one average came back."
+                )
                 return
     yield passed("shapes")
 
@@ -303,7 +343,9 @@ def cut(c: Candidate, x: Inputs, axis: str) -> Inputs | None:
     if axis == "batch":
         if x.query.shape[0] == 1:
             return None
-        return replace(x, **{n: y[:-1] for n, y in x.tensors().items() if n not in ("sink", "bias") and y.shape[0] > 1})
+        return replace(
+            x, **{n: y[:-1] for n, y in x.tensors().items() if n not in ("sink", "bias") and y.shape[0] > 1}
+        )
     queries, keys = (axis in ("tokens", "queries"), axis in ("tokens", "keys"))
     if axis == "tokens" and crossed or axis != "tokens" and not crossed:
         return None
@@ -321,7 +363,12 @@ def cut(c: Candidate, x: Inputs, axis: str) -> Inputs | None:
             y = replace(y, **{name: z[..., : z.shape[-2] - queries, : z.shape[-1] - keys]})
     if x.causal and c.like != "sdpa" and x.offset == x.s - x.t:
         y = replace(y, offset=y.s - y.t)
-    if y.keep is not None and not bool(y.keep.any(-1).all()) or y.padding is not None and not bool(y.padding.any(-1).all()):
+    if (
+        y.keep is not None
+        and not bool(y.keep.any(-1).all())
+        or y.padding is not None
+        and not bool(y.padding.any(-1).all())
+    ):
         return None
     return y
 
@@ -338,13 +385,23 @@ def gradients(c: Candidate) -> Iterator[Check]:
     shaped = c.subject.call(call).output
     parts = list(shaped.values()) if isinstance(shaped, dict) else shaped
     first = next(p for p in (parts if isinstance(parts, list | tuple) else [parts]) if isinstance(p, Tensor))
-    seed = cotangent.reshape(first.shape) if c.layout == "batch" or first.dim() != 3 or c.weights is None else cotangent.mT.mT
+    seed = (
+        cotangent.reshape(first.shape)
+        if c.layout == "batch" or first.dim() != 3 or c.weights is None
+        else cotangent.mT.mT
+    )
     if c.layout == "sequence" and c.weights is not None:
         seed = cotangent.transpose(0, 1)
     elif c.weights is None and tuple(first.shape) != tuple(cotangent.shape):
         seed = cotangent.transpose(1, 2) if first.dim() == 4 else cotangent.reshape(first.shape)
-    answer = c.answer(x, grads=tuple(dict.fromkeys(slots.values())), cotangent=seed.to(torch.float32).contiguous())
-    paths = {"query": slots.get("query", slots.get("x")), "key": slots.get("key", slots.get("context")), "value": slots.get("value")}
+    answer = c.answer(
+        x, grads=tuple(dict.fromkeys(slots.values())), cotangent=seed.to(torch.float32).contiguous()
+    )
+    paths = {
+        "query": slots.get("query", slots.get("x")),
+        "key": slots.get("key", slots.get("context")),
+        "value": slots.get("value"),
+    }
     worst = (0.0, 1.0, "")
     shared: dict[str, list[str]] = {}
     for role, path in paths.items():
@@ -366,7 +423,9 @@ def gradients(c: Candidate) -> Iterator[Check]:
         if c.weights is None and got.shape != want.shape:
             got = got.transpose(1, 2) if c.cut == "[b, t, h, d]" else got.reshape(want.shape)
         error = distance(got, want)
-        most = 8 * distance(low, want) + 64 * torch.finfo(torch.float32).eps * (1 + float(want.abs().max())) * 4
+        most = (
+            8 * distance(low, want) + 64 * torch.finfo(torch.float32).eps * (1 + float(want.abs().max())) * 4
+        )
         if error / most > worst[0] / worst[1]:
             worst = (error, most, " and ".join(roles))
     missing = [path for path, grad in answer.weight_grads.items() if grad is None and c.weights is not None and
@@ -456,7 +515,11 @@ def hidden_keys(c: Candidate) -> Iterator[Check]:
         a, b = before.out[..., rows, :], after.out[..., rows, :]
         error = distance(a.nan_to_num(), b.nan_to_num())
         if error > 1e-6 * (1 + float(a.nan_to_num().abs().max())):
-            i = next(i for i in rows if distance(before.out[..., i, :].nan_to_num(), after.out[..., i, :].nan_to_num()) > 0)
+            i = next(
+                i
+                for i in rows
+                if distance(before.out[..., i, :].nan_to_num(), after.out[..., i, :].nan_to_num()) > 0
+            )
             what = {"padding": "padding", "keys": "the mask", "mask": "the mask"}[one]
             yield failed(name, f"query {i} sees key {j}, which {what} hides.", error, 0.0)
             return
@@ -548,7 +611,14 @@ def _heads_by_weights(c: Candidate, x: Inputs) -> Iterator[Check]:
     n = c.weights.weight["v"].shape[0] // c.weights.groups  # width of a head's values
     rows = c.weights.weight["q"].shape[0] // c.weights.heads
     path = c.projections.weight["q"][0]
-    if o is None or n >= o.shape[0] or path.axes or path.rows or path.turned or len(c.projections.weight["q"]) > 1:
+    if (
+        o is None
+        or n >= o.shape[0]
+        or path.axes
+        or path.rows
+        or path.turned
+        or len(c.projections.weight["q"]) > 1
+    ):
         yield skipped(name, "its heads can't be told apart in its output")
         return
     before = c.run(x)
@@ -590,7 +660,12 @@ def rows_sum(c: Candidate) -> Iterator[Check]:
             return
         worst = max(worst, distance(got.weights.sum(-1), torch.ones_like(got.weights[..., 0])))
         if worst > 1e-4 and x.sink is None:
-            yield failed(name, f"the weights of a query sum to {float(got.weights.sum(-1).flatten()[0]):.4g} ({scenario}).", worst, 1e-4)
+            yield failed(
+                name,
+                f"the weights of a query sum to {float(got.weights.sum(-1).flatten()[0]):.4g} ({scenario}).",
+                worst,
+                1e-4,
+            )
             return
     yield passed(name, "with a sink, less than one" if "sink" in c.role else "", worst, 1e-4)
 
@@ -608,7 +683,10 @@ def empty_rows(c: Candidate) -> Iterator[Check]:
     want = exact(c.weights, x).out
     want = want[0] if hidden else want[0, ..., 1, :]
     if bool(row.isnan().any()):
-        yield failed(name, "a query that may attend to nothing gives NaN: it should attend to nothing, with weights of 0.")
+        yield failed(
+            name,
+            "a query that may attend to nothing gives NaN: it should attend to nothing, with weights of 0.",
+        )
     elif distance(row, want) > allowed(c.weights, x):
         yield failed(name, "a query that may attend to nothing attends to what is hidden: its weights should be 0.",
                      distance(row, want), allowed(c.weights, x))  # fmt: skip
@@ -641,7 +719,9 @@ def large_scores(c: Candidate) -> Iterator[Check]:
     x = large(c, 19)
     got = c.run(x)
     if not bool(got.out.isfinite().all()):
-        yield failed(name, "scores of some hundreds give NaN or infinity: the softmax overflows.", math.inf, 0.0)
+        yield failed(
+            name, "scores of some hundreds give NaN or infinity: the softmax overflows.", math.inf, 0.0
+        )
         return
     error, most = distance(got.out, exact(c.weights, x).out), 4 * allowed(c.weights, x)
     if error <= most:
@@ -656,7 +736,9 @@ def large(c: Candidate, seed: int) -> Inputs:
     recipe = Recipe(c.weights)
     recipe(x)
     by = (300 / float((recipe.raw * recipe.scale()).abs().max())) ** 0.5
-    fields = {n: getattr(x, n) * by for n in (("query", "key") if c.weights is None else ("query", "key", "value"))}
+    fields = {
+        n: getattr(x, n) * by for n in (("query", "key") if c.weights is None else ("query", "key", "value"))
+    }
     if "cross" not in c.can:
         fields = dict.fromkeys(("query", "key", "value"), fields["query"])
     elif c.like == "cross":
@@ -719,13 +801,20 @@ def training(c: Candidate) -> Iterator[Check]:
     outs = [c.run(x, seed=seed).out for seed in (1, 2, 3)]
     spread = max(distance(outs[0], one) for one in outs)
     if spread:
-        yield failed(name, "in evaluation its output depends on the random seed: dropout is left on.", spread, 0.0)
+        yield failed(
+            name, "in evaluation its output depends on the random seed: dropout is left on.", spread, 0.0
+        )
         return
     trained = c.run(x, seed=1, training=True)
     if not bool(trained.out.isfinite().all()):
         yield failed(name, "in training its output isn't finite.")
         return
-    yield passed(name, "evaluation draws nothing" + ("" if distance(trained.out, outs[0]) else ", nor does training"), 0.0, 0.0)
+    yield passed(
+        name,
+        "evaluation draws nothing" + ("" if distance(trained.out, outs[0]) else ", nor does training"),
+        0.0,
+        0.0,
+    )
 
 
 @question("non-contiguous inputs")
@@ -787,25 +876,17 @@ def cached(c: Candidate) -> Iterator[Check]:
         return
     x = c.draw(torch.Generator().manual_seed(27), 2, 6)
     whole = c.run(x).out
-    past: Any = None
-    steps = []
-    for i in range(6):
-        y = replace(x, **{n: getattr(x, n)[..., i : i + 1, :] for n in ("query", "key", "value")})
-        call = c.call(y)
-        call.kwargs[c.role["past"]] = past
-        if "use_cache" in c.role:
-            call.kwargs[c.role["use_cache"]] = True
-        output = c.subject.call(call).output
-        steps.append(c.read(output, y).out)
-        if not isinstance(output, tuple | list) or len(output) < 2:
-            yield Check(name, "could not be checked", "a call returns nothing that could be passed on as its cache")
-            return
-        past = next((part for part in output[1:] if not isinstance(part, Tensor) and part is not None), output[1])
-    error, most = distance(torch.cat(steps, -2), whole), 4 * allowed(c.weights, x)
+    outs, kept = steps(c, x, [1] * 6)
+    if not kept:
+        yield Check(
+            name, "could not be checked", "a call returns nothing that could be passed on as its cache"
+        )
+        return
+    error, most = distance(torch.cat(outs, -2), whole), 4 * allowed(c.weights, x)
     if error <= most:
         yield passed(name, "token by token gives what one pass gives", error, most)
         return
-    off = next(i for i in range(6) if distance(steps[i], whole[..., i : i + 1, :]) > most)
+    off = next(i for i in range(6) if distance(outs[i], whole[..., i : i + 1, :]) > most)
     yield failed(name, f"token by token differs from one pass, from token {off} on.", error, most)
 
 
@@ -830,12 +911,16 @@ def growth(c: Candidate) -> Iterator[Check]:
         peaks[n] = peak
     sizes = [n for n in peaks if peaks[n] > 2**20]
     if len(sizes) < 2:
-        yield skipped(name, f"it takes no more than a megabyte at {max(peaks, default=0):,} tokens, or no longer text")
+        yield skipped(
+            name, f"it takes no more than a megabyte at {max(peaks, default=0):,} tokens, or no longer text"
+        )
         return
     a, b = sizes[-2], sizes[-1]
     power = math.log(max(peaks[b], 1) / peaks[a]) / math.log(b / a)
     kind = "linear" if power < 1.4 else "quadratic" if power < 2.5 else "more than quadratic"
-    yield passed(name, f"{kind}: {peaks[b] / 1e6:.0f} MB at {b:,} tokens, growing as their number to the {power:.1f}")
+    yield passed(
+        name, f"{kind}: {peaks[b] / 1e6:.0f} MB at {b:,} tokens, growing as their number to the {power:.1f}"
+    )
 
 
 @question("torch.compile")

@@ -81,11 +81,16 @@ def arguments(text: str) -> dict[str, Any]:
             raise ValueError
         return {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
     except (SyntaxError, ValueError, AssertionError):
-        raise Unclear(f"--init takes names and plain values, 'hidden=16, num_heads=4', and {text!r} came.") from None
+        raise Unclear(
+            f"--init takes names and plain values, 'hidden=16, num_heads=4', and {text!r} came."
+        ) from None
 
 
-def filled(d: Description, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments: what was given, and the table's values for what has no default."""
+def filled(d: Description, given: Mapping[str, Any], alike: bool = False) -> dict[str, Any]:
+    """Constructor arguments: what was given, and the table's values for what has no default.
+
+    `alike` gives all widths of the model the same value, and heads that of one head.
+    """
     wanted = d.init or ()
     known = {one.name for one in wanted}
     anything = any(one.kind == "var_keyword" for one in wanted)
@@ -93,6 +98,7 @@ def filled(d: Description, given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known and not anything:
             raise Unclear(f"{d.name} has no constructor argument {name!r}, but {', '.join(known) or 'none'}.")
     found = dict(given)
+    several = any((names.constructed(one.name) or [""])[0] == "the number of heads" for one in wanted)
     wide = any((names.constructed(one.name) or [""])[0] == WIDE for one in wanted if one.name != "d")
     for one in wanted:
         if one.kind not in ("positional", "keyword") or one.name in given:
@@ -104,6 +110,9 @@ def filled(d: Description, given: Mapping[str, Any]) -> dict[str, Any]:
             found[one.name] = {"__namespace__": everything()}
         elif meant and (one.required or (meant[0] in names.GIVEN_ANYWAY and _is_free(one))):
             found[one.name] = meant[1]
+            if alike and "width" in meant[0]:
+                head = several and meant[0] == "the width of a head"
+                found[one.name] = names.WIDTH // names.HEADS if head else names.WIDTH
         elif one.required:
             raise Unclear(
                 f"{d.name} needs {one.name!r}, which no name of the table fills: give it with "
@@ -321,7 +330,11 @@ def _as_int(value: Any) -> int | None:
 
 
 def _place(
-    table: dict[str, list[Part]], role: str, parts: list[Part], found: Projections, shapes: Mapping[str, tuple[int, ...]]
+    table: dict[str, list[Part]],
+    role: str,
+    parts: list[Part],
+    found: Projections,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Write parts under their roles; packed ones are cut into equal rows, or by the number of key heads."""
     if role not in ("qkv", "kv"):
@@ -337,7 +350,9 @@ def _place(
         cuts = [head * found.heads, head * found.groups, head * found.groups]
     start = 0
     for n, (one, size) in enumerate(zip(role, cuts, strict=True)):
-        table[one] = [Part(part.path, part.turned, rows=(start, start + size), perm=str(n) if role == "qkv" else "")]
+        table[one] = [
+            Part(part.path, part.turned, rows=(start, start + size), perm=str(n) if role == "qkv" else "")
+        ]
         start += size
 
 
@@ -380,8 +395,7 @@ _KEEPS = re.compile(
 
 def polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str]:
     """(does True keep?, why): from documentation, else the kind's convention, else the name's."""
-    near = [line for line in text.splitlines() if re.search(rf"\b{re.escape(name)}\b", line)] if text else []
-    joined = " ".join(near)
+    joined = near_name(name, text)
     hides, keeps = bool(_HIDES.search(joined)), bool(_KEEPS.search(joined))
     if hides != keeps:
         return keeps, "as its documentation says"
@@ -394,13 +408,40 @@ def polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str]:
     return True, "as PyTorch's function and most code have it"
 
 
+def near_name(name: str, text: str) -> str:
+    """The lines of a documentation that speak of an argument."""
+    return " ".join(line for line in text.splitlines() if re.search(rf"\b{re.escape(name)}\b", line))
+
+
+def added(name: str, text: str) -> bool:
+    """Does documentation say that a mask holds numbers to be added?"""
+    return bool(re.search(r"\badded|\badditive|-inf\b|minus infinity", near_name(name, text), re.I))
+
+
+_LETTERS = {"b": "b", "n": "b", "batch": "b", "batch_size": "b", "bs": "b", "t": "t", "q": "t", "l": "t", "tgt_len": "t",
+            "query_len": "t", "length": "t", "seq_len": "t", "s": "s", "k": "s", "src_len": "s", "key_len": "s", "1": "1"}  # fmt: skip
+
+
+def shapes_said(name: str, text: str) -> set[str]:
+    """The shapes that documentation gives a mask, as letters: `mask [b, s] or [b, t, s]` is {"bs", "bts"}."""
+    found = set()
+    for line in text.splitlines():
+        after = re.search(rf"\b{re.escape(name)}\b(.*)", line)
+        for inside in re.findall(r"[\[(]([\w, ]+)[\])]", after[1].partition(";")[0]) if after else ():
+            parts = [part.strip().lower() for part in inside.split(",")]
+            if len(parts) > 1 and all(part in _LETTERS for part in parts):
+                letters = "".join(_LETTERS[part] for part in parts)
+                found.add(re.sub("tt$", "ts", letters))
+    return found
+
+
 def doc_lines(d: Description) -> str:
     """The documentation of class and forward, not its code: what is said, not what is done."""
     try:
         tree = ast.parse(textwrap.dedent(d.source))
     except (SyntaxError, ValueError):
-        return d.doc
-    texts = [d.doc]
+        return f"{d.doc}\n{d.about}"
+    texts = [d.doc, d.about]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             texts.append(ast.get_docstring(node) or "")
@@ -414,12 +455,37 @@ def said_causal(d: Description) -> str | None:
     for name in d.buffers:
         if re.search(r"tril|causal|triangle|(^|\.)(bias|mask|attn_mask)$", name):
             return f"its buffer {name}"
-    if re.search(r"\bcausal|autoregressive|can't see the future|no look-?ahead", doc_lines(d), re.I):
+    if re.search(
+        r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead", doc_lines(d), re.I
+    ):
         return "its documentation"
+    if any(names.argument(one.name) == "past" for one in d.call):
+        return "its cache of earlier keys"
+    if _makes_triangle(d.source):
+        return "the triangle in its code"
     return None
+
+
+def _makes_triangle(source: str) -> bool:
+    """Does its code call tril or triu, and not under a condition?"""
+    try:
+        tree = ast.parse(textwrap.dedent(source))
+    except (SyntaxError, ValueError):
+        return False
+
+    def found(node: ast.AST) -> bool:
+        if isinstance(node, ast.If | ast.IfExp):
+            return False
+        if isinstance(node, ast.Call):
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if name in ("tril", "triu", "tril_", "triu_", "tril_indices", "triu_indices"):
+                return True
+        return any(found(child) for child in ast.iter_child_nodes(node))
+
+    return found(tree)
 
 
 def unseen(sizes_taken: set[int], how_many: int) -> list[int]:
     """Small sizes that nothing else has, so that a dimension out of place can't pass."""
     return [n for n in (5, 7, 3, 9, 11, 13, 6, 10, 15, 17) if n not in sizes_taken][:how_many]
-

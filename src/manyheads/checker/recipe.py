@@ -133,8 +133,7 @@ class Recipe:
         return {"q": self.x.query, "k": self.x.key, "v": self.x.value}[role]
 
     def weight(self, role: str) -> Tensor:
-        assert self.w is not None
-        return self.w.weight[role]
+        return ({} if self.w is None else self.w.weight)[role]
 
     def bias(self, role: str) -> Tensor | None:
         return None if self.w is None else self.w.bias.get(role)

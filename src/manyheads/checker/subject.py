@@ -96,6 +96,7 @@ class Description:
     layers: dict[str, str]
     attributes: dict[str, int | float | bool | str]  # public ones, such as num_heads
     source: str
+    about: str = ""  # the docstring of its file
 
 
 @dataclass(frozen=True)
@@ -644,6 +645,7 @@ class Subject:
             if what != "function"
             else {},
             source=source,
+            about=inspect.getdoc(sys.modules.get(getattr(written, "__module__", "") or "")) or "",
         )
 
     def make(self, init: dict[str, Any]) -> Description:

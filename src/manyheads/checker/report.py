@@ -1,0 +1,213 @@
+"""What the checker found: as a table in a terminal, as JSON, as JUnit's XML, and as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from torch import Tensor
+
+from manyheads.checker.diagnosis import Diagnosis
+from manyheads.checker.questions import Check
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = 1
+MARKS = {"passed": ("✓", "green"), "failed": ("✗", "red"), "not applicable": ("·", "dim"),
+         "could not be checked": ("?", "yellow")}  # fmt: skip
+WARNING = (
+    "The code under check ran as you: with your files, your network and your rights. This is no sandbox."
+)
+
+
+@dataclass
+class Report:
+    """The answers to all questions about one candidate.
+
+    `like` is its kind and `guessed` says that nobody named it; `verdict` is "passed" or "failed"; `notes`
+    are what was assumed. `pair` holds the expected and the given map of the smallest failing input, for
+    a picture: two tensors `[t, s]` (weights) or `[t, e]` (outputs), and which they are.
+    """
+
+    target: str
+    like: str
+    guessed: bool
+    checks: list[Check]
+    diagnosis: list[Diagnosis] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    pair: tuple[Tensor, Tensor, str] | None = None
+
+    @property
+    def verdict(self) -> str:
+        return "failed" if any(one.status == "failed" for one in self.checks) else "passed"
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == "passed"
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain values; an error that is no number is null."""
+        return {
+            "format": FORMAT,
+            "target": self.target,
+            "like": self.like,
+            "guessed": self.guessed,
+            "verdict": self.verdict,
+            "notes": self.notes,
+            "checks": [
+                {"name": c.name, "status": c.status, "reason": c.reason, "error": _finite(c.error), "allowed": _finite(c.allowed)}
+                for c in self.checks
+            ],
+            "diagnosis": [
+                {"mistake": d.mistake or None, "verified": d.verified, "error": _finite(d.error), "says": d.says, "mend": d.mend}
+                for d in self.diagnosis
+            ],
+        }  # fmt: skip
+
+    def as_junit(self) -> str:
+        """JUnit's XML: a test case for each check."""
+        status = [one.status for one in self.checks]
+        suite = ElementTree.Element(
+            "testsuite", name=f"manyheads check {self.target}", tests=str(len(status)), failures=str(status.count("failed")),
+            errors="0", skipped=str(sum(one not in ("passed", "failed") for one in status)),
+        )  # fmt: skip
+        said = "\n".join(self.words())
+        for one in self.checks:
+            case = ElementTree.SubElement(suite, "testcase", classname=_clean(self.target), name=one.name)
+            if one.status == "failed":
+                ElementTree.SubElement(case, "failure", message=_clean(one.reason)).text = _clean(said)
+            elif one.status != "passed":
+                ElementTree.SubElement(case, "skipped", message=_clean(f"{one.status}: {one.reason}"))
+        return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
+
+    def words(self) -> list[str]:
+        """The diagnosis in sentences."""
+        named = [one for one in self.diagnosis if one.mistake]
+        lines = []
+        if len(named) > 1 and len({one.mend for one in named}) >= 1:
+            lines.append("These can't be told apart by any input, or are there together:")
+        for one in self.diagnosis:
+            says = one.says[:1].upper() + one.says[1:]
+            lines.append(f"{one.mistake}: {says}." if one.mistake else f"{says}.")
+            if one.mend:
+                lines.append(f"  To mend it: {one.mend}.")
+        return lines
+
+    def print(self, console: Console | None = None) -> None:
+        """The table, then the diagnosis."""
+        from rich import box
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        page = console or Console()
+        page.print(f"[bold]{escape(self.target)}[/bold], checked like {escape(self.like)}"
+                   + (" (guessed)" if self.guessed else ""), highlight=False)  # fmt: skip
+        for note in self.notes:
+            page.print(f"  {escape(note)}", highlight=False)
+        table = Table(box=box.SIMPLE_HEAD)
+        for column, justify in (
+            ("", "left"),
+            ("check", "left"),
+            ("error", "right"),
+            ("allowed", "right"),
+            ("", "left"),
+        ):
+            table.add_column(column, justify=justify)  # type: ignore[arg-type]
+        for one in self.checks:
+            mark, style = MARKS[one.status]
+            reason = one.reason if one.status in ("passed", "failed") else f"{one.status}: {one.reason}"
+            table.add_row(
+                f"[{style}]{mark}[/{style}]", one.name, _short(one.error), _short(one.allowed), escape(reason)
+            )
+        page.print(table)
+        count = {status: sum(one.status == status for one in self.checks) for status in MARKS}
+        page.print(
+            f"[bold]{self.verdict}[/bold]: " + ", ".join(f"{n} {status}" for status, n in count.items() if n),
+            highlight=False,
+        )
+        for line in self.words():
+            page.print(escape(line), highlight=False, soft_wrap=True)
+        if self.pair is not None and not self.passed:
+            page.print(escape(self._numbers()), highlight=False, soft_wrap=True)
+        page.print(WARNING, style="dim", highlight=False)
+
+    def _numbers(self) -> str:
+        """Expected and got, where they differ most."""
+        assert self.pair is not None
+        want, got, what = self.pair
+        if want.shape != got.shape:
+            return f"Expected {what} {list(want.shape)}, got {list(got.shape)}."
+        apart = (want - got).abs().nan_to_num(math.inf)
+        i, j = divmod(int(apart.argmax()), apart.shape[1])
+        at = f"query {i}, key {j}" if what == "weights" else f"query {i}, column {j}"
+        return f"The smallest failing input, {what} at {at}: expected {float(want[i, j]):.6g}, got {float(got[i, j]):.6g}."
+
+    def __repr__(self) -> str:
+        from rich.console import Console
+
+        page = Console(file=StringIO(), width=120, color_system=None)
+        self.print(page)
+        return page.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def save_json(self, path: Path) -> None:
+        written(
+            path,
+            lambda to: to.write_text(
+                json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            ),
+        )
+
+    def save_junit(self, path: Path) -> None:
+        written(path, lambda to: to.write_text(self.as_junit() + "\n", encoding="utf-8"))
+
+    def save_picture(self, folder: Path) -> Path | None:
+        """Expected and given maps side by side, and their difference, into folder/check.png; None without a pair."""
+        if self.pair is None:
+            return None
+        from manyheads import figures
+
+        want, got, what = self.pair
+        if want.shape != got.shape:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        figure = figures.difference(
+            want, got, what=what, title=f"{Path(self.target).name}: the smallest failing input"
+        )
+        path = folder / "check.png"
+        written(path, lambda to: figure.savefig(to, dpi=110, format="png"))
+        return path
+
+
+def written(path: Path, write: Callable[[Path], object]) -> None:
+    """Write to a temporary name beside `path`, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _finite(x: float | None) -> float | None:
+    return None if x is None or not math.isfinite(x) else x
+
+
+def _short(x: float | None) -> str:
+    return "" if x is None else "0" if x == 0 else f"{x:.1e}"
+
+
+def _clean(text: str) -> str:
+    """Without the control characters that XML has no way to write."""
+    return "".join(letter for letter in text if letter in "\t\n" or ord(letter) >= 32)
