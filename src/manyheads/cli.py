@@ -124,6 +124,52 @@ def generate(
 
 
 @app.command()
+def check(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="module:name or path/to/file.py:name: a class, an instance, a function or a factory."
+        ),
+    ],
+    like: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="attention, self, cross, multihead, torch-mha, sdpa, hf, positional, rotary, or "
+            "classic.MODULE.CLASS; guessed if not given.",
+        ),
+    ] = None,
+    init: Annotated[
+        str | None, typer.Option(metavar="ARGS", help="Constructor arguments: 'hidden=16, num_heads=4'.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="ROLES", help="Whose each layer is: q=a,k=b,v=c,o=d.")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(metavar="batch|sequence", help="[b, t, e] or [t, b, e].")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for a picture of what differs.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The report as JSON.")] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="The report as JUnit's XML.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="That a call may take.")] = 60.0,
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="That its process may hold: 500M, 4G.")] = "4G",
+) -> None:
+    """Check somebody's attention, and name what is wrong with it.
+
+    The code under check is run, in a process of its own with limits of time and memory, as you: with your
+    files, your network and your rights. This is no sandbox. Exit code 0: all held; 1: something failed; 2: it
+    couldn't be imported, built or understood.
+    """
+    from manyheads.checker import command
+
+    report = command.run(target, like, init, weights, layout, timeout, memory)
+    command.deliver(report, out, json, junit)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+@app.command()
 def kernels() -> None:
     """Print the kernels that this machine has, in the order in which they are asked."""
     from manyheads.kernels import machine

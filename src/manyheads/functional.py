@@ -74,7 +74,12 @@ def attention_with_map(
     problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                        dropout_p=dropout_p, offset=offset)  # fmt: skip
     out, lse = _run(problem, kernel)
-    return out, AttentionMap.of(problem, lse)
+    amap = AttentionMap.of(problem, lse)
+    if not torch.compiler.is_compiling() and (problem.q.is_inference() or problem.k.is_inference()):
+        amap = amap.compact(
+            always=True
+        )  # nobody counts changes in place there, so a map needs its own numbers
+    return out, amap
 
 
 def explain(

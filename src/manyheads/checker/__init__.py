@@ -33,8 +33,23 @@ from manyheads.checker.subject import Trouble
 
 __all__ = ["KINDS", "Check", "Diagnosis", "Report", "Unclear", "assert_attention", "check"]
 
-DURING = ("values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "grouped heads", "one query",
-          "empty rows", "large scores", "training and evaluation", "rows sum to one", "shapes", "cache")  # fmt: skip
+DURING = (
+    "values",
+    "causal mask",
+    "mask",
+    "mask of keys",
+    "padding",
+    "added bias",
+    "scale",
+    "grouped heads",
+    "one query",
+    "empty rows",
+    "large scores",
+    "training and evaluation",
+    "rows sum to one",
+    "shapes",
+    "cache",
+)
 
 
 def check(
@@ -96,8 +111,8 @@ def _check(
     classic = likeness.of(like) if like is not None and like.startswith("classic.") else None
     kind, guessed = kind_of(classic.kind if classic else like, subject.describe())
     if kind in ("positional", "rotary"):
-        notes, checks, found = check_positions(subject, kind, guessed, init, layout)
-        return Report(target, like or kind, guessed, checks, found, notes)
+        notes, checks, named = check_positions(subject, kind, guessed, init, layout)
+        return Report(target, like or kind, guessed, checks, named, notes)
     c = Candidate(subject, kind, init, weights, layout or (classic.layout if classic else None))
     c.guessed = guessed
     if guessed:
@@ -121,7 +136,9 @@ def _check(
 
 
 def _pair(c: Candidate) -> tuple[Tensor, Tensor, str] | None:
-    """The right map and the given one for a small failing input: weights if they came, else outputs, of head 0."""
+    """The right map and the given one for a small failing input: weights if they came, else outputs,
+    of head 0.
+    """
     for one in gather(c, range(100, 103)):
         right = exact(c.weights, one.x)
         error, most, _ = apart(c, one.x, one.found, right)
@@ -145,7 +162,9 @@ def _pair(c: Candidate) -> tuple[Tensor, Tensor, str] | None:
 
 
 def assert_attention(obj: Any, like: str | None = None, **options: Any) -> None:
-    """Raise AssertionError, with the report, if a check of `obj` fails; for tests. Arguments are `check`'s."""
+    """Raise AssertionError, with the report, if a check of `obj` fails; for tests. Arguments are
+    `check`'s.
+    """
     report = check(obj, like, **options)
     if not report.passed:
         raise AssertionError(f"\n{report!r}")

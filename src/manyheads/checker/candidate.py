@@ -40,7 +40,6 @@ class Form:
 
     def write(self, keep: Tensor, dtype: torch.dtype) -> Tensor:
         """keep `[b, 1, t, s]` or `[b, 1, 1, s]` as this form has it."""
-        b, _, t, s = keep.shape
         x = {
             "b1ts": lambda: keep,
             "bts": lambda: keep[:, 0],
@@ -130,8 +129,10 @@ class Candidate:
             except Trouble as error:
                 if error.kind != "init":
                     raise
-                raise Unclear(f"{str(error).rstrip('.')}: it was built with {shown or 'no arguments'}; say others "
-                              "with --init.") from None  # fmt: skip
+                raise Unclear(
+                    f"{str(error).rstrip('.')}: it was built with {shown or 'no arguments'}; say others "
+                    "with --init."
+                ) from None
             if self.init:
                 self.notes.append(f"built as {d.name}({shown})")
         elif init:
@@ -166,6 +167,8 @@ class Candidate:
                 self.role[meant] = one.name
             elif one.required:
                 unknown.append(one.name)
+        if self.like == "torch-mha":
+            self.role.pop("causal", None)  # a hint about the mask, and no switch: the mask says it
         if "x" in self.role and {"key", "value"} <= set(self.role):
             self.role["query"] = self.role.pop("x")
         if self.like == "cross" and "context" not in self.role and {"query", "key"} <= set(self.role):
@@ -183,7 +186,8 @@ class Candidate:
                 unknown.remove(name)
         if unknown:
             raise Unclear(
-                f"{self.d.name} needs the argument {unknown[0]!r}, which the checker doesn't know: write an adapter "
+                f"{self.d.name} needs the argument {unknown[0]!r}, which the checker doesn't know: "
+                f"write an adapter "
                 "that takes q, k, v or x and calls it (docs/checker.md shows one), and check that."
             )
         if self.like == "self" and {"query", "key", "value"} <= set(self.role):
@@ -229,10 +233,11 @@ class Candidate:
             for role, parts in self.projections.weight.items()
         }
         self.notes.append(
-            "weights: " + "; ".join(f"{role} = {path}" for role, path in roles.items())
+            "weights: "
+            + "; ".join(f"{role} = {path}" for role, path in roles.items())
             + f"; {self.weights.heads} head{'s' * (self.weights.heads > 1)}"
             + (f", {self.weights.groups} key heads" if self.weights.groups != self.weights.heads else "")
-        )  # fmt: skip
+        )
         if self.projections.unused:
             self.notes.append(f"not part of attention: {', '.join(self.projections.unused)}")
 
@@ -249,9 +254,8 @@ class Candidate:
 
     @property
     def says_heads(self) -> bool:
-        """Does it promise weights of each head rather than their average?"""
-        said = r"(weights?|attn|attention)\W+[\[(]\s*(b\w*|N)\s*,\s*(h\w*|n_?heads|num_heads)\b"
-        return "average" in self.role or bool(re.search(said, reading.doc_lines(self.d), re.I))
+        """Are its weights each head's own? Yes, unless its words speak of an average and no argument does."""
+        return "average" in self.role or not re.search(r"\b(averag|mean)", reading.doc_lines(self.d), re.I)
 
     # -- drawing inputs ----------------------------------------------------------------------------
 
@@ -260,9 +264,17 @@ class Candidate:
         return self.weights.heads if self.weights is not None else (4 if "h" in self.cut else 1)
 
     def draw(
-        self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None, *, d: int = 6, w: int | None = None,
-        scale: float = 1.0, groups: int | None = None,
-    ) -> Inputs:  # fmt: skip
+        self,
+        generator: torch.Generator,
+        b: int = B,
+        t: int = T,
+        s: int | None = None,
+        *,
+        d: int = 6,
+        w: int | None = None,
+        scale: float = 1.0,
+        groups: int | None = None,
+    ) -> Inputs:
         """Random inputs, without masks; `s` is `t` where the candidate attends to its own sequence."""
         s = t if s is None or "cross" not in self.can else s
 
@@ -299,8 +311,12 @@ class Candidate:
             (lambda y: y.transpose(0, 1)) if self.layout == "sequence" else (lambda y: y)
         )
         if self.weights is None:
-            turn = {"[b, h, t, d]": lambda y: y, "[b, t, d]": lambda y: y[:, 0], "[t, d]": lambda y: y[0, 0],
-                    "[b, t, h, d]": lambda y: y.transpose(1, 2)}[self.cut]  # fmt: skip
+            turn = {
+                "[b, h, t, d]": lambda y: y,
+                "[b, t, d]": lambda y: y[:, 0],
+                "[t, d]": lambda y: y[0, 0],
+                "[b, t, h, d]": lambda y: y.transpose(1, 2),
+            }[self.cut]
         for slot, tensor in (
             ("query", x.query),
             ("x", x.query),
@@ -337,9 +353,16 @@ class Candidate:
         if "grouped" in self.role and x.query.shape[1] != x.key.shape[1]:
             kwargs[self.role["grouped"]] = True
         if "module" in self.role:
-            kwargs[self.role["module"]] = {"__namespace__": {
-                "num_key_value_groups": x.query.shape[1] // x.key.shape[1], "training": False, "layer_idx": 0,
-                "is_causal": False, "sinks": None, "scaling": x.query.shape[-1] ** -0.5}}  # fmt: skip
+            kwargs[self.role["module"]] = {
+                "__namespace__": {
+                    "num_key_value_groups": x.query.shape[1] // x.key.shape[1],
+                    "training": False,
+                    "layer_idx": 0,
+                    "is_causal": False,
+                    "sinks": None,
+                    "scaling": x.query.shape[-1] ** -0.5,
+                }
+            }
         for slot in ("mask", "padding", "dropout"):
             if slot in self.role and self.role[slot] not in kwargs and self._required(slot):
                 kwargs[self.role[slot]] = 0.0 if slot == "dropout" else None
@@ -385,13 +408,21 @@ class Candidate:
             raise Odd(f"a tensor was expected as output, and {_kind(output)} came")
         if self.weights is not None:
             out = first.transpose(0, 1) if self.layout == "sequence" and first.dim() == 3 else first
-            last = self.weights.weight["o"].shape[0] if "o" in self.weights.weight else (
-                self.weights.weight["v"].shape[0] // self.weights.groups * self.weights.heads)  # fmt: skip
-            want, letters = (b, t, last), "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
+            last = (
+                self.weights.weight["o"].shape[0]
+                if "o" in self.weights.weight
+                else (self.weights.weight["v"].shape[0] // self.weights.groups * self.weights.heads)
+            )
+            want: tuple[int, ...] = (b, t, last)
+            letters = "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
         else:
             w = x.value.shape[-1]
-            out = {"[b, h, t, d]": lambda y: y, "[b, t, d]": lambda y: y[:, None], "[t, d]": lambda y: y[None, None],
-                   "[b, t, h, d]": lambda y: y.transpose(1, 2) if y.dim() == 4 else y}[self.cut](first)  # fmt: skip
+            out = {
+                "[b, h, t, d]": lambda y: y,
+                "[b, t, d]": lambda y: y[:, None],
+                "[t, d]": lambda y: y[None, None],
+                "[b, t, h, d]": lambda y: y.transpose(1, 2) if y.dim() == 4 else y,
+            }[self.cut](first)
             if self.like == "hf" and out.dim() == 4 and tuple(out.shape) == (b, t, h, w):
                 out = out.transpose(1, 2)
             want, letters = (b, h, t, w), self.cut
@@ -435,8 +466,10 @@ class Candidate:
         except Trouble as error:
             if error.kind != "call":
                 raise
-            raise Unclear(f"{str(error).rstrip('.')}: it was called with {self._shown(x)}; say its kind with --like, "
-                          "or write an adapter.") from None  # fmt: skip
+            raise Unclear(
+                f"{str(error).rstrip('.')}: it was called with {self._shown(x)}; say its kind with --like, "
+                "or write an adapter."
+            ) from None
         except Odd:
             plain = None  # the check of shapes says it
         asked = None
@@ -508,18 +541,17 @@ class Candidate:
             self.layout, why = ("batch" if first else "sequence"), f"batch_first={first}"
         elif self.like == "torch-mha":
             self.layout, why = "sequence", "PyTorch's default"
-        elif re.search(r"\b(?:seq\w*|t|T|L|tgt_len|length|n_tokens)\s*,\s*(?:b|B|N|batch\w*|bsz|bs)\b[^=\n]*=\s*\w+\.(?:shape|size)",
-                       self.d.source) or re.search(r"\[(?:t|seq\w*),\s*(?:b|batch\w*),", reading.doc_lines(self.d)):  # fmt: skip
+        elif re.search(
+            r"\b(?:seq\w*|t|T|L|tgt_len|length|n_tokens)\s*,\s*(?:b|B|N|batch\w*|bsz|bs)\b[^=\n]*=\s*\w+\.(?:shape|size)",
+            self.d.source,
+        ) or re.search(r"\[(?:t|seq\w*),\s*(?:b|batch\w*),", reading.doc_lines(self.d)):
             self.layout, why = "sequence", "its own words"
         else:
             apart = {}
             for one in ("batch", "sequence"):
                 self.layout = one
                 x = self.draw(generator, s=S)
-                moved = replace(
-                    x,
-                    **{n: _moved(y, 0) for n, y in (("query", x.query), ("key", x.key), ("value", x.value))},
-                )
+                moved = x.but(**{n: _moved(getattr(x, n), 0) for n in ("query", "key", "value")})
                 a, b = self._attempt(x), self._attempt(moved)
                 apart[one] = a is not None and b is not None and torch.equal(a.out[1:], b.out[1:])
             self.layout = "sequence" if apart["sequence"] and not apart["batch"] else "batch"
@@ -530,13 +562,19 @@ class Candidate:
     def _try_causal(self, generator: torch.Generator) -> None:
         if "causal" in self.role:
             return
-        built = next((n for n, v in {**self.d.attributes, **self.init}.items()
-                      if v is True and n in names.CONSTRUCTOR["causal"][1]), None)  # fmt: skip
+        built = next(
+            (
+                n
+                for n, v in {**self.d.attributes, **self.init}.items()
+                if v is True and n in names.CONSTRUCTOR["causal"][1]
+            ),
+            None,
+        )
         why = f"built with {built}=True" if built else reading.said_causal(self.d)
         if why is None:
             x = self.draw(generator, t=T, s=None)
             later = {n: _moved_at(getattr(x, n), T - 1) for n in ("query", "key", "value")}
-            a, b = self._attempt(x), self._attempt(replace(x, **later))
+            a, b = self._attempt(x), self._attempt(x.but(**later))
             if (
                 a is not None
                 and b is not None
@@ -556,7 +594,7 @@ class Candidate:
 
     def _with_first(self, x: Inputs) -> Found:
         moved = {n: _moved_at(getattr(x, n), 0) for n in ("query", "key", "value")}
-        return self.run(replace(x, **moved), strict=False)
+        return self.run(x.but(**moved), strict=False)
 
     def _try_masks(self, generator: torch.Generator) -> None:
         text = reading.doc_lines(self.d)
@@ -569,14 +607,14 @@ class Candidate:
                 self.forms.setdefault("keys", ("lengths", Form("lengths")))
                 self.can.add("keys")
                 continue
-            letters = ((*GENERAL, *KEYWISE) if role == "mask" else KEYWISE) if self.layout == "batch" else (
-                ("tsb", "bts", "b1ts", "ts", "1ts", "1sb", "b11s", "b1s", "bs", "sb") if role == "mask" else
-                ("bs", "sb", "b11s", "1sb"))  # fmt: skip
-            documented = reading.shapes_said(name, text) & {*GENERAL, *KEYWISE}
+            letters = [*GENERAL, *KEYWISE]
+            documented = reading.shapes_said(name, text).intersection(letters)
             if documented:
-                letters = tuple(one for one in (*GENERAL, *KEYWISE) if one in documented)
+                letters = [one for one in letters if one in documented]
             elif role == "padding":
-                letters = ("bs", *(one for one in letters if one != "bs"))
+                letters = sorted(KEYWISE, key=lambda one: one != "bs")
+            elif self.layout == "sequence":  # the batch last comes first
+                letters.sort(key=lambda one: not one.endswith("b"))
             said: list[str] = []
             tried: list[tuple[str, Form, bool]] = []
             for feature, shapes in (
@@ -608,7 +646,9 @@ class Candidate:
     def _form(
         self, generator: torch.Generator, role: str, shapes: list[str], keeps: bool, why: str
     ) -> tuple[Form | None, bool]:
-        """The first shape that is taken, as booleans, ones and zeros, or numbers to add; does it hide at all?"""
+        """The first shape that is taken, as booleans, ones and zeros, or numbers to add; does it hide
+        at all?
+        """
         makes: tuple[str, ...] = ("bool", "01", "added")
         if self.like in ("sdpa", "torch-mha"):
             makes = ("bool",)
@@ -654,7 +694,7 @@ class Candidate:
         }
         try:
             field = {"keep": keep} if feature == "mask" else {"padding": keep[:, 0, 0]}
-            a, b = self._attempt(replace(x, **field)), self._attempt(replace(x, **{**moved, **field}))
+            a, b = self._attempt(x.but(**field)), self._attempt(x.but(**{**moved, **field}))
         finally:
             self.forms.pop(feature)
             if before is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ class Classic:
     name: str
     kind: str
     layout: str | None
-    made: Any
+    made: Callable[..., Any]
 
 
 def of(like: str) -> Classic:
@@ -57,7 +58,7 @@ def compare(c: Candidate, classic: Classic) -> Check:
     try:
         bound = inspect.signature(classic.made).bind(**c.init)
         with torch.random.fork_rng(devices=[]):
-            ours: nn.Module = classic.made(*bound.args, **bound.kwargs).eval()
+            ours = cast(nn.Module, classic.made(*bound.args, **bound.kwargs)).eval()
     except TypeError:
         wanted = ", ".join(inspect.signature(classic.made).parameters)
         return skipped(
@@ -66,8 +67,8 @@ def compare(c: Candidate, classic: Classic) -> Check:
     held = dict(ours.named_parameters())
     mine = {path: x for path, x in c.held.items() if path in held} if c.weights is not None else {}
     if set(mine) != set(held) or any(held[path].shape != x.shape for path, x in mine.items()):
-        want = ", ".join(f"{path} {list(x.shape)}" for path, x in held.items())
-        return failed(name, f"its parameters must be named and shaped as ours: {want}.")
+        named = ", ".join(f"{path} {list(x.shape)}" for path, x in held.items())
+        return failed(name, f"its parameters must be named and shaped as ours: {named}.")
     with torch.no_grad():
         for path, x in mine.items():
             held[path].copy_(x)
@@ -78,12 +79,12 @@ def compare(c: Candidate, classic: Classic) -> Check:
         with torch.no_grad():
             output = ours(*call.args, **call.kwargs)
         want = c.read(output, x)
-    except (Odd, TypeError, ValueError) as error:
-        return failed(name, f"it isn't called as ours is: {error}")
-    except Trouble as error:
-        if error.kind in LOST:
+    except (Odd, TypeError, ValueError) as odd:
+        return failed(name, f"it isn't called as ours is: {odd}")
+    except Trouble as trouble:
+        if trouble.kind in LOST:
             raise
-        return failed(name, str(error))
+        return failed(name, str(trouble))
     error, most = distance(got.out, want.out), 2 * allowed(c.weights, x)
     return (
         passed(name, "", error, most) if error <= most else failed(name, "it differs from ours.", error, most)

@@ -4,6 +4,8 @@ A mistake that can be made in several ways has several variants under one name. 
 doing a step that differ only together with a mistake, such as what a masked score is filled with.
 """
 
+# ruff: noqa: E501 (tables of sentences)
+
 from __future__ import annotations
 
 import math
@@ -52,10 +54,10 @@ def also(name: str) -> Callable[[Change], Change]:
 
 def _scaled(name: str, is_: str, mend: str, number: Callable[[Recipe], float]) -> None:
     def change(r: Recipe) -> None:
-        r.scale = lambda: number(r)  # type: ignore[method-assign]
+        r.put(scale=lambda: number(r))
 
     def default(r: Recipe) -> None:  # only where the call gives none
-        r.scale = lambda: number(r) if r.x.scale is None else r.x.scale  # type: ignore[method-assign]
+        r.put(scale=lambda: number(r) if r.x.scale is None else r.x.scale)
 
     mistake(name, is_, mend)(default)
     mistake(name, is_, mend)(change)
@@ -100,21 +102,22 @@ def _width(r: Recipe) -> int:
 @mistake("scaled-after-softmax", "whose weights, not its scores, are divided by √d",
          "divide before the softmax: " + RIGHT)  # fmt: skip
 def _(r: Recipe) -> None:
-    normalise, r.scale = r.normalise, lambda: 1.0  # type: ignore[method-assign]
-    r.normalise = lambda scores: normalise(scores) / r.q.shape[-1] ** 0.5  # type: ignore[method-assign]
+    normalise = r.normalise
+    r.put(scale=lambda: 1.0)
+    r.put(normalise=lambda scores: normalise(scores) / r.q.shape[-1] ** 0.5)
 
 
 @also("scaled-after-softmax")
 def _(r: Recipe) -> None:
     normalise = r.normalise
-    r.normalise = lambda scores: normalise(scores) / r.q.shape[-1] ** 0.5  # type: ignore[method-assign]
+    r.put(normalise=lambda scores: normalise(scores) / r.q.shape[-1] ** 0.5)
 
 
 @also("scaled-after-softmax")
 def _(r: Recipe) -> None:
     normalise, scale = r.normalise, r.scale
-    r.scale = lambda: 1.0  # type: ignore[method-assign]
-    r.normalise = lambda scores: normalise(scores) * scale()  # type: ignore[method-assign]
+    r.put(scale=lambda: 1.0)
+    r.put(normalise=lambda scores: normalise(scores) * scale())
 
 
 @mistake(
@@ -123,27 +126,27 @@ def _(r: Recipe) -> None:
     "multiply q with k: q @ k.transpose(-2, -1)",
 )
 def _(r: Recipe) -> None:
-    r.product = lambda: r.q @ r.q.mT  # type: ignore[method-assign]
+    r.put(product=lambda: r.q @ r.q.mT)
 
 
 @mistake(
     "keys-as-queries", "whose scores are of keys with keys", "multiply q with k: q @ k.transpose(-2, -1)"
 )
 def _(r: Recipe) -> None:
-    r.product = lambda: r.k @ r.k.mT  # type: ignore[method-assign]
+    r.put(product=lambda: r.k @ r.k.mT)
 
 
 @mistake("scores-transposed", "whose scores are of keys with queries",
          "a row belongs to a query: q @ k.transpose(-2, -1), not k @ q.transpose(-2, -1)")  # fmt: skip
 def _(r: Recipe) -> None:
-    r.product = lambda: r.k @ r.q.mT  # type: ignore[method-assign]
+    r.put(product=lambda: r.k @ r.q.mT)
 
 
 @mistake(
     "values-in-scores", "whose scores are of queries with values", "multiply q with k, and the weights with v"
 )
 def _(r: Recipe) -> None:
-    r.product = lambda: r.q @ r.v.mT  # type: ignore[method-assign]
+    r.put(product=lambda: r.q @ r.v.mT)
 
 
 @mistake(
@@ -153,34 +156,34 @@ def _(r: Recipe) -> None:
 )
 def _(r: Recipe) -> None:
     product = r.product
-    r.product = lambda: -product()  # type: ignore[method-assign]
+    r.put(product=lambda: -product())
 
 
 @mistake("cosine-scores", "whose queries and keys are brought to length 1",
          "use q and k as they are projected, without normalising them")  # fmt: skip
 def _(r: Recipe) -> None:
     unit = torch.nn.functional.normalize
-    r.product = lambda: unit(r.q, dim=-1) @ unit(r.k, dim=-1).mT  # type: ignore[method-assign]
+    r.put(product=lambda: unit(r.q, dim=-1) @ unit(r.k, dim=-1).mT)
 
 
 @also("cosine-scores")
 def _(r: Recipe) -> None:
     unit = torch.nn.functional.normalize
-    r.product = lambda: unit(r.q, dim=-1) @ unit(r.k, dim=-1).mT  # type: ignore[method-assign]
-    r.scale = lambda: 1.0  # type: ignore[method-assign]
+    r.put(product=lambda: unit(r.q, dim=-1) @ unit(r.k, dim=-1).mT)
+    r.put(scale=lambda: 1.0)
 
 
 @mistake(
     "bias-ignored", "that ignores the mask of numbers it is given", "add it to the scores before the softmax"
 )
 def _(r: Recipe) -> None:
-    r.add = lambda scores: scores  # type: ignore[method-assign]
+    r.put(add=lambda scores: scores)
 
 
 @mistake("bias-before-scale", "that scales what is added to the scores along with them",
          "scale the scores first, then add: scores / math.sqrt(d) + bias")  # fmt: skip
 def _(r: Recipe) -> None:
-    r.add = lambda scores: scores if r.x.bias is None else scores + r.x.bias * r.scale()  # type: ignore[method-assign]
+    r.put(add=lambda scores: scores if r.x.bias is None else scores + r.x.bias * r.scale())
 
 
 # -- masks -----------------------------------------------------------------------------------------
@@ -190,34 +193,34 @@ BEFORE = "fill masked scores with -inf before the softmax: scores.masked_fill(hi
 
 @mistake("mask-ignored", "that ignores the mask it is given", BEFORE)
 def _(r: Recipe) -> None:
-    r.given = lambda: None  # type: ignore[method-assign]
+    r.put(given=lambda: None)
 
 
 @mistake("padding-ignored", "that attends to padding", f"hide padded keys: {BEFORE}")
 def _(r: Recipe) -> None:
-    r.padded = lambda: None  # type: ignore[method-assign]
+    r.put(padded=lambda: None)
 
 
 @also("mask-ignored")
 def _(r: Recipe) -> None:
-    r.given, r.add = lambda: None, lambda scores: scores  # type: ignore[method-assign]
+    r.put(given=lambda: None, add=lambda scores: scores)
 
 
 @also("mask-ignored")
 def _(r: Recipe) -> None:
-    r.given = r.padded = lambda: None  # type: ignore[method-assign]
-    r.add = lambda scores: scores  # type: ignore[method-assign]
+    r.put(given=lambda: None, padded=lambda: None)
+    r.put(add=lambda scores: scores)
 
 
 @also("mask-ignored")
 @also("padding-ignored")  # where padding is said by the same argument
 def _(r: Recipe) -> None:
-    r.given = r.padded = lambda: None  # type: ignore[method-assign]
+    r.put(given=lambda: None, padded=lambda: None)
 
 
 @mistake("causal-ignored", "without a causal mask", f"hide the future, keys j > i: {BEFORE}")
 def _(r: Recipe) -> None:
-    r.triangle = lambda: None  # type: ignore[method-assign]
+    r.put(triangle=lambda: None)
 
 
 def _triangle(name: str, is_: str, mend: str, sees: Callable[[Tensor, Tensor, Recipe], Tensor]) -> None:
@@ -225,7 +228,7 @@ def _triangle(name: str, is_: str, mend: str, sees: Callable[[Tensor, Tensor, Re
         def triangle() -> Tensor | None:
             return sees(*r.positions(), r)[None, None] if r.x.causal else None
 
-        r.triangle = triangle  # type: ignore[method-assign]
+        r.put(triangle=triangle)
 
     mistake(name, is_, mend)(change)
 
@@ -258,7 +261,7 @@ _triangle(
 
 def _filled(name: str, is_: str, mend: str, fill: Callable[[Recipe, Tensor, Tensor], Tensor]) -> None:
     def change(r: Recipe) -> None:
-        r.hide = lambda scores: scores if r.kept is None else fill(r, scores, r.kept)  # type: ignore[method-assign]
+        r.put(hide=lambda scores: scores if r.kept is None else fill(r, scores, r.kept))
 
     mistake(name, is_, mend)(change)
 
@@ -291,13 +294,13 @@ def _(r: Recipe) -> None:
 
 def _added(r: Recipe, which: str) -> None:
     add, mask = r.add, getattr(r, which)
-    setattr(r, which, lambda: None)
+    r.put(**{which: lambda: None})
 
     def added(scores: Tensor) -> Tensor:
         kept = mask()
         return add(scores) if kept is None else add(scores) + ~kept
 
-    r.add = added  # type: ignore[method-assign]
+    r.put(add=added)
 
 
 _filled("masked-minus-ten", "that takes a small number, not infinity, off its masked scores",
@@ -307,20 +310,20 @@ _filled("masked-minus-ten", "that takes a small number, not infinity, off its ma
 @mistake("masked-after-softmax", "whose masked weights are set to 0 after the softmax, so that rows don't sum to 1",
          BEFORE)  # fmt: skip
 def _(r: Recipe) -> None:
-    r.hide = lambda scores: scores  # type: ignore[method-assign]
-    r.empty = lambda w: w if r.kept is None else w.masked_fill(~r.kept, 0.0)  # type: ignore[method-assign]
+    r.put(hide=lambda scores: scores)
+    r.put(empty=lambda w: w if r.kept is None else w.masked_fill(~r.kept, 0.0))
 
 
 @mistake("masked-after-mixing", "that masks rows of its output rather than scores", BEFORE)
 def _(r: Recipe) -> None:
-    r.hide, r.empty = lambda scores: scores, lambda w: w  # type: ignore[method-assign]
+    r.put(hide=lambda scores: scores, empty=lambda w: w)
     mix = r.mix
 
     def rows(w: Tensor) -> Tensor:
         hidden = None if r.kept is None else r.kept.expand(*w.shape).diagonal(dim1=-2, dim2=-1)
         return mix(w) if hidden is None else mix(w) * hidden[..., None]
 
-    r.mix = rows  # type: ignore[method-assign]
+    r.put(mix=rows)
 
 
 POLARITY = "the mask is read the wrong way round: turn it over (~mask), or mask == 0 into mask == 1"
@@ -329,26 +332,26 @@ POLARITY = "the mask is read the wrong way round: turn it over (~mask), or mask 
 @mistake("polarity-swapped", "that hides what its mask keeps, and keeps what it hides", POLARITY)
 def _(r: Recipe) -> None:
     given, padded = r.given, r.padded
-    r.given = lambda: _turned(given())  # type: ignore[method-assign]
-    r.padded = lambda: _turned(padded())  # type: ignore[method-assign]
+    r.put(given=lambda: _turned(given()))
+    r.put(padded=lambda: _turned(padded()))
 
 
 @also("polarity-swapped")
 def _(r: Recipe) -> None:
     given = r.given
-    r.given = lambda: _turned(given())  # type: ignore[method-assign]
+    r.put(given=lambda: _turned(given()))
 
 
 @also("polarity-swapped")
 def _(r: Recipe) -> None:
     padded = r.padded
-    r.padded = lambda: _turned(padded())  # type: ignore[method-assign]
+    r.put(padded=lambda: _turned(padded()))
 
 
 @also("polarity-swapped")
 def _(r: Recipe) -> None:
     see = r.see
-    r.see = lambda: _turned(see())  # type: ignore[method-assign]
+    r.put(see=lambda: _turned(see()))
 
 
 @also("polarity-swapped")  # and no mask is a mask that hides nothing
@@ -363,7 +366,7 @@ def _(r: Recipe) -> None:
         triangle = r.triangle()
         return ~hidden if triangle is None else ~hidden & triangle
 
-    r.see = see  # type: ignore[method-assign]
+    r.put(see=see)
 
 
 def _turned(keep: Tensor | None) -> Tensor | None:
@@ -376,20 +379,20 @@ KEYS = "a mask lies on the keys, the last dimension of the scores: padding [b, s
 @mistake("mask-transposed", "whose mask lies on queries where it should lie on keys", KEYS)
 def _(r: Recipe) -> None:
     given, padded = r.given, r.padded
-    r.given = lambda: _flipped(given())  # type: ignore[method-assign]
-    r.padded = lambda: _flipped(padded())  # type: ignore[method-assign]
+    r.put(given=lambda: _flipped(given()))
+    r.put(padded=lambda: _flipped(padded()))
 
 
 @also("mask-transposed")
 def _(r: Recipe) -> None:
     given = r.given
-    r.given = lambda: _flipped(given())  # type: ignore[method-assign]
+    r.put(given=lambda: _flipped(given()))
 
 
 @also("mask-transposed")
 def _(r: Recipe) -> None:
     padded = r.padded
-    r.padded = lambda: _flipped(padded())  # type: ignore[method-assign]
+    r.put(padded=lambda: _flipped(padded()))
 
 
 def _flipped(keep: Tensor | None) -> Tensor | None:
@@ -400,20 +403,20 @@ def _flipped(keep: Tensor | None) -> Tensor | None:
          "keep the mask's batch dimension: mask[:, None], not mask[0]")  # fmt: skip
 def _(r: Recipe) -> None:
     given, padded = r.given, r.padded
-    r.given = lambda: _first(given())  # type: ignore[method-assign]
-    r.padded = lambda: _first(padded())  # type: ignore[method-assign]
+    r.put(given=lambda: _first(given()))
+    r.put(padded=lambda: _first(padded()))
 
 
 @also("first-mask-for-all")
 def _(r: Recipe) -> None:
     given = r.given
-    r.given = lambda: _first(given())  # type: ignore[method-assign]
+    r.put(given=lambda: _first(given()))
 
 
 @also("first-mask-for-all")
 def _(r: Recipe) -> None:
     padded = r.padded
-    r.padded = lambda: _first(padded())  # type: ignore[method-assign]
+    r.put(padded=lambda: _first(padded()))
 
 
 def _first(keep: Tensor | None) -> Tensor | None:
@@ -430,7 +433,7 @@ def _(r: Recipe) -> None:
         first = torch.arange(r.q.shape[1])[:, None, None] == 0
         return kept | ~first
 
-    r.see = see  # type: ignore[method-assign]
+    r.put(see=see)
 
 
 @mistake("mask-or", "that shows a key which any of its masks shows, rather than all of them",
@@ -443,22 +446,22 @@ def _(r: Recipe) -> None:
                 kept = part if kept is None else kept | part
         return kept
 
-    r.see = see  # type: ignore[method-assign]
+    r.put(see=see)
 
 
 @mistake("mask-in-place-of-causal", "that drops its causal mask when another mask is given",
          "join the two: hidden = future | ~mask")  # fmt: skip
 def _(r: Recipe) -> None:
     triangle = r.triangle
-    r.triangle = lambda: None if r.given() is not None or r.padded() is not None else triangle()  # type: ignore[method-assign]
+    r.put(triangle=lambda: None if r.given() is not None or r.padded() is not None else triangle())
 
 
 @mistake("causal-in-place-of-mask", "that drops the mask it is given where it is causal",
          "join the two: hidden = future | ~mask")  # fmt: skip
 def _(r: Recipe) -> None:
     given, padded = r.given, r.padded
-    r.given = lambda: None if r.x.causal else given()  # type: ignore[method-assign]
-    r.padded = lambda: None if r.x.causal else padded()  # type: ignore[method-assign]
+    r.put(given=lambda: None if r.x.causal else given())
+    r.put(padded=lambda: None if r.x.causal else padded())
 
 
 EMPTY = "give a row that may attend to nothing zeros: weights.masked_fill(hidden, 0.0) after the softmax"
@@ -466,16 +469,16 @@ EMPTY = "give a row that may attend to nothing zeros: weights.masked_fill(hidden
 
 @mistake("empty-rows-nan", "whose rows that may attend to nothing are NaN", EMPTY)
 def _(r: Recipe) -> None:
-    r.empty = lambda weights: weights  # type: ignore[method-assign]
-    r.hide = lambda x: x if r.kept is None else x.masked_fill(~r.kept, -math.inf)  # type: ignore[method-assign]
+    r.put(empty=lambda weights: weights)
+    r.put(hide=lambda x: x if r.kept is None else x.masked_fill(~r.kept, -math.inf))
 
 
 @mistake(
     "empty-rows-uniform", "whose rows that may attend to nothing average everything, the future too", EMPTY
 )
 def _(r: Recipe) -> None:
-    r.empty = lambda weights: weights  # type: ignore[method-assign]
-    r.hide = lambda x: x if r.kept is None else x.masked_fill(~r.kept, torch.finfo(r.dtype).min)  # type: ignore[method-assign]
+    r.put(empty=lambda weights: weights)
+    r.put(hide=lambda x: x if r.kept is None else x.masked_fill(~r.kept, torch.finfo(r.dtype).min))
 
 
 @also("empty-rows-uniform")
@@ -487,8 +490,8 @@ def _(r: Recipe) -> None:
             return x
         return torch.where(r.kept.any(-1, keepdim=True), x.masked_fill(~r.kept, -math.inf), x)
 
-    r.empty = lambda weights: weights  # type: ignore[method-assign]
-    r.hide = hide  # type: ignore[method-assign]
+    r.put(empty=lambda weights: weights)
+    r.put(hide=hide)
 
 
 # -- softmax ---------------------------------------------------------------------------------------
@@ -498,7 +501,7 @@ KEYWISE = "the softmax goes over the keys: torch.softmax(scores, dim=-1)"
 
 def _normal(name: str, is_: str, mend: str, how: Callable[[Tensor, Recipe], Tensor]) -> None:
     def change(r: Recipe) -> None:
-        r.normalise = lambda scores: how(scores, r)  # type: ignore[method-assign]
+        r.put(normalise=lambda scores: how(scores, r))
 
     def beside(r: Recipe) -> None:  # a sink, which is one score more
         def normalise(scores: Tensor) -> Tensor:
@@ -507,7 +510,7 @@ def _normal(name: str, is_: str, mend: str, how: Callable[[Tensor, Recipe], Tens
                 return how(scores, r)
             return how(torch.cat((scores, sink.expand(*scores.shape[:3], 1)), -1), r)[..., :-1]
 
-        r.normalise = normalise  # type: ignore[method-assign]
+        r.put(normalise=normalise)
 
     mistake(name, is_, mend)(change)
     if name != "sink-left-out":
@@ -549,13 +552,13 @@ def _(r: Recipe) -> None:
         share = 0.0 if sink is None else sink.to(r.dtype).exp()
         return (e / (e.sum(-1, keepdim=True) + share)).to(scores.dtype)
 
-    r.normalise = normalise  # type: ignore[method-assign]
+    r.put(normalise=normalise)
 
 
 @also("softmax-twice")
 def _(r: Recipe) -> None:
     empty = r.empty
-    r.empty = lambda weights: empty(weights).softmax(-1)  # type: ignore[method-assign]
+    r.put(empty=lambda weights: empty(weights).softmax(-1))
 
 
 SINK = "the sink joins the normaliser: softmax(cat([scores, sink], -1))[..., :-1]"
@@ -573,7 +576,7 @@ def _(r: Recipe) -> None:
         rest[..., 0] = 1 - weights.sum(-1)
         return weights + rest
 
-    r.normalise = share  # type: ignore[method-assign]
+    r.put(normalise=share)
 
 
 @also("sink-as-key")
@@ -586,7 +589,7 @@ def _(r: Recipe) -> None:
         rest[..., -1] = 1 - weights.sum(-1)
         return weights + rest
 
-    r.normalise = share  # type: ignore[method-assign]
+    r.put(normalise=share)
 
 
 # -- mixing and heads ------------------------------------------------------------------------------
@@ -594,7 +597,7 @@ def _(r: Recipe) -> None:
 
 def _mixed(name: str, is_: str, mend: str, how: Callable[[Tensor, Recipe], Tensor]) -> None:
     def change(r: Recipe) -> None:
-        r.mix = lambda weights: how(weights, r)  # type: ignore[method-assign]
+        r.put(mix=lambda weights: how(weights, r))
 
     mistake(name, is_, mend)(change)
 
@@ -623,12 +626,12 @@ MERGE = (
 
 @mistake("split-without-transpose", "whose heads are split by a reshape without a transpose", SPLIT)
 def _(r: Recipe) -> None:
-    r.split = lambda x, n: x.reshape(x.shape[0], n, x.shape[1], -1)  # type: ignore[method-assign]
+    r.put(split=lambda x, n: x.reshape(x.shape[0], n, x.shape[1], -1))
 
 
 @also("split-without-transpose")  # of [t, b, e]
 def _(r: Recipe) -> None:
-    r.split = lambda x, n: x.transpose(0, 1).reshape(x.shape[0], n, x.shape[1], -1)  # type: ignore[method-assign]
+    r.put(split=lambda x, n: x.transpose(0, 1).reshape(x.shape[0], n, x.shape[1], -1))
 
 
 @also("split-without-transpose")  # of a packed [b, t, 3 e]
@@ -639,39 +642,39 @@ def _(r: Recipe) -> None:
         return every.reshape(b, 3, r.count(role), t, -1)[:, "qkv".index(role)]
 
     if r.w is not None:
-        r.heads_of = packed  # type: ignore[method-assign]
+        r.put(heads_of=packed)
 
 
 @mistake("merge-without-transpose", "whose heads are merged by a reshape without a transpose", MERGE)
 def _(r: Recipe) -> None:
-    r.merge = lambda x: x.reshape(x.shape[0], x.shape[2], -1)  # type: ignore[method-assign]
+    r.put(merge=lambda x: x.reshape(x.shape[0], x.shape[2], -1))
 
 
 @also("merge-without-transpose")  # to [t, b, e]
 def _(r: Recipe) -> None:
-    r.merge = lambda x: x.reshape(x.shape[2], x.shape[0], -1).transpose(0, 1)  # type: ignore[method-assign]
+    r.put(merge=lambda x: x.reshape(x.shape[2], x.shape[0], -1).transpose(0, 1))
 
 
 @also("merge-without-transpose")  # [b, h, t, d] and [b, d, t, h]: merged the other way round
 def _(r: Recipe) -> None:
-    r.merge = lambda x: x.permute(0, 2, 3, 1).flatten(2)  # type: ignore[method-assign]
+    r.put(merge=lambda x: x.permute(0, 2, 3, 1).flatten(2))
 
 
 @mistake("split-the-other-way", "whose heads are split as [d, h] and merged as [h, d]",
          "split the width into (heads, head size) in that order, as it is merged")  # fmt: skip
 def _(r: Recipe) -> None:
-    r.split = lambda x, n: x.unflatten(-1, (-1, n)).permute(0, 3, 1, 2)  # type: ignore[method-assign]
+    r.put(split=lambda x, n: x.unflatten(-1, (-1, n)).permute(0, 3, 1, 2))
 
 
 @mistake("heads-ignored", "of one head over the whole width", SPLIT)
 def _(r: Recipe) -> None:
-    r.split = lambda x, n: x[:, None]  # type: ignore[method-assign]
+    r.put(split=lambda x, n: x[:, None])
 
 
 @also("heads-ignored")
 def _(r: Recipe) -> None:
-    r.split = lambda x, n: x[:, None]  # type: ignore[method-assign]
-    r.scale = lambda: (r.q.shape[-1] / (r.w.heads if r.w else 1)) ** -0.5  # type: ignore[method-assign]
+    r.put(split=lambda x, n: x[:, None])
+    r.put(scale=lambda: (r.q.shape[-1] / (r.w.heads if r.w else 1)) ** -0.5)
 
 
 @mistake(
@@ -679,30 +682,30 @@ def _(r: Recipe) -> None:
 )
 def _(r: Recipe) -> None:
     empty = r.empty
-    r.empty = lambda weights: empty(weights)[:, :1].expand_as(weights)  # type: ignore[method-assign]
+    r.put(empty=lambda weights: empty(weights)[:, :1].expand_as(weights))
 
 
 @also("first-head-for-all")
 def _(r: Recipe) -> None:
-    r.split = lambda x, n: Recipe.split(r, x, n)[:, :1].expand(-1, n, -1, -1)  # type: ignore[method-assign]
+    r.put(split=lambda x, n: Recipe.split(r, x, n)[:, :1].expand(-1, n, -1, -1))
 
 
 @also("first-head-for-all")
 def _(r: Recipe) -> None:
-    r.mix = lambda weights: weights[:, :1] @ r.v  # type: ignore[method-assign]
+    r.put(mix=lambda weights: weights[:, :1] @ r.v)
 
 
 @mistake("heads-averaged", "whose heads all use the average of their weights",
          "mix each head's values with its own weights; average only what is shown")  # fmt: skip
 def _(r: Recipe) -> None:
     empty = r.empty
-    r.empty = lambda weights: empty(weights).mean(1, keepdim=True).expand_as(weights)  # type: ignore[method-assign]
+    r.put(empty=lambda weights: empty(weights).mean(1, keepdim=True).expand_as(weights))
 
 
 @mistake("heads-reversed", "whose heads are merged in reverse", "concatenate the heads in their order")
 def _(r: Recipe) -> None:
     merge = r.merge
-    r.merge = lambda x: merge(x.flip(1))  # type: ignore[method-assign]
+    r.put(merge=lambda x: merge(x.flip(1)))
 
 
 SHARE = "query head i uses key head i // (h / g): k.repeat_interleave(h // g, dim=1), not k.repeat(1, h // g, 1, 1)"
@@ -710,7 +713,7 @@ SHARE = "query head i uses key head i // (h / g): k.repeat_interleave(h // g, di
 
 @mistake("key-heads-tiled", "whose key heads are repeated in the wrong order", SHARE)
 def _(r: Recipe) -> None:
-    r.share = lambda x: x.repeat(1, r.q.shape[1] // x.shape[1], 1, 1)  # type: ignore[method-assign]
+    r.put(share=lambda x: x.repeat(1, r.q.shape[1] // x.shape[1], 1, 1))
 
 
 @mistake("key-heads-first-only", "whose query heads all use the first key head", SHARE)
@@ -718,7 +721,12 @@ def _(r: Recipe) -> None:
     def first(x: Tensor) -> Tensor:
         return x if x.shape[1] == r.q.shape[1] else x[:, :1].expand(-1, r.q.shape[1], -1, -1)
 
-    r.share = first  # type: ignore[method-assign]
+    r.put(share=first)
+
+
+@also("key-heads-first-only")
+def _(r: Recipe) -> None:
+    r.put(share=lambda x: x[:, :1].expand(-1, r.q.shape[1], -1, -1))
 
 
 @mistake(
@@ -732,7 +740,7 @@ def _(r: Recipe) -> None:
         r.v = v.repeat(1, r.q.shape[1] // v.shape[1], 1, 1)
         return mix(weights)
 
-    r.mix = other  # type: ignore[method-assign]
+    r.put(mix=other)
 
 
 # -- projections -----------------------------------------------------------------------------------
@@ -741,10 +749,7 @@ def _(r: Recipe) -> None:
 def _roles(name: str, is_: str, mend: str, **roles: str) -> None:
     """The weights of other roles in place of a role's own."""
 
-    def change(r: Recipe) -> None:
-        r.project = lambda role, x: linear(x, r.weight(roles.get(role, role)), r.bias(roles.get(role, role)))  # type: ignore[method-assign]
-
-    mistake(name, is_, mend)(change)
+    mistake(name, is_, mend)(lambda r: _instead(r, roles))
 
 
 def _swapped(name: str, is_: str, mend: str, **roles: str) -> None:
@@ -752,7 +757,7 @@ def _swapped(name: str, is_: str, mend: str, **roles: str) -> None:
 
     def change(r: Recipe) -> None:
         source = r.source
-        r.source = lambda role: source(roles.get(role, role))  # type: ignore[method-assign]
+        r.put(source=lambda role: source(roles.get(role) or role))
         if r.w is not None:
             _instead(r, roles)
 
@@ -760,7 +765,9 @@ def _swapped(name: str, is_: str, mend: str, **roles: str) -> None:
 
 
 def _instead(r: Recipe, roles: dict[str, str]) -> None:
-    r.project = lambda role, x: linear(x, r.weight(roles.get(role, role)), r.bias(roles.get(role, role)))  # type: ignore[method-assign]
+    r.put(
+        project=lambda role, x: linear(x, r.weight(roles.get(role) or role), r.bias(roles.get(role) or role))
+    )
 
 
 OWN = "use each projection for what its name says: q = W_q x, k = W_k y, v = W_v y"
@@ -797,7 +804,7 @@ _swapped("q-v-arguments-swapped", "whose queries and values are swapped", "atten
 def _unprojected(name: str, is_: str, role: str) -> None:
     def change(r: Recipe) -> None:
         project = r.project
-        r.project = lambda which, x: x if which == role else project(which, x)  # type: ignore[method-assign]
+        r.put(project=lambda which, x: x if which == role else project(which, x))
 
     mistake(name, is_, f"project it: use the {role} weights")(change)
 
@@ -811,13 +818,13 @@ _unprojected("output-missing", "without its output projection", "o")
 @mistake("output-twice", "whose output projection is applied twice", "apply the output projection once")
 def _(r: Recipe) -> None:
     finish = r.finish
-    r.finish = lambda x: r.project("o", finish(x))  # type: ignore[method-assign]
+    r.put(finish=lambda x: r.project("o", finish(x)))
 
 
 def _unbiased(name: str, is_: str, mend: str, roles: str) -> None:
     def change(r: Recipe) -> None:
         bias = r.bias
-        r.bias = lambda role: None if role in roles else bias(role)  # type: ignore[method-assign]
+        r.put(bias=lambda role: None if role in roles else bias(role))
 
     mistake(name, is_, mend)(change)
 
@@ -835,7 +842,7 @@ _unbiased("biases-missing", "without any of its biases", ADD, "qkvo")
 @mistake("biases-exchanged", "whose query and value biases are swapped", OWN)
 def _(r: Recipe) -> None:
     bias = r.bias
-    r.bias = lambda role: bias({"q": "v", "v": "q"}.get(role, role))  # type: ignore[method-assign]
+    r.put(bias=lambda role: bias({"q": "v", "v": "q"}.get(role) or role))
 
 
 @mistake("output-bias-twice", "whose output bias is added twice", "add it once; nn.Linear adds its own")
@@ -846,13 +853,13 @@ def _(r: Recipe) -> None:
         b = r.bias("o")
         return finish(x) if b is None else finish(x) + b
 
-    r.finish = twice  # type: ignore[method-assign]
+    r.put(finish=twice)
 
 
 def _transposed(name: str, is_: str, roles: str) -> None:
     def change(r: Recipe) -> None:
         weight = r.weight
-        r.weight = lambda role: weight(role).mT if role in roles else weight(role)  # type: ignore[method-assign]
+        r.put(weight=lambda role: weight(role).mT if role in roles else weight(role))
 
     mistake(name, is_, "nn.Linear computes x @ weight.T: transpose the weight, or call the layer")(change)
 
@@ -870,40 +877,40 @@ _transposed("weight-transposed", "whose projections use their weights transposed
 )
 def _(r: Recipe) -> None:
     finish = r.finish
-    r.finish = lambda x: finish(x) + r.x.query  # type: ignore[method-assign]
+    r.put(finish=lambda x: finish(x) + r.x.query)
 
 
 @mistake("context-ignored", "whose keys and values come from the queries' sequence rather than from the other one",
          "project keys and values from the context (memory), queries from x")  # fmt: skip
 def _(r: Recipe) -> None:
-    r.source = lambda role: r.x.query  # type: ignore[method-assign]
+    r.put(source=lambda role: r.x.query)
 
 
 @mistake("values-from-x", "whose values come from the queries' sequence rather than from the keys'",
          "project keys and values from the same sequence")  # fmt: skip
 def _(r: Recipe) -> None:
     source = r.source
-    r.source = lambda role: r.x.query if role == "v" else source(role)  # type: ignore[method-assign]
+    r.put(source=lambda role: r.x.query if role == "v" else source(role))
 
 
 @mistake("keys-from-x", "whose keys come from the queries' sequence rather than from the values'",
          "project keys and values from the same sequence")  # fmt: skip
 def _(r: Recipe) -> None:
     source = r.source
-    r.source = lambda role: r.x.query if role == "k" else source(role)  # type: ignore[method-assign]
+    r.put(source=lambda role: r.x.query if role == "k" else source(role))
 
 
 @mistake("queries-from-context", "whose queries come from the keys' sequence", "project queries from x")
 def _(r: Recipe) -> None:
     source = r.source
-    r.source = lambda role: r.x.key if role == "q" else source(role)  # type: ignore[method-assign]
+    r.put(source=lambda role: r.x.key if role == "q" else source(role))
 
 
 @mistake("key-as-value-input", "that ignores its value input and projects the key input",
          "project values from the value argument")  # fmt: skip
 def _(r: Recipe) -> None:
     source = r.source
-    r.source = lambda role: source("k") if role == "v" else source(role)  # type: ignore[method-assign]
+    r.put(source=lambda role: source("k") if role == "v" else source(role))
 
 
 @mistake(
@@ -913,13 +920,13 @@ def _(r: Recipe) -> None:
 )
 def _(r: Recipe) -> None:
     merge = r.merge
-    r.merge = lambda x: merge(x) / x.shape[1]  # type: ignore[method-assign]
+    r.put(merge=lambda x: merge(x) / x.shape[1])
 
 
 @mistake("output-scaled-by-d", "whose output is divided by √d", "scale the scores, not the output")
 def _(r: Recipe) -> None:
     mix = r.mix
-    r.mix = lambda w: mix(w) / r.q.shape[-1] ** 0.5  # type: ignore[method-assign]
+    r.put(mix=lambda w: mix(w) / r.q.shape[-1] ** 0.5)
 
 
 # -- returned weights ------------------------------------------------------------------------------
@@ -927,7 +934,7 @@ def _(r: Recipe) -> None:
 
 def _reported(name: str, is_: str, mend: str, how: Callable[[Recipe], Tensor]) -> None:
     def change(r: Recipe) -> None:
-        r.report = lambda: how(r)  # type: ignore[method-assign]
+        r.put(report=lambda: how(r))
 
     mistake(name, is_, mend)(change)
 
@@ -962,25 +969,25 @@ _reported("weights-averaged", "that returns the average of its heads where each 
          "compute weights and output from the same masked scores, whether weights are returned or not")  # fmt: skip
 def _(r: Recipe) -> None:
     see = r.see
-    r.see = lambda: None if r.x.weights else see()  # type: ignore[method-assign]
+    r.put(see=lambda: None if r.x.weights else see())
 
 
 @also("mask-dropped-with-weights")
 def _(r: Recipe) -> None:
     given = r.given
-    r.given = lambda: None if r.x.weights else given()  # type: ignore[method-assign]
+    r.put(given=lambda: None if r.x.weights else given())
 
 
 @also("mask-dropped-with-weights")
 def _(r: Recipe) -> None:
     padded = r.padded
-    r.padded = lambda: None if r.x.weights else padded()  # type: ignore[method-assign]
+    r.put(padded=lambda: None if r.x.weights else padded())
 
 
 @also("mask-dropped-with-weights")
 def _(r: Recipe) -> None:
     triangle = r.triangle
-    r.triangle = lambda: None if r.x.weights else triangle()  # type: ignore[method-assign]
+    r.put(triangle=lambda: None if r.x.weights else triangle())
 
 
 # -- habits ----------------------------------------------------------------------------------------
@@ -988,12 +995,12 @@ def _(r: Recipe) -> None:
 
 def _lowest(r: Recipe) -> None:
     """The lowest number in place of −inf."""
-    r.hide = lambda x: x if r.kept is None else x.masked_fill(~r.kept, torch.finfo(r.dtype).min)  # type: ignore[method-assign]
+    r.put(hide=lambda x: x if r.kept is None else x.masked_fill(~r.kept, torch.finfo(r.dtype).min))
 
 
 def _bare(r: Recipe) -> None:
     """Nothing set to 0 after the softmax."""
-    r.empty = lambda weights: weights  # type: ignore[method-assign]
+    r.put(empty=lambda weights: weights)
 
 
 HABITS: tuple[tuple[Change, ...], ...] = ((), (_bare,), (_lowest,), (_lowest, _bare))

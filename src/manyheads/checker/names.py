@@ -3,6 +3,8 @@
 A role is never guessed from which choice makes numbers agree, or a swap of queries and keys would pass.
 """
 
+# ruff: noqa: E501 (tables of sentences)
+
 from __future__ import annotations
 
 import re

@@ -7,6 +7,8 @@ Both conventions for pairs are right (neighbours, or n and n + d/2) if frequenci
 a name says which it is, the other one is a mistake.
 """
 
+# ruff: noqa: E501 (tables of sentences)
+
 from __future__ import annotations
 
 import math
@@ -168,8 +170,7 @@ def turns(pairs: str) -> dict[str, tuple[str, str, list[Turn]]]:
         ),
         "rotary-sign": ("that turns the other way", "(x1 cos − x2 sin, x1 sin + x2 cos)", by(lambda p, d: -angles(p, d))),
         "rotary-base": ("of another base than 10000", "the base is 10000, if nobody says otherwise",
-                        [lambda x, p, b=b: turn(x, angles(p, x.shape[-1], b), pairs) for b in (100.0, 1000.0, 5000.0, 20000.0,
-                         50000.0, 100000.0, 500000.0, 1000000.0)]),
+                        [_based(base, pairs) for base in (100.0, 1000.0, 5000.0, 20000.0, 50000.0, 100000.0, 500000.0, 1000000.0)]),
         "rotary-positions-from-one": ("whose positions are counted from 1", "the first position is 0", by(lambda p, d: angles(p + 1, d))),
         "rotary-doubled": ("whose angles are doubled", "angle = position · base^(−2n/d)", by(lambda p, d: 2 * angles(p, d))),
         "rotary-halved": ("whose angles are halved", "angle = position · base^(−2n/d)", by(lambda p, d: angles(p, d) / 2)),
@@ -189,6 +190,10 @@ def turns(pairs: str) -> dict[str, tuple[str, str, list[Turn]]]:
                                    by(lambda p, d: math.pi / 2 - angles(p, d))),
         "rotary-one-position": ("that gives every token the first position", "turn token i by position i", by(lambda p, d: angles(0 * p, d))),
     }  # fmt: skip
+
+
+def _based(base: float, pairs: str) -> Turn:
+    return lambda x, p: turn(x, angles(p, x.shape[-1], base), pairs)
 
 
 def _signs(x: Tensor, p: Tensor, pairs: str, first: int, second: int) -> Tensor:
@@ -592,7 +597,7 @@ def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
             elif one in places:
                 found.append(torch.arange(x.shape[2]))
             elif one.name in ("cos", "sin"):
-                found.append((layout.cos() if one.name == "cos" else layout.sin()))
+                found.append(layout.cos() if one.name == "cos" else layout.sin())
             else:
                 found.append(x.shape[2])
         return found

@@ -88,10 +88,10 @@ def ask_all(c: Candidate, progress: Callable[[str], None] = lambda name: None) -
             checks += ask(c)
         except Odd as error:
             checks.append(failed(name, f"{error}."))
-        except Trouble as error:
-            checks.append(failed(name, str(error)))
-            if error.kind in LOST:
-                gone = f"{error}".rstrip(".") + "."
+        except Trouble as trouble:
+            checks.append(failed(name, str(trouble)))
+            if trouble.kind in LOST:
+                gone = f"{trouble}".rstrip(".") + "."
     return checks
 
 
@@ -174,8 +174,8 @@ def gather(c: Candidate, seeds: range) -> list[Evidence]:
                 found.append(Evidence(name, x, c.run(x, strict=False)))
             except Odd:
                 continue
-            except Trouble as error:
-                if error.kind in LOST:
+            except Trouble as trouble:
+                if trouble.kind in LOST:
                     raise
         if "past" in c.can and "x" in c.role:
             found += decoded(c, seed)
@@ -189,8 +189,8 @@ def decoded(c: Candidate, seed: int) -> list[Evidence]:
         out, _ = steps(c, x, [x.t - 1, 1])
     except Odd:
         return []
-    except Trouble as error:
-        if error.kind in LOST:
+    except Trouble as trouble:
+        if trouble.kind in LOST:
             raise
         return []
     last = replace(x, query=x.query[:, -1:], causal=True, offset=x.s - 1, weights=False)
@@ -202,7 +202,7 @@ def steps(c: Candidate, x: Inputs, lengths: list[int]) -> tuple[list[Tensor], bo
     past: Any = None
     outs, start = [], 0
     for n in lengths:
-        y = replace(x, **{f: getattr(x, f)[..., start : start + n, :] for f in ("query", "key", "value")})
+        y = x.but(**{f: getattr(x, f)[..., start : start + n, :] for f in ("query", "key", "value")})
         start += n
         call = c.call(y)
         kwargs = {**call.kwargs, c.role["past"]: past} | (
@@ -280,10 +280,10 @@ def values(c: Candidate) -> Iterator[Check]:
             except Odd as odd:
                 groups.setdefault(first, []).append((math.inf, 0.0, f"{odd}", name, x))
                 continue
-            except Trouble as error:
-                if error.kind in LOST:
+            except Trouble as trouble:
+                if trouble.kind in LOST:
                     raise
-                groups.setdefault(first, []).append((math.inf, 0.0, str(error).rstrip("."), name, x))
+                groups.setdefault(first, []).append((math.inf, 0.0, str(trouble).rstrip("."), name, x))
                 continue
             error, most, of = apart(c, x, got, exact(c.weights, x))
             if error > most and not packed and c.repack():
@@ -295,8 +295,17 @@ def values(c: Candidate) -> Iterator[Check]:
                     c.notes.append("packed weights lie as [head, (q, k, v), d]")
             packed = True
             groups.setdefault(first, []).append((error, most, of, name, x))
-    called = {"plain": "values", "causal": "causal mask", "mask": "mask", "keys": "mask of keys", "padding": "padding",
-              "added": "added bias", "scale": "scale", "grouped": "grouped heads", "one query": "one query"}  # fmt: skip
+    called = {
+        "plain": "values",
+        "causal": "causal mask",
+        "mask": "mask",
+        "keys": "mask of keys",
+        "padding": "padding",
+        "added": "added bias",
+        "scale": "scale",
+        "grouped": "grouped heads",
+        "one query": "one query",
+    }
     for first, name in called.items():
         if first not in groups:
             continue
@@ -309,8 +318,11 @@ def values(c: Candidate) -> Iterator[Check]:
         if of in ("output", "weights"):
             x = smallest(c, x)
             error, most, of = apart(c, x, c.run(x), exact(c.weights, x))
-            reason = (f"the {of} differ{'s' if of == 'output' else ''} in {len(wrong)} of {len(groups[first])} inputs "
-                      f"({scenario}); the smallest has b = {x.query.shape[0]}, t = {x.t}, s = {x.s}.")  # fmt: skip
+            reason = (
+                f"the {of} differ{'s' if of == 'output' else ''} in {len(wrong)} of "
+                f"{len(groups[first])} inputs "
+                f"({scenario}); the smallest has b = {x.query.shape[0]}, t = {x.t}, s = {x.s}."
+            )
         else:
             reason = f"{of}."
         yield failed(name, reason, error, most)
@@ -343,11 +355,10 @@ def cut(c: Candidate, x: Inputs, axis: str) -> Inputs | None:
     if axis == "batch":
         if x.query.shape[0] == 1:
             return None
-        return replace(
-            x, **{n: y[:-1] for n, y in x.tensors().items() if n not in ("sink", "bias") and y.shape[0] > 1}
-        )
+        batched = {n: y for n, y in x.tensors().items() if n not in ("sink", "bias") and y.shape[0] > 1}
+        return x.but(**{n: y[:-1] for n, y in batched.items()})
     queries, keys = (axis in ("tokens", "queries"), axis in ("tokens", "keys"))
-    if axis == "tokens" and crossed or axis != "tokens" and not crossed:
+    if (axis == "tokens" and crossed) or (axis != "tokens" and not crossed):
         return None
     if (queries and x.t == 1) or (keys and x.s == 1):
         return None
@@ -360,14 +371,11 @@ def cut(c: Candidate, x: Inputs, axis: str) -> Inputs | None:
     for name in ("keep", "bias"):
         z = getattr(y, name)
         if z is not None:
-            y = replace(y, **{name: z[..., : z.shape[-2] - queries, : z.shape[-1] - keys]})
+            y = y.but(**{name: z[..., : z.shape[-2] - queries, : z.shape[-1] - keys]})
     if x.causal and c.like != "sdpa" and x.offset == x.s - x.t:
         y = replace(y, offset=y.s - y.t)
-    if (
-        y.keep is not None
-        and not bool(y.keep.any(-1).all())
-        or y.padding is not None
-        and not bool(y.padding.any(-1).all())
+    if (y.keep is not None and not bool(y.keep.any(-1).all())) or (
+        y.padding is not None and not bool(y.padding.any(-1).all())
     ):
         return None
     return y
@@ -415,7 +423,8 @@ def gradients(c: Candidate) -> Iterator[Check]:
         got = answer.grads.get(path)
         want = sum(right[role] for role in roles)
         low = sum(plain[role] for role in roles)
-        assert isinstance(want, Tensor) and isinstance(low, Tensor)
+        assert isinstance(want, Tensor)
+        assert isinstance(low, Tensor)
         if got is None:
             yield failed(name, f"no gradient reaches {' and '.join(roles)}.")
             return
@@ -428,8 +437,13 @@ def gradients(c: Candidate) -> Iterator[Check]:
         )
         if error / most > worst[0] / worst[1]:
             worst = (error, most, " and ".join(roles))
-    missing = [path for path, grad in answer.weight_grads.items() if grad is None and c.weights is not None and
-               path in {p.path for parts in c.projections.weight.values() for p in parts}]  # fmt: skip
+    missing = [
+        path
+        for path, grad in answer.weight_grads.items()
+        if grad is None
+        and c.weights is not None
+        and path in {p.path for parts in c.projections.weight.values() for p in parts}
+    ]
     if missing:
         yield failed(name, f"no gradient reaches {', '.join(missing)}.")
     elif worst[0] > worst[1]:
@@ -462,7 +476,7 @@ def moved(x: Inputs, position: int, c: Candidate, to: float | None = None) -> In
         found[name] = y
     if "cross" not in c.can:
         found = dict.fromkeys(fields, found["query"])
-    return replace(x, **found)
+    return x.but(**found)
 
 
 @question("causality")
@@ -552,9 +566,17 @@ def permutation(c: Candidate) -> Iterator[Check]:
     if error <= most:
         yield passed(name, said, error, most)
     else:
-        yield failed(name, "without a mask or positions, " + (
-            "another order of keys changes the output." if "cross" in c.can else
-            "permuted tokens must give permuted outputs, and don't."), error, most)  # fmt: skip
+        yield failed(
+            name,
+            "without a mask or positions, "
+            + (
+                "another order of keys changes the output."
+                if "cross" in c.can
+                else "permuted tokens must give permuted outputs, and don't."
+            ),
+            error,
+            most,
+        )
 
 
 @question("batch entries")
@@ -576,7 +598,7 @@ def batch_entries(c: Candidate) -> Iterator[Check]:
         mixed = dict.fromkeys(mixed, mixed["query"])
     elif c.like == "cross":
         mixed["value"] = mixed["key"]
-    after = c.run(replace(x, **mixed))
+    after = c.run(x.but(**mixed))
     error, most = distance(before.out[1:], after.out[1:]), allowed(c.weights, x)
     if error <= most:
         yield passed(name, "entries don't reach each other", error, most)
@@ -599,12 +621,17 @@ def heads(c: Candidate) -> Iterator[Check]:
     else:
         yield from _heads_by_weights(c, x)
         return
-    yield passed(name, "heads don't reach each other", error, most) if error <= most else failed(
-        name, f"{said} changes other heads.", error, most)  # fmt: skip
+    yield (
+        passed(name, "heads don't reach each other", error, most)
+        if error <= most
+        else failed(name, f"{said} changes other heads.", error, most)
+    )
 
 
 def _heads_by_weights(c: Candidate, x: Inputs) -> Iterator[Check]:
-    """Other query weights for head 0 may move the output only along what the output weights take from head 0."""
+    """Other query weights for head 0 may move the output only along what the output weights take from
+    head 0.
+    """
     name = "heads"
     assert c.weights is not None
     o = c.weights.weight.get("o")
@@ -677,21 +704,26 @@ def empty_rows(c: Candidate) -> Iterator[Check]:
     if x is None:
         yield skipped(name, "it takes no mask that could hide every key of a query")
         return
-    got = c.run(x)
-    hidden = x.padding is not None
-    row = got.out[0] if hidden else got.out[0, ..., 1, :]
-    want = exact(c.weights, x).out
-    want = want[0] if hidden else want[0, ..., 1, :]
-    if bool(row.isnan().any()):
-        yield failed(
-            name,
-            "a query that may attend to nothing gives NaN: it should attend to nothing, with weights of 0.",
-        )
-    elif distance(row, want) > allowed(c.weights, x):
-        yield failed(name, "a query that may attend to nothing attends to what is hidden: its weights should be 0.",
-                     distance(row, want), allowed(c.weights, x))  # fmt: skip
-    else:
-        yield passed(name, "weights of 0", distance(row, want), allowed(c.weights, x))
+    worst = 0.0
+    for y in [x, replace(x, weights=True)] if "weights" in c.can else [x]:
+        when = " when weights are asked for" if y.weights and not x.weights else ""
+        row, want = (blind(one.out, x) for one in (c.run(y), exact(c.weights, y)))
+        if bool(row.isnan().any()):
+            yield failed(
+                name, f"a query that may attend to nothing gives NaN{when}: its weights should be 0."
+            )
+            return
+        worst = max(worst, distance(row, want))
+        if worst > allowed(c.weights, x):
+            reason = f"a query that may attend to nothing attends to what is hidden{when}: its weights should be 0."
+            yield failed(name, reason, worst, allowed(c.weights, x))
+            return
+    yield passed(name, "weights of 0", worst, allowed(c.weights, x))
+
+
+def blind(out: Tensor, x: Inputs) -> Tensor:
+    """Of an output, what belongs to the queries that `emptied` lets attend to nothing."""
+    return out[0] if x.padding is not None else out[0, ..., 1, :]
 
 
 def emptied(c: Candidate, seed: int) -> Inputs | None:
@@ -743,7 +775,7 @@ def large(c: Candidate, seed: int) -> Inputs:
         fields = dict.fromkeys(("query", "key", "value"), fields["query"])
     elif c.like == "cross":
         fields["value"] = fields["key"]
-    return replace(x, **fields)
+    return x.but(**fields)
 
 
 def _half(c: Candidate, dtype: torch.dtype) -> Iterator[Check]:
@@ -756,10 +788,10 @@ def _half(c: Candidate, dtype: torch.dtype) -> Iterator[Check]:
     plain = Recipe(weights, dtype)(x)
     try:
         got = c.run(x, dtype=dtype)
-    except Trouble as error:
-        if error.kind in LOST:
+    except Trouble as trouble:
+        if trouble.kind in LOST:
             raise
-        yield Check(name, "could not be checked", f"{error}".rstrip(".") + ".")
+        yield Check(name, "could not be checked", f"{trouble}".rstrip(".") + ".")
         return
     error, loss = distance(got.out, right.out), distance(plain.out, right.out)
     most = 4 * loss + allowed(weights, x)
@@ -809,12 +841,13 @@ def training(c: Candidate) -> Iterator[Check]:
     if not bool(trained.out.isfinite().all()):
         yield failed(name, "in training its output isn't finite.")
         return
-    yield passed(
-        name,
-        "evaluation draws nothing" + ("" if distance(trained.out, outs[0]) else ", nor does training"),
-        0.0,
-        0.0,
-    )
+    said = "evaluation draws nothing" + ("" if distance(trained.out, outs[0]) else ", nor does training")
+    if "weights" in c.can:
+        asked = replace(x, weights=True)
+        kept, drawn = c.run(asked, seed=1).weights, c.run(asked, seed=1, training=True).weights
+        if kept is not None and drawn is not None and distance(kept, drawn) > 1e-5:
+            said += "; in training its weights come after dropout, as PyTorch's own do"
+    yield passed(name, said, 0.0, 0.0)
 
 
 @question("non-contiguous inputs")
@@ -834,10 +867,13 @@ def strided(c: Candidate) -> Iterator[Check]:
         y = {n: change(getattr(x, n)) for n in ("query", "key", "value")}
         if "cross" not in c.can:
             y = dict.fromkeys(y, y["query"])
-        worst = max(worst, distance(c.run(replace(x, **y)).out, before))
+        worst = max(worst, distance(c.run(x.but(**y)).out, before))
     most = allowed(c.weights, x)
-    yield passed(name, "", worst, most) if worst <= most else failed(
-        name, "the same numbers with other strides give another output.", worst, most)  # fmt: skip
+    yield (
+        passed(name, "", worst, most)
+        if worst <= most
+        else failed(name, "the same numbers with other strides give another output.", worst, most)
+    )
 
 
 @question("sizes of one")
@@ -901,8 +937,8 @@ def growth(c: Candidate) -> Iterator[Check]:
         x = c.draw(torch.Generator().manual_seed(28), 1, n)
         try:
             peak = c.answer(x, memory=True).peak
-        except Trouble as error:
-            if error.kind in LOST:
+        except Trouble as trouble:
+            if trouble.kind in LOST:
                 raise
             break
         if peak is None:
@@ -930,10 +966,10 @@ def compiled(c: Candidate) -> Iterator[Check]:
     before = c.run(x).out
     try:
         after = c.run(x, compiled=True).out
-    except Trouble as error:
-        if error.kind in LOST:
+    except Trouble as trouble:
+        if trouble.kind in LOST:
             raise
-        yield Check(name, "could not be checked", f"{error}".rstrip(".") + ".")
+        yield Check(name, "could not be checked", f"{trouble}".rstrip(".") + ".")
         return
     error, most = distance(after, before), 2 * allowed(c.weights, x)
     if error <= most:

@@ -60,7 +60,8 @@ def kind_of(like: str | None, d: Description) -> tuple[str, bool]:
     if asked:
         return "self", True
     raise Unclear(
-        f"{d.name}({', '.join(one.name for one in d.call)}) doesn't look like attention or positions: say what "
+        f"{d.name}({', '.join(one.name for one in d.call)}) doesn't look like attention or positions: "
+        f"say what "
         f"it is with --like ({', '.join(KINDS)})."
     )
 
@@ -166,10 +167,14 @@ class Projections:
             self.heads,
             self.groups,
             {role: self._join(role, parts, tensors, packing) for role, parts in self.weight.items()},
-            {role: torch.cat([self._one(p, tensors, packing) for p in parts]) if role != "o"
-             else self._one(parts[0], tensors, packing) for role, parts in self.bias.items()},
+            {
+                role: torch.cat([self._one(p, tensors, packing) for p in parts])
+                if role != "o"
+                else self._one(parts[0], tensors, packing)
+                for role, parts in self.bias.items()
+            },
             None if self.sink is None else tensors[self.sink].flatten(),
-        )  # fmt: skip
+        )
 
     def paths(self) -> list[str]:
         """All parameters that a role was found for."""
@@ -198,11 +203,34 @@ class Projections:
 
 
 NUMBER_OF = {
-    "heads": ("num_heads", "n_heads", "heads", "n_head", "h", "nhead", "num_attention_heads", "nheads", "n_h", "H",
-              "head_count", "num_head", "attention_heads"),
-    "groups": ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "kv_heads", "n_groups", "num_groups", "groups",
-               "n_kv_head", "num_query_groups", "g"),
-}  # fmt: skip
+    "heads": (
+        "num_heads",
+        "n_heads",
+        "heads",
+        "n_head",
+        "h",
+        "nhead",
+        "num_attention_heads",
+        "nheads",
+        "n_h",
+        "H",
+        "head_count",
+        "num_head",
+        "attention_heads",
+    ),
+    "groups": (
+        "n_kv_heads",
+        "num_kv_heads",
+        "num_key_value_heads",
+        "kv_heads",
+        "n_groups",
+        "num_groups",
+        "groups",
+        "n_kv_head",
+        "num_query_groups",
+        "g",
+    ),
+}
 
 
 def number(d: Description, what: str, init: Mapping[str, Any]) -> int | None:
@@ -308,14 +336,22 @@ def _weight(
     if len(shape) == 3:
         h = found.heads
         if role in ("qkv", "kv"):
-            raise Unclear(f"{path} {list(shape)} packs several projections in three dimensions, which isn't read: "
-                          "write an adapter that holds them apart.")  # fmt: skip
+            raise Unclear(
+                f"{path} {list(shape)} packs several projections in three dimensions, which isn't read: "
+                "write an adapter that holds them apart."
+            )
         at = shape.index(h) if h in shape else 0
         rest = [axis for axis in range(3) if axis != at]
         # Raw weights are written as they multiply: x [.., e] @ [e, d]; for o [d, e].
         letters = {at: "h", rest[0]: "d" if role == "o" else "e", rest[1]: "e" if role == "o" else "d"}
-        width = next((n for n in map(_as_int, init.values()) if n and shape.count(n) == 1 and n in
-                      [shape[a] for a in rest] and n == names.WIDTH), None)  # fmt: skip
+        width = next(
+            (
+                n
+                for n in map(_as_int, init.values())
+                if n and shape.count(n) == 1 and n in [shape[a] for a in rest] and n == names.WIDTH
+            ),
+            None,
+        )
         if width is not None:
             e = next(a for a in rest if shape[a] == width)
             letters = {at: "h", e: "e", next(a for a in rest if a != e): "d"}
@@ -377,8 +413,10 @@ def widths(found: Projections, tensors: Mapping[str, Tensor]) -> tuple[int, int,
         out = weights.weight[role].shape[0]
         n = found.heads if role == "q" else found.groups
         if out % n:
-            raise Unclear(f"the {role} weights {sizes(weights.weight[role])} can't be split into {n} heads: "
-                          "name the weights with --weights q=...,k=...,v=...,o=....")  # fmt: skip
+            raise Unclear(
+                f"the {role} weights {sizes(weights.weight[role])} can't be split into {n} heads: "
+                "name the weights with --weights q=...,k=...,v=...,o=...."
+            )
     e_q, e_k, e_v = (weights.weight[role].shape[1] for role in "qkv")
     return e_q, e_k, e_v
 
@@ -386,11 +424,17 @@ def widths(found: Projections, tensors: Mapping[str, Tensor]) -> tuple[int, int,
 # -- what documentation says of a mask -------------------------------------------------------------
 
 _HIDES = re.compile(
-    r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask(?:ed|s)? out|masked|ignor|not attend|pad|blocked|exclud|"
-    r"cannot|can't|disallow)|(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:keep|kept|keeps|visible|attend|allowed|real|valid)", re.I)  # fmt: skip
+    r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask(?:ed|s)? out|masked|ignor|not "
+    r"attend|pad|blocked|exclud|"
+    r"cannot|can't|disallow)|(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:keep|kept|keeps|visible|attend|allowed|real|valid)",
+    re.I,
+)
 _KEEPS = re.compile(
-    r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,28}\b(?:keep|kept|keeps|may attend|attend|allowed|visible|real|valid|a token|tokens|see)|"
-    r"(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask|ignor|pad|blocked|exclud)", re.I)  # fmt: skip
+    r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,28}\b(?:keep|kept|keeps|may "
+    r"attend|attend|allowed|visible|real|valid|a token|tokens|see)|"
+    r"(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask|ignor|pad|blocked|exclud)",
+    re.I,
+)
 
 
 def polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str]:
@@ -418,8 +462,25 @@ def added(name: str, text: str) -> bool:
     return bool(re.search(r"\badded|\badditive|-inf\b|minus infinity", near_name(name, text), re.I))
 
 
-_LETTERS = {"b": "b", "n": "b", "batch": "b", "batch_size": "b", "bs": "b", "t": "t", "q": "t", "l": "t", "tgt_len": "t",
-            "query_len": "t", "length": "t", "seq_len": "t", "s": "s", "k": "s", "src_len": "s", "key_len": "s", "1": "1"}  # fmt: skip
+_LETTERS = {
+    "b": "b",
+    "n": "b",
+    "batch": "b",
+    "batch_size": "b",
+    "bs": "b",
+    "t": "t",
+    "q": "t",
+    "l": "t",
+    "tgt_len": "t",
+    "query_len": "t",
+    "length": "t",
+    "seq_len": "t",
+    "s": "s",
+    "k": "s",
+    "src_len": "s",
+    "key_len": "s",
+    "1": "1",
+}
 
 
 def shapes_said(name: str, text: str) -> set[str]:

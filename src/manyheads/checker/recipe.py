@@ -70,13 +70,17 @@ class Inputs:
     sink: Tensor | None = None
     weights: bool = False  # are they asked for?
 
+    def but(self, **fields: Any) -> Inputs:
+        """The same call with other fields."""
+        return replace(self, **fields)
+
     def tensors(self) -> dict[str, Tensor]:
         """Those that are there, by name."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same numbers, rounded to `dtype`."""
-        return replace(self, **{n: x.to(dtype) for n, x in self.tensors().items() if x.is_floating_point()})
+        return self.but(**{n: x.to(dtype) for n, x in self.tensors().items() if x.is_floating_point()})
 
     @property
     def t(self) -> int:
@@ -125,6 +129,10 @@ class Recipe:
         self.attention = self.empty(self.normalise(self.scores))
         out = self.finish(self.merge(self.mix(self.attention)))
         return Found(out, self.report() if x.weights else None)
+
+    def put(self, **steps: Any) -> None:
+        """Replace steps of this recipe, which is how a mistake is made."""
+        vars(self).update(steps)
 
     # -- projections -------------------------------------------------------------------------------
 

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FORMAT = 1
-MARKS = {"passed": ("✓", "green"), "failed": ("✗", "red"), "not applicable": ("·", "dim"),
-         "could not be checked": ("?", "yellow")}  # fmt: skip
+MARKS = {
+    "passed": ("✓", "green"),
+    "failed": ("✗", "red"),
+    "not applicable": ("·", "dim"),
+    "could not be checked": ("?", "yellow"),
+}
 WARNING = (
     "The code under check ran as you: with your files, your network and your rights. This is no sandbox."
 )
@@ -63,22 +67,38 @@ class Report:
             "verdict": self.verdict,
             "notes": self.notes,
             "checks": [
-                {"name": c.name, "status": c.status, "reason": c.reason, "error": _finite(c.error), "allowed": _finite(c.allowed)}
+                {
+                    "name": c.name,
+                    "status": c.status,
+                    "reason": c.reason,
+                    "error": _finite(c.error),
+                    "allowed": _finite(c.allowed),
+                }
                 for c in self.checks
             ],
             "diagnosis": [
-                {"mistake": d.mistake or None, "verified": d.verified, "error": _finite(d.error), "says": d.says, "mend": d.mend}
+                {
+                    "mistake": d.mistake or None,
+                    "verified": d.verified,
+                    "error": _finite(d.error),
+                    "says": d.says,
+                    "mend": d.mend,
+                }
                 for d in self.diagnosis
             ],
-        }  # fmt: skip
+        }
 
     def as_junit(self) -> str:
         """JUnit's XML: a test case for each check."""
         status = [one.status for one in self.checks]
         suite = ElementTree.Element(
-            "testsuite", name=f"manyheads check {self.target}", tests=str(len(status)), failures=str(status.count("failed")),
-            errors="0", skipped=str(sum(one not in ("passed", "failed") for one in status)),
-        )  # fmt: skip
+            "testsuite",
+            name=f"manyheads check {self.target}",
+            tests=str(len(status)),
+            failures=str(status.count("failed")),
+            errors="0",
+            skipped=str(sum(one not in ("passed", "failed") for one in status)),
+        )
         said = "\n".join(self.words())
         for one in self.checks:
             case = ElementTree.SubElement(suite, "testcase", classname=_clean(self.target), name=one.name)
@@ -109,8 +129,11 @@ class Report:
         from rich.table import Table
 
         page = console or Console()
-        page.print(f"[bold]{escape(self.target)}[/bold], checked like {escape(self.like)}"
-                   + (" (guessed)" if self.guessed else ""), highlight=False)  # fmt: skip
+        page.print(
+            f"[bold]{escape(self.target)}[/bold], checked like {escape(self.like)}"
+            + (" (guessed)" if self.guessed else ""),
+            highlight=False,
+        )
         for note in self.notes:
             page.print(f"  {escape(note)}", highlight=False)
         table = Table(box=box.SIMPLE_HEAD)
@@ -172,7 +195,9 @@ class Report:
         written(path, lambda to: to.write_text(self.as_junit() + "\n", encoding="utf-8"))
 
     def save_picture(self, folder: Path) -> Path | None:
-        """Expected and given maps side by side, and their difference, into folder/check.png; None without a pair."""
+        """Expected and given maps side by side, and their difference, into folder/check.png; None
+        without a pair.
+        """
         if self.pair is None:
             return None
         from manyheads import figures

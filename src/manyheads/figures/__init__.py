@@ -6,6 +6,7 @@
     figure = figures.received(maps, tokens)          # what each key gets, along the text
     figure = figures.entropy(maps)                   # how spread the heads are, layer by layer
     figure = figures.measures(rows, by="induction")  # heads and their measures as a sorted table
+    figure = figures.difference(want, got)           # two maps that should be one
     figure = figures.curves(pe, [0, 1, 6, 7])        # positional encodings
 
 A text of any length will do. What is too long to be shown token by token is pooled into cells, by the
@@ -30,6 +31,7 @@ from torch import Tensor
 from manyheads import scores
 from manyheads.figures import cells, page
 from manyheads.figures.cells import Labels, Layers, Names, Panel, Visible, Weights
+from manyheads.figures.difference import difference
 from manyheads.figures.page import MOST, WEIGHT, Picture, Strip
 from manyheads.figures.positions import curves, image
 from manyheads.maps import AttentionMap
@@ -41,6 +43,7 @@ __all__ = [
     "WEIGHT",
     "beside",
     "curves",
+    "difference",
     "entropy",
     "grid",
     "head",

@@ -107,9 +107,9 @@ class Watch:
             if self.keep is None:
                 for place in self.store:
                     amap = amap.to(place)
-                # In inference mode nobody counts changes in place, and what was changed before, such as a
-                # cache of a fixed size, will be again: there a map needs numbers of its own.
-                call: Call = amap.compact(always=k.is_inference() or bool(problem.k._version))
+                # Numbers of its own: the model may write into these again, a cache of a fixed size does,
+                # and in inference mode nobody counts it.
+                call: Call = amap.compact(always=True)
             else:
                 call = Reduced.of(amap, self.keep)
             self.seen.add(path, call, k)
