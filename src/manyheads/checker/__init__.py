@@ -155,10 +155,16 @@ def _pair(c: Candidate) -> tuple[Tensor, Tensor, str] | None:
         if got.weights is not None and right.weights is not None:
             want = right.weights.mean(1, keepdim=True) if got.weights.shape[1] == 1 else right.weights
             if float((want - got.weights).abs().nan_to_num(1.0).max()) > 1e-4:
-                return want[0, 0], got.weights[0, 0].to(want.dtype), "weights"
-        a, b = right.out[0], got.out[0].to(right.out.dtype)
-        return (a[0], b[0], "output") if a.dim() == 3 else (a, b, "output")
+                return *_worst(want, got.weights), "weights"
+        return *_worst(right.out, got.out), "output"
     return None
+
+
+def _worst(want: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `[b, h, t, s]` or `[b, t, e]` the matrix that differs most."""
+    a, b = (x.to(torch.float64).flatten(0, -3) for x in (want, got))
+    n = int((a - b).abs().nan_to_num(torch.inf).amax((1, 2)).argmax())
+    return a[n], b[n]
 
 
 def assert_attention(obj: Any, like: str | None = None, **options: Any) -> None:

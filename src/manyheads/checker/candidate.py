@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manyheads.checker import names, reading
 from manyheads.checker.reading import PROJECTED, Unclear
-from manyheads.checker.recipe import Found, Inputs, Weights
+from manyheads.checker.recipe import Found, Inputs, Weights, exact
 from manyheads.checker.subject import Answer, Call, Description, Trouble
 from manyheads.shapes import sizes
 
@@ -146,7 +146,9 @@ class Candidate:
         self.weights: Weights | None = None
         self.can: set[str] = set()
         self.forms: dict[str, tuple[str, Form]] = {}
-        self.causal = self.always_weights = False
+        self.causal = self.always_weights = self.blank = False
+        self.untaken: dict[str, str] = {}  # masks that it has an argument for and takes in no form: why
+        self.complaint = ""
         self.packing = "3hd"
         self.cut = "[b, h, t, d]"  # how heads come and go, where they aren't projected
         self._roles()
@@ -213,16 +215,17 @@ class Candidate:
         used = self.projections.paths()
         for path in used:
             x = found[path]
-            wide = x.shape[-1] if x.dim() > 1 else 4
-            part = next(
-                (p for parts in self.projections.weight.values() for p in parts if p.path == path), None
-            )
-            if part is not None and x.dim() == 2 and part.turned:
-                wide = x.shape[0]
-            if part is not None and x.dim() == 3:
-                wide = x.shape[1]
+            every = [(r, p) for r, parts in self.projections.weight.items() for p in parts if p.path == path]
             if path == self.projections.sink:
                 wide = 1
+            elif not every:  # a bias
+                wide = 4
+            elif every[0][1].axes:
+                role, part = every[0]
+                n = dict(zip(part.axes, x.shape, strict=True))
+                wide = n["h"] * n["d"] if role == "o" else n["e"]
+            else:
+                wide = x.shape[0] if every[0][1].turned else x.shape[-1]
             fresh[path] = torch.randn(x.shape, generator=generator) * (SPREAD / wide**0.5)
         self.subject.load(fresh)
         self.held = {**found, **fresh}
@@ -389,6 +392,11 @@ class Candidate:
                 found[slot] = str(names_of.index(str(name)))
         return found
 
+    def named(self, path: str) -> str:
+        """An argument by its name, where a path such as "0" or "mask" leads to it."""
+        names_of = [one.name for one in self.d.call if one.kind == "positional"]
+        return names_of[int(path)] if path.isdigit() and int(path) < len(names_of) else path
+
     def run(self, x: Inputs, strict: bool = True, **options: Any) -> Found:
         """Call it, and bring what it returns into the recipe's layout; an odd width is Odd if `strict`."""
         return self.read(self.subject.call(self.call(x, **options)).output, x, strict)
@@ -485,11 +493,7 @@ class Candidate:
         if (
             self.weights is None
             and self.cut == "[b, h, t, d]"
-            and (
-                "grouped" in self.role
-                or self.like == "hf"
-                or self._attempt(self.draw(generator, groups=2)) is not None
-            )
+            and ("grouped" in self.role or self._attempt(self.draw(generator, groups=2)) is not None)
         ):
             self.can.add("grouped")
         for slot in ("scale", "sink", "causal", "past"):
@@ -518,6 +522,7 @@ class Candidate:
         except Trouble as error:
             if error.kind != "call":
                 raise
+            self.complaint = str(error)
             return None
 
     def _try_cut(self, generator: torch.Generator) -> None:
@@ -539,13 +544,8 @@ class Candidate:
         why = ""
         if isinstance(first, bool):
             self.layout, why = ("batch" if first else "sequence"), f"batch_first={first}"
-        elif self.like == "torch-mha":
-            self.layout, why = "sequence", "PyTorch's default"
-        elif re.search(
-            r"\b(?:seq\w*|t|T|L|tgt_len|length|n_tokens)\s*,\s*(?:b|B|N|batch\w*|bsz|bs)\b[^=\n]*=\s*\w+\.(?:shape|size)",
-            self.d.source,
-        ) or re.search(r"\[(?:t|seq\w*),\s*(?:b|batch\w*),", reading.doc_lines(self.d)):
-            self.layout, why = "sequence", "its own words"
+        elif (told := reading.layout_said(self.d)) is not None:
+            self.layout, why = told, "its own words"
         else:
             apart = {}
             for one in ("batch", "sequence"):
@@ -554,8 +554,9 @@ class Candidate:
                 moved = x.but(**{n: _moved(getattr(x, n), 0) for n in ("query", "key", "value")})
                 a, b = self._attempt(x), self._attempt(moved)
                 apart[one] = a is not None and b is not None and torch.equal(a.out[1:], b.out[1:])
-            self.layout = "sequence" if apart["sequence"] and not apart["batch"] else "batch"
-            why = "its batch entries don't reach each other there"
+            usual = self.like == "torch-mha" and not apart["batch"]  # PyTorch's own default
+            self.layout = "sequence" if usual or (apart["sequence"] and not apart["batch"]) else "batch"
+            why = "its batch entries don't reach each other so; if [b, t, e] is meant, say --layout batch"
         if self.layout == "sequence":
             self.notes.append(f"sequence first, [t, b, e] ({why})")
 
@@ -571,6 +572,8 @@ class Candidate:
             None,
         )
         why = f"built with {built}=True" if built else reading.said_causal(self.d)
+        if self.like in ("sdpa", "torch-mha", "hf") and not built:
+            return
         if why is None:
             x = self.draw(generator, t=T, s=None)
             later = {n: _moved_at(getattr(x, n), T - 1) for n in ("query", "key", "value")}
@@ -641,7 +644,28 @@ class Candidate:
                     f"{name}: {' or '.join(said)}" + ("" if "added" in said[0] else f" ({why})")
                 )
         if self.like in ("sdpa", "torch-mha") and "mask" in self.forms:
-            self.can.add("bias")
+            x = self.draw(generator, s=S)
+            told = "documentation" in reading.polarity(self.role["mask"], "mask", self.like, text)[1]
+            if not told and self._attempt(replace(x, bias=torch.zeros(x.t, x.s))) is not None:
+                self.can.add("bias")
+        self._try_padded_queries(generator)
+
+    def _try_padded_queries(self, generator: torch.Generator) -> None:
+        """Does it give something of its own for the queries of padding, which nobody reads?"""
+        if "cross" in self.can or not {"keys", "padding"} & self.can:
+            return
+        x = self.draw(generator)
+        padding = torch.arange(x.s) < torch.tensor([x.s - 2, x.s, x.s - 1])[:, None]
+        x = replace(x, padding=padding)
+        got = self._attempt(x)
+        want = exact(self.weights, x).out
+        if got is None or got.out.shape != want.shape:
+            return
+        room = 1e-4 * float(want.abs().max())
+        right = torch.isclose(got.out.to(want.dtype), want, rtol=1e-4, atol=room).all(-1)
+        self.blank = bool(right[padding].all()) and not bool(right[~padding].all())
+        if self.blank:
+            self.notes.append("what the queries of padding give isn't compared: it gives its own there")
 
     def _form(
         self, generator: torch.Generator, role: str, shapes: list[str], keeps: bool, why: str

@@ -11,15 +11,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from manyheads.checker.candidate import Candidate, Odd
 from manyheads.checker.mistakes import FAMILY, HABITS, Change, Mistake
-from manyheads.checker.questions import LOST, Evidence, emptied, gather, large, weights_of
-from manyheads.checker.recipe import Found, Inputs, Recipe, Weights, distance, exact
+from manyheads.checker.questions import LOST, Evidence, counted, emptied, gather, large, weights_of
+from manyheads.checker.recipe import Found, Recipe, Weights, distance, exact
 from manyheads.checker.subject import Trouble
 from manyheads.shapes import sizes
 
@@ -76,7 +75,8 @@ def _search(
     c: Candidate, evidence: list[Evidence], packings: list[str]
 ) -> list[tuple[Diagnosis, tuple[Change, ...]]]:
     """The single mistakes that explain everything, with their changes; else the pairs that do."""
-    singles = [((m.name,), (v,)) for m in FAMILY.values() for v in m.variants]
+    family = [m for m in FAMILY.values() if not (c.always_weights and m.name == "mask-dropped-with-weights")]
+    singles = [((m.name,), (v,)) for m in family for v in m.variants]
     fits = list(_fitting(c, evidence, packings, singles, HABITS))
     if not fits:
         # A mistake that changes nothing here can't be one of two.
@@ -157,15 +157,17 @@ def _error(
 
 def _off(c: Candidate, weights: Weights | None, changes: tuple[Change, ...], one: Evidence) -> float:
     """How far a changed recipe is from what was answered, relative to the largest number of it."""
-    got = made(weights, changes, one)
-    if got is None:
+    made_so = made(weights, changes, one)
+    if made_so is None or made_so.out.shape != one.found.out.shape:
         return math.inf
-    off = _relative(one.found.out, got.out)
-    if one.found.weights is not None and one.x.weights and off <= CLOSE:
-        want = weights_of(got, one.found.weights, c)
-        if want is None or want.shape != one.found.weights.shape:
+    whole = one.scenario == "empty"
+    got, told = (f if whole else counted(c, one.x, f) for f in (made_so, one.found))
+    off = _relative(told.out, got.out)
+    if told.weights is not None and one.x.weights and off <= CLOSE:
+        want = weights_of(got, told.weights, c)
+        if want is None or want.shape != told.weights.shape:
             return math.inf
-        off = max(off, _relative(one.found.weights, want))
+        off = max(off, _relative(told.weights, want))
     return off
 
 
@@ -267,7 +269,7 @@ def _special(c: Candidate, before: list[tuple[Change, ...]]) -> list[Diagnosis]:
             inputs = [x for seed in (41, 42, 43) if (x := draw(c, seed)) is not None]
             if "weights" in c.can and draw is emptied:
                 inputs += [replace(x, weights=True) for x in inputs if not x.weights]
-            evidence = [Evidence("", x, c.run(x)) for x in inputs]
+            evidence = [Evidence("empty", x, c.run(x)) for x in inputs]
         except Odd:
             continue
         except Trouble as error:
@@ -319,7 +321,8 @@ def nearest(c: Candidate, evidence: list[Evidence]) -> list[Diagnosis]:
                     "its weights are wrong already: scores, mask or softmax"
                     + _where(one.found.weights, want, "key")
                 )
-    said += _heads(c, one, truth)
+    said += _batch(c, wrong)
+    said += _heads(c, wrong)
     said.append("the output is wrong" + _where(one.found.out, truth.out, "column"))
     return [Diagnosis("", "no known mistake explains it; " + "; ".join(said), "", False)]
 
@@ -339,7 +342,7 @@ def _where(got: Tensor, want: Tensor, last: str) -> str:
         others = [a for a in range(off.dim()) if a != axis]
         hit = off.any(dim=tuple(others)) if others else off
         where = hit.nonzero().flatten().tolist()
-        if 0 < len(where) < off.shape[axis]:
+        if 0 < len(where) <= off.shape[axis] // 2:
             said.append(f"{name} {', '.join(map(str, where[:6]))}{', …' if len(where) > 6 else ''}")
     return f" in {' and '.join(said)} only" if said else " throughout"
 
@@ -392,30 +395,44 @@ def _temperature(c: Candidate, wrong: list[Evidence]) -> float | None:
     return math.exp((low + high) / 2) if off((low + high) / 2) <= 1e-4 else None
 
 
-def _heads(c: Candidate, one: Evidence, truth: Found) -> list[str]:
-    """Which heads are wrong, where the output projection can be taken back."""
-    if c.weights is None or "o" not in c.weights.weight or not bool(one.found.out.isfinite().all()):
+def _batch(c: Candidate, wrong: list[Evidence]) -> list[str]:
+    """Is each sequence right where it is alone?"""
+    for one in wrong[:2]:
+        alone = one.x.but(**{n: y[:1] for n, y in one.x.tensors().items() if n not in ("sink", "bias")})
+        try:
+            got = c.run(alone, strict=False)
+        except (Odd, Trouble) as problem:
+            if isinstance(problem, Trouble) and problem.kind in LOST:
+                raise
+            return []
+        if _off(c, c.weights, (), Evidence(one.scenario, alone, got)) > CLOSE:
+            return []
+    return ["one sequence alone is right, several together are wrong, so entries of the batch are mixed up"]
+
+
+def _heads(c: Candidate, wrong: list[Evidence]) -> list[str]:
+    """Which heads are wrong in all that is, where the output projection can be taken back."""
+    if c.weights is None or "o" not in c.weights.weight or c.heads < 2:
         return []
     o = c.weights.weight["o"].to(torch.float64)
-    if o.shape[0] < o.shape[1] or c.heads < 2:
+    if o.shape[0] < o.shape[1]:
         return []
-    back = torch.linalg.pinv(o)
-    got, want = (
-        (y.to(torch.float64) @ back.mT).unflatten(-1, (c.heads, -1)) for y in (one.found.out, truth.out)
-    )
-    off = [(got[..., n, :] - want[..., n, :]).abs().max() > 1e-3 * want.abs().max() for n in range(c.heads)]
-    wrong = [n for n in range(c.heads) if off[n]]
-    if 0 < len(wrong) < c.heads:
+    back, off = torch.linalg.pinv(o), torch.zeros(c.heads, dtype=torch.bool)
+    for one in wrong:
+        want = exact(c.weights, one.x).out
+        if one.found.out.shape != want.shape or not bool(one.found.out.isfinite().all()):
+            return []
+        got, told = (
+            (y.to(torch.float64) @ back.mT).unflatten(-1, (c.heads, -1)) for y in (one.found.out, want)
+        )
+        off |= ((got - told).abs() > 1e-3 * told.abs().max()).any(-1).flatten(0, -2).any(0)
+    heads = off.nonzero().flatten().tolist()
+    if 0 < len(heads) < c.heads:
+        many = len(heads) > 1
         return [
-            f"only head{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} of {c.heads} "
-            f"{'are' if len(wrong) > 1 else 'is'} wrong"
+            f"only head{'s' * many} {', '.join(map(str, heads))} of {c.heads} {'are' if many else 'is'} wrong"
         ]
     return []
-
-
-def smaller(x: Inputs) -> dict[str, Any]:
-    """An input as numbers, for the report."""
-    return {name: y.tolist() for name, y in replace(x).tensors().items()}
 
 
 __all__ = ["Diagnosis", "Mistake", "diagnose"]

@@ -143,6 +143,24 @@ def _(r: Recipe) -> None:
 
 
 @mistake(
+    "keys-reshaped",
+    "whose keys are reshaped to [d, s] rather than transposed",
+    "k.transpose(-2, -1) swaps the two axes; a view or reshape to [b, h, d, s] only renames them",
+)
+def _(r: Recipe) -> None:
+    r.put(product=lambda: r.q @ r.k.reshape(*r.k.shape[:2], r.k.shape[3], r.k.shape[2]))
+
+
+@also("keys-reshaped")  # straight from the projection
+def _(r: Recipe) -> None:
+    def product() -> Tensor:
+        x = r.project("k", r.source("k"))  # [b, s, h · d]
+        return r.q @ x.reshape(x.shape[0], r.count("k"), -1, x.shape[1])
+
+    r.put(product=product)
+
+
+@mistake(
     "values-in-scores", "whose scores are of queries with values", "multiply q with k, and the weights with v"
 )
 def _(r: Recipe) -> None:
@@ -184,6 +202,19 @@ def _(r: Recipe) -> None:
          "scale the scores first, then add: scores / math.sqrt(d) + bias")  # fmt: skip
 def _(r: Recipe) -> None:
     r.put(add=lambda scores: scores if r.x.bias is None else scores + r.x.bias * r.scale())
+
+
+@mistake(
+    "batch-as-tokens",
+    "over the batch: it takes [b, t, e] for [t, b, e]",
+    "say batch_first=True, or transpose the first two axes before and after",
+)
+def _(r: Recipe) -> None:
+    source, finish = r.source, r.finish
+    r.put(
+        source=lambda role: source(role).transpose(0, 1) if r.w is not None else source(role),
+        finish=lambda x: finish(x).transpose(0, 1) if r.w is not None else finish(x),
+    )
 
 
 # -- masks -----------------------------------------------------------------------------------------
@@ -312,18 +343,6 @@ _filled("masked-minus-ten", "that takes a small number, not infinity, off its ma
 def _(r: Recipe) -> None:
     r.put(hide=lambda scores: scores)
     r.put(empty=lambda w: w if r.kept is None else w.masked_fill(~r.kept, 0.0))
-
-
-@mistake("masked-after-mixing", "that masks rows of its output rather than scores", BEFORE)
-def _(r: Recipe) -> None:
-    r.put(hide=lambda scores: scores, empty=lambda w: w)
-    mix = r.mix
-
-    def rows(w: Tensor) -> Tensor:
-        hidden = None if r.kept is None else r.kept.expand(*w.shape).diagonal(dim1=-2, dim2=-1)
-        return mix(w) if hidden is None else mix(w) * hidden[..., None]
-
-    r.put(mix=rows)
 
 
 POLARITY = "the mask is read the wrong way round: turn it over (~mask), or mask == 0 into mask == 1"

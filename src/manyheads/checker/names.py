@@ -19,9 +19,9 @@ CONSTRUCTOR: dict[str, tuple[int | float | bool, tuple[str, ...]]] = {
         "n_embed", "e", "embed_size", "emb_size", "emb_dim", "model_dim", "dim_model", "input_dim", "d_in", "in_dim",
         "dim_in", "in_features", "width", "embedding_dim", "d_embed", "d_emb", "size", "features", "channels",
         "embedding_size", "model_size", "input_size", "num_hiddens", "units", "query_dim", "q_dim", "d_x",
-        "x_input_dim", "d", "emb", "k")),
+        "x_input_dim", "embed", "model", "hid_dim", "hidden_units", "num_hidden", "dmodel", "d", "emb", "k")),
     "the number of heads": (HEADS, ("num_heads", "n_heads", "heads", "n_head", "h", "nhead", "num_attention_heads",
-        "nheads", "n_h", "head_count", "number_of_heads", "attention_heads", "num_head")),
+        "nheads", "n_h", "head_count", "number_of_heads", "attention_heads", "num_head", "head_num", "num_of_heads", "nb_heads", "heads_num")),
     "the number of key heads": (GROUPS, ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "kv_heads", "n_groups",
         "num_groups", "groups", "num_query_groups", "n_kv_head", "g")),
     "the width of a head": (KEY_WIDTH, ("head_size", "head_dim", "dim_head", "d_head", "d_k", "key_dim", "dim_k",
@@ -76,10 +76,10 @@ CALL: dict[str, tuple[str, ...]] = {
 
 # -- parameters: the first pattern that a path matches, taken from its end -------------------------
 
-Q = r"q|query|queries|wq|qs|toq|qproj|queryproj|qlinear|linearq|fcq|qw|projq|queryprojection|wquery|querylayer|tokeyq|qlin|lq|projquery|queryw|xq"
+Q = r"q|query|queries|toqueries|wq|qs|toq|qproj|queryproj|qlinear|linearq|fcq|qw|projq|queryprojection|wquery|querylayer|tokeyq|qlin|lq|projquery|queryw|xq"
 K = Q.replace("queries", "keys").replace("query", "key").replace("q", "k").replace("tokeyk|", "")
 V = K.replace("keys", "values").replace("key", "value").replace("k", "v")
-O = (r"o|out|output|wo|toout|oproj|outproj|outputproj|olinear|outlinear|linearo|linearout|fco|fcout|proj|projection|"
+O = (r"o|out|output|attentionoutput|wo|toout|oproj|outproj|outputproj|olinear|outlinear|linearo|linearout|fco|fcout|proj|projection|"
      r"cproj|dense|fc|outprojection|outputprojection|wout|woutput|outputlayer|outputlinear|unify|unifyheads|mix|"
      r"final|finallinear|linear|projo|projout|combine|combineheads|lo|outlin|ow|concat|wconcat|finalproj")  # fmt: skip
 QKV = r"qkv|inproj|cattn|wqkv|toqkv|querykeyvalue|qkvproj|projqkv|inprojection|qkvprojection|qkvlinear|qkvlayer|qkvlin|qkvw|linearqkv|packed"
@@ -132,7 +132,7 @@ def parameter(path: str) -> tuple[str, str, int | None] | None:
         for end in ("_bias", "_b", "bias"):
             if word.endswith(end) and word != end:
                 word, here = word.removesuffix(end), "bias"
-        for end in ("_weight", "_weights", "_w"):
+        for end in ("_weight", "_weights", "_w", "_kernel"):
             word = word.removesuffix(end)
         if word.startswith("w_"):
             word = word.removeprefix("w_")

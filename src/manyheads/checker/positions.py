@@ -184,7 +184,7 @@ def turns(pairs: str) -> dict[str, tuple[str, str, list[Turn]]]:
              lambda x, p: torch.cat((turn(x[..., : x.shape[-1] // 2], angles(p, x.shape[-1] // 2), pairs), x[..., x.shape[-1] // 2 :]), -1)],
         ),
         "rotary-missing": ("that doesn't turn at all", "turn each pair by its position's angle", by(lambda p, d: 0 * angles(p, d))),
-        "rotary-reflected": ("that reflects pairs rather than turning them", "(x1 cos − x2 sin, x1 sin + x2 cos)",
+        "rotary-reflected": ("that adds where a turn subtracts, or the reverse", "(x1 cos − x2 sin, x1 sin + x2 cos)",
                              [lambda x, p: _signs(x, p, pairs, 1, 1), lambda x, p: _signs(x, p, pairs, -1, -1)]),
         "rotary-sin-cos-swapped": ("whose sine and cosine are swapped", "(x1 cos − x2 sin, x1 sin + x2 cos)",
                                    by(lambda p, d: math.pi / 2 - angles(p, d))),
@@ -317,18 +317,18 @@ def _few(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:6])) + (", …" if len(numbers) > 6 else "")
 
 
-def _answered(c: Encoder, added: bool, **options: Any) -> Answer:
+def _answered(c: Encoder, added: float, **options: Any) -> Answer:
     if not c.d.torch_module:
         return c.call(*c.order(7), **options)  # type: ignore[attr-defined]
     b, t = (2, 7) if c.layout == "batch" else (7, 2)
     return c.call(torch.ones(b, t, c.width), **options)
 
 
-def _shown(c: Encoder, table: Tensor, added: bool) -> Tensor:
+def _shown(c: Encoder, table: Tensor, added: float) -> Tensor:
     """What `_answered` should answer, for an encoding of 7 positions."""
     if not c.d.torch_module:
         return table
-    table = table + 1 if added else table
+    table = table + added
     return table.expand(2, 7, c.width) if c.layout == "batch" else table[:, None].expand(7, 2, c.width)
 
 
@@ -336,8 +336,8 @@ LENGTHS = ("length", "max_len", "seq_len", "n", "T", "L", "t", "max_length", "se
            "max_seq_len", "sequence_length", "context_length", "block_size", "positions", "position", "pos", "size")  # fmt: skip
 
 
-def _table_of(c: Encoder) -> tuple[Callable[[int], Tensor], bool]:
-    """A function that gives the candidate's `[n, e]` for n positions; was it added to x?"""
+def _table_of(c: Encoder) -> tuple[Callable[[int], Tensor], float]:
+    """A function that gives the candidate's `[n, e]` for n positions; to how many times x is it added?"""
     wanted = [one for one in c.d.call if one.kind in ("positional", "keyword") and one.required]
     if not c.d.torch_module and len(wanted) == 2 and not c.d.parameters:
         first_is_length = wanted[0].name in LENGTHS or wanted[1].name not in LENGTHS
@@ -353,7 +353,7 @@ def _table_of(c: Encoder) -> tuple[Callable[[int], Tensor], bool]:
             return _flat(first_tensors(c.call(*order(n)).output), n, c.width)
 
         function(3)
-        return function, False
+        return function, 0.0
     if len(wanted) != 1:
         raise Unclear(
             f"{c.d.name} takes {', '.join(one.name for one in wanted) or 'nothing'}, and a positional encoding is a "
@@ -367,7 +367,7 @@ def _table_of(c: Encoder) -> tuple[Callable[[int], Tensor], bool]:
 
         c.order = lambda n: [torch.arange(n) if wanted[0].name in ("positions", "position", "pos") else n]  # type: ignore[attr-defined]
         by_length(3)
-        return by_length, False
+        return by_length, 0.0
     if c.layout == "batch" and re.search(
         r"\[(t|seq\w*|l|s)\s*,\s*(b|n|batch\w*)\s*,", reading.doc_lines(c.d), re.I
     ):
@@ -399,14 +399,16 @@ def _table_of(c: Encoder) -> tuple[Callable[[int], Tensor], bool]:
 
     a, b = shown(x), shown(x * 0)
     added = a.shape == x.shape and distance(a, b) > 1e-6
-    c.notes.append("adds its encoding to x" if added else "gives its encoding alone")
+    times = float(((a - b) * x).sum() / (x * x).sum()) if added else 0.0
+    scaled = f"x, multiplied by {times:.4g}" if abs(times - 1) > 1e-4 else "x"
+    c.notes.append(f"adds its encoding to {scaled}" if added else "gives its encoding alone")
 
     def module(n: int) -> Tensor:
         y = torch.randn(2, n, c.width, generator=torch.Generator().manual_seed(n))
         out = shown(y)
-        return (out - y if added else out.expand(2, n, c.width))[0].to(torch.float64)
+        return (out - times * y if added else out.expand(2, n, c.width))[0].to(torch.float64)
 
-    return module, added
+    return module, times
 
 
 def _flat(out: list[Tensor], n: int, width: int) -> Tensor:

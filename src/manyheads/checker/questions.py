@@ -23,6 +23,7 @@ from manyheads.checker.subject import Trouble
 
 DRAWS = 20  # inputs that values are compared on
 GROWTH = (256, 512, 1024, 2048)  # tokens that memory is measured at
+FOLLOWING = ("gradients", "large scores", "float16", "bfloat16", "sizes of one", "torch.compile")
 LOST = ("timeout", "memory", "crash", "protocol")  # troubles after which the candidate's process is gone
 
 
@@ -81,6 +82,9 @@ def ask_all(c: Candidate, progress: Callable[[str], None] = lambda name: None) -
     gone = ""
     for name, ask in QUESTIONS:
         progress(name)
+        if name in FOLLOWING and any(one.name == "values" and one.status == "failed" for one in checks):
+            checks.append(Check(name, "could not be checked", "values are wrong already, without it"))
+            continue
         if gone:
             checks.append(Check(name, "could not be checked", f"its process had ended: {gone}"))
             continue
@@ -164,6 +168,20 @@ def masked(c: Candidate, x: Inputs, g: torch.Generator, first: bool = False) -> 
     return replace(x, keep=keep)
 
 
+def answering(c: Candidate, seed: int) -> Iterator[tuple[str, Inputs]]:
+    """The scenarios that a candidate answers in; those that it raises in, `values` tells."""
+    for name, x in scenarios(c, seed).items():
+        try:
+            c.run(x, strict=False)
+        except Odd:
+            continue
+        except Trouble as trouble:
+            if trouble.kind in LOST:
+                raise
+            continue
+        yield name, x
+
+
 def gather(c: Candidate, seeds: range) -> list[Evidence]:
     """What the candidate answers in each scenario, where it answers at all."""
     found = []
@@ -186,12 +204,14 @@ def decoded(c: Candidate, seed: int) -> list[Evidence]:
     """The last token of a text after a cache of the others; and what the recipe is asked for the same."""
     x = c.draw(torch.Generator().manual_seed(seed), 2, 5 + seed % 2)
     try:
-        out, _ = steps(c, x, [x.t - 1, 1])
+        out, kept = steps(c, x, [x.t - 1, 1])
     except Odd:
         return []
     except Trouble as trouble:
         if trouble.kind in LOST:
             raise
+        return []
+    if not kept:
         return []
     last = replace(x, query=x.query[:, -1:], causal=True, offset=x.s - 1, weights=False)
     return [Evidence("decoding", last, Found(out[-1]))]
@@ -227,9 +247,21 @@ def weights_of(found: Found, like: Tensor | None, c: Candidate) -> Tensor | None
     return found.weights
 
 
+def counted(c: Candidate, x: Inputs, found: Found) -> Found:
+    """Without what a padded token's own query gives, where the candidate gives something of its own there."""
+    if x.padding is None or not c.blank:
+        return found
+    gone = ~x.padding[:, :, None]  # [b, t, 1]
+    weights = found.weights
+    if weights is not None:
+        weights = weights.masked_fill(gone[:, None], 0.0)
+    return Found(found.out.masked_fill(gone if found.out.dim() == 3 else gone[:, None], 0.0), weights)
+
+
 def apart(c: Candidate, x: Inputs, got: Found, right: Found) -> tuple[float, float, str]:
     """(error, what rounding allows, of what): of the output, or of the weights if these are further off."""
     most = allowed(c.weights, x)
+    got, right = counted(c, x, got), counted(c, x, right)
     error = distance(got.out, right.out)
     want = weights_of(right, got.weights, c)
     if want is not None and got.weights is not None:
@@ -508,12 +540,15 @@ def causality(c: Candidate) -> Iterator[Check]:
 @question("hidden keys")
 def hidden_keys(c: Candidate) -> Iterator[Check]:
     name = "hidden keys"
+    for argument, complaint in c.untaken.items():
+        why = f"{complaint.rstrip('.')}" if complaint else "what came back was no output"
+        yield failed(f"mask {argument}", f"a mask was taken in no form: {why}.")
     which = [one for one in ("padding", "keys", "mask") if one in c.can]
     if not which:
         yield skipped(name, "it takes no mask")
         return
     g = torch.Generator().manual_seed(12)
-    leaks_nan = False
+    leaks_nan = refused = False
     for one in which:
         x = c.draw(g, 2, 5, 7)
         j = x.s - 1
@@ -537,9 +572,16 @@ def hidden_keys(c: Candidate) -> Iterator[Check]:
             what = {"padding": "padding", "keys": "the mask", "mask": "the mask"}[one]
             yield failed(name, f"query {i} sees key {j}, which {what} hides.", error, 0.0)
             return
-        poisoned = c.run(moved(x, j, c, math.nan)).out[..., rows, :]
-        leaks_nan |= bool(poisoned.isnan().any() and not a.isnan().any())
+        try:
+            poisoned = c.run(moved(x, j, c, math.nan)).out[..., rows, :]
+            leaks_nan |= bool(poisoned.isnan().any() and not a.isnan().any())
+        except Trouble as trouble:
+            if trouble.kind in LOST:
+                raise
+            refused = True
     said = "what a hidden key holds moves no query"
+    if refused:
+        said += "; a NaN there is refused"
     if leaks_nan:
         said += "; a NaN there does, as in plain PyTorch (0 · NaN)"
     yield passed(name, said, 0.0, 0.0)
@@ -677,7 +719,7 @@ def rows_sum(c: Candidate) -> Iterator[Check]:
         yield skipped(name, "it returns no weights")
         return
     worst = 0.0
-    for scenario, x in scenarios(c, 17).items():
+    for scenario, x in answering(c, 17):
         got = c.run(replace(x, weights=True))
         if got.weights is None:
             yield failed(name, "its weights were asked for, and none came back.")
@@ -686,7 +728,8 @@ def rows_sum(c: Candidate) -> Iterator[Check]:
             yield failed(name, f"a weight is negative ({scenario}).", float(-got.weights.min()), 0.0)
             return
         worst = max(worst, distance(got.weights.sum(-1), torch.ones_like(got.weights[..., 0])))
-        if worst > 1e-4 and x.sink is None:
+        sinks = x.sink is not None or (c.weights is not None and c.weights.sink is not None)
+        if worst > 1e-4 and not sinks:
             yield failed(
                 name,
                 f"the weights of a query sum to {float(got.weights.sum(-1).flatten()[0]):.4g} ({scenario}).",
@@ -705,9 +748,13 @@ def empty_rows(c: Candidate) -> Iterator[Check]:
         yield skipped(name, "it takes no mask that could hide every key of a query")
         return
     worst = 0.0
-    for y in [x, replace(x, weights=True)] if "weights" in c.can else [x]:
-        when = " when weights are asked for" if y.weights and not x.weights else ""
-        row, want = (blind(one.out, x) for one in (c.run(y), exact(c.weights, y)))
+    tries = [(x, "")]
+    if "weights" in c.can and not x.weights:
+        tries.append((replace(x, weights=True), " when weights are asked for"))
+    if (both := emptied_by_both(c, 18)) is not None:
+        tries.append((both, ", hidden by the causal mask and another one together"))
+    for y, when in tries:
+        row, want = (blind(one.out, y) for one in (c.run(y), exact(c.weights, y)))
         if bool(row.isnan().any()):
             yield failed(
                 name, f"a query that may attend to nothing gives NaN{when}: its weights should be 0."
@@ -715,15 +762,39 @@ def empty_rows(c: Candidate) -> Iterator[Check]:
             return
         worst = max(worst, distance(row, want))
         if worst > allowed(c.weights, x):
-            reason = f"a query that may attend to nothing attends to what is hidden{when}: its weights should be 0."
+            reason = f"a query that may attend to nothing attends to what is hidden{when}: it should weigh 0."
             yield failed(name, reason, worst, allowed(c.weights, x))
             return
     yield passed(name, "weights of 0", worst, allowed(c.weights, x))
 
 
 def blind(out: Tensor, x: Inputs) -> Tensor:
-    """Of an output, what belongs to the queries that `emptied` lets attend to nothing."""
-    return out[0] if x.padding is not None else out[0, ..., 1, :]
+    """Of the first sequence's output, what belongs to the queries that may attend to nothing."""
+    seen = torch.ones(1, x.t, x.s, dtype=torch.bool)
+    if x.padding is not None:
+        seen = seen & x.padding[0]
+    if x.keep is not None:
+        seen = seen & x.keep[0]
+    if x.causal:
+        seen = seen.tril(x.offset)
+    return out[0][..., (~seen[0].any(-1)).nonzero().flatten(), :]
+
+
+def emptied_by_both(c: Candidate, seed: int) -> Inputs | None:
+    """Causal inputs whose first key is hidden too, as padding on the left has it."""
+    if "causal" not in c.can or c.like == "sdpa":
+        return None
+    x = c.draw(torch.Generator().manual_seed(seed), 2, 5)
+    x = replace(x, causal=True, offset=x.s - x.t)
+    if "padding" in c.can or "keys" in c.can:
+        padding = torch.ones(2, x.s, dtype=torch.bool)
+        padding[0, 0] = False
+        return replace(x, padding=padding)
+    if "mask" in c.can:
+        keep = torch.ones(2, 1, x.t, x.s, dtype=torch.bool)
+        keep[..., 0] = False
+        return replace(x, keep=keep)
+    return None
 
 
 def emptied(c: Candidate, seed: int) -> Inputs | None:
@@ -895,9 +966,11 @@ def ones(c: Candidate) -> Iterator[Check]:
 def state(c: Candidate) -> Iterator[Check]:
     name = "state"
     changed: dict[str, None] = {}
-    for x in scenarios(c, 26).values():
+    for _, x in answering(c, 26):
         answer = c.answer(x)
-        changed |= dict.fromkeys(answer.changed)
+        for what in answer.changed:
+            kind, place, path = what.partition(" in place: ")
+            changed[f"{kind}{place}{c.named(path)}" if "argument" in kind else what] = None
     if changed:
         yield failed(name, f"a call changed {', '.join(changed)}.")
     else:

@@ -239,6 +239,16 @@ def number(d: Description, what: str, init: Mapping[str, Any]) -> int | None:
         value = d.attributes.get(name, init.get(name))
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
+    if what == "heads":
+        other = r"dim|size|width|kv|group|key|per"
+        for name, value in {**init, **d.attributes}.items():
+            if (
+                "head" in name.lower()
+                and not re.search(other, name.lower())
+                and type(value) is int
+                and value > 0
+            ):
+                return value
     return None
 
 
@@ -277,6 +287,11 @@ def projections(d: Description, init: Mapping[str, Any], said: Mapping[str, str]
     dims = [shapes[path] for paths in single.values() for _, path in paths if len(shapes[path]) == 3]
     if dims and heads is None:
         heads = _common(dims)
+    if heads is None and re.search(r"multi", d.name, re.I):
+        raise Unclear(
+            f"{d.name} says that it has several heads, and how many isn't found among its attributes "
+            f"({', '.join(d.attributes) or 'none'}): hold it as self.num_heads."
+        )
     found.heads = heads or 1
     groups = number(d, "groups", init)
     found.groups = groups if groups and found.heads % groups == 0 else found.heads
@@ -446,7 +461,7 @@ def polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str]:
     if kind == "torch-mha":
         return False, "as PyTorch's layer has it"
     if role == "padding" and kind not in ("sdpa",):
-        return "mask" not in name or name in ("key_mask",), "as names like this have it"
+        return "pad" not in name, "as names like this have it"
     if "hidden" in name or "ignore" in name:
         return False, "as its name says"
     return True, "as PyTorch's function and most code have it"
@@ -459,7 +474,9 @@ def near_name(name: str, text: str) -> str:
 
 def added(name: str, text: str) -> bool:
     """Does documentation say that a mask holds numbers to be added?"""
-    return bool(re.search(r"\badded|\badditive|-inf\b|minus infinity", near_name(name, text), re.I))
+    word = re.escape(name)
+    said = rf"\b{word}\b[^.]{{0,60}}\b(?:added|additive)\b|\badditive {word}\b"
+    return bool(re.search(said, near_name(name, text), re.I))
 
 
 _LETTERS = {
@@ -506,25 +523,44 @@ def doc_lines(d: Description) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             texts.append(ast.get_docstring(node) or "")
-    return "\n".join(texts)
+    return re.sub(r"\]\(\S+\)|\w+://\S+", "", "\n".join(texts))  # without links
 
 
 def said_causal(d: Description) -> str | None:
-    """Why a candidate without a causal argument is taken as causal, or None."""
+    """Why a candidate without a causal argument is taken as causal, or None.
+
+    One that is given masks may speak of causal ones, and be given one beside a cache.
+    """
     if re.search(r"causal|masked_?(self|multi|attention)|autoregress|decoder", d.name, re.I):
         return "its name"
     for name in d.buffers:
         if re.search(r"tril|causal|triangle|(^|\.)(bias|mask|attn_mask)$", name):
             return f"its buffer {name}"
-    if re.search(
-        r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead", doc_lines(d), re.I
-    ):
+    told = {names.argument(one.name) for one in d.call}
+    masked = bool({"mask", "padding"} & told)
+    speaks = r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead"
+    if not masked and re.search(speaks, doc_lines(d), re.I):
         return "its documentation"
-    if any(names.argument(one.name) == "past" for one in d.call):
+    if not masked and "past" in told:
         return "its cache of earlier keys"
     if _makes_triangle(d.source):
         return "the triangle in its code"
     return None
+
+
+def layout_said(d: Description) -> str | None:
+    """The layout that its documentation or its own unpacking of a shape tells."""
+    batch, tokens = r"(?:b|n|batch\w*|bsz|bs)", r"(?:t|l|s|seq\w*|tgt\w*|length|len|tokens|n_tokens)"
+    text = doc_lines(d)
+    inside = r"[\[(]\s*{}\s*,\s*{}\s*,\s*[\w ]+[\])]"
+    for layout, first, second in (("sequence", tokens, batch), ("batch", batch, tokens)):
+        if re.search(inside.format(first, second), text, re.I):
+            return layout
+    if re.search(r"batch_first\s*=\s*True|batch[- ]first", text, re.I):
+        return "batch"
+    first, second = r"\b(?:seq\w*|t|T|L|tgt_len|length|n_tokens)", r"(?:b|B|N|batch\w*|bsz|bs)\b"
+    unpacked = first + r"\s*,\s*" + second + r"[^=\n]*=\s*\w+\.(?:shape|size)"
+    return "sequence" if re.search(unpacked, d.source) else None
 
 
 def _makes_triangle(source: str) -> bool:

@@ -112,6 +112,11 @@ class Report:
         """The diagnosis in sentences."""
         named = [one for one in self.diagnosis if one.mistake]
         lines = []
+        failed = [one.name for one in self.checks if one.status == "failed"]
+        if failed and not self.diagnosis:
+            only = ", ".join(failed)
+            right = "" if {"values", "shapes", "a call"} & set(failed) else "The values are right. "
+            lines.append(f"{right}What failed is: {only}.")
         if len(named) > 1 and len({one.mend for one in named}) >= 1:
             lines.append("These can't be told apart by any input, or are there together:")
         for one in self.diagnosis:
@@ -172,7 +177,8 @@ class Report:
         apart = (want - got).abs().nan_to_num(math.inf)
         i, j = divmod(int(apart.argmax()), apart.shape[1])
         at = f"query {i}, key {j}" if what == "weights" else f"query {i}, column {j}"
-        return f"The smallest failing input, {what} at {at}: expected {float(want[i, j]):.6g}, got {float(got[i, j]):.6g}."
+        numbers = f"expected {float(want[i, j]):.6g}, got {float(got[i, j]):.6g}"
+        return f"In a small failing input, {what} at {at}: {numbers}."
 
     def __repr__(self) -> str:
         from rich.console import Console

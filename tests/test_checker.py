@@ -1,0 +1,503 @@
+"""The checker: its recipe is attention, what it reads, what it says, and how the command ends."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import manyheads as mh
+from manyheads import checker, kernels, layers
+from manyheads.checker import command, names, questions, reading
+from manyheads.checker.mistakes import FAMILY, HABITS
+from manyheads.checker.recipe import Inputs, Recipe, Weights, exact
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = ("torch.compile", "memory growth")
+    monkeypatch.setattr(questions, "QUESTIONS", [one for one in questions.QUESTIONS if one[0] not in slow])
+
+
+# -- the recipe ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_recipe_is_attention(causal: bool, sink: bool, scale: float | None) -> None:
+    q, k, v = (torch.randn(2, n, s, 6, dtype=torch.float64) for n, s in ((4, 5), (2, 7), (2, 7)))
+    keep = torch.rand(2, 1, 5, 7) < 0.6
+    keep[1, :, 2] = False  # a query that sees nothing
+    padding = torch.tensor([7, 4])
+    bias = torch.randn(5, 7, dtype=torch.float64)
+    sinks = torch.randn(4, dtype=torch.float64) if sink else None
+    x = Inputs(
+        q,
+        k,
+        v,
+        keep=keep,
+        padding=torch.arange(7) < padding[:, None],
+        bias=bias,
+        causal=causal,
+        offset=2,
+        scale=scale,
+        sink=sinks,
+        weights=True,
+    )
+    mask = mh.Keep(keep) & mh.Lengths(padding)
+    mask = mask & mh.Causal() if causal else mask
+    out, amap = mh.attention_with_map(
+        q, k, v, mask=mask, bias=mh.Dense(bias), scale=scale, sink=sinks, offset=2, kernel="reference"
+    )
+    found = Recipe()(x)
+    torch.testing.assert_close(found.out, out)
+    torch.testing.assert_close(found.weights, amap.dense())
+
+
+def test_the_recipe_with_projections_is_our_layer() -> None:
+    layer = layers.MultiHeadAttention(24, 4).double()
+    held = dict(layer.named_parameters())
+    w = Weights(4, 4, {r: held[f"{r}.weight"] for r in "qkvo"}, {r: held[f"{r}.bias"] for r in "qkvo"})
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    torch.testing.assert_close(Recipe(w)(Inputs(x, x, x)).out, layer(x))
+
+
+def test_habits_change_nothing_and_every_mistake_changes_something() -> None:
+    """Among inputs of all kinds; a mistake that changes nothing could be named for anything."""
+    torch.manual_seed(3)
+    e, h = 24, 4
+    weight = {r: torch.randn(24 if r in "qo" else 12, e, dtype=torch.float64) for r in "qkvo"}
+    grouped = Weights(
+        h, 2, weight, {r: torch.randn(x.shape[0], dtype=torch.float64) for r, x in weight.items()}
+    )
+    weight = {r: torch.randn(24, e, dtype=torch.float64) for r in "qkvo"}
+    square = Weights(h, h, weight, {r: torch.randn(24, dtype=torch.float64) for r in "qkvo"})
+    sunk = replace(square, sink=torch.randn(h, dtype=torch.float64))
+    cases: list[tuple[Weights | None, Inputs]] = []
+    for w in (grouped, square, sunk):
+        x, y, z = (torch.randn(2, 6, e, dtype=torch.float64) for _ in range(3))
+        keep = torch.rand(2, 1, 6, 6) < 0.7
+        keep[..., 0] = True
+        padding = torch.arange(6) < torch.tensor([6, 4])[:, None]
+        for query, key, value in ((x, x, x), (x, y, y), (x, y, z)):
+            for rest in (
+                {},
+                {"causal": True},
+                {"causal": True, "keep": keep, "weights": True},
+                {"padding": padding, "keep": keep, "bias": torch.randn(6, 6).double(), "scale": 0.4},
+            ):
+                cases.append((w, Inputs(query, key, value, **rest)))
+        cases.append((w, Inputs(x[:, :2], y, y, causal=True, offset=4)))
+        cases.append((w, Inputs(x[:, :2], y, y, causal=True)))
+    q, k, v = (torch.randn(2, 4, 5, 6, dtype=torch.float64) for _ in range(3))
+    hidden = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    hidden[0, :, 1] = False
+    cases += [
+        (None, Inputs(q, k, v[..., :3], sink=torch.randn(4).double())),
+        (None, Inputs(q, k, v, keep=hidden)),
+    ]
+    cases.append((None, Inputs(q.float() * 40, k.float() * 40, v.float())))
+    right = [exact(w, x) for w, x in cases]
+    for habit in HABITS:
+        for (w, x), told in zip(cases, right, strict=True):
+            if x.keep is None or bool(x.keep.any(-1).all()):
+                found = exact(w, x, lambda r, habit=habit: [one(r) for one in habit])
+                torch.testing.assert_close(found.out, told.out)
+    for mistake in FAMILY.values():
+        changes = False
+        for variant in mistake.variants:
+            for (w, x), told in zip(cases, right, strict=True):
+                try:
+                    found = exact(w, x, variant)
+                except (RuntimeError, KeyError, IndexError, TypeError):
+                    continue
+                changes |= found.out.shape != told.out.shape or not torch.allclose(found.out, told.out)
+                changes |= found.weights is not None and not (
+                    found.weights.shape == told.weights.shape and torch.allclose(found.weights, told.weights)
+                )
+        assert changes or mistake.name == "key-bias-missing", mistake.name  # which softmax doesn't see
+        assert mistake.is_
+        assert mistake.mend
+
+
+def test_the_family_is_as_large_as_it_is_said_to_be() -> None:
+    assert len(FAMILY) >= 100
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "role"),
+    [
+        ("q_proj.weight", ("q", "weight", None)),
+        ("W_k", ("k", "weight", None)),
+        ("b_q", ("q", "bias", None)),
+        ("to_out.0.weight", ("o", "weight", None)),
+        ("heads.2.query.weight", ("q", "weight", 2)),
+        ("in_proj_weight", ("qkv", "weight", None)),
+        ("in_proj_bias", ("qkv", "bias", None)),
+        ("c_attn.weight", ("qkv", "weight", None)),
+        ("to_kv.weight", ("kv", "weight", None)),
+        ("query.linear.weight", ("q", "weight", None)),
+        ("attention.self.value.bias", ("v", "bias", None)),
+        ("norm.weight", None),
+        ("mlp.weight", None),
+    ],
+)
+def test_names_of_parameters(path: str, role: Any) -> None:
+    assert names.parameter(path) == role
+
+
+def test_constructor_arguments() -> None:
+    assert reading.arguments("hidden=16, num_heads=4, name='x', bias=False") == {
+        "hidden": 16,
+        "num_heads": 4,
+        "name": "x",
+        "bias": False,
+    }
+    for text in ("hidden", "hidden=torch.float", "**x", "hidden=", "hidden=1; x", "f(1)"):
+        with pytest.raises(checker.Unclear, match="--init takes names and plain values"):
+            reading.arguments(text)
+
+
+class Plain(nn.Module):
+    """Two names that mean nothing, and a width that does."""
+
+    def __init__(self, embed_dim: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.alpha, self.beta, self.gamma, self.delta = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.alpha(x), self.beta(x), self.gamma(x)
+        scores = q @ k.mT / q.shape[-1] ** 0.5 * self.scale
+        return self.delta(scores.softmax(-1) @ v)
+
+
+WEIGHTS = {"q": "alpha", "k": "beta", "v": "gamma", "o": "delta"}
+
+
+def test_weights_that_no_name_tells_are_asked_for() -> None:
+    with pytest.raises(checker.Unclear, match=r"no weights for q and k and v .*alpha\.weight.*--weights"):
+        checker.check(Plain)
+    assert checker.check(Plain, weights=WEIGHTS).passed
+    assert checker.check(Plain(24), weights=WEIGHTS).passed  # an instance
+    with pytest.raises(checker.Unclear, match="'epsilon' for q, and the parameters are alpha"):
+        checker.check(Plain, weights={**WEIGHTS, "q": "epsilon"})
+
+
+def test_a_swap_of_queries_and_keys_does_not_pass() -> None:
+    found = checker.check(Plain, weights={**WEIGHTS, "q": "beta", "k": "alpha"})
+    assert "q-k-swapped" in {one.mistake for one in found.diagnosis}
+
+
+def test_an_unknown_scale_is_told_to_the_digit() -> None:
+    """No mistake of the family, and still a true and useful sentence."""
+    found = checker.check(Plain, weights=WEIGHTS, init={"embed_dim": 24, "scale": 1.7})
+    assert not found.passed
+    (one,) = found.diagnosis
+    assert (one.mistake, one.verified) == ("", False)
+    assert f"scores multiplied by {1.7 / 24**0.5:.5g}, where 1/√d = {24**-0.5:.5g}" in one.says
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda out, x: 0.7 * out, "0.7 times the right one"),
+        (lambda out, x: out + torch.linspace(0, 1, out.shape[-1]), "the same vector for every query"),
+        (lambda out, x: torch.cat((out[:, :1] * 2, out[:, 1:]), 1), "in query 0 only"),
+        (
+            lambda out, x: torch.cat((out[..., :3] + 1, out[..., 3:] + 0.1 * x[..., 3:] ** 2), -1),
+            "no known mistake explains it",
+        ),
+    ],
+)
+def test_what_is_said_where_no_mistake_fits(change: Any, says: str) -> None:
+    class Odd(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return change(super().forward(x), x)
+
+    found = checker.check(Odd, like="self", weights=WEIGHTS)
+    assert not found.passed
+    assert {one.mistake for one in found.diagnosis} == {""}
+    assert says in found.diagnosis[0].says, found.diagnosis[0].says
+
+
+def test_sides_of_a_name_that_are_kept() -> None:
+    for like in ("selfish", "classic.components.Nothing", "classic."):
+        with pytest.raises(checker.Unclear, match="--like"):
+            checker.check(Plain, like=like)
+    with pytest.raises(checker.Unclear, match='layout is "batch"'):
+        checker.check(Plain, layout="tokens")
+    with pytest.raises(checker.Unclear, match="no constructor argument 'width', but "):
+        checker.check(Plain, init={"width": 3})
+    with pytest.raises(checker.Unclear, match="is built already"):
+        checker.check(Plain(24), init={"embed_dim": 24})
+
+    class Needs(nn.Module):
+        def __init__(self, embed_dim: int, flavour: str) -> None:
+            super().__init__()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(checker.Unclear, match=r"Needs needs 'flavour'.*--init 'flavour="):
+        checker.check(Needs)
+
+
+# -- what is right passes --------------------------------------------------------------------------
+
+
+class Ours(nn.Module):
+    """An adapter: our layer, with a mask `[b, t, s]`, True = may attend."""
+
+    def __init__(self, embed: int, heads: int) -> None:
+        super().__init__()
+        self.inner = layers.MultiHeadAttention(embed, heads)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, return_weights: bool = False) -> Any:
+        """mask [b, t, s]: True keeps."""
+        mask = None if mask is None else mh.Keep(mask[:, None])
+        if not return_weights:
+            return self.inner(x, mask=mask)
+        out, amap = self.inner.attend(x, mask=mask)
+        return out, amap.dense()
+
+
+@pytest.mark.parametrize(
+    "layer", [layers.SelfAttention, layers.CrossAttention, layers.MultiHeadAttention, Ours]
+)
+def test_our_layers_pass(layer: Any) -> None:
+    checker.assert_attention(layer)
+
+
+@pytest.mark.parametrize("kernel", kernels.ORDER)
+def test_our_kernels_pass(kernel: str) -> None:
+    def attention(q, k, v, mask=None, scale=None, sinks=None):  # type: ignore[no-untyped-def]
+        """mask [b, 1, t, s]: True keeps."""
+        mask = None if mask is None else mh.Keep(mask)
+        return mh.attention(q, k, v, mask=mask, scale=scale, sink=sinks, kernel=kernel)
+
+    if kernel == "flex":
+        with pytest.raises(checker.Unclear, match='kernel="flex" can\'t compute this'):
+            checker.check(attention, "attention")
+        return
+    if kernel == "sdpa":  # which has no sink, and refuses odd strides
+
+        def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return mh.attention(q, k, v, kernel=kernel)
+
+        failed = [one for one in checker.check(fused).checks if one.status == "failed"]
+        assert [one.name for one in failed] == ["non-contiguous inputs"]
+        assert "the last dimension of q, k or v isn't contiguous" in failed[0].reason
+        return
+    checker.assert_attention(attention, "attention")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "components.SelfAttention",
+        "components.CrossAttention",
+        "components.attention",
+        "annotated.MultiHeadAttention",
+        "components.PositionalEncoder",
+        "modeling_attention.SelfAttention",
+        "modeling_attention.MultiHeadSelfAttention",
+        "torch_multihead.MultiheadAttention",
+    ],
+)
+def test_our_textbook_classes_are_like_themselves(name: str) -> None:
+    module, _, thing = name.partition(".")
+    ours = getattr(importlib.import_module(f"manyheads.classic.{module}"), thing)
+    found = checker.check(ours, f"classic.{name}")
+    assert found.passed, found
+    last = found.checks[-1]
+    assert last.name == f"like classic.{name}" or "PositionalEncoder" in name
+    assert last.status == "passed" or name == "components.attention" or "PositionalEncoder" in name
+
+
+def test_pytorchs_own_function_passes() -> None:
+    checker.assert_attention(F.scaled_dot_product_attention, "sdpa")
+
+
+def test_pytorchs_own_layer_gives_nan_in_empty_rows_when_asked_for_weights() -> None:
+    found = checker.check(nn.MultiheadAttention, init={"embed_dim": 24, "num_heads": 4})
+    failed = [one for one in found.checks if one.status == "failed"]
+    assert [one.name for one in failed] == ["empty rows"]
+    assert "NaN when weights are asked for" in failed[0].reason
+    assert [one.mistake for one in found.diagnosis] == ["empty-rows-nan"]
+
+
+def test_a_configuration_object_is_filled() -> None:
+    class Block(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.n_head = config.n_head
+            self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+            self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+            self.dropout = config.dropout
+
+        def forward(self, x: Tensor) -> Tensor:
+            b, t, e = x.shape
+            q, k, v = (y.view(b, t, self.n_head, -1).transpose(1, 2) for y in self.c_attn(x).split(e, 2))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.c_proj(y.transpose(1, 2).reshape(b, t, e))
+
+    found = checker.check(Block)
+    assert found.passed, found
+    assert "built as Block(config=Namespace(...))" in found.notes
+
+
+def test_a_failure_in_a_test_is_the_report() -> None:
+    with pytest.raises(AssertionError, match="q-k-swapped") as caught:
+        checker.assert_attention(Plain, weights={**WEIGHTS, "q": "beta", "k": "alpha"})
+    assert "To mend it" in str(caught.value)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "manyheads.cli", "check", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=300,
+        check=False,
+    )
+
+
+WRONG = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, hidden, num_heads=1):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
+
+    def forward(self, x):
+        return (self.q(x) @ self.k(x).transpose(1, 2)).softmax(-1) @ self.v(x)
+"""
+
+
+def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WRONG)
+    done = run(
+        tmp_path,
+        "mine.py:Attention",
+        "--init",
+        "hidden=16",
+        "--out",
+        "pictures",
+        "--json",
+        "r.json",
+        "--junit",
+        "r.xml",
+    )
+    assert done.returncode == 1, done.stderr
+    for words in (
+        "unscaled",
+        "are not divided by √d (d = 16)",
+        "To mend it",
+        "no sandbox",
+        "expected",
+        "got",
+    ):
+        assert words in " ".join(done.stdout.split()), done.stdout
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert set(told) >= {"format", "target", "like", "guessed", "verdict", "checks", "diagnosis"}
+    assert (told["format"], told["target"], told["like"], told["guessed"], told["verdict"]) == (
+        1,
+        "mine.py:Attention",
+        "self",
+        True,
+        "failed",
+    )
+    assert all(set(one) == {"name", "status", "reason", "error", "allowed"} for one in told["checks"])
+    (one,) = told["diagnosis"]
+    assert one["mistake"] == "unscaled"
+    assert one["verified"] is True
+    assert one["error"] < 1e-5
+    suite = ElementTree.parse(tmp_path / "r.xml").getroot()
+    assert int(suite.get("tests", "0")) == len(told["checks"]) == len(suite.findall("testcase"))
+    assert int(suite.get("failures", "0")) == len(suite.findall("testcase/failure")) > 0
+    assert (tmp_path / "pictures" / "check.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_passes_what_is_right(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WRONG.replace(".softmax", ".div(x.shape[-1] ** 0.5).softmax"))
+    done = run(tmp_path, "mine.py:Attention")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nothing.py:A",), "nothing.py"),
+        (("mine.py:Attenshun",), "Attention"),
+        (("mine.py",), "module:name"),
+        (("mine.py:Attention", "--like", "cube"), "cube"),
+        (("mine.py:Attention", "--init", "hidden"), "--init"),
+        (("mine.py:Attention", "--weights", "q"), "--weights"),
+        (("mine.py:Attention", "--layout", "rows"), "rows"),
+        (("mine.py:Attention", "--memory", "lots"), "lots"),
+        (("mine.py:Attention", "--timeout", "0"), "--timeout"),
+        (("mine.py:unfillable",), "--init"),
+    ],
+)
+def test_the_command_says_what_it_cannot_do(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        WRONG + "\nclass unfillable(nn.Module):\n    def __init__(self, zest): pass\n"
+    )
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_call_that_never_ends_fails(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        WRONG.replace("        return (self", "        while x.shape[1] > 8: pass\n        return (self")
+    )
+    done = run(tmp_path, "mine.py:Attention", "--timeout", "3")
+    assert done.returncode == 1
+    assert "3" in done.stdout
+    assert "had ended" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4G", 4 * 2**30), ("500M", 500 * 2**20), ("1.5g", 3 * 2**29), ("536870912", 2**29)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert command.amount(text) == size
+
+
+def test_roles() -> None:
+    assert command.roles("q=a, k=b.c,v=d") == {"q": "a", "k": "b.c", "v": "d"}
+    for text in ("q", "q=", "=a", ","):
+        with pytest.raises(ValueError, match="--weights takes"):
+            command.roles(text)
+
+
+def test_an_error_that_is_no_number_is_null() -> None:
+    found = checker.Report("x", "self", True, [checker.Check("values", "failed", "so", math.inf, 1.0)])
+    assert found.as_json()["checks"][0]["error"] is None
