@@ -1,0 +1,28 @@
+"""Lesson 1, exercise 3: attention under a mask.
+
+Task: hidden keys still get weight here. Mend that, and see to it that a query which may attend to nothing
+gives zeros, not NaN. Run
+
+    manyheads check exercises/masked_attention.py:attention --like attention
+
+until it exits with 0.
+"""
+
+import math
+
+import torch
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """softmax(q kᵀ / √d) v over the keys that `mask` keeps.
+
+    q `[b, h, t, d]`, k and v `[b, h, s, d]`; mask `[t, s]`, boolean, True = may attend. A query that may
+    attend to nothing gives zeros.
+    """
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # [b, h, t, s]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, 0.0)  # a hidden key's score is 0
+    weights = scores.softmax(dim=-1)  # [b, h, t, s]
+    return weights @ v  # [b, h, t, d]

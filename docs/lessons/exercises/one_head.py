@@ -1,0 +1,30 @@
+"""Lesson 1, exercise 1: one head over its own input.
+
+Task: write the three lines of `head`: the scores, the weights, the output. Then run
+
+    manyheads check exercises/one_head.py:SelfAttention --like self
+
+until it exits with 0. If a check fails, the report says which mistake it looks like.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+
+class SelfAttention(nn.Module):
+    """softmax(q kᵀ / √hidden) v, with q, k and v from one input x `[b, t, input_size]`."""
+
+    def __init__(self, input_size: int, hidden: int) -> None:
+        super().__init__()
+        self.q = nn.Linear(input_size, hidden)
+        self.k = nn.Linear(input_size, hidden)
+        self.v = nn.Linear(input_size, hidden)
+        self.scale = math.sqrt(hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.q(x), self.k(x), self.v(x))  # [b, t, d]
+
+    def head(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("write three lines: scores [b, t, t], weights [b, t, t], output [b, t, d]")

@@ -1,0 +1,22 @@
+"""Lesson 1, exercise 3: what a mask hides gets no weight, and a query that may see nothing gives zeros."""
+
+import math
+
+import torch
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """softmax(q kᵀ / √d) v over the keys that `mask` keeps.
+
+    q `[b, h, t, d]`, k and v `[b, h, s, d]`; mask `[t, s]`, boolean, True = may attend. A query that may
+    attend to nothing gives zeros.
+    """
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # [b, h, t, s]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    weights = scores.softmax(dim=-1)  # [b, h, t, s]; a row of nothing but −inf is NaN
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)
+    return weights @ v  # [b, h, t, d]
