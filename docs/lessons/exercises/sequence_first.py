@@ -1,0 +1,45 @@
+"""Lesson 2, exercise 1: many heads over sequences that stand first, `[t, b, e]`.
+
+Task: write `split` and `merge`. The comments say which shapes come and go; a shape can be right and its
+numbers in the wrong places. Run
+
+    manyheads check exercises/sequence_first.py:MultiheadAttention --like torch-mha
+
+until it exits with 0.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+
+class MultiheadAttention(nn.Module):
+    """As `torch.nn.MultiheadAttention`, without masks: `[t, b, e]` → `[t, b, e]`.
+
+    It returns the weights too, `[b, t, s]`, averaged over the heads.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.k_proj = nn.Linear(embed_dim, embed_dim)
+        self.v_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """`[t, b, e]` → `[b, h, t, d]`."""
+        raise NotImplementedError("split: the sequence comes first here, [t, b, e], and heads go before it")
+
+    def merge(self, x: torch.Tensor) -> torch.Tensor:
+        """`[b, h, t, d]` → `[t, b, e]`."""
+        raise NotImplementedError("merge: the way back, [b, h, t, d] to [t, b, e]")
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.split(self.q_proj(query)), self.split(self.k_proj(key)), self.split(self.v_proj(value))
+        weights = (q @ k.mT / math.sqrt(self.head_dim)).softmax(dim=-1)  # [b, h, t, s]
+        return self.out_proj(self.merge(weights @ v)), weights.mean(dim=1)  # [t, b, e], [b, t, s]
