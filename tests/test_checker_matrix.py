@@ -40,9 +40,11 @@ ALIKE = {
     "mask-ignored": {"padding-ignored", "causal-in-place-of-mask"},
     "scaled-by-d": {"scaled-twice"},
     "softmax-missing": {"scores-as-weights"},
-    "queries-as-keys": {"key-from-query-weights", "q-k-arguments-swapped"},
-    "queries-as-values": {"value-from-query-weights"},
-    "keys-as-values": {"value-from-key-weights"},
+    "unscaled": {"scaled-by-heads"},  # of one head
+    "output-bias-missing": {"biases-missing"},  # where the output has the only one
+    "queries-as-keys": {"key-from-query-weights", "keys-from-x"},
+    "queries-as-values": {"value-from-query-weights", "values-from-x"},
+    "keys-as-values": {"value-from-key-weights", "key-as-value-input"},
     "key-from-query-weights": {"queries-as-keys"},
     "polarity-swapped": {"causal-flipped-strict"},
 }

@@ -88,6 +88,10 @@ def check(
     torch.set_num_threads(1)  # the recipe is small: more threads only wait
     try:
         with open_subject(obj, timeout=timeout, memory=memory) as subject:
+            try:
+                subject.describe()
+            except Trouble as error:
+                raise Unclear(str(error)) from None
             return _check(subject, str(target), like, given, weights, layout, progress)
     except Trouble as error:
         if error.kind in ("import", "init"):
@@ -121,7 +125,8 @@ def _check(
     found: list[Diagnosis] = []
     pair = None
     gone = any(one.status == "could not be checked" and "process had ended" in one.reason for one in checks)
-    if any(one.status == "failed" and one.name in DURING for one in checks) and not gone:
+    alike = all(one.status != "failed" for one in checks if one.name == "determinism")
+    if any(one.status == "failed" and one.name in DURING for one in checks) and alike and not gone:
         progress("diagnosis")
         try:
             found = diagnose(c)

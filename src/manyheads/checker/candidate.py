@@ -19,7 +19,7 @@ from torch import Tensor
 from manyheads.checker import names, reading
 from manyheads.checker.reading import PROJECTED, Unclear
 from manyheads.checker.recipe import Found, Inputs, Weights, exact
-from manyheads.checker.subject import Answer, Call, Description, Trouble
+from manyheads.checker.subject import Answer, Call, Description, Trouble, tensors
 from manyheads.shapes import sizes
 
 B, T, S = 3, 5, 7  # sizes of the tries; no two dimensions of a try are alike
@@ -77,6 +77,16 @@ GENERAL = ("b1ts", "bts", "tsb", "1ts", "ts")
 KEYWISE = ("b11s", "b1s", "1sb", "bs", "sb")
 
 
+# How heads may lie where they aren't projected: from `[b, h, t, d]`, and back.
+CUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "[b, h, t, d]": (lambda x: x, lambda x: x),
+    "[b, t, h, d]": (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2)),
+    "[t, b, h, d]": (lambda x: x.permute(2, 0, 1, 3), lambda x: x.permute(1, 2, 0, 3)),
+    "[b, t, d]": (lambda x: x[:, 0], lambda x: x[:, None]),
+    "[t, d]": (lambda x: x[0, 0], lambda x: x[None, None]),
+}
+
+
 class Candidate:
     """A subject, and how to call it.
 
@@ -128,7 +138,7 @@ class Candidate:
                 d = subject.make(self.init)
             except Trouble as error:
                 if error.kind != "init":
-                    raise
+                    raise Unclear(f"building {d.name}({shown}): {error}") from None
                 raise Unclear(
                     f"{str(error).rstrip('.')}: it was built with {shown or 'no arguments'}; say others "
                     "with --init."
@@ -147,13 +157,16 @@ class Candidate:
         self.can: set[str] = set()
         self.forms: dict[str, tuple[str, Form]] = {}
         self.causal = self.always_weights = self.blank = False
-        self.untaken: dict[str, str] = {}  # masks that it has an argument for and takes in no form: why
-        self.complaint = ""
+        self.order = ""  # of weights that it returns, once it is known
+        self.untaken: dict[str, Trouble | None] = {}  # masks that it has an argument for and takes in no form
+        self.complaint: Trouble | None = None
         self.packing = "3hd"
         self.cut = "[b, h, t, d]"  # how heads come and go, where they aren't projected
         self._roles()
         if self.projected:
             self._find_weights(weights)
+            self._count_heads()
+            self._put_together()
         self._try(layout)
 
     # -- reading ---------------------------------------------------------------------------------
@@ -164,13 +177,19 @@ class Candidate:
         for one in self.d.call:
             if one.kind not in ("positional", "keyword"):
                 continue
-            meant = names.argument(one.name)
+            meant = names.argument(one.name) or names.sounds_like_mask(one.name)
             if meant is not None and meant not in self.role:
                 self.role[meant] = one.name
             elif one.required:
                 unknown.append(one.name)
         if self.like == "torch-mha":
             self.role.pop("causal", None)  # a hint about the mask, and no switch: the mask says it
+        used = {*self.role.values(), *unknown}
+        left = [
+            one.name for one in self.d.call if one.kind in ("positional", "keyword") and one.name not in used
+        ]
+        if left:
+            self.notes.append(f"left at what they are: {', '.join(left)}")
         if "x" in self.role and {"key", "value"} <= set(self.role):
             self.role["query"] = self.role.pop("x")
         if self.like == "cross" and "context" not in self.role and {"query", "key"} <= set(self.role):
@@ -244,6 +263,41 @@ class Candidate:
         if self.projections.unused:
             self.notes.append(f"not part of attention: {', '.join(self.projections.unused)}")
 
+    def _count_heads(self) -> None:
+        """Where no name says how many heads there are, weights that come back do."""
+        if self.projections.counted or self.weights is None:
+            return
+        x = self.draw(torch.Generator().manual_seed(4), s=S)
+        try:
+            output = self.subject.call(self.call(replace(x, weights=True))).output
+        except Trouble as error:
+            if error.kind != "call":
+                raise
+            return
+        shapes = [tuple(y.shape) for _, y in tensors(output)]
+        counts = {
+            shape[1] for shape in shapes if len(shape) == 4 and shape[0] == B and shape[2:] == (x.t, x.s)
+        }
+        if len(counts) == 1 and self.weights.weight["q"].shape[0] % (n := counts.pop()) == 0:
+            self.projections.heads = self.projections.groups = n
+            self.weights = self.projections.read(self.held)
+            self.notes.append(f"{n} heads, as its weights show")
+
+    def _put_together(self) -> None:
+        """Do the weights, as they were read, make an attention?"""
+        try:
+            exact(self.weights, self.draw(torch.Generator().manual_seed(4)))
+        except RuntimeError as error:
+            shapes = (
+                "; ".join(f"{role} {sizes(x)}" for role, x in self.weights.weight.items())
+                if self.weights
+                else ""
+            )
+            raise Unclear(
+                f"the weights of {self.d.name}, as they were read ({shapes}, {self.heads} heads), don't fit "
+                f"together ({str(error).splitlines()[0].rstrip('.')}): name them with --weights."
+            ) from None
+
     def repack(self) -> bool:
         """Read packed weights the other way, queries, keys and values of a head side by side; can it be?"""
         packed = (
@@ -310,16 +364,6 @@ class Candidate:
     def call(self, x: Inputs, **options: Any) -> Call:
         """The call that these inputs are."""
         kwargs: dict[str, Any] = {}
-        turn: Callable[[Tensor], Tensor] = (
-            (lambda y: y.transpose(0, 1)) if self.layout == "sequence" else (lambda y: y)
-        )
-        if self.weights is None:
-            turn = {
-                "[b, h, t, d]": lambda y: y,
-                "[b, t, d]": lambda y: y[:, 0],
-                "[t, d]": lambda y: y[0, 0],
-                "[b, t, h, d]": lambda y: y.transpose(1, 2),
-            }[self.cut]
         for slot, tensor in (
             ("query", x.query),
             ("x", x.query),
@@ -328,7 +372,7 @@ class Candidate:
             ("value", x.value),
         ):
             if slot in self.role and not (slot == "context" and self.like not in ("cross",)):
-                kwargs[self.role[slot]] = turn(tensor)
+                kwargs[self.role[slot]] = self.turn(tensor)
         dtype = x.query.dtype
         for what, keep in (
             ("mask", x.keep),
@@ -377,6 +421,19 @@ class Candidate:
         options.setdefault("dtype", dtype if dtype != torch.float32 else None)
         return Call(args=tuple(args), kwargs=kwargs, **options)
 
+    def turn(self, x: Tensor) -> Tensor:
+        """`[b, t, e]` or `[b, h, t, d]` in the candidate's own layout."""
+        if self.weights is not None:
+            return x.transpose(0, 1) if self.layout == "sequence" else x
+        return CUTS[self.cut][0](x)
+
+    def back(self, x: Tensor) -> Tensor:
+        """What lies as the candidate has it, as `[b, t, e]` or `[b, h, t, d]`; of other dimensions as it is."""
+        if self.weights is not None:
+            return x.transpose(0, 1) if self.layout == "sequence" and x.dim() == 3 else x
+        dims, _, change = self.cut.count(",") + 1, *CUTS[self.cut]
+        return change(x) if x.dim() == dims else x
+
     def _required(self, slot: str) -> bool:
         return any(one.name == self.role.get(slot) and one.required for one in self.d.call)
 
@@ -415,7 +472,7 @@ class Candidate:
         if first is None:
             raise Odd(f"a tensor was expected as output, and {_kind(output)} came")
         if self.weights is not None:
-            out = first.transpose(0, 1) if self.layout == "sequence" and first.dim() == 3 else first
+            out = self.back(first)
             last = (
                 self.weights.weight["o"].shape[0]
                 if "o" in self.weights.weight
@@ -425,12 +482,7 @@ class Candidate:
             letters = "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
         else:
             w = x.value.shape[-1]
-            out = {
-                "[b, h, t, d]": lambda y: y,
-                "[b, t, d]": lambda y: y[:, None],
-                "[t, d]": lambda y: y[None, None],
-                "[b, t, h, d]": lambda y: y.transpose(1, 2) if y.dim() == 4 else y,
-            }[self.cut](first)
+            out = self.back(first)
             if self.like == "hf" and out.dim() == 4 and tuple(out.shape) == (b, t, h, w):
                 out = out.transpose(1, 2)
             want, letters = (b, h, t, w), self.cut
@@ -445,19 +497,24 @@ class Candidate:
         return Found(out, self._weights_in(rest, b, h, t, s))
 
     def _weights_in(self, rest: list[Tensor], b: int, h: int, t: int, s: int) -> Tensor | None:
-        orders: dict[tuple[int, ...], Callable[[Tensor], Tensor]] = {
-            (b, t, s): lambda w: w[:, None],
-            (t, s): lambda w: w[None, None],
-            (t, s, b, h): lambda w: w.permute(2, 3, 0, 1),
-            (h, b, t, s): lambda w: w.transpose(0, 1),
-            (b * h, t, s): lambda w: w.unflatten(0, (b, h)),
-            (t, s, b): lambda w: w.permute(2, 0, 1)[:, None],
-            (b, 1, t, s): lambda w: w,
-            (b, h, t, s): lambda w: w,
+        """Returned weights as `[b, h, t, s]`; how they lie is found once, at sizes that differ."""
+        orders: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+            "b h t s": ((b, h, t, s), lambda w: w),
+            "b 1 t s": ((b, 1, t, s), lambda w: w),
+            "b t s": ((b, t, s), lambda w: w[:, None]),
+            "t s": ((t, s), lambda w: w[None, None]),
+            "t s b h": ((t, s, b, h), lambda w: w.permute(2, 3, 0, 1)),
+            "h b t s": ((h, b, t, s), lambda w: w.transpose(0, 1)),
+            "(b h) t s": ((b * h, t, s), lambda w: w.unflatten(0, (b, h))),
+            "t s b": ((t, s, b), lambda w: w.permute(2, 0, 1)[:, None]),
         }
-        for part in rest:
-            if tuple(part.shape) in orders and part.is_floating_point():
-                return orders[tuple(part.shape)](part)
+        for name in [self.order] if self.order else list(orders):
+            shape, change = orders[name]
+            for part in rest:
+                if tuple(part.shape) == shape and part.is_floating_point():
+                    if len({b, h, t, s}) == 4 or (len({b, t, s}) == 3 and h == 1):
+                        self.order = name
+                    return change(part)
         return None
 
     # -- trying ------------------------------------------------------------------------------------
@@ -472,7 +529,7 @@ class Candidate:
         try:
             plain = self.run(x, strict=False)
         except Trouble as error:
-            if error.kind != "call":
+            if error.kind != "call" or error.error.endswith(("SystemExit", "KeyboardInterrupt")):
                 raise
             raise Unclear(
                 f"{str(error).rstrip('.')}: it was called with {self._shown(x)}; say its kind with --like, "
@@ -492,7 +549,7 @@ class Candidate:
             self.can.add("weights")  # asked for, and they don't come: the check of weights says it
         if (
             self.weights is None
-            and self.cut == "[b, h, t, d]"
+            and "h" in self.cut
             and ("grouped" in self.role or self._attempt(self.draw(generator, groups=2)) is not None)
         ):
             self.can.add("grouped")
@@ -522,17 +579,20 @@ class Candidate:
         except Trouble as error:
             if error.kind != "call":
                 raise
-            self.complaint = str(error)
+            self.complaint = error
             return None
 
     def _try_cut(self, generator: torch.Generator) -> None:
-        """Do heads come as `[b, h, t, d]`, or one head as `[b, t, d]`?"""
-        for cut in ("[b, h, t, d]", "[b, t, d]", "[t, d]"):
+        """How do heads come? As its words have it, else as is taken where no two sizes are alike."""
+        cuts = list(CUTS)
+        text = reading.doc_lines(self.d).replace("s, h", "t, h").replace("s, b", "t, b")
+        told = [cut for cut in cuts[1:3] if re.search(re.escape(cut[:-1]), text)]
+        for cut in told + [cut for cut in cuts if cut not in told]:
             self.cut = cut
             x = self.draw(generator, b=1 if cut == "[t, d]" else B, s=S)
             if self._attempt(x) is not None:
                 if cut != "[b, h, t, d]":
-                    self.notes.append(f"takes one head, {cut}")
+                    self.notes.append(f"takes {cut}" if "h" in cut else f"takes one head, {cut}")
                 return
         self.cut = "[b, h, t, d]"
 
@@ -576,28 +636,28 @@ class Candidate:
             return
         if why is None:
             x = self.draw(generator, t=T, s=None)
-            later = {n: _moved_at(getattr(x, n), T - 1) for n in ("query", "key", "value")}
-            a, b = self._attempt(x), self._attempt(x.but(**later))
-            if (
-                a is not None
-                and b is not None
-                and x.t == x.s
-                and torch.equal(a.out[..., : T - 1, :], b.out[..., : T - 1, :])
-            ):
-                why = "the last token doesn't reach the others"
-                if not torch.equal(a.out[..., 1:, :], self._with_first(x).out[..., 1:, :]):
-                    self.causal = True
-                else:
-                    why = None
+            if x.t == x.s and self._sees_no_future(x):
+                self.causal, why = True, "no later token reaches an earlier one"
         else:
             self.causal = True
         if self.causal:
             self.notes.append(f"taken as causal ({why})")
             self.can.add("causal")
 
-    def _with_first(self, x: Inputs) -> Found:
-        moved = {n: _moved_at(getattr(x, n), 0) for n in ("query", "key", "value")}
-        return self.run(x.but(**moved), strict=False)
+    def _sees_no_future(self, x: Inputs) -> bool:
+        """Does a change of each token reach none before it, and some change one that comes after?"""
+        before = self._attempt(x)
+        reaches = False
+        for j in range(x.t):
+            after = self._attempt(
+                x.but(**{n: _moved_at(getattr(x, n), j) for n in ("query", "key", "value")})
+            )
+            if before is None or after is None:
+                return False
+            if not torch.equal(before.out[..., :j, :], after.out[..., :j, :]):
+                return False
+            reaches |= not torch.equal(before.out[..., j + 1 :, :], after.out[..., j + 1 :, :])
+        return reaches
 
     def _try_masks(self, generator: torch.Generator) -> None:
         text = reading.doc_lines(self.d)
@@ -639,7 +699,9 @@ class Candidate:
                 self.forms[feature] = (role, form)
                 self.can.add(feature)
                 said.append(str(form))
-            if said:
+            if not said:
+                self.untaken[name] = self.complaint
+            else:
                 self.notes.append(
                     f"{name}: {' or '.join(said)}" + ("" if "added" in said[0] else f" ({why})")
                 )
@@ -655,7 +717,13 @@ class Candidate:
         if "cross" in self.can or not {"keys", "padding"} & self.can:
             return
         x = self.draw(generator)
-        padding = torch.arange(x.s) < torch.tensor([x.s - 2, x.s, x.s - 1])[:, None]
+        padding = torch.ones(B, x.s, dtype=torch.bool)
+        padding[0, 1] = padding[2, 2] = padding[2, -1] = (
+            False  # in front of queries that see it, causal or not
+        )
+        form = self.forms.get("padding", self.forms.get("keys"))
+        if form is not None and form[1].letters == "lengths":
+            padding = torch.arange(x.s) < torch.tensor([x.s - 2, x.s, x.s - 1])[:, None]
         x = replace(x, padding=padding)
         got = self._attempt(x)
         want = exact(self.weights, x).out

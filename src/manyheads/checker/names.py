@@ -91,12 +91,23 @@ PARAMETERS: dict[str, re.Pattern[str]] = {
 }
 
 
+PLAIN = ("linear", "lin", "layer", "proj", "net")  # what any layer may be called
+
+
 def argument(name: str) -> str | None:
     """What an argument of a call means, or None."""
     for role, names in CALL.items():
         if name in names:
             return role
     return None
+
+
+def sounds_like_mask(name: str) -> str | None:
+    """What an argument with "mask" in a name of its own means: padding of keys, or a mask."""
+    if "mask" not in name.lower():
+        return None
+    keys = ("pad", "key", "ctx", "context", "mem", "enc", "src", "cross", "kv")
+    return "padding" if any(part in name.lower() for part in keys) else "mask"
 
 
 def constructed(name: str) -> tuple[str, int | float | bool] | None:
@@ -121,10 +132,10 @@ def parameter(path: str) -> tuple[str, str, int | None] | None:
     if not words:
         return None
     trailing = parts and parts[-1].isdigit()
-    for place in range(len(words) - 1, -1, -1):
+    # query.linear.weight: its owner says what it is; where that says nothing, `linear` does.
+    order = sorted(range(len(words)), key=lambda n: (words[n].lower() in PLAIN and n > 0, -n))
+    for place in order:
         word = words[place].lower()
-        if word in ("linear", "lin", "layer", "proj", "net", "0") and place > 0 and len(words) > 1:
-            continue  # query.linear.weight: its owner says what it is
         here = part
         for start in ("b_", "bias_"):
             if word.startswith(start):

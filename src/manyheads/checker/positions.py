@@ -566,6 +566,17 @@ def _relative(c: Encoder, turned: Callable[[Tensor], list[Tensor]]) -> Check:
     )
 
 
+LAYOUTS = {2: "[b, h, t, d]", 1: "[b, t, h, d]", 0: "[t, b, h, d]"}
+
+
+def _placed(x: Tensor, axis: int, back: bool = False) -> Tensor:
+    """x `[b, h, t, d]` with its tokens along another axis, or back from there."""
+    order = {2: (0, 1, 2, 3), 1: (0, 2, 1, 3), 0: (2, 0, 1, 3)}[axis]
+    if back:
+        order = tuple(order.index(n) for n in range(4))  # type: ignore[assignment]
+    return x.permute(*order)
+
+
 def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
     """A function that gives what the candidate makes of x `[b, h, t, d]`, as queries and as keys."""
     wanted = [one for one in c.d.call if one.kind in ("positional", "keyword") and one.required]
@@ -589,7 +600,7 @@ def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
         )
 
     def arguments(x: Tensor) -> list[Any]:
-        moved = x.transpose(1, 2) if c.axis == 1 else x  # type: ignore[attr-defined]
+        moved = _placed(x, c.axis)  # type: ignore[attr-defined]
         a = angles(torch.arange(x.shape[2]), c.width)
         layout = torch.cat((a, a), -1).to(torch.float32)
         found: list[Any] = []
@@ -607,7 +618,8 @@ def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
     c.arguments = arguments  # type: ignore[attr-defined]
     same = torch.randn(c.width, generator=torch.Generator().manual_seed(6)).expand(2, 3, 5, -1)
     problem: Trouble | None = None
-    for axis in (2, 1):
+    taken: list[tuple[bool, bool, int, int]] = []
+    for axis in (2, 1, 0):
         c.axis = axis  # type: ignore[attr-defined]
         try:
             out = first_tensors(c.call(*arguments(same)).output)
@@ -616,11 +628,14 @@ def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
                 raise
             problem = error
             continue
-        if not out or out[0].dim() != 4 or out[0].shape[-1] != c.width:
+        if not out or out[0].dim() != 4 or tuple(out[0].shape) != tuple(_placed(same, axis).shape):
             continue
-        y = out[0].transpose(1, 2) if axis == 1 else out[0]
-        if y.shape == same.shape and float((y - y[:, :1]).abs().max()) < 1e-5:  # all heads are turned alike
-            break
+        y = _placed(out[0], axis, back=True)
+        alike = float((y - y[:1, :1]).abs().max()) < 1e-5  # all heads of all sequences are turned alike
+        turning = float((y - y[:, :, :1]).abs().max()) > 1e-3
+        taken.append((not (alike and turning), not alike, len(taken), axis))
+    if taken:
+        c.axis = min(taken)[-1]  # type: ignore[attr-defined]
     else:
         if problem is not None:
             raise Unclear(
@@ -629,10 +644,10 @@ def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
         raise Unclear(
             f"turned vectors [2, 3, 5, {c.width}] were expected of {c.d.name}, and none came: say what it is with --like."
         )
-    c.notes.append("takes [b, h, t, d]" if c.axis == 2 else "takes [b, t, h, d]")  # type: ignore[attr-defined]
+    c.notes.append(f"takes {LAYOUTS[c.axis]}")  # type: ignore[attr-defined]
 
     def turned(x: Tensor) -> list[Tensor]:
         out = first_tensors(c.call(*arguments(x)).output)[: len(tensors)]
-        return [(y.transpose(1, 2) if c.axis == 1 else y).to(torch.float64) for y in out]  # type: ignore[attr-defined]
+        return [_placed(y, c.axis, back=True).to(torch.float64) for y in out]  # type: ignore[attr-defined]
 
     return turned

@@ -158,6 +158,7 @@ class Projections:
     bias: dict[str, list[Part]] = field(default_factory=dict)
     heads: int = 1
     groups: int = 1
+    counted: bool = True  # does anything say how many heads there are?
     sink: str | None = None
     unused: list[str] = field(default_factory=list)
 
@@ -235,6 +236,8 @@ NUMBER_OF = {
 
 def number(d: Description, what: str, init: Mapping[str, Any]) -> int | None:
     """A number of heads, from the attributes of what was built or the arguments it was built with."""
+    defaults = {one.name: one.default for one in d.init or () if not one.required}
+    init = {**defaults, **init}
     for name in NUMBER_OF[what]:
         value = d.attributes.get(name, init.get(name))
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -292,7 +295,7 @@ def projections(d: Description, init: Mapping[str, Any], said: Mapping[str, str]
             f"{d.name} says that it has several heads, and how many isn't found among its attributes "
             f"({', '.join(d.attributes) or 'none'}): hold it as self.num_heads."
         )
-    found.heads = heads or 1
+    found.heads, found.counted = heads or 1, heads is not None
     groups = number(d, "groups", init)
     found.groups = groups if groups and found.heads % groups == 0 else found.heads
     for role, paths in single.items():
@@ -301,6 +304,11 @@ def projections(d: Description, init: Mapping[str, Any], said: Mapping[str, str]
     for role, paths in biases.items():
         _place(found.bias, role, [Part(path) for _, path in paths], found, shapes)
     missing = [role for role in "qkv" if role not in found.weight]
+    if missing and not shapes:
+        raise Unclear(
+            f"{d.name} has no parameters, so it is no layer that projects: say what it is with --like "
+            "(attention, positional, rotary, …)."
+        )
     if missing:
         there = ", ".join(f"{path} {list(shape)}" for path, shape in shapes.items()) or "none"
         raise Unclear(

@@ -691,7 +691,10 @@ class Subject:
     def call(self, call: Call) -> Answer:
         """Call the subject, then put back what it changed. Raises Trouble("call") or ("memory")."""
         subject = self._made()
-        name = self.describe().name + (f".{call.attribute}" if call.attribute else "")
+        written = type(subject) if not inspect.isroutine(subject) else subject
+        name = getattr(written, "__name__", type(subject).__name__) + (
+            f".{call.attribute}" if call.attribute else ""
+        )
 
         def given(tensor: Tensor) -> Tensor:
             cast = call.dtype is not None and tensor.is_floating_point()
@@ -821,13 +824,22 @@ def _backend() -> str:
     return "inductor" if any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))) else "aot_eager"
 
 
+def _fields(output: Any) -> Any:
+    """The fields of a dataclass or of another mapping as a dict, with the tensors as they are."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return {one.name: getattr(output, one.name) for one in dataclasses.fields(output)}
+    return output
+
+
 def _backward(
     output: Any, call: Call, passed: dict[str, Tensor], held: list[tuple[str, nn.Parameter]]
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
     """The gradients of the arguments asked for and of the parameters; .grad is left as it was."""
     if call.cotangent is None:
         return {}, {}
-    first = next((tensor for _, tensor in tensors(output)), None)
+    first = next((tensor for _, tensor in tensors(_fields(output))), None)
     kept = [parameter.grad for _, parameter in held]
     for _, parameter in held:
         parameter.grad = None
