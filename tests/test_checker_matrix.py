@@ -41,6 +41,7 @@ ALIKE = {
     "scaled-by-d": {"scaled-twice"},
     "softmax-missing": {"scores-as-weights"},
     "unscaled": {"scaled-by-heads"},  # of one head
+    "input-bias-missing": {"biases-missing"},
     "output-bias-missing": {"biases-missing"},  # where the output has the only one
     "queries-as-keys": {"key-from-query-weights", "keys-from-x"},
     "queries-as-values": {"value-from-query-weights", "values-from-x"},

@@ -25,7 +25,7 @@ FLOORS = (
     ("functional", "layers", "classic"),
     ("observe", "lm"),
     # Leaves that don't import each other, but for what a page or a command puts together.
-    ("tokens", "models", "findings", "figures", "viewer", "checker", "huggingface", "show"),
+    ("tokens", "models", "findings", "figures", "viewer", "checker", "huggingface", "show", "lessons"),
     ("cli",),
 )
 

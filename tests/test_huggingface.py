@@ -785,7 +785,7 @@ def test_options_of_a_call() -> None:
     wide = torch.arange(9).lt(torch.tensor([9, 5])[:, None])[:, None, None].expand(2, 4, 6, 9)
     assert str(call(mask=wide).problem().mask) == "Lengths([9, 5])"
     triangle = call(mask=torch.ones(1, 1, 6, 9, dtype=torch.bool).tril()).problem()
-    assert (str(triangle.mask), triangle.offset) == ("Causal()", 0)  # the first six of nine, a cache of a fixed size
+    assert (str(triangle.mask), triangle.offset) == ("Causal()", 0)  # of a cache
     triangle = call(mask=torch.ones(1, 1, 6, 9, dtype=torch.bool).tril(3)).problem()
     assert (str(triangle.mask), triangle.offset) == ("Causal()", 3)
     assert call().problem().offset == 3

@@ -170,6 +170,24 @@ def check(
 
 
 @app.command()
+def lessons(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the notebooks, created.")] = Path(
+        "manyheads-lessons"
+    ),
+    start: Annotated[bool, typer.Option("--start/--no-start", help="Start JupyterLab there.")] = True,
+) -> None:
+    """Copy the four lessons to a folder and open them in JupyterLab; what is there already stays."""
+    from manyheads import lessons
+
+    made = lessons.copy(out)
+    print(f"{out}: {len(made)} files copied" if made else f"{out}: all files are there, and stay as they are")
+    code = lessons.start(out) if start else None
+    if code is None:
+        print(f"to run them: pip install jupyterlab && jupyter lab {out}")
+    raise typer.Exit(code or 0)
+
+
+@app.command()
 def kernels() -> None:
     """Print the kernels that this machine has, in the order in which they are asked."""
     from manyheads.kernels import machine

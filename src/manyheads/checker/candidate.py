@@ -389,10 +389,10 @@ class Candidate:
             kwargs[self.role["mask"]] = x.bias
         if "causal" in self.role:
             kwargs[self.role["causal"]] = x.causal
+        if "average" in self.role:
+            kwargs[self.role["average"]] = False
         if "weights" in self.role:
             kwargs[self.role["weights"]] = x.weights
-            if "average" in self.role:
-                kwargs[self.role["average"]] = False
         if x.scale is not None or ("scale" in self.role and self._required("scale")):
             kwargs[self.role["scale"]] = x.query.shape[-1] ** -0.5 if x.scale is None else x.scale
         if x.sink is not None:
@@ -428,7 +428,7 @@ class Candidate:
         return CUTS[self.cut][0](x)
 
     def back(self, x: Tensor) -> Tensor:
-        """What lies as the candidate has it, as `[b, t, e]` or `[b, h, t, d]`; of other dimensions as it is."""
+        """What lies as the candidate has it, as `[b, t, e]` or `[b, h, t, d]`; else as it is."""
         if self.weights is not None:
             return x.transpose(0, 1) if self.layout == "sequence" and x.dim() == 3 else x
         dims, _, change = self.cut.count(",") + 1, *CUTS[self.cut]

@@ -1,0 +1,97 @@
+"""The lessons run, hold no outputs, and their exercises are graded as they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from manyheads import checker, lessons
+from manyheads.checker import questions
+from manyheads.checker.subject import find
+
+FOLDER = Path(__file__).parents[1] / "docs" / "lessons"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+EXERCISES = sorted(path.stem for path in (FOLDER / "exercises").glob("*.py"))
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+
+def test_there_are_four() -> None:
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4"]
+    assert lessons.source() == FOLDER
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_lesson_is_stored_without_outputs_and_runs(path: Path) -> None:
+    book = nbformat.read(path, as_version=4)
+    nbformat.validate(book)
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert code
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    NotebookClient(
+        book, timeout=170, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+    ).execute()
+
+
+def asked(stem: str) -> list[tuple[str, dict[str, Any]]]:
+    """(name, arguments of check) as the notebooks' command lines have them."""
+    found = []
+    for path in NOTEBOOKS:
+        text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+        for line in re.findall(rf"manyheads check (\S*{stem}\.py:.*)", text):
+            words = re.findall(r"'[^']*'|\"[^\"]*\"|[^\s`]+", line)
+            options = {
+                a[2:]: b.strip("'\"") for a, b in zip(words[1::2], words[2::2], strict=False) if a[:2] == "--"
+            }
+            given = {k: v for k, v in options.items() if k in ("like", "init", "layout")}
+            if "weights" in options:
+                given["weights"] = dict(pair.split("=") for pair in options["weights"].split(","))
+            found.append((words[0].rpartition(":")[2].strip("`"), given))
+    return found
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = ("torch.compile", "memory growth")
+    monkeypatch.setattr(questions, "QUESTIONS", [one for one in questions.QUESTIONS if one[0] not in slow])
+
+
+@pytest.mark.usefixtures("quick", "one_thread")
+@pytest.mark.parametrize("stem", EXERCISES)
+def test_an_exercise_fails_and_its_solution_passes(stem: str) -> None:
+    every = asked(stem)
+    assert every, f"no notebook says how {stem}.py is checked"
+    name, given = every[0]
+    solution = checker.check(find(f"{FOLDER / 'solutions' / stem}.py:{name}"), **given)
+    assert solution.passed, solution
+    try:
+        filled = checker.check(find(f"{FOLDER / 'exercises' / stem}.py:{name}"), **given).passed
+    except checker.Unclear:  # exit code 2
+        filled = False
+    assert not filled
+
+
+def test_the_command_copies_and_keeps_what_is_there(tmp_path: Path) -> None:
+    def run() -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "manyheads.cli", "lessons", "mine", "--no-start"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            check=True,
+        )
+        return done.stdout
+
+    assert "files copied" in run()
+    first = tmp_path / "mine" / NOTEBOOKS[0].name
+    assert first.read_bytes() == NOTEBOOKS[0].read_bytes()
+    first.write_text("a learner's work")
+    assert "stay as they are" in run()
+    assert first.read_text() == "a learner's work"
