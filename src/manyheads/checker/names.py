@@ -1,4 +1,4 @@
-"""What the names in other people's attention mean: a table, printed by `manyheads check --names`.
+"""What the names in other people's attention mean: the tables that docs/checker.md shows.
 
 A role is never guessed from which choice makes numbers agree, or a swap of queries and keys would pass.
 """
