@@ -93,7 +93,7 @@ def test_the_matrix_is_as_large_as_it_is_said_to_be() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("style", "mistake"), some(), ids="-".join)
+@pytest.mark.parametrize(("style", "mistake"), some(), ids=str)
 def test_a_planted_mistake_is_named(style: str, mistake: str, tmp_path: Path) -> None:
     named(tmp_path, style, mistake)
 

@@ -75,7 +75,9 @@ def _search(
     c: Candidate, evidence: list[Evidence], packings: list[str]
 ) -> list[tuple[Diagnosis, tuple[Change, ...]]]:
     """The single mistakes that explain everything, with their changes; else the pairs that do."""
-    family = [m for m in FAMILY.values() if not (c.always_weights and m.name == "mask-dropped-with-weights")]
+    out = {"mask-dropped-with-weights"} if c.always_weights else set()  # it is always asked for weights
+    out |= {"scaled-by-heads"} if c.heads == 1 else set()  # where that is not to scale
+    family = [m for m in FAMILY.values() if m.name not in out]
     singles = [((m.name,), (v,)) for m in family for v in m.variants]
     fits = list(_fitting(c, evidence, packings, singles, HABITS))
     if not fits:
