@@ -467,7 +467,8 @@ def test_the_command_passes_what_is_right(tmp_path: Path) -> None:
 def test_the_command_says_what_it_cannot_do(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         WRONG
-        + "\nclass unfillable(nn.Module):\n    def __init__(self, zest): pass\n    def forward(self, x): return x\n"
+        + "\nclass unfillable(nn.Module):\n    def __init__(self, zest): pass\n"
+        + "    def forward(self, x): return x\n"
     )
     done = run(tmp_path, *arguments)
     assert done.returncode == 2
