@@ -878,3 +878,13 @@ print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 80
+
+
+def test_in_inference_mode_a_map_holds_numbers_of_its_own() -> None:
+    """Nobody counts changes in place there, so a map that shared q could show what never was."""
+    with torch.inference_mode():
+        q = torch.randn(1, 2, 5, 4)
+        _, amap = mh.attention_with_map(q, q.clone(), q, mask=mh.Causal())
+        before = amap.dense()
+        q.mul_(3)
+        assert torch.equal(amap.dense(), before)
