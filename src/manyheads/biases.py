@@ -30,15 +30,19 @@ class Bias(Value):
         return False
 
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
-        """What to add for query position i and key j: of `dtype`, broadcasts to `[b, h, t, s]`."""
+        """What to add for query position i and key j, a natural logarithm as a score is: broadcasts to
+        `[b, h, t, s]`, of `dtype`."""
         raise NotImplementedError
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
-        """Add to `into`, the gradient of the bias's tensor, what a tile's score gradient brings."""
+        """Add to `into`, the gradient of the bias's tensor, what that of a tile's scores brings.
+
+        `into` has the tensor's shape, `grad` the tile's, `[b, h, t, s]`.
+        """
         raise NotImplementedError
 
     def tensor(self) -> Tensor:
-        """The one tensor inside."""
+        """The one tensor inside: `[h]`, `[h, 2n + 1]`, or what broadcasts to `[b, h, t, s]`."""
         return self.tensors()[0]
 
     def check(self, shape: Shape) -> None:
@@ -49,7 +53,7 @@ class Bias(Value):
         return self
 
     def only(self, batch: Tensor, heads: Tensor) -> Bias:
-        """The bias of some batch entries and heads, which are counted anew from 0."""
+        """The bias of some batch entries `[b]` and heads `[h]`, which are counted anew from 0."""
         return OnlyBias(self, batch, heads)
 
     def __repr__(self) -> str:
@@ -100,7 +104,8 @@ def alibi_slopes(heads: int) -> Tensor:
 class ALiBi(Bias):
     """Linear in distance: −slope · |i − j|, one slope per head (Press et al. 2022, arXiv:2108.12409).
 
-    `ALiBi(8)`: the paper's slopes for 8 heads; `ALiBi(slopes)`: a tensor or list `[h]`.
+    `ALiBi(8)`: the paper's slopes for 8 heads; `ALiBi(slopes)`: a tensor or list `[h]`, of what a score
+    (a natural logarithm) loses per position. TypeError or ValueError for what are no finite slopes.
     """
 
     slopes: Tensor
@@ -139,6 +144,7 @@ class Relative(Bias):
 
     table: `[h, 2n + 1]` (or `[1, 2n + 1]` for all heads). The clipping is that of Shaw et al. 2018
     (arXiv:1803.02155), the number per head that of Raffel et al. 2020 (arXiv:1910.10683), unbucketed.
+    TypeError for what isn't floats, ValueError for another shape, NaN or Inf.
     """
 
     table: Tensor
@@ -152,7 +158,10 @@ class Relative(Bias):
 
     @classmethod
     def learned(cls, heads: int, distance: int) -> Relative:
-        """A table of zeros to be learned, for distances up to `distance` on both sides."""
+        """A table of zeros to be learned, for distances up to `distance` positions on both sides.
+
+        TypeError or ValueError where heads and distance are no such numbers.
+        """
         whole(heads, "the number of heads in Relative", least=1)
         whole(distance, "the distance in Relative")
         return cls(torch.nn.Parameter(torch.zeros(heads, 2 * distance + 1)))
@@ -178,7 +187,11 @@ class Relative(Bias):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Bias):
-    """A tensor of floats that broadcasts to `[b, h, t, s]`; −inf masks, NaN and +inf are refused."""
+    """A tensor of floats that broadcasts to `[b, h, t, s]`; −inf masks.
+
+    What `torch.nn.functional.scaled_dot_product_attention` does with a float mask. TypeError for what isn't
+    floats, ValueError for more dimensions, NaN or +inf.
+    """
 
     values: Tensor
     first: int | Tensor = bound(0)  # the position of row 0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from manyheads.masks import Causal, Mask
-from manyheads.shapes import sizes, whole
+from manyheads.shapes import kind, sizes, whole
 
 
 class Cache:
@@ -15,11 +15,14 @@ class Cache:
     `Cache(length)` is preallocated for `length` tokens at its first use, and refuses more;
     `Cache()` grows. `offset` is the number of tokens held: the position of the next query. `mask` is
     what holds between new queries and all keys, causal unless said otherwise; a mask given to the
-    layer is added to it with `&`.
+    layer is added to it with `&`. Incremental decoding: Shazeer 2019 (arXiv:1911.02150). TypeError or
+    ValueError for another length, TypeError for what is no mask.
     """
 
     def __init__(self, length: int | None = None, *, mask: Mask | None = None) -> None:
         self.length = None if length is None else whole(length, "the length of a Cache", least=1)
+        if mask is not None and not isinstance(mask, Mask):
+            raise TypeError(f"the mask of a Cache must be a mask of manyheads, and {kind(mask)} came.")
         self.mask: Mask = Causal() if mask is None else mask
         self.offset = 0
         self._k: Tensor | None = None  # [b, g, room, d]
@@ -28,14 +31,21 @@ class Cache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys `[b, g, n, d]` and values `[b, g, n, w]`; all of them so far, `[b, g, offset, …]`.
 
-        Raises ValueError if they don't fit the length, or the batch, heads, width or dtype so far.
+        Raises ValueError if they don't fit the length, or the batch, heads, width or dtype so far, or ask
+        for gradients; TypeError for what are no tensors.
         """
         k, v = self.write(k, v)
         self.offset = k.shape[2]
         return k, v
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`append` without moving the offset, which is left to whoever makes sure that all went well."""
+        """`append` without moving the offset, which is left to whoever makes sure that all went well.
+
+        Same shapes, `[b, g, n, d]` and `[b, g, n, w]`, and same errors, TypeError and ValueError.
+        """
+        for name, x in (("k", k), ("v", v)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"a Cache takes tensors [b, g, n, …], and {kind(x)} came as {name}.")
         if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
             raise ValueError(
                 f"a Cache takes k [b, g, n, d] and v [b, g, n, w], and {sizes(k)} and {sizes(v)} came."

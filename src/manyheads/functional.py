@@ -31,6 +31,10 @@ def attention(
 ) -> Tensor:
     """softmax(scale · q·k → softcap → + bias → keep(mask)) · v, by the best kernel that can.
 
+    Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1), with the softcap of
+    Gemma 2 (Gemma Team 2024, arXiv:2408.00118) and, as sinks, logits that no key belongs to (Xiao et al.
+    2024, arXiv:2309.17453).
+
     Args:
         q: queries `[b, h, t, d]`.
         k: keys `[b, g, s, d]`; g divides h, query head i uses key head i // (h/g).
@@ -49,7 +53,8 @@ def attention(
         The output `[b, h, t, w]` in q's dtype. A query that may see nothing gives zeros.
 
     Raises:
-        TypeError, ValueError: in one sentence, with the caller's own values.
+        TypeError: for what is no tensor of floats, mask, bias or number.
+        ValueError: for shapes, dtypes, devices or numbers that don't go together.
     """
     problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                        dropout_p=dropout_p, offset=offset)  # fmt: skip
@@ -70,7 +75,11 @@ def attention_with_map(
     offset: int | Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, AttentionMap]:
-    """`attention`, and beside its output the `AttentionMap`. Same arguments, same output."""
+    """`attention`, and beside its output `[b, h, t, w]` the `AttentionMap`, `[b, h, t, s]`.
+
+    Same arguments, same output, same errors (TypeError, ValueError). Kernels that work tile by tile leave
+    the log-sum-exp of each row, from which the map finds weights again (Dao et al. 2022, arXiv:2205.14135).
+    """
     problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                        dropout_p=dropout_p, offset=offset)  # fmt: skip
     out, lse = _run(problem, kernel)
@@ -98,8 +107,9 @@ def explain(
 ) -> dict[str, list[str]]:
     """Print every kernel with yes or all its reasons, and what a map would cost there.
 
-    Same arguments as `attention`; nothing is computed and no data is looked at. Returns the table as
-    a dict: a kernel's name and its reasons to refuse, none if it can.
+    Same arguments as `attention` (q `[b, h, t, d]`, …), same errors (TypeError, ValueError); nothing is
+    computed and no data is looked at. Returns the table as a dict: a kernel's name and its reasons to
+    refuse, none if it can.
     """
     problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                        dropout_p=dropout_p, offset=offset)  # fmt: skip

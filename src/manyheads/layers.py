@@ -25,9 +25,10 @@ Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest o
 
 
 class SelfAttention(nn.Module):
-    """One head over its own input: softmax(q kᵀ / √d) v, the textbook's first.
+    """One head over its own input: softmax(q kᵀ / √d) v (Vaswani et al. 2017, section 3.2.1).
 
-    embed: the input's width e; head_dim: the head's and the output's width d (e if None).
+    embed: the input's width e; head_dim: the head's and the output's width d (e if None). TypeError or
+    ValueError unless they are at least 1.
     """
 
     def __init__(self, embed: int, head_dim: int | None = None) -> None:
@@ -43,11 +44,11 @@ class SelfAttention(nn.Module):
         self.v = nn.Linear(context_dim, d)
 
     def forward(self, x: Tensor, *, mask: Mask | None = None) -> Tensor:
-        """x `[b, t, e]` → `[b, t, d]`."""
+        """x `[b, t, e]` → `[b, t, d]`; TypeError or ValueError for another x or mask."""
         return attention(*self._heads(x, x), mask=mask).squeeze(1)
 
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
-        """The output and its map, `[b, 1, t, t]`."""
+        """The output and its map, `[b, 1, t, t]`; TypeError or ValueError, as `forward`."""
         out, amap = attention_with_map(*self._heads(x, x), mask=mask)
         return out.squeeze(1), amap
 
@@ -64,7 +65,9 @@ class SelfAttention(nn.Module):
 class CrossAttention(SelfAttention):
     """One head that asks with x and finds keys and values in a context.
 
-    embed: the width of x; context_dim: that of the context (embed if None); head_dim: d (embed if None).
+    The decoder's way to the encoder (Vaswani et al. 2017, section 3.2.3). embed: the width of x;
+    context_dim: that of the context (embed if None); head_dim: d (embed if None). TypeError or ValueError
+    unless they are at least 1.
     """
 
     def __init__(self, embed: int, context_dim: int | None = None, head_dim: int | None = None) -> None:
@@ -72,13 +75,13 @@ class CrossAttention(SelfAttention):
         self._build(embed, embed if context_dim is None else context_dim, head_dim)
 
     def forward(self, x: Tensor, context: Tensor, *, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
-        """x `[b, t, e]`, context `[b, s, c]` → `[b, t, d]`."""
+        """x `[b, t, e]`, context `[b, s, c]` → `[b, t, d]`; TypeError or ValueError for others."""
         return attention(*self._heads(x, context), mask=mask).squeeze(1)
 
     def attend(  # type: ignore[override]
         self, x: Tensor, context: Tensor, *, mask: Mask | None = None
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map, `[b, 1, t, s]`."""
+        """The output and its map, `[b, 1, t, s]`; TypeError or ValueError, as `forward`."""
         out, amap = attention_with_map(*self._heads(x, context), mask=mask)
         return out.squeeze(1), amap
 
@@ -89,17 +92,20 @@ class MultiHeadAttention(nn.Module):
     Args:
         embed: the model size e of x and of the output.
         heads: the number of query heads h.
-        kv_heads: key/value heads g, which divide h (grouped-query attention); h if None.
+        kv_heads: key/value heads g, which divide h (grouped-query attention, Ainslie et al. 2023,
+            arXiv:2305.13245); h if None.
         head_dim: the size d of a head; e / h if None.
         context_dim: the width of the context, if it isn't e.
         position: `Rotary(...)`: turns q and k; a query's position is its row plus the offset.
         bias: `ALiBi(...)`, `Relative.learned(...)`, …: added to the scores; its parameters are the
             layer's.
         qk_norm: what normalises q and k over d before the position: a function of d that makes a
-            module (`torch.nn.RMSNorm`), or a module, which is copied for each.
+            module (`torch.nn.RMSNorm`), or a module, which is copied for each (Henry et al. 2020,
+            arXiv:2010.04245).
         dropout: the probability with which weights are dropped in training.
 
-    The projections are `q`, `k`, `v` and `o`.
+    The projections are `q`, `k`, `v` and `o`. TypeError or ValueError for sizes that don't go together
+    and parts of another kind.
     """
 
     def __init__(
@@ -153,6 +159,8 @@ class MultiHeadAttention(nn.Module):
 
         With a cache, x is what comes after what the cache holds, which is looked at too, under the
         cache's mask (causal unless it was made otherwise) and `mask`.
+
+        Raises TypeError or ValueError for inputs of another shape, and as `attention` and `Cache` do.
         """
         q, k, v, rest = self._inputs(x, context, mask, cache)
         out = attention(q, k, v, **rest)
@@ -166,7 +174,10 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, AttentionMap]:
-        """`forward`, and beside its output the map `[b, h, t, s]` (per head, before dropout)."""
+        """`forward`, and beside its output the map `[b, h, t, s]` (per head, before dropout).
+
+        Raises what `forward` raises: TypeError, ValueError.
+        """
         q, k, v, rest = self._inputs(x, context, mask, cache)
         out, amap = attention_with_map(q, k, v, **rest)
         return self._merge(out, cache, k), amap
@@ -177,6 +188,8 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"this layer looks at a context [b, s, {self.context_dim}], and none came.")
         if context is not None and cache is not None:
             raise ValueError("a cache holds the keys of x itself, and a context came too: pass one of them.")
+        if cache is not None and not isinstance(cache, Cache):
+            raise TypeError(f"cache must be a Cache, and {kind(cache)} came.")
         source = x if context is None else context
         _check_input(source, self.context_dim, "context", "s")
         q = self._split(self.q(x), self.heads)  # [b, h, t, d]
@@ -219,8 +232,11 @@ class MultiHeadAttention(nn.Module):
             `o.…`; "torch": the state dict of `torch.nn.MultiheadAttention`; "heads": a list of single
             heads, `heads.0.q.weight` `[d, e]`, …, and `o.…`.
 
-        Raises ValueError naming what is missing, left over, or of another shape.
+        Raises ValueError naming what is missing, left over, or of another shape; TypeError for what is no
+        tensor.
         """
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"load takes tensors by their names, a state dict, and {kind(tensors)} came.")
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor) or tensor.dim() == 0:
                 raise TypeError(f"load takes tensors of one or two dimensions, and {name} is {kind(tensor)}.")
@@ -244,7 +260,8 @@ class MultiHeadAttention(nn.Module):
         return self
 
     def export(self, layout: str = "separate") -> dict[str, Tensor]:
-        """The weights in one of the layouts that `load` reads, as detached copies."""
+        """The weights in one of the layouts that `load` reads, with its shapes (`q.weight` `[h·d, e]`, …), as
+        detached copies; ValueError where this layer has no such layout."""
         chosen = _layout(layout)
         own = {name: getattr(getattr(self, name[0]), name[2:]).detach().clone() for name in _SEPARATE}
         return chosen.write(self, own)

@@ -42,7 +42,9 @@ class AttentionMap:
     weights sum to 1 − `sink_weight()`. A query that may see nothing has weights of 0.
 
     `tokens` are labels of the keys, one list or one for each batch entry; `provenance` says where the
-    map comes from. A map holds detached tensors; reading it raises if q or k was changed in place since.
+    map comes from. A map holds detached tensors; reading it raises RuntimeError if q or k was changed in
+    place since. Weights are found again from the log-sum-exp as in Dao et al. 2022 (arXiv:2205.14135), which
+    sums tile by tile as Milakov & Gimelshein 2018 (arXiv:1805.02867).
     """
 
     problem: Problem
@@ -59,7 +61,10 @@ class AttentionMap:
         tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> AttentionMap:
-        """The map of a problem; without a log-sum-exp, one pass over the keys computes it when needed."""
+        """The map of a problem; without a log-sum-exp `[b, h, t]`, a pass over the keys finds it when needed.
+
+        TypeError or ValueError for parts of another kind or shape.
+        """
         if not isinstance(problem, Problem):
             raise TypeError(
                 f"a map is made of a Problem, and {kind(problem)} came: attention_with_map makes one."
@@ -109,20 +114,26 @@ class AttentionMap:
         return sum(x.nbytes for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that it holds."""
+        """Every tensor that it holds: q `[b, h, t, d]`, k `[b, g, s, d]`, lse `[b, h, t]` if known, …"""
         return [*_read(self.problem), *([self.lse] if self.knows_lse else [])]
 
     # -- the same map, otherwise -------------------------------------------------------------------
 
     def under(self, mask: Mask | None) -> AttentionMap:
-        """The map of the same q and k under another mask (None: no mask): a what-if."""
+        """The map of the same q and k under another mask (None: no mask): a what-if.
+
+        TypeError for what is no mask, ValueError for one of another shape.
+        """
         self._fresh()
         return self.again(self.problem.under(mask))
 
     def only(
         self, batch: int | Sequence[int] | None = None, heads: int | Sequence[int] | None = None
     ) -> AttentionMap:
-        """The map of some batch entries and heads (None: all), which are counted anew from 0."""
+        """The map of some batch entries and heads (None: all), which are counted anew from 0.
+
+        IndexError for those that aren't there.
+        """
         self._fresh()
         b = _chosen(batch, self.shape[0], LETTERS[0])
         h = _chosen(heads, self.shape[1], LETTERS[1])
@@ -145,7 +156,8 @@ class AttentionMap:
         """The map with q and k on another device, or stored in another floating-point dtype.
 
         Stored in another dtype its log-sum-exp is computed anew from what is stored, when needed, so
-        that rows still sum to one.
+        that rows still sum to one. ValueError for another place, or numbers that are too large for the
+        dtype; TypeError for a dtype that isn't of floating point.
         """
         self._fresh()
         if isinstance(place, torch.dtype):
@@ -163,13 +175,19 @@ class AttentionMap:
         return self.again(problem, self.lse.to(device) if self.knows_lse else None)
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> AttentionMap:
-        """The map with labels of its keys: s strings, or b lists of them; ValueError for another number."""
+        """The map with labels of its keys: s strings, or b lists of them.
+
+        ValueError for another number of them, TypeError for what aren't strings.
+        """
         self._fresh()
         lse = self.lse if self.knows_lse else None
         return AttentionMap.of(self.problem, lse, tokens, self.provenance)
 
     def again(self, problem: Problem, lse: Tensor | None = None) -> AttentionMap:
-        """The map of another problem, with this one's tokens (if they are as many) and provenance."""
+        """The map of another problem, with this one's tokens (if they are as many) and provenance.
+
+        TypeError or ValueError unless lse is `[b, h, t]`.
+        """
         tokens = self.tokens if problem.shape.s == self.shape[3] else None
         return AttentionMap.of(problem, lse, tokens, self.provenance)
 
@@ -213,7 +231,11 @@ class AttentionMap:
         return found
 
     def dense(self, max_bytes: float = 2**31) -> Tensor:
-        """All weights, `[b, h, t, s]`. Raises ValueError where they would take more than max_bytes."""
+        """All weights, `[b, h, t, s]`.
+
+        Raises ValueError where they would take more than max_bytes, a number of bytes, TypeError where
+        that is none.
+        """
         size = math.prod(self.shape) * self.problem.dtype.itemsize
         if size > most_bytes(max_bytes):
             raise ValueError(
@@ -240,24 +262,27 @@ class AttentionMap:
         return self._reduce(reductions.Distance())
 
     def row_max(self) -> Tensor:
-        """The largest weight of each query, `[b, h, t]`: a head's confidence (Voita et al. 2019,
-        arXiv:1905.09418) is its mean."""
+        """The largest weight of each query, between 0 and 1: `[b, h, t]`.
+
+        A head's confidence (Voita et al. 2019, arXiv:1905.09418) is its mean.
+        """
         return self._reduce(reductions.RowMax())
 
     def received(self, last: int | None = None, normalize: str | None = None) -> Tensor:
-        """What each key gets: the column sums of the weights, `[b, h, s]`.
+        """What each key gets: the column sums of the weights, between 0 and t, `[b, h, s]`.
 
         last: of so many last queries only, as cache eviction votes (Li et al. 2024, arXiv:2404.14469;
         all queries: Zhang et al. 2023, arXiv:2306.14048). normalize="age": divided by how many of
-        these queries may see the key, as early keys are seen by more; 0 where none may.
+        these queries may see the key, as early keys are seen by more; 0 where none may. TypeError or
+        ValueError for another argument.
         """
         return self._reduce(reductions.Received(last, normalize))
 
     def top(self, k: int) -> reductions.TopKeys:
         """The k largest weights of each query and their keys, `(weights, keys)`, both `[b, h, t, k]`.
 
-        In falling order, among equals the first keys. Where a query sees fewer than k keys, the weight
-        is 0 and the key −1.
+        Weights between 0 and 1, in falling order, among equals the first keys. Where a query sees fewer
+        than k keys, the weight is 0 and the key −1. TypeError or ValueError for another k.
         """
         return self._reduce(reductions.Top(k))
 
@@ -265,13 +290,15 @@ class AttentionMap:
         """The weight that each query puts inside a mask: `[b, h, t]`, between 0 and 1.
 
         With `mean=True`, `[b, h]`: its average over those queries that share at least one visible
-        key with the mask; where there is none, 0.
+        key with the mask; where there is none, 0. Clark et al. 2019 (arXiv:1906.04341) tell heads apart by
+        such means. TypeError for what is no mask, ValueError for one of another shape.
         """
         self._fresh()
         return reductions.mass(self.problem, self.lse, mask, mean)
 
     def masses(self, mask: Mask) -> tuple[Tensor, Tensor]:
-        """`mass` of each query, and whether it shares a visible key with the mask: both `[b, h, t]`."""
+        """`mass` of each query, between 0 and 1, and whether it shares a visible key with the mask: both
+        `[b, h, t]`. TypeError or ValueError, as `mass`."""
         self._fresh()
         return reductions.masses(self.problem, self.lse, mask)
 
@@ -280,7 +307,8 @@ class AttentionMap:
 
         rows and cols are numbers of cells, at most t and s. Cell r covers the queries from ⌊r·t/rows⌋
         to ⌊(r + 1)·t/rows⌋, and likewise for keys; a masked weight counts as 0. A mean fades what is
-        one key wide, such as a diagonal; a maximum doesn't.
+        one key wide, such as a diagonal; a maximum doesn't. Both lie between 0 and 1. TypeError or
+        ValueError for other numbers of cells or another way.
         """
         return self._reduce(reductions.Pooled(rows, cols, reduce))
 
@@ -292,6 +320,7 @@ class AttentionMap:
         carry nothing. A tile of that matrix is `amap[b, h, rows, cols]` times the norms.
 
         v: the values `[b, g, s, w]`; w_o: the output projection's weight `[e, h·w]`, as of `nn.Linear`.
+        The sums are in the unit of v W_o. TypeError or ValueError for other tensors.
         """
         return self._reduce(reductions.ValueNorms(v, w_o))
 
@@ -299,12 +328,13 @@ class AttentionMap:
         """The largest score that enters a head's softmax, `[b, h]`; −inf where nothing is visible.
 
         What grows before training diverges (Dehghani et al. 2023, arXiv:2302.05442). Scaled, softcapped
-        and biased, over visible pairs; the sink isn't counted.
+        and biased, over visible pairs; the sink isn't counted. A score is the natural log of a weight, but
+        for a constant of its row.
         """
         return self._reduce(reductions.LogitsMax())
 
     def sink_weight(self) -> Tensor:
-        """What the sink takes of each query: 1 − Σ w, `[b, h, t]`; 0 without a sink.
+        """What the sink takes of each query: 1 − Σ w, between 0 and 1, `[b, h, t]`; 0 without a sink.
 
         1 where a query may see nothing but the sink (Xiao et al. 2024, arXiv:2309.17453).
         """
@@ -315,7 +345,8 @@ class AttentionMap:
 
         Without `other` between this map's heads, `[b, h, h]`; else head by head between two maps of one
         shape, `[b, h]`: 0 is the same, ln 2 nothing in common. It is taken over keys: of two rows of
-        which sinks take their share, at most ln 2 times what is left.
+        which sinks take their share, at most ln 2 times what is left. TypeError or ValueError for what is
+        no map of this shape.
         """
         if other is None:
             return self._reduce(reductions.Divergence())
@@ -338,7 +369,8 @@ class AttentionMap:
         list of these for a list of results: `pooled=[(64, 64), (64, 64, "max")]`. `mass` walks
         only what its mask may see, in a pass of its own.
 
-        Raises ValueError for a name that isn't a statistic.
+        Raises ValueError for a name that isn't a statistic, TypeError for arguments that it doesn't take,
+        and what the statistics raise.
         """
         for name in names:
             if not isinstance(name, str):
@@ -381,7 +413,8 @@ class AttentionMap:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the map, its tokens and provenance into one safetensors file: see docs/format.md.
 
-        Raises ValueError where the mask holds a `Rule`: a function can't be written down.
+        Raises ValueError where the mask holds a `Rule`: a function can't be written down; OSError from the
+        disk.
         """
         from manyheads import files
 

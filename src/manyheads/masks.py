@@ -81,7 +81,7 @@ class Mask(Value):
         return self
 
     def only(self, batch: Tensor, heads: Tensor) -> Mask:
-        """The mask of some batch entries and heads, which are counted anew from 0."""
+        """The mask of some batch entries `[b]` and heads `[h]`, which are counted anew from 0."""
         return Only(self, batch, heads)
 
     def conjuncts(self) -> list[Mask]:
@@ -138,20 +138,26 @@ class Mask(Value):
         b: int = 0,
         h: int = 0,
     ) -> Tensor:
-        """The mask of batch entry b and head h as a boolean `[t, s]`; offset is s − t if not given."""
+        """The mask of batch entry b and head h as a boolean `[t, s]`; offset is s − t if not given.
+
+        Raises TypeError or ValueError for sizes and an offset that aren't whole numbers.
+        """
         rows, columns = self.extent() or (12, 12)
         if offset is None and t is None and s is None:
             offset = columns - rows
         t = min(rows, 32) if t is None else whole(t, "t")
         s = min(columns, 32) if s is None else whole(s, "s")
-        offset = s - t if offset is None else offset
+        offset = s - t if offset is None else whole(offset, "offset", least=-FAR)
         bound = self.to("cpu").bind(offset, s if self.extent() is None else max(s, columns))
         i = torch.arange(t)[:, None] + offset  # [t, 1]
         j = torch.arange(s)[None, :]  # [1, s]
         return torch.as_tensor(bound.keep(b, h, i, j)).expand(t, s)
 
     def draw(self, t: int | None = None, s: int | None = None, offset: int | None = None) -> str:
-        """A picture for a terminal: a line per query, a column per key, ■ where it may attend."""
+        """A picture for a terminal: a line per query, a column per key, ■ where it may attend.
+
+        TypeError or ValueError, as `table`.
+        """
         rows = self.table(t, s, offset).tolist()
         return "\n".join(" ".join("■" if kept else "·" for kept in row) for row in rows)
 
@@ -343,7 +349,7 @@ def _complement(x: Interval) -> list[Interval]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Full(Mask):
-    """Every query sees every key."""
+    """Every query sees every key, as in the encoder of Vaswani et al. 2017 (arXiv:1706.03762)."""
 
     def only(self, batch: Tensor, heads: Tensor) -> Mask:
         return self
@@ -381,7 +387,7 @@ class Band(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Causal(Band):
-    """A query sees itself and what precedes it: j ≤ i."""
+    """A query sees itself and what precedes it: j ≤ i (Vaswani et al. 2017, section 3.2.3)."""
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return j <= i
@@ -397,7 +403,9 @@ class Causal(Band):
 class Window(Band):
     """A query sees `left` keys before its own position, itself, and `right` keys after it.
 
-    An omitted side is unbounded: `Window(left=255, right=0)` is a causal window of 256 keys.
+    An omitted side is unbounded: `Window(left=255, right=0)` is a causal window of 256 keys. Local
+    attention: Child et al. 2019 (arXiv:1904.10509), Beltagy et al. 2020 (arXiv:2004.05150). TypeError or
+    ValueError for a side that is no number of keys.
     """
 
     left: int | None = None
@@ -425,7 +433,10 @@ class Window(Band):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Diagonal(Band):
-    """A query sees one key, k places after its own position: j = i + k."""
+    """A query sees one key, k places after its own position: j = i + k. TypeError unless k is an int.
+
+    `Diagonal(-1)` is where previous-token heads look, found by Clark et al. 2019 (arXiv:1906.04341).
+    """
 
     k: int = 0
 
@@ -444,9 +455,10 @@ class Diagonal(Band):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prefix(Mask):
-    """Every query sees the first n keys: j < n. `Causal() | Prefix(n)` is a prefix language model.
+    """Every query sees the first n keys: j < n.
 
-    n is an int, or an integer tensor `[b]`.
+    `Causal() | Prefix(n)` is a prefix language model (Raffel et al. 2020, arXiv:1910.10683). n is an int,
+    or an integer tensor `[b]`: TypeError or ValueError where it counts no keys.
     """
 
     n: int | Tensor
@@ -472,7 +484,8 @@ class Prefix(Mask):
 class Lengths(Mask):
     """Padding: only the first n keys are real, j < n; with `left=True` the last n, j ≥ s − n.
 
-    n is an int, or an integer tensor `[b]`. It masks keys only: padded queries still see.
+    n is an int, or an integer tensor `[b]`: TypeError or ValueError where it counts no keys. It masks keys
+    only, as `torch.nn.MultiheadAttention`'s key_padding_mask does: padded queries still see.
     """
 
     n: int | Tensor
@@ -481,6 +494,8 @@ class Lengths(Mask):
 
     def __post_init__(self) -> None:
         _counts(self.n, "Lengths")
+        if not isinstance(self.left, bool):
+            raise TypeError(f"left in Lengths must be True or False, and {self.left!r} came.")
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         n = _per_batch(self.n, b)
@@ -513,7 +528,11 @@ class Lengths(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Keys(Mask):
-    """Every query sees these keys and no others: `Keys([0, 5])`."""
+    """Every query sees these keys and no others: `Keys([0, 5])`; as a tensor, `[n]`.
+
+    With `|` they are keys that all see, the global tokens of Beltagy et al. 2020 (arXiv:2004.05150).
+    TypeError or ValueError for what is no column.
+    """
 
     keys: tuple[int, ...]
 
@@ -689,6 +708,7 @@ class Documents(Ids):
     """Packed sequences: a query sees the keys of its own document, those with the same id.
 
     ids: integers `[s]` or `[b, s]`; queries: the queries' ids `[t]` or `[b, t]` for cross-attention.
+    TypeError for other ids. Krell et al. 2021 (arXiv:2107.02027).
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -697,7 +717,11 @@ class Documents(Ids):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SameToken(Ids):
-    """A query sees the keys that hold its own token: ids[j] = ids[i]. Shapes as in Documents."""
+    """A query sees the keys that hold its own token: ids[j] = ids[i].
+
+    Where a duplicate-token head looks (Wang et al. 2023, arXiv:2211.00593). ids `[s]` or `[b, s]`, queries
+    `[t]` or `[b, t]`, TypeError for others, as in Documents.
+    """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return self.match(b, i, j)
@@ -707,7 +731,8 @@ class SameToken(Ids):
 class AfterSameToken(Ids):
     """A query sees the keys that follow its own token: ids[j − 1] = ids[i], 1 ≤ j ≤ i.
 
-    Where an induction head looks (Olsson et al. 2022, arXiv:2209.11895). Shapes as in Documents.
+    Where an induction head looks (Olsson et al. 2022, arXiv:2209.11895). ids `[s]` or `[b, s]`, queries
+    `[t]` or `[b, t]`, TypeError for others, as in Documents.
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -723,7 +748,11 @@ class AfterSameToken(Ids):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Keep(Mask):
-    """A boolean tensor, True = may attend: `[t, s]`, or four dimensions that broadcast to `[b, h, t, s]`."""
+    """A boolean tensor, True = may attend: `[t, s]`, or four dimensions that broadcast to `[b, h, t, s]`.
+
+    The polarity of `torch.nn.functional.scaled_dot_product_attention`. TypeError for what isn't boolean,
+    ValueError for another number of dimensions.
+    """
 
     tensor: Tensor
     first: int | Tensor = bound(0)  # the position of row 0
@@ -788,7 +817,10 @@ class Keep(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Drop(Keep):
-    """A boolean tensor with the other polarity: True = may NOT attend. Shapes as in Keep."""
+    """A boolean tensor `[t, s]` with the other polarity: True = may NOT attend.
+
+    The polarity of `torch.nn.MultiheadAttention`. Four dimensions, TypeError and ValueError as in Keep.
+    """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         entry, inside = self._entry(b, h, i, j)
@@ -801,7 +833,8 @@ class Rule(Mask):
 
     The function gets integer tensors that broadcast to `[b, h, t, s]` (i and j are positions) and
     returns a boolean tensor. A kernel knows nothing of it but its answers, so no tile is skipped.
-    With `torch.compile`, make the rule outside the compiled function.
+    With `torch.compile`, make the rule outside the compiled function. So a mask is said in PyTorch's
+    FlexAttention (Dong et al. 2024, arXiv:2412.05496). TypeError for what can't be asked so.
     """
 
     fn: Callable[[Any, Any, Any, Any], Any]
@@ -827,6 +860,7 @@ class Rule(Mask):
             ) from None
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        """What the function answers; TypeError where that isn't boolean."""
         answer = self.fn(b, h, i, j)
         if isinstance(answer, bool) or (isinstance(answer, Tensor) and answer.dtype == torch.bool):
             return answer

@@ -18,33 +18,61 @@ from manyheads.shapes import kind, sizes
 
 
 def previous_token(amap: AttentionMap) -> Tensor:
-    """The weight on the key just before: j = i − 1."""
-    return amap.mass(Diagonal(-1), mean=True)
+    """The mean weight on the key just before, j = i − 1: `[b, h]`, between 0 and 1.
+
+    What a previous-token head has (Clark et al. 2019, arXiv:1906.04341). TypeError for what is no map.
+    """
+    return _map(amap).mass(Diagonal(-1), mean=True)
 
 
 def current_token(amap: AttentionMap) -> Tensor:
-    """The weight on the query's own key: j = i."""
-    return amap.mass(Diagonal(0), mean=True)
+    """The mean weight on the query's own key, j = i: `[b, h]`, between 0 and 1.
+
+    Clark et al. 2019 (arXiv:1906.04341). TypeError for what is no map.
+    """
+    return _map(amap).mass(Diagonal(0), mean=True)
 
 
 def first_token(amap: AttentionMap) -> Tensor:
-    """The weight on the first key that the query may see: a sink (Xiao et al. 2024, arXiv:2309.17453)."""
-    return amap.mass(amap.first_key(), mean=True)
+    """The mean weight on the first key that the query may see: `[b, h]`, between 0 and 1.
+
+    An attention sink (Xiao et al. 2024, arXiv:2309.17453). TypeError for what is no map.
+    """
+    return _map(amap).mass(amap.first_key(), mean=True)
 
 
 def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
-    """The weight on earlier keys with the query's own token (Wang et al. 2023, arXiv:2211.00593)."""
-    return amap.mass(SameToken(_one_for_each_key(ids, amap)) & Causal() & ~Diagonal(0), mean=True)
+    """The mean weight on earlier keys with the query's own token: `[b, h]`, between 0 and 1.
+
+    ids: the tokens, integers `[s]` or `[b, s]`. What a duplicate-token head has (Wang et al. 2023,
+    arXiv:2211.00593). TypeError for what is no map or no tokens, ValueError for another number of them.
+    """
+    return _map(amap).mass(SameToken(_one_for_each_key(ids, amap)) & Causal() & ~Diagonal(0), mean=True)
 
 
 def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
-    """The weight on keys that follow the query's own token (Olsson et al. 2022, arXiv:2209.11895)."""
-    return amap.mass(AfterSameToken(_one_for_each_key(ids, amap)), mean=True)
+    """The mean weight on keys that follow the query's own token: `[b, h]`, between 0 and 1.
+
+    ids: the tokens, integers `[s]` or `[b, s]`. What an induction head has (Elhage et al. 2021; Olsson et
+    al. 2022, arXiv:2209.11895). TypeError for what is no map or no tokens, ValueError for another number.
+    """
+    return _map(amap).mass(AfterSameToken(_one_for_each_key(ids, amap)), mean=True)
 
 
 def local(amap: AttentionMap, width: int) -> Tensor:
-    """The weight within `width` keys of the query's own position, on both sides."""
-    return amap.mass(Window(left=width, right=width), mean=True)
+    """The mean weight within `width` keys of the query's own position, on both sides: `[b, h]`.
+
+    It lies between 0 and 1, and is all that a window keeps (Beltagy et al. 2020, arXiv:2004.05150). TypeError
+    or ValueError for what is no map or no width.
+    """
+    return _map(amap).mass(Window(left=width, right=width), mean=True)
+
+
+def _map(amap: object) -> AttentionMap:
+    """A map, checked."""
+    if not isinstance(amap, AttentionMap):
+        raise TypeError(f"a measure is taken of an AttentionMap, and {kind(amap)} came.")
+    return amap
 
 
 def _one_for_each_key(ids: Tensor, amap: AttentionMap) -> Tensor:
@@ -61,15 +89,16 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
     """Where some positions' information comes from, through all layers: `[b, r, s]` (`[b, s]` for an int).
 
     Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928): the rows of Π (½ W + ½ I), W being a
-    layer's weights averaged over heads, and ½ I what goes past it. The rows are carried from the last
-    layer down, one pass over each, so that no matrix is built. Nothing is renormalised: where a sink
-    or a mask leaves a row less than 1 to give, its part of the rollout is less.
+    layer's weights averaged over heads, and ½ I what goes past it: shares between 0 and 1. The rows are
+    carried from the last layer down, one pass over each, so that no matrix is built. Nothing is
+    renormalised: where a sink or a mask leaves a row less than 1 to give, its part of the rollout is less.
 
     maps: one per layer, the first layer first, all `[b, h, t, t]` of one length.
     rows: which positions, as an index of the map's rows.
 
     Raises ValueError for all rows at once (`rows=None`): the product of matrices is as dense as
-    they are, t × t in memory and t³ per layer in time.
+    they are, t × t in memory and t³ per layer in time; ValueError or TypeError for what are no such maps,
+    IndexError for rows that aren't there.
     """
     if isinstance(maps, AttentionMap) or not isinstance(maps, Sequence):
         raise TypeError(f"rollout takes a list of AttentionMaps, one per layer, and {kind(maps)} came.")

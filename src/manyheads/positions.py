@@ -9,12 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from manyheads.shapes import sizes, whole
+from manyheads.shapes import kind, sizes, whole
 from manyheads.values import Value
 
 
 def _angles(positions: Tensor, width: int, base: float) -> Tensor:
     """position · base^(−2n/width) for pair n: `[…, width/2]`, float64 (far away float32 is coarse)."""
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"positions must be a tensor of token positions, and {kind(positions)} came.")
     wide = torch.float32 if positions.device.type == "mps" else torch.float64  # which knows no float64
     pair = torch.arange(0, width, 2, dtype=wide, device=positions.device)  # [width/2]
     return positions[..., None].to(wide) * base ** (-pair / max(width, 1))
@@ -30,7 +32,8 @@ class Sinusoidal(Value):
     """The encoding of the transformer paper (Vaswani et al. 2017, arXiv:1706.03762, section 3.5).
 
     PE(pos, 2i) = sin(pos / base^(2i/width)), PE(pos, 2i + 1) = cos(the same angle). `width` is the
-    model size e, an even number; positions are tokens, counted from 0.
+    model size e, an even number; positions are tokens, counted from 0. TypeError or ValueError for
+    another width, ValueError for a base that isn't positive.
     """
 
     width: int
@@ -45,7 +48,10 @@ class Sinusoidal(Value):
         _positive(self.base, "the base of Sinusoidal")
 
     def encode(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The encoding of `positions` (any shape): `[..., e]`, the angles in float64 until the end."""
+        """The encoding of positions `[...]`: `[..., e]`, the angles in float64 until the end.
+
+        TypeError where positions are no tensor.
+        """
         angle = _angles(positions, self.width, self.base)  # [..., e/2]
         return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(dtype)  # [..., e]
 
@@ -67,6 +73,8 @@ class Rotary(Value):
         "interleaved" (2n and 2n + 1, as in the paper and GPT-J).
     factor: frequencies are divided by it, so that positions are squeezed into the trained range
         (position interpolation, Chen et al. 2023, arXiv:2306.15595).
+
+    TypeError or ValueError for a dim that isn't even, ValueError for the rest.
     """
 
     dim: int

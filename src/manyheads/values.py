@@ -64,7 +64,7 @@ class Value:
         return new
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with `change` applied to every tensor inside, however deep."""
+        """A copy with `change` applied to every tensor inside, of any shape `[...]`, however deep."""
         changed: dict[str, Any] = {}
         for name in self.names:
             part = getattr(self, name)
@@ -75,7 +75,7 @@ class Value:
         return self.but(**changed) if changed else self
 
     def to(self, device: torch.device | str) -> Self:
-        """The same value with its tensors on `device`."""
+        """The same value with its tensors on `device`; RuntimeError, PyTorch's own, where there is none."""
         return self.map(lambda tensor: tensor.to(device))
 
     def detach(self) -> Self:
@@ -83,7 +83,7 @@ class Value:
         return self.map(lambda tensor: tensor.detach())
 
     def tensors(self) -> list[Tensor]:
-        """The tensors inside, in the order of the fields."""
+        """The tensors inside, of any shapes `[...]`, in the order of the fields."""
         found: list[Tensor] = []
         write(self, found)
         return found

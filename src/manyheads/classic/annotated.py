@@ -1,4 +1,8 @@
-"""Presentation 4: sequence first, keyword arguments, and scores that a subclass may override."""
+"""Presentation 4: sequence first, keyword arguments, and scores that a subclass may override.
+
+`PrepareForMultiHeadAttention` and `MultiHeadAttention` follow Vaswani et al. 2017 (arXiv:1706.03762), section
+3.2.2.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from manyheads.functional import attention_with_map
 from manyheads.maps import AttentionMap
 from manyheads.masks import Keep
 from manyheads.scores import Problem
-from manyheads.shapes import divide, kind, sizes, whole
+from manyheads.shapes import divide, kind, real, sizes, whole
 
 Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
 
@@ -25,7 +29,7 @@ class PrepareForMultiHeadAttention(nn.Module):
     """One linear layer to heads · d_k, then the last dimension split.
 
     d_model: the width of x; heads, d_k: what it is split into; bias: has the layer one? Attributes
-    `linear`, `heads`, `d_k`.
+    `linear`, `heads`, `d_k`. TypeError or ValueError unless the sizes are at least 1.
     """
 
     def __init__(self, d_model: int, heads: int, d_k: int, bias: bool) -> None:
@@ -36,7 +40,10 @@ class PrepareForMultiHeadAttention(nn.Module):
         self.linear = nn.Linear(d_model, heads * d_k, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[seq, batch, d_model]` or `[batch, d_model]` → `[…, heads, d_k]`."""
+        """x `[seq, batch, d_model]` or `[batch, d_model]` → `[…, heads, d_k]`.
+
+        TypeError or ValueError for another x.
+        """
         known = isinstance(x, Tensor) and x.dim() == 2
         check(x, "x", *("batch",) if known else ("seq", "batch"), self.linear.in_features)
         return self.linear(x).unflatten(-1, (self.heads, self.d_k))
@@ -58,7 +65,8 @@ class MultiHeadAttention(nn.Module):
     with "attn" and the weights before dropout, if there is one; `attn` keeps those after dropout,
     detached. Both are `[seq_q, seq_k, batch, heads]`.
 
-    A subclass may override `get_scores` (for relative attention and the like) and `prepare_mask`.
+    A subclass may override `get_scores` (for relative attention and the like) and `prepare_mask`. Raises
+    TypeError or ValueError for sizes that don't go together and for what is no probability.
     """
 
     def __init__(self, heads: int, d_model: int, dropout_prob: float = 0.1, bias: bool = True) -> None:
@@ -71,6 +79,7 @@ class MultiHeadAttention(nn.Module):
         self.value = PrepareForMultiHeadAttention(d_model, heads, self.d_k, bias=True)
         self.softmax = nn.Softmax(dim=1)
         self.output = nn.Linear(d_model, d_model)
+        dropout_prob = real(dropout_prob, "dropout_prob", lambda p: 0 <= p <= 1, "between 0 and 1")
         self.dropout = nn.Dropout(dropout_prob)
         self.scale = 1 / math.sqrt(self.d_k)
         self.attn: Tensor | None = None
@@ -78,7 +87,9 @@ class MultiHeadAttention(nn.Module):
 
     def get_scores(self, query: Tensor, key: Tensor) -> Tensor:
         """query `[seq_q, batch, heads, d_k]`, key `[seq_k, batch, heads, d_k]` → q · k, unscaled:
-        `[seq_q, seq_k, batch, heads]`."""
+        `[seq_q, seq_k, batch, heads]`. TypeError or ValueError for others."""
+        check(query, "query", "seq_q", "batch", "heads", self.d_k)
+        check(key, "key", "seq_k", "batch", "heads", self.d_k)
         q, k = _by_head(query), _by_head(key)  # [b, h, t, d], [b, h, s, d]
         return scores.logits(Problem.of(q, k, k, scale=1.0)).permute(2, 3, 0, 1).to(query.dtype)
 
@@ -86,7 +97,7 @@ class MultiHeadAttention(nn.Module):
         """mask `[seq_q or 1, seq_k, batch or 1]` → the same with a last dimension for the heads.
 
         0 of any dtype hides, anything else shows. query_shape and key_shape are `[seq, batch,
-        d_model]`.
+        d_model]`. TypeError or ValueError for another mask.
         """
         if not isinstance(mask, Tensor):
             raise TypeError(f"mask must be a tensor [seq_q, seq_k, batch], and {kind(mask)} came.")
@@ -102,7 +113,8 @@ class MultiHeadAttention(nn.Module):
     def forward(self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """query `[seq_q, batch, d_model]`, key and value `[seq_k, batch, d_model]` → as the query.
 
-        `mask[i, j, b]` says whether query i of batch entry b may see key j (0 hides).
+        `mask[i, j, b]` says whether query i of batch entry b may see key j (0 hides). Raises TypeError or
+        ValueError for other tensors, and for what an overridden method answers.
         """
         q, k, v, rest = self._inputs(query, key, value, mask)
         weights = weigh(q, k, v, **rest)  # [b, h, t, s]
@@ -115,7 +127,10 @@ class MultiHeadAttention(nn.Module):
     def attend(
         self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[batch, heads, seq_q, seq_k]`: before dropout. `attn` isn't set."""
+        """The output and its map `[batch, heads, seq_q, seq_k]`: before dropout. `attn` isn't set.
+
+        Raises what `forward` raises: TypeError, ValueError.
+        """
         q, k, v, rest = self._inputs(query, key, value, mask)
         dropout_p = self.dropout.p if self.training else 0.0
         out, amap = attention_with_map(q, k, v, dropout_p=dropout_p, **rest)

@@ -1,6 +1,9 @@
 """Presentation 3: single heads put together, batch first, `[N, L, D]`.
 
 A decoder's version of each is the same thing with a mask of ours: `forward(x, mask=Causal())`.
+
+`attention`, `SelfAttention`, `CrossAttention` and `MultiHeadedAttention` are those of Vaswani et al. 2017
+(arXiv:1706.03762), section 3.2.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class PositionalEncoder(nn.Module):
     the cosine has an angle of its own; that isn't the paper's.)
 
     d_model: the model size, an even number. max_seq_len: how many positions the buffer `pe`,
-    `[1, max_seq_len, d_model]`, holds; it isn't learned.
+    `[1, max_seq_len, d_model]`, holds; it isn't learned. TypeError or ValueError for other numbers.
     """
 
     pe: Tensor
@@ -46,7 +49,10 @@ class PositionalEncoder(nn.Module):
         self.register_buffer("pe", Sinusoidal(d_model).encode(positions)[None])  # [1, max, d]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[N, L, d_model]` → x · √d_model + pe, the same shape and dtype."""
+        """x `[N, L, d_model]` → x · √d_model + pe, the same shape and dtype.
+
+        TypeError or ValueError for another x, or a longer one than the buffer.
+        """
         check(x, "x", "N", "L", self.d_model)
         length, longest = x.shape[1], self.pe.shape[1]
         if length > longest:
@@ -61,7 +67,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> tupl
     """softmax(q kᵀ / √d_k) v and its weights: one head, `F.scaled_dot_product_attention`'s numbers.
 
     q `[N, L, d_k]`, k `[N, S, d_k]`, v `[N, S, d_v]` → output `[N, L, d_v]`, weights `[N, L, S]`.
-    Raises ValueError, naming both, if the widths of q and k differ.
+    Raises ValueError, naming both, if the widths of q and k differ, TypeError for what are no floats or no
+    mask.
     """
     _check_heads(q, k, v)
     heads = q[:, None], k[:, None], v[:, None]  # [N, 1, L, d_k], …
@@ -88,7 +95,8 @@ class CrossAttention(nn.Module):
     """One head: queries from x, keys and values from y.
 
     x_input_dim, y_input_dim: the widths of x and y; key_dim: that of queries and keys; output_dim:
-    that of values and the output. The layers are `linear_q`, `linear_k`, `linear_v`.
+    that of values and the output. The layers are `linear_q`, `linear_k`, `linear_v`. TypeError or
+    ValueError unless all are at least 1.
     """
 
     def __init__(self, x_input_dim: int, y_input_dim: int, key_dim: int, output_dim: int) -> None:
@@ -102,11 +110,14 @@ class CrossAttention(nn.Module):
         self.linear_v = nn.Linear(y_input_dim, output_dim)
 
     def forward(self, x: Tensor, y: Tensor, mask: Mask | None = None) -> Tensor:
-        """x `[N, L, x_input_dim]`, y `[N, S, y_input_dim]` → `[N, L, output_dim]`."""
+        """x `[N, L, x_input_dim]`, y `[N, S, y_input_dim]` → `[N, L, output_dim]`.
+
+        TypeError or ValueError for others.
+        """
         return functional.attention(*self._heads(x, y), mask=mask).squeeze(1)
 
     def attend(self, x: Tensor, y: Tensor, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[N, 1, L, S]`."""
+        """The output and its map `[N, 1, L, S]`; TypeError or ValueError, as `forward`."""
         out, amap = functional.attention_with_map(*self._heads(x, y), mask=mask)
         return out.squeeze(1), amap
 
@@ -123,7 +134,7 @@ class SelfAttention(CrossAttention):
     """One head over its own input. Permuting the input permutes the output: it knows no order.
 
     input_dim: the width of x; key_dim: that of queries and keys; output_dim: that of values and the
-    output.
+    output. TypeError or ValueError unless all are at least 1.
     """
 
     def __init__(self, input_dim: int, key_dim: int, output_dim: int) -> None:
@@ -131,13 +142,13 @@ class SelfAttention(CrossAttention):
         super().__init__(input_dim, input_dim, key_dim, output_dim)
 
     def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
-        """x `[N, L, input_dim]` → `[N, L, output_dim]`."""
+        """x `[N, L, input_dim]` → `[N, L, output_dim]`; TypeError or ValueError for another x or mask."""
         return super().forward(x, x, mask)
 
     def attend(  # type: ignore[override]
         self, x: Tensor, mask: Mask | None = None
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[N, 1, L, L]`."""
+        """The output and its map `[N, 1, L, L]`; TypeError or ValueError, as `forward`."""
         return super().attend(x, x, mask)
 
 
@@ -146,6 +157,7 @@ class MultiHeadedAttention(nn.Module):
 
     attn_modules: `SelfAttention`s or `CrossAttention`s, or what has a `linear_v` as they have, whose
     width is read off; final_output_dim: the width of the output. Kept as `module_list`, `linear`.
+    TypeError for other modules, ValueError for none, either for another width.
     """
 
     def __init__(self, attn_modules: Iterable[nn.Module], final_output_dim: int) -> None:
@@ -159,12 +171,15 @@ class MultiHeadedAttention(nn.Module):
         self.linear = nn.Linear(sum(widths), final_output_dim)
 
     def forward(self, *inputs: Tensor, mask: Mask | None = None) -> Tensor:
-        """What the modules take (x, or x and y) → `[N, L, final_output_dim]`."""
+        """What the modules take (x, or x and y) → `[N, L, final_output_dim]`.
+
+        Raises what they raise: TypeError, ValueError.
+        """
         named = {} if mask is None else {"mask": mask}
         return self.linear(torch.cat([head(*inputs, **named) for head in self.module_list], -1))
 
     def attend(self, *inputs: Tensor, mask: Mask | None = None) -> tuple[Tensor, list[AttentionMap]]:
-        """The output, and the map of each module, `[N, 1, L, S]`."""
+        """The output, and the map of each module, `[N, 1, L, S]`; TypeError or ValueError, as `forward`."""
         named = {} if mask is None else {"mask": mask}
         pairs = [head.attend(*inputs, **named) for head in self.module_list]  # type: ignore[operator]
         return self.linear(torch.cat([out for out, _ in pairs], -1)), [amap for _, amap in pairs]

@@ -2,6 +2,8 @@
 
 Scores are divided by `scale`, the root of the key size; `probs[0]` is sequence 0 head 0 and
 `probs[num_heads]` is sequence 1 head 0.
+
+`SelfAttention` is Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1, `MultiHeadSelfAttention` 3.2.2.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from manyheads.classic.common import check, mix, weigh
 from manyheads.functional import attention, attention_with_map
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Mask
-from manyheads.shapes import divide, whole
+from manyheads.shapes import divide, real, whole
 
 Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
 
@@ -25,7 +27,7 @@ class SelfAttention(nn.Module):
     """One head: softmax(q kᵀ / √hidden) v.
 
     input_size: the width of x; hidden: that of q, k, v and the output. `scale` = √hidden divides the
-    scores.
+    scores. TypeError or ValueError unless both are at least 1.
     """
 
     def __init__(self, input_size: int, hidden: int) -> None:
@@ -38,12 +40,15 @@ class SelfAttention(nn.Module):
         self.scale = math.sqrt(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[batch, seq, input_size]` → `[batch, seq, hidden]`."""
+        """x `[batch, seq, input_size]` → `[batch, seq, hidden]`; TypeError or ValueError for another x."""
         q, k, v, rest = self._inputs(x, None)
         return attention(q, k, v, **rest).squeeze(1)
 
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[batch, 1, seq, seq]`, under a mask of ours if one is given."""
+        """The output and its map `[batch, 1, seq, seq]`, under a mask of ours if one is given.
+
+        Raises TypeError or ValueError for another x or mask.
+        """
         q, k, v, rest = self._inputs(x, mask)
         out, amap = attention_with_map(q, k, v, **rest)
         return out.squeeze(1), amap
@@ -64,7 +69,8 @@ class MultiHeadSelfAttention(nn.Module):
         causal: hide what follows a query.
         dropout: the probability with which a weight is dropped in training.
 
-    `scale` = √head_size divides the scores. Raises ValueError unless num_heads divides hidden.
+    `scale` = √head_size divides the scores. Raises ValueError unless num_heads divides hidden, TypeError
+    or ValueError for what are no such sizes or no probability.
     """
 
     def __init__(
@@ -79,8 +85,7 @@ class MultiHeadSelfAttention(nn.Module):
         whole(input_size, "input_size", least=1)
         whole(hidden, "hidden", least=1)
         self.head_size = divide(hidden, whole(num_heads, "num_heads"), "hidden", "num_heads")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must be between 0 and 1, and {dropout!r} came.")
+        real(dropout, "dropout", lambda p: 0 <= p <= 1, "between 0 and 1")
         self.num_heads = num_heads
         self.scale = math.sqrt(self.head_size)
         self.causal = causal
@@ -94,7 +99,8 @@ class MultiHeadSelfAttention(nn.Module):
         """x `[batch, seq, input_size]` → `[batch, seq, hidden]`.
 
         With `return_attention=True` also the probabilities that made it, dropout applied,
-        `[batch * num_heads, seq, seq]`, the heads of one sequence adjacent.
+        `[batch * num_heads, seq, seq]`, the heads of one sequence adjacent. TypeError or ValueError for
+        another x.
         """
         q, k, v, rest = self._inputs(x, None)
         if not return_attention:
@@ -105,7 +111,8 @@ class MultiHeadSelfAttention(nn.Module):
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
         """The output and its map `[batch, num_heads, seq, seq]`: per head, before dropout.
 
-        A mask of ours joins the causal one: `Lengths(lengths)` hides padding.
+        A mask of ours joins the causal one: `Lengths(lengths)` hides padding. TypeError or ValueError for
+        another x or mask.
         """
         q, k, v, rest = self._inputs(x, mask)
         out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **rest)

@@ -55,8 +55,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch_first: `[batch, length, width]` instead of `[length, batch, width]`.
         device, dtype: of the parameters.
 
-    Raises ValueError (and what PyTorch's class would raise: see `Refused`) for sizes that don't go
-    together.
+    Raises Refused, a ValueError that is also what PyTorch's class would raise, for sizes that don't go
+    together, TypeError or ValueError for what are no sizes.
     """
 
     def __init__(
@@ -126,6 +126,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             The output, shaped as the query, and None or the weights, differentiable and after
             dropout: `[b, t, s]`, or `[b, heads, t, s]` if not averaged; no b if unbatched. s counts
             appended keys too.
+
+        Raises:
+            TypeError: for what is no tensor. Refused: for shapes, masks and dtypes that don't go together.
         """
         masks = key_padding_mask, attn_mask
         if _is_nested(query, key, value):
@@ -162,7 +165,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[b, h, t, s]`: per head, before dropout, whatever the layout."""
+        """The output and its map `[b, h, t, s]`: per head, before dropout, whatever the layout.
+
+        Raises what `forward` raises, TypeError or Refused, and Refused for nested tensors.
+        """
         if _is_nested(query, key, value):
             raise Refused("attend takes no nested tensors: pad them and pass a key_padding_mask.")
         q, k, v, rest = self._inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
@@ -330,8 +336,11 @@ def replace(model: nn.Module) -> nn.Module:
     """Make every `nn.MultiheadAttention` in a model ours, the model itself included; returns it.
 
     They stay the modules that they are, with their parameters (an optimizer's too), hooks and state:
-    only their class changes. Subclasses with a `forward` of their own are left alone.
+    only their class changes. Subclasses with a `forward` of their own are left alone. TypeError for what is
+    no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"replace takes a torch.nn.Module, and {kind(model)} came.")
     for module in model.modules():
         if type(module) is nn.MultiheadAttention:
             module.__class__ = MultiheadAttention

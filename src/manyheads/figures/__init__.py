@@ -81,7 +81,7 @@ def head(
     stand on the axes, or positions. `keep` `[t, s]` (True = may attend) says what a tensor cannot:
     which of its zeros are masked; a map knows. Above `MOST` queries or keys the largest weight of each
     cell stands beside the mean one (what is masked counts as 0), each on its own scale. Raises
-    ValueError for labels or masks that don't fit the weights.
+    ValueError for labels or masks that don't fit the weights, TypeError for what are no weights.
     """
     line = cells.one_head(weights, batch, head, keep)
     if title is None:
@@ -111,7 +111,7 @@ def beside(
     Each side is an AttentionMap, of which `batch` and `head` choose one head, or a tensor `[t, s]`;
     `beside(amap, amap.under(None))` asks what the same q and k would give without the mask. A cell of
     a long text shows the "max" or the "mean" of its weights. Raises ValueError where the two sides
-    differ in shape.
+    differ in shape, TypeError for what are no weights.
     """
     lines = [cells.one_head(side, batch, head, None) for side in (left, right)]
     sizes = [cells.size(line) for line in lines]
@@ -143,7 +143,7 @@ def grid(
     it the maps' own tokens are used, or positions. `keep` (True = may attend) broadcasts to a tensor's
     `[b, h, t, s]`. `rows` and `columns` name the rows and columns. A cell of a long text shows the
     "max" or the "mean" of its weights. Raises ValueError for names, labels or masks that don't fit
-    the weights.
+    the weights, TypeError for what are no weights.
     """
     lines = cells.all_heads(weights, batch, keep)
     heads, ways = [cells.heads(line) for line in lines.values()], [cells.way(reduce)]
@@ -164,8 +164,14 @@ def grid(
 
 
 def visible(amap: AttentionMap, batch: int, head: int) -> Tensor:
-    """Which keys the queries of one head may see, `[t, s]`."""
-    return scores.visible(amap.problem, batch=slice(batch, batch + 1), heads=slice(head, head + 1))[0, 0]
+    """Which keys the queries of one head may see, `[t, s]`.
+
+    Raises TypeError for what is no map, IndexError for a head that isn't there.
+    """
+    if not isinstance(amap, AttentionMap):
+        raise TypeError(f"visible takes an AttentionMap, and {kind(amap)} came.")
+    t, s = amap.shape[2:]
+    return scores.visible(amap.only(batch, head).problem)[0, 0].expand(t, s)
 
 
 # -- statistics ------------------------------------------------------------------------------------
@@ -182,10 +188,11 @@ def received(
     """What each key gets along the text: a strip for each layer, with a row for each of its heads.
 
     `maps` is a mapping of names to AttentionMaps, a list of them, or one of them; `batch` chooses the
-    sequence. A key's colour is the sum of its column, so that 1 is the average where there are as many
-    queries as keys, or with `normalize="age"` the mean over those queries that may see it: see
-    `AttentionMap.received`. `tokens` names the keys; without it the maps' own tokens do, or positions.
-    Of a long text a cell shows the largest of its keys. Raises ValueError for labels that don't fit.
+    sequence. A key's colour is the weight it gets, the sum of its column, so that 1 is the average where
+    there are as many queries as keys, or with `normalize="age"` the mean over those queries that may see
+    it: see `AttentionMap.received`. `tokens` names the keys; without it the maps' own tokens do, or positions.
+    Of a long text a cell shows the largest of its keys. Raises ValueError for labels that don't fit,
+    TypeError for what are no maps.
     """
     layers = cells.layers(maps, batch)
     height = float(np.clip(page.PAGE / sum(amap.shape[1] for amap in layers.values()), 0.02, 0.25))
@@ -213,7 +220,7 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
     A dot is a head's mean over the queries, heads in their order; the line through it spans the middle
     half of the queries. The bar over a layer is what a head would have that attends evenly to all it
     may see: the mean of ln(keys). Queries that may see nothing don't count. `maps` and `batch` are as
-    in `received`.
+    in `received`. Raises ValueError without maps or that sequence, TypeError for what are no maps.
     """
     layers = cells.layers(maps, batch)
     inches = float(np.clip(page.PAGE / len(layers), 0.4, 1.6))  # of one layer
@@ -269,7 +276,8 @@ def measures(
     """Heads and what was measured of them as a table, sorted by one measure, the largest first.
 
     `rows` are named tuples or mappings, such as `seen.table()` has: `layer`, `head`, and measures by
-    name, numbers or None where there was nothing to measure. `by` is the measure to sort by, the first
+    name, numbers (entropy in nats, distance in positions, weights) or None where there was nothing to
+    measure. `by` is the measure to sort by, the first
     one if None; `most` bounds how many heads are shown. Colours go from 0, or from the least where
     that is negative, to the largest number of the measure among all rows. Raises ValueError for rows
     that differ in their measures, or lack the one asked for, TypeError for what is no number.

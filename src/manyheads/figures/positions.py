@@ -21,7 +21,8 @@ def curves(encoding: Tensor, dimensions: Sequence[int], *, counted_from: int = 0
     """A positional encoding `[positions, d]` as curves over position, a panel for each of `dimensions`.
 
     Positions and dimensions are counted from 0, or from `counted_from`: textbooks that speak of the
-    first sine and cosine as dimensions 1 and 2 want 1. Raises ValueError for a dimension outside d.
+    first sine and cosine as dimensions 1 and 2 want 1. Raises ValueError for a dimension outside d,
+    TypeError for what is no tensor.
     """
     values = _encoding(encoding)
     positions = np.arange(len(values)) + counted_from
@@ -54,7 +55,10 @@ def curves(encoding: Tensor, dimensions: Sequence[int], *, counted_from: int = 0
 
 
 def image(encoding: Tensor, *, counted_from: int = 0, title: str = "positional encoding") -> Figure:
-    """A positional encoding `[positions, d]` as an image: positions across, dimensions down."""
+    """A positional encoding `[positions, d]` as an image: positions across, dimensions down.
+
+    Raises TypeError for what is no tensor, ValueError for another shape.
+    """
     values = _encoding(encoding)
     length, d = values.shape
     reach = max(float(np.abs(values).max()), 1e-6)

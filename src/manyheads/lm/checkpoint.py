@@ -49,7 +49,10 @@ def save(
     optimizer: Mapping[str, Tensor] | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint: all of its files or none, whenever the process dies."""
+    """Write a checkpoint: all of its files or none, whenever the process dies; OSError from the disk.
+
+    optimizer: tensors by name, of any shapes `[...]`, and state: what JSON can say; both or neither.
+    """
     settle(folder)
     part = folder / WRITING
     shutil.rmtree(part, ignore_errors=True)

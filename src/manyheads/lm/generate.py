@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from manyheads.lm.data import END_ID
 from manyheads.lm.model import LanguageModel
-from manyheads.shapes import sizes, whole
+from manyheads.shapes import kind, real, sizes, whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,7 +23,7 @@ class Sampling:
     """How to draw a token from logits; ValueError or TypeError for what can't be.
 
     temperature: logits are divided by it; 0 takes the likeliest token (greedy).
-    top_k: only the k likeliest tokens; all if None.
+    top_k: only the k likeliest tokens (Fan et al. 2018, arXiv:1805.04833); all if None.
     top_p: of these the likeliest whose probabilities first sum to p (Holtzman et al. 2019,
         arXiv:1904.09751).
     """
@@ -32,14 +33,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature must be 0 (greedy) or a positive number, and {self.temperature} came."
-            )
+        real(self.temperature, "temperature", lambda x: 0 <= x < math.inf, "0 (greedy) or a positive number")
         if self.top_k is not None:
             whole(self.top_k, "top-k", 1)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p must be above 0 and at most 1, and {self.top_p} came.")
+        real(self.top_p, "top-p", lambda p: 0 < p <= 1, "above 0 and at most 1")
 
     def draw(self, logits: Tensor, random: torch.Generator | None = None) -> int:
         """One token id from logits `[vocab]`."""
@@ -67,10 +64,13 @@ def generate(
     """Yield up to `tokens` ids that continue ids `[1, t]`; the end-of-text token ends it too.
 
     `cached=False` reads everything anew for each token: slower, the same tokens. The model's context
-    must hold prompt and tokens together: ValueError otherwise, before anything is generated.
+    must hold prompt and tokens together: ValueError otherwise, before anything is generated. TypeError for
+    what are no ids or no number.
     """
     whole(tokens, "tokens", 1)
     whole(seed, "seed")
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"ids must be one prompt [1, t], and {kind(ids)} came.")
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
         raise ValueError(f"ids must be one prompt [1, t] of at least one token, not {sizes(ids)}.")
     room = room_for(model, ids)
@@ -124,7 +124,8 @@ def complete(
 ) -> Text:
     """Continue a prompt, up to `tokens` tokens, before `stop`, or until the context is full.
 
-    Raises ValueError for an empty prompt, one that fills the context, an empty `stop`.
+    Raises ValueError for an empty prompt, one that fills the context, an empty `stop`; TypeError for what
+    is no number of tokens.
     """
     whole(tokens, "tokens", 1)
     if stop == "":

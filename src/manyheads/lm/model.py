@@ -2,7 +2,9 @@
 
     ids → embedding → (x + attention(norm(x)), x + feed-forward(norm(x))) × layers → norm → logits
 
-Rotary positions, RMSNorm, SwiGLU, and one matrix for the embedding and for the logits.
+Rotary positions (Su et al. 2021, arXiv:2104.09864), RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467),
+SwiGLU (Shazeer 2020, arXiv:2002.05202), and one matrix for the embedding and for the logits (Press & Wolf
+2017, arXiv:1608.05859).
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from manyheads.layers import MultiHeadAttention
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal
 from manyheads.positions import Rotary
-from manyheads.shapes import sizes, whole
+from manyheads.shapes import kind, real, sizes, whole
 
 ROTARY_BASE = 1000.0  # below the usual 10,000: the contexts are short
 
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a language model. ValueError or TypeError where they don't go together."""
+    """The sizes of a language model; `context` is in tokens. ValueError or TypeError where they don't fit."""
 
     vocab: int  # token ids are 0 … vocab − 1
     embed: int = 192  # e, the model size
@@ -90,13 +92,18 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Token ids in, logits of the next token out.
+    """Token ids `[b, t]` in, logits of the next token out, `[b, t, vocab]`.
 
-    `dropout` belongs to training, not to the model's sizes: it isn't stored with the weights.
+    A decoder alone (Vaswani et al. 2017, arXiv:1706.03762), its norms before each part (Xiong et al. 2020,
+    arXiv:2002.04745). `dropout` belongs to training, not to the model's sizes: it isn't stored with the
+    weights. TypeError for what is no `Config`, TypeError or ValueError for what is no probability.
     """
 
     def __init__(self, config: Config, dropout: float = 0.0) -> None:
         super().__init__()
+        if not isinstance(config, Config):
+            raise TypeError(f"a LanguageModel is made of a Config, and {kind(config)} came.")
+        real(dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.embed)
         self.dropout = nn.Dropout(dropout)
@@ -124,7 +131,8 @@ class LanguageModel(nn.Module):
     def forward(self, ids: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
         """Logits `[b, t, vocab]` for ids `[b, t]`; with caches, ids continue what these hold.
 
-        Raises ValueError for ids of another shape, beyond the vocabulary or beyond the context.
+        Raises ValueError for ids of another shape, beyond the vocabulary or beyond the context, TypeError
+        for what is no tensor.
         """
         self.check(ids, caches)
         x = self.embed(ids)  # [b, t, e]
@@ -133,7 +141,10 @@ class LanguageModel(nn.Module):
         return self.logits(x)  # [b, t, vocab]
 
     def attend(self, ids: Tensor) -> tuple[Tensor, list[AttentionMap]]:
-        """Logits `[b, t, vocab]` and each layer's attention map, for ids `[b, t]`."""
+        """Logits `[b, t, vocab]` and each layer's map `[b, h, t, t]`, for ids `[b, t]`.
+
+        TypeError or ValueError, as `forward`.
+        """
         self.check(ids, None)
         x = self.embed(ids)  # [b, t, e]
         maps = []
@@ -156,7 +167,9 @@ class LanguageModel(nn.Module):
         return [Cache(self.config.context) for _ in self.blocks]
 
     def check(self, ids: Tensor, caches: Sequence[Cache] | None) -> None:
-        """Refuse ids that the model can't take."""
+        """Raise TypeError or ValueError for what are no ids `[b, t]` that the model can take."""
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"ids must be integers [b, t], and {kind(ids)} came.")
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"ids must be integers [b, t], and {ids.dtype} {sizes(ids)} came.")
         if caches is not None and len(caches) != len(self.blocks):

@@ -1,4 +1,5 @@
-"""Training: AdamW, warm-up and cosine, and a run that can be killed at any moment and resumed.
+"""Training: AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), warm-up and cosine, and a run that can be
+killed at any moment and resumed.
 
 What happens at a step is a pure function of the seed, the step and the state before it: the batch
 and the dropout are drawn anew from (seed, step). So a resumed run ends in the same weights as one
@@ -30,7 +31,7 @@ import torch.nn.functional as F
 
 from manyheads.lm import checkpoint, data
 from manyheads.lm.model import Config, LanguageModel
-from manyheads.shapes import whole
+from manyheads.shapes import real, whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,7 +47,7 @@ def default_device() -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """How to train. ValueError or TypeError for what can't be."""
+    """How to train; `context` and `vocab` are in tokens. ValueError or TypeError for what can't be."""
 
     steps: int = 3000
     context: int = 512  # the longest sequence, in tokens
@@ -72,6 +73,10 @@ class Options:
         if self.repeated > self.rows:
             raise ValueError(f"repeated must be at most rows = {self.rows}, and {self.repeated} came.")
         check_device(self.device)
+        for name in ("rate", "clip"):
+            real(getattr(self, name), name, lambda x: 0 < x < math.inf, "a positive number")
+        real(self.decay, "decay", lambda x: 0 <= x < math.inf, "a number of at least 0")
+        real(self.dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
 
     def cut_at(self, step: int) -> int:
         """Into how many pieces a batch's sequences are cut: 8 in the first quarter, then 4, 2, 1.
@@ -343,7 +348,8 @@ def train(
 
     `given` are the fields of `Options` that the caller sets; `paths` are text files or folders of
     them, without which the text is Python's own documentation. SIGINT and SIGTERM save a checkpoint
-    and raise KeyboardInterrupt. ValueError, TypeError or OSError, one sentence, for wrong input.
+    and raise KeyboardInterrupt. ValueError, TypeError or OSError, one sentence, for wrong input. The
+    optimizer is AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
     """
     out, given = Path(out), dict(given or {})
     with torch.random.fork_rng():

@@ -54,7 +54,7 @@ def observe(
             say which: `keep={"entropy": (), "top": 8}`.
         layers: which modules, by path, by a part of it, or by number in order of first call.
         heads: which query heads.
-        max_bytes: the most that maps may hold together; MemoryError says what would exceed it.
+        max_bytes: the bytes that maps may hold together, at most.
         device, dtype: where and in which precision q and k are kept, e.g. "cpu", torch.float16.
         without: (layer, head) pairs whose contribution is removed, to see what they were for.
 
@@ -63,7 +63,8 @@ def observe(
 
     Raises:
         TypeError, ValueError: for what can't be observed, for names that aren't there, and at the end
-        of the block if no forward ran or no attention was seen.
+            of the block if no forward ran or no attention was seen.
+        MemoryError: from the model's call that would exceed max_bytes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"observe takes a torch.nn.Module, and {kind(model)} came.")

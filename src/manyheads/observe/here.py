@@ -152,7 +152,9 @@ def attend(
     calls isn't recorded again. heads: the axis of its output that counts query heads, so that removed
     ones can be zeroed; None if there is none. lse: the log-sum-exp, if `own` found it.
 
-    A recomputation within backward (checkpointing) isn't a call. Where nobody observes, `own()`.
+    A recomputation within backward (checkpointing) isn't a call. Where nobody observes, `own()`. The output
+    comes back as `own` shapes it, `[...]`. Raises ValueError for q or k that hold no numbers, and
+    MemoryError where maps would exceed max_bytes.
     """
     if _here.quiet or not _here.running:
         return own()

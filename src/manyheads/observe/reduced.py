@@ -30,7 +30,8 @@ class Reduced:
     """Statistics of one attention call, all that was kept of it.
 
     It answers what was asked for when it was observed, in the words of `AttentionMap`: `entropy()`,
-    `received()`, `top(8)`, …; anything else raises a sentence. `shape` is `(b, h, t, s)`.
+    `received()`, `top(8)`, …, each shaped as there (`[b, h, t]`, …); anything else raises a sentence. `shape`
+    is `(b, h, t, s)`.
     """
 
     shape: tuple[int, int, int, int]
@@ -45,7 +46,7 @@ class Reduced:
 
     @classmethod
     def of(cls, amap: AttentionMap, asked: Mapping[str, Any]) -> Reduced:
-        """Reduce a map to what is asked for."""
+        """Reduce a map to what is asked for; ValueError or TypeError, as `AttentionMap.statistics`."""
         streamed = {name: given for name, given in asked.items() if name not in BY_MASK}
         values: dict[str, Any] = amap.statistics(**streamed)
         could: dict[str, Tensor] = {}
@@ -82,7 +83,7 @@ class Reduced:
         return self.values[name]
 
     def columns(self) -> dict[str, Tensor]:
-        """What goes into a table, each `[b, h]`: means over queries."""
+        """What goes into a table, each `[b, h]`, means over queries: weights, entropy in nats, positions."""
         found = {name: mean(self.values[name], self.could[name]) for name in BY_MASK if name in self.values}
         rows = ("entropy", "distance")
         return found | {name: mean(self.values[name], self.sees) for name in rows if name in self.values}
@@ -93,11 +94,11 @@ class Reduced:
         return sum(x.nbytes for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that it holds."""
+        """Every tensor that it holds, each in the shape of its statistic: `[b, h, t]`, `[b, h, s]`, …"""
         return list(self._tensors().values())
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> Reduced:
-        """The same with labels of its keys."""
+        """The same with labels of its keys; TypeError or ValueError, as `AttentionMap.labelled`."""
         return replace(
             self, tokens=None if tokens is None else labels_of(tokens, self.shape[0], self.shape[3])
         )

@@ -67,7 +67,7 @@ class Seen(Mapping[Any, Any]):
         return True
 
     def calls(self, name: str | int) -> list[Any]:
-        """All calls of a layer, in order."""
+        """All calls of a layer, in order; NoSuchLayer, TypeError for what is no path and no number."""
         return list(self._calls[self._find(name)])
 
     @property
@@ -95,7 +95,7 @@ class Seen(Mapping[Any, Any]):
         raise NoSuchLayer(f"no layer {name!r} was seen{near(name, names)}.")
 
     def add(self, name: str, call: Call, k: Tensor) -> None:
-        """Take in a call, whose keys are k; one that goes on where the layer's last one ended joins it."""
+        """Take in a call of keys k `[b, g, s, d]`; one that goes on where the last one ended joins it."""
         calls = self._calls.setdefault(name, [])
         before = self._prints.get(name)
         longer = joined(calls[-1], call, before, k) if calls and before is not None else None
@@ -110,7 +110,8 @@ class Seen(Mapping[Any, Any]):
     def label(self, tokens: Sequence[str] | Sequence[Sequence[str]]) -> None:
         """Name the keys of every layer that has as many: s strings, or b lists of them.
 
-        Raises ValueError if no layer has: then these are not the tokens that the model saw.
+        Raises ValueError if no layer has: then these are not the tokens that the model saw; TypeError for
+        what aren't strings.
         """
         if isinstance(tokens, str) or not isinstance(tokens, Sequence):
             raise TypeError(f"tokens must be a list of strings, and {kind(tokens)} came.")
@@ -133,7 +134,9 @@ class Seen(Mapping[Any, Any]):
     def table(self, ids: Tensor | None = None) -> Table:
         """The measures of every head, a row each: (layer, head, measures), averaged over the batch.
 
-        ids: the tokens `[s]` or `[b, s]`; with them, duplicate-token and induction heads are measured.
+        Weights lie between 0 and 1, entropy is in nats, distance in positions. ids: the tokens `[s]` or
+        `[b, s]`; with them, duplicate-token and induction heads are measured. Raises TypeError or
+        ValueError for other ids.
         """
         if ids is not None and not isinstance(ids, Tensor):
             raise TypeError(f"ids must be the tokens, integers [s] or [b, s], and {kind(ids)} came.")
@@ -149,7 +152,10 @@ class Seen(Mapping[Any, Any]):
     # -- pictures and files ------------------------------------------------------------------------
 
     def plot(self, **options: Any) -> Figure:
-        """All layers and heads as a grid of small pictures: `figures.grid`, with its options."""
+        """All layers and heads as a grid of small pictures: `figures.grid`, with its options.
+
+        Raises ValueError where there is nothing to draw, and what `figures.grid` raises.
+        """
         from manyheads import figures
 
         if not self._calls:
@@ -166,7 +172,10 @@ class Seen(Mapping[Any, Any]):
         return figures.grid(maps, **options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything into one safetensors file, which `manyheads.open_run` reads: docs/format.md."""
+        """Write everything into one safetensors file, which `manyheads.open_run` reads: docs/format.md.
+
+        Raises ValueError for what can't be written down, such as a `Rule`, OSError from the disk.
+        """
         entries = [
             files.Entry(name, n, call.stored())
             for name, calls in self._calls.items()
@@ -239,7 +248,7 @@ class Table(Sequence[Any]):
         return len(self.rows)
 
     def sorted(self, by: str) -> Table:
-        """The same rows, the largest of a measure first."""
+        """The same rows, the largest of a measure first; ValueError for a measure that isn't there."""
         if by not in self.columns:
             raise ValueError(f"the table has the columns {', '.join(self.columns)}, and {by!r} came.")
         lowest = -float("inf")
