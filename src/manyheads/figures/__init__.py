@@ -190,9 +190,9 @@ def received(
     `maps` is a mapping of names to AttentionMaps, a list of them, or one of them; `batch` chooses the
     sequence. A key's colour is the weight it gets, the sum of its column, so that 1 is the average where
     there are as many queries as keys, or with `normalize="age"` the mean over those queries that may see
-    it: see `AttentionMap.received`. `tokens` names the keys; without it the maps' own tokens do, or positions.
-    Of a long text a cell shows the largest of its keys. Raises ValueError for labels that don't fit,
-    TypeError for what are no maps.
+    it: see `AttentionMap.received`. `tokens` names the keys; without it the maps' own tokens do, or
+    positions. Of a long text a cell shows the largest of its keys. Raises ValueError for labels that don't
+    fit, TypeError for what are no maps.
     """
     layers = cells.layers(maps, batch)
     height = float(np.clip(page.PAGE / sum(amap.shape[1] for amap in layers.values()), 0.02, 0.25))
