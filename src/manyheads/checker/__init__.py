@@ -174,7 +174,7 @@ def _worst(want: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:
 
 def assert_attention(obj: Any, like: str | None = None, **options: Any) -> None:
     """Raise AssertionError, with the report, if a check of `obj` fails; for tests. Arguments are
-    `check`'s.
+    `check`'s, and Unclear comes as there.
     """
     report = check(obj, like, **options)
     if not report.passed:

@@ -51,10 +51,12 @@ class Report:
 
     @property
     def verdict(self) -> str:
+        """It is "passed" or "failed"; what couldn't be checked doesn't count."""
         return "failed" if any(one.status == "failed" for one in self.checks) else "passed"
 
     @property
     def passed(self) -> bool:
+        """Did no check fail?"""
         return self.verdict == "passed"
 
     def as_json(self) -> dict[str, Any]:
@@ -190,6 +192,7 @@ class Report:
     # -- files -------------------------------------------------------------------------------------
 
     def save_json(self, path: Path) -> None:
+        """Write `as_json` into a file, in a folder made where there is none; OSError from the disk."""
         written(
             path,
             lambda to: to.write_text(
@@ -198,11 +201,12 @@ class Report:
         )
 
     def save_junit(self, path: Path) -> None:
+        """Write `as_junit` into a file, in a folder made where there is none; OSError from the disk."""
         written(path, lambda to: to.write_text(self.as_junit() + "\n", encoding="utf-8"))
 
     def save_picture(self, folder: Path) -> Path | None:
         """Expected and given maps side by side, and their difference, into folder/check.png; None
-        without a pair.
+        without a pair. OSError from the disk.
         """
         if self.pair is None:
             return None
