@@ -178,7 +178,7 @@ def write(
     # Wide numbers first, and all of it from a multiple of 64, so that every tensor is aligned.
     tensors = dict(sorted(out.tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(json.dumps(run, separators=(",", ":")), tensors)
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
         for tensor in tensors.values():
@@ -306,7 +306,7 @@ def _numbers(tensor: Tensor) -> memoryview:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file beside `path` that takes its place once it is written; nothing is left of one that isn't."""
     part = path.with_name(f".{token_hex(8)}.part")
     try:

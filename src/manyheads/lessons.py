@@ -5,12 +5,13 @@ They are `docs/lessons` in a clone, and are installed beside the package.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+
+from manyheads.files import replacing
 
 HERE = (
     Path(sysconfig.get_path("data")) / "share" / "manyheads" / "lessons",
@@ -42,9 +43,8 @@ def copy(folder: Path) -> list[Path]:
         if path.suffix not in (".ipynb", ".py") or to.exists():
             continue
         to.parent.mkdir(parents=True, exist_ok=True)
-        temporary = to.with_name(f".{to.name}.part")
-        shutil.copyfile(path, temporary)
-        temporary.replace(to)
+        with replacing(to) as file:
+            file.write(path.read_bytes())
         made.append(to)
     return made
 

@@ -25,7 +25,7 @@ from manyheads.checker.candidate import Candidate, Odd
 from manyheads.checker.diagnosis import Diagnosis, diagnose
 from manyheads.checker.positions import check_positions
 from manyheads.checker.process import open_subject
-from manyheads.checker.questions import LOST, Check, apart, ask_all, gather, smallest
+from manyheads.checker.questions import LOST, Check, apart, ask_all, gather, smallest, unlike
 from manyheads.checker.reading import KINDS, Unclear, arguments, kind_of
 from manyheads.checker.recipe import exact
 from manyheads.checker.report import Report
@@ -117,16 +117,14 @@ def _check(
     if kind in ("positional", "rotary"):
         notes, checks, named = check_positions(subject, kind, guessed, init, layout)
         return Report(target, like or kind, guessed, checks, named, notes)
-    c = Candidate(subject, kind, init, weights, layout or (classic.layout if classic else None))
-    c.guessed = guessed
-    if guessed:
-        c.notes.insert(0, f"taken as {kind} by its name and arguments (--like says otherwise)")
+    layout = layout or (classic.layout if classic else None)
+    c = Candidate(subject, kind, guessed, init, weights or {}, layout)
     checks = ask_all(c, progress)
     found: list[Diagnosis] = []
     pair = None
     gone = any(one.status == "could not be checked" and "process had ended" in one.reason for one in checks)
-    alike = all(one.status != "failed" for one in checks if one.name == "determinism")
-    if any(one.status == "failed" and one.name in DURING for one in checks) and alike and not gone:
+    failing = any(one.status == "failed" and one.name in DURING for one in checks)
+    if failing and not unlike(checks) and not gone:
         progress("diagnosis")
         try:
             found = diagnose(c)

@@ -22,7 +22,7 @@ from manyheads.checker.recipe import Found, Inputs, Weights, exact
 from manyheads.checker.subject import Answer, Call, Description, Trouble, tensors
 from manyheads.shapes import sizes
 
-B, T, S = 3, 5, 7  # sizes of the tries; no two dimensions of a try are alike
+B, T, S, D = 3, 5, 7, 6  # sizes of the tries; no two dimensions of a try are alike
 SPREAD = 1.5  # of the random weights: scores then differ by several units
 
 
@@ -98,19 +98,20 @@ class Candidate:
     def __init__(
         self,
         subject: Any,
-        like: str | None = None,
-        init: Mapping[str, Any] | None = None,
-        weights: Mapping[str, str] | None = None,
-        layout: str | None = None,
+        like: str,
+        guessed: bool,
+        init: Mapping[str, Any],
+        weights: Mapping[str, str],
+        layout: str | None,
     ) -> None:
-        self.subject = subject
+        self.subject, self.guessed = subject, guessed
         self.refused = ""  # why other widths for keys and values than for the model weren't taken
-        said = (like, init or {}, weights or {}, layout)
+        said = (like, init, weights, layout)
         try:
             self._build(*said)
         except Unclear as error:
             d = subject.describe()
-            if d.what != "class" or reading.filled(d, init or {}, alike=True) == self.init:
+            if d.what != "class" or reading.filled(d, init, alike=True) == self.init:
                 raise
             try:
                 self._build(*said, alike=True)
@@ -121,14 +122,14 @@ class Candidate:
 
     def _build(
         self,
-        like: str | None,
+        like: str,
         init: Mapping[str, Any],
         weights: Mapping[str, str],
         layout: str | None,
         alike: bool = False,
     ) -> None:
         subject = self.subject
-        self.notes: list[str] = []
+        self.notes = [reading.guess(like)] if self.guessed else []
         d = subject.describe()
         self.init: dict[str, Any] = {}
         if d.what == "class":
@@ -148,9 +149,8 @@ class Candidate:
         elif init:
             raise Unclear(f"{d.name} is built already, and --init gives {', '.join(init)}: leave it out.")
         self.d: Description = d
-        self.like, self.guessed = reading.kind_of(like, d)
-        if self.guessed:
-            self.notes.append(f"taken as {self.like} by its name and arguments (--like says otherwise)")
+        self.like = like
+        self.words = reading.doc_lines(d)
         self.projected = self.like in PROJECTED
         self.layout = layout or "batch"
         self.weights: Weights | None = None
@@ -207,9 +207,8 @@ class Candidate:
                 unknown.remove(name)
         if unknown:
             raise Unclear(
-                f"{self.d.name} needs the argument {unknown[0]!r}, which the checker doesn't know: "
-                f"write an adapter "
-                "that takes q, k, v or x and calls it (docs/checker.md shows one), and check that."
+                f"{self.d.name} needs the argument {unknown[0]!r}, which the checker doesn't know: write an "
+                "adapter that takes q, k, v or x and calls it (docs/checker.md shows one), and check that."
             )
         if self.like == "self" and {"query", "key", "value"} <= set(self.role):
             self.like = "multihead" if self.projected else self.like
@@ -298,12 +297,17 @@ class Candidate:
                 f"together ({str(error).splitlines()[0].rstrip('.')}): name them with --weights."
             ) from None
 
+    @property
+    def packings(self) -> list[str]:
+        """How packed weights may lie: q, k, v one after the other, or those of a head side by side."""
+        if self.weights is None or self.weights.groups != self.weights.heads:
+            return ["3hd"]
+        packed = any(part.perm for parts in self.projections.weight.values() for part in parts)
+        return ["3hd", "h3d"] if packed else ["3hd"]
+
     def repack(self) -> bool:
-        """Read packed weights the other way, queries, keys and values of a head side by side; can it be?"""
-        packed = (
-            [p for parts in self.projections.weight.values() for p in parts if p.perm] if self.weights else []
-        )
-        if not packed or self.weights is None or self.weights.groups != self.weights.heads:
+        """Read packed weights the other way; can they be?"""
+        if len(self.packings) == 1:
             return False
         self.packing = "h3d" if self.packing == "3hd" else "3hd"
         self.weights = self.projections.read(self.held, self.packing)
@@ -312,7 +316,7 @@ class Candidate:
     @property
     def says_heads(self) -> bool:
         """Are its weights each head's own? Yes, unless its words speak of an average and no argument does."""
-        return "average" in self.role or not re.search(r"\b(averag|mean)", reading.doc_lines(self.d), re.I)
+        return "average" in self.role or not re.search(r"\b(averag|mean)", self.words, re.I)
 
     # -- drawing inputs ----------------------------------------------------------------------------
 
@@ -327,16 +331,13 @@ class Candidate:
         t: int = T,
         s: int | None = None,
         *,
-        d: int = 6,
-        w: int | None = None,
-        scale: float = 1.0,
         groups: int | None = None,
     ) -> Inputs:
         """Random inputs, without masks; `s` is `t` where the candidate attends to its own sequence."""
         s = t if s is None or "cross" not in self.can else s
 
         def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator) * scale
+            return torch.randn(shape, generator=generator)
 
         if self.weights is not None:
             e_q, e_k, e_v = self.widths
@@ -349,10 +350,30 @@ class Candidate:
         h = self.heads
         g = groups or h
         s = max(s, t) if self.causal else s
-        x = Inputs(randn(b, h, t, d), randn(b, g, s, d), randn(b, g, s, w or d))
+        x = Inputs(randn(b, h, t, D), randn(b, g, s, D), randn(b, g, s, D))
         if "sink" in self.role:
             x = replace(x, sink=randn(h))
         return self._marked(x)
+
+    def given(self, x: Inputs, **fields: Tensor) -> Inputs:
+        """x with another query, key or value, which stay one tensor where the candidate takes them as one."""
+        if "cross" not in self.can:
+            fields = dict.fromkeys(("query", "key", "value"), fields["query"])
+        elif self.like == "cross":
+            fields["value"] = fields["key"]
+        return x.but(**fields)
+
+    def moved(self, x: Inputs, position: int, by: float | None = None) -> Inputs:
+        """x with what one key holds changed, by another amount in each channel or `by` in all.
+
+        Where queries are the same tokens, that query changes too.
+        """
+        fields = {}
+        for name in ("key", "value") if "cross" in self.can else ("query", "key", "value"):
+            y = getattr(x, name).clone()
+            y[..., position, :] += torch.linspace(-2, 3, y.shape[-1]) if by is None else by
+            fields[name] = y
+        return self.given(x, **fields)
 
     def _marked(self, x: Inputs) -> Inputs:
         if self.causal:
@@ -541,7 +562,7 @@ class Candidate:
         if plain is not None and "weights" not in self.role:
             self.always_weights = plain.weights is not None
         elif plain is not None:
-            asked = self._attempt(replace(x, weights=True))
+            asked = self.attempt(replace(x, weights=True))
             self.always_weights = False
         if self.always_weights or (asked is not None and asked.weights is not None):
             self.can.add("weights")
@@ -550,7 +571,7 @@ class Candidate:
         if (
             self.weights is None
             and "h" in self.cut
-            and ("grouped" in self.role or self._attempt(self.draw(generator, groups=2)) is not None)
+            and ("grouped" in self.role or self.attempt(self.draw(generator, groups=2)) is not None)
         ):
             self.can.add("grouped")
         for slot in ("scale", "sink", "causal", "past"):
@@ -570,10 +591,10 @@ class Candidate:
             shown + [f"{n} {sizes(v) if isinstance(v, Tensor) else v}" for n, v in call.kwargs.items()]
         )
 
-    def _attempt(self, x: Inputs) -> Found | None:
-        """What a call gives, or None where it raises or gives something else."""
+    def attempt(self, x: Inputs, strict: bool = False, **options: Any) -> Found | None:
+        """What a call gives, or None where it raises or gives something else; a lost process still raises."""
         try:
-            return self.run(x, strict=False)
+            return self.run(x, strict, **options)
         except Odd:
             return None
         except Trouble as error:
@@ -585,12 +606,12 @@ class Candidate:
     def _try_cut(self, generator: torch.Generator) -> None:
         """How do heads come? As its words have it, else as is taken where no two sizes are alike."""
         cuts = list(CUTS)
-        text = reading.doc_lines(self.d).replace("s, h", "t, h").replace("s, b", "t, b")
+        text = self.words.replace("s, h", "t, h").replace("s, b", "t, b")
         told = [cut for cut in cuts[1:3] if re.search(re.escape(cut[:-1]), text)]
         for cut in told + [cut for cut in cuts if cut not in told]:
             self.cut = cut
             x = self.draw(generator, b=1 if cut == "[t, d]" else B, s=S)
-            if self._attempt(x) is not None:
+            if self.attempt(x) is not None:
                 if cut != "[b, h, t, d]":
                     self.notes.append(f"takes {cut}" if "h" in cut else f"takes one head, {cut}")
                 return
@@ -604,7 +625,7 @@ class Candidate:
         why = ""
         if isinstance(first, bool):
             self.layout, why = ("batch" if first else "sequence"), f"batch_first={first}"
-        elif (told := reading.layout_said(self.d)) is not None:
+        elif (told := reading.layout_said(self.d, self.words)) is not None:
             self.layout, why = told, "its own words"
         else:
             apart = {}
@@ -612,7 +633,7 @@ class Candidate:
                 self.layout = one
                 x = self.draw(generator, s=S)
                 moved = x.but(**{n: _moved(getattr(x, n), 0) for n in ("query", "key", "value")})
-                a, b = self._attempt(x), self._attempt(moved)
+                a, b = self.attempt(x), self.attempt(moved)
                 apart[one] = a is not None and b is not None and torch.equal(a.out[1:], b.out[1:])
             usual = self.like == "torch-mha" and not apart["batch"]  # PyTorch's own default
             self.layout = "sequence" if usual or (apart["sequence"] and not apart["batch"]) else "batch"
@@ -631,7 +652,7 @@ class Candidate:
             ),
             None,
         )
-        why = f"built with {built}=True" if built else reading.said_causal(self.d)
+        why = f"built with {built}=True" if built else reading.said_causal(self.d, self.words)
         if self.like in ("sdpa", "torch-mha", "hf") and not built:
             return
         if why is None:
@@ -646,12 +667,10 @@ class Candidate:
 
     def _sees_no_future(self, x: Inputs) -> bool:
         """Does a change of each token reach none before it, and some change one that comes after?"""
-        before = self._attempt(x)
+        before = self.attempt(x)
         reaches = False
         for j in range(x.t):
-            after = self._attempt(
-                x.but(**{n: _moved_at(getattr(x, n), j) for n in ("query", "key", "value")})
-            )
+            after = self.attempt(self.moved(x, j))
             if before is None or after is None:
                 return False
             if not torch.equal(before.out[..., :j, :], after.out[..., :j, :]):
@@ -660,18 +679,17 @@ class Candidate:
         return reaches
 
     def _try_masks(self, generator: torch.Generator) -> None:
-        text = reading.doc_lines(self.d)
         for role in ("mask", "padding", "lengths"):
             if role not in self.role:
                 continue
             name = self.role[role]
-            keeps, why = reading.polarity(name, role, self.like, text)
+            keeps, why = reading.polarity(name, role, self.like, self.words)
             if role == "lengths":
                 self.forms.setdefault("keys", ("lengths", Form("lengths")))
                 self.can.add("keys")
                 continue
             letters = [*GENERAL, *KEYWISE]
-            documented = reading.shapes_said(name, text).intersection(letters)
+            documented = reading.shapes_said(name, self.words).intersection(letters)
             if documented:
                 letters = [one for one in letters if one in documented]
             elif role == "padding":
@@ -707,8 +725,8 @@ class Candidate:
                 )
         if self.like in ("sdpa", "torch-mha") and "mask" in self.forms:
             x = self.draw(generator, s=S)
-            told = "documentation" in reading.polarity(self.role["mask"], "mask", self.like, text)[1]
-            if not told and self._attempt(replace(x, bias=torch.zeros(x.t, x.s))) is not None:
+            told = "documentation" in reading.polarity(self.role["mask"], "mask", self.like, self.words)[1]
+            if not told and self.attempt(replace(x, bias=torch.zeros(x.t, x.s))) is not None:
                 self.can.add("bias")
         self._try_padded_queries(generator)
 
@@ -725,7 +743,7 @@ class Candidate:
         if form is not None and form[1].letters == "lengths":
             padding = torch.arange(x.s) < torch.tensor([x.s - 2, x.s, x.s - 1])[:, None]
         x = replace(x, padding=padding)
-        got = self._attempt(x)
+        got = self.attempt(x)
         want = exact(self.weights, x).out
         if got is None or got.out.shape != want.shape:
             return
@@ -744,7 +762,7 @@ class Candidate:
         makes: tuple[str, ...] = ("bool", "01", "added")
         if self.like in ("sdpa", "torch-mha"):
             makes = ("bool",)
-        elif reading.added(self.role[role], reading.doc_lines(self.d)):
+        elif reading.added(self.role[role], self.words):
             makes = ("added",)
         elif self.like == "hf" or self.role[role] == "attn_bias":
             makes = ("added", "bool", "01")
@@ -780,13 +798,9 @@ class Candidate:
         feature = "mask" if role == "mask" else "padding"
         before = self.forms.get(feature)
         self.forms[feature] = (role, form)
-        moved = {
-            n: _moved_at(getattr(x, n), 2)
-            for n in (("key", "value") if "cross" in self.can else ("query", "key", "value"))
-        }
         try:
             field = {"keep": keep} if feature == "mask" else {"padding": keep[:, 0, 0]}
-            a, b = self._attempt(x.but(**field)), self._attempt(x.but(**{**moved, **field}))
+            a, b = self.attempt(x.but(**field)), self.attempt(self.moved(x, 2).but(**field))
         finally:
             self.forms.pop(feature)
             if before is not None:
@@ -801,13 +815,6 @@ def _moved(x: Tensor, entry: int) -> Tensor:
     """The tensor with one batch entry changed."""
     x = x.clone()
     x[entry] += 1.0
-    return x
-
-
-def _moved_at(x: Tensor, position: int) -> Tensor:
-    """The tensor with one position changed, by another amount in each channel."""
-    x = x.clone()
-    x[..., position, :] += torch.linspace(-2, 3, x.shape[-1])
     return x
 
 

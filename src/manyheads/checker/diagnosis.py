@@ -15,11 +15,10 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from manyheads.checker.candidate import Candidate, Odd
+from manyheads.checker.candidate import Candidate
 from manyheads.checker.mistakes import FAMILY, HABITS, Change, Mistake
-from manyheads.checker.questions import LOST, Evidence, counted, emptied, gather, large, weights_of
+from manyheads.checker.questions import Evidence, counted, emptied, gather, large, weights_of
 from manyheads.checker.recipe import Found, Recipe, Weights, distance, exact
-from manyheads.checker.subject import Trouble
 from manyheads.shapes import sizes
 
 CLOSE = 2e-5  # relative to the largest number: float32 with the steps in another order
@@ -37,9 +36,6 @@ class Diagnosis:
     error: float | None = None
 
 
-Explanation = tuple[tuple[str, ...], tuple[Change, ...], str]  # names, changes, packing
-
-
 def diagnose(c: Candidate) -> list[Diagnosis]:
     """What is wrong with a candidate, if anything is; empty where all that was asked is right."""
     dropped = _dropout(c)
@@ -48,11 +44,8 @@ def diagnose(c: Candidate) -> list[Diagnosis]:
     evidence = gather(c, range(200, 203))
     if not evidence:
         return []
-    packings = ["3hd"] + (["h3d"] if c.repack() else [])
-    if len(packings) > 1:
-        c.repack()
-    if not any(_explains(c, _packed(c, p), habit, evidence) for p in packings for habit in HABITS):
-        found = _search(c, evidence, packings)
+    if not any(_explains(c, _packed(c, p), habit, evidence) for p in c.packings for habit in HABITS):
+        found = _search(c, evidence)
         if not found:
             return nearest(c, evidence)
         changes = [one for _, one in found]
@@ -71,15 +64,13 @@ def _packed(c: Candidate, packing: str) -> Weights | None:
 # -- the search ------------------------------------------------------------------------------------
 
 
-def _search(
-    c: Candidate, evidence: list[Evidence], packings: list[str]
-) -> list[tuple[Diagnosis, tuple[Change, ...]]]:
+def _search(c: Candidate, evidence: list[Evidence]) -> list[tuple[Diagnosis, tuple[Change, ...]]]:
     """The single mistakes that explain everything, with their changes; else the pairs that do."""
     out = {"mask-dropped-with-weights"} if c.always_weights else set()  # it is always asked for weights
     out |= {"scaled-by-heads"} if c.heads == 1 else set()  # where that is not to scale
     family = [m for m in FAMILY.values() if m.name not in out]
     singles = [((m.name,), (v,)) for m in family for v in m.variants]
-    fits = list(_fitting(c, evidence, packings, singles, HABITS))
+    fits = list(_fitting(c, evidence, singles, HABITS))
     if not fits:
         # A mistake that changes nothing here can't be one of two.
         apart = [
@@ -91,7 +82,7 @@ def _search(
                 pairs.append((a + b, x + y))
                 if steps & others:  # the order in which one step is changed twice matters
                     pairs.append((b + a, y + x))
-        fits = list(_fitting(c, evidence, packings, pairs, (HABITS[0], HABITS[-1])))
+        fits = list(_fitting(c, evidence, pairs, (HABITS[0], HABITS[-1])))
     fresh = gather(c, range(300, 302))
     kept: dict[frozenset[str], tuple[Diagnosis, tuple[Change, ...]]] = {}
     for names, changes, packing, habit in fits:
@@ -125,13 +116,12 @@ def _steps(change: Change) -> frozenset[str]:
 def _fitting(
     c: Candidate,
     evidence: list[Evidence],
-    packings: list[str],
     tries: Iterable[tuple[tuple[str, ...], tuple[Change, ...]]],
     habits: Sequence[tuple[Change, ...]],
 ) -> Iterable[Fit]:
     # Habits show under a mask only: what doesn't fit without one is done with at the first look.
     plain = next((one for one in evidence if one.scenario.startswith("plain")), None)
-    by_packing = [(packing, _packed(c, packing)) for packing in packings]
+    by_packing = [(packing, _packed(c, packing)) for packing in c.packings]
     order = sorted(
         evidence, key=lambda e: -distance(e.found.out, exact(c.weights, e.x).out)
     )  # the worst first
@@ -225,20 +215,18 @@ def _sizes(c: Candidate, names: tuple[str, ...]) -> str:
 def _dropout(c: Candidate) -> Diagnosis | None:
     """Is dropout left on in evaluation: do outputs change with the seed, and average to the right one?"""
     x = c.draw(torch.Generator().manual_seed(31), 1, 4)
-    try:
-        first = c.run(x, seed=0).out
-        if not any(distance(c.run(x, seed=seed).out, first) for seed in (1, 2)):
+    found = (c.attempt(x, strict=True, seed=seed) for seed in range(REPEATS))
+    outs: list[Tensor] = []
+    for got in found:
+        if got is None:
             return None
-        outs = torch.stack([c.run(x, seed=seed).out for seed in range(REPEATS)]).to(torch.float64)
-    except Odd:
-        return None
-    except Trouble as error:
-        if error.kind in LOST:
-            raise
-        return None
+        outs.append(got.out.to(torch.float64))
+        if len(outs) == 3 and not any(distance(out, outs[0]) for out in outs):
+            return None
+    drawn = torch.stack(outs)
     right = exact(c.weights, x).out
-    spread = outs.std(0) / REPEATS**0.5
-    off = float(((outs.mean(0) - right).abs() / spread.clamp_min(1e-9)).max())
+    spread = drawn.std(0) / REPEATS**0.5
+    off = float(((drawn.mean(0) - right).abs() / spread.clamp_min(1e-9)).max())
     is_ = "it drops weights in evaluation too: "
     mend = "drop in training only: F.dropout(weights, p, training=self.training), or a module nn.Dropout"
     if off < 6:
@@ -247,7 +235,7 @@ def _dropout(c: Candidate) -> Diagnosis | None:
             f"{is_}over {REPEATS} seeds its outputs differ, and average to the right ones",
             mend,
             True,
-            float((outs.mean(0) - right).abs().max()),
+            float((drawn.mean(0) - right).abs().max()),
         )
     return Diagnosis(
         "",
@@ -267,16 +255,12 @@ def _special(c: Candidate, before: list[tuple[Change, ...]]) -> list[Diagnosis]:
         (("empty-rows-nan", "empty-rows-uniform"), emptied, CLOSE),
         (("no-max-subtracted",), large, 1e-3),
     ):
-        try:
-            inputs = [x for seed in (41, 42, 43) if (x := draw(c, seed)) is not None]
-            if "weights" in c.can and draw is emptied:
-                inputs += [replace(x, weights=True) for x in inputs if not x.weights]
-            evidence = [Evidence("empty", x, c.run(x)) for x in inputs]
-        except Odd:
-            continue
-        except Trouble as error:
-            if error.kind in LOST:
-                raise
+        inputs = [x for seed in (41, 42, 43) if (x := draw(c, seed)) is not None]
+        if "weights" in c.can and draw is emptied:
+            inputs += [replace(x, weights=True) for x in inputs if not x.weights]
+        answers = [(x, c.attempt(x, strict=True)) for x in inputs]
+        evidence = [Evidence("empty", x, got) for x, got in answers if got is not None]
+        if len(evidence) < len(inputs):
             continue
         # Asked for weights it may take another way: what is right already isn't looked at.
         evidence = [e for e in evidence if min(_off(c, c.weights, one, e) for one in before) > room]
@@ -401,13 +385,8 @@ def _batch(c: Candidate, wrong: list[Evidence]) -> list[str]:
     """Is each sequence right where it is alone?"""
     for one in wrong[:2]:
         alone = one.x.but(**{n: y[:1] for n, y in one.x.tensors().items() if n not in ("sink", "bias")})
-        try:
-            got = c.run(alone, strict=False)
-        except (Odd, Trouble) as problem:
-            if isinstance(problem, Trouble) and problem.kind in LOST:
-                raise
-            return []
-        if _off(c, c.weights, (), Evidence(one.scenario, alone, got)) > CLOSE:
+        got = c.attempt(alone)
+        if got is None or _off(c, c.weights, (), Evidence(one.scenario, alone, got)) > CLOSE:
             return []
     return ["one sequence alone is right, several together are wrong, so entries of the batch are mixed up"]
 

@@ -238,7 +238,7 @@ class Encoder:
             self.width = int(d.attributes.get("d_model", d.attributes.get("dim", WIDTH)))
         self.d = d
         if guessed:
-            self.notes.insert(0, f"taken as {like} by its name and arguments (--like says otherwise)")
+            self.notes.insert(0, reading.guess(like))
 
     def call(self, *args: Any, **options: Any) -> Answer:
         answer: Answer = self.subject.call(Call(args=tuple(args), **options))

@@ -91,16 +91,15 @@ def ask_all(c: Candidate, progress: Callable[[str], None] = lambda name: None) -
     gone = ""
     for name, ask in QUESTIONS:
         progress(name)
-        if any(one.name == "determinism" and one.status == "failed" for one in checks):
-            checks.append(
-                Check(name, "could not be checked", "like calls give unlike outputs, or none that is finite")
-            )
+        if gone:
+            checks.append(Check(name, "could not be checked", f"its process had ended: {gone}"))
+            continue
+        if unlike(checks):
+            reason = "like calls give unlike outputs, or none that is finite"
+            checks.append(Check(name, "could not be checked", reason))
             continue
         if name in FOLLOWING and any(one.name == "values" and one.status == "failed" for one in checks):
             checks.append(Check(name, "could not be checked", "values are wrong already, without it"))
-            continue
-        if gone:
-            checks.append(Check(name, "could not be checked", f"its process had ended: {gone}"))
             continue
         try:
             checks += ask(c)
@@ -111,6 +110,11 @@ def ask_all(c: Candidate, progress: Callable[[str], None] = lambda name: None) -
             if trouble.kind in LOST:
                 gone = f"{trouble}".rstrip(".") + "."
     return checks
+
+
+def unlike(checks: list[Check]) -> bool:
+    """Were like calls found to give unlike outputs, or none that is finite? (Not: did they raise.)"""
+    return any(c.name == "determinism" and c.status == "failed" and c.error is not None for c in checks)
 
 
 # -- scenarios -------------------------------------------------------------------------------------
@@ -190,15 +194,8 @@ def masked(c: Candidate, x: Inputs, g: torch.Generator, first: bool = False) -> 
 def answering(c: Candidate, seed: int) -> Iterator[tuple[str, Inputs]]:
     """The scenarios that a candidate answers in; those that it raises in, `values` tells."""
     for name, x in scenarios(c, seed).items():
-        try:
-            c.run(x, strict=False)
-        except Odd:
-            continue
-        except Trouble as trouble:
-            if trouble.kind in LOST:
-                raise
-            continue
-        yield name, x
+        if c.attempt(x) is not None:
+            yield name, x
 
 
 def gather(c: Candidate, seeds: range) -> list[Evidence]:
@@ -207,13 +204,8 @@ def gather(c: Candidate, seeds: range) -> list[Evidence]:
     for seed in seeds:
         t = 5 + seed % 2
         for name, x in scenarios(c, seed, s=t if seed % 3 == 0 else t + 2 + seed % 2, t=t).items():
-            try:
-                found.append(Evidence(name, x, c.run(x, strict=False)))
-            except Odd:
-                continue
-            except Trouble as trouble:
-                if trouble.kind in LOST:
-                    raise
+            if (got := c.attempt(x)) is not None:
+                found.append(Evidence(name, x, got))
         if "past" in c.can and "x" in c.role:
             found += decoded(c, seed)
     return found
@@ -325,7 +317,7 @@ def determinism(c: Candidate) -> Iterator[Check]:
     if apart:
         yield failed(name, f"of {AGAIN + 1} like calls with one seed some give another output.", apart, 0.0)
     elif not bool(first.isfinite().any()):
-        yield failed(name, "its output isn't finite anywhere, so nothing else can be compared.")
+        yield failed(name, "its output isn't finite anywhere, so nothing else can be compared.", math.inf)
     else:
         yield passed(name, "the same seed gives the same bits", 0.0, 0.0)
 
@@ -397,12 +389,10 @@ def smallest(c: Candidate, x: Inputs) -> Inputs:
     """The input cut down, batch entries, queries and keys one after the other, while it still fails."""
 
     def fails(y: Inputs) -> bool:
-        try:
-            error, most, _ = apart(c, y, c.run(y), exact(c.weights, y))
-        except (Odd, Trouble) as problem:
-            if isinstance(problem, Trouble) and problem.kind in LOST:
-                raise
+        got = c.attempt(y, strict=True)
+        if got is None:
             return False
+        error, most, _ = apart(c, y, got, exact(c.weights, y))
         return not error <= most
 
     again = True
@@ -522,20 +512,6 @@ def _gradients(c: Candidate, x: Inputs, dtype: torch.dtype) -> dict[str, Tensor]
 # -- who reaches whom ------------------------------------------------------------------------------
 
 
-def moved(x: Inputs, position: int, c: Candidate, to: float | None = None) -> Inputs:
-    """The input with one key's content changed (and, where queries are the same tokens, that query's)."""
-    fields = ("key", "value") if "cross" in c.can else ("query", "key", "value")
-    found = {}
-    for name in fields:
-        y = getattr(x, name).clone()
-        change = torch.linspace(-2, 3, y.shape[-1]) if to is None else torch.full((y.shape[-1],), to)
-        y[..., position, :] = y[..., position, :] + change
-        found[name] = y
-    if "cross" not in c.can:
-        found = dict.fromkeys(fields, found["query"])
-    return x.but(**found)
-
-
 @question("causality")
 def causality(c: Candidate) -> Iterator[Check]:
     name = "causality"
@@ -549,7 +525,7 @@ def causality(c: Candidate) -> Iterator[Check]:
     for y in asked:
         before = c.run(y)
         for j in range(1, 6):
-            after = c.run(moved(y, j, c))
+            after = c.run(c.moved(y, j))
             for i in range(j):
                 row, other = before.out[..., i, :], after.out[..., i, :]
                 if not torch.equal(row.nan_to_num(), other.nan_to_num()):
@@ -588,7 +564,7 @@ def hidden_keys(c: Candidate) -> Iterator[Check]:
             x = replace(x, padding=torch.arange(x.s).expand(2, -1) < j)
         before = c.run(x)
         rows = [i for i in range(x.t) if "cross" in c.can or i != j]
-        after = c.run(moved(x, j, c))
+        after = c.run(c.moved(x, j))
         a, b = before.out[..., rows, :], after.out[..., rows, :]
         error = distance(a.nan_to_num(), b.nan_to_num())
         if error > 1e-6 * (1 + float(a.nan_to_num().abs().max())):
@@ -601,7 +577,7 @@ def hidden_keys(c: Candidate) -> Iterator[Check]:
             yield failed(name, f"query {i} sees key {j}, which {what} hides.", error, 0.0)
             return
         try:
-            poisoned = c.run(moved(x, j, c, math.nan)).out[..., rows, :]
+            poisoned = c.run(c.moved(x, j, math.nan)).out[..., rows, :]
             leaks_nan |= bool(poisoned.isnan().any() and not a.isnan().any())
         except Trouble as trouble:
             if trouble.kind in LOST:
@@ -664,11 +640,7 @@ def batch_entries(c: Candidate) -> Iterator[Check]:
         y = getattr(x, field).clone()
         y[0] = getattr(other, field)[0]
         mixed[field] = y
-    if "cross" not in c.can:
-        mixed = dict.fromkeys(mixed, mixed["query"])
-    elif c.like == "cross":
-        mixed["value"] = mixed["key"]
-    after = c.run(x.but(**mixed))
+    after = c.run(c.given(x, **mixed))
     error, most = distance(before.out[1:], after.out[1:]), allowed(c.weights, x)
     if error <= most:
         yield passed(name, "entries don't reach each other", error, most)
@@ -870,11 +842,7 @@ def large(c: Candidate, seed: int) -> Inputs:
     fields = {
         n: getattr(x, n) * by for n in (("query", "key") if c.weights is None else ("query", "key", "value"))
     }
-    if "cross" not in c.can:
-        fields = dict.fromkeys(("query", "key", "value"), fields["query"])
-    elif c.like == "cross":
-        fields["value"] = fields["key"]
-    return x.but(**fields)
+    return c.given(x, **fields)
 
 
 def _half(c: Candidate, dtype: torch.dtype) -> Iterator[Check]:
@@ -953,9 +921,7 @@ def strided(c: Candidate) -> Iterator[Check]:
     worst = 0.0
     for change in (turned, spread):
         y = {n: change(getattr(x, n)) for n in ("query", "key", "value")}
-        if "cross" not in c.can:
-            y = dict.fromkeys(y, y["query"])
-        worst = max(worst, distance(c.run(x.but(**y)).out, before))
+        worst = max(worst, distance(c.run(c.given(x, **y)).out, before))
     most = allowed(c.weights, x)
     yield (
         passed(name, "", worst, most)

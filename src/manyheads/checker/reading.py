@@ -70,6 +70,11 @@ def _without_weights(d: Description) -> bool:
     return d.what == "module" and not d.parameters
 
 
+def guess(kind: str) -> str:
+    """The note on a kind that nobody named."""
+    return f"taken as {kind} by its name and arguments (--like says otherwise)"
+
+
 # -- the constructor -------------------------------------------------------------------------------
 
 
@@ -534,7 +539,7 @@ def doc_lines(d: Description) -> str:
     return re.sub(r"\]\(\S+\)|\w+://\S+", "", "\n".join(texts))  # without links
 
 
-def said_causal(d: Description) -> str | None:
+def said_causal(d: Description, words: str) -> str | None:
     """Why a candidate without a causal argument is taken as causal, or None.
 
     One that is given masks may speak of causal ones, and be given one beside a cache.
@@ -547,7 +552,7 @@ def said_causal(d: Description) -> str | None:
     told = {names.argument(one.name) for one in d.call}
     masked = bool({"mask", "padding"} & told)
     speaks = r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead"
-    if not masked and re.search(speaks, doc_lines(d), re.I):
+    if not masked and re.search(speaks, words, re.I):
         return "its documentation"
     if not masked and "past" in told:
         return "its cache of earlier keys"
@@ -556,15 +561,14 @@ def said_causal(d: Description) -> str | None:
     return None
 
 
-def layout_said(d: Description) -> str | None:
+def layout_said(d: Description, words: str) -> str | None:
     """The layout that its documentation or its own unpacking of a shape tells."""
     batch, tokens = r"(?:b|n|batch\w*|bsz|bs)", r"(?:t|l|s|seq\w*|tgt\w*|length|len|tokens|n_tokens)"
-    text = doc_lines(d)
     inside = r"[\[(]\s*{}\s*,\s*{}\s*,\s*[\w ]+[\])]"
     for layout, first, second in (("sequence", tokens, batch), ("batch", batch, tokens)):
-        if re.search(inside.format(first, second), text, re.I):
+        if re.search(inside.format(first, second), words, re.I):
             return layout
-    if re.search(r"batch_first\s*=\s*True|batch[- ]first", text, re.I):
+    if re.search(r"batch_first\s*=\s*True|batch[- ]first", words, re.I):
         return "batch"
     first, second = r"\b(?:seq\w*|t|T|L|tgt_len|length|n_tokens)", r"(?:b|B|N|batch\w*|bsz|bs)\b"
     unpacked = first + r"\s*,\s*" + second + r"[^=\n]*=\s*\w+\.(?:shape|size)"
@@ -589,8 +593,3 @@ def _makes_triangle(source: str) -> bool:
         return any(found(child) for child in ast.iter_child_nodes(node))
 
     return found(tree)
-
-
-def unseen(sizes_taken: set[int], how_many: int) -> list[int]:
-    """Small sizes that nothing else has, so that a dimension out of place can't pass."""
-    return [n for n in (5, 7, 3, 9, 11, 13, 6, 10, 15, 17) if n not in sizes_taken][:how_many]

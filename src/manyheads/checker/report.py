@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from manyheads.checker.diagnosis import Diagnosis
 from manyheads.checker.questions import Check
+from manyheads.files import replacing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -193,16 +192,11 @@ class Report:
 
     def save_json(self, path: Path) -> None:
         """Write `as_json` into a file, in a folder made where there is none; OSError from the disk."""
-        written(
-            path,
-            lambda to: to.write_text(
-                json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            ),
-        )
+        _write(path, json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n")
 
     def save_junit(self, path: Path) -> None:
         """Write `as_junit` into a file, in a folder made where there is none; OSError from the disk."""
-        written(path, lambda to: to.write_text(self.as_junit() + "\n", encoding="utf-8"))
+        _write(path, self.as_junit() + "\n")
 
     def save_picture(self, folder: Path) -> Path | None:
         """Expected and given maps side by side, and their difference, into folder/check.png; None
@@ -217,22 +211,18 @@ class Report:
             return None
         folder.mkdir(parents=True, exist_ok=True)
         figure = figures.difference(
-            want, got, what=what, title=f"{Path(self.target).name}: the smallest failing input"
+            want, got, what=what, title=f"{Path(self.target).name}: a small failing input"
         )
         path = folder / "check.png"
-        written(path, lambda to: figure.savefig(to, dpi=110, format="png"))
+        with replacing(path) as file:
+            figure.savefig(file, dpi=110, format="png")
         return path
 
 
-def written(path: Path, write: Callable[[Path], object]) -> None:
-    """Write to a temporary name beside `path`, then rename."""
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _finite(x: float | None) -> float | None:

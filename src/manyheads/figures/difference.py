@@ -48,19 +48,8 @@ def difference(want: Tensor, got: Tensor, *, what: str = "weights", title: str |
         axes.tick_params(labelsize=8)
         if max(t, s) <= DIGITS:
             for i, j in np.ndindex(t, s):
-                red, green, blue, _ = (
-                    drawn.cmap(norm(x[i, j])) if np.isfinite(x[i, j]) else (0.0, 0.0, 0.0, 1.0)
-                )
-                ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
-                axes.text(
-                    j,
-                    i,
-                    f"{round(float(x[i, j]), 2) + 0.0:.2f}",
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color=ink,
-                )
+                ground = drawn.cmap(norm(x[i, j])) if np.isfinite(x[i, j]) else (0.0, 0.0, 0.0, 1.0)
+                page.write(axes, i, j, f"{round(float(x[i, j]), 2) + 0.0:.2f}", ground)
         if name != "expected":
             bar = figure.colorbar(drawn, ax=every[:2] if name == "given" else axes, pad=0.02)
             bar.ax.tick_params(labelsize=8)

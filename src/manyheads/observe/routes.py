@@ -46,7 +46,7 @@ FUSED = (
 )
 
 
-SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
+SOFTMAX = frozenset((F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax))
 
 
 class Stand(TorchFunctionMode):
