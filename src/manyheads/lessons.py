@@ -13,19 +13,22 @@ from pathlib import Path
 
 from manyheads.files import replacing
 
+SHARE = Path("share", "manyheads", "lessons")
 HERE = (
-    Path(sysconfig.get_path("data")) / "share" / "manyheads" / "lessons",
-    Path(__file__).parents[2] / "docs" / "lessons",
+    Path(__file__).parents[2] / "docs" / "lessons",  # a clone
+    Path(sysconfig.get_path("data")) / SHARE,
+    Path(sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))) / SHARE,  # pip install --user
+    Path(__file__).parents[1] / SHARE,  # pip install --target
 )
 
 
 def source() -> Path:
     """The folder that holds them; FileNotFoundError where the installation lacks it."""
-    for folder in reversed(HERE):
+    for folder in HERE:
         if any(folder.glob("*.ipynb")):
             return folder
     raise FileNotFoundError(
-        f"the lessons should be in {HERE[0]}, and aren't there: install manyheads again, or open "
+        f"the lessons should be in {HERE[1]}, and aren't there: install manyheads again, or open "
         f"docs/lessons of a clone."
     )
 
