@@ -100,6 +100,11 @@ def test_zero_and_masked_are_told_apart() -> None:
     assert figure.axes[0].patch.get_hatch()
 
 
+def test_a_small_weight_is_not_written_as_none() -> None:
+    weights = torch.tensor([[0.0, 0.004, 0.006, 0.99]])
+    assert [text.get_text() for text in figures.head(weights).axes[0].texts] == ["0", "<.01", "0.01", "0.99"]
+
+
 def test_what_a_bias_forbids_is_masked_too() -> None:
     forbid = torch.zeros(7, 7)
     forbid[:, 3] = -torch.inf
@@ -163,6 +168,13 @@ def test_beside_puts_two_masks_on_one_scale() -> None:
     assert drawn(figure, 0).mask.any()
     assert not np.ma.is_masked(drawn(figure, 1))
     assert np.allclose(drawn(figure, 1).sum(1), 1)
+
+
+def test_beside_is_told_what_of_a_tensor_is_masked() -> None:
+    amap, keep = made_map(), torch.ones(7, 7, dtype=torch.bool).tril()
+    figure = figures.beside(amap.dense()[0, 0], amap.under(None), keep=(keep, None))
+    assert np.array_equal(~drawn(figure, 0).mask, keep)
+    assert not np.ma.is_masked(drawn(figure, 1))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -666,6 +678,9 @@ EYE = torch.eye(3)
         (lambda: figures.head(made_map(), head=2), "head must lie between 0 and 1, and 2 came"),
         (lambda: figures.head(made_map(), batch=-1), "batch must lie between 0 and 0, and -1 came"),
         (lambda: figures.beside(EYE, torch.eye(2)), r"\[3, 3\] and \[2, 2\]"),
+        (lambda: figures.beside(EYE, EYE, keep=EYE.bool()), "a pair of masks.*a Tensor.*came"),  # type: ignore[arg-type]
+        (lambda: figures.beside(EYE, EYE, keep=(None, EYE)), "boolean"),
+        (lambda: figures.head(made_map(), keep=EYE.bool()), "a map knows its own mask"),
         (lambda: figures.grid(EYE), r"\[b, h, t, s\]"),
         (lambda: figures.grid([]), "at least one row of heads, and none came"),
         (lambda: figures.grid([EYE]), "AttentionMaps, and a Tensor of torch.float32 came among them"),  # type: ignore[list-item]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from typer.testing import CliRunner
 
 from manyheads import checker, lessons
 from manyheads.checker import questions
 from manyheads.checker.subject import find
+from manyheads.cli import app
 
 FOLDER = Path(__file__).parents[1] / "docs" / "lessons"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -95,3 +99,41 @@ def test_the_command_copies_and_keeps_what_is_there(tmp_path: Path) -> None:
     first.write_text("a learner's work")
     assert "stay as they are" in run()
     assert first.read_text() == "a learner's work"
+
+
+@pytest.mark.parametrize(
+    ("user", "says"), [(0, "jupyter lab 'my lessons' --allow-root"), (1000, "jupyter lab 'my lessons'")]
+)
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_command_starts_jupyter_or_says_how(
+    user: int, says: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[list[str], str]] = []
+
+    def run(words: list[str], *, env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+        ran.append((words, env["PATH"]))
+        return subprocess.CompletedProcess(words, 3)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: user, raising=False)
+    monkeypatch.setattr(lessons, "startable", lambda: installed)
+    monkeypatch.setattr(subprocess, "run", run)
+    unstarted = CliRunner().invoke(app, ["lessons", "my lessons", "--no-start"])
+    assert (unstarted.exit_code, ran) == (0, [])
+    last = unstarted.stdout.splitlines()[-1]
+    assert last.endswith(says)
+    assert ("pip install" in last) is not installed
+    started = CliRunner().invoke(app, ["lessons", "my lessons"])
+    if not installed:
+        assert (started.exit_code, ran) == (0, [])
+        return
+    [(words, path)] = ran
+    assert started.exit_code == 3  # Jupyter's own
+    assert words == [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "my lessons",
+        *(["--allow-root"] if not user else []),
+    ]
+    assert path.split(os.pathsep)[0] == sysconfig.get_path("scripts")  # where the command manyheads is

@@ -6,6 +6,7 @@ A command imports what it needs when it runs, so that `manyheads --help` stays q
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -181,10 +182,14 @@ def lessons(
 
     made = lessons.copy(out)
     print(f"{out}: {len(made)} files copied" if made else f"{out}: all files are there, and stay as they are")
-    code = lessons.start(out) if start else None
-    if code is None:
-        print(f"to run them: pip install jupyterlab && jupyter lab {out}")
-    raise typer.Exit(code or 0)
+    words = shlex.join(lessons.command(out))
+    if not lessons.startable():
+        print(f"to run them: pip install jupyterlab transformers && {words}")
+    elif not start:
+        print(f"to run them: {words}")
+    else:
+        print(f"starting {words}", flush=True)
+        raise typer.Exit(lessons.start(out))
 
 
 @app.command()

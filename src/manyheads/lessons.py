@@ -5,6 +5,7 @@ They are `docs/lessons` in a clone, and are installed beside the package.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -52,10 +53,22 @@ def copy(folder: Path) -> list[Path]:
     return made
 
 
-def start(folder: Path) -> int | None:
-    """Open the folder in JupyterLab until that is closed, and its exit code; None where it isn't
-    installed.
+def command(folder: Path) -> list[str]:
+    """What opens the folder in JupyterLab, to be typed; root must be allowed by name."""
+    root = hasattr(os, "geteuid") and os.geteuid() == 0
+    return ["jupyter", "lab", str(folder), *(["--allow-root"] if root else [])]
+
+
+def start(folder: Path) -> int:
+    """Open the folder in JupyterLab until that is closed, and its exit code.
+
+    Its terminals and cells find the command `manyheads`, whether the environment is activated or not.
     """
-    if find_spec("jupyterlab") is None:
-        return None
-    return subprocess.run([sys.executable, "-m", "jupyterlab", str(folder)], check=False).returncode
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    words = [sys.executable, "-m", "jupyterlab", *command(folder)[2:]]
+    return subprocess.run(words, env={**os.environ, "PATH": path}, check=False).returncode
+
+
+def startable() -> bool:
+    """Is JupyterLab installed?"""
+    return find_spec("jupyterlab") is not None

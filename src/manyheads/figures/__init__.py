@@ -79,8 +79,8 @@ def head(
     `weights` is an AttentionMap, of which `batch` and `head` choose one head, or a tensor `[t, s]`.
     `tokens` names the queries, and the keys too unless `keys` does; without them the map's own tokens
     stand on the axes, or positions. `keep` `[t, s]` (True = may attend) says what a tensor cannot:
-    which of its zeros are masked; a map knows. Above `MOST` queries or keys the largest weight of each
-    cell stands beside the mean one (what is masked counts as 0), each on its own scale. Raises
+    which of its zeros are masked; a map knows its own. Above `MOST` queries or keys the largest weight of
+    each cell stands beside the mean one (what is masked counts as 0), each on its own scale. Raises
     ValueError for labels or masks that don't fit the weights, TypeError for what are no weights.
     """
     line = cells.one_head(weights, batch, head, keep)
@@ -100,6 +100,7 @@ def beside(
     tokens: Labels | None = None,
     *,
     keys: Labels | None = None,
+    keep: tuple[Tensor | None, Tensor | None] = (None, None),
     batch: int = 0,
     head: int = 0,
     reduce: str = "max",
@@ -109,11 +110,15 @@ def beside(
     """One head twice on one colour scale, e.g. causal beside non-causal.
 
     Each side is an AttentionMap, of which `batch` and `head` choose one head, or a tensor `[t, s]`;
-    `beside(amap, amap.under(None))` asks what the same q and k would give without the mask. A cell of
-    a long text shows the "max" or the "mean" of its weights. Raises ValueError where the two sides
-    differ in shape, TypeError for what are no weights.
+    `beside(amap, amap.under(None))` asks what the same q and k would give without the mask. `keep` says
+    of each side that is a tensor what it says to `head`. A cell of a long text shows the "max" or the
+    "mean" of its weights. Raises ValueError where the two sides differ in shape or masks don't fit them,
+    TypeError for what are no weights.
     """
-    lines = [cells.one_head(side, batch, head, None) for side in (left, right)]
+    if not isinstance(keep, tuple) or len(keep) != 2:
+        raise TypeError(f"keep must be a pair of masks, one for each side or None, and {kind(keep)} came.")
+    sides = zip((left, right), keep, strict=True)
+    lines = [cells.one_head(side, batch, head, own) for side, own in sides]
     sizes = [cells.size(line) for line in lines]
     if sizes[0] != sizes[1]:
         shapes = " and ".join(str(list(size)) for size in sizes)

@@ -67,6 +67,7 @@ class Visible(Reduction):
 def one_head(weights: Weights, batch: int, head: int, keep: Tensor | None) -> Line:
     """One head: a map of it alone, or its weights."""
     if isinstance(weights, AttentionMap):
+        _knows(keep)
         _inside("batch", batch, weights.shape[0])
         _inside("head", head, weights.shape[1])
         return _drawable(weights.only(batch, head))
@@ -93,12 +94,11 @@ def all_heads(weights: Tensor | Layers, batch: int, keep: Tensor | None) -> dict
             f"sequence {n}": [masked(x, k) for x, k in zip(heads, kept, strict=True)]
             for n, (heads, kept) in enumerate(zip(weights, seen, strict=True))
         }
-    elif keep is not None:
-        raise ValueError("keep goes with a tensor; a map knows its own mask: see AttentionMap.under.")
-    elif isinstance(weights, AttentionMap):
-        lines = {f"sequence {n}": weights.only(n) for n in range(weights.shape[0])}
     else:
-        return dict(layers(weights, batch))
+        _knows(keep)
+        if not isinstance(weights, AttentionMap):
+            return dict(layers(weights, batch))
+        lines = {f"sequence {n}": weights.only(n) for n in range(weights.shape[0])}
     return {name: _drawable(line) for name, line in _some(lines).items()}
 
 
@@ -132,6 +132,11 @@ def _drawable(line: Line) -> Line:
     if not all(size(line)):
         raise ValueError(f"a picture needs at least one query and one key, and {list(size(line))} came.")
     return line
+
+
+def _knows(keep: Tensor | None) -> None:
+    if keep is not None:
+        raise ValueError("keep goes with a tensor; a map knows its own mask: see AttentionMap.under.")
 
 
 def _inside(name: str, index: int, size: int) -> None:

@@ -215,7 +215,7 @@ def heat(axes: Axes, panel: Panel, norm: Normalize, box: tuple[float, float]) ->
     )
     if box[0] / panel.t >= 0.2 and box[1] / panel.s >= 0.5:
         for (i, j), weight in np.ma.ndenumerate(panel.cells):
-            digits = f"{weight:.2f}" if weight >= 0.005 else "0"
+            digits = f"{weight:.2f}" if weight >= 0.005 else "<.01" if weight else "0"
             write(axes, i, j, digits, drawn.cmap(drawn.norm(weight)))
     return drawn
 
