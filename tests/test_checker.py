@@ -98,6 +98,7 @@ def test_habits_change_nothing_and_every_mistake_changes_something() -> None:
                 {},
                 {"causal": True},
                 {"causal": True, "keep": keep, "weights": True},
+                {"weights": True, "average": True},
                 {"padding": padding, "keep": keep, "bias": torch.randn(6, 6).double(), "scale": 0.4},
             ):
                 cases.append((w, Inputs(query, key, value, **rest)))

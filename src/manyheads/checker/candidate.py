@@ -157,7 +157,8 @@ class Candidate:
         self.can: set[str] = set()
         self.forms: dict[str, tuple[str, Form]] = {}
         self.causal = self.always_weights = self.blank = False
-        self.order = ""  # of weights that it returns, once it is known
+        self.orders: dict[bool, str] = {}  # of weights that it returns, averaged or not, once it is known
+        self.averaged = False  # are its weights always an average over the heads?
         self.untaken: dict[str, Trouble | None] = {}  # masks that it has an argument for and takes in no form
         self.complaint: Trouble | None = None
         self.packing = "3hd"
@@ -313,11 +314,6 @@ class Candidate:
         self.weights = self.projections.read(self.held, self.packing)
         return True
 
-    @property
-    def says_heads(self) -> bool:
-        """Are its weights each head's own? Yes, unless its words speak of an average and no argument does."""
-        return "average" in self.role or not re.search(r"\b(averag|mean)", self.words, re.I)
-
     # -- drawing inputs ----------------------------------------------------------------------------
 
     @property
@@ -378,7 +374,7 @@ class Candidate:
     def _marked(self, x: Inputs) -> Inputs:
         if self.causal:
             x = replace(x, causal=True, offset=0 if self.like == "sdpa" else x.s - x.t)
-        return replace(x, weights=self.always_weights) if self.always_weights else x
+        return replace(x, weights=self.always_weights, average=self.averaged)
 
     # -- calling -----------------------------------------------------------------------------------
 
@@ -411,7 +407,7 @@ class Candidate:
         if "causal" in self.role:
             kwargs[self.role["causal"]] = x.causal
         if "average" in self.role:
-            kwargs[self.role["average"]] = False
+            kwargs[self.role["average"]] = x.average
         if "weights" in self.role:
             kwargs[self.role["weights"]] = x.weights
         if x.scale is not None or ("scale" in self.role and self._required("scale")):
@@ -476,7 +472,9 @@ class Candidate:
         return names_of[int(path)] if path.isdigit() and int(path) < len(names_of) else path
 
     def run(self, x: Inputs, strict: bool = True, **options: Any) -> Found:
-        """Call it, and bring what it returns into the recipe's layout; an odd width is Odd if `strict`."""
+        """Call it, and bring what it returns into the recipe's layout; an odd width is Odd if `strict`, and
+        so are weights of another shape than was asked for.
+        """
         return self.read(self.subject.call(self.call(x, **options)).output, x, strict)
 
     def answer(self, x: Inputs, **options: Any) -> Answer:
@@ -511,14 +509,32 @@ class Candidate:
             want = tuple(out.shape)
         if tuple(out.shape) != want:
             expected = list(want if self.layout == "batch" else (want[1], want[0], *want[2:]))
-            raise Odd(f"an output {letters} = {expected} was expected, and {sizes(first)} came")
+            turned = tuple(first.shape) == (expected[1], expected[0], *expected[2:]) != tuple(expected)
+            hint = ", with its first two axes the other way round" if turned else ""
+            raise Odd(f"an output {letters} = {expected} was expected, and {sizes(first)} came{hint}")
         if not out.is_floating_point():
             raise Odd(f"an output of floats was expected, and {out.dtype} came")
         rest = [part for part in parts if isinstance(part, Tensor) and part is not first]
-        return Found(out, self._weights_in(rest, b, h, t, s))
+        weights = self._weights_in(rest, x.average, b, h, t, s)
+        if strict and x.weights:
+            self._check_weights(weights, rest, x.average, b, h, t, s)
+        return Found(out, weights)
 
-    def _weights_in(self, rest: list[Tensor], b: int, h: int, t: int, s: int) -> Tensor | None:
-        """Returned weights as `[b, h, t, s]`; how they lie is found once, at sizes that differ."""
+    def _check_weights(
+        self, weights: Tensor | None, rest: list[Tensor], average: bool, b: int, h: int, t: int, s: int
+    ) -> None:
+        """Are weights there, and of the shape that was asked for? Odd if not."""
+        if not rest:
+            raise Odd("its weights were asked for, and none came back")
+        if weights is None or weights.shape[:2] != (b, 1 if average else h):
+            asked = f"an average over {h} heads was" if average else f"weights of {h} heads were"
+            letters, expected = ("[b, t, s]", [b, t, s]) if average else ("[b, h, t, s]", [b, h, t, s])
+            raise Odd(f"{asked} asked for, {letters} = {expected}, and {sizes(rest[0])} came back")
+
+    def _weights_in(self, rest: list[Tensor], average: bool, b: int, h: int, t: int, s: int) -> Tensor | None:
+        """Returned weights as `[b, h, t, s]`, or `[b, 1, t, s]` where one map for all heads came; how they
+        lie is found once, at sizes that differ.
+        """
         orders: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
             "b h t s": ((b, h, t, s), lambda w: w),
             "b 1 t s": ((b, 1, t, s), lambda w: w),
@@ -528,13 +544,16 @@ class Candidate:
             "h b t s": ((h, b, t, s), lambda w: w.transpose(0, 1)),
             "(b h) t s": ((b * h, t, s), lambda w: w.unflatten(0, (b, h))),
             "t s b": ((t, s, b), lambda w: w.permute(2, 0, 1)[:, None]),
+            "h t s": ((h, t, s), lambda w: w[None]),  # which is averaged over the batch
         }
-        for name in [self.order] if self.order else list(orders):
+        if self.like == "torch-mha" and "average" in self.role:  # as PyTorch's own lie
+            orders.pop("b 1 t s")
+        for name in [self.orders[average]] if average in self.orders else list(orders):
             shape, change = orders[name]
             for part in rest:
                 if tuple(part.shape) == shape and part.is_floating_point():
                     if len({b, h, t, s}) == 4 or (len({b, t, s}) == 3 and h == 1):
-                        self.order = name
+                        self.orders[average] = name
                     return change(part)
         return None
 
@@ -552,9 +571,11 @@ class Candidate:
         except Trouble as error:
             if error.kind != "call" or error.error.endswith(("SystemExit", "KeyboardInterrupt")):
                 raise
+            if error.unwritten:
+                raise Unclear(f"{str(error).rstrip('.')}: write it, and check again.") from None
+            call = "say its kind with --like" if self.guessed else f"mend that, if it is {self.like}"
             raise Unclear(
-                f"{str(error).rstrip('.')}: it was called with {self._shown(x)}; say its kind with --like, "
-                "or write an adapter."
+                f"{str(error).rstrip('.')}: it was called with {self._shown(x)}; {call}, or write an adapter."
             ) from None
         except Odd:
             plain = None  # the check of shapes says it
@@ -566,6 +587,7 @@ class Candidate:
             self.always_weights = False
         if self.always_weights or (asked is not None and asked.weights is not None):
             self.can.add("weights")
+            self._average(plain if self.always_weights else asked)
         if "weights" in self.role and "weights" not in self.can:
             self.can.add("weights")  # asked for, and they don't come: the check of weights says it
         if (
@@ -579,6 +601,25 @@ class Candidate:
                 self.can.add(slot)
         self._try_causal(generator)
         self._try_masks(generator)
+
+    def _average(self, got: Found | None) -> None:
+        """Are its weights always averaged? Its words say, or PyTorch's example, which leaves both open."""
+        if "average" in self.role or self.heads == 1 or got is None or got.weights is None:
+            return
+        told = reading.averaged(self.words)
+        either = self.like == "torch-mha" or re.search(r"\b(averag|mean)", self.words, re.I)
+        self.averaged = told or (bool(either) and got.weights.shape[1] == 1)
+        if self.averaged:
+            self.notes.append(
+                "its weights are averaged over the heads"
+                + (
+                    " (its own words)"
+                    if told
+                    else ", as those of PyTorch's layer"
+                    if self.like == "torch-mha"
+                    else ""
+                )
+            )
 
     def _shown(self, x: Inputs) -> str:
         call = self.call(x)

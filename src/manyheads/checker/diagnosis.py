@@ -17,11 +17,12 @@ from torch import Tensor
 
 from manyheads.checker.candidate import Candidate
 from manyheads.checker.mistakes import FAMILY, HABITS, Change, Mistake
-from manyheads.checker.questions import Evidence, counted, emptied, gather, large, weights_of
+from manyheads.checker.questions import Evidence, counted, emptied, gather, large, large_masked
 from manyheads.checker.recipe import Found, Recipe, Weights, distance, exact
 from manyheads.shapes import sizes
 
 CLOSE = 2e-5  # relative to the largest number: float32 with the steps in another order
+OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # which large scores show
 REPEATS = 256  # calls that dropout is averaged over
 
 
@@ -68,6 +69,8 @@ def _search(c: Candidate, evidence: list[Evidence]) -> list[tuple[Diagnosis, tup
     """The single mistakes that explain everything, with their changes; else the pairs that do."""
     out = {"mask-dropped-with-weights"} if c.always_weights else set()  # it is always asked for weights
     out |= {"scaled-by-heads"} if c.heads == 1 else set()  # where that is not to scale
+    out |= {"average-inverted"} if "average" not in c.role else set()  # nobody can ask for the other
+    out |= {"masked-and-divided"}  # it is right but for large scores, or is a sink left out
     family = [m for m in FAMILY.values() if m.name not in out]
     singles = [((m.name,), (v,)) for m in family for v in m.variants]
     fits = list(_fitting(c, evidence, singles, HABITS))
@@ -156,10 +159,7 @@ def _off(c: Candidate, weights: Weights | None, changes: tuple[Change, ...], one
     got, told = (f if whole else counted(c, one.x, f) for f in (made_so, one.found))
     off = _relative(told.out, got.out)
     if told.weights is not None and one.x.weights and off <= CLOSE:
-        want = weights_of(got, told.weights, c)
-        if want is None or want.shape != told.weights.shape:
-            return math.inf
-        off = max(off, _relative(told.weights, want))
+        off = math.inf if got.weights is None else max(off, _relative(told.weights, got.weights))
     return off
 
 
@@ -251,19 +251,27 @@ def _special(c: Candidate, before: list[tuple[Change, ...]]) -> list[Diagnosis]:
     before.
     """
     found = []
-    for names, draw, room in (
-        (("empty-rows-nan", "empty-rows-uniform"), emptied, CLOSE),
-        (("no-max-subtracted",), large, 1e-3),
+    seeds = (41, 42, 43)
+    empty = [x for seed in seeds if (x := emptied(c, seed)) is not None]
+    if "weights" in c.can:
+        empty += [replace(x, weights=True) for x in empty if not x.weights]
+    high = [large(c, seed) for seed in seeds]
+    low = [x for seed in seeds for x in large_masked(c, seed)]
+    wrong: dict[str, bool] = {}
+    for scenario, names, inputs, room in (
+        ("empty", ("empty-rows-nan", "empty-rows-uniform", "empty-rows-spoil-others"), empty, CLOSE),
+        ("large", OVERFLOWS, high, 1e-3),
+        ("large, masked", OVERFLOWS, low, 1e-3),
     ):
-        inputs = [x for seed in (41, 42, 43) if (x := draw(c, seed)) is not None]
-        if "weights" in c.can and draw is emptied:
-            inputs += [replace(x, weights=True) for x in inputs if not x.weights]
+        if wrong.get("large"):  # which is then wrong under a mask as well
+            break
         answers = [(x, c.attempt(x, strict=True)) for x in inputs]
-        evidence = [Evidence("empty", x, got) for x, got in answers if got is not None]
+        evidence = [Evidence(scenario, x, got) for x, got in answers if got is not None]
         if len(evidence) < len(inputs):
             continue
         # Asked for weights it may take another way: what is right already isn't looked at.
         evidence = [e for e in evidence if min(_off(c, c.weights, one, e) for one in before) > room]
+        wrong[scenario] = bool(evidence)
         for name in names if evidence else ():
             m = FAMILY[name]
             errors = [_error(c, c.weights, (*changes, v), evidence) for changes in before for v in m.variants]
@@ -293,24 +301,34 @@ def nearest(c: Candidate, evidence: list[Evidence]) -> list[Diagnosis]:
         said.append(
             f"wrong with {', '.join(sorted({e.scenario for e in wrong}))}, and right with {', '.join(right)}"
         )
+    if not any(_off(c, c.weights, (), replace(e, found=Found(e.found.out))) > CLOSE for e in wrong):
+        said.append("the output is right, and the weights that come back are wrong" + _shown(one, truth))
+        return [Diagnosis("", "no known mistake explains it; " + "; ".join(said), "", False)]
     said += _simple(c, wrong)
-    if one.found.weights is not None and truth.weights is not None:
-        want = weights_of(truth, one.found.weights, c)
-        if want is not None and want.shape == one.found.weights.shape:
-            if _relative(one.found.weights, want) <= CLOSE:
-                said.append(
-                    "its weights are right, so what comes after them is wrong: mixing, merging heads "
-                    "or the output"
-                )
-            else:
-                said.append(
-                    "its weights are wrong already: scores, mask or softmax"
-                    + _where(one.found.weights, want, "key")
-                )
+    got, want = one.found.weights, truth.weights
+    if got is not None and want is not None and got.shape == want.shape:
+        if _relative(got, want) <= CLOSE:
+            after = "mixing, merging heads or the output"
+            said.append(f"its weights are right, so what comes after them is wrong: {after}")
+        else:
+            said.append("its weights are wrong already: scores, mask or softmax" + _where(got, want, "key"))
     said += _batch(c, wrong)
     said += _heads(c, wrong)
     said.append("the output is wrong" + _where(one.found.out, truth.out, "column"))
     return [Diagnosis("", "no known mistake explains it; " + "; ".join(said), "", False)]
+
+
+def _shown(one: Evidence, truth: Found) -> str:
+    """How returned weights differ: in their shape, by a factor, or where."""
+    got, want = one.found.weights, truth.weights
+    if got is None or want is None:
+        return ""
+    if got.shape != want.shape:
+        return f": of {got.shape[1]} heads, where {want.shape[1]} were expected"
+    factor = float((got.to(torch.float64) * want).sum() / (want * want).sum())
+    if abs(factor - 1) > 1e-3 and _relative(got, want * factor) <= CLOSE:
+        return f": {factor:.6g} times the right ones"
+    return _where(got, want, "key")
 
 
 def _where(got: Tensor, want: Tensor, last: str) -> str:

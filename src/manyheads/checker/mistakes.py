@@ -63,9 +63,9 @@ def _scaled(name: str, is_: str, mend: str, number: Callable[[Recipe], float]) -
     mistake(name, is_, mend)(change)
 
 
-RIGHT = (
-    "divide the scores by the square root of the head size: scores = q @ k.transpose(-2, -1) / math.sqrt(d)"
-)
+# Words of a mend name an axis only together with the layout that it is of: heads lie in many.
+RIGHT = "divide the scores by the square root of the head size: scores / math.sqrt(d)"
+PRODUCT = "a query's scores are its products with the keys, q kᵀ"
 
 _scaled("unscaled", "whose scores are not divided by √d", RIGHT, lambda r: 1.0)
 _scaled("scaled-by-width", "whose scores are divided by the root of the model width rather than of the head size",
@@ -123,21 +123,19 @@ def _(r: Recipe) -> None:
 @mistake(
     "queries-as-keys",
     "whose scores are of queries with queries",
-    "multiply q with k: q @ k.transpose(-2, -1)",
+    PRODUCT,
 )
 def _(r: Recipe) -> None:
     r.put(product=lambda: r.q @ r.q.mT)
 
 
-@mistake(
-    "keys-as-queries", "whose scores are of keys with keys", "multiply q with k: q @ k.transpose(-2, -1)"
-)
+@mistake("keys-as-queries", "whose scores are of keys with keys", PRODUCT)
 def _(r: Recipe) -> None:
     r.put(product=lambda: r.k @ r.k.mT)
 
 
 @mistake("scores-transposed", "whose scores are of keys with queries",
-         "a row belongs to a query: q @ k.transpose(-2, -1), not k @ q.transpose(-2, -1)")  # fmt: skip
+         "a row of scores belongs to a query: q kᵀ, not k qᵀ")  # fmt: skip
 def _(r: Recipe) -> None:
     r.put(product=lambda: r.k @ r.q.mT)
 
@@ -145,7 +143,7 @@ def _(r: Recipe) -> None:
 @mistake(
     "keys-reshaped",
     "whose keys are reshaped to [d, s] rather than transposed",
-    "k.transpose(-2, -1) swaps the two axes; a view or reshape to [b, h, d, s] only renames them",
+    "transpose the keys' last two axes: a view or reshape to [b, h, d, s] only renames them",
 )
 def _(r: Recipe) -> None:
     r.put(product=lambda: r.q @ r.k.reshape(*r.k.shape[:2], r.k.shape[3], r.k.shape[2]))
@@ -215,6 +213,39 @@ def _(r: Recipe) -> None:
         source=lambda role: source(role).transpose(0, 1) if r.w is not None else source(role),
         finish=lambda x: finish(x).transpose(0, 1) if r.w is not None else finish(x),
     )
+
+
+def _renamed(x: Tensor) -> Tensor:
+    """[b, t, e] that lies as [t, b, e], with its first two axes renamed and not moved."""
+    return x.transpose(0, 1).reshape(x.shape)
+
+
+def _reshaped(
+    entering: Callable[[Tensor], Tensor] | None, leaving: Callable[[Tensor], Tensor] | None
+) -> None:
+    def change(r: Recipe) -> None:
+        source, merge = r.source, r.merge
+        if r.w is not None and entering is not None:
+            r.put(source=lambda role: entering(source(role)))
+        if r.w is not None and leaving is not None:
+            r.put(merge=lambda x: leaving(merge(x)))
+
+    mistake(
+        "batch-reshaped",
+        "whose batch and tokens change places by a reshape rather than by a transpose",
+        "transpose the two axes, or permute: a view or reshape from [t, b, …] to [b, t, …] only renames them",
+    )(change)
+
+
+def _moved_back(x: Tensor) -> Tensor:
+    """The same of [b, t, e] that is taken to be [t, b, e]."""
+    return x.reshape(x.shape[1], x.shape[0], -1).transpose(0, 1)
+
+
+for there, back in ((_renamed, _moved_back), (_moved_back, _renamed)):
+    _reshaped(there, None)
+    _reshaped(None, back)
+    _reshaped(there, back)
 
 
 # -- masks -----------------------------------------------------------------------------------------
@@ -305,6 +336,8 @@ _filled("masked-minus-one", "whose masked scores are set to −1", f"a score of 
         lambda r, x, kept: x.masked_fill(~kept, -1.0))  # fmt: skip
 _filled("masked-plus-infinity", "whose masked scores are set to +inf or a huge positive number",
         f"the sign is wrong; {BEFORE}", lambda r, x, kept: x.masked_fill(~kept, 1e9))  # fmt: skip
+_filled("masked-plus-infinity", "whose masked scores are set to +inf or a huge positive number",
+        f"the sign is wrong; {BEFORE}", lambda r, x, kept: x.masked_fill(~kept, math.inf))  # fmt: skip
 ONES = (
     "that adds its mask of ones and zeros to its scores",
     f"a mask of ones and zeros hides nothing when it is added; {BEFORE}",
@@ -338,11 +371,51 @@ _filled("masked-minus-ten", "that takes a small number, not infinity, off its ma
         f"a weight of exp(−10) is left; {BEFORE}", lambda r, x, kept: x - 10.0 * ~kept)  # fmt: skip
 
 
+def _low(number: float) -> None:
+    """A number in place of −inf: set or taken off, and the weights set to 0 afterwards or left."""
+    is_ = (
+        "whose masked scores are made low by a number such as −100, which low scores of visible keys undercut"
+    )
+
+    def set_(r: Recipe) -> None:
+        r.put(hide=lambda x: x if r.kept is None else x.masked_fill(~r.kept, number))
+
+    def added(r: Recipe) -> None:
+        r.put(hide=lambda x: x if r.kept is None else x + number * ~r.kept)
+
+    def left(change: Change) -> Change:
+        def both(r: Recipe) -> None:
+            change(r)
+            r.put(empty=lambda weights: weights)
+
+        return both
+
+    for change in (set_, added, left(set_), left(added)):
+        mistake("masked-low", is_, BEFORE)(change)
+
+
+for number in (-10.0, -20.0, -50.0, -100.0, -200.0):
+    _low(number)
+
+
 @mistake("masked-after-softmax", "whose masked weights are set to 0 after the softmax, so that rows don't sum to 1",
          BEFORE)  # fmt: skip
 def _(r: Recipe) -> None:
     r.put(hide=lambda scores: scores)
     r.put(empty=lambda w: w if r.kept is None else w.masked_fill(~r.kept, 0.0))
+
+
+@mistake("masked-and-divided",
+         "whose masked weights are set to 0 after the softmax and the rest divided by their sum: 0/0 where hidden keys outweigh the visible ones",
+         BEFORE)  # fmt: skip
+def _(r: Recipe) -> None:
+    def empty(weights: Tensor) -> Tensor:
+        if r.kept is None:
+            return weights
+        rest = r.scores.to(r.dtype).softmax(-1).masked_fill(~r.kept, 0.0)  # in which small weights are 0
+        return (rest / rest.sum(-1, keepdim=True)).to(weights.dtype)
+
+    r.put(hide=lambda scores: scores, empty=empty)
 
 
 POLARITY = "the mask is read the wrong way round: turn it over (~mask), or mask == 0 into mask == 1"
@@ -392,7 +465,9 @@ def _turned(keep: Tensor | None) -> Tensor | None:
     return None if keep is None else ~keep
 
 
-KEYS = "a mask lies on the keys, the last dimension of the scores: padding [b, s] becomes [b, 1, 1, s]"
+KEYS = (
+    "a mask lies on the keys, for each query: beside scores [b, h, t, s], padding [b, s] becomes [b, 1, 1, s]"
+)
 
 
 @mistake("mask-transposed", "whose mask lies on queries where it should lie on keys", KEYS)
@@ -419,7 +494,7 @@ def _flipped(keep: Tensor | None) -> Tensor | None:
 
 
 @mistake("first-mask-for-all", "that uses the mask of the batch's first entry for all",
-         "keep the mask's batch dimension: mask[:, None], not mask[0]")  # fmt: skip
+         "keep the mask's batch axis: each entry has a mask of its own")  # fmt: skip
 def _(r: Recipe) -> None:
     given, padded = r.given, r.padded
     r.put(given=lambda: _first(given()))
@@ -513,9 +588,36 @@ def _(r: Recipe) -> None:
     r.put(hide=hide)
 
 
+def _spoilt(name: str, is_: str, step: str, one_for_all: bool) -> None:
+    """Zeros for what holds a row that may attend to nothing, from a step on."""
+
+    def change(r: Recipe) -> None:
+        before = getattr(r, step)
+
+        def zeroed(x: Tensor) -> Tensor:
+            y: Tensor = before(x)
+            if r.kept is None:
+                return y
+            gone = ~r.kept.any(-1).flatten(1).all(-1)  # [b]: has this entry an empty row?
+            gone = gone.any() if one_for_all else gone[(...,) + (None,) * (y.dim() - 1)]
+            return y.masked_fill(gone, 0.0)
+
+        r.put(**{step: zeroed})
+
+    mistake(name, is_, f"{EMPTY}, and leave the other rows as they are")(change)
+
+
+for step in ("merge", "finish"):
+    for one_for_all in (True, False):
+        _spoilt("empty-rows-spoil-others", "that gives zeros for every query where one may attend to nothing",
+                step, one_for_all)  # fmt: skip
+
+
 # -- softmax ---------------------------------------------------------------------------------------
 
-KEYWISE = "the softmax goes over the keys: torch.softmax(scores, dim=-1)"
+KEYWISE = (
+    "the softmax goes over the keys: dim=-1 where scores are [b, h, t, s], dim=1 where they are [t, s, b, h]"
+)
 
 
 def _normal(name: str, is_: str, mend: str, how: Callable[[Tensor, Recipe], Tensor]) -> None:
@@ -544,7 +646,7 @@ _normal("softmax-joint", "whose softmax goes over queries and keys together", KE
 _normal("softmax-twice", "whose softmax is applied twice", "apply the softmax once; cross-entropy and layers may hold one",
         lambda x, r: x.softmax(-1).softmax(-1))  # fmt: skip
 _normal("softmax-missing", "whose scores are not turned into weights by a softmax",
-        "weights = torch.softmax(scores, dim=-1)", lambda x, r: x)  # fmt: skip
+        f"take it; {KEYWISE}", lambda x, r: x)  # fmt: skip
 _normal("log-softmax", "whose weights are logarithms of a softmax", "use softmax, not log_softmax",
         lambda x, r: x.log_softmax(-1))  # fmt: skip
 _normal("sigmoid", "whose weights are a sigmoid of the scores", KEYWISE, lambda x, r: x.sigmoid())
@@ -563,7 +665,7 @@ _normal("hardmax", "that gives the largest score all the weight", KEYWISE,
 
 
 @mistake("no-max-subtracted", "whose softmax overflows, as the row's maximum is not taken off before exp",
-         "use torch.softmax, or exp(scores - scores.amax(-1, keepdim=True))")  # fmt: skip
+         "use torch.softmax, or take each query's largest score off its scores before exp")  # fmt: skip
 def _(r: Recipe) -> None:
     def normalise(scores: Tensor) -> Tensor:
         e = scores.to(r.dtype).exp()
@@ -580,7 +682,15 @@ def _(r: Recipe) -> None:
     r.put(empty=lambda weights: empty(weights).softmax(-1))
 
 
-SINK = "the sink joins the normaliser: softmax(cat([scores, sink], -1))[..., :-1]"
+@also("softmax-twice")  # with the mask between the two
+def _(r: Recipe) -> None:
+    hide = r.hide
+    r.put(hide=lambda scores: hide(scores.softmax(-1)))
+
+
+SINK = (
+    "the sink joins the normaliser: it is one score more in each query's softmax, and its weight is left away"
+)
 
 _normal("sink-left-out", "whose sink takes no part in the softmax", SINK, lambda x, r: x.softmax(-1))
 
@@ -621,7 +731,7 @@ def _mixed(name: str, is_: str, mend: str, how: Callable[[Tensor, Recipe], Tenso
     mistake(name, is_, mend)(change)
 
 
-MIX = "the output is weights @ v"
+MIX = "a query's output is the sum of the values, each times the query's weight on its key"
 
 _mixed(
     "weights-transposed",
@@ -637,9 +747,13 @@ _mixed("mean-of-values", "that averages all values evenly", MIX, lambda w, r: r.
 _mixed("scores-as-weights", "that mixes values with the scores rather than with the weights", MIX,
        lambda w, r: r.scores.masked_fill(r.scores == -math.inf, 0.0) @ r.v)  # fmt: skip
 
-SPLIT = "split, then transpose: x.view(b, t, h, d).transpose(1, 2); a reshape to [b, h, t, d] mixes tokens"
+SPLIT = (
+    "split the width, then move the axes to [b, h, t, d]: x.view(b, t, h, d).transpose(1, 2) of x [b, t, e], "
+    "x.view(t, b, h, d).permute(1, 2, 0, 3) of x [t, b, e]; a reshape alone mixes tokens"
+)
 MERGE = (
-    "transpose, then merge: x.transpose(1, 2).reshape(b, t, h * d); a reshape of [b, h, t, d] mixes tokens"
+    "move the axes back, then merge the last two: of x [b, h, t, d], x.transpose(1, 2).flatten(2) is [b, t, e], "
+    "x.permute(2, 0, 1, 3).flatten(2) is [t, b, e]; a reshape alone mixes tokens"
 )
 
 
@@ -664,6 +778,15 @@ def _(r: Recipe) -> None:
         r.put(heads_of=packed)
 
 
+@mistake(
+    "split-after-transpose",
+    "whose heads are split by a reshape after the transpose rather than before it",
+    SPLIT,
+)
+def _(r: Recipe) -> None:
+    r.put(split=lambda x, n: x.transpose(1, 2).reshape(x.shape[0], n, x.shape[1], -1))
+
+
 @mistake("merge-without-transpose", "whose heads are merged by a reshape without a transpose", MERGE)
 def _(r: Recipe) -> None:
     r.put(merge=lambda x: x.reshape(x.shape[0], x.shape[2], -1))
@@ -674,15 +797,40 @@ def _(r: Recipe) -> None:
     r.put(merge=lambda x: x.reshape(x.shape[2], x.shape[0], -1).transpose(0, 1))
 
 
-@also("merge-without-transpose")  # [b, h, t, d] and [b, d, t, h]: merged the other way round
+ORDER = "the width is (heads, head size) in that order, wherever it is split and merged"
+
+
+@mistake("split-the-other-way", "whose heads are split as [d, h] and merged as [h, d]", ORDER)
+def _(r: Recipe) -> None:
+    r.put(split=_interleaved)
+
+
+@mistake("merge-the-other-way", "whose heads are split as [h, d] and merged as [d, h]", ORDER)
 def _(r: Recipe) -> None:
     r.put(merge=lambda x: x.permute(0, 2, 3, 1).flatten(2))
 
 
-@mistake("split-the-other-way", "whose heads are split as [d, h] and merged as [h, d]",
-         "split the width into (heads, head size) in that order, as it is merged")  # fmt: skip
+@mistake("heads-interleaved",
+         "whose heads are split and merged as [d, h]: an equivalent network, with its weights in another order",
+         f"nothing is lost if it is trained so, and weights of other attention don't fit it: {ORDER}")  # fmt: skip
 def _(r: Recipe) -> None:
-    r.put(split=lambda x, n: x.unflatten(-1, (-1, n)).permute(0, 3, 1, 2))
+    r.put(split=_interleaved, merge=lambda x: x.permute(0, 2, 3, 1).flatten(2))
+
+
+def _interleaved(x: Tensor, n: int) -> Tensor:
+    return x.unflatten(-1, (-1, n)).permute(0, 3, 1, 2)
+
+
+@mistake("heads-as-tokens", "of each token's heads over its own heads, not of tokens over tokens",
+         "move the heads' axis away from the last two before the product of q and k, and back after it; " + SPLIT)  # fmt: skip
+def _(r: Recipe) -> None:
+    r.put(split=lambda x, n: x.unflatten(-1, (n, -1)), merge=lambda x: x.flatten(2))  # [b, t, h, d]
+
+
+@also("heads-as-tokens")  # and merged as if they had been moved
+def _(r: Recipe) -> None:
+    r.put(split=lambda x, n: x.unflatten(-1, (n, -1)))
+    r.put(merge=lambda x: x.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
 
 
 @mistake("heads-ignored", "of one head over the whole width", SPLIT)
@@ -727,7 +875,7 @@ def _(r: Recipe) -> None:
     r.put(merge=lambda x: merge(x.flip(1)))
 
 
-SHARE = "query head i uses key head i // (h / g): k.repeat_interleave(h // g, dim=1), not k.repeat(1, h // g, 1, 1)"
+SHARE = "query head i uses key head i // (h / g): repeat_interleave(h // g) along the heads' axis, not repeat"
 
 
 @mistake("key-heads-tiled", "whose key heads are repeated in the wrong order", SHARE)
@@ -980,8 +1128,32 @@ _reported(
 )
 _reported("returned-heads-reversed", "whose returned weights have their heads in reverse", RETURN,
           lambda r: r.attention.flip(1))  # fmt: skip
-_reported("weights-averaged", "that returns the average of its heads where each head's weights are asked for", RETURN,
-          lambda r: r.attention.mean(1, keepdim=True))  # fmt: skip
+
+
+AVERAGE = "return each head's weights, and their mean over the heads only where an average is asked for, as by average_attn_weights"
+
+
+def _shown(name: str, is_: str, mend: str, how: Callable[[Tensor, bool], Tensor]) -> None:
+    def change(r: Recipe) -> None:
+        r.put(shown=lambda weights: how(weights, r.x.average))
+
+    mistake(name, is_, mend)(change)
+
+
+_shown("weights-averaged", "that returns the average of its heads where each head's weights are asked for", AVERAGE,
+       lambda w, average: w.mean(1, keepdim=True))  # fmt: skip
+_shown("weights-not-averaged", "that returns each head's weights where their average over the heads is asked for",
+       AVERAGE, lambda w, average: w)  # fmt: skip
+_shown("average-inverted", "that returns each head's weights where an average is asked for, and the average where each head's are",
+       AVERAGE, lambda w, average: w if average else w.mean(1, keepdim=True))  # fmt: skip
+_shown("weights-summed", "that returns the sum of its heads' weights rather than their average",
+       "take the mean over the heads, not the sum",
+       lambda w, average: w.sum(1, keepdim=True) if average else w)  # fmt: skip
+_shown("weights-averaged-over-batch", "that averages the returned weights over the batch rather than over the heads",
+       "take the mean over the heads: the axis 1 of [b, h, t, s], the last of [t, s, b, h]",
+       lambda w, average: w.mean(0, keepdim=True) if average else w)  # fmt: skip
+_shown("first-head-returned", "that returns the first head's weights rather than the average of all",
+       "take the mean over the heads", lambda w, average: w[:, :1] if average else w)  # fmt: skip
 
 
 @mistake("mask-dropped-with-weights", "that drops its mask when its weights are asked for",

@@ -69,6 +69,20 @@ def _half(p: Tensor, e: int, how: Callable[[Tensor], Tensor]) -> Tensor:
     return how(angles(p, e))
 
 
+def _woven(a: Tensor) -> Tensor:
+    return woven(a.sin(), a.cos())
+
+
+def _shifted(p: Tensor, e: int, by: int) -> Tensor:
+    """Exponents (2i + by)/e."""
+    return _woven(angles(p, e) * BASE ** (-by / e))
+
+
+def _quotient(p: Tensor, e: int) -> Tensor:
+    """position / (10000 · 2i/e): infinite for the first pair, 0/0 at the first position."""
+    return p.to(torch.float64)[:, None] / (BASE * torch.arange(0, e, 2, dtype=torch.float64) / e)
+
+
 SINES: dict[str, tuple[str, str, list[Table]]] = {
     "exponent-doubled": (
         "whose exponent is doubled: 10000^(4i/e) rather than 10000^(2i/e)",
@@ -122,6 +136,28 @@ SINES: dict[str, tuple[str, str, list[Table]]] = {
         "whose positions are multiplied by 10000^(2i/e) rather than divided", "angle = position / 10000^(2i/e)",
         [lambda p, e: _known(angles(p, e, power=-1.0), lambda a: woven(a.sin(), a.cos()))],
     ),
+    "pairs-from-one": (
+        "whose pairs are counted from 1", "the first pair turns by the position itself: i counts from 0, torch.arange(0, e, 2)",
+        [lambda p, e: _shifted(p, e, 2)],
+    ),
+    "exponent-of-odd": (
+        "whose exponents are those of the odd dimensions, (2i + 1)/e", "a pair's exponent is 2i/e: torch.arange(0, e, 2) / e",
+        [lambda p, e: _shifted(p, e, 1)],
+    ),
+    "exponent-over-narrower-width": (
+        "whose exponent is divided by e − 2, so that the last pair has the whole base", "10000^(2i/e): divide by the width",
+        [lambda p, e: _half(p, e, lambda a: woven(*(f(angles(p, e, power=e / (e - 2))) for f in (torch.sin, torch.cos))))],
+    ),
+    "power-of-the-quotient": (
+        "that raises position / 10000 to the power 2i/e, rather than 10000 alone", "only the base has an exponent: position / (10000 ** (2i/e))",
+        [lambda p, e: _woven((p.to(torch.float64)[:, None] / BASE) ** (torch.arange(0, e, 2, dtype=torch.float64) / e))],
+    ),
+    "exponent-as-factor": (
+        "whose positions are divided by 10000 · 2i/e rather than by its power", "10000 ** (2i/e), a power",
+        [lambda p, e: _woven(_quotient(p, e))],
+    ),
+    "angles-in-turns": ("whose angles are multiplied by 2π", "angle = position / 10000^(2i/e), in radians as it stands",
+                        [lambda p, e: _woven(angles(p, e) * 2 * math.pi)]),
     "angles-in-degrees": ("whose angles are taken as degrees", "sin and cos take radians",
                           [lambda p, e: woven(*(f(angles(p, e) * math.pi / 180) for f in (torch.sin, torch.cos)))]),
     "sine-negated": ("whose sines have the wrong sign", "sin(angle), not its negative",
@@ -185,7 +221,22 @@ def turns(pairs: str) -> dict[str, tuple[str, str, list[Turn]]]:
         ),
         "rotary-missing": ("that doesn't turn at all", "turn each pair by its position's angle", by(lambda p, d: 0 * angles(p, d))),
         "rotary-reflected": ("that adds where a turn subtracts, or the reverse", "(x1 cos − x2 sin, x1 sin + x2 cos)",
-                             [lambda x, p: _signs(x, p, pairs, 1, 1), lambda x, p: _signs(x, p, pairs, -1, -1)]),
+                             [lambda x, p: _pair(x, p, pairs, lambda x1, x2, c, s: (x1 * c + x2 * s, x1 * s + x2 * c)),
+                              lambda x, p: _pair(x, p, pairs, lambda x1, x2, c, s: (x1 * c - x2 * s, x2 * c - x1 * s))]),
+        "rotary-one-of-pair-swapped": (
+            "that exchanges sine and cosine in one entry of each pair", "(x1 cos − x2 sin, x1 sin + x2 cos)",
+            [lambda x, p: _pair(x, p, pairs, lambda x1, x2, c, s: (x1 * c - x2 * s, x1 * c + x2 * s)),
+             lambda x, p: _pair(x, p, pairs, lambda x1, x2, c, s: (x1 * s - x2 * c, x1 * s + x2 * c))],
+        ),
+        "rotary-pair-exchanged": (
+            "whose turned pairs come back with their entries exchanged", "(x1 cos − x2 sin, x1 sin + x2 cos), in that order",
+            [lambda x, p: _pair(x, p, pairs, lambda x1, x2, c, s: (x1 * s + x2 * c, x1 * c - x2 * s))],
+        ),
+        "rotary-entries-apart": (
+            "whose entries are multiplied by cosine and sine and not mixed", "each turned entry has a part of both: (x1 cos − x2 sin, x1 sin + x2 cos)",
+            [lambda x, p: _pair(x, p, pairs, lambda x1, x2, c, s: (x1 * c, x2 * s)),
+             lambda x, p: _pair(x, p, pairs, lambda x1, x2, c, s: (x1 * c, x2 * c))],
+        ),
         "rotary-sin-cos-swapped": ("whose sine and cosine are swapped", "(x1 cos − x2 sin, x1 sin + x2 cos)",
                                    by(lambda p, d: math.pi / 2 - angles(p, d))),
         "rotary-one-position": ("that gives every token the first position", "turn token i by position i", by(lambda p, d: angles(0 * p, d))),
@@ -196,11 +247,16 @@ def _based(base: float, pairs: str) -> Turn:
     return lambda x, p: turn(x, angles(p, x.shape[-1], base), pairs)
 
 
-def _signs(x: Tensor, p: Tensor, pairs: str, first: int, second: int) -> Tensor:
-    """(x1 cos + first · x2 sin, second · x1 sin + x2 cos)."""
+def _pair(
+    x: Tensor,
+    p: Tensor,
+    pairs: str,
+    how: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """What is made of each pair x1, x2 and of its angle's cosine and sine."""
     a = angles(p, x.shape[-1])
     x1, x2 = x.chunk(2, -1) if pairs == "half" else (x[..., 0::2], x[..., 1::2])
-    y1, y2 = x1 * a.cos() + first * x2 * a.sin(), second * x1 * a.sin() + x2 * a.cos()
+    y1, y2 = how(x1, x2, a.cos(), a.sin())
     return torch.cat((y1, y2), -1) if pairs == "half" else woven(y1, y2)
 
 
@@ -637,6 +693,8 @@ def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
     if taken:
         c.axis = min(taken)[-1]  # type: ignore[attr-defined]
     else:
+        if problem is not None and problem.unwritten:
+            raise Unclear(f"{str(problem).rstrip('.')}: write it, and check again.")
         if problem is not None:
             raise Unclear(
                 f"{str(problem).rstrip('.')}: it was called with x [2, 3, 5, {c.width}]; write an adapter."

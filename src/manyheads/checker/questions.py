@@ -24,7 +24,14 @@ from manyheads.checker.subject import Trouble
 DRAWS = 20  # inputs that values are compared on
 GROWTH = (256, 512, 1024, 2048)  # tokens that memory is measured at
 AGAIN = 15  # like calls that must give the same bits
-FOLLOWING = ("gradients", "large scores", "float16", "bfloat16", "sizes of one", "torch.compile")
+FOLLOWING = {  # questions that say nothing where these have failed
+    "gradients": ("values", "causal mask"),
+    "large scores": ("values", "causal mask", "mask", "mask of keys", "padding"),
+    "float16": ("values", "mask"),
+    "bfloat16": ("values", "mask"),
+    "sizes of one": ("values",),
+    "torch.compile": ("values",),
+}
 BROKEN = (
     "AttributeError",
     "NameError",
@@ -98,13 +105,18 @@ def ask_all(c: Candidate, progress: Callable[[str], None] = lambda name: None) -
             reason = "like calls give unlike outputs, or none that is finite"
             checks.append(Check(name, "could not be checked", reason))
             continue
-        if name in FOLLOWING and any(one.name == "values" and one.status == "failed" for one in checks):
-            checks.append(Check(name, "could not be checked", "values are wrong already, without it"))
+        wrong = [one.name for one in checks if one.status == "failed" and one.name in FOLLOWING.get(name, ())]
+        if wrong:
+            what = "values" if "values" in wrong else f"values with a {wrong[0]}"
+            checks.append(Check(name, "could not be checked", f"{what} are wrong already, without it"))
             continue
         try:
             checks += ask(c)
         except Odd as error:
-            checks.append(failed(name, f"{error}."))
+            if any(one.name == "shapes" and one.status == "failed" for one in checks):
+                checks.append(Check(name, "could not be checked", "what comes back has another shape"))
+            else:
+                checks.append(failed(name, f"{error}."))
         except Trouble as trouble:
             checks.append(failed(name, str(trouble)))
             if trouble.kind in LOST:
@@ -171,6 +183,8 @@ def scenarios(c: Candidate, seed: int, s: int = 7, t: int = 5, b: int = 3) -> di
             found["mask, padding"] = masked(c, replace(x, padding=some_padding(c, g, b, x.s)), g, first=True)
     if "weights" in c.can and not c.always_weights:
         found |= {f"{name}, weights": replace(x, weights=True) for name, x in list(found.items())}
+    if "weights" in c.can and "average" in c.role:
+        found |= {f"{name}, averaged": replace(x, average=True) for name, x in found.items() if x.weights}
     if "bias" in c.can:
         x = c.draw(g, b, t, s)
         found["added"] = replace(x, bias=torch.randn(x.t, x.s, generator=g))
@@ -249,15 +263,6 @@ def steps(c: Candidate, x: Inputs, lengths: list[int]) -> tuple[list[Tensor], bo
     return outs, True
 
 
-def weights_of(found: Found, like: Tensor | None, c: Candidate) -> Tensor | None:
-    """The right weights in the form the candidate gives them: per head, or averaged where that is its way."""
-    if found.weights is None or like is None:
-        return None
-    if like.shape[1] == 1 and found.weights.shape[1] > 1 and not c.says_heads:
-        return found.weights.mean(1, keepdim=True)
-    return found.weights
-
-
 def counted(c: Candidate, x: Inputs, found: Found) -> Found:
     """Without what a padded token's own query gives, where the candidate gives something of its own there."""
     if x.padding is None or not c.blank:
@@ -274,9 +279,8 @@ def apart(c: Candidate, x: Inputs, got: Found, right: Found) -> tuple[float, flo
     most = allowed(c.weights, x)
     got, right = counted(c, x, got), counted(c, x, right)
     error = distance(got.out, right.out)
-    want = weights_of(right, got.weights, c)
-    if want is not None and got.weights is not None:
-        off = distance(got.weights, want)
+    if right.weights is not None and got.weights is not None:
+        off = distance(got.weights, right.weights)
         room = 1e-5 + 40 * torch.finfo(x.query.dtype).eps * (1 + float(x.query.abs().max()) ** 2)
         if off > room and not error > most:
             return off, room, "weights"
@@ -294,17 +298,11 @@ def shapes(c: Candidate) -> Iterator[Check]:
     g = torch.Generator().manual_seed(3)
     for b, t, s in ((3, 5, 7), (2, 7, 7), (1, 9, 3)):
         x = c.draw(g, b, t, s)
-        got = c.run(x)
+        c.run(x)
         if "weights" in c.can:
-            got = c.run(replace(x, weights=True))
-            if got.weights is None:
-                yield failed("shapes", "its weights were asked for, and none came back.")
-                return
-            if got.weights.shape[1] == 1 and c.heads > 1 and c.says_heads:
-                yield failed(
-                    "shapes", f"weights of {c.heads} heads were asked for, and one average came back."
-                )
-                return
+            c.run(replace(x, weights=True))
+            if "average" in c.role:
+                c.run(replace(x, weights=True, average=True))
     yield passed("shapes")
 
 
@@ -721,21 +719,16 @@ def rows_sum(c: Candidate) -> Iterator[Check]:
     worst = 0.0
     for scenario, x in answering(c, 17):
         got = c.run(replace(x, weights=True))
-        if got.weights is None:
-            yield failed(name, "its weights were asked for, and none came back.")
-            return
+        assert got.weights is not None
         if bool((got.weights < -1e-6).any()):
             yield failed(name, f"a weight is negative ({scenario}).", float(-got.weights.min()), 0.0)
             return
-        worst = max(worst, distance(got.weights.sum(-1), torch.ones_like(got.weights[..., 0])))
+        sums = got.weights.sum(-1)
+        worst = max(worst, distance(sums, torch.ones_like(sums)))
         sinks = x.sink is not None or (c.weights is not None and c.weights.sink is not None)
         if worst > 1e-4 and not sinks:
-            yield failed(
-                name,
-                f"the weights of a query sum to {float(got.weights.sum(-1).flatten()[0]):.4g} ({scenario}).",
-                worst,
-                1e-4,
-            )
+            total = float(sums.flatten()[(sums - 1).abs().nan_to_num(math.inf).argmax()])
+            yield failed(name, f"the weights of a query sum to {total:.4g} ({scenario}).", worst, 1e-4)
             return
     yield passed(name, "with a sink, less than one" if "sink" in c.role else "", worst, 1e-4)
 
@@ -754,7 +747,8 @@ def empty_rows(c: Candidate) -> Iterator[Check]:
     if (both := emptied_by_both(c, 18)) is not None:
         tries.append((both, ", hidden by the causal mask and another one together"))
     for y, when in tries:
-        row, want = (blind(one.out, y) for one in (c.run(y), exact(c.weights, y)))
+        got, right = c.run(y), exact(c.weights, y)
+        row, want = (blind(one.out, y) for one in (got, right))
         if bool(row.isnan().any()):
             yield failed(
                 name, f"a query that may attend to nothing gives NaN{when}: its weights should be 0."
@@ -765,7 +759,24 @@ def empty_rows(c: Candidate) -> Iterator[Check]:
             reason = f"a query that may attend to nothing attends to what is hidden{when}: it should weigh 0."
             yield failed(name, reason, worst, allowed(c.weights, x))
             return
+        error, most, of = apart(c, y, got, right)
+        if not error <= most and correct(c, seeing_all(y)):
+            others = (
+                "other queries' output differs" if of == "output" else "the weights that come back differ"
+            )
+            yield failed(name, f"where a query may attend to nothing{when}, {others}.", error, most)
+            return
     yield passed(name, "weights of 0", worst, allowed(c.weights, x))
+
+
+def seeing_all(x: Inputs) -> Inputs:
+    """The same inputs, masked in the same ways, with nothing hidden but the future."""
+    return x.but(**{n: torch.ones_like(y) for n, y in x.tensors().items() if n in ("keep", "padding")})
+
+
+def correct(c: Candidate, x: Inputs) -> bool:
+    error, most, _ = apart(c, x, c.run(x), exact(c.weights, x))
+    return error <= most
 
 
 def blind(out: Tensor, x: Inputs) -> Tensor:
@@ -819,30 +830,68 @@ def emptied(c: Candidate, seed: int) -> Inputs | None:
 @question("large scores")
 def large_scores(c: Candidate) -> Iterator[Check]:
     name = "large scores"
-    x = large(c, 19)
-    got = c.run(x)
-    if not bool(got.out.isfinite().all()):
-        yield failed(
-            name, "scores of some hundreds give NaN or infinity: the softmax overflows.", math.inf, 0.0
-        )
-        return
-    error, most = distance(got.out, exact(c.weights, x).out), 4 * allowed(c.weights, x)
-    if error <= most:
-        yield passed(name, "scores of some hundreds", error, most)
-    else:
-        yield failed(name, "with scores of some hundreds the output differs.", error, most)
+    worst = (0.0, 1.0)
+    for said, x in (("", large(c, 19)), *((" and a mask", x) for x in large_masked(c, 19))):
+        got, right = c.run(x), exact(c.weights, x)
+        if not bool(counted(c, x, got).out.isfinite().all()):
+            yield failed(name, f"scores of some hundreds{said} give NaN or infinity.", math.inf, 0.0)
+            return
+        error, most, of = apart(c, x, got, right)
+        if not error <= 4 * most:
+            yield failed(
+                name,
+                f"with scores of some hundreds{said} the {of} differ{'s' if of == 'output' else ''}.",
+                error,
+                4 * most,
+            )
+            return
+        worst = max(worst, (error, 4 * most), key=lambda one: one[0] / one[1])
+    yield passed(name, "scores of some hundreds", *worst)
 
 
 def large(c: Candidate, seed: int) -> Inputs:
     """Inputs whose largest score is about 300: e^300 is beyond float32."""
-    x = c.draw(torch.Generator().manual_seed(seed), 2, 5, 7)
-    recipe = Recipe(c.weights)
-    recipe(x)
-    by = (300 / float((recipe.raw * recipe.scale()).abs().max())) ** 0.5
+    return _grown(c, c.draw(torch.Generator().manual_seed(seed), 2, 5, 7))
+
+
+def _grown(c: Candidate, x: Inputs) -> Inputs:
+    """x times a number, so that its largest score is about 300."""
+    by = (300 / float(_scores(c, x).abs().max())) ** 0.5
     fields = {
         n: getattr(x, n) * by for n in (("query", "key") if c.weights is None else ("query", "key", "value"))
     }
     return c.given(x, **fields)
+
+
+def large_masked(c: Candidate, seed: int) -> list[Inputs]:
+    """Such inputs that show only what has the least scores, so that a hidden score must be less than any."""
+    found = []
+    x = large(c, seed)
+    scores = _scores(c, x).mean(1, keepdim=True)  # [b, 1, t, s]
+    if "mask" in c.can:
+        one = c.forms["mask"][1].letters in ("ts", "1ts")  # one mask for the whole batch
+        least = (scores.mean(0, keepdim=True).expand_as(scores) if one else scores).argmin(-1, keepdim=True)
+        keep = torch.zeros(x.query.shape[0], 1, x.t, x.s, dtype=torch.bool).scatter(-1, least, True)
+        if c.causal:  # where the least score may be of the future
+            keep[..., 0] = True
+        found.append(replace(x, keep=keep))
+    for feature in ("keys", "padding"):
+        if feature in c.can and c.forms[feature][1].letters != "lengths":
+            least = scores.mean(2)[:, 0].argmin(-1, keepdim=True)  # [b, 1]
+            padding = torch.zeros(x.query.shape[0], x.s, dtype=torch.bool).scatter(-1, least, True)
+            padding[:, 0] |= c.causal
+            found.append(replace(x, padding=padding))
+    if "causal" in c.can and not c.causal:
+        y = c.draw(torch.Generator().manual_seed(seed), 2, x.t)
+        found.append(replace(_grown(c, y), causal=True))
+    return found
+
+
+def _scores(c: Candidate, x: Inputs) -> Tensor:
+    """The scores of these inputs, scaled and not masked: `[b, h, t, s]`."""
+    recipe = Recipe(c.weights)
+    recipe(x)
+    return recipe.raw * recipe.scale()
 
 
 def _half(c: Candidate, dtype: torch.dtype) -> Iterator[Check]:

@@ -492,6 +492,15 @@ def added(name: str, text: str) -> bool:
     return bool(re.search(said, near_name(name, text), re.I))
 
 
+def averaged(text: str) -> bool:
+    """Does documentation say that the weights which come back are averaged over the heads?"""
+    over = r"(?:over|of|across) (?:all |the |its )*heads"
+    said = rf"(?<!not )\baveraged?(?: attention)?(?: weights)? {over}|\bmean {over}|\bheads?[- ]averaged"
+    each = r"\b(?:each|every|per)[- ]head\b"
+    text = re.sub(r"\s+", " ", text)
+    return bool(re.search(said, text, re.I)) and not re.search(each, text, re.I)
+
+
 _LETTERS = {
     "b": "b",
     "n": "b",

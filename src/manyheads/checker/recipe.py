@@ -56,6 +56,7 @@ class Inputs:
 
     keep is the mask, broadcasting to `[b, h, t, s]`, True = may attend; padding `[b, s]`, True = a token;
     bias is added to the scores; causal hides keys after position i + offset; sink is a logit per head.
+    Where weights are asked for, average says that their average over the heads is meant.
     """
 
     query: Tensor
@@ -69,6 +70,7 @@ class Inputs:
     scale: float | None = None
     sink: Tensor | None = None
     weights: bool = False  # are they asked for?
+    average: bool = False  # over the heads, or each head's own?
 
     def but(self, **fields: Any) -> Inputs:
         """The same call with other fields."""
@@ -93,7 +95,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a call: the output, and weights `[b, h, t, s]` where they were given."""
+    """What came of a call: the output, and weights where they came, `[b, h, t, s]` or `[b, 1, t, s]`."""
 
     out: Tensor
     weights: Tensor | None = None
@@ -128,7 +130,7 @@ class Recipe:
         self.scores = self.hide(self.add(self.raw * self.scale()))
         self.attention = self.empty(self.normalise(self.scores))
         out = self.finish(self.merge(self.mix(self.attention)))
-        return Found(out, self.report() if x.weights else None)
+        return Found(out, self.shown(self.report()) if x.weights else None)
 
     def put(self, **steps: Any) -> None:
         """Replace steps of this recipe, which is how a mistake is made."""
@@ -232,6 +234,10 @@ class Recipe:
 
     def report(self) -> Tensor:
         return self.attention
+
+    def shown(self, weights: Tensor) -> Tensor:
+        """What is returned of them, `[b, h, t, s]` or their average `[b, 1, t, s]`."""
+        return weights.mean(1, keepdim=True) if self.x.average else weights
 
     # -- output ------------------------------------------------------------------------------------
 

@@ -64,6 +64,12 @@ class Trouble(Exception):
         super().__init__(sentence)
         self.kind, self.details, self.error = kind, details, error
 
+    @property
+    def unwritten(self) -> bool:
+        """Does its own code say that it is still to be written?"""
+        raised = self.details.rpartition("\n")[2]
+        return self.error.endswith("NotImplementedError") and "raise NotImplementedError" in raised
+
 
 @dataclass(frozen=True)
 class Argument:
