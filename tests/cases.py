@@ -21,7 +21,7 @@ from torch import Tensor
 
 import manyheads as mh
 
-KERNELS = ("reference", "chunked", "sdpa", "auto")
+KERNELS = ("reference", "chunked", "native", "sdpa", "auto")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WIDE = np.longdouble
 

@@ -105,7 +105,12 @@ def test_map(case: Case) -> None:
         assert weights.dtype == amap.lse.dtype == dtype
         assert not weights.requires_grad
         assert not amap.lse.requires_grad
-        check(case, inputs, {"weights": weights})
+        # The score and the log-sum-exp, which a kernel of its own may have rounded, are each allowed as much.
+        allowed = budget(inputs, "weights", truth(case)[1]["weights"], answer)
+        if kernel in ("native", "auto"):
+            allowed += torch.finfo(dtype).eps * (1 + answer.score) * answer.largest["weights"]
+        made = error(weights, answer.values["weights"])
+        assert made <= allowed, f"{kernel}: {made:.3g} off, {allowed:.3g} allowed"
         with torch.no_grad():
             terms = abs(inputs.scale) * (inputs.q.double().abs() @ _heads(inputs).double().abs().mT)
         largest = 1 + answer.score + float(terms.max() if terms.numel() else 0)
@@ -122,9 +127,11 @@ def test_the_table_reaches_every_kernel() -> None:
     taken = {kernel: [case for case in CASES if not refused(make(case), kernel)] for kernel in KERNELS}
     for dtype in DTYPES:
         own = sum(case.dtype == dtype for case in CASES)
-        for kernel, cases in taken.items():
-            count = sum(case.dtype == dtype for case in cases)
-            assert count >= (12 if kernel == "sdpa" else own), (kernel, dtype, count)
+        for kernel in ("reference", "chunked", "auto"):
+            assert sum(case.dtype == dtype for case in taken[kernel]) == own
+        assert sum(case.dtype == dtype for case in taken["sdpa"]) >= 12
+    native = [case for case in CASES if case.dtype != torch.float64 and 0 not in case.sizes]
+    assert taken["native"] == native
     assert sum(case.mask not in ("none", "full") for case in taken["sdpa"]) >= 80
 
 

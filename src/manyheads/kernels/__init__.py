@@ -8,7 +8,11 @@ A kernel is a module with
     refuse(p)   all reasons why it can't compute this problem; none if it can
     run(p)      output `[b, h, t, w]`, and log-sum-exp `[b, h, t]` or None
 
-`kernel="auto"` takes the first in order that refuses nothing; a kernel asked for by name raises all
+and, if it isn't the fastest wherever it can,
+
+    defers(p)   why another one is faster here
+
+`kernel="auto"` takes the first in order that neither refuses nor defers; a kernel asked for by name raises all
 its reasons. Nothing falls back in silence.
 """
 
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from manyheads.scores import Problem, exactly, finite
 
-ORDER = ("sdpa", "flex", "chunked", "reference")
+ORDER = ("native", "sdpa", "flex", "chunked", "reference")
 
 
 def load(name: str) -> Any:
@@ -29,6 +33,10 @@ def load(name: str) -> Any:
     if name not in ORDER:
         raise ValueError(f'kernel must be "auto" or one of {", ".join(ORDER)}, and {name!r} came.')
     # Imported one by one, when asked for, in words that torch.compile can follow.
+    if name == "native":
+        from manyheads.kernels import native
+
+        return native
     if name == "sdpa":
         from manyheads.kernels import sdpa
 
@@ -64,9 +72,14 @@ def choose(problem: Problem, kernel: str = "auto") -> Any:
         return chosen
     for name in ORDER:
         chosen = load(name)
-        if not chosen.refuse(problem):
+        if not chosen.refuse(problem) and not deferred(chosen, problem):
             return chosen
     raise AssertionError("the reference kernel refuses nothing")
+
+
+def deferred(kernel: Any, problem: Problem) -> list[str]:
+    """Why `auto` passes over a kernel that could compute a problem."""
+    return kernel.defers(problem) if hasattr(kernel, "defers") else []
 
 
 def run(problem: Problem, kernel: str = "auto") -> tuple[Tensor, Tensor | None]:
@@ -123,7 +136,8 @@ def table(problem: Problem) -> str:
             continue
         cost = "a map is free" if kernel.GIVES_LSE else "a map costs one more pass over the keys"
         shield = "" if kernel.SHIELDS else f"; {_leaks(problem)}"
-        mark = "  ← auto" if name == chosen else ""
+        slower = deferred(kernel, problem)
+        mark = "  ← auto" if name == chosen else f"; not auto: {'; '.join(slower)}" if slower else ""
         lines.append(f"  {name:<10} yes: {cost}{shield}{mark}")
     return "\n".join(lines)
 

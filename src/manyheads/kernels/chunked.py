@@ -35,25 +35,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
     """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
-    masks: list[Tensor] = []
-    biases: list[Tensor] = []
-    text = f"({values.write(problem.mask, masks)}, {values.write(problem.bias, biases)})"
-    per_sequence = isinstance(problem.offset, Tensor)
-    return _attend(
-        problem.q,
-        problem.k,
-        problem.v,
-        problem.sink,
-        masks,
-        biases,
-        problem.offset if per_sequence else None,
-        torch.randint(1 << 62, (1,)) if problem.dropout_p else None,
-        text,
-        0 if per_sequence else problem.offset,
-        problem.scale,
-        problem.softcap or 0.0,
-        problem.dropout_p,
-    )
+    return _attend(*arguments(problem))
 
 
 def lse(problem: Problem) -> Tensor:
@@ -196,13 +178,36 @@ def _dropout(p: Problem, seed: Tensor, rows: slice, cols: slice) -> Tensor:
 
 # -- the operator ----------------------------------------------------------------------------------
 
-_ARGUMENTS = (
+ARGUMENTS = (  # of an operator that takes a whole problem
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] masks, Tensor[] biases, Tensor? offsets, "
     "Tensor? seed, str text, SymInt offset, float scale, float softcap, float dropout_p"
 )
 
 
-def _problem(
+def arguments(problem: Problem) -> tuple[Any, ...]:
+    """A problem as an operator takes it."""
+    masks: list[Tensor] = []
+    biases: list[Tensor] = []
+    text = f"({values.write(problem.mask, masks)}, {values.write(problem.bias, biases)})"
+    per_sequence = isinstance(problem.offset, Tensor)
+    return (
+        problem.q,
+        problem.k,
+        problem.v,
+        problem.sink,
+        masks,
+        biases,
+        problem.offset if per_sequence else None,
+        torch.randint(1 << 62, (1,)) if problem.dropout_p else None,
+        text,
+        0 if per_sequence else problem.offset,
+        problem.scale,
+        problem.softcap or 0.0,
+        problem.dropout_p,
+    )
+
+
+def problem_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -217,6 +222,7 @@ def _problem(
     softcap: float,
     dropout_p: float,
 ) -> Problem:
+    """The problem that an operator was given."""
     mask, bias = values.read(text, masks, biases)
     return Problem.of(
         q,
@@ -233,10 +239,10 @@ def _problem(
 
 
 @torch.library.custom_op(
-    "manyheads::chunked", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
+    "manyheads::chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor out, Tensor lse)"
 )
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-    problem = _problem(*arguments)
+    problem = problem_of(*arguments)
     with scores.exactly(problem.q.device):
         return _forward(problem, arguments[7])
 
@@ -244,18 +250,19 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "manyheads::chunked_backward",
     mutates_args=(),
-    schema=f"(Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] needs, {_ARGUMENTS}) -> Tensor[]",
+    schema=f"(Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] needs, {ARGUMENTS}) -> Tensor[]",
 )
 def _attend_backward(
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
 ) -> list[Tensor]:
-    problem = _problem(*arguments)
+    problem = problem_of(*arguments)
     with scores.exactly(problem.q.device):
         return _backward(problem, out, lse, d_out, d_lse, arguments[7], needs)
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def shaped(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp without their numbers."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
 
@@ -269,14 +276,16 @@ def _(
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the gradient needs."""
     q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers = inputs
     ctx.masks = len(masks)
     ctx.held = values.functions(ctx.numbers[0])
     ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
 
 
-def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+    """The gradients of an operator's arguments, from what `remember` kept."""
     out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
     masks, biases = rest[: ctx.masks], rest[ctx.masks :]
     needs = [True, True, True, sink is not None, any(x.requires_grad for x in biases)]
@@ -295,5 +304,5 @@ def _refuse_twice(ctx: Any, *grads: Any) -> None:
     )
 
 
-_attend.register_autograd(_differentiate, setup_context=_remember)
+_attend.register_autograd(differentiate, setup_context=remember)
 _attend_backward.register_autograd(_refuse_twice)

@@ -1,0 +1,227 @@
+"""Our own kernel for the CPU, in C++: forward, with the log-sum-exp.
+
+Blocks of queries and keys in registers and near caches, with an online softmax (Dao et al. 2022,
+arXiv:2205.14135), built for several vector widths of which the processor's best is taken (`library`).
+Masks reach it in their normal form; of the rest it takes a boolean tensor. Its gradient is `chunked`'s.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.biases import ALiBi, Dense
+from manyheads.kernels import chunked, sdpa
+from manyheads.kernels.native import library
+from manyheads.masks import FAR, Documents, Drop, Keep, Lengths, Mask, Normal
+from manyheads.scores import ALL, Problem
+
+NAME = "native"
+GIVES_LSE = True
+SHIELDS = True
+
+WIDEST = 256
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LIMIT = sdpa.LIMIT
+
+
+def refuse(problem: Problem) -> list[str]:
+    """Why the kernel can't compute this; empty if it can."""
+    p, n = problem, problem.shape
+    if p.q.device.type != "cpu":
+        return [f"it is for the CPU, and this is on {p.q.device}"]
+    reasons = []
+    if library.missing is not None:
+        reasons.append(library.missing)
+    if p.forward_mode():
+        reasons.append("it has no forward-mode derivative")
+    if p.q.dtype not in DTYPES:
+        reasons.append(f"it computes float32, bfloat16 and float16, and this is {p.q.dtype}")
+    if p.dropout_p:
+        reasons.append("it has no dropout")
+    if 0 in n:
+        reasons.append("a size is 0")
+    if n.d > WIDEST or n.w > WIDEST:
+        reasons.append(f"heads are at most {WIDEST} wide there, and these are {n.d} and {n.w}")
+    size = _made(p)
+    if size > LIMIT:
+        reasons.append(
+            f"what it doesn't know of the mask and bias would have to become tensors of "
+            f"{size / 2**20:,.0f} MB (at most {LIMIT // 2**20})"
+        )
+    return reasons
+
+
+def defers(problem: Problem) -> list[str]:
+    """Why `auto` goes on to PyTorch's kernel, though this one could; empty if it doesn't."""
+    if _wants_gradient(problem) and not sdpa.refuse(problem):
+        return ["its gradient is that of chunked, slower than PyTorch's"]
+    return []
+
+
+def run(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
+    if _direct(problem):
+        return _forward(problem)
+    out, lse = torch.ops.manyheads.native(*chunked.arguments(problem))
+    return out, lse
+
+
+def _wants_gradient(p: Problem) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    if p.q.requires_grad or p.k.requires_grad or p.v.requires_grad:
+        return True
+    return (p.sink is not None and p.sink.requires_grad) or (
+        p.bias is not None and p.bias.tensor().requires_grad
+    )
+
+
+def _direct(p: Problem) -> bool:
+    """Is there nobody who would have to see an operator? Calling one takes longer than a small problem."""
+    return not (
+        torch.compiler.is_compiling()
+        or _wants_gradient(p)
+        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in (p.q, p.k, p.v))
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+# -- a problem in the kernel's terms ---------------------------------------------------------------
+
+# The fields of problem.h, in its order; all are eight bytes wide.
+LAYOUT = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq q".replace(" ", ""))
+
+
+def _rest(normal: Normal) -> Mask | None:
+    """What a normal form leaves beyond a band, lengths and one set of documents."""
+    rest: Mask | None = None
+    for part in (*normal.segments[1:], *normal.rest):
+        rest = part if rest is None else rest & part
+    return rest
+
+
+def _made(p: Problem) -> int:
+    """Bytes of the tensors that would be made of rules, at most."""
+    n, size = p.shape, 0
+    pairs = n.b * n.h * n.t * n.s
+    if p.mask is not None:
+        rest = _rest(p.mask.normal())
+        if rest is not None and not isinstance(rest, Keep):  # or a Drop, which is one
+            size += pairs
+    if p.bias is not None and not isinstance(p.bias, ALiBi | Dense):
+        size += 4 * pairs
+    return size
+
+
+def _keep(p: Problem, mask: Mask) -> Tensor:
+    """A mask as a boolean tensor, `[b, h, t, s]` by strides."""
+    n = p.shape
+    if isinstance(mask, Drop):
+        tensor = ~mask.tensor
+    elif isinstance(mask, Keep):
+        tensor = mask.tensor
+    else:
+        tensor = p.keep(mask, ALL, ALL)
+    return tensor.expand(n.b, n.h, n.t, n.s)
+
+
+def _bias(p: Problem) -> Tensor:
+    """A bias as a tensor, `[b, h, t, s]` by strides."""
+    n = p.shape
+    if isinstance(p.bias, Dense):
+        return p.bias.values.detach().to(torch.float32).expand(n.b, n.h, n.t, n.s)
+    assert p.bias is not None
+    return p.bias.add(*p.at(ALL, ALL), torch.float32).detach().expand(n.b, n.h, n.t, n.s)
+
+
+def _real(p: Problem, lengths: tuple[Lengths, ...]) -> tuple[Tensor, Tensor]:
+    """The first key that is real and the one after the last, `[b]` each."""
+    b, s = p.shape.b, p.shape.s
+    first, last = torch.zeros(b, dtype=torch.int64), torch.full((b,), s, dtype=torch.int64)
+    for one in lengths:
+        n = torch.as_tensor(one.n, dtype=torch.int64).expand(b)
+        if one.left:
+            first = torch.maximum(first, s - n)
+        else:
+            last = torch.minimum(last, n)
+    return first, last
+
+
+def _ids(p: Problem, documents: Documents) -> tuple[Tensor, Tensor]:
+    """The ids of queries and keys, `[b or 1, t]` and `[b or 1, s]`; where there is none, one of no other."""
+    b = torch.arange(p.shape.b)[:, None]
+    rows = torch.arange(p.shape.t)[None]
+    first = p.offset if isinstance(p.offset, int) else p.offset[:, None]
+    (queries, here), (keys, there) = documents.query(b, rows + first), documents.key(b, torch.arange(p.shape.s)[None])
+    nobody = torch.iinfo(torch.int64).min
+    queries, keys = queries.to(torch.int64), keys.to(torch.int64)
+    return torch.where(here, queries, nobody).contiguous(), torch.where(there, keys, nobody + 1).contiguous()
+
+
+def _forward(p: Problem) -> tuple[Tensor, Tensor]:
+    n = p.shape
+    q, k, v = (x.resolve_neg() for x in (p.q, p.k, p.v))
+    out = q.new_empty(n.b, n.h, n.t, n.w)
+    lse = q.new_empty(n.b, n.h, n.t, dtype=torch.float32)
+    held: list[Tensor] = []  # what the numbers below point into
+
+    def at(tensor: Tensor) -> int:
+        held.append(tensor)
+        return tensor.data_ptr()
+
+    low, high, real, ids, keep, bias, slopes = -FAR, FAR, (0, 0), (0, 0, 0, 0), (0,) * 5, (0,) * 5, (0, 0)
+    if p.mask is not None:
+        normal = p.mask.normal()
+        low = -FAR if normal.band[0] is None else normal.band[0]
+        high = FAR if normal.band[1] is None else normal.band[1]
+        if normal.lengths:
+            first, last = _real(p, normal.lengths)
+            real = (at(first.contiguous()), at(last.contiguous()))
+        if normal.segments:
+            queries, keys = _ids(p, normal.segments[0])
+            ids = (at(queries), at(keys), n.t if queries.shape[0] > 1 else 0, n.s if keys.shape[0] > 1 else 0)
+        rest = _rest(normal)
+        if rest is not None:
+            tensor = _keep(p, rest)
+            keep = (at(tensor), *tensor.stride())
+    if isinstance(p.bias, ALiBi):
+        slope = p.bias.slopes.detach().to(torch.float32).contiguous()
+        slopes = (at(slope), int(slope.shape[0] > 1))
+    elif p.bias is not None:
+        tensor = _bias(p)
+        bias = (at(tensor), *tensor.stride())
+    offset = (p.offset, 0) if isinstance(p.offset, int) else (0, at(p.offset.to(torch.int64).expand(n.b).contiguous()))
+    sink = 0 if p.sink is None else at(p.sink.detach().to(torch.float32).contiguous())
+    assert library.attend is not None
+    library.attend(
+        LAYOUT.pack(
+            *n, DTYPES[q.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(),
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(), out.data_ptr(), lse.data_ptr(),
+            p.scale, p.softcap or 0.0, sink, *offset, low, high, *real, *ids, *keep, *bias, *slopes,
+            torch.get_num_threads(),
+        ),
+        library.width,
+    )  # fmt: skip
+    return out, lse
+
+
+# -- the operator ----------------------------------------------------------------------------------
+
+_library = torch.library.Library("manyheads", "FRAGMENT")
+_library.define(f"native({chunked.ARGUMENTS}) -> (Tensor out, Tensor lse)")
+
+
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _forward(chunked.problem_of(*arguments))
+
+
+_library.impl("native", _attend, "CPU")
+torch.library.register_fake("manyheads::native", chunked.shaped, lib=_library)
+torch.library.register_autograd(
+    "manyheads::native", chunked.differentiate, setup_context=chunked.remember, lib=_library
+)

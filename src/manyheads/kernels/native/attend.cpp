@@ -1,0 +1,466 @@
+// Attention forward, compiled once for each vector width (LEVEL names the build).
+//
+// The softmax is online (Milakov & Gimelshein 2018, arXiv:1805.02867), over blocks of queries and keys (Dao et
+// al. 2022, arXiv:2205.14135). Keys and values are packed once per head into panels of a few vectors; a product
+// of 6 rows by a panel keeps its sums in registers. A weight is 2^(score * log2 e - top).
+#include "problem.h"
+#include "vectors.h"
+
+#include <cmath>
+
+void *scratch(int64_t bytes);  // memory of this thread, aligned, kept until its next call
+void *store_of(int64_t bytes); // the same, a second one
+
+namespace {
+
+constexpr int ROWS = 48;                                   // queries in a block
+constexpr int STRIP = 6;                                   // of them in one product
+constexpr int VECTORS = W == 16 ? 4 : 2, PANEL = VECTORS * W;  // keys, or columns of values, in a panel
+constexpr double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
+constexpr float INF = __builtin_inff();
+
+template <class T> INLINE T smaller(T a, T b) { return a < b ? a : b; }
+template <class T> INLINE T larger(T a, T b) { return a > b ? a : b; }
+INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// -- numbers ---------------------------------------------------------------------------------------
+
+INLINE uint32_t bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+INLINE float from_bits(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+INLINE bool finite(float x) { return (bits(x) & 0x7f800000) != 0x7f800000; }
+
+struct Half { uint16_t u; };   // float16
+struct Brain { uint16_t u; };  // bfloat16
+
+INLINE float wide(float x) { return x; }
+INLINE float wide(Brain x) { return from_bits((uint32_t)x.u << 16); }
+INLINE float wide(Half x) {
+    uint32_t sign = (uint32_t)(x.u & 0x8000) << 16, rest = x.u & 0x7fff;
+    float small = (float)rest * 5.9604644775390625e-08f;              // below 2^-14: rest * 2^-24
+    float usual = from_bits((rest << 13) + 0x38000000);
+    float large = from_bits((rest << 13) | 0x7f800000);                // infinity, NaN
+    float y = rest < 0x0400 ? small : rest < 0x7c00 ? usual : large;
+    return from_bits(bits(y) | sign);
+}
+
+INLINE void narrow(float x, float &y) { y = x; }
+INLINE void narrow(float x, Brain &y) {  // to the nearest, ties to even
+    uint32_t u = bits(x);
+    y.u = x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+INLINE void narrow(float x, Half &y) {
+    uint32_t u = bits(x), sign = (u >> 16) & 0x8000, rest = u & 0x7fffffff;
+    if (rest >= 0x47800000) {  // 2^16 and more: infinity, or NaN
+        y.u = sign | (rest > 0x7f800000 ? 0x7e00 : 0x7c00);
+    } else if (rest < 0x38800000) {  // below 2^-14: a whole number of 2^-24
+        float lifted = from_bits(rest) + 0.5f;  // 2^-1, whose last bit is 2^-24: rounds to even
+        y.u = sign | (bits(lifted) - 0x3f000000);
+    } else {
+        y.u = sign | ((rest + 0xfff + ((rest >> 13) & 1) - 0x38000000) >> 13);
+    }
+}
+
+// -- products --------------------------------------------------------------------------------------
+
+// How numbers lie in a panel and are multiplied: one by one in float32, or by pairs in bfloat16. A panel is
+// [k / PAIR][PANEL][PAIR]; a row on the left [k].
+struct Single {
+    typedef float E;
+    static constexpr int PAIR = 1, KEYS = 256;  // KEYS in a block
+    INLINE float pack(float x) { return x; }
+    INLINE float unpack(float x) { return x; }
+    INLINE V left(const float *a) { return all(*a); }
+    INLINE V right(const float *b) { return load(b); }
+    INLINE V add(V sum, V a, V b) { return sum + a * b; }
+    INLINE void weights(float *to, V p, V r) { store(to, p); store(to + W, r); }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+    typedef Brain E;
+    static constexpr int PAIR = 2, KEYS = 512;
+    INLINE Brain pack(float x) { Brain y; narrow(x, y); return y; }
+    INLINE float unpack(Brain x) { return wide(x); }
+    INLINE V left(const Brain *a) { int32_t x; memcpy(&x, a, 4); return (V)_mm512_set1_epi32(x); }
+    INLINE V right(const Brain *b) { return load((const float *)b); }
+    INLINE V add(V sum, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+    INLINE void weights(Brain *to, V p, V r) {
+        __m512bh both = _mm512_cvtne2ps_pbh((__m512)r, (__m512)p);
+        memcpy(to, &both, 64);
+    }
+};
+#endif
+
+// to [R, N vectors] (+)= a [R, k] * panel [k, N vectors]; with TOP the highest of each row's entries joins top.
+template <class Op, int R, int N, bool ADD, bool TOP>
+INLINE void product(const typename Op::E *a, int64_t a_row, const typename Op::E *panel, float *to, int64_t to_row,
+                    int64_t k, V *top) {
+    V sum[R][N];
+    for (int i = 0; i < R; i++)
+        for (int n = 0; n < N; n++) sum[i][n] = ADD ? load(to + i * to_row + n * W) : V{};
+    for (int64_t x = 0; x < k; x += Op::PAIR) {
+        V b[N];
+        for (int n = 0; n < N; n++) b[n] = Op::right(panel + x * PANEL + n * W * Op::PAIR);
+#pragma GCC unroll 6
+        for (int i = 0; i < R; i++) {
+            V one = Op::left(a + i * a_row + x);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], one, b[n]);
+        }
+    }
+    for (int i = 0; i < R; i++) {
+        for (int n = 0; n < N; n++) store(to + i * to_row + n * W, sum[i][n]);
+        if (TOP)
+            for (int n = 0; n < N; n++) top[i] = max(sum[i][n], top[i]);
+    }
+}
+
+template <class Op, int N, bool ADD, bool TOP>
+static void rows_of(int rows, const typename Op::E *a, int64_t a_row, const typename Op::E *panel, float *to,
+                    int64_t to_row, int64_t k, V *top) {
+    int i = 0;
+    for (; i + STRIP <= rows; i += STRIP)
+        product<Op, STRIP, N, ADD, TOP>(a + i * a_row, a_row, panel, to + i * to_row, to_row, k, top + i);
+    a += i * a_row, to += i * to_row, top += i;
+    switch (rows - i) {
+        case 5: return product<Op, 5, N, ADD, TOP>(a, a_row, panel, to, to_row, k, top);
+        case 4: return product<Op, 4, N, ADD, TOP>(a, a_row, panel, to, to_row, k, top);
+        case 3: return product<Op, 3, N, ADD, TOP>(a, a_row, panel, to, to_row, k, top);
+        case 2: return product<Op, 2, N, ADD, TOP>(a, a_row, panel, to, to_row, k, top);
+        case 1: return product<Op, 1, N, ADD, TOP>(a, a_row, panel, to, to_row, k, top);
+    }
+}
+
+// The same for a panel of which only so many columns are wanted.
+template <class Op>
+static void mix(int rows, int64_t columns, const typename Op::E *a, int64_t a_row, const typename Op::E *panel,
+                float *to, int64_t to_row, int64_t k) {
+    if (VECTORS == 4 && columns > 3 * W) return rows_of<Op, VECTORS, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
+    if (VECTORS == 4 && columns > 2 * W) return rows_of<Op, VECTORS - 1, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
+    if (columns > W) return rows_of<Op, 2, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
+    rows_of<Op, 1, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
+}
+
+// -- one call --------------------------------------------------------------------------------------
+
+struct Interval { int64_t begin, end; };
+
+struct Range {  // of the ids in a panel of keys
+    int64_t least, most;
+};
+
+template <class T, class Op> struct Call {
+    typedef typename Op::E E;
+    static constexpr int KEYS = Op::KEYS;
+
+    const Problem &p;
+    int64_t panels, depth, across;  // panels of keys, d rounded up to pairs, panels of a value
+    E *keys, *values;               // [b * g, panels, depth, PANEL], [b * g, across, panels * PANEL, PANEL]
+    uint8_t *odd;                   // [b * g, panels]: holds a value that isn't finite
+    Range *ranges;                  // [b, panels]
+    int64_t blocks;                 // of queries, in a head
+    int64_t next = 0;               // what is to be packed, then computed, counted up by all threads
+    float unit;                     // what a product of packed numbers is multiplied by to be a score
+
+    explicit Call(const Problem &problem) : p(problem) {
+        panels = up(p.s, PANEL) / PANEL;
+        depth = up(p.d, Op::PAIR);
+        across = up(p.w, PANEL) / PANEL;
+        blocks = up(p.t, ROWS) / ROWS;
+        int64_t heads = p.b * p.g, k = heads * panels * depth * PANEL, v = heads * across * panels * PANEL * PANEL;
+        int64_t sizes[] = {up(k * sizeof(E), 64), up(v * sizeof(E), 64), up(heads * panels, 64),
+                           p.key_ids ? (int64_t)(p.b * panels * sizeof(Range)) : 0};
+        char *memory = (char *)store_of(sizes[0] + sizes[1] + sizes[2] + sizes[3]);
+        keys = (E *)memory;
+        values = (E *)(memory + sizes[0]);
+        odd = (uint8_t *)(memory + sizes[0] + sizes[1]);
+        ranges = (Range *)(memory + sizes[0] + sizes[1] + sizes[2]);
+        // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
+        unit = Op::PAIR == 1 ? 1.f : (float)std::fabs(p.scale);
+    }
+
+    // Packs a panel of keys, and of values, of one head; what isn't finite in a value is 0 in its panel.
+    void pack(int64_t head, int64_t panel) {
+        int64_t b = head / p.g, g = head % p.g, first = panel * PANEL, count = smaller<int64_t>(PANEL, p.s - first);
+        const T *k = (const T *)p.k + b * p.k_stride[0] + g * p.k_stride[1] + first * p.k_stride[2];
+        E *to = keys + (head * panels + panel) * depth * PANEL;
+        for (int64_t x = 0; x < depth; x++)
+            for (int64_t j = 0; j < PANEL; j++)
+                to[x / Op::PAIR * Op::PAIR * PANEL + j * Op::PAIR + x % Op::PAIR] =
+                    x < p.d && j < count ? Op::pack(wide(k[j * p.k_stride[2] + x * p.k_stride[3]])) : E{};
+        const T *v = (const T *)p.v + b * p.v_stride[0] + g * p.v_stride[1] + first * p.v_stride[2];
+        bool fine = true;
+        for (int64_t a = 0; a < across; a++) {
+            E *panel_of = values + ((head * across + a) * panels + panel) * PANEL * PANEL;
+            int64_t width = smaller<int64_t>(PANEL, p.w - a * PANEL);
+            for (int64_t j = 0; j < PANEL; j++) {
+                const T *row = v + j * p.v_stride[2] + a * PANEL * p.v_stride[3];
+                E *at = panel_of + j / Op::PAIR * Op::PAIR * PANEL + j % Op::PAIR;
+                for (int64_t x = 0; x < PANEL; x++) {
+                    float y = j < count && x < width ? wide(row[x * p.v_stride[3]]) : 0.f;
+                    fine &= finite(y);
+                    at[x * Op::PAIR] = Op::pack(finite(y) ? y : 0.f);
+                }
+            }
+        }
+        odd[head * panels + panel] = !fine;
+        if (p.key_ids && g == 0) {
+            const int64_t *ids = p.key_ids + b * p.key_ids_stride + first;
+            Range range = {ids[0], ids[0]};
+            for (int64_t j = 1; j < count; j++) range = {smaller(range.least, ids[j]), larger(range.most, ids[j])};
+            ranges[b * panels + panel] = range;
+        }
+    }
+
+    // Everything about a block of queries.
+    struct Block {
+        int64_t b, h, head, first;  // head: of the keys
+        int rows;
+        int64_t position;           // of its first row
+        Range ids;
+        E *q;                       // [ROWS, depth]
+        float *score;               // [ROWS, KEYS]
+        E *weight;                  // the same place in float32
+        float *out;                 // [ROWS, across * PANEL]
+        V *top, *total;             // [ROWS]: of the columns at hand; of all so far
+        float *highest;             // [ROWS]: the running maximum of score * log2 e
+    };
+
+    Interval seen(const Block &k, int row) const {  // the keys that a row may see, but for ids, keep and bias
+        int64_t i = k.position + row, begin = larger<int64_t>(0, i + p.low), end = smaller<int64_t>(p.s, i + p.high + 1);
+        if (p.first) begin = larger(begin, p.first[k.b]), end = smaller(end, p.last[k.b]);
+        return {begin, end};
+    }
+
+    // What the products at hand become: scores with softcap, bias and mask, and their top.
+    void finish(const Block &k, int row, int64_t first, int64_t count) const {
+        float *score = k.score + row * KEYS;
+        if (p.softcap) {
+            V cap = all((float)p.softcap), inner = all(unit / (float)p.softcap);
+            for (int64_t j = 0; j < count; j += W) store(score + j, cap * tanh(inner * load(score + j)));
+        } else if (unit != 1.f) {
+            for (int64_t j = 0; j < count; j += W) store(score + j, unit * load(score + j));
+        }
+        int64_t t = k.first + row, i = k.position + row, real = smaller(count, p.s - first);
+        if (p.slopes) {
+            float slope = p.slopes[k.h * p.slopes_stride];
+            for (int64_t j = 0; j < count; j++) score[j] -= slope * std::fabs((float)(first + j - i));
+        }
+        if (p.bias) {
+            const int64_t *n = p.bias_stride;
+            const float *bias = p.bias + k.b * n[0] + k.h * n[1] + t * n[2] + first * n[3];
+            for (int64_t j = 0; j < real; j++) {
+                float x = bias[j * n[3]];
+                score[j] = x == -INF ? -INF : score[j] + x;
+            }
+        }
+        if (p.key_ids) {
+            const int64_t *ids = p.key_ids + k.b * p.key_ids_stride + first;
+            int64_t own = p.query_ids[k.b * p.query_ids_stride + t];
+            for (int64_t j = 0; j < real; j++) score[j] = ids[j] == own ? score[j] : -INF;
+        }
+        if (p.keep) {
+            const int64_t *n = p.keep_stride;
+            const uint8_t *keep = p.keep + k.b * n[0] + k.h * n[1] + t * n[2] + first * n[3];
+            for (int64_t j = 0; j < real; j++) score[j] = keep[j * n[3]] ? score[j] : -INF;
+        }
+        Interval in = seen(k, row);
+        int64_t begin = smaller(larger<int64_t>(in.begin - first, 0), count);
+        int64_t end = larger(smaller(in.end - first, count), begin);
+        for (int64_t j = 0; j < begin; j++) score[j] = -INF;
+        for (int64_t j = end; j < count; j++) score[j] = -INF;
+        V top = all(-INF);
+        for (int64_t j = 0; j < count; j += W) top = max(load(score + j), top);
+        k.top[row] = top;
+    }
+
+    // Scores become weights, 2^(factor * score - highest); what was summed so far shrinks for a new highest.
+    void weigh(const Block &k, int row, int64_t count, float factor) const {
+        const float *score = k.score + row * KEYS;
+        E *weight = k.weight + row * KEYS;
+        float before = k.highest[row], now = larger(before, factor * highest(k.top[row]));
+        V ground = all(now == -INF ? 0.f : now), by = all(factor), sum = {}, more = {};
+        for (int64_t j = 0; j < count; j += 2 * W) {
+            V p = exp2(load(score + j) * by - ground), r = exp2(load(score + j + W) * by - ground);
+            sum += p, more += r;
+            Op::weights(weight + j, p, r);
+        }
+        sum += more;
+        if (now != before) {
+            float shrink = before == -INF ? 0.f : std::exp2(before - now);
+            float *out = k.out + row * across * PANEL;
+            for (int64_t x = 0; x < across * PANEL; x += W) store(out + x, shrink * load(out + x));
+            sum += shrink * k.total[row];
+        } else {
+            sum += k.total[row];
+        }
+        k.total[row] = sum;
+        k.highest[row] = now;
+    }
+
+    // Adds what the panels left out: values that aren't finite, for the rows that may see them.
+    void add_odd(const Block &k, int row, int64_t first, int64_t j) const {
+        float weight = Op::unpack(k.weight[row * KEYS + j]);
+        const T *v = (const T *)p.v + k.b * p.v_stride[0] + (k.head % p.g) * p.v_stride[1] + (first + j) * p.v_stride[2];
+        for (int64_t x = 0; x < p.w; x++) {
+            float y = wide(v[x * p.v_stride[3]]);
+            if (!finite(y)) k.out[row * across * PANEL + x] += weight * y;
+        }
+    }
+
+    bool has_odd(int64_t head, int64_t key) const {
+        const T *v = (const T *)p.v + head / p.g * p.v_stride[0] + head % p.g * p.v_stride[1] + key * p.v_stride[2];
+        for (int64_t x = 0; x < p.w; x++)
+            if (!finite(wide(v[x * p.v_stride[3]]))) return true;
+        return false;
+    }
+
+    // Columns first … first + count of a block: scores, weights, and what they add to the output.
+    void step(const Block &k, int64_t first, int64_t count, bool plain) const {
+        float factor = (float)(LOG2E * (plain ? unit : 1.f));
+        for (int row = 0; row < k.rows; row++) k.top[row] = all(-INF);
+        for (int64_t c = 0; c < count; c += PANEL)
+            rows_of<Op, VECTORS, false, true>(k.rows, k.q, depth, keys + (k.head * panels * PANEL + first + c) * depth,
+                                              k.score + c, KEYS, depth, k.top);
+        bool strange = false;
+        for (int64_t c = 0; c < count; c += PANEL) strange |= odd[k.head * panels + (first + c) / PANEL];
+        if (!plain)
+            for (int row = 0; row < k.rows; row++) finish(k, row, first, count);
+        if (!strange) {
+            for (int row = 0; row < k.rows; row++) weigh(k, row, count, factor);
+        } else {
+            weigh_odd(k, first, count, factor);
+        }
+        int64_t used = smaller(count, up(p.s - first, Op::PAIR));
+        for (int64_t a = 0; a < across; a++)
+            mix<Op>(k.rows, smaller<int64_t>(PANEL, p.w - a * PANEL), k.weight, KEYS,
+                    values + ((k.head * across + a) * panels * PANEL + first) * PANEL, k.out + a * PANEL,
+                    across * PANEL, used);
+    }
+
+    // The same where some value isn't finite: a row that sees it takes it in, however little it weighs.
+    void weigh_odd(const Block &k, int64_t first, int64_t count, float factor) const {
+        for (int row = 0; row < k.rows; row++) {
+            uint8_t visible[KEYS];
+            for (int64_t j = 0; j < count; j++) visible[j] = !(k.score[row * KEYS + j] == -INF);
+            weigh(k, row, count, factor);
+            for (int64_t j = 0; j < smaller(count, p.s - first); j++)
+                if (visible[j] && has_odd(k.head, first + j)) add_odd(k, row, first, j);
+        }
+    }
+
+    void attend(int64_t item) {
+        Block k = {};
+        int64_t block = blocks - 1 - item % blocks;  // the last first: where causal, they are the longest
+        k.h = item / blocks % p.h, k.b = item / blocks / p.h;
+        k.head = k.b * p.g + k.h / (p.h / p.g);
+        k.first = block * ROWS;
+        k.rows = (int)smaller<int64_t>(ROWS, p.t - k.first);
+        k.position = (p.offsets ? p.offsets[k.b] : p.offset) + k.first;
+        int64_t wide_out = across * PANEL;
+        int64_t sizes[] = {up(ROWS * depth * sizeof(E), 64), (int64_t)sizeof(float) * ROWS * KEYS,
+                           Op::PAIR == 1 ? 0 : (int64_t)sizeof(E) * ROWS * KEYS, (int64_t)sizeof(float) * ROWS * wide_out,
+                           ROWS * BYTES, ROWS * BYTES, ROWS * (int64_t)sizeof(float)};
+        char *at[8] = {(char *)scratch(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4] + sizes[5] + sizes[6])};
+        for (int n = 0; n < 7; n++) at[n + 1] = at[n] + sizes[n];
+        k.q = (E *)at[0], k.score = (float *)at[1], k.weight = (E *)(Op::PAIR == 1 ? at[1] : at[2]);
+        k.out = (float *)at[3], k.top = (V *)at[4], k.total = (V *)at[5], k.highest = (float *)at[6];
+
+        float by = Op::PAIR == 1 ? (float)p.scale : p.scale < 0 ? -1.f : 1.f;
+        const T *q = (const T *)p.q + k.b * p.q_stride[0] + k.h * p.q_stride[1] + k.first * p.q_stride[2];
+        for (int row = 0; row < k.rows; row++) {
+            for (int64_t x = 0; x < depth; x++)
+                k.q[row * depth + x] =
+                    x < p.d ? Op::pack(by * wide(q[row * p.q_stride[2] + x * p.q_stride[3]])) : E{};
+            bool sink = p.sink && p.sink[k.h] != -INF;
+            k.highest[row] = sink ? (float)(p.sink[k.h] * LOG2E) : -INF;
+            k.total[row] = V{};
+            if (sink) k.total[row][0] = (float)std::exp2(p.sink[k.h] * LOG2E - k.highest[row]);
+        }
+        memset(k.out, 0, sizes[3]);
+        if (p.query_ids) {
+            const int64_t *ids = p.query_ids + k.b * p.query_ids_stride + k.first;
+            k.ids = {ids[0], ids[0]};
+            for (int row = 1; row < k.rows; row++) k.ids = {smaller(k.ids.least, ids[row]), larger(k.ids.most, ids[row])};
+        }
+        walk(k);
+        write(k);
+    }
+
+    // The columns that some row may see, in steps; those that all rows see whole are plain.
+    void walk(const Block &k) const {
+        Interval top = seen(k, 0), bottom = seen(k, k.rows - 1);
+        int64_t begin = smaller(top.begin, bottom.begin), end = larger(top.end, bottom.end);
+        int64_t full_begin = larger(top.begin, bottom.begin), full_end = smaller(top.end, bottom.end);
+        bool never_plain = p.softcap || p.slopes || p.bias || p.keep;
+        for (int64_t panel = begin / PANEL; panel * PANEL < end; panel++) {
+            if (skips(k, panel)) continue;
+            int64_t count = 1;  // panels
+            while ((count + 1) * PANEL <= KEYS && (panel + count) * PANEL < end && !skips(k, panel + count)) count++;
+            int64_t first = panel * PANEL, last = first + count * PANEL;
+            bool plain = !never_plain && first >= full_begin && last <= full_end;
+            for (int64_t n = 0; plain && p.key_ids && n < count; n++) {
+                const Range &range = ranges[k.b * panels + panel + n];
+                plain = range.least == range.most && k.ids.least == k.ids.most;
+            }
+            step(k, first, last - first, plain);
+            panel += count - 1;
+        }
+    }
+
+    bool skips(const Block &k, int64_t panel) const {  // has no id of these queries
+        if (!p.key_ids) return false;
+        const Range &range = ranges[k.b * panels + panel];
+        return range.most < k.ids.least || k.ids.most < range.least;
+    }
+
+    void write(const Block &k) const {
+        for (int row = 0; row < k.rows; row++) {
+            float total = sum(k.total[row]), by = total == 0.f ? 0.f : 1.f / total;
+            int64_t t = k.first + row;
+            T *out = (T *)p.out + k.b * p.out_stride[0] + k.h * p.out_stride[1] + t * p.out_stride[2];
+            const float *from = k.out + row * across * PANEL;
+            for (int64_t x = 0; x < p.w; x++) narrow(by * from[x], out[x * p.out_stride[3]]);
+            p.lse[(k.b * p.h + k.h) * p.t + t] =
+                total == 0.f ? -INF : (float)((k.highest[row] + std::log2((double)total)) * LN2);
+        }
+    }
+
+    static void packing(void *data, int64_t) {
+        Call &call = *(Call *)data;
+        int64_t count = call.p.b * call.p.g * call.panels;
+        for (int64_t n; (n = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED)) < count;)
+            call.pack(n / call.panels, n % call.panels);
+    }
+
+    static void attending(void *data, int64_t) {
+        Call &call = *(Call *)data;
+        int64_t count = call.p.b * call.p.h * call.blocks;
+        for (int64_t n; (n = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED)) < count;) call.attend(n);
+    }
+
+    void run() {
+        double work = 2. * p.b * p.h * p.t * p.s * (p.d + p.w);
+        int64_t threads = work < 4e6 ? 1 : p.threads;  // below, waking threads takes longer than it saves
+        parallel(threads, packing, this);
+        next = 0;
+        parallel(threads, attending, this);
+    }
+};
+
+}  // namespace
+
+#define NAME2(level) attend_##level
+#define NAME(level) NAME2(level)
+
+void NAME(LEVEL)(const Problem *p) {
+    switch (p->dtype) {
+        case FLOAT32: return Call<float, Single>(*p).run();
+        case FLOAT16: return Call<Half, Single>(*p).run();
+#if defined(__AVX512BF16__)
+        case BFLOAT16: return Call<Brain, Pairs>(*p).run();
+#else
+        case BFLOAT16: return Call<Brain, Single>(*p).run();
+#endif
+    }
+}

@@ -1,0 +1,56 @@
+"""The compiled library: found, loaded, and the build of it that this processor runs.
+
+It is built when the package is installed (`setup.py`), links to nothing of PyTorch, and is called through
+ctypes, which lets go of the GIL. `MANYHEADS_WIDTH` chooses a build by name, `MANYHEADS_THREADS=own` keeps
+the kernel from PyTorch's thread pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FILE = HERE / "native.so"
+LOG = HERE / "native.log"  # what the build said, where it failed
+WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # by what they need of a processor
+
+attend: ctypes._NamedFuncPointer | None = None  # (a problem in bytes, number of the build)
+width: int | None = None  # the build's number in WIDTHS
+missing: str | None = None  # why there is none
+
+
+def _load() -> None:
+    global attend, width, missing
+    if not FILE.exists():
+        said = LOG.read_text(encoding="utf-8").strip() if LOG.exists() else "it was installed without being built"
+        missing = f"its library isn't there: {said}; install manyheads again where there is a C++ compiler"
+        return
+    try:
+        library = ctypes.CDLL(str(FILE))
+    except OSError as error:
+        missing = f"its library doesn't load ({error}): install manyheads again"
+        return
+    library.manyheads_begin(_own_threads())
+    wanted = os.environ.get("MANYHEADS_WIDTH")
+    if wanted is not None and wanted not in WIDTHS:
+        missing = f"MANYHEADS_WIDTH must be one of {', '.join(WIDTHS)}, and {wanted!r} is set"
+        return
+    runs = [n for n in range(len(WIDTHS)) if library.manyheads_runs(n)]
+    if wanted is not None and WIDTHS.index(wanted) not in runs:
+        missing = f"MANYHEADS_WIDTH={wanted} is set, and this processor can't run that build"
+        return
+    width = max(runs) if wanted is None else WIDTHS.index(wanted)
+    attend = library.manyheads_attend
+    attend.argtypes, attend.restype = (ctypes.c_char_p, ctypes.c_int), None
+
+
+def _own_threads() -> bool:
+    """Must the kernel leave PyTorch's pool alone? In a forked child that pool is gone."""
+    forked = multiprocessing.parent_process() is not None and multiprocessing.get_start_method() == "fork"
+    return forked or os.environ.get("MANYHEADS_THREADS") == "own"
+
+
+_load()

@@ -1,0 +1,37 @@
+// One attention problem in numbers and pointers: what Python hands over and every build of the kernel reads.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16 };
+
+// Strides are in elements, and 0 along what is broadcast. Pointers that may be null say "none".
+struct Problem {
+    int64_t b, h, g, t, s, d, w;
+    int64_t dtype;
+    const void *q, *k, *v;                   // [b, h, t, d], [b, g, s, d], [b, g, s, w]
+    int64_t q_stride[4], k_stride[4], v_stride[4], out_stride[4];
+    void *out;                               // [b, h, t, w]
+    float *lse;                              // [b, h, t], contiguous: natural logarithms
+    double scale, softcap;                   // softcap 0: none
+    const float *sink;                       // [h] or null
+    int64_t offset;                          // the position of row 0
+    const int64_t *offsets;                  // [b] or null: one for each sequence
+    int64_t low, high;                       // the band: low <= j - i <= high
+    const int64_t *first, *last;             // [b] or null: keys first <= j < last are real
+    const int64_t *query_ids, *key_ids;      // [b, t] and [b, s] or null: seen where they are equal
+    int64_t query_ids_stride, key_ids_stride;  // over b: 0 for ids that all share
+    const uint8_t *keep;                     // [b, h, t, s] or null: seen where not 0
+    int64_t keep_stride[4];
+    const float *bias;                       // [b, h, t, s] or null: added, -inf hides
+    int64_t bias_stride[4];
+    const float *slopes;                     // [h] or null: ALiBi
+    int64_t slopes_stride;
+    int64_t threads;
+};
+
+}  // extern "C"
+
+// Runs work(data, n) for n = 0 … count - 1, each once, on up to so many threads; returns when all are done.
+void parallel(int64_t threads, void (*work)(void *data, int64_t thread), void *data);
