@@ -371,6 +371,357 @@ def test_a_failure_in_a_test_is_the_report() -> None:
     assert "To mend it" in str(caught.value)
 
 
+# -- what newcomers write --------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """As `torch.nn.MultiheadAttention`: sequence first, and a boolean mask hides where it is True."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(embed_dim, embed_dim) for _ in range(4)
+        )
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)  # [b, h, t, d]
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x.permute(2, 0, 1, 3).flatten(2)  # [t, b, e]
+
+    def shown(self, weights: Tensor, average: bool) -> Tensor:
+        return weights.mean(dim=1) if average else weights
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores = q @ k.mT / self.head_dim**0.5  # [b, h, t, s]
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf)
+        weights = scores.softmax(-1).masked_fill(scores == -math.inf, 0.0)
+        return weights @ v, weights
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = self.split(self.q_proj(query)), self.split(self.k_proj(key)), self.split(self.v_proj(value))
+        out, weights = self.mixed(q, k, v, attn_mask)
+        return self.out_proj(self.merge(out)), self.shown(
+            weights, average_attn_weights
+        ) if need_weights else None
+
+
+class Always(Layer):
+    """As `torch.nn.MultiheadAttention`, `[t, b, e]`, its weights always there, averaged over the heads."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return super().forward(query, key, value)
+
+
+class Either(Layer):
+    """As `torch.nn.MultiheadAttention`, `[t, b, e]`. Its weights are always there."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, average_attn_weights: bool = True) -> Any:
+        return super().forward(query, key, value, True, None, average_attn_weights)
+
+
+def checked(base: type[Layer], **steps: Any) -> checker.Report:
+    return checker.check(type(base.__name__, (base,), {"__doc__": base.__doc__, **steps}), "torch-mha")
+
+
+@pytest.mark.parametrize("base", [Layer, Always, Either])
+def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
+    found = checked(base)
+    assert found.passed, found
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "shown"),
+    [
+        (Layer, "weights-not-averaged", lambda self, w, average: w),
+        (Layer, "weights-averaged", lambda self, w, average: w.mean(1)),
+        (Layer, "average-inverted", lambda self, w, average: w if average else w.mean(1)),
+        (Layer, "weights-summed", lambda self, w, average: w.sum(1) if average else w),
+        (Layer, "weights-averaged-over-batch", lambda self, w, average: w.mean(0) if average else w),
+        (Layer, "first-head-returned", lambda self, w, average: w[:, 0] if average else w),
+        (Either, "weights-averaged", lambda self, w, average: w.mean(1)),
+        (Either, "weights-not-averaged", lambda self, w, average: w),
+        (Always, "weights-not-averaged", lambda self, w, average: w),
+        (Always, "weights-summed", lambda self, w, average: w.sum(1)),
+    ],
+)
+def test_the_weights_that_come_back_are_those_that_were_asked_for(
+    base: type[Layer], name: str, shown: Any
+) -> None:
+    found = checked(base, shown=shown)
+    assert not found.passed
+    assert [one.mistake for one in found.diagnosis] == [name]
+    assert found.pair is not None
+    want, got, what = found.pair
+    assert what == "weights"
+    assert want.shape != got.shape or not torch.allclose(want, got.to(want.dtype), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shown", "says"),
+    [
+        (
+            lambda self, w, average: w.mean(-1) if average else w,
+            "[b, t, s] = [3, 5, 7], and [3, 4, 5] came back",
+        ),
+        (
+            lambda self, w, average: w.mean(1, keepdim=True) if average else w,
+            "[b, t, s] = [3, 5, 7], and [3, 1, 5, 7] came back",
+        ),
+    ],
+)
+def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, says: str) -> None:
+    found = checked(Layer, shown=shown)
+    assert says in next(one.reason for one in found.checks if one.name == "shapes" and one.status == "failed")
+
+
+def test_where_only_the_weights_are_wrong_nothing_is_said_of_the_output() -> None:
+    found = checked(Layer, shown=lambda self, w, average: w.mean(1) * 1.5 if average else w * 1.5)
+    (one,) = found.diagnosis
+    assert (
+        "the output is right, and the weights that come back are wrong: 1.5 times the right ones" in one.says
+    )
+    assert "output is wrong" not in one.says
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("merge-the-other-way", {"merge": lambda self, x: x.permute(2, 0, 3, 1).flatten(2)}),
+        ("split-the-other-way", {"split": lambda self, x: x.unflatten(-1, (-1, 4)).permute(1, 3, 0, 2)}),
+        (
+            "heads-interleaved",
+            {
+                "split": lambda self, x: x.unflatten(-1, (-1, 4)).permute(1, 3, 0, 2),
+                "merge": lambda self, x: x.permute(2, 0, 3, 1).flatten(2),
+            },
+        ),
+        (
+            "batch-reshaped",
+            {"split": lambda self, x: x.reshape(x.shape[1], x.shape[0], 4, -1).transpose(1, 2)},
+        ),
+        (
+            "merge-without-transpose",
+            {"merge": lambda self, x: x.reshape(x.shape[2], x.shape[0], -1)},
+        ),
+    ],
+)
+def test_how_heads_are_split_and_merged_is_named_as_it_is(name: str, steps: dict[str, Any]) -> None:
+    assert [one.mistake for one in checked(Layer, **steps).diagnosis] == [name]
+
+
+def test_heads_interleaved_is_the_network_with_its_weights_in_another_order() -> None:
+    weight = {r: torch.randn(24, 24, dtype=torch.float64) for r in "qkvo"}
+    bias = {r: torch.randn(24, dtype=torch.float64) for r in "qkvo"}
+    order = torch.arange(24).view(6, 4).T.flatten()  # of columns: d · h as h · d
+    moved = {r: weight[r][order] if r != "o" else weight[r][:, order] for r in "qkvo"}
+    other = Weights(4, 4, moved, {r: bias[r][order] if r != "o" else bias[r] for r in "qkvo"})
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    (change,) = FAMILY["heads-interleaved"].variants
+    torch.testing.assert_close(
+        exact(Weights(4, 4, weight, bias), Inputs(x, x, x), change).out, exact(other, Inputs(x, x, x)).out
+    )
+
+
+def test_mends_name_an_axis_only_with_the_layout_that_it_is_of() -> None:
+    for one in FAMILY.values():
+        if "dim=" in one.mend or "transpose(" in one.mend or "permute(" in one.mend:
+            assert "[b, h, t, s]" in one.mend or "[t, b, e]" in one.mend, one
+
+
+class Tokens(nn.Module):
+    """x `[b, t, e]`."""
+
+    def __init__(self, hidden: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1))  # [b, t, h, d], and no transpose
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x.flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
+        return self.out(self.merge(F.scaled_dot_product_attention(q, k, v)))
+
+
+class Backwards(Tokens):
+    """x `[b, t, e]`."""
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)
+
+
+class Early(Tokens):
+    """x `[b, t, e]`."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).reshape(x.shape[0], self.num_heads, x.shape[1], -1)
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [(Tokens, "heads-as-tokens"), (Backwards, "heads-as-tokens"), (Early, "split-after-transpose")],
+)
+def test_heads_that_were_never_moved(wrong: type[Tokens], name: str) -> None:
+    assert [one.mistake for one in checker.check(wrong, "self").diagnosis] == [name]
+
+
+def masked(step: Any) -> Any:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask `[t, s]`: True = may attend."""
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        out: Tensor = scores.softmax(-1) @ v if mask is None else step(scores, v, ~mask)
+        return out
+
+    return attention
+
+
+def right(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def spoilt(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+    return torch.zeros_like(out) if out.isnan().any() else out
+
+
+def hundred(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return scores.masked_fill(hidden, -100.0).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def divided(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    weights = scores.softmax(-1).masked_fill(hidden, 0.0)
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+def high(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return scores.masked_fill(hidden, math.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def between(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return scores.softmax(-1).masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+@pytest.mark.parametrize(
+    ("step", "names", "failed"),
+    [
+        (right, [], []),
+        (spoilt, ["empty-rows-spoil-others"], ["empty rows"]),
+        (hundred, ["masked-low"], ["large scores"]),
+        (divided, ["empty-rows-nan", "masked-and-divided"], ["empty rows", "large scores"]),
+        (high, ["masked-plus-infinity"], ["mask"]),
+    ],
+)
+def test_masks_that_go_wrong_in_some_rows_only(step: Any, names: list[str], failed: list[str]) -> None:
+    found = checker.check(masked(step), "attention")
+    assert [one.mistake for one in found.diagnosis] == names
+    assert [one.name for one in found.checks if one.status == "failed"] == failed
+    assert "overflows" not in f"{found}"
+
+
+def test_what_follows_from_a_wrong_mask_is_not_judged() -> None:
+    found = checker.check(masked(lambda scores, v, hidden: right(scores, v, ~hidden)), "attention")
+    assert {one.mistake for one in found.diagnosis} == {"polarity-swapped"}
+    status = {one.name: one.status for one in found.checks}
+    assert {status[name] for name in ("float16", "bfloat16", "large scores")} == {"could not be checked"}
+
+
+def test_a_mask_between_two_softmaxes_alone() -> None:
+    class Twice(nn.Module):
+        """Causal attention of x `[b, t, hidden]`."""
+
+        def __init__(self, hidden: int) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.q(x) @ self.k(x).mT / x.shape[-1] ** 0.5
+            hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+            return between(scores, self.v(x), hidden)
+
+    assert [one.mistake for one in checker.check(Twice, "self").diagnosis] == ["softmax-twice"]
+
+
+def test_an_output_of_another_shape_is_said_once() -> None:
+    found = checked(Layer, merge=lambda self, x: x.transpose(1, 2).flatten(2))  # [b, t, e]
+    failed = {one.name: one.reason for one in found.checks if one.status == "failed"}
+    assert set(failed) <= {"shapes", "values", "mask", "added bias"}
+    assert "its first two axes the other way round" in failed["shapes"]
+
+
+def test_a_gap_that_is_not_filled_is_said_to_be_one() -> None:
+    class Gap(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            raise NotImplementedError("write it here")
+
+    with pytest.raises(checker.Unclear, match="write it here") as caught:
+        checker.check(Gap, "self", weights=WEIGHTS)
+    assert "--like" not in f"{caught.value}"
+    assert "adapter" not in f"{caught.value}"
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        raise NotImplementedError("and here")
+
+    with pytest.raises(checker.Unclear, match="and here") as caught:
+        checker.check(rotate, "rotary")
+    assert "adapter" not in f"{caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("name", "turned"),
+    [
+        ("rotary-one-of-pair-swapped", lambda a, b, c, s: (a * c - b * s, a * c + b * s)),
+        ("rotary-pair-exchanged", lambda a, b, c, s: (a * s + b * c, a * c - b * s)),
+        ("rotary-entries-apart", lambda a, b, c, s: (a * c, b * s)),
+        ("rotary-reflected", lambda a, b, c, s: (a * c + b * s, a * s + b * c)),
+    ],
+)
+def test_slips_in_a_turn(name: str, turned: Any) -> None:
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        """Neighbours, 2n and 2n + 1, are a pair."""
+        a = positions[:, None] / 10000 ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
+        return torch.stack(turned(x[..., 0::2], x[..., 1::2], a.cos(), a.sin()), -1).flatten(-2)
+
+    assert [one.mistake for one in checker.check(rotate, "rotary").diagnosis] == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "angle"),
+    [
+        ("pairs-from-one", lambda p, c, e: p / 10000 ** ((c + 2) / e)),
+        ("exponent-of-odd", lambda p, c, e: p / 10000 ** ((c + 1) / e)),
+        ("exponent-over-narrower-width", lambda p, c, e: p / 10000 ** (c / (e - 2))),
+        ("power-of-the-quotient", lambda p, c, e: (p / 10000) ** (c / e)),
+        ("exponent-as-factor", lambda p, c, e: p / (10000 * c / e)),
+        ("angles-in-turns", lambda p, c, e: 2 * math.pi * p / 10000 ** (c / e)),
+    ],
+)
+def test_slips_in_a_sinusoidal_table(name: str, angle: Any) -> None:
+    def table(length: int, width: int) -> Tensor:
+        p = torch.arange(length, dtype=torch.float64)[:, None]
+        a = angle(p, torch.arange(0, width, 2, dtype=torch.float64), width)
+        return torch.stack((a.sin(), a.cos()), -1).flatten(-2).float()
+
+    assert [one.mistake for one in checker.check(table, "positional").diagnosis] == [name]
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 

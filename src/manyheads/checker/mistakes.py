@@ -812,7 +812,7 @@ def _(r: Recipe) -> None:
 
 @mistake("heads-interleaved",
          "whose heads are split and merged as [d, h]: an equivalent network, with its weights in another order",
-         f"nothing is lost if it is trained so, and weights of other attention don't fit it: {ORDER}")  # fmt: skip
+         f"trained so it is as good, but weights of other attention don't fit it; for those, {ORDER}")  # fmt: skip
 def _(r: Recipe) -> None:
     r.put(split=_interleaved, merge=lambda x: x.permute(0, 2, 3, 1).flatten(2))
 
