@@ -1,4 +1,4 @@
-"""Builds the native kernel, once for each vector width, into one library that links to nothing of PyTorch.
+"""Builds the native kernel, once for each vector width and once for float64, into one library that links to nothing of PyTorch.
 
 All else is in pyproject.toml. Where there is no C++ compiler, or it fails, the installation goes on without the
 kernel and leaves the reason beside the place of the library; `manyheads kernels` prints it.
@@ -21,7 +21,13 @@ SOURCE = Path("src/manyheads/kernels/native")
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-maybe-uninitialized"]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-WIDTHS = {"portable": [], "avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
+BUILDS = {
+    "float64": ["-DREAL=double"],
+    "portable": [],
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512bf16": [*AVX512, "-mavx512bf16"],
+}
 
 
 def compile_to(library: Path, work: Path) -> None:
@@ -39,16 +45,20 @@ def compile_to(library: Path, work: Path) -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
-            raise RuntimeError(f"the C++ compiler {shlex.join(compiler)} doesn't start ({error.strerror})") from None
+            raise RuntimeError(
+                f"the C++ compiler {shlex.join(compiler)} doesn't start ({error.strerror})"
+            ) from None
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines()[:1] or ["no message"]
-            raise RuntimeError(f"the C++ compiler {shlex.join(compiler)} ended with {done.returncode} ({said[0]})")
+            raise RuntimeError(
+                f"the C++ compiler {shlex.join(compiler)} ended with {done.returncode} ({said[0]})"
+            )
 
     objects = []
-    for width, flags in WIDTHS.items():
-        if not flags or x86:
-            objects.append(str(work / f"{width}.o"))
-            run(*flags, f"-DLEVEL={width}", "-c", str(SOURCE / "attend.cpp"), "-o", objects[-1])
+    for build, flags in BUILDS.items():
+        if x86 or "avx" not in build:
+            objects.append(str(work / f"{build}.o"))
+            run(*flags, f"-DLEVEL={build}", "-c", str(SOURCE / "attend.cpp"), "-o", objects[-1])
     objects.append(str(work / "threads.o"))
     run("-c", str(SOURCE / "threads.cpp"), "-o", objects[-1])
     run("-shared", *objects, "-o", str(library), "-pthread", *(["-ldl"] if sys.platform == "linux" else []))

@@ -12,7 +12,7 @@ import torch
 import manyheads as mh
 from manyheads.biases import Bias
 
-OWN = ("reference", "chunked", "auto")
+OWN = ("reference", "chunked", "native", "auto")
 
 
 def grid(t: int = 4, s: int = 5, b: int = 2, h: int = 3, first: Any = 0) -> tuple[torch.Tensor, ...]:
@@ -128,7 +128,7 @@ def test_dense_broadcasts_as_tensors_do(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(each, weights @ v)  # by row, whatever the position
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked", "sdpa", "auto"])
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "sdpa", "auto"])
 def test_dense_minus_infinity_masks(kernel: str) -> None:
     q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (4, 5, 5))
     keep = torch.rand(4, 5) < 0.5

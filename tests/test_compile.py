@@ -20,7 +20,7 @@ from manyheads.kernels import chunked
 from manyheads.masks import Not  # what ~ makes: Dynamo can't trace ~ on a class of ours
 from manyheads.scores import Problem
 
-KERNELS = ("reference", "chunked", "sdpa", "auto")
+KERNELS = ("reference", "chunked", "native", "sdpa", "auto")
 T, S = 6, 9
 
 pytestmark = [
@@ -101,7 +101,7 @@ def test_masks_made_inside(mask: str, kernel: str, tensors: dict[str, Tensor]) -
     same(run, quick, heads())
 
 
-@pytest.mark.parametrize("kernel", ["chunked", "auto"])
+@pytest.mark.parametrize("kernel", ["chunked", "native", "auto"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_made_outside(mask: str, kernel: str, tensors: dict[str, Tensor]) -> None:
     """And made anew for every call: the structure is compiled, not the object."""
@@ -123,7 +123,7 @@ def test_masks_made_outside(mask: str, kernel: str, tensors: dict[str, Tensor]) 
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked", "auto"])
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_gradients_of_biases_and_sinks(kernel: str, tensors: dict[str, Tensor]) -> None:
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
     for make in (mh.Relative, mh.ALiBi, mh.Dense):
@@ -139,7 +139,7 @@ def test_gradients_of_biases_and_sinks(kernel: str, tensors: dict[str, Tensor]) 
         same(run, quick, [*heads(), leaf, sink])
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked", "auto"])
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_a_bias_made_outside_gets_its_gradient(kernel: str) -> None:
     bias = mh.Relative.learned(4, 2)
 
@@ -200,7 +200,7 @@ def test_dynamic_from_the_first_call(kernel: str) -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked", "auto"])
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_a_mask_may_be_as_wide_as_a_length(kernel: str) -> None:
     """Numbers inside masks that come from a size; each makes a graph, and the right one."""
 
@@ -269,7 +269,7 @@ def test_dropouts_gradient_in_a_compiled_function(kernel: str) -> None:
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked", "auto"])
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_rows_that_see_nothing_in_a_compiled_function(kernel: str) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return mh.attention(q, k, v, mask=mh.Causal(), offset=-3, kernel=kernel)
@@ -320,7 +320,7 @@ def test_errors_of_a_compiled_function_are_the_same_sentence() -> None:
 # -- maps --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked", "auto"])
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_maps_of_a_compiled_function(kernel: str) -> None:
     """Statistics inside the graph, and the map itself brought out of it."""
 

@@ -24,7 +24,7 @@ GIVES_LSE = True
 SHIELDS = True
 
 WIDEST = 256
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 LIMIT = sdpa.LIMIT
 
 
@@ -39,7 +39,7 @@ def refuse(problem: Problem) -> list[str]:
     if p.forward_mode():
         reasons.append("it has no forward-mode derivative")
     if p.q.dtype not in DTYPES:
-        reasons.append(f"it computes float32, bfloat16 and float16, and this is {p.q.dtype}")
+        reasons.append(f"it computes {', '.join(map(str, DTYPES))}, and this is {p.q.dtype}")
     if p.dropout_p:
         reasons.append("it has no dropout")
     if 0 in n:
@@ -56,7 +56,9 @@ def refuse(problem: Problem) -> list[str]:
 
 
 def defers(problem: Problem) -> list[str]:
-    """Why `auto` goes on to PyTorch's kernel, though this one could; empty if it doesn't."""
+    """Why `auto` goes on, though this kernel could; empty if it doesn't."""
+    if problem.q.dtype == torch.float64:
+        return ["in float64 it is there to be compared with, and slower than PyTorch's products"]
     if _wants_gradient(problem) and not sdpa.refuse(problem):
         return ["its gradient is that of chunked, slower than PyTorch's"]
     return []
@@ -134,9 +136,9 @@ def _bias(p: Problem) -> Tensor:
     """A bias as a tensor, `[b, h, t, s]` by strides."""
     n = p.shape
     if isinstance(p.bias, Dense):
-        return p.bias.values.detach().to(torch.float32).expand(n.b, n.h, n.t, n.s)
+        return p.bias.values.detach().to(p.dtype).expand(n.b, n.h, n.t, n.s)
     assert p.bias is not None
-    return p.bias.add(*p.at(ALL, ALL), torch.float32).detach().expand(n.b, n.h, n.t, n.s)
+    return p.bias.add(*p.at(ALL, ALL), p.dtype).detach().expand(n.b, n.h, n.t, n.s)
 
 
 def _real(p: Problem, lengths: tuple[Lengths, ...]) -> tuple[Tensor, Tensor]:
@@ -157,7 +159,10 @@ def _ids(p: Problem, documents: Documents) -> tuple[Tensor, Tensor]:
     b = torch.arange(p.shape.b)[:, None]
     rows = torch.arange(p.shape.t)[None]
     first = p.offset if isinstance(p.offset, int) else p.offset[:, None]
-    (queries, here), (keys, there) = documents.query(b, rows + first), documents.key(b, torch.arange(p.shape.s)[None])
+    (queries, here), (keys, there) = (
+        documents.query(b, rows + first),
+        documents.key(b, torch.arange(p.shape.s)[None]),
+    )
     nobody = torch.iinfo(torch.int64).min
     queries, keys = queries.to(torch.int64), keys.to(torch.int64)
     return torch.where(here, queries, nobody).contiguous(), torch.where(there, keys, nobody + 1).contiguous()
@@ -167,7 +172,7 @@ def _forward(p: Problem) -> tuple[Tensor, Tensor]:
     n = p.shape
     q, k, v = (x.resolve_neg() for x in (p.q, p.k, p.v))
     out = q.new_empty(n.b, n.h, n.t, n.w)
-    lse = q.new_empty(n.b, n.h, n.t, dtype=torch.float32)
+    lse = q.new_empty(n.b, n.h, n.t, dtype=p.dtype)
     held: list[Tensor] = []  # what the numbers below point into
 
     def at(tensor: Tensor) -> int:
@@ -190,13 +195,17 @@ def _forward(p: Problem) -> tuple[Tensor, Tensor]:
             tensor = _keep(p, rest)
             keep = (at(tensor), *tensor.stride())
     if isinstance(p.bias, ALiBi):
-        slope = p.bias.slopes.detach().to(torch.float32).contiguous()
+        slope = p.bias.slopes.detach().to(p.dtype).contiguous()
         slopes = (at(slope), int(slope.shape[0] > 1))
     elif p.bias is not None:
         tensor = _bias(p)
         bias = (at(tensor), *tensor.stride())
-    offset = (p.offset, 0) if isinstance(p.offset, int) else (0, at(p.offset.to(torch.int64).expand(n.b).contiguous()))
-    sink = 0 if p.sink is None else at(p.sink.detach().to(torch.float32).contiguous())
+    offset = (
+        (p.offset, 0)
+        if isinstance(p.offset, int)
+        else (0, at(p.offset.to(torch.int64).expand(n.b).contiguous()))
+    )
+    sink = 0 if p.sink is None else at(p.sink.detach().to(p.dtype).contiguous())
     assert library.attend is not None
     library.attend(
         LAYOUT.pack(

@@ -15,9 +15,14 @@ namespace {
 
 constexpr int ROWS = 48;                                   // queries in a block
 constexpr int STRIP = 6;                                   // of them in one product
-constexpr int VECTORS = W == 16 ? 4 : 2, PANEL = VECTORS * W;  // keys, or columns of values, in a panel
-constexpr double LOG2E = 1.4426950408889634, LN2 = 0.6931471805599453;
-constexpr float INF = __builtin_inff();
+constexpr int VECTORS = BYTES == 64 ? 4 : 2, PANEL = VECTORS * W;  // keys, or columns of values, in a panel
+#if defined(REAL)
+typedef long double Wide;
+#else
+typedef double Wide;
+#endif
+constexpr Wide LOG2E = 1.44269504088896340736L, LN2 = 0.693147180559945309417L;
+constexpr R INF = __builtin_inf();
 
 template <class T> INLINE T smaller(T a, T b) { return a < b ? a : b; }
 template <class T> INLINE T larger(T a, T b) { return a > b ? a : b; }
@@ -27,12 +32,12 @@ INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 INLINE uint32_t bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 INLINE float from_bits(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-INLINE bool finite(float x) { return (bits(x) & 0x7f800000) != 0x7f800000; }
+INLINE bool finite(R x) { return x - x == 0; }
 
 struct Half { uint16_t u; };   // float16
 struct Brain { uint16_t u; };  // bfloat16
 
-INLINE float wide(float x) { return x; }
+INLINE R wide(R x) { return x; }
 INLINE float wide(Brain x) { return from_bits((uint32_t)x.u << 16); }
 INLINE float wide(Half x) {
     uint32_t sign = (uint32_t)(x.u & 0x8000) << 16, rest = x.u & 0x7fff;
@@ -43,7 +48,7 @@ INLINE float wide(Half x) {
     return from_bits(bits(y) | sign);
 }
 
-INLINE void narrow(float x, float &y) { y = x; }
+INLINE void narrow(R x, R &y) { y = x; }
 INLINE void narrow(float x, Brain &y) {  // to the nearest, ties to even
     uint32_t u = bits(x);
     y.u = x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
@@ -65,24 +70,24 @@ INLINE void narrow(float x, Half &y) {
 // How numbers lie in a panel and are multiplied: one by one in float32, or by pairs in bfloat16. A panel is
 // [k / PAIR][PANEL][PAIR]; a row on the left [k].
 struct Single {
-    typedef float E;
+    typedef R E;
     static constexpr int PAIR = 1, KEYS = 256;  // KEYS in a block
-    INLINE float pack(float x) { return x; }
-    INLINE float unpack(float x) { return x; }
-    INLINE V left(const float *a) { return all(*a); }
-    INLINE V right(const float *b) { return load(b); }
+    INLINE R pack(R x) { return x; }
+    INLINE R unpack(R x) { return x; }
+    INLINE V left(const R *a) { return all(*a); }
+    INLINE V right(const R *b) { return load(b); }
     INLINE V add(V sum, V a, V b) { return sum + a * b; }
-    INLINE void weights(float *to, V p, V r) { store(to, p); store(to + W, r); }
+    INLINE void weights(R *to, V p, V r) { store(to, p); store(to + W, r); }
 };
 
 #if defined(__AVX512BF16__)
 struct Pairs {
     typedef Brain E;
     static constexpr int PAIR = 2, KEYS = 512;
-    INLINE Brain pack(float x) { Brain y; narrow(x, y); return y; }
-    INLINE float unpack(Brain x) { return wide(x); }
+    INLINE Brain pack(R x) { Brain y; narrow(x, y); return y; }
+    INLINE R unpack(Brain x) { return wide(x); }
     INLINE V left(const Brain *a) { int32_t x; memcpy(&x, a, 4); return (V)_mm512_set1_epi32(x); }
-    INLINE V right(const Brain *b) { return load((const float *)b); }
+    INLINE V right(const Brain *b) { return load((const R *)b); }
     INLINE V add(V sum, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
     INLINE void weights(Brain *to, V p, V r) {
         __m512bh both = _mm512_cvtne2ps_pbh((__m512)r, (__m512)p);
@@ -91,24 +96,24 @@ struct Pairs {
 };
 #endif
 
-// to [R, N vectors] (+)= a [R, k] * panel [k, N vectors]; with TOP the highest of each row's entries joins top.
-template <class Op, int R, int N, bool ADD, bool TOP>
-INLINE void product(const typename Op::E *a, int64_t a_row, const typename Op::E *panel, float *to, int64_t to_row,
+// to [H, N vectors] (+)= a [H, k] * panel [k, N vectors]; with TOP the highest of each row's entries joins top.
+template <class Op, int H, int N, bool ADD, bool TOP>
+INLINE void product(const typename Op::E *a, int64_t a_row, const typename Op::E *panel, R *to, int64_t to_row,
                     int64_t k, V *top) {
-    V sum[R][N];
-    for (int i = 0; i < R; i++)
+    V sum[H][N];
+    for (int i = 0; i < H; i++)
         for (int n = 0; n < N; n++) sum[i][n] = ADD ? load(to + i * to_row + n * W) : V{};
     for (int64_t x = 0; x < k; x += Op::PAIR) {
         V b[N];
         for (int n = 0; n < N; n++) b[n] = Op::right(panel + x * PANEL + n * W * Op::PAIR);
 #pragma GCC unroll 6
-        for (int i = 0; i < R; i++) {
+        for (int i = 0; i < H; i++) {
             V one = Op::left(a + i * a_row + x);
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], one, b[n]);
         }
     }
-    for (int i = 0; i < R; i++) {
+    for (int i = 0; i < H; i++) {
         for (int n = 0; n < N; n++) store(to + i * to_row + n * W, sum[i][n]);
         if (TOP)
             for (int n = 0; n < N; n++) top[i] = max(sum[i][n], top[i]);
@@ -116,7 +121,7 @@ INLINE void product(const typename Op::E *a, int64_t a_row, const typename Op::E
 }
 
 template <class Op, int N, bool ADD, bool TOP>
-static void rows_of(int rows, const typename Op::E *a, int64_t a_row, const typename Op::E *panel, float *to,
+static void rows_of(int rows, const typename Op::E *a, int64_t a_row, const typename Op::E *panel, R *to,
                     int64_t to_row, int64_t k, V *top) {
     int i = 0;
     for (; i + STRIP <= rows; i += STRIP)
@@ -134,7 +139,7 @@ static void rows_of(int rows, const typename Op::E *a, int64_t a_row, const type
 // The same for a panel of which only so many columns are wanted.
 template <class Op>
 static void mix(int rows, int64_t columns, const typename Op::E *a, int64_t a_row, const typename Op::E *panel,
-                float *to, int64_t to_row, int64_t k) {
+                R *to, int64_t to_row, int64_t k) {
     if (VECTORS == 4 && columns > 3 * W) return rows_of<Op, VECTORS, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
     if (VECTORS == 4 && columns > 2 * W) return rows_of<Op, VECTORS - 1, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
     if (columns > W) return rows_of<Op, 2, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
@@ -160,7 +165,7 @@ template <class T, class Op> struct Call {
     Range *ranges;                  // [b, panels]
     int64_t blocks;                 // of queries, in a head
     int64_t next = 0;               // what is to be packed, then computed, counted up by all threads
-    float unit;                     // what a product of packed numbers is multiplied by to be a score
+    R unit;                     // what a product of packed numbers is multiplied by to be a score
 
     explicit Call(const Problem &problem) : p(problem) {
         panels = up(p.s, PANEL) / PANEL;
@@ -176,7 +181,7 @@ template <class T, class Op> struct Call {
         odd = (uint8_t *)(memory + sizes[0] + sizes[1]);
         ranges = (Range *)(memory + sizes[0] + sizes[1] + sizes[2]);
         // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
-        unit = Op::PAIR == 1 ? 1.f : (float)std::fabs(p.scale);
+        unit = Op::PAIR == 1 ? (R)1 : (R)std::fabs(p.scale);
     }
 
     // Packs a panel of keys, and of values, of one head; what isn't finite in a value is 0 in its panel.
@@ -197,9 +202,9 @@ template <class T, class Op> struct Call {
                 const T *row = v + j * p.v_stride[2] + a * PANEL * p.v_stride[3];
                 E *at = panel_of + j / Op::PAIR * Op::PAIR * PANEL + j % Op::PAIR;
                 for (int64_t x = 0; x < PANEL; x++) {
-                    float y = j < count && x < width ? wide(row[x * p.v_stride[3]]) : 0.f;
+                    R y = j < count && x < width ? wide(row[x * p.v_stride[3]]) : (R)0;
                     fine &= finite(y);
-                    at[x * Op::PAIR] = Op::pack(finite(y) ? y : 0.f);
+                    at[x * Op::PAIR] = Op::pack(finite(y) ? y : (R)0);
                 }
             }
         }
@@ -219,11 +224,11 @@ template <class T, class Op> struct Call {
         int64_t position;           // of its first row
         Range ids;
         E *q;                       // [ROWS, depth]
-        float *score;               // [ROWS, KEYS]
+        R *score;               // [ROWS, KEYS]
         E *weight;                  // the same place in float32
-        float *out;                 // [ROWS, across * PANEL]
+        R *out;                 // [ROWS, across * PANEL]
         V *top, *total;             // [ROWS]: of the columns at hand; of all so far
-        float *highest;             // [ROWS]: the running maximum of score * log2 e
+        R *highest;             // [ROWS]: the running maximum of score * log2 e
     };
 
     Interval seen(const Block &k, int row) const {  // the keys that a row may see, but for ids, keep and bias
@@ -234,23 +239,23 @@ template <class T, class Op> struct Call {
 
     // What the products at hand become: scores with softcap, bias and mask, and their top.
     void finish(const Block &k, int row, int64_t first, int64_t count) const {
-        float *score = k.score + row * KEYS;
+        R *score = k.score + row * KEYS;
         if (p.softcap) {
-            V cap = all((float)p.softcap), inner = all(unit / (float)p.softcap);
+            V cap = all((R)p.softcap), inner = all(unit / (R)p.softcap);
             for (int64_t j = 0; j < count; j += W) store(score + j, cap * tanh(inner * load(score + j)));
-        } else if (unit != 1.f) {
+        } else if (unit != (R)1) {
             for (int64_t j = 0; j < count; j += W) store(score + j, unit * load(score + j));
         }
         int64_t t = k.first + row, i = k.position + row, real = smaller(count, p.s - first);
         if (p.slopes) {
-            float slope = p.slopes[k.h * p.slopes_stride];
-            for (int64_t j = 0; j < count; j++) score[j] -= slope * std::fabs((float)(first + j - i));
+            R slope = ((const R *)p.slopes)[k.h * p.slopes_stride];
+            for (int64_t j = 0; j < count; j++) score[j] -= slope * std::fabs((R)(first + j - i));
         }
         if (p.bias) {
             const int64_t *n = p.bias_stride;
-            const float *bias = p.bias + k.b * n[0] + k.h * n[1] + t * n[2] + first * n[3];
+            const R *bias = (const R *)p.bias + k.b * n[0] + k.h * n[1] + t * n[2] + first * n[3];
             for (int64_t j = 0; j < real; j++) {
-                float x = bias[j * n[3]];
+                R x = bias[j * n[3]];
                 score[j] = x == -INF ? -INF : score[j] + x;
             }
         }
@@ -275,11 +280,11 @@ template <class T, class Op> struct Call {
     }
 
     // Scores become weights, 2^(factor * score - highest); what was summed so far shrinks for a new highest.
-    void weigh(const Block &k, int row, int64_t count, float factor) const {
-        const float *score = k.score + row * KEYS;
+    void weigh(const Block &k, int row, int64_t count, R factor) const {
+        const R *score = k.score + row * KEYS;
         E *weight = k.weight + row * KEYS;
-        float before = k.highest[row], now = larger(before, factor * highest(k.top[row]));
-        V ground = all(now == -INF ? 0.f : now), by = all(factor), sum = {}, more = {};
+        R before = k.highest[row], now = larger(before, factor * highest(k.top[row]));
+        V ground = all(now == -INF ? (R)0 : now), by = all(factor), sum = {}, more = {};
         for (int64_t j = 0; j < count; j += 2 * W) {
             V p = exp2(load(score + j) * by - ground), r = exp2(load(score + j + W) * by - ground);
             sum += p, more += r;
@@ -287,8 +292,8 @@ template <class T, class Op> struct Call {
         }
         sum += more;
         if (now != before) {
-            float shrink = before == -INF ? 0.f : std::exp2(before - now);
-            float *out = k.out + row * across * PANEL;
+            R shrink = before == -INF ? (R)0 : std::exp2(before - now);
+            R *out = k.out + row * across * PANEL;
             for (int64_t x = 0; x < across * PANEL; x += W) store(out + x, shrink * load(out + x));
             sum += shrink * k.total[row];
         } else {
@@ -300,10 +305,10 @@ template <class T, class Op> struct Call {
 
     // Adds what the panels left out: values that aren't finite, for the rows that may see them.
     void add_odd(const Block &k, int row, int64_t first, int64_t j) const {
-        float weight = Op::unpack(k.weight[row * KEYS + j]);
+        R weight = Op::unpack(k.weight[row * KEYS + j]);
         const T *v = (const T *)p.v + k.b * p.v_stride[0] + (k.head % p.g) * p.v_stride[1] + (first + j) * p.v_stride[2];
         for (int64_t x = 0; x < p.w; x++) {
-            float y = wide(v[x * p.v_stride[3]]);
+            R y = wide(v[x * p.v_stride[3]]);
             if (!finite(y)) k.out[row * across * PANEL + x] += weight * y;
         }
     }
@@ -317,7 +322,7 @@ template <class T, class Op> struct Call {
 
     // Columns first … first + count of a block: scores, weights, and what they add to the output.
     void step(const Block &k, int64_t first, int64_t count, bool plain) const {
-        float factor = (float)(LOG2E * (plain ? unit : 1.f));
+        R factor = (R)(LOG2E * (plain ? unit : (R)1));
         for (int row = 0; row < k.rows; row++) k.top[row] = all(-INF);
         for (int64_t c = 0; c < count; c += PANEL)
             rows_of<Op, VECTORS, false, true>(k.rows, k.q, depth, keys + (k.head * panels * PANEL + first + c) * depth,
@@ -339,7 +344,7 @@ template <class T, class Op> struct Call {
     }
 
     // The same where some value isn't finite: a row that sees it takes it in, however little it weighs.
-    void weigh_odd(const Block &k, int64_t first, int64_t count, float factor) const {
+    void weigh_odd(const Block &k, int64_t first, int64_t count, R factor) const {
         for (int row = 0; row < k.rows; row++) {
             uint8_t visible[KEYS];
             for (int64_t j = 0; j < count; j++) visible[j] = !(k.score[row * KEYS + j] == -INF);
@@ -358,24 +363,24 @@ template <class T, class Op> struct Call {
         k.rows = (int)smaller<int64_t>(ROWS, p.t - k.first);
         k.position = (p.offsets ? p.offsets[k.b] : p.offset) + k.first;
         int64_t wide_out = across * PANEL;
-        int64_t sizes[] = {up(ROWS * depth * sizeof(E), 64), (int64_t)sizeof(float) * ROWS * KEYS,
-                           Op::PAIR == 1 ? 0 : (int64_t)sizeof(E) * ROWS * KEYS, (int64_t)sizeof(float) * ROWS * wide_out,
-                           ROWS * BYTES, ROWS * BYTES, ROWS * (int64_t)sizeof(float)};
+        int64_t sizes[] = {up(ROWS * depth * sizeof(E), 64), (int64_t)sizeof(R) * ROWS * KEYS,
+                           Op::PAIR == 1 ? 0 : (int64_t)sizeof(E) * ROWS * KEYS, (int64_t)sizeof(R) * ROWS * wide_out,
+                           ROWS * BYTES, ROWS * BYTES, ROWS * (int64_t)sizeof(R)};
         char *at[8] = {(char *)scratch(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4] + sizes[5] + sizes[6])};
         for (int n = 0; n < 7; n++) at[n + 1] = at[n] + sizes[n];
-        k.q = (E *)at[0], k.score = (float *)at[1], k.weight = (E *)(Op::PAIR == 1 ? at[1] : at[2]);
-        k.out = (float *)at[3], k.top = (V *)at[4], k.total = (V *)at[5], k.highest = (float *)at[6];
+        k.q = (E *)at[0], k.score = (R *)at[1], k.weight = (E *)(Op::PAIR == 1 ? at[1] : at[2]);
+        k.out = (R *)at[3], k.top = (V *)at[4], k.total = (V *)at[5], k.highest = (R *)at[6];
 
-        float by = Op::PAIR == 1 ? (float)p.scale : p.scale < 0 ? -1.f : 1.f;
+        R by = Op::PAIR == 1 ? (R)p.scale : p.scale < 0 ? -(R)1 : (R)1;
         const T *q = (const T *)p.q + k.b * p.q_stride[0] + k.h * p.q_stride[1] + k.first * p.q_stride[2];
+        R sink = p.sink ? ((const R *)p.sink)[k.h] : -INF;
         for (int row = 0; row < k.rows; row++) {
             for (int64_t x = 0; x < depth; x++)
                 k.q[row * depth + x] =
                     x < p.d ? Op::pack(by * wide(q[row * p.q_stride[2] + x * p.q_stride[3]])) : E{};
-            bool sink = p.sink && p.sink[k.h] != -INF;
-            k.highest[row] = sink ? (float)(p.sink[k.h] * LOG2E) : -INF;
+            k.highest[row] = (R)(sink * LOG2E);
             k.total[row] = V{};
-            if (sink) k.total[row][0] = (float)std::exp2(p.sink[k.h] * LOG2E - k.highest[row]);
+            if (sink != -INF) k.total[row][0] = sink_total(sink);
         }
         memset(k.out, 0, sizes[3]);
         if (p.query_ids) {
@@ -414,15 +419,22 @@ template <class T, class Op> struct Call {
         return range.most < k.ids.least || k.ids.most < range.least;
     }
 
+    // What a sink alone sums to: 2^(what its highest was rounded by).
+    static R sink_total(R sink) { return (R)std::exp2(sink * LOG2E - (R)(sink * LOG2E)); }
+
     void write(const Block &k) const {
+        R sink = p.sink ? ((const R *)p.sink)[k.h] : -INF;
         for (int row = 0; row < k.rows; row++) {
-            float total = sum(k.total[row]), by = total == 0.f ? 0.f : 1.f / total;
+            R total = sum(k.total[row]), by = total == (R)0 ? (R)0 : (R)1 / total;
             int64_t t = k.first + row;
             T *out = (T *)p.out + k.b * p.out_stride[0] + k.h * p.out_stride[1] + t * p.out_stride[2];
-            const float *from = k.out + row * across * PANEL;
+            const R *from = k.out + row * across * PANEL;
             for (int64_t x = 0; x < p.w; x++) narrow(by * from[x], out[x * p.out_stride[3]]);
-            p.lse[(k.b * p.h + k.h) * p.t + t] =
-                total == 0.f ? -INF : (float)((k.highest[row] + std::log2((double)total)) * LN2);
+            bool alone = p.sink && k.highest[row] == (R)(sink * LOG2E) && total == sink_total(sink);
+            ((R *)p.lse)[(k.b * p.h + k.h) * p.t + t] =
+                total == 0  ? -INF
+                : alone ? sink  // to the digit
+                        : (R)((k.highest[row] + std::log2((Wide)total)) * LN2);
         }
     }
 
@@ -454,6 +466,9 @@ template <class T, class Op> struct Call {
 #define NAME(level) NAME2(level)
 
 void NAME(LEVEL)(const Problem *p) {
+#if defined(REAL)
+    Call<double, Single>(*p).run();
+#else
     switch (p->dtype) {
         case FLOAT32: return Call<float, Single>(*p).run();
         case FLOAT16: return Call<Half, Single>(*p).run();
@@ -463,4 +478,5 @@ void NAME(LEVEL)(const Problem *p) {
         case BFLOAT16: return Call<Brain, Single>(*p).run();
 #endif
     }
+#endif
 }

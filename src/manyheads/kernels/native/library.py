@@ -25,7 +25,11 @@ missing: str | None = None  # why there is none
 def _load() -> None:
     global attend, width, missing
     if not FILE.exists():
-        said = LOG.read_text(encoding="utf-8").strip() if LOG.exists() else "it was installed without being built"
+        said = (
+            LOG.read_text(encoding="utf-8").strip()
+            if LOG.exists()
+            else "it was installed without being built"
+        )
         missing = f"its library isn't there: {said}; install manyheads again where there is a C++ compiler"
         return
     try:

@@ -4,18 +4,19 @@
 
 extern "C" {
 
-enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16 };
+enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 
-// Strides are in elements, and 0 along what is broadcast. Pointers that may be null say "none".
+// Strides are in elements, and 0 along what is broadcast. Pointers that may be null say "none". What no dtype
+// is said of, but ids and counts, is float, or double where the problem is of float64.
 struct Problem {
     int64_t b, h, g, t, s, d, w;
     int64_t dtype;
     const void *q, *k, *v;                   // [b, h, t, d], [b, g, s, d], [b, g, s, w]
     int64_t q_stride[4], k_stride[4], v_stride[4], out_stride[4];
     void *out;                               // [b, h, t, w]
-    float *lse;                              // [b, h, t], contiguous: natural logarithms
+    void *lse;                               // [b, h, t], contiguous: natural logarithms
     double scale, softcap;                   // softcap 0: none
-    const float *sink;                       // [h] or null
+    const void *sink;                        // [h] or null
     int64_t offset;                          // the position of row 0
     const int64_t *offsets;                  // [b] or null: one for each sequence
     int64_t low, high;                       // the band: low <= j - i <= high
@@ -24,9 +25,9 @@ struct Problem {
     int64_t query_ids_stride, key_ids_stride;  // over b: 0 for ids that all share
     const uint8_t *keep;                     // [b, h, t, s] or null: seen where not 0
     int64_t keep_stride[4];
-    const float *bias;                       // [b, h, t, s] or null: added, -inf hides
+    const void *bias;                        // [b, h, t, s] or null: added, -inf hides
     int64_t bias_stride[4];
-    const float *slopes;                     // [h] or null: ALiBi
+    const void *slopes;                      // [h] or null: ALiBi
     int64_t slopes_stride;
     int64_t threads;
 };

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+void attend_float64(const Problem *p);
 void attend_portable(const Problem *p);
 #if defined(__x86_64__)
 void attend_avx2(const Problem *p);
@@ -114,6 +115,7 @@ __attribute__((visibility("default"))) int manyheads_runs(int level) {
 }
 
 __attribute__((visibility("default"))) void manyheads_attend(const Problem *p, int level) {
+    if (p->dtype == FLOAT64) return attend_float64(p);
 #if defined(__x86_64__)
     void (*builds[])(const Problem *) = {attend_portable, attend_avx2, attend_avx512, attend_avx512bf16};
     builds[level](p);
