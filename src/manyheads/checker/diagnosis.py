@@ -159,7 +159,11 @@ def _off(c: Candidate, weights: Weights | None, changes: tuple[Change, ...], one
     got, told = (f if whole else counted(c, one.x, f) for f in (made_so, one.found))
     off = _relative(told.out, got.out)
     if told.weights is not None and one.x.weights and off <= CLOSE:
-        off = math.inf if got.weights is None else max(off, _relative(told.weights, got.weights))
+        if got.weights is None:
+            return math.inf
+        low = torch.finfo(told.weights.dtype).min  # whose sum over heads is -inf
+        shown, want = (w.masked_fill(w <= low, -math.inf) for w in (told.weights, got.weights))
+        off = max(off, _relative(shown, want))
     return off
 
 
