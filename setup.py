@@ -1,7 +1,8 @@
-"""Builds the native kernel, once for each vector width and once for float64, into one library that links to nothing of PyTorch.
+"""Builds the native kernel, once for each vector width and once for float64, into one library that links
+to nothing of PyTorch.
 
-All else is in pyproject.toml. Where there is no C++ compiler, or it fails, the installation goes on without the
-kernel and leaves the reason beside the place of the library; `manyheads kernels` prints it.
+All else is in pyproject.toml. Where there is no C++ compiler, or it fails, the installation goes on without
+the kernel and leaves the reason beside the place of the library; `manyheads kernels` prints it.
 """
 
 from __future__ import annotations

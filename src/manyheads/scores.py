@@ -66,7 +66,8 @@ class Problem:
         shape = shape_of(q, k, v)
         if scale is None:
             scale = 1 / math.sqrt(shape.d) if shape.d else 1.0
-        scale = real(scale, "scale", math.isfinite, "a finite number (1/√d if None)")
+        else:
+            scale = real(scale, "scale", math.isfinite, "a finite number (1/√d if None)")
         if softcap is not None:
             softcap = real(softcap, "softcap", lambda cap: 0 < cap < math.inf, "a positive number or None")
         dropout_p = real(dropout_p, "dropout_p", lambda p: 0 <= p <= 1, "a number between 0 and 1")
@@ -258,9 +259,14 @@ def _check_part(part: Any, kind_of: type[Value], name: str, wrap: str, device: t
             )
 
 
+_NOTHING = nullcontext()
+
+
 def exactly(device: torch.device) -> AbstractContextManager[Any]:
     """Where no autocast rounds what is computed: scores and weights stay in their own dtype."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return _NOTHING
+    return torch.autocast(device.type, enabled=False)
 
 
 def finite(x: Tensor) -> bool:

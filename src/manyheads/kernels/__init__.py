@@ -12,8 +12,12 @@ and, if it isn't the fastest wherever it can,
 
     defers(p)   why another one is faster here
 
-`kernel="auto"` takes the first in order that neither refuses nor defers; a kernel asked for by name raises all
-its reasons. Nothing falls back in silence.
+and, if it was compiled,
+
+    built()     what of it runs here, or why nothing does
+
+`kernel="auto"` takes the first in order that neither refuses nor defers; a kernel asked for by name raises
+all its reasons. Nothing falls back in silence.
 """
 
 from __future__ import annotations
@@ -117,8 +121,11 @@ def machine() -> str:
     devices += [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
     lines = [f"torch {torch.__version__} on {', '.join(devices)}", 'kernel="auto" takes the first that can:']
     for name in ORDER:
-        what = (load(name).__doc__ or "").partition("\n")[0]
+        kernel = load(name)
+        what = (kernel.__doc__ or "").partition("\n")[0]
         lines.append(f"  {name:<10} {what}")
+        if hasattr(kernel, "built"):
+            lines.append(f"  {'':<10} {kernel.built()}")
     return "\n".join(lines)
 
 

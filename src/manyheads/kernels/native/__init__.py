@@ -7,7 +7,6 @@ Masks reach it in their normal form; of the rest it takes a boolean tensor. Its 
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ GIVES_LSE = True
 SHIELDS = True
 
 WIDEST = 256
+SHORT = 64
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 LIMIT = sdpa.LIMIT
 
@@ -59,9 +59,22 @@ def defers(problem: Problem) -> list[str]:
     """Why `auto` goes on, though this kernel could; empty if it doesn't."""
     if problem.q.dtype == torch.float64:
         return ["in float64 it is there to be compared with, and slower than PyTorch's products"]
-    if _wants_gradient(problem) and not sdpa.refuse(problem):
-        return ["its gradient is that of chunked, slower than PyTorch's"]
-    return []
+    reasons = []
+    if _wants_gradient(problem):
+        reasons.append("its gradient is that of chunked, slower than PyTorch's")
+    if problem.q.dtype == torch.float32 and problem.shape.t < SHORT:
+        reasons.append(f"for fewer than {SHORT} queries in float32 PyTorch's is faster")
+    return reasons if reasons and not sdpa.refuse(problem) else []
+
+
+def built() -> str:
+    """The build that this processor runs, and whose threads; or why there is none."""
+    if library.width is None:
+        return f"not here: {library.missing}"
+    return (
+        f"{library.WIDTHS[library.width]} of {', '.join(library.runs)}, on "
+        f"{'the threads of PyTorch' if library.shares_threads else 'threads of its own'}"
+    )
 
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -95,9 +108,6 @@ def _direct(p: Problem) -> bool:
 
 # -- a problem in the kernel's terms ---------------------------------------------------------------
 
-# The fields of problem.h, in its order; all are eight bytes wide.
-LAYOUT = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq q".replace(" ", ""))
-
 
 def _rest(normal: Normal) -> Mask | None:
     """What a normal form leaves beyond a band, lengths and one set of documents."""
@@ -110,13 +120,15 @@ def _rest(normal: Normal) -> Mask | None:
 def _made(p: Problem) -> int:
     """Bytes of the tensors that would be made of rules, at most."""
     n, size = p.shape, 0
-    pairs = n.b * n.h * n.t * n.s
+    corner = (slice(0, min(n.t, 1)), slice(0, min(n.s, 1)))  # tells for how many heads and sequences
     if p.mask is not None:
         rest = _rest(p.mask.normal())
         if rest is not None and not isinstance(rest, Keep):  # or a Drop, which is one
-            size += pairs
+            b, h = p.keep(rest, *corner).shape[:2]
+            size += b * h * n.t * n.s
     if p.bias is not None and not isinstance(p.bias, ALiBi | Dense):
-        size += 4 * pairs
+        b, h = p.bias.add(*p.at(*corner), p.dtype).shape[:2]
+        size += b * h * n.t * n.s * p.dtype.itemsize
     return size
 
 
@@ -170,7 +182,9 @@ def _ids(p: Problem, documents: Documents) -> tuple[Tensor, Tensor]:
 
 def _forward(p: Problem) -> tuple[Tensor, Tensor]:
     n = p.shape
-    q, k, v = (x.resolve_neg() for x in (p.q, p.k, p.v))
+    q, k, v = p.q, p.k, p.v
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
     out = q.new_empty(n.b, n.h, n.t, n.w)
     lse = q.new_empty(n.b, n.h, n.t, dtype=p.dtype)
     held: list[Tensor] = []  # what the numbers below point into
@@ -179,11 +193,15 @@ def _forward(p: Problem) -> tuple[Tensor, Tensor]:
         held.append(tensor)
         return tensor.data_ptr()
 
-    low, high, real, ids, keep, bias, slopes = -FAR, FAR, (0, 0), (0, 0, 0, 0), (0,) * 5, (0,) * 5, (0, 0)
+    low, high, real, ids, slopes = -FAR, FAR, (0, 0), (0, 0, 0, 0), (0, 0)
+    keep: tuple[int, ...] = (0,) * 5
+    bias: tuple[int, ...] = (0,) * 5
     if p.mask is not None:
         normal = p.mask.normal()
-        low = -FAR if normal.band[0] is None else normal.band[0]
-        high = FAR if normal.band[1] is None else normal.band[1]
+        low, high = (
+            far if side is None else min(max(side, -FAR), FAR)
+            for side, far in zip(normal.band, (low, high), strict=True)
+        )
         if normal.lengths:
             first, last = _real(p, normal.lengths)
             real = (at(first.contiguous()), at(last.contiguous()))
@@ -208,7 +226,7 @@ def _forward(p: Problem) -> tuple[Tensor, Tensor]:
     sink = 0 if p.sink is None else at(p.sink.detach().to(p.dtype).contiguous())
     assert library.attend is not None
     library.attend(
-        LAYOUT.pack(
+        library.PROBLEM.pack(
             *n, DTYPES[q.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(),
             *q.stride(), *k.stride(), *v.stride(), *out.stride(), out.data_ptr(), lse.data_ptr(),
             p.scale, p.softcap or 0.0, sink, *offset, low, high, *real, *ids, *keep, *bias, *slopes,

@@ -2,7 +2,7 @@
 //
 // The softmax is online (Milakov & Gimelshein 2018, arXiv:1805.02867), over blocks of queries and keys (Dao et
 // al. 2022, arXiv:2205.14135). Keys and values are packed once per head into panels of a few vectors; a product
-// of 6 rows by a panel keeps its sums in registers. A weight is 2^(score * log2 e - top).
+// of 6 rows by a panel keeps its sums in registers.
 #include "problem.h"
 #include "vectors.h"
 
@@ -15,13 +15,14 @@ namespace {
 
 constexpr int ROWS = 48;                                   // queries in a block
 constexpr int STRIP = 6;                                   // of them in one product
+constexpr int FEW = 3;                                     // queries for which packing isn't paid back
 constexpr int VECTORS = BYTES == 64 ? 4 : 2, PANEL = VECTORS * W;  // keys, or columns of values, in a panel
 #if defined(REAL)
 typedef long double Wide;
 #else
 typedef double Wide;
 #endif
-constexpr Wide LOG2E = 1.44269504088896340736L, LN2 = 0.693147180559945309417L;
+constexpr Wide LOG2E = 1.44269504088896340736L;
 constexpr R INF = __builtin_inf();
 
 template <class T> INLINE T smaller(T a, T b) { return a < b ? a : b; }
@@ -48,6 +49,24 @@ INLINE float wide(Half x) {
     return from_bits(bits(y) | sign);
 }
 
+// W numbers that lie side by side.
+INLINE V wide(const R *x) { return load(x); }
+#if !defined(REAL)
+INLINE I whole(const void *x) {
+    typedef uint16_t U __attribute__((vector_size(2 * W)));
+    U u;
+    memcpy(&u, x, sizeof u);
+    return __builtin_convertvector(u, I);
+}
+INLINE V wide(const Brain *x) { return (V)(whole(x) << 16); }
+INLINE V wide(const Half *x) {
+    I u = whole(x), sign = (u & 0x8000) << 16, rest = u & 0x7fff;
+    V small = __builtin_convertvector(rest, V) * 5.9604644775390625e-08f;
+    I y = rest < 0x0400 ? (I)small : rest < 0x7c00 ? (rest << 13) + 0x38000000 : (rest << 13) | 0x7f800000;
+    return (V)(y | sign);
+}
+#endif
+
 INLINE void narrow(R x, R &y) { y = x; }
 INLINE void narrow(float x, Brain &y) {  // to the nearest, ties to even
     uint32_t u = bits(x);
@@ -71,7 +90,30 @@ INLINE void narrow(float x, Half &y) {
 // [k / PAIR][PANEL][PAIR]; a row on the left [k].
 struct Single {
     typedef R E;
+    // W units (numbers, or pairs of them) of a row of n numbers, from unit x; zeros beyond its end.
+    template <class T> INLINE V units(const T *row, int64_t step, int64_t x, int64_t n) {
+        if (step == 1 && x + W <= n) return wide(row + x);
+        R at[W];
+        for (int j = 0; j < W; j++) at[j] = x + j < n ? wide(row[(x + j) * step]) : (R)0;
+        return load(at);
+    }
+    // A row of values for a panel; false if one of them isn't finite, which is 0 there.
+    template <class T>
+    INLINE bool values(R *to, const T *row, const T *, int64_t step, int64_t width) {
+        I odd = {};
+        for (int64_t x = 0; x < PANEL; x += W) {
+            V v = x < width ? units(row, step, x, width) : V{};
+            I fine = v - v == (R)0;
+            odd |= ~fine;
+            store(to + x, (V)((I)v & fine));
+        }
+        bool any = false;
+        for (int n = 0; n < W; n++) any |= odd[n] != 0;
+        return !any;
+    }
     static constexpr int PAIR = 1, KEYS = 256;  // KEYS in a block
+    static constexpr Wide UNIT = 1;  // of the running maximum, beside a score: of a single key the weight is exactly 1
+    INLINE V weight(V score, V top, V) { return exp2((score - top) * (R)LOG2E); }
     INLINE R pack(R x) { return x; }
     INLINE R unpack(R x) { return x; }
     INLINE V left(const R *a) { return all(*a); }
@@ -83,7 +125,31 @@ struct Single {
 #if defined(__AVX512BF16__)
 struct Pairs {
     typedef Brain E;
+    INLINE V units(const Brain *row, int64_t step, int64_t x, int64_t n) {
+        Brain at[2 * W] = {};
+        if (step == 1 && 2 * (x + W) <= n)
+            memcpy(at, row + 2 * x, BYTES);
+        else
+            for (int64_t j = 0; j < 2 * W && 2 * x + j < n; j++) at[j] = row[(2 * x + j) * step];
+        V v;
+        memcpy(&v, at, BYTES);
+        return v;
+    }
+    // Two rows of values, pair by pair; the second may be null.
+    INLINE bool values(Brain *to, const Brain *row, const Brain *second, int64_t step, int64_t width) {
+        uint32_t odd = 0, pairs[PANEL] = {};
+        for (int64_t x = 0; x < width; x++) {
+            uint32_t a = row[x * step].u, b = second ? second[x * step].u : 0;
+            uint32_t odd_a = (a & 0x7f80) == 0x7f80, odd_b = (b & 0x7f80) == 0x7f80;
+            pairs[x] = (odd_a ? 0 : a) | (odd_b ? 0 : b) << 16;
+            odd |= odd_a | odd_b;
+        }
+        memcpy(to, pairs, sizeof pairs);
+        return !odd;
+    }
     static constexpr int PAIR = 2, KEYS = 512;
+    static constexpr Wide UNIT = LOG2E;
+    INLINE V weight(V product, V top, V factor) { return exp2(product * factor - top); }
     INLINE Brain pack(R x) { Brain y; narrow(x, y); return y; }
     INLINE R unpack(Brain x) { return wide(x); }
     INLINE V left(const Brain *a) { int32_t x; memcpy(&x, a, 4); return (V)_mm512_set1_epi32(x); }
@@ -137,13 +203,15 @@ static void rows_of(int rows, const typename Op::E *a, int64_t a_row, const type
 }
 
 // The same for a panel of which only so many columns are wanted.
-template <class Op>
-static void mix(int rows, int64_t columns, const typename Op::E *a, int64_t a_row, const typename Op::E *panel,
-                R *to, int64_t to_row, int64_t k) {
-    if (VECTORS == 4 && columns > 3 * W) return rows_of<Op, VECTORS, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
-    if (VECTORS == 4 && columns > 2 * W) return rows_of<Op, VECTORS - 1, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
-    if (columns > W) return rows_of<Op, 2, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
-    rows_of<Op, 1, true, false>(rows, a, a_row, panel, to, to_row, k, nullptr);
+template <class Op, bool ADD, bool TOP>
+static void columns_of(int rows, int64_t columns, const typename Op::E *a, int64_t a_row, const typename Op::E *panel,
+                       R *to, int64_t to_row, int64_t k, V *top) {
+    if constexpr (VECTORS == 4) {
+        if (columns > 3 * W) return rows_of<Op, 4, ADD, TOP>(rows, a, a_row, panel, to, to_row, k, top);
+        if (columns > 2 * W) return rows_of<Op, 3, ADD, TOP>(rows, a, a_row, panel, to, to_row, k, top);
+    }
+    if (columns > W) return rows_of<Op, 2, ADD, TOP>(rows, a, a_row, panel, to, to_row, k, top);
+    rows_of<Op, 1, ADD, TOP>(rows, a, a_row, panel, to, to_row, k, top);
 }
 
 // -- one call --------------------------------------------------------------------------------------
@@ -165,9 +233,10 @@ template <class T, class Op> struct Call {
     Range *ranges;                  // [b, panels]
     int64_t blocks;                 // of queries, in a head
     int64_t next = 0;               // what is to be packed, then computed, counted up by all threads
+    bool few;                   // so few queries that nothing is packed
     R unit;                     // what a product of packed numbers is multiplied by to be a score
 
-    explicit Call(const Problem &problem) : p(problem) {
+    Call(const Problem &problem, bool few = false) : p(problem), few(few) {
         panels = up(p.s, PANEL) / PANEL;
         depth = up(p.d, Op::PAIR);
         across = up(p.w, PANEL) / PANEL;
@@ -175,13 +244,14 @@ template <class T, class Op> struct Call {
         int64_t heads = p.b * p.g, k = heads * panels * depth * PANEL, v = heads * across * panels * PANEL * PANEL;
         int64_t sizes[] = {up(k * sizeof(E), 64), up(v * sizeof(E), 64), up(heads * panels, 64),
                            p.key_ids ? (int64_t)(p.b * panels * sizeof(Range)) : 0};
+        // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
+        unit = Op::PAIR == 1 ? (R)1 : (R)std::fabs(p.scale);
+        if (few) return;
         char *memory = (char *)store_of(sizes[0] + sizes[1] + sizes[2] + sizes[3]);
         keys = (E *)memory;
         values = (E *)(memory + sizes[0]);
         odd = (uint8_t *)(memory + sizes[0] + sizes[1]);
         ranges = (Range *)(memory + sizes[0] + sizes[1] + sizes[2]);
-        // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
-        unit = Op::PAIR == 1 ? (R)1 : (R)std::fabs(p.scale);
     }
 
     // Packs a panel of keys, and of values, of one head; what isn't finite in a value is 0 in its panel.
@@ -189,23 +259,26 @@ template <class T, class Op> struct Call {
         int64_t b = head / p.g, g = head % p.g, first = panel * PANEL, count = smaller<int64_t>(PANEL, p.s - first);
         const T *k = (const T *)p.k + b * p.k_stride[0] + g * p.k_stride[1] + first * p.k_stride[2];
         E *to = keys + (head * panels + panel) * depth * PANEL;
-        for (int64_t x = 0; x < depth; x++)
-            for (int64_t j = 0; j < PANEL; j++)
-                to[x / Op::PAIR * Op::PAIR * PANEL + j * Op::PAIR + x % Op::PAIR] =
-                    x < p.d && j < count ? Op::pack(wide(k[j * p.k_stride[2] + x * p.k_stride[3]])) : E{};
+        int64_t units = depth / Op::PAIR;
+        for (int64_t j = 0; j < count; j += W)
+            for (int64_t x = 0; x < units; x += W) {
+                V rows[W];
+                for (int64_t n = 0; n < W; n++)
+                    rows[n] = j + n < count ? Op::units(k + (j + n) * p.k_stride[2], p.k_stride[3], x, p.d) : V{};
+                transpose(rows);
+                for (int64_t n = 0; n < smaller<int64_t>(W, units - x); n++)
+                    store((R *)to + (x + n) * PANEL + j, rows[n]);
+            }
         const T *v = (const T *)p.v + b * p.v_stride[0] + g * p.v_stride[1] + first * p.v_stride[2];
         bool fine = true;
         for (int64_t a = 0; a < across; a++) {
-            E *panel_of = values + ((head * across + a) * panels + panel) * PANEL * PANEL;
+            E *at = values + ((head * across + a) * panels + panel) * PANEL * PANEL;
             int64_t width = smaller<int64_t>(PANEL, p.w - a * PANEL);
-            for (int64_t j = 0; j < PANEL; j++) {
-                const T *row = v + j * p.v_stride[2] + a * PANEL * p.v_stride[3];
-                E *at = panel_of + j / Op::PAIR * Op::PAIR * PANEL + j % Op::PAIR;
-                for (int64_t x = 0; x < PANEL; x++) {
-                    R y = j < count && x < width ? wide(row[x * p.v_stride[3]]) : (R)0;
-                    fine &= finite(y);
-                    at[x * Op::PAIR] = Op::pack(finite(y) ? y : (R)0);
-                }
+            const T *from = v + a * PANEL * p.v_stride[3];
+            int64_t j = 0;
+            for (; j < count; j += Op::PAIR) {
+                const T *row = from + j * p.v_stride[2];
+                fine &= Op::values(at + j * PANEL, row, j + 1 < count ? row + p.v_stride[2] : nullptr, p.v_stride[3], width);
             }
         }
         odd[head * panels + panel] = !fine;
@@ -228,7 +301,7 @@ template <class T, class Op> struct Call {
         E *weight;                  // the same place in float32
         R *out;                 // [ROWS, across * PANEL]
         V *top, *total;             // [ROWS]: of the columns at hand; of all so far
-        R *highest;             // [ROWS]: the running maximum of score * log2 e
+        R *highest;             // [ROWS]: the running maximum, in Op's unit
     };
 
     Interval seen(const Block &k, int row) const {  // the keys that a row may see, but for ids, keep and bias
@@ -279,20 +352,21 @@ template <class T, class Op> struct Call {
         k.top[row] = top;
     }
 
-    // Scores become weights, 2^(factor * score - highest); what was summed so far shrinks for a new highest.
+    // Products, which times the factor are scores in the unit of the running maximum, become weights; what was
+    // summed so far shrinks where there is a new maximum.
     void weigh(const Block &k, int row, int64_t count, R factor) const {
         const R *score = k.score + row * KEYS;
         E *weight = k.weight + row * KEYS;
         R before = k.highest[row], now = larger(before, factor * highest(k.top[row]));
         V ground = all(now == -INF ? (R)0 : now), by = all(factor), sum = {}, more = {};
         for (int64_t j = 0; j < count; j += 2 * W) {
-            V p = exp2(load(score + j) * by - ground), r = exp2(load(score + j + W) * by - ground);
+            V p = Op::weight(load(score + j), ground, by), r = Op::weight(load(score + j + W), ground, by);
             sum += p, more += r;
             Op::weights(weight + j, p, r);
         }
         sum += more;
         if (now != before) {
-            R shrink = before == -INF ? (R)0 : std::exp2(before - now);
+            R shrink = before == -INF ? (R)0 : (R)std::exp2((before - now) * (LOG2E / Op::UNIT));
             R *out = k.out + row * across * PANEL;
             for (int64_t x = 0; x < across * PANEL; x += W) store(out + x, shrink * load(out + x));
             sum += shrink * k.total[row];
@@ -322,11 +396,15 @@ template <class T, class Op> struct Call {
 
     // Columns first … first + count of a block: scores, weights, and what they add to the output.
     void step(const Block &k, int64_t first, int64_t count, bool plain) const {
-        R factor = (R)(LOG2E * (plain ? unit : (R)1));
+        if constexpr (Op::PAIR == 1)
+            if (few) return step_few(k, first, count, plain);
+        R factor = (R)(Op::UNIT * (plain ? unit : 1));
         for (int row = 0; row < k.rows; row++) k.top[row] = all(-INF);
         for (int64_t c = 0; c < count; c += PANEL)
-            rows_of<Op, VECTORS, false, true>(k.rows, k.q, depth, keys + (k.head * panels * PANEL + first + c) * depth,
-                                              k.score + c, KEYS, depth, k.top);
+            columns_of<Op, false, true>(k.rows, smaller<int64_t>(PANEL, p.s - first - c), k.q, depth,
+                                        keys + (k.head * panels * PANEL + first + c) * depth, k.score + c, KEYS, depth,
+                                        k.top);
+        count = smaller(count, up(p.s - first, 2 * W));
         bool strange = false;
         for (int64_t c = 0; c < count; c += PANEL) strange |= odd[k.head * panels + (first + c) / PANEL];
         if (!plain)
@@ -338,9 +416,50 @@ template <class T, class Op> struct Call {
         }
         int64_t used = smaller(count, up(p.s - first, Op::PAIR));
         for (int64_t a = 0; a < across; a++)
-            mix<Op>(k.rows, smaller<int64_t>(PANEL, p.w - a * PANEL), k.weight, KEYS,
-                    values + ((k.head * across + a) * panels * PANEL + first) * PANEL, k.out + a * PANEL,
-                    across * PANEL, used);
+            columns_of<Op, true, false>(k.rows, smaller<int64_t>(PANEL, p.w - a * PANEL), k.weight, KEYS,
+                                        values + ((k.head * across + a) * panels * PANEL + first) * PANEL,
+                                        k.out + a * PANEL, across * PANEL, used, nullptr);
+    }
+
+    // The same for a few queries, for which keys and values are read as they lie.
+    void step_few(const Block &k, int64_t first, int64_t count, bool plain) const {
+        int64_t real = smaller(count, p.s - first);
+        count = up(real, 2 * W);
+        const T *keys = (const T *)p.k + k.b * p.k_stride[0] + (k.head % p.g) * p.k_stride[1] + first * p.k_stride[2];
+        for (int64_t j = 0; j < count; j += W)
+            for (int row = 0; row < k.rows; row++) {
+                const R *q = k.q + row * depth;
+                V rows[W] = {};
+                for (int64_t n = 0; n < smaller<int64_t>(W, real - j); n++) {
+                    const T *key = keys + (j + n) * p.k_stride[2];
+                    for (int64_t x = 0; x < p.d; x += W)
+                        rows[n] += Single::units(q, 1, x, p.d) * Single::units(key, p.k_stride[3], x, p.d);
+                }
+                V score = sums(rows);
+                store(k.score + row * KEYS + j, score);
+                k.top[row] = max(score, j ? k.top[row] : all(-INF));
+            }
+        const T *values = (const T *)p.v + k.b * p.v_stride[0] + (k.head % p.g) * p.v_stride[1] + first * p.v_stride[2];
+        for (int row = 0; row < k.rows; row++) {
+            if (!plain || real < count) finish(k, row, first, count);
+            uint8_t visible[KEYS];
+            for (int64_t j = 0; j < count; j++) visible[j] = !(k.score[row * KEYS + j] == -INF);
+            weigh(k, row, count, (R)Op::UNIT);
+            const R *weight = k.score + row * KEYS;
+            for (int64_t x = 0; x < p.w; x += PANEL) {
+                R *out = k.out + row * across * PANEL + x;
+                V sum[VECTORS];
+                for (int n = 0; n < VECTORS; n++) sum[n] = load(out + n * W);
+                for (int64_t j = 0; j < real; j++) {
+                    if (!visible[j]) continue;  // whatever it holds
+                    V by = all(weight[j]);
+                    for (int n = 0; n < VECTORS; n++)
+                        if (x + n * W < p.w)
+                            sum[n] += by * Single::units(values + j * p.v_stride[2], p.v_stride[3], x + n * W, p.w);
+                }
+                for (int n = 0; n < VECTORS; n++) store(out + n * W, sum[n]);
+            }
+        }
     }
 
     // The same where some value isn't finite: a row that sees it takes it in, however little it weighs.
@@ -375,14 +494,18 @@ template <class T, class Op> struct Call {
         const T *q = (const T *)p.q + k.b * p.q_stride[0] + k.h * p.q_stride[1] + k.first * p.q_stride[2];
         R sink = p.sink ? ((const R *)p.sink)[k.h] : -INF;
         for (int row = 0; row < k.rows; row++) {
-            for (int64_t x = 0; x < depth; x++)
-                k.q[row * depth + x] =
-                    x < p.d ? Op::pack(by * wide(q[row * p.q_stride[2] + x * p.q_stride[3]])) : E{};
-            k.highest[row] = (R)(sink * LOG2E);
+            E *to = k.q + row * depth;
+            const T *from = q + row * p.q_stride[2];
+            if (p.q_stride[3] == 1)
+                for (int64_t x = 0; x < p.d; x++) to[x] = Op::pack(by * wide(from[x]));
+            else
+                for (int64_t x = 0; x < p.d; x++) to[x] = Op::pack(by * wide(from[x * p.q_stride[3]]));
+            if (depth > p.d) to[p.d] = E{};
+            k.highest[row] = (R)(sink * Op::UNIT);
             k.total[row] = V{};
-            if (sink != -INF) k.total[row][0] = sink_total(sink);
+            if (sink != -INF) k.total[row][0] = (R)std::exp2((sink * Op::UNIT - k.highest[row]) * (LOG2E / Op::UNIT));
         }
-        memset(k.out, 0, sizes[3]);
+        memset(k.out, 0, sizeof(R) * k.rows * wide_out);
         if (p.query_ids) {
             const int64_t *ids = p.query_ids + k.b * p.query_ids_stride + k.first;
             k.ids = {ids[0], ids[0]};
@@ -419,22 +542,15 @@ template <class T, class Op> struct Call {
         return range.most < k.ids.least || k.ids.most < range.least;
     }
 
-    // What a sink alone sums to: 2^(what its highest was rounded by).
-    static R sink_total(R sink) { return (R)std::exp2(sink * LOG2E - (R)(sink * LOG2E)); }
-
     void write(const Block &k) const {
-        R sink = p.sink ? ((const R *)p.sink)[k.h] : -INF;
         for (int row = 0; row < k.rows; row++) {
             R total = sum(k.total[row]), by = total == (R)0 ? (R)0 : (R)1 / total;
             int64_t t = k.first + row;
             T *out = (T *)p.out + k.b * p.out_stride[0] + k.h * p.out_stride[1] + t * p.out_stride[2];
             const R *from = k.out + row * across * PANEL;
             for (int64_t x = 0; x < p.w; x++) narrow(by * from[x], out[x * p.out_stride[3]]);
-            bool alone = p.sink && k.highest[row] == (R)(sink * LOG2E) && total == sink_total(sink);
             ((R *)p.lse)[(k.b * p.h + k.h) * p.t + t] =
-                total == 0  ? -INF
-                : alone ? sink  // to the digit
-                        : (R)((k.highest[row] + std::log2((Wide)total)) * LN2);
+                total == 0 ? -INF : (R)(k.highest[row] / Op::UNIT + std::log((Wide)total));
         }
     }
 
@@ -454,7 +570,7 @@ template <class T, class Op> struct Call {
     void run() {
         double work = 2. * p.b * p.h * p.t * p.s * (p.d + p.w);
         int64_t threads = work < 4e6 ? 1 : p.threads;  // below, waking threads takes longer than it saves
-        parallel(threads, packing, this);
+        if (!few) parallel(threads, packing, this);
         next = 0;
         parallel(threads, attending, this);
     }
@@ -466,16 +582,17 @@ template <class T, class Op> struct Call {
 #define NAME(level) NAME2(level)
 
 void NAME(LEVEL)(const Problem *p) {
+    bool few = p->t <= FEW && !p->key_ids;
 #if defined(REAL)
-    Call<double, Single>(*p).run();
+    Call<double, Single>(*p, few).run();
 #else
     switch (p->dtype) {
-        case FLOAT32: return Call<float, Single>(*p).run();
-        case FLOAT16: return Call<Half, Single>(*p).run();
+        case FLOAT32: return Call<float, Single>(*p, few).run();
+        case FLOAT16: return Call<Half, Single>(*p, few).run();
 #if defined(__AVX512BF16__)
-        case BFLOAT16: return Call<Brain, Pairs>(*p).run();
+        case BFLOAT16: return few ? Call<Brain, Single>(*p, few).run() : Call<Brain, Pairs>(*p).run();
 #else
-        case BFLOAT16: return Call<Brain, Single>(*p).run();
+        case BFLOAT16: return Call<Brain, Single>(*p, few).run();
 #endif
     }
 #endif

@@ -10,20 +10,25 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import struct
 from pathlib import Path
 
 HERE = Path(__file__).parent
 FILE = HERE / "native.so"
 LOG = HERE / "native.log"  # what the build said, where it failed
+INTERFACE = 1  # that of problem.h, whose Problem this is, field by field; all are eight bytes wide
+PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq q".replace(" ", ""))
 WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # by what they need of a processor
 
 attend: ctypes._NamedFuncPointer | None = None  # (a problem in bytes, number of the build)
 width: int | None = None  # the build's number in WIDTHS
+runs: list[str] = []  # all builds that this processor can run
+shares_threads = False
 missing: str | None = None  # why there is none
 
 
 def _load() -> None:
-    global attend, width, missing
+    global attend, width, missing, shares_threads
     if not FILE.exists():
         said = (
             LOG.read_text(encoding="utf-8").strip()
@@ -37,16 +42,20 @@ def _load() -> None:
     except OSError as error:
         missing = f"its library doesn't load ({error}): install manyheads again"
         return
-    library.manyheads_begin(_own_threads())
+    library.manyheads_interface.restype = ctypes.c_int64
+    if library.manyheads_interface() != INTERFACE * 10000 + PROBLEM.size:
+        missing = "its library was built from another version of the sources: install manyheads again"
+        return
+    shares_threads = bool(library.manyheads_begin(_own_threads()))
     wanted = os.environ.get("MANYHEADS_WIDTH")
     if wanted is not None and wanted not in WIDTHS:
         missing = f"MANYHEADS_WIDTH must be one of {', '.join(WIDTHS)}, and {wanted!r} is set"
         return
-    runs = [n for n in range(len(WIDTHS)) if library.manyheads_runs(n)]
-    if wanted is not None and WIDTHS.index(wanted) not in runs:
+    runs.extend(name for n, name in enumerate(WIDTHS) if library.manyheads_runs(n))
+    if wanted is not None and wanted not in runs:
         missing = f"MANYHEADS_WIDTH={wanted} is set, and this processor can't run that build"
         return
-    width = max(runs) if wanted is None else WIDTHS.index(wanted)
+    width = WIDTHS.index(runs[-1] if wanted is None else wanted)
     attend = library.manyheads_attend
     attend.argtypes, attend.restype = (ctypes.c_char_p, ctypes.c_int), None
 

@@ -4,6 +4,8 @@
 
 extern "C" {
 
+constexpr int64_t INTERFACE = 1;  // counted up whenever Problem changes: Python asks before it calls
+
 enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 
 // Strides are in elements, and 0 along what is broadcast. Pointers that may be null say "none". What no dtype

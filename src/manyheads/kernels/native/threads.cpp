@@ -100,6 +100,8 @@ __attribute__((visibility("default"))) int manyheads_begin(int own_threads) {
     return pool != nullptr;
 }
 
+__attribute__((visibility("default"))) int64_t manyheads_interface() { return INTERFACE * 10000 + sizeof(Problem); }
+
 // Can this processor run a build, by its number? 0 portable, 1 avx2, 2 avx512, 3 avx512bf16.
 __attribute__((visibility("default"))) int manyheads_runs(int level) {
 #if defined(__x86_64__)

@@ -53,6 +53,47 @@ INLINE V max(V a, V b) {  // NaN on either side gives b
 #endif
 }
 
+// Rows become columns: in each stage, blocks of half the size change places.
+template <int STEP> INLINE void transpose_stage(V *rows) {
+    I low, high;
+    for (int n = 0; n < W; n++) {
+        low[n] = n & STEP ? n - STEP + W : n;
+        high[n] = n & STEP ? n + W : n + STEP;
+    }
+    for (int i = 0; i < W; i++) {
+        if (i & STEP) continue;
+        V a = rows[i], b = rows[i + STEP];
+        rows[i] = __builtin_shuffle(a, b, low);
+        rows[i + STEP] = __builtin_shuffle(a, b, high);
+    }
+}
+
+INLINE void transpose(V *rows) {  // [W, W]
+    if constexpr (W > 8) transpose_stage<W / 2>(rows);
+    if constexpr (W > 4) transpose_stage<4>(rows);
+    if constexpr (W > 2) transpose_stage<2>(rows);
+    transpose_stage<1>(rows);
+}
+
+// The sum of each row, as one vector: in each stage two rows are folded into one.
+template <int STEP> INLINE void fold_stage(V *rows) {
+    I low, high;
+    for (int n = 0; n < W; n++) {
+        low[n] = n & STEP ? n - STEP + W : n;
+        high[n] = n & STEP ? n + W : n + STEP;
+    }
+    for (int i = 0; i < STEP; i++)
+        rows[i] = __builtin_shuffle(rows[i], rows[i + STEP], low) + __builtin_shuffle(rows[i], rows[i + STEP], high);
+}
+
+INLINE V sums(V *rows) {  // [W, W] → [W]; the rows are used up
+    if constexpr (W > 8) fold_stage<W / 2>(rows);
+    if constexpr (W > 4) fold_stage<4>(rows);
+    if constexpr (W > 2) fold_stage<2>(rows);
+    fold_stage<1>(rows);
+    return rows[0];
+}
+
 INLINE R highest(V v) {
 #if defined(VECTORS_512)
     return _mm512_reduce_max_ps((__m512)v);

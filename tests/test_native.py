@@ -1,0 +1,275 @@
+"""The native kernel beyond the table of cases: its builds, threads and layouts, and installing without it.
+
+Tests that need another environment or a fresh process start one; what they run is in this file too.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, Case, budget, error, make, oracle, plain
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import manyheads as mh
+from manyheads import kernels
+from manyheads.kernels import native
+from manyheads.kernels.native import library
+from manyheads.scores import Problem
+
+ROOT = Path(__file__).parents[1]
+HERE = [case for case in CASES if 0 not in case.sizes]
+
+
+def heads(b: int = 2, h: int = 4, g: int = 2, t: int = 70, s: int = 110, d: int = 16, w: int = 8) -> Any:
+    return torch.randn(b, h, t, d), torch.randn(b, g, s, d), torch.randn(b, g, s, w)
+
+
+def right(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
+    return mh.attention(q.double(), k.double(), v.double(), **rest, kernel="reference").to(q.dtype)
+
+
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- builds ------------------------------------------------------------------------------------------
+
+
+def within_budget(cases: list[Case]) -> None:
+    """Outputs of the table, each within the error budget."""
+    for case in cases:
+        inputs = make(case)
+        answer = oracle(inputs)
+        with torch.no_grad():
+            out = mh.attention(inputs.q, inputs.k, inputs.v, **inputs.arguments(), kernel="native")
+        allowed = budget(inputs, "out", error(plain(inputs)["out"], answer.values["out"]), answer)
+        assert error(out, answer.values["out"]) <= allowed, case
+
+
+@pytest.mark.parametrize("width", library.runs)
+def test_every_width_on_the_table(width: str) -> None:
+    code = "import test_native as t; t.within_budget(t.HERE[::3]); print(t.native.built())"
+    assert python(code, MANYHEADS_WIDTH=width, OMP_NUM_THREADS="2").startswith(f"{width} of ")
+
+
+def test_a_width_that_is_none_is_a_reason_to_refuse() -> None:
+    code = "import torch, manyheads; q = torch.randn(1, 1, 2, 4); manyheads.explain(q, q, q)"
+    printed = python(code, MANYHEADS_WIDTH="avx1024")
+    assert (
+        "MANYHEADS_WIDTH must be one of portable, avx2, avx512, avx512bf16, and 'avx1024' is set" in printed
+    )
+    assert "sdpa       yes" in printed
+
+
+def test_without_a_compiler_it_installs_and_says_why(tmp_path: Path) -> None:
+    """Into a folder of its own; everything works on the other kernels."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("native.so", "*.egg-info"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "docs" / "lessons", source / "docs" / "lessons")
+    to = tmp_path / "installed"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(to), str(source)],
+        env={**os.environ, "CXX": "false"},
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(to)!r})\n"
+        "import torch, manyheads\n"
+        "from manyheads import kernels\n"
+        "q = torch.randn(1, 2, 70, 4)\n"
+        "print(manyheads.__file__, manyheads.attention(q, q, q, mask=manyheads.Causal()).shape)\n"
+        "print(kernels.machine())\n"
+        "manyheads.attention(q, q, q, kernel='native')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert str(to) in done.stdout
+    assert "torch.Size([1, 2, 70, 4])" in done.stdout
+    reason = "its library isn't there: the C++ compiler false ended with 1"
+    assert f"not here: {reason}" in done.stdout
+    assert f'kernel="native" can\'t compute this: {reason}' in done.stderr
+
+
+def test_kernels_says_what_runs() -> None:
+    assert native.built() in kernels.machine()
+    assert library.WIDTHS[library.width or 0] in native.built()
+
+
+# -- threads -----------------------------------------------------------------------------------------
+
+
+def attend(seed: int = 1) -> Tensor:
+    """A call large enough to be parallel."""
+    q, k, v = (
+        torch.randn(2, 4, 400, 16, generator=torch.Generator().manual_seed(seed + n)) for n in range(3)
+    )
+    with torch.no_grad():
+        return mh.attention(q, k, v, mask=mh.Causal(), kernel="native")
+
+
+def _child(queue: Any) -> None:
+    queue.put(attend().tolist())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_child_computes_after_its_parent_did(how: str) -> None:
+    """Threads of the parent's pool don't exist in a forked child; it doesn't wait for them."""
+    expected = attend()
+    context = multiprocessing.get_context(how)
+    queue = context.Queue()
+    child = context.Process(target=_child, args=(queue,))
+    child.start()
+    assert torch.equal(torch.tensor(queue.get(timeout=120)), expected)
+    child.join(20)
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_same_numbers_on_any_number_of_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    expected = attend()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(attend(), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_of_its_own_when_asked() -> None:
+    code = "import test_native as t; t.attend(); print(t.native.built())"
+    assert "on threads of its own" in python(code, MANYHEADS_THREADS="own")
+
+
+def test_calls_from_several_threads_do_not_disturb_each_other() -> None:
+    expected = [attend(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            for out, want in zip(pool.map(attend, range(4)), expected, strict=True):
+                assert torch.equal(out, want)
+
+
+def test_python_goes_on_while_it_computes() -> None:
+    q = torch.randn(1, 4, 3000, 64)
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        work = pool.submit(mh.attention, q, q, q, kernel="native")
+        steps = 0
+        while not work.done():
+            steps += 1
+    assert steps > 1000
+
+
+# -- layouts and numbers -----------------------------------------------------------------------------
+
+MASKS = st.sampled_from(
+    [
+        None,
+        mh.Causal(),
+        mh.Window(left=5),
+        mh.Window(left=9, right=3),
+        mh.Lengths(torch.tensor([3, 60])),
+        mh.Causal() & mh.Lengths(torch.tensor([20, 41]), left=True),
+        mh.Documents(torch.arange(200) // 17),
+        mh.Causal() & mh.Documents(torch.arange(200) % 3),
+        mh.Prefix(4) | mh.Causal(),
+        ~mh.Diagonal(0),
+    ]
+)
+
+
+@given(
+    st.integers(1, 130),
+    st.integers(1, 150),
+    st.integers(1, 70),
+    st.integers(1, 70),
+    MASKS,
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from(["plain", "batch first", "columns", "gap"]),
+    st.integers(0, 1 << 20),
+)
+def test_any_sizes_and_layout(
+    t: int, s: int, d: int, w: int, mask: Any, dtype: torch.dtype, layout: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+
+    def laid(x: Tensor) -> Tensor:
+        x = x.to(dtype)
+        if layout == "batch first":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "columns":
+            return x.mT.contiguous().mT
+        return torch.stack((x, x + 9), -1)[..., 0] if layout == "gap" else x
+
+    q, k, v = (laid(x) for x in heads(t=t, s=s, d=d, w=w))
+    with torch.no_grad():
+        out, lse = native.run(Problem.of(q, k, v, mask=mask))
+        exact, amap = mh.attention_with_map(q.double(), k.double(), v.double(), mask=mask, kernel="reference")
+    close = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(out.double(), exact, rtol=close, atol=2 * close)
+    torch.testing.assert_close(lse.double(), amap.lse, rtol=2e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("t", [1, 3, 70])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_what_is_masked_does_not_leak(poison: float, t: int, dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in heads(t=t))
+    lengths = torch.tensor([40, 75])
+    hidden = (torch.arange(110) >= lengths[:, None])[:, None, :, None]
+    mask = mh.Lengths(lengths)
+    with torch.no_grad():
+        dirty = [torch.where(hidden, poison, x) for x in (k, v)]
+        clean = mh.attention(q, k, v, mask=mask, kernel="native")
+        assert torch.equal(mh.attention(q, *dirty, mask=mask, kernel="native"), clean)
+        # What is seen does reach those who see it, in a value as elsewhere.
+        v[0, 1, 7, 2] = poison
+        out = mh.attention(
+            q, k, v, mask=mask & ~mh.Rule(lambda b, h, i, j: (j == 7) & (h == 2)), kernel="native"
+        )
+    assert not out[0, 3, :, 2].isfinite().any()
+    assert out[0, 2].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+def test_denormals_and_large_numbers() -> None:
+    q, k, v = heads()
+    for factor in (1e-42, 1e-30, 1e4):
+        with torch.no_grad():
+            out = mh.attention(q * factor, k, v, kernel="native")
+        torch.testing.assert_close(
+            out, right(q * factor, k, v), rtol=2e-5, atol=2e-5 * max(1.0, factor / 1e3)
+        )
+
+
+def test_negated_views_are_read_as_they_are() -> None:
+    x = torch.randn(1, 2, 5, 4, dtype=torch.complex64)
+    q = x.conj().imag
+    assert q.is_neg()
+    with torch.no_grad():
+        torch.testing.assert_close(mh.attention(q, q, q, kernel="native"), right(q, q, q))
