@@ -815,16 +815,22 @@ def test_auto_takes_the_first_that_refuses_nothing() -> None:
         verdicts = kernels.verdicts(problem)
         assert list(verdicts) == list(kernels.ORDER)
         can = [name for name, reasons in verdicts.items() if not reasons]
-        assert next(
-            name for name in can if not kernels.deferred(kernels.load(name), problem)
-        ) == kernels.choose(problem).NAME
-    with torch.no_grad():
-        assert kernels.choose(Problem.of(q, k, v)).NAME == "sdpa"
-        assert kernels.choose(Problem.of(*(x.float() for x in (q, k, v)))).NAME == "native"
+        assert (
+            next(name for name in can if not kernels.deferred(kernels.load(name), problem))
+            == kernels.choose(problem).NAME
+        )
+
+    def chosen(*qkv: Tensor, **rest: Any) -> str:
+        return kernels.choose(Problem.of(*qkv, **rest)).NAME
+
+    long = [torch.randn(1, 2, 70, 8) for _ in range(3)]
+    assert chosen(*long) == chosen(*(x.detach().bfloat16() for x in heads())) == "native"
+    assert chosen(*(x.double() for x in long)) == "sdpa"
+    assert chosen(*(x.detach().float() for x in heads())) == "sdpa"  # few queries
     # PyTorch's gradient is faster than that of chunked, which is native's; where it has none, native's is.
-    assert (
-        kernels.choose(Problem.of(*(x.detach().float().requires_grad_() for x in (q, k, v)))).NAME == "sdpa"
-    )
+    wanting = [x.clone().requires_grad_() for x in long]
+    assert chosen(*wanting) == "sdpa"
+    assert chosen(*wanting, softcap=2.0) == "native"
 
 
 def test_a_named_kernel_raises_all_its_reasons() -> None:

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import manyheads as mh
 from manyheads import kernels
-from manyheads.kernels import flex, reference
+from manyheads.kernels import flex, native, reference
 from manyheads.scores import Problem
 
 HALF = (torch.float16, torch.bfloat16)
@@ -110,6 +110,7 @@ def test_it_refuses_a_machine_without_cuda_triton_or_too_old(monkeypatch: pytest
 
 def test_where_it_can_it_comes_after_sdpa_and_before_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_refuse_machine", lambda device: [])
+    monkeypatch.setattr(native.library, "missing", "it isn't for the CPU")
     for dtype in HALF:
         q, k, v = heads(dtype=dtype)
         assert flex.refuse(Problem.of(q, k, v)) == []
