@@ -120,8 +120,8 @@ def test_a_weight_that_had_no_choice_does_not_set_the_scale() -> None:
 
 
 def test_a_weight_that_rounding_took_above_one_does_not_set_the_scale() -> None:
-    above = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
-    assert figures.head(torch.eye(3) * above).axes[0].get_images()[0].get_clim() == (0.0, 1.0)
+    # Float32 scores of hundreds are rounded by some 1e-5, and so is a weight.
+    assert figures.head(torch.eye(3) * 1.00002).axes[0].get_images()[0].get_clim() == (0.0, 1.0)
 
 
 def test_few_tokens_get_numbers_and_many_a_square_root_scale() -> None:

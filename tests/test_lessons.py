@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,13 @@ def test_a_lesson_is_stored_without_outputs_and_runs(path: Path) -> None:
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     assert code
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    end = time.monotonic() + 180  # for all its cells together
+
     NotebookClient(
-        book, timeout=170, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+        book,
+        timeout_func=lambda cell: max(end - time.monotonic(), 0.1),
+        kernel_name="python3",
+        resources={"metadata": {"path": str(FOLDER)}},
     ).execute()
 
 
@@ -137,3 +143,14 @@ def test_the_command_starts_jupyter_or_says_how(
         *(["--allow-root"] if not user else []),
     ]
     assert path.split(os.pathsep)[0] == sysconfig.get_path("scripts")  # where the command manyheads is
+
+
+@pytest.mark.parametrize("blocked", ["mine", "above/mine", "mine/solutions"])
+def test_a_file_in_the_way_is_named_and_nothing_is_copied(blocked: str, tmp_path: Path) -> None:
+    file = tmp_path / blocked.removesuffix("/mine")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("something")
+    with pytest.raises(NotADirectoryError, match="can't be one, as a file stands there or above it"):
+        lessons.copy(tmp_path / ("above/mine" if blocked.startswith("above") else "mine"))
+    assert not list(tmp_path.rglob("*.ipynb"))
+    assert file.read_text() == "something"

@@ -37,16 +37,23 @@ def source() -> Path:
 def copy(folder: Path) -> list[Path]:
     """Copy what isn't there yet, so that nothing of a learner's work is lost; the files that were copied.
 
-    Raises NotADirectoryError where `folder` is a file.
+    Raises NotADirectoryError where `folder`, or what should be a folder on the way, is none; nothing is
+    copied then.
     """
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"the lessons go into a folder, and {folder} is a file: name another one.")
+    paths = [path for path in sorted(source().rglob("*")) if path.suffix in (".ipynb", ".py")]
+    for parent in sorted({(folder / path.relative_to(source())).parent for path in paths}):
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise NotADirectoryError(
+                f"the lessons go into a folder, and {parent} can't be one, as a file stands there or above it: "
+                f"name another one."
+            ) from None
     made = []
-    for path in sorted(source().rglob("*")):
+    for path in paths:
         to = folder / path.relative_to(source())
-        if path.suffix not in (".ipynb", ".py") or to.exists():
+        if to.exists():
             continue
-        to.parent.mkdir(parents=True, exist_ok=True)
         with replacing(to) as file:
             file.write(path.read_bytes())
         made.append(to)

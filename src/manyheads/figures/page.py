@@ -241,7 +241,7 @@ def scale(panels: list[Panel]) -> Normalize:
     free = [panel.cells[n > max(1, n.max() / 8)] for panel, n in zip(panels, choice, strict=True)]
     top = max((float(rows.max()) for rows in free if rows.count()), default=1.0) or 1.0
     step = 0.1 if top > 0.5 else 10.0 ** (np.floor(np.log10(top)) - 1)
-    top = float(np.ceil(top / step - 1e-5) * step)  # a round number, upwards; 1 and a rounding is 1
+    top = float(np.ceil(top / step - 1e-3) * step)  # a round number, upwards; 1 and a rounding is 1
     long = max(max(panel.t, panel.s) for panel in panels) > LONG
     return PowerNorm(0.5, 0.0, top) if long else Normalize(0.0, top)
 

@@ -53,8 +53,8 @@ INLINE float wide(Half x) {
 INLINE V wide(const R *x) { return load(x); }
 #if !defined(REAL)
 INLINE I whole(const void *x) {
-    typedef uint16_t U __attribute__((vector_size(2 * W)));
-    U u;
+    typedef uint16_t Short __attribute__((vector_size(2 * W)));
+    Short u;
     memcpy(&u, x, sizeof u);
     return __builtin_convertvector(u, I);
 }

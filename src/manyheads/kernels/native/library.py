@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FILE = HERE / "native.so"
+FILE = Path(os.environ.get("MANYHEADS_LIBRARY") or HERE / "native.so")  # another one: with sanitizers, say
 LOG = HERE / "native.log"  # what the build said, where it failed
 INTERFACE = 1  # that of problem.h, whose Problem this is, field by field; all are eight bytes wide
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq q".replace(" ", ""))

@@ -16,10 +16,12 @@ namespace {
 #if defined(REAL)
 typedef REAL R;
 typedef int64_t Whole;
+typedef uint64_t Unsigned;
 constexpr int BYTES = 16;
 #else
 typedef float R;
 typedef int32_t Whole;
+typedef uint32_t Unsigned;
 #if defined(__AVX512F__)
 #define VECTORS_512
 constexpr int BYTES = 64;
@@ -36,6 +38,7 @@ constexpr int FRACTION = sizeof(R) == 4 ? 23 : 52, LEAST = sizeof(R) == 4 ? -126
 
 typedef R V __attribute__((vector_size(BYTES)));
 typedef Whole I __attribute__((vector_size(BYTES)));
+typedef Unsigned U __attribute__((vector_size(BYTES)));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -151,8 +154,8 @@ INLINE V exp2(V x) {
     __mmask16 some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(LEAST), _CMP_NLT_UQ);
     return (V)_mm512_maskz_scalef_ps(some, (__m512)p, (__m512)n);
 #else
-    I exponent = __builtin_convertvector(n, I) << FRACTION;
-    return x < (R)LEAST ? V{} : (V)((I)p + exponent);
+    U exponent = (U)__builtin_convertvector(n, I) << FRACTION;  // of lanes that are taken it is right
+    return x < (R)LEAST ? V{} : (V)((U)p + exponent);
 #endif
 }
 
