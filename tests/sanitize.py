@@ -1,8 +1,8 @@
 """The native kernel under a sanitizer, over the table of cases: `python tests/sanitize.py address`.
 
-Or undefined, or thread. It builds the library with the sanitizer into a temporary folder, and runs every width
-that this processor can, each in a process of its own, on threads of its own (the thread sanitizer doesn't know
-those of OpenMP). Exit code 0: clean.
+Or undefined, or thread. It builds the library with the sanitizer into a temporary folder, and runs every
+width that this processor can, each in a process of its own, on threads of its own (the thread sanitizer
+doesn't know those of OpenMP). Exit code 0: clean.
 """
 
 from __future__ import annotations

@@ -163,3 +163,11 @@ def test_bad_positions_say_what_came(make: Any, error: type[Exception], words: l
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "positions", [torch.arange(4), torch.arange(10).view(2, 5)[:, :4], torch.arange(5)[None, None]]
+)
+def test_rotary_says_how_many_positions_it_takes(positions: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"at positions \[t\] = \[5\] or \[b, t\], and .* came"):
+        mh.Rotary(8)(torch.randn(2, 1, 5, 8), positions)

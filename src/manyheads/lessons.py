@@ -46,8 +46,8 @@ def copy(folder: Path) -> list[Path]:
             parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise NotADirectoryError(
-                f"the lessons go into a folder, and {parent} can't be one, as a file stands there or above it: "
-                f"name another one."
+                f"the lessons go into a folder, and {parent} can't be one, as a file stands there or "
+                f"above it: name another one."
             ) from None
     made = []
     for path in paths:

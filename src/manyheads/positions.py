@@ -94,11 +94,22 @@ class Rotary(Value):
             )
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Turn x `[b, h, t, d]` at integer positions `[t]` or `[b, t]`; the same shape and dtype."""
+        """Turn x `[b, h, t, d]` at integer positions `[t]` or `[b, t]`; the same shape and dtype.
+
+        ValueError for fewer than dim entries, or another number of positions.
+        """
         d = x.shape[-1]
         if d < self.dim:
             raise ValueError(
                 f"Rotary({self.dim}) turns {self.dim} entries of a head, and d = {d} came {sizes(x)}."
+            )
+        t = x.shape[-2]
+        if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.shape[-1] != t:
+            came = (
+                f"{kind(positions)} {sizes(positions)}" if isinstance(positions, Tensor) else kind(positions)
+            )
+            raise ValueError(
+                f"Rotary turns x {sizes(x)} at positions [t] = [{t}] or [b, t], and {came} came."
             )
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         angle = _angles(positions, self.dim, self.base) / self.factor  # [t, dim/2] or [b, t, dim/2]

@@ -190,15 +190,15 @@ class Report:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def save_json(self, path: Path) -> None:
+    def save_json(self, path: Path | str) -> None:
         """Write `as_json` into a file, in a folder made where there is none; OSError from the disk."""
-        _write(path, json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n")
+        _write(Path(path), json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n")
 
-    def save_junit(self, path: Path) -> None:
+    def save_junit(self, path: Path | str) -> None:
         """Write `as_junit` into a file, in a folder made where there is none; OSError from the disk."""
-        _write(path, self.as_junit() + "\n")
+        _write(Path(path), self.as_junit() + "\n")
 
-    def save_picture(self, folder: Path) -> Path | None:
+    def save_picture(self, folder: Path | str) -> Path | None:
         """Expected and given maps side by side, and their difference, into folder/check.png; None
         without a pair. OSError from the disk.
         """
@@ -209,6 +209,7 @@ class Report:
         want, got, what = self.pair
         if want.shape != got.shape:
             return None
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         figure = figures.difference(
             want, got, what=what, title=f"{Path(self.target).name}: a small failing input"
