@@ -37,6 +37,12 @@ def commands(path: Path) -> list[str]:
     return re.findall(r"^    (manyheads .*)$", path.read_text(encoding="utf-8"), re.M)
 
 
+def shell(path: Path) -> list[str]:
+    """The page's indented lines that start any command."""
+    words = "manyheads|pip|python3?|bash|cd|git"
+    return re.findall(rf"^    ((?:{words}) .*)$", path.read_text(encoding="utf-8"), re.M)
+
+
 def needs(text: str) -> None:
     """Skip where a library that the text names isn't installed."""
     for peer in PEERS:
@@ -177,6 +183,43 @@ def test_a_check_finds_what_its_page_says(command: str, folder: Path) -> None:
     names = [one["mistake"] for one in report["diagnosis"]]
     assert (failed, names) == FOUND[words[1]]
     assert done.returncode == bool(failed)
+
+
+def test_lessons_are_copied(tmp_path: Path) -> None:
+    """The README's line but for the installation, which is an environment of its own, and the start."""
+    [command] = [line.partition("&& ")[2] for line in shell(ROOT / "README.md") if "[lessons]" in line]
+    done = run([sys.executable, "-m", "manyheads.cli", *command.split()[1:], "--no-start"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.rglob("*.ipynb"))) == 4
+
+
+BENCHMARKS = re.findall(
+    r"`python (benchmarks/.*?)`", " ".join(page.read_text(encoding="utf-8") for page in PAGES)
+)
+
+
+@pytest.mark.parametrize("command", BENCHMARKS)
+def test_a_benchmark_runs(command: str) -> None:
+    """As the page has it, but short."""
+    words = re.sub(r" --length \d+", "", command).split()
+    short = ["--length", "512", "--rounds", "1"]
+    done = run([sys.executable, str(ROOT / words[0]), *words[1:], *short], ROOT)
+    assert done.returncode == 0, done.stderr
+    assert " 512 " in done.stdout
+
+
+def test_no_example_is_left_out() -> None:
+    """What a page gains is run here too: Python only where it is run, and no command of another kind."""
+    run_here = {ROOT / "README.md", *(ROOT / "docs" / name for name in ("checker.md", "findings.md"))}
+    assert {page for page in PAGES if blocks(page)} == run_here
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for page in PAGES:
+        for line in shell(page):
+            in_ci = any(words in line for words in re.findall(r"readme \w+ '(.*?)'", script))
+            assert in_ci or line in COMMANDS or "--model" in line or "[lessons]" in line or "venv" in line, (
+                line
+            )
+    assert BENCHMARKS
 
 
 def test_a_model_is_shown_and_saved(tmp_path: Path) -> None:
