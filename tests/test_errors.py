@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 import manyheads as mh
+from manyheads import figures, measures
 from manyheads.scores import Problem
+from manyheads.shapes import kind
 
 FUNCTIONS = (mh.attention, mh.attention_with_map, mh.explain)
 
@@ -172,6 +174,37 @@ def test_layers_and_caches_say_what_came(make: Any, error: type[Exception], word
     for word in words:
         assert word in message, message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("rows", ["a", 1.5, True])
+def test_rows_of_a_rollout_say_what_came(rows: Any) -> None:
+    q = good()["q"]
+    amap = mh.attention_with_map(q, q, q)[1]
+    with pytest.raises(TypeError, match=rf"rows must be positions, .* and {rows!r} came\.$"):
+        measures.rollout([amap], rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (3, "an int"),
+        (True, "a bool"),
+        ((1,), "a tuple"),
+        (None, "a NoneType"),
+        (mh.ALiBi(4), "an ALiBi"),
+        (x(2), "a Tensor of torch.float32"),
+    ],
+)
+def test_what_came_has_its_article(value: object, words: str) -> None:
+    assert kind(value) == words
+    with pytest.raises(TypeError, match=f"and {words} came among them"):
+        figures.entropy([value])  # type: ignore[list-item]
+
+
+def test_a_map_that_came_is_an_attention_map() -> None:
+    q, k, v = good().values()
+    with pytest.raises(TypeError, match="an AttentionMap came"):
+        mh.attention(mh.attention_with_map(q, k, v)[1], k, v)  # type: ignore[arg-type]
 
 
 def test_a_problem_is_checked_before_anything_is_computed() -> None:

@@ -671,7 +671,7 @@ EYE = torch.eye(3)
         (lambda: figures.grid([made_map()], reduce="sum"), '"max" or "mean", and \'sum\' came'),
         (lambda: figures.beside(EYE, EYE, reduce="sum"), "'sum' came"),
         (lambda: figures.measures([]), "no row came"),
-        (lambda: figures.measures([3]), "named tuples or mappings, and a int came"),
+        (lambda: figures.measures([3]), "named tuples or mappings, and an int came"),
         (lambda: figures.measures([{"layer": 0, "head": 0}]), r"\(layer, head\) came"),
         (lambda: figures.measures([*ROWS, {"layer": 0, "head": 0, "x": 1}]), r"\(layer, head, x\) came"),
         (lambda: figures.measures(ROWS, by="x"), "induction, distance, and 'x' came"),
@@ -682,6 +682,13 @@ EYE = torch.eye(3)
         (lambda: figures.measures(ROWS, most=0), "most must be at least 1, and 0 came"),
         (lambda: figures.head(made_map(), head=2), "head must lie between 0 and 1, and 2 came"),
         (lambda: figures.head(made_map(), batch=-1), "batch must lie between 0 and 0, and -1 came"),
+        (lambda: figures.grid([made_map()], batch=1.5), "batch must be a whole number, 0 to 0, and 1.5 came"),  # type: ignore[arg-type]
+        (lambda: figures.head(made_map(), head=True), "head must be a whole number, 0 to 1, and True came"),
+        (lambda: figures.grid(-EYE[None, None]), "weights must be at least 0, and -1 came among them"),
+        (lambda: figures.head(EYE - 0.5), "weights must be at least 0, and -0.5 came among them"),
+        (lambda: figures.grid(made_map(), title=3), "a title must be a string, and 3 came"),  # type: ignore[arg-type]
+        (lambda: figures.head(EYE, title=3), "a title must be a string, and 3 came"),  # type: ignore[arg-type]
+        (lambda: figures.image(EYE, title=3), "a title must be a string, and 3 came"),  # type: ignore[arg-type]
         (lambda: figures.beside(EYE, torch.eye(2)), r"\[3, 3\] and \[2, 2\]"),
         (lambda: figures.beside(EYE, EYE, keep=EYE.bool()), "a pair of masks.*a Tensor.*came"),  # type: ignore[arg-type]
         (lambda: figures.beside(EYE, EYE, keep=(None, EYE)), "boolean"),

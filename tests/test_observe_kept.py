@@ -786,7 +786,7 @@ def test_labels():
         (list("abcde"), ValueError, "as many as a layer's keys, 3 or 4 here, and 5 came"),
         ([], ValueError, "as many as a layer's keys, 3 or 4 here, and 0 came"),
         ("abcd", TypeError, "a list of strings, and a str came"),
-        (7, TypeError, "a list of strings, and a int came"),
+        (7, TypeError, "a list of strings, and an int came"),
         ([1, 2, 3, 4], TypeError, "tokens must be a list of … strings"),
         ([list("abc")] * 3, ValueError, "b = 2 such lists, and 3 lists came"),
         ([list("abc"), list("abcd")], ValueError, "and 4 came"),

@@ -672,7 +672,7 @@ def test_other_threads_attention_is_their_own_affair():
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep": "entropy"}, ValueError, "keep must be … and 'entropy' came"),
-    ({"keep": 3}, TypeError, "keep must be … and a int came"),
+    ({"keep": 3}, TypeError, "keep must be … and an int came"),
     ({"keep": None}, TypeError, "keep must be … and a NoneType came"),
     ({"keep": []}, ValueError, "keep"),
     ({"keep": ["entropie"]}, ValueError, "there is no statistic 'entropie' to keep, but entropy, "),
@@ -798,7 +798,7 @@ def test_nested_tensors_are_refused():
 
 def test_ids_that_do_not_fit():
     seen = same(GPT(), randn(2, 5, E))
-    with says(TypeError, "ids must be the tokens, … and a int came"):
+    with says(TypeError, "ids must be the tokens, … and an int came"):
         seen.table(ids=3)
     with says(ValueError, "ids must be one for each of s = 5 keys, and [4] came"):
         seen.table(ids=torch.arange(4))

@@ -98,7 +98,7 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
 
     Raises ValueError for all rows at once (`rows=None`): the product of matrices is as dense as
     they are, t × t in memory and t³ per layer in time; ValueError or TypeError for what are no such maps,
-    IndexError for rows that aren't there.
+    TypeError for what are no rows, IndexError for rows that aren't there.
     """
     if isinstance(maps, AttentionMap) or not isinstance(maps, Sequence):
         raise TypeError(f"rollout takes a list of AttentionMaps, one per layer, and {kind(maps)} came.")
@@ -119,6 +119,8 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
             f"the whole rollout is a dense {t} × {t} matrix, whose product takes t³ for each layer, and no "
             "rows came: say which positions you want to follow, e.g. rows=-1 or rows=[0, 5]."
         )
+    if isinstance(rows, bool | float | str):
+        raise TypeError(f"rows must be positions, e.g. rows=-1 or rows=[0, 5], and {rows!r} came.")
     chosen = picked_rows(rows, t)
     share = torch.zeros(b, len(chosen), s, dtype=maps[0].problem.dtype, device=maps[0].problem.q.device)
     share[:, torch.arange(len(chosen)), chosen] = 1.0  # [b, r, s]

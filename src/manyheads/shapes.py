@@ -40,10 +40,11 @@ def sizes(tensor: Tensor) -> str:
 
 
 def kind(value: object) -> str:
-    """What came, in a word or two: `a Tensor of torch.int64`, `a list`."""
+    """What came, in a word or two: `a Tensor of torch.int64`, `a list`, `an int`."""
     if isinstance(value, Tensor):
         return f"a Tensor of {value.dtype}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name.lstrip('_')[:1] in {*'AEIOaeio'} else 'a'} {name}"  # u: a UserDict, a uint8
 
 
 def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:

@@ -78,7 +78,7 @@ def one_head(weights: Weights, batch: int, head: int, keep: Tensor | None) -> Li
             "weights must be an AttentionMap or a floating-point tensor [t, s], and "
             f"{sizes(weights)} of {weights.dtype} came."
         )
-    return _drawable([masked(weights, None if keep is None else _spread(keep, weights))])
+    return _drawable([_positive(masked(weights, None if keep is None else _spread(keep, weights)))])
 
 
 def all_heads(weights: Tensor | Layers, batch: int, keep: Tensor | None) -> dict[str, Line]:
@@ -91,7 +91,7 @@ def all_heads(weights: Tensor | Layers, batch: int, keep: Tensor | None) -> dict
             )
         seen = torch.ones_like(weights, dtype=torch.bool) if keep is None else _spread(keep, weights)
         lines: dict[str, Line] = {
-            f"sequence {n}": [masked(x, k) for x, k in zip(heads, kept, strict=True)]
+            f"sequence {n}": [_positive(masked(x, k)) for x, k in zip(heads, kept, strict=True)]
             for n, (heads, kept) in enumerate(zip(weights, seen, strict=True))
         }
     else:
@@ -134,12 +134,21 @@ def _drawable(line: Line) -> Line:
     return line
 
 
+def _positive(weights: Cells) -> Cells:
+    """Weights as they came, none of them below the 0 at which their colours begin."""
+    if weights.count() and weights.min() < 0:
+        raise ValueError(f"weights must be at least 0, and {weights.min():.3g} came among them.")
+    return weights
+
+
 def _knows(keep: Tensor | None) -> None:
     if keep is not None:
         raise ValueError("keep goes with a tensor; a map knows its own mask: see AttentionMap.under.")
 
 
 def _inside(name: str, index: int, size: int) -> None:
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"{name} must be a whole number, 0 to {size - 1}, and {index!r} came.")
     if not 0 <= index < size:
         raise ValueError(f"{name} must lie between 0 and {size - 1}, and {index} came.")
 

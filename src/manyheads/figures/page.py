@@ -330,6 +330,8 @@ def text(put: Callable[..., object], words: str, size: float, inches: float | No
 
 def _wrapped(words: str, size: float, inches: float | None) -> str:
     """Legible words, in lines of so many inches."""
+    if not isinstance(words, str):
+        raise TypeError(f"a title must be a string, and {words!r} came.")
     lines = [legible(line) for line in words.split("\n")]
     if inches is not None:
         lines = [fill(line, max(12, int(inches / (size * 0.0085)))) for line in lines]

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from manyheads.figures.cells import DPI
-from manyheads.figures.page import WEIGHT, Picture, legible
+from manyheads.figures.page import WEIGHT, Picture, text
 from manyheads.shapes import kind, sizes
 
 VALUE = "PuOr"  # diverging around zero, and legible without colour vision
@@ -84,7 +84,7 @@ def image(encoding: Tensor, *, counted_from: int = 0, title: str = "positional e
     axes.tick_params(labelsize=8)
     axes.set_xlabel("position", fontsize=9)
     axes.set_ylabel("dimension", fontsize=9)
-    axes.set_title(legible(title), fontsize=11, parse_math=False)
+    text(axes.set_title, title, 11)
     bar = figure.colorbar(drawn, ax=axes, pad=0.02)
     bar.set_label("encoding", fontsize=9)
     bar.ax.tick_params(labelsize=8)
