@@ -1,7 +1,8 @@
 """Every public name says what it does: with shapes, units, errors and where it comes from.
 
-Public is what `__all__` names, what the measures and the classic faces define without an underscore, and
-the methods and properties of those classes. An override without a docstring says what its base says.
+Public is what `__all__` names, what the measures, the models and the classic faces define without an
+underscore, and the methods and properties of those classes, with what brackets and parentheses behind an
+object call. An override without a docstring says what its base says.
 Errors are not only named: every one is provoked here, and must come out of our own code.
 """
 
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import manyheads as mh
-from manyheads import checker, classic, figures, files, lm, measures, reductions
+from manyheads import checker, classic, figures, files, lm, measures, models, reductions
 from manyheads.classic import annotated, components, modeling_attention, torch_multihead
 from manyheads.observe import NoSuchLayer, Reduced, Seen, attend
 from manyheads.scores import Problem
@@ -41,9 +42,12 @@ FACES = [
     f"manyheads.classic.{one.name}" for one in pkgutil.iter_modules(classic.__path__) if one.name != "common"
 ]
 LISTED = ["manyheads", "manyheads.figures", "manyheads.checker", "manyheads.lm", "manyheads.observe"]
+UNLISTED = ["manyheads.measures", "manyheads.models", *FACES]  # which have no `__all__`
+SPECIAL = ("__call__", "__getitem__")
 
 SHAPE = re.compile(r"`\[[^\]`]+\]`")
 ERROR = re.compile(r"\b([A-Z]\w*Error|Refused|Unclear|NoSuchLayer)\b")
+AS = re.compile(r"[Aa]rguments as `(\w+)`")  # a docstring that leaves them to another's
 CITES = re.compile(r"[A-Z][\w-]+(\s+et\s+al\.|\s+Team|\s+&\s+[A-Z]\w+)?\s+(19|20)\d\d\b|`torch\.[\w.]+`")
 
 
@@ -113,7 +117,7 @@ def path_of(what: Any) -> str:
 def surface() -> tuple[Name, ...]:
     """All public names, once each."""
     found: dict[str, Name] = {}
-    for module in map(import_module, [*LISTED, "manyheads.measures", *FACES]):
+    for module in map(import_module, [*LISTED, *UNLISTED]):
         for what in public(module):
             own = what.__doc__ or ""
             if inspect.isclass(what) and own.startswith(f"{what.__name__}("):  # made by dataclass
@@ -125,7 +129,8 @@ def surface() -> tuple[Name, ...]:
                 for name, value in vars(owner).items():
                     method = value.fget if isinstance(value, property) else value
                     method = getattr(method, "__func__", method)
-                    if name.startswith("_") or not isinstance(method, FunctionType):
+                    hidden = name.startswith("_") and name not in SPECIAL
+                    if hidden or not isinstance(method, FunctionType):
                         continue
                     shown = value if isinstance(value, property) else method
                     doc = inspect.getdoc(value) or inspect.getdoc(getattr(owner, name)) or ""
@@ -136,6 +141,24 @@ def surface() -> tuple[Name, ...]:
 
 def by_path() -> dict[str, Name]:
     return {name.path: name for name in surface()}
+
+
+def described(name: Name) -> str:
+    """Where its parameters may be named: its docstring, its class's, and what it leaves them to."""
+    home = name.path.rpartition(".")[0]
+    about = [name.doc]
+    if name.inside():
+        about.append(by_path()[home].doc if home in by_path() else "")
+    about += [by_path()[f"{home}.{other}"].doc for other in AS.findall(name.doc)]
+    return "\n".join(about)
+
+
+def fields(name: Name) -> dict[str, str]:
+    """The parameters that a caller writes, and of what kind each is."""
+    if not name.parameters():
+        return {}
+    found = inspect.signature(name.what).parameters
+    return {one: str(found[one].annotation) for one in name.parameters() if not one.startswith("_")}
 
 
 # -- docstrings and shapes -------------------------------------------------------------------------
@@ -165,6 +188,40 @@ def test_every_tensor_has_its_shape() -> None:
         if re.search(r"\b(Tensor|Weights)\b", name.signature()) and not SHAPE.search(name.doc)
     ]
     assert lacking == []
+
+
+def test_every_parameter_is_named() -> None:
+    lacking = [
+        f"{name.path}: {one}"
+        for name in surface()
+        if name.own
+        for one in fields(name)
+        if not re.search(rf"\b{one}\b", described(name))
+    ]
+    assert lacking == []
+
+
+def shaped(parameter: str, doc: str) -> bool:
+    """Is it followed by a shape, in the same clause and at most one line further?"""
+    return re.search(rf"\b{parameter}\b(?!')[^.;\n]*\n?[^.;\n]*`\[", doc) is not None
+
+
+def test_every_tensor_that_is_given_has_its_shape() -> None:
+    lacking = [
+        f"{name.path}: {one}"
+        for name in surface()
+        if name.own
+        for one, kind in fields(name).items()
+        if re.search(r"\bTensor\b", kind) and not shaped(one, described(name))
+    ]
+    assert lacking == []
+
+
+@pytest.mark.parametrize("parameter", ["q", "k", "v", "sink", "offset"])
+def test_a_shape_that_is_taken_away_is_missed(parameter: str) -> None:
+    doc = by_path()["functional.attention"].doc
+    assert shaped(parameter, doc)
+    assert not shaped(parameter, re.sub(rf"(\b{parameter}: [^`]*)`\[[^`]*`", r"\1", doc, count=1))
 
 
 # -- units -----------------------------------------------------------------------------------------
@@ -320,6 +377,16 @@ def no_model(folder: Path) -> Any:
     return lm.load(folder)
 
 
+def of_theirs(folder: Path) -> Any:
+    (folder / "config.json").write_text('{"model_type": "no such type"}')
+    return models.load(folder)
+
+
+def without_transformers() -> Any:
+    with patch.dict(sys.modules, transformers=None):
+        in_a_folder(of_theirs)
+
+
 def without_pandas() -> Any:
     with patch.dict(sys.modules, pandas=None):
         return seen().table().to_pandas()
@@ -366,6 +433,8 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("positions.Sinusoidal", TypeError, lambda: mh.Sinusoidal(BAD)),
     ("positions.Sinusoidal", ValueError, lambda: mh.Sinusoidal(3)),
     ("positions.Sinusoidal.encode", TypeError, lambda: mh.Sinusoidal(4).encode(BAD)),
+    ("positions.Sinusoidal.__call__", ValueError, lambda: mh.Sinusoidal(4)(X)),
+    ("positions.Rotary.__call__", ValueError, lambda: mh.Rotary(4)(Q[..., :2], IDS)),
     ("positions.Rotary", TypeError, lambda: mh.Rotary(BAD)),
     ("positions.Rotary", ValueError, lambda: mh.Rotary(3)),
     # functions, layers, the cache
@@ -420,6 +489,7 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("maps.AttentionMap.again", TypeError, lambda: amap().again(Problem.of(Q, K, K), BAD)),
     ("maps.AttentionMap.dense", TypeError, lambda: amap().dense(BAD)),
     ("maps.AttentionMap.dense", ValueError, lambda: amap().dense(10)),
+    ("maps.AttentionMap.__getitem__", IndexError, lambda: amap()[0, 9]),
     ("maps.AttentionMap.received", TypeError, lambda: amap().received(BAD)),
     ("maps.AttentionMap.received", ValueError, lambda: amap().received(normalize=BAD)),
     ("maps.AttentionMap.top", TypeError, lambda: amap().top(BAD)),
@@ -454,6 +524,7 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("measures.local", TypeError, lambda: measures.local(BAD, 1)),
     ("measures.local", ValueError, lambda: measures.local(amap(), -1)),
     ("measures.rollout", TypeError, lambda: measures.rollout(BAD)),
+    ("measures.rollout", TypeError, lambda: measures.rollout([amap()], rows=BAD)),
     ("measures.rollout", ValueError, lambda: measures.rollout([amap()])),
     ("measures.rollout", IndexError, lambda: measures.rollout([amap()], rows=9)),
     # observe
@@ -464,6 +535,8 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("observe.seen.open_run", OSError, lambda: mh.open_run(ABSENT)),
     ("observe.seen.Seen.calls", NoSuchLayer, lambda: seen().calls(BAD)),
     ("observe.seen.Seen.calls", TypeError, lambda: seen().calls(cast(Any, 1.5))),
+    ("observe.seen.Seen.__getitem__", NoSuchLayer, lambda: seen()[BAD]),
+    ("observe.seen.Seen.__getitem__", TypeError, lambda: seen()[cast(Any, 1.5)]),
     ("observe.seen.Seen.label", TypeError, lambda: seen().label(BAD)),
     ("observe.seen.Seen.label", ValueError, lambda: seen().label(["a"])),
     ("observe.seen.Seen.table", TypeError, lambda: seen().table(BAD)),
@@ -544,6 +617,11 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("lm.train.train", TypeError, lambda: lm.train(ABSENT, {"steps": BAD})),
     ("lm.train.train", ValueError, lambda: lm.train(ABSENT, {"steps": 0})),
     ("lm.train.train", OSError, lambda: lm.train(__file__)),
+    # models by their names
+    ("models.load", FileNotFoundError, lambda: models.load(ABSENT)),
+    ("models.load", ValueError, lambda: in_a_folder(of_theirs)),
+    ("models.load", ImportError, without_transformers),
+    ("models.Model.read", ValueError, lambda: models.load().read([-1])),
     # the classic faces
     ("classic.modeling_attention.SelfAttention", TypeError, lambda: modeling_attention.SelfAttention(BAD, 1)),
     ("classic.modeling_attention.SelfAttention", ValueError, lambda: modeling_attention.SelfAttention(0, 1)),
@@ -649,7 +727,9 @@ NEVER = {
     "observe.reduced.Reduced",
     "observe.seen.Seen",
     "observe.seen.Table",
+    "observe.seen.Table.__getitem__",
     "lm.generate.Text",
+    "models.Model",
     "checker.questions.Check",
     "checker.diagnosis.Diagnosis",
     "checker.report.Report",

@@ -37,7 +37,8 @@ class Bias(Value):
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
         """Add to `into`, the gradient of the bias's tensor, what that of a tile's scores brings.
 
-        `into` has the tensor's shape, `grad` the tile's, `[b, h, t, s]`.
+        `into` has the tensor's shape, `grad` the tile's, `[b, h, t, s]`: that of batch entries b, heads h,
+        queries at positions i and keys j.
         """
         raise NotImplementedError
 
@@ -187,10 +188,11 @@ class Relative(Bias):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Bias):
-    """A tensor of floats that broadcasts to `[b, h, t, s]`; −inf masks.
+    """A tensor of floats, values, that broadcasts to `[b, h, t, s]`; −inf masks.
 
     What `torch.nn.functional.scaled_dot_product_attention` does with a float mask. TypeError for what isn't
-    floats, ValueError for more dimensions, NaN or +inf.
+    floats, ValueError for more dimensions, NaN or +inf. The library sets first, the position of row 0, an int
+    or `[b]`.
     """
 
     values: Tensor

@@ -29,7 +29,7 @@ class Cache:
         self._v: Tensor | None = None  # [b, g, room, w]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys `[b, g, n, d]` and values `[b, g, n, w]`; all of them so far, `[b, g, offset, …]`.
+        """Add keys k `[b, g, n, d]` and values v `[b, g, n, w]`; all of them so far, `[b, g, offset, …]`.
 
         Raises ValueError if they don't fit the length, or the batch, heads, width or dtype so far, or ask
         for gradients; TypeError for what are no tensors.
@@ -41,7 +41,8 @@ class Cache:
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """`append` without moving the offset, which is left to whoever makes sure that all went well.
 
-        Same shapes, `[b, g, n, d]` and `[b, g, n, w]`, and same errors, TypeError and ValueError.
+        Arguments as `append`, k `[b, g, n, d]` and v `[b, g, n, w]`, and same errors, TypeError and
+        ValueError.
         """
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, Tensor):

@@ -77,8 +77,9 @@ def attention_with_map(
 ) -> tuple[Tensor, AttentionMap]:
     """`attention`, and beside its output `[b, h, t, w]` the `AttentionMap`, `[b, h, t, s]`.
 
-    Same arguments, same output, same errors (TypeError, ValueError). Kernels that work tile by tile leave
-    the log-sum-exp of each row, from which the map finds weights again (Dao et al. 2022, arXiv:2205.14135).
+    Arguments as `attention`, same output, same errors (TypeError, ValueError). Kernels that work tile by tile
+    leave the log-sum-exp of each row, from which the map finds weights again (Dao et al. 2022,
+    arXiv:2205.14135).
     """
     problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                        dropout_p=dropout_p, offset=offset)  # fmt: skip
@@ -107,7 +108,7 @@ def explain(
 ) -> dict[str, list[str]]:
     """Print every kernel with yes or all its reasons, and what a map would cost there.
 
-    Same arguments as `attention` (q `[b, h, t, d]`, …), same errors (TypeError, ValueError); nothing is
+    Arguments as `attention` (q `[b, h, t, d]`, …), same errors (TypeError, ValueError); nothing is
     computed and no data is looked at. Returns the table as a dict: a kernel's name and its reasons to
     refuse, none if it can.
     """

@@ -44,11 +44,11 @@ class SelfAttention(nn.Module):
         self.v = nn.Linear(context_dim, d)
 
     def forward(self, x: Tensor, *, mask: Mask | None = None) -> Tensor:
-        """x `[b, t, e]` → `[b, t, d]`; TypeError or ValueError for another x or mask."""
+        """x `[b, t, e]` → `[b, t, d]`, under the mask; TypeError or ValueError for another x or mask."""
         return attention(*self._heads(x, x), mask=mask).squeeze(1)
 
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
-        """The output and its map, `[b, 1, t, t]`; TypeError or ValueError, as `forward`."""
+        """The output and its map, `[b, 1, t, t]`; arguments as `forward`, TypeError or ValueError too."""
         out, amap = attention_with_map(*self._heads(x, x), mask=mask)
         return out.squeeze(1), amap
 
@@ -75,13 +75,16 @@ class CrossAttention(SelfAttention):
         self._build(embed, embed if context_dim is None else context_dim, head_dim)
 
     def forward(self, x: Tensor, context: Tensor, *, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
-        """x `[b, t, e]`, context `[b, s, c]` → `[b, t, d]`; TypeError or ValueError for others."""
+        """x `[b, t, e]`, context `[b, s, c]` → `[b, t, d]`, under the mask.
+
+        TypeError or ValueError for others.
+        """
         return attention(*self._heads(x, context), mask=mask).squeeze(1)
 
     def attend(  # type: ignore[override]
         self, x: Tensor, context: Tensor, *, mask: Mask | None = None
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map, `[b, 1, t, s]`; TypeError or ValueError, as `forward`."""
+        """The output and its map, `[b, 1, t, s]`; arguments as `forward`, TypeError or ValueError too."""
         out, amap = attention_with_map(*self._heads(x, context), mask=mask)
         return out.squeeze(1), amap
 
@@ -176,7 +179,7 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, AttentionMap]:
         """`forward`, and beside its output the map `[b, h, t, s]` (per head, before dropout).
 
-        Raises what `forward` raises: TypeError, ValueError.
+        Arguments as `forward`, and it raises what that raises: TypeError, ValueError.
         """
         q, k, v, rest = self._inputs(x, context, mask, cache)
         out, amap = attention_with_map(q, k, v, **rest)
@@ -225,8 +228,9 @@ class MultiHeadAttention(nn.Module):
     # -- weights in the shapes that others keep them ------------------------------------------------
 
     def load(self, tensors: Mapping[str, Tensor], layout: str = "separate") -> MultiHeadAttention:
-        """Copy weights in; returns the layer. Linear weights are `[out, in]`; an absent bias is zero.
+        """Copy weights in; returns the layer.
 
+        tensors: by their names, linear weights `[out, in]`, an absent bias is zero.
         layout: "separate": `q.weight` `[h·d, e]`, `q.bias`, the same for k, v (`[g·d, c]`) and o
             (`[e, h·d]`); "packed": `qkv.weight` (the rows of q, k, v in this order), `qkv.bias`,
             `o.…`; "torch": the state dict of `torch.nn.MultiheadAttention`; "heads": a list of single

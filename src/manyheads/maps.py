@@ -41,10 +41,11 @@ class AttentionMap:
     one for several with `statistics`. None is renormalised: where a sink takes its share, a row's
     weights sum to 1 − `sink_weight()`. A query that may see nothing has weights of 0.
 
-    `tokens` are labels of the keys, one list or one for each batch entry; `provenance` says where the
-    map comes from. A map holds detached tensors; reading it raises RuntimeError if q or k was changed in
-    place since. Weights are found again from the log-sum-exp as in Dao et al. 2022 (arXiv:2205.14135), which
-    sums tile by tile as Milakov & Gimelshein 2018 (arXiv:1805.02867).
+    `problem` holds q, k and what else scores are made of; `tokens` are labels of the keys, one list or one
+    for each batch entry; `provenance` says where the map comes from. A map holds detached tensors; reading it
+    raises RuntimeError if q or k was changed in place since. Weights are found again from the log-sum-exp as
+    in Dao et al. 2022 (arXiv:2205.14135), which sums tile by tile as Milakov & Gimelshein 2018
+    (arXiv:1805.02867).
     """
 
     problem: Problem
@@ -145,7 +146,7 @@ class AttentionMap:
         return AttentionMap.of(self.problem.only(b, h), lse, tokens, where)
 
     def compact(self, always: bool = False) -> AttentionMap:
-        """The map with q and k in memory of their own, if what they are views of is larger than they."""
+        """The map with q and k in memory of their own, always or if they are views of something larger."""
         p = self.problem
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (p.q, p.k)}
         if not always and sum(held.values()) <= p.q.nbytes + p.k.nbytes:
@@ -199,6 +200,11 @@ class AttentionMap:
     # -- the matrix --------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Tensor:
+        """The weights of a tile, `[b, h, rows, cols]`, by an index of up to four parts or an ellipsis.
+
+        A part is an int, which drops its dimension, a slice, or a list or tensor of integers or booleans;
+        what is left out is all. Raises IndexError for other parts, or what isn't there.
+        """
         self._fresh()
         expanded = _expand(index if isinstance(index, tuple) else (index,))
         chosen = [
@@ -306,9 +312,9 @@ class AttentionMap:
         """A picture of every head, `[b, h, rows, cols]`: the "mean" or the "max" weight of each cell.
 
         rows and cols are numbers of cells, at most t and s. Cell r covers the queries from ⌊r·t/rows⌋
-        to ⌊(r + 1)·t/rows⌋, and likewise for keys; a masked weight counts as 0. A mean fades what is
-        one key wide, such as a diagonal; a maximum doesn't. Both lie between 0 and 1. TypeError or
-        ValueError for other numbers of cells or another way.
+        to ⌊(r + 1)·t/rows⌋, and likewise for keys; a masked weight counts as 0. The way to reduce a
+        cell matters: a mean fades what is one key wide, such as a diagonal; a maximum doesn't. Both lie
+        between 0 and 1. TypeError or ValueError for other numbers of cells or another way.
         """
         return self._reduce(reductions.Pooled(rows, cols, reduce))
 
@@ -361,7 +367,7 @@ class AttentionMap:
         return reductions.between((self.problem, self.lse), (other.problem, other.lse))
 
     def statistics(self, *names: str, **arguments: Any) -> dict[str, Any]:
-        """Several statistics by name, which share one pass over the scores.
+        """Several statistics by their names, which share one pass over the scores.
 
             amap.statistics("entropy", "received", top=8, pooled=(512, 512))
 
@@ -411,7 +417,7 @@ class AttentionMap:
     # -- files -------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the map, its tokens and provenance into one safetensors file: see docs/format.md.
+        """Write the map, its tokens and provenance into a safetensors file at path: see docs/format.md.
 
         Raises ValueError where the mask holds a `Rule`: a function can't be written down; OSError from the
         disk.
@@ -422,7 +428,7 @@ class AttentionMap:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> AttentionMap:
-        """The map in a file that `save` wrote, memory-mapped: nothing is read before it is needed.
+        """The map that `save` wrote to path, memory-mapped: nothing is read before it is needed.
 
         Raises ValueError for a file of something else, a broken one, or one of several maps
         (`manyheads.open_run` opens that); OSError where it can't be read.

@@ -64,7 +64,7 @@ class Mask(Value):
         raise NotImplementedError
 
     def span(self, rows: range) -> Span:
-        """Conservative bounds on the keys seen from these positions, over all batch entries and heads."""
+        """Conservative bounds on the keys seen from rows, as positions, over all batch entries and heads."""
         return Span(some=EVERYTHING, all=NOTHING)
 
     def parts(self) -> tuple[Mask, ...]:
@@ -156,7 +156,7 @@ class Mask(Value):
     def draw(self, t: int | None = None, s: int | None = None, offset: int | None = None) -> str:
         """A picture for a terminal: a line per query, a column per key, ■ where it may attend.
 
-        TypeError or ValueError, as `table`.
+        Arguments as `table`, TypeError or ValueError too.
         """
         rows = self.table(t, s, offset).tolist()
         return "\n".join(" ".join("■" if kept else "·" for kept in row) for row in rows)
@@ -528,7 +528,7 @@ class Lengths(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Keys(Mask):
-    """Every query sees these keys and no others: `Keys([0, 5])`; as a tensor, `[n]`.
+    """Every query sees these keys, a list or a tensor `[n]`, and no others: `Keys([0, 5])`.
 
     With `|` they are keys that all see, the global tokens of Beltagy et al. 2020 (arXiv:2004.05150).
     TypeError or ValueError for what is no column.
@@ -637,17 +637,17 @@ class Ids(Mask):
                 raise TypeError(f"{name} takes {what} as an integer tensor {letters}, and {came} came.")
 
     def key(self, b: Index, j: Index) -> tuple[Any, Any]:
-        """The id of key j, and whether there is one."""
+        """The id of key j of batch entry b, and whether there is one."""
         return _look_up(self.ids, b, j)
 
     def query(self, b: Index, i: Index) -> tuple[Any, Any]:
-        """The id of the query at position i, and whether there is one."""
+        """The id of the query at position i of batch entry b, and whether there is one."""
         if self.queries is None:
             return _look_up(self.ids, b, i)
         return _look_up(self.queries, b, i - _per_batch(self.first, b))
 
     def match(self, b: Index, i: Index, j: Index) -> Any:
-        """Do query i and key j have the same id?"""
+        """Do query i and key j of batch entry b have the same id?"""
         (mine, here), (theirs, there) = self.query(b, i), self.key(b, j)
         return (mine == theirs) & here & there
 
@@ -708,7 +708,8 @@ class Documents(Ids):
     """Packed sequences: a query sees the keys of its own document, those with the same id.
 
     ids: integers `[s]` or `[b, s]`; queries: the queries' ids `[t]` or `[b, t]` for cross-attention.
-    TypeError for other ids. Krell et al. 2021 (arXiv:2107.02027).
+    The library sets first, the position of row 0, an int or `[b]`. TypeError for other ids. Krell et al. 2021
+    (arXiv:2107.02027).
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -720,7 +721,7 @@ class SameToken(Ids):
     """A query sees the keys that hold its own token: ids[j] = ids[i].
 
     Where a duplicate-token head looks (Wang et al. 2023, arXiv:2211.00593). ids `[s]` or `[b, s]`, queries
-    `[t]` or `[b, t]`, TypeError for others, as in Documents.
+    `[t]` or `[b, t]`, first, an int or `[b]`, TypeError for others, as in Documents.
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -732,7 +733,7 @@ class AfterSameToken(Ids):
     """A query sees the keys that follow its own token: ids[j − 1] = ids[i], 1 ≤ j ≤ i.
 
     Where an induction head looks (Olsson et al. 2022, arXiv:2209.11895). ids `[s]` or `[b, s]`, queries
-    `[t]` or `[b, t]`, TypeError for others, as in Documents.
+    `[t]` or `[b, t]`, first, an int or `[b]`, TypeError for others, as in Documents.
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -751,7 +752,8 @@ class Keep(Mask):
     """A boolean tensor, True = may attend: `[t, s]`, or four dimensions that broadcast to `[b, h, t, s]`.
 
     The polarity of `torch.nn.functional.scaled_dot_product_attention`. TypeError for what isn't boolean,
-    ValueError for another number of dimensions.
+    ValueError for another number of dimensions. The library sets first, the position of row 0, an int or
+    `[b]`.
     """
 
     tensor: Tensor
@@ -819,7 +821,8 @@ class Keep(Mask):
 class Drop(Keep):
     """A boolean tensor `[t, s]` with the other polarity: True = may NOT attend.
 
-    The polarity of `torch.nn.MultiheadAttention`. Four dimensions, TypeError and ValueError as in Keep.
+    The polarity of `torch.nn.MultiheadAttention`. Four dimensions, first (an int or `[b]`), TypeError and
+    ValueError as in Keep.
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -831,7 +834,7 @@ class Drop(Keep):
 class Rule(Mask):
     """A mask by a function: `Rule(lambda b, h, i, j: (i - j) % 2 == 0)`.
 
-    The function gets integer tensors that broadcast to `[b, h, t, s]` (i and j are positions) and
+    The function, fn, gets integer tensors that broadcast to `[b, h, t, s]` (i and j are positions) and
     returns a boolean tensor. A kernel knows nothing of it but its answers, so no tile is skipped.
     With `torch.compile`, make the rule outside the compiled function. So a mask is said in PyTorch's
     FlexAttention (Dong et al. 2024, arXiv:2412.05496). TypeError for what can't be asked so.

@@ -1,7 +1,7 @@
 """What a head does, in the measures that papers use: each is the mean mass of a mask over the map.
 
-All return `[b, h]`, averaged over those queries that have a key to look at under the measure's mask.
-`ids` are the tokens, integers `[s]` or `[b, s]`.
+All take a map, `amap`, and return `[b, h]`, averaged over those queries that have a key to look at under the
+measure's mask. `ids` are the tokens, integers `[s]` or `[b, s]`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from manyheads.shapes import kind, sizes
 
 
 def previous_token(amap: AttentionMap) -> Tensor:
-    """The mean weight on the key just before, j = i − 1: `[b, h]`, between 0 and 1.
+    """The mean weight of amap on the key just before, j = i − 1: `[b, h]`, between 0 and 1.
 
     What a previous-token head has (Clark et al. 2019, arXiv:1906.04341). TypeError for what is no map.
     """
@@ -26,7 +26,7 @@ def previous_token(amap: AttentionMap) -> Tensor:
 
 
 def current_token(amap: AttentionMap) -> Tensor:
-    """The mean weight on the query's own key, j = i: `[b, h]`, between 0 and 1.
+    """The mean weight of amap on the query's own key, j = i: `[b, h]`, between 0 and 1.
 
     Clark et al. 2019 (arXiv:1906.04341). TypeError for what is no map.
     """
@@ -34,7 +34,7 @@ def current_token(amap: AttentionMap) -> Tensor:
 
 
 def first_token(amap: AttentionMap) -> Tensor:
-    """The mean weight on the first key that the query may see: `[b, h]`, between 0 and 1.
+    """The mean weight of amap on the first key that the query may see: `[b, h]`, between 0 and 1.
 
     An attention sink (Xiao et al. 2024, arXiv:2309.17453). TypeError for what is no map.
     """
@@ -42,7 +42,7 @@ def first_token(amap: AttentionMap) -> Tensor:
 
 
 def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
-    """The mean weight on earlier keys with the query's own token: `[b, h]`, between 0 and 1.
+    """The mean weight of amap on earlier keys with the query's own token: `[b, h]`, between 0 and 1.
 
     ids: the tokens, integers `[s]` or `[b, s]`. What a duplicate-token head has (Wang et al. 2023,
     arXiv:2211.00593). TypeError for what is no map or no tokens, ValueError for another number of them.
@@ -51,7 +51,7 @@ def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
 
 
 def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
-    """The mean weight on keys that follow the query's own token: `[b, h]`, between 0 and 1.
+    """The mean weight of amap on keys that follow the query's own token: `[b, h]`, between 0 and 1.
 
     ids: the tokens, integers `[s]` or `[b, s]`. What an induction head has (Elhage et al. 2021; Olsson et
     al. 2022, arXiv:2209.11895). TypeError for what is no map or no tokens, ValueError for another number.
@@ -60,7 +60,7 @@ def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
 
 
 def local(amap: AttentionMap, width: int) -> Tensor:
-    """The mean weight within `width` keys of the query's own position, on both sides: `[b, h]`.
+    """The mean weight of amap within `width` keys of the query's own position, on both sides: `[b, h]`.
 
     It lies between 0 and 1, and is all that a window keeps (Beltagy et al. 2020, arXiv:2004.05150). TypeError
     or ValueError for what is no map or no width.
@@ -94,7 +94,7 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
     renormalised: where a sink or a mask leaves a row less than 1 to give, its part of the rollout is less.
 
     maps: one per layer, the first layer first, all `[b, h, t, t]` of one length.
-    rows: which positions, as an index of the map's rows.
+    rows: which positions, as an index of the map's rows: an int, a slice, or integers `[r]`.
 
     Raises ValueError for all rows at once (`rows=None`): the product of matrices is as dense as
     they are, t × t in memory and t³ per layer in time; ValueError or TypeError for what are no such maps,

@@ -35,17 +35,28 @@ CONTEXTS = ("max_position_embeddings", "max_encoder_position_embeddings", "n_pos
 
 @dataclass(frozen=True)
 class Model:
-    """A model that reads text, one sequence at a time, on the CPU."""
+    """A model that reads text, one sequence at a time, on the CPU.
 
-    name: str  # as the caller wrote it
+    name: as the caller wrote it.
+    module: the model itself.
+    reader: the part of it that reads text, from ids `[1, t]`.
+    context: the most tokens that it reads; None where there is no such number.
+    encode: a function that gives a text as tokens, at most so many; None is all.
+    notes: what to know about what is shown.
+    """
+
+    name: str
     module: nn.Module
-    reader: Callable[[torch.Tensor], object]  # the part of it that reads text, from ids [1, t]
-    context: int | None  # the most tokens that it reads, if there is such a number
-    encode: Callable[[str, int | None], list[Token]]  # a text as at most so many tokens
-    notes: tuple[str, ...] = ()  # what to know about what is shown
+    reader: Callable[[torch.Tensor], object]
+    context: int | None
+    encode: Callable[[str, int | None], list[Token]]
+    notes: tuple[str, ...] = ()
 
     def read(self, ids: Sequence[int]) -> Seen:
-        """The attention of the model while it reads; ValueError where it can't, or where none is seen."""
+        """The attention of the model while it reads ids.
+
+        ValueError where it can't, where no attention is seen, and where NaN or infinity is computed.
+        """
         with observe(self.module) as seen, torch.no_grad():
             try:
                 with _quiet():

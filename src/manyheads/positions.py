@@ -48,7 +48,7 @@ class Sinusoidal(Value):
         _positive(self.base, "the base of Sinusoidal")
 
     def encode(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The encoding of positions `[...]`: `[..., e]`, the angles in float64 until the end.
+        """The encoding of positions `[...]`: `[..., e]`, the angles in float64 until the end, then in dtype.
 
         TypeError where positions are no tensor.
         """
@@ -56,7 +56,7 @@ class Sinusoidal(Value):
         return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(dtype)  # [..., e]
 
     def __call__(self, x: Tensor, offset: int = 0) -> Tensor:
-        """x `[b, t, e]` with the encoding of positions offset, offset + 1, … added."""
+        """x `[b, t, e]` plus the encoding of positions offset, offset + 1, …; ValueError for another e."""
         if x.shape[-1] != self.width:
             raise ValueError(f"Sinusoidal({self.width}) encodes [b, t, {self.width}], and {sizes(x)} came.")
         positions = torch.arange(x.shape[-2], device=x.device) + offset  # [t]

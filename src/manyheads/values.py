@@ -57,7 +57,7 @@ class Value:
         cls.unbound = cls.unbound | {name: place.default for name, place in marked.items() if place.metadata}
 
     def but(self, **changes: Any) -> Self:
-        """A copy with some fields changed. They are not checked again: they come from our own code."""
+        """A copy with some fields changed. The changes are not checked: they come from our own code."""
         new = object.__new__(type(self))
         for name in self.names:
             object.__setattr__(new, name, changes.get(name, getattr(self, name)))

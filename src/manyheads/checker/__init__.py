@@ -73,6 +73,7 @@ def check(
         weights: whose each layer is where names don't say: {"q": "a", "k": "b", "v": "c", "o": "d"}.
         layout: "batch" for `[b, t, e]`, "sequence" for `[t, b, e]`; found out if None.
         timeout: seconds that a call may take; memory: bytes that its process may hold.
+    progress: called with the name of each question before it is asked.
 
     Returns:
         A `Report`; print it. `report.passed` says that nothing failed.
@@ -172,8 +173,8 @@ def _worst(want: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assert_attention(obj: Any, like: str | None = None, **options: Any) -> None:
-    """Raise AssertionError, with the report, if a check of `obj` fails; for tests. Arguments are
-    `check`'s, and Unclear comes as there.
+    """Raise AssertionError, with the report, if a check of `obj` fails; for tests. `like` and the options are
+    arguments as `check` has them, and Unclear comes as there.
     """
     report = check(obj, like, **options)
     if not report.passed:

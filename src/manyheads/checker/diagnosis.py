@@ -28,7 +28,11 @@ REPEATS = 256  # calls that dropout is averaged over
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A finding. `mistake` is a name of the family, or "" where none fits; `error` how closely it agrees."""
+    """A finding. `mistake` is a name of the family, or "" where none fits; `error` how closely it agrees.
+
+    `says` is what is wrong, in a sentence, and `mend` what to write instead; `verified` is whether the
+    mistake gives the candidate's own numbers.
+    """
 
     mistake: str
     says: str

@@ -45,7 +45,11 @@ LOST = ("timeout", "memory", "crash", "protocol")  # troubles after which the ca
 
 @dataclass(frozen=True)
 class Check:
-    """One question's answer. `status`: "passed", "failed", "not applicable" or "could not be checked"."""
+    """One question's answer. `status`: "passed", "failed", "not applicable" or "could not be checked".
+
+    `name` is the question's; `reason` says why it isn't passed; `error` is how far the numbers are apart,
+    and `allowed` how far they may be.
+    """
 
     name: str
     status: str

@@ -35,8 +35,9 @@ WARNING = (
 class Report:
     """The answers to all questions about one candidate.
 
-    `like` is its kind and `guessed` says that nobody named it; `verdict` is "passed" or "failed"; `notes`
-    are what was assumed. `pair` holds the expected and the given map of the smallest failing input, for
+    `target` is what was checked, `like` is its kind and `guessed` says that nobody named it; `verdict` is
+    "passed" or "failed"; `checks` are the answers, `diagnosis` is what is wrong and `notes` are what was
+    assumed. `pair` holds the expected and the given map of the smallest failing input, for
     a picture: two tensors `[t, s]` (weights) or `[t, e]` (outputs), and which they are.
     """
 
@@ -128,7 +129,7 @@ class Report:
         return lines
 
     def print(self, console: Console | None = None) -> None:
-        """The table, then the diagnosis."""
+        """The table, then the diagnosis, on the console given, or on one of its own."""
         from rich import box
         from rich.console import Console
         from rich.markup import escape
@@ -191,11 +192,11 @@ class Report:
     # -- files -------------------------------------------------------------------------------------
 
     def save_json(self, path: Path | str) -> None:
-        """Write `as_json` into a file, in a folder made where there is none; OSError from the disk."""
+        """Write `as_json` to path, in a folder made where there is none; OSError from the disk."""
         _write(Path(path), json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n")
 
     def save_junit(self, path: Path | str) -> None:
-        """Write `as_junit` into a file, in a folder made where there is none; OSError from the disk."""
+        """Write `as_junit` to path, in a folder made where there is none; OSError from the disk."""
         _write(Path(path), self.as_junit() + "\n")
 
     def save_picture(self, folder: Path | str) -> Path | None:

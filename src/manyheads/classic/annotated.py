@@ -113,8 +113,9 @@ class MultiHeadAttention(nn.Module):
     def forward(self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """query `[seq_q, batch, d_model]`, key and value `[seq_k, batch, d_model]` → as the query.
 
-        `mask[i, j, b]` says whether query i of batch entry b may see key j (0 hides). Raises TypeError or
-        ValueError for other tensors, and for what an overridden method answers.
+        Entry i, j, b of the mask `[seq_q, seq_k, batch]` says whether query i of batch entry b may see key j
+        (0 hides). Raises TypeError or ValueError for other tensors, and for what an overridden method
+        answers.
         """
         q, k, v, rest = self._inputs(query, key, value, mask)
         weights = weigh(q, k, v, **rest)  # [b, h, t, s]
@@ -129,7 +130,7 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, AttentionMap]:
         """The output and its map `[batch, heads, seq_q, seq_k]`: before dropout. `attn` isn't set.
 
-        Raises what `forward` raises: TypeError, ValueError.
+        Arguments as `forward`, and it raises what that raises: TypeError, ValueError.
         """
         q, k, v, rest = self._inputs(query, key, value, mask)
         dropout_p = self.dropout.p if self.training else 0.0

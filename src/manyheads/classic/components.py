@@ -110,14 +110,14 @@ class CrossAttention(nn.Module):
         self.linear_v = nn.Linear(y_input_dim, output_dim)
 
     def forward(self, x: Tensor, y: Tensor, mask: Mask | None = None) -> Tensor:
-        """x `[N, L, x_input_dim]`, y `[N, S, y_input_dim]` → `[N, L, output_dim]`.
+        """x `[N, L, x_input_dim]`, y `[N, S, y_input_dim]` → `[N, L, output_dim]`, under a mask of ours.
 
         TypeError or ValueError for others.
         """
         return functional.attention(*self._heads(x, y), mask=mask).squeeze(1)
 
     def attend(self, x: Tensor, y: Tensor, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[N, 1, L, S]`; TypeError or ValueError, as `forward`."""
+        """The output and its map `[N, 1, L, S]`; arguments as `forward`, TypeError or ValueError too."""
         out, amap = functional.attention_with_map(*self._heads(x, y), mask=mask)
         return out.squeeze(1), amap
 
@@ -148,7 +148,7 @@ class SelfAttention(CrossAttention):
     def attend(  # type: ignore[override]
         self, x: Tensor, mask: Mask | None = None
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[N, 1, L, L]`; TypeError or ValueError, as `forward`."""
+        """The output and its map `[N, 1, L, L]`; arguments as `forward`, TypeError or ValueError too."""
         return super().attend(x, x, mask)
 
 
@@ -171,7 +171,7 @@ class MultiHeadedAttention(nn.Module):
         self.linear = nn.Linear(sum(widths), final_output_dim)
 
     def forward(self, *inputs: Tensor, mask: Mask | None = None) -> Tensor:
-        """What the modules take (x, or x and y) → `[N, L, final_output_dim]`.
+        """The inputs of the modules (x `[N, L, …]`, or x and y) → `[N, L, final_output_dim]`, under a mask.
 
         Raises what they raise: TypeError, ValueError.
         """
@@ -179,7 +179,10 @@ class MultiHeadedAttention(nn.Module):
         return self.linear(torch.cat([head(*inputs, **named) for head in self.module_list], -1))
 
     def attend(self, *inputs: Tensor, mask: Mask | None = None) -> tuple[Tensor, list[AttentionMap]]:
-        """The output, and the map of each module, `[N, 1, L, S]`; TypeError or ValueError, as `forward`."""
+        """The output, and the map of each module, `[N, 1, L, S]`.
+
+        Arguments as `forward`, TypeError or ValueError too.
+        """
         named = {} if mask is None else {"mask": mask}
         pairs = [head.attend(*inputs, **named) for head in self.module_list]  # type: ignore[operator]
         return self.linear(torch.cat([out for out, _ in pairs], -1)), [amap for _, amap in pairs]

@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
         """The output and its map `[batch, 1, seq, seq]`, under a mask of ours if one is given.
 
-        Raises TypeError or ValueError for another x or mask.
+        Arguments as `forward`. Raises TypeError or ValueError for another x or mask.
         """
         q, k, v, rest = self._inputs(x, mask)
         out, amap = attention_with_map(q, k, v, **rest)
@@ -111,8 +111,8 @@ class MultiHeadSelfAttention(nn.Module):
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
         """The output and its map `[batch, num_heads, seq, seq]`: per head, before dropout.
 
-        A mask of ours joins the causal one: `Lengths(lengths)` hides padding. TypeError or ValueError for
-        another x or mask.
+        Arguments as `forward`. A mask of ours joins the causal one: `Lengths(lengths)` hides padding.
+        TypeError or ValueError for another x or mask.
         """
         q, k, v, rest = self._inputs(x, mask)
         out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **rest)

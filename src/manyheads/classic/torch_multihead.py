@@ -167,7 +167,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, AttentionMap]:
         """The output and its map `[b, h, t, s]`: per head, before dropout, whatever the layout.
 
-        Raises what `forward` raises, TypeError or Refused, and Refused for nested tensors.
+        Arguments as `forward`. Raises what that raises, TypeError or Refused, and Refused for nested tensors.
         """
         if _is_nested(query, key, value):
             raise Refused("attend takes no nested tensors: pad them and pass a key_padding_mask.")

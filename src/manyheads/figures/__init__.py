@@ -80,8 +80,9 @@ def head(
     `tokens` names the queries, and the keys too unless `keys` does; without them the map's own tokens
     stand on the axes, or positions. `keep` `[t, s]` (True = may attend) says what a tensor cannot:
     which of its zeros are masked; a map knows its own. Above `MOST` queries or keys the largest weight of
-    each cell stands beside the mean one (what is masked counts as 0), each on its own scale. Raises
-    ValueError for labels or masks that don't fit the weights, TypeError for what are no weights.
+    each cell stands beside the mean one (what is masked counts as 0), each on its own scale. `title` stands
+    above all. Raises ValueError for labels or masks that don't fit the weights, TypeError for what are no
+    weights.
     """
     line = cells.one_head(weights, batch, head, keep)
     if title is None:
@@ -109,11 +110,12 @@ def beside(
 ) -> Figure:
     """One head twice on one colour scale, e.g. causal beside non-causal.
 
-    Each side is an AttentionMap, of which `batch` and `head` choose one head, or a tensor `[t, s]`;
-    `beside(amap, amap.under(None))` asks what the same q and k would give without the mask. `keep` says
-    of each side that is a tensor what it says to `head`. A cell of a long text shows the "max" or the
-    "mean" of its weights. Raises ValueError where the two sides differ in shape or masks don't fit them,
-    TypeError for what are no weights.
+    Each side, `left` and `right`, is an AttentionMap, of which `batch` and `head` choose one head, or a
+    tensor `[t, s]`; `beside(amap, amap.under(None))` asks what the same q and k would give without the mask.
+    `keep` `[t, s]` says of each side that is a tensor what it says to `head`; `tokens` and `keys` are as
+    there. A cell of a long text shows the "max" or the "mean" of its weights, as `reduce` says. `titles`
+    stand above the sides, `title` above both. Raises ValueError where the two sides differ in shape or masks
+    don't fit them, TypeError for what are no weights.
     """
     if not isinstance(keep, tuple) or len(keep) != 2:
         raise TypeError(f"keep must be a pair of masks, one for each side or None, and {kind(keep)} came.")
@@ -142,12 +144,12 @@ def grid(
 ) -> Figure:
     """All layers and heads as small multiples on one colour scale, their labels on the outer edge.
 
-    `weights` is a mapping of names to AttentionMaps or a list of them, one per layer (a row each,
-    `batch` chooses the sequence; layers may differ in shape), or one AttentionMap or tensor
-    `[b, h, t, s]` (a row per sequence). `tokens` is one list of labels, or one list per row; without
-    it the maps' own tokens are used, or positions. `keep` (True = may attend) broadcasts to a tensor's
-    `[b, h, t, s]`. `rows` and `columns` name the rows and columns. A cell of a long text shows the
-    "max" or the "mean" of its weights. Raises ValueError for names, labels or masks that don't fit
+    `weights` is one AttentionMap or tensor `[b, h, t, s]` (a row per sequence), or a mapping of names to
+    AttentionMaps or a list of them, one per layer (a row each, `batch` chooses the sequence; layers may
+    differ in shape). `tokens` is one list of labels, or one list per row; without it the maps' own tokens are
+    used, or positions. `keep` (True = may attend) broadcasts to a tensor's `[b, h, t, s]`. `rows` and
+    `columns` name the rows and columns, `title` stands above all. A cell of a long text shows the "max" or
+    the "mean" of its weights, as `reduce` says. Raises ValueError for names, labels or masks that don't fit
     the weights, TypeError for what are no weights.
     """
     lines = cells.all_heads(weights, batch, keep)
@@ -169,7 +171,7 @@ def grid(
 
 
 def visible(amap: AttentionMap, batch: int, head: int) -> Tensor:
-    """Which keys the queries of one head may see, `[t, s]`.
+    """Which keys the queries of a map, `amap`, may see in one `head` of entry `batch`: `[t, s]`.
 
     Raises TypeError for what is no map, IndexError for a head that isn't there.
     """
@@ -196,8 +198,8 @@ def received(
     sequence. A key's colour is the weight it gets, the sum of its column, so that 1 is the average where
     there are as many queries as keys, or with `normalize="age"` the mean over those queries that may see
     it: see `AttentionMap.received`. `tokens` names the keys; without it the maps' own tokens do, or
-    positions. Of a long text a cell shows the largest of its keys. Raises ValueError for labels that don't
-    fit, TypeError for what are no maps.
+    positions. Of a long text a cell shows the largest of its keys. `title` stands above all. Raises
+    ValueError for labels that don't fit, TypeError for what are no maps.
     """
     layers = cells.layers(maps, batch)
     height = float(np.clip(page.PAGE / sum(amap.shape[1] for amap in layers.values()), 0.02, 0.25))
@@ -224,8 +226,8 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
 
     A dot is a head's mean over the queries, heads in their order; the line through it spans the middle
     half of the queries. The bar over a layer is what a head would have that attends evenly to all it
-    may see: the mean of ln(keys). Queries that may see nothing don't count. `maps` and `batch` are as
-    in `received`. Raises ValueError without maps or that sequence, TypeError for what are no maps.
+    may see: the mean of ln(keys). Queries that may see nothing don't count. `maps`, `batch` and `title` are
+    as in `received`. Raises ValueError without maps or that sequence, TypeError for what are no maps.
     """
     layers = cells.layers(maps, batch)
     inches = float(np.clip(page.PAGE / len(layers), 0.4, 1.6))  # of one layer
@@ -283,9 +285,9 @@ def measures(
     `rows` are named tuples or mappings, such as `seen.table()` has: `layer`, `head`, and measures by
     name, numbers (entropy in nats, distance in positions, weights) or None where there was nothing to
     measure. `by` is the measure to sort by, the first
-    one if None; `most` bounds how many heads are shown. Colours go from 0, or from the least where
-    that is negative, to the largest number of the measure among all rows. Raises ValueError for rows
-    that differ in their measures, or lack the one asked for, TypeError for what is no number.
+    one if None; `most` bounds how many heads are shown, `title` stands above. Colours go from 0, or from the
+    least where that is negative, to the largest number of the measure among all rows. Raises ValueError for
+    rows that differ in their measures, or lack the one asked for, TypeError for what is no number.
     """
     table = _table(rows)
     names = [name for name in table[0] if name not in ("layer", "head")]

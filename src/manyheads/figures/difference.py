@@ -14,10 +14,11 @@ DIGITS = 12  # rows and columns up to which numbers fit into cells
 
 
 def difference(want: Tensor, got: Tensor, *, what: str = "weights", title: str | None = None) -> Figure:
-    """The expected map `[t, s]`, the given one on the same scale, and given − expected on a scale of its own.
+    """The expected map want `[t, s]`, the given got `[t, s]` on its scale, got − want on a scale of its own.
 
     `what` is "weights" of queries and keys, or "output" of queries and columns. Red is too much and blue
-    too little; what isn't a number is black. Raises ValueError where the two differ in shape.
+    too little; what isn't a number is black. `title` stands above all. Raises ValueError where the two differ
+    in shape.
     """
     if want.shape != got.shape or want.dim() != 2:
         raise ValueError(

@@ -57,7 +57,8 @@ def curves(encoding: Tensor, dimensions: Sequence[int], *, counted_from: int = 0
 def image(encoding: Tensor, *, counted_from: int = 0, title: str = "positional encoding") -> Figure:
     """A positional encoding `[positions, d]` as an image: positions across, dimensions down.
 
-    Raises TypeError for what is no tensor, ValueError for another shape.
+    Both are counted from 0, or from `counted_from`; `title` stands above. Raises TypeError for what is no
+    tensor, ValueError for another shape.
     """
     values = _encoding(encoding)
     length, d = values.shape

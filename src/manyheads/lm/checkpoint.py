@@ -49,9 +49,10 @@ def save(
     optimizer: Mapping[str, Tensor] | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint: all of its files or none, whenever the process dies; OSError from the disk.
+    """Write a model and its tokenizer into a folder: all files or none, whenever the process dies.
 
-    optimizer: tensors by name, of any shapes `[...]`, and state: what JSON can say; both or neither.
+    optimizer: tensors by name, of any shapes `[...]`, and state: what JSON can say; both or neither. OSError
+    from the disk.
     """
     settle(folder)
     part = folder / WRITING
@@ -83,7 +84,7 @@ def settle(folder: Path) -> None:
 
 
 def load(folder: str | os.PathLike[str] | None = None) -> tuple[LanguageModel, Tokenizer]:
-    """(model, tokenizer) of a checkpoint, on the CPU, for evaluation; None is the shipped model.
+    """(model, tokenizer) of a checkpoint in a folder, on the CPU, for evaluation; None is the shipped model.
 
     Raises FileNotFoundError where something is missing, ValueError for what isn't a checkpoint.
     """

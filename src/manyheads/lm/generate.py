@@ -39,7 +39,7 @@ class Sampling:
         real(self.top_p, "top-p", lambda p: 0 < p <= 1, "above 0 and at most 1")
 
     def draw(self, logits: Tensor, random: torch.Generator | None = None) -> int:
-        """One token id from logits `[vocab]`."""
+        """One token id from logits `[vocab]`, drawn by the generator random, or by PyTorch's own."""
         if self.temperature == 0:
             return int(logits.argmax())
         top = logits.double() - logits.max()  # so that no temperature overflows
@@ -63,7 +63,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield up to `tokens` ids that continue ids `[1, t]`; the end-of-text token ends it too.
 
-    `cached=False` reads everything anew for each token: slower, the same tokens. The model's context
+    `sampling` is how each is drawn (`Sampling()` if None), `seed` what the draws begin from. `cached=False`
+    reads everything anew for each token: slower, the same tokens. The model's context
     must hold prompt and tokens together: ValueError otherwise, before anything is generated. TypeError for
     what are no ids or no number.
     """
@@ -106,10 +107,13 @@ def _continue(
 
 @dataclass(frozen=True)
 class Text:
-    """What `complete` made: the text after the prompt, and why it ended there."""
+    """What `complete` made: the text after the prompt, and why it ended there.
+
+    end: the "tokens" asked for, a "stop" text, the "end" of the text, or the "context" is full.
+    """
 
     text: str
-    end: str  # "tokens" asked for, a "stop" text, the "end" of the text, or the "context" is full
+    end: str
 
 
 def complete(
@@ -124,8 +128,9 @@ def complete(
 ) -> Text:
     """Continue a prompt, up to `tokens` tokens, before `stop`, or until the context is full.
 
-    Raises ValueError for an empty prompt, one that fills the context, an empty `stop`; TypeError for what
-    is no number of tokens.
+    `model` and `tokenizer` are what `load` gives; `sampling` and `seed` are as in `generate`. Raises
+    ValueError for an empty prompt, one that fills the context, an empty `stop`; TypeError for what is no
+    number of tokens.
     """
     whole(tokens, "tokens", 1)
     if stop == "":

@@ -29,14 +29,22 @@ ROTARY_BASE = 1000.0  # below the usual 10,000: the contexts are short
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a language model; `context` is in tokens. ValueError or TypeError where they don't fit."""
+    """The sizes of a language model; ValueError or TypeError where they don't fit.
 
-    vocab: int  # token ids are 0 … vocab − 1
-    embed: int = 192  # e, the model size
-    heads: int = 6  # h; the head size is embed / heads, which 4 divides
+    vocab: how many tokens there are; ids are 0 … vocab − 1.
+    embed: the model size e.
+    heads: the number of heads h; the head size is embed / heads, which 4 divides.
+    layers: how many blocks of attention and feed-forward.
+    hidden: the width of the feed-forward part.
+    context: the longest sequence, in tokens.
+    """
+
+    vocab: int
+    embed: int = 192
+    heads: int = 6
     layers: int = 4
-    hidden: int = 448  # width of the feed-forward part
-    context: int = 512  # the longest sequence, in tokens
+    hidden: int = 448
+    context: int = 512
 
     def __post_init__(self) -> None:
         for name in ("vocab", "embed", "heads", "layers", "hidden"):
@@ -95,8 +103,8 @@ class LanguageModel(nn.Module):
     """Token ids `[b, t]` in, logits of the next token out, `[b, t, vocab]`.
 
     A decoder alone (Vaswani et al. 2017, arXiv:1706.03762), its norms before each part (Xiong et al. 2020,
-    arXiv:2002.04745). `dropout` belongs to training, not to the model's sizes: it isn't stored with the
-    weights. TypeError for what is no `Config`, TypeError or ValueError for what is no probability.
+    arXiv:2002.04745). `config` has the sizes; `dropout` belongs to training, not to them: it isn't stored
+    with the weights. TypeError for what is no `Config`, TypeError or ValueError for what is no probability.
     """
 
     def __init__(self, config: Config, dropout: float = 0.0) -> None:
@@ -159,7 +167,7 @@ class LanguageModel(nn.Module):
         return self.dropout(self.embedding(ids) * math.sqrt(self.config.embed))
 
     def logits(self, x: Tensor) -> Tensor:
-        """`[b, t, e]` to `[b, t, vocab]`."""
+        """x `[b, t, e]` to `[b, t, vocab]`."""
         return F.linear(self.norm(x), self.embedding.weight)
 
     def caches(self) -> list[Cache]:
@@ -167,7 +175,7 @@ class LanguageModel(nn.Module):
         return [Cache(self.config.context) for _ in self.blocks]
 
     def check(self, ids: Tensor, caches: Sequence[Cache] | None) -> None:
-        """Raise TypeError or ValueError for what are no ids `[b, t]` that the model can take."""
+        """Raise TypeError or ValueError for ids `[b, t]` or caches that the model can't take."""
         if not isinstance(ids, Tensor):
             raise TypeError(f"ids must be integers [b, t], and {kind(ids)} came.")
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):

@@ -47,19 +47,34 @@ def default_device() -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """How to train; `context` and `vocab` are in tokens. ValueError or TypeError for what can't be."""
+    """How to train; ValueError or TypeError for what can't be.
+
+    steps: how many updates of the weights.
+    context: the longest sequence, in tokens.
+    seed: what the first weights, the order of the text and dropout are drawn from.
+    device: where the model computes, as PyTorch names it.
+    rows: sequences in one batch.
+    repeated: how many of them are random tokens said twice, from which heads learn to copy.
+    vocab: at most this many tokens.
+    rate: the highest learning rate.
+    decay: the weight decay, on matrices only.
+    dropout: the probability with which a number is dropped, of embeddings and of what a layer adds.
+    clip: the largest norm of the gradient.
+    log_every, evaluate_every, save_every: steps between two lines of the log, two losses on text held out,
+        and two checkpoints.
+    """
 
     steps: int = 3000
-    context: int = 512  # the longest sequence, in tokens
+    context: int = 512
     seed: int = 0
     device: str = "cpu"
-    rows: int = 8  # sequences in one batch
-    repeated: int = 0  # how many of them are random tokens said twice, from which heads learn to copy
-    vocab: int = 3072  # at most this many tokens
-    rate: float = 2e-3  # the highest learning rate
-    decay: float = 0.1  # weight decay, on matrices only
+    rows: int = 8
+    repeated: int = 0
+    vocab: int = 3072
+    rate: float = 2e-3
+    decay: float = 0.1
     dropout: float = 0.05
-    clip: float = 1.0  # the largest norm of the gradient
+    clip: float = 1.0
     log_every: int = 10
     evaluate_every: int = 500
     save_every: int = 100
@@ -79,7 +94,7 @@ class Options:
         real(self.dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
 
     def cut_at(self, step: int) -> int:
-        """Into how many pieces a batch's sequences are cut: 8 in the first quarter, then 4, 2, 1.
+        """Into how many pieces a batch's sequences are cut at a step: 8 in the first quarter, then 4, 2, 1.
 
         Short sequences first (Li et al. 2022, arXiv:2108.06084): with fewer places to look at, heads
         find the one that matters sooner. The number of tokens stays the same.

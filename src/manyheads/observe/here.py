@@ -150,7 +150,7 @@ def attend(
 
     problem: what is computed, with masks as values. own: lets the model's own kernel compute; what it
     calls isn't recorded again. heads: the axis of its output that counts query heads, so that removed
-    ones can be zeroed; None if there is none. lse: the log-sum-exp, if `own` found it.
+    ones can be zeroed; None if there is none. lse: the log-sum-exp `[b, h, t]`, if `own` found it.
 
     A recomputation within backward (checkpointing) isn't a call. Where nobody observes, `own()`. The output
     comes back as `own` shapes it, `[...]`. Raises ValueError for q or k that hold no numbers, and

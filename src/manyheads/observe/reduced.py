@@ -31,22 +31,25 @@ class Reduced:
 
     It answers what was asked for when it was observed, in the words of `AttentionMap`: `entropy()`,
     `received()`, `top(8)`, …, each shaped as there (`[b, h, t]`, …); anything else raises a sentence. `shape`
-    is `(b, h, t, s)`.
+    is `(b, h, t, s)`, `heads` are the numbers of its heads, `offset` is the position of row 0 (int or `[b]`).
+    `asked` are the statistics by name, with their arguments, and `values` what they are; `sees` `[b, h, t]`
+    says whether a query sees a key at all, `could` `[b, h, t]` by measure whether it shares one with its
+    mask. `tokens` and `provenance` are the map's.
     """
 
     shape: tuple[int, int, int, int]
     heads: tuple[int, ...]
     offset: int | Tensor
-    asked: Mapping[str, Any]  # statistics by name, with their arguments
+    asked: Mapping[str, Any]
     values: Mapping[str, Any]
-    sees: Tensor  # [b, h, t]: does the query see a key at all?
-    could: Mapping[str, Tensor]  # of measures: does the query share a key with the mask? [b, h, t]
+    sees: Tensor  # [b, h, t]
+    could: Mapping[str, Tensor]  # [b, h, t] each
     tokens: Tokens | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, amap: AttentionMap, asked: Mapping[str, Any]) -> Reduced:
-        """Reduce a map to what is asked for; ValueError or TypeError, as `AttentionMap.statistics`."""
+        """Reduce a map, amap, to what is asked for; ValueError or TypeError, as `AttentionMap.statistics`."""
         streamed = {name: given for name, given in asked.items() if name not in BY_MASK}
         values: dict[str, Any] = amap.statistics(**streamed)
         could: dict[str, Tensor] = {}
@@ -98,13 +101,13 @@ class Reduced:
         return list(self._tensors().values())
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> Reduced:
-        """The same with labels of its keys; TypeError or ValueError, as `AttentionMap.labelled`."""
+        """The same with tokens, labels of its keys; TypeError or ValueError, as `AttentionMap.labelled`."""
         return replace(
             self, tokens=None if tokens is None else labels_of(tokens, self.shape[0], self.shape[3])
         )
 
     def followed_by(self, later: Reduced) -> Reduced | None:
-        """The statistics of both steps as one call; None where one of them can't be put together."""
+        """The statistics of this step and a later one as one call; None where one can't be put together."""
         if later.asked != self.asked or later.heads != self.heads:
             return None
         values: dict[str, Any] = {}

@@ -39,7 +39,8 @@ class Seen(Mapping[Any, Any]):
     too, and so does a number. `seen[name]` is the layer's last call, `seen.calls(name)` are all of
     them: an `AttentionMap` each, or what was kept of it (`Reduced`) under keep="statistics". Steps of a
     generation whose keys continue each other's are one call. `missed` are modules that took a softmax of
-    their own, with its shape: attention written out by hand, perhaps, of which there is no map.
+    their own, with its shape: attention written out by hand, perhaps, of which there is no map. `provenance`
+    says where all comes from.
     """
 
     def __init__(self, provenance: Mapping[str, Any] | None = None) -> None:
@@ -51,6 +52,7 @@ class Seen(Mapping[Any, Any]):
     # -- the mapping -------------------------------------------------------------------------------
 
     def __getitem__(self, name: str | int) -> Any:
+        """The last call of a layer by name, part of one or number; NoSuchLayer or TypeError for others."""
         return self._calls[self._find(name)][-1]
 
     def __iter__(self) -> Iterator[str]:
@@ -172,7 +174,7 @@ class Seen(Mapping[Any, Any]):
         return figures.grid(maps, **options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything into one safetensors file, which `manyheads.open_run` reads: docs/format.md.
+        """Write everything into a safetensors file at path, which `manyheads.open_run` reads: docs/format.md.
 
         Raises ValueError for what can't be written down, such as a `Rule`, OSError from the disk.
         """
@@ -195,7 +197,7 @@ class Seen(Mapping[Any, Any]):
 
 
 def open_run(path: str | os.PathLike[str]) -> Seen:
-    """What `Seen.save` wrote, memory-mapped: nothing is read before it is needed.
+    """What `Seen.save` wrote to path, memory-mapped: nothing is read before it is needed.
 
     Raises ValueError for a file of something else or a broken one, OSError where it can't be read.
     """
@@ -225,14 +227,17 @@ def _measured(call: Call, ids: Tensor | None) -> dict[str, Tensor]:
 
 
 class Table(Sequence[Any]):
-    """Rows of (layer, head, measures), as named tuples; `print` shows them, `to_pandas` converts them."""
+    """The rows (layer, head, measures), as named tuples; `print` shows them, `to_pandas` converts them.
+
+    `columns` are the names in a row.
+    """
 
     def __init__(self, rows: Sequence[Any], columns: Sequence[str]) -> None:
         self.rows, self.columns = tuple(rows), tuple(columns)
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, int, Mapping[str, Any]]]) -> Table:
-        """A table of what was measured; a measure that a layer lacks is None there."""
+        """A table of rows (layer, head, measures by name); a measure that a layer lacks is None there."""
         rows = list(rows)
         columns = list(dict.fromkeys(column for *_, measured in rows for column in measured))
         row = namedtuple("Row", ["layer", "head", *columns])  # type: ignore[misc]
@@ -242,13 +247,14 @@ class Table(Sequence[Any]):
         )
 
     def __getitem__(self, index: Any) -> Any:
+        """The row of an index, or a table of the rows of a slice."""
         return Table(self.rows[index], self.columns) if isinstance(index, slice) else self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def sorted(self, by: str) -> Table:
-        """The same rows, the largest of a measure first; ValueError for a measure that isn't there."""
+        """The same rows, sorted by a measure, the largest first; ValueError for one that isn't there."""
         if by not in self.columns:
             raise ValueError(f"the table has the columns {', '.join(self.columns)}, and {by!r} came.")
         lowest = -float("inf")
