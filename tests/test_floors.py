@@ -25,7 +25,18 @@ FLOORS = (
     ("functional", "layers", "classic"),
     ("observe", "lm"),
     # Leaves that don't import each other, but for what a page or a command puts together.
-    ("tokens", "models", "findings", "figures", "viewer", "checker", "huggingface", "show", "lessons"),
+    (
+        "tokens",
+        "models",
+        "findings",
+        "figures",
+        "viewer",
+        "checker",
+        "huggingface",
+        "show",
+        "lessons",
+        "bench",
+    ),
     ("cli",),
 )
 

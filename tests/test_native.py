@@ -46,7 +46,7 @@ def python(code: str, **environment: str) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -149,6 +149,21 @@ def test_a_child_computes_after_its_parent_did(how: str) -> None:
     assert torch.equal(torch.tensor(queue.get(timeout=120)), expected)
     child.join(20)
     assert child.exitcode == 0
+
+
+def test_a_fork_that_is_the_first_to_compute() -> None:
+    """The library is loaded in the child, and PyTorch's pool was already at work in the parent."""
+    code = (
+        "import os, sys, torch, manyheads\n"
+        "q = torch.ones(1, 4, 900, 64)\n"
+        "torch.randn(10**7).exp()\n"
+        "if child := os.fork():\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "out = manyheads.attention(q, q, q, kernel='native')\n"
+        "rows = out[0, :, ::100, :2].flatten().tolist()\n"  # PyTorch's own pool is gone: nothing large here
+        "os._exit(int(torch.get_num_threads() < 2 or any(abs(x - 1) > 1e-5 for x in rows)))"
+    )
+    python(code, OMP_NUM_THREADS="2")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -200,6 +200,44 @@ def kernels() -> None:
     print(machine())
 
 
+@app.command()
+def bench(
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(metavar="forward|causal|layer", help="What to compute; may be repeated."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(metavar="float32|bfloat16", help="Number format; may be repeated.")
+    ] = None,
+    size: Annotated[list[int] | None, typer.Option(metavar="N", help="Head size; may be repeated.")] = None,
+    length: Annotated[list[int] | None, typer.Option(metavar="N", help="Tokens; may be repeated.")] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Runs of each, after one that warms up.")
+    ] = 7,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for the table and the plot, created.")
+    ] = Path("manyheads-bench"),
+) -> None:
+    """Measure attention on this machine: ours beside others', and what the machine can do."""
+    from rich.progress import Progress
+
+    from manyheads import bench
+
+    todo = bench.problems(
+        tuple(kind or bench.KINDS),
+        tuple(dtype or bench.DTYPES),
+        tuple(size or (64, 128)),
+        tuple(length or bench.LENGTHS),
+    )
+    report = bench.Report(bench.machine())
+    with Progress(transient=True) as progress:
+        for problem in progress.track(todo, description="measuring"):
+            report.results.append(bench.measure(problem, rounds))
+            report.save(out)  # so that nothing is lost where it is interrupted
+    print(report.markdown(), end="")
+    print(f"\nwritten to {out}: bench.json, bench.md, bench.png")
+
+
 def main() -> None:
     """Run a command; bad input is one sentence on standard error and exit code 2."""
     try:

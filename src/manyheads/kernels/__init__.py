@@ -22,6 +22,7 @@ all its reasons. Nothing falls back in silence.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from manyheads.scores import Problem, exactly, finite
 
+PROCESS = os.getpid()  # that loaded this module; a fork of it has another number
 ORDER = ("native", "sdpa", "flex", "chunked", "reference")
 
 

@@ -597,3 +597,58 @@ void NAME(LEVEL)(const Problem *p) {
     }
 #endif
 }
+
+// -- what the machine can do ------------------------------------------------------------------------
+
+#if !defined(REAL)
+
+#if defined(__x86_64__)
+#define OPAQUE(v) __asm__ volatile("" : "+v"(v))
+#else
+#define OPAQUE(v) __asm__ volatile("" : "+w"(v))
+#endif
+
+namespace {
+
+// Multiply-adds on registers alone, as many at a time as the kernel's product has; how many operations that were.
+template <class Op> double spin(int64_t rounds, float *kept) {
+    V sum[STRIP][VECTORS] = {}, a = all(1e-3f), b[VECTORS];
+    for (int n = 0; n < VECTORS; n++) b[n] = all(1e-3f);
+    for (int i = 0; i < STRIP; i++)
+        for (int n = 0; n < VECTORS; n++) OPAQUE(sum[i][n]);  // else equal sums are counted once
+    for (int64_t x = 0; x < rounds; x++) {
+        OPAQUE(a);
+        for (int n = 0; n < VECTORS; n++) OPAQUE(b[n]);
+#pragma GCC unroll 6
+        for (int i = 0; i < STRIP; i++)
+#pragma GCC unroll 4
+            for (int n = 0; n < VECTORS; n++) sum[i][n] = Op::add(sum[i][n], a, b[n]);
+    }
+    for (int i = 0; i < STRIP; i++)
+        for (int n = 0; n < VECTORS; n++) *kept += ::sum(sum[i][n]);
+    return 2. * Op::PAIR * STRIP * VECTORS * W * rounds;
+}
+
+}  // namespace
+
+#define SPIN2(level) spin_##level
+#define SPIN(level) SPIN2(level)
+#define READ2(level) read_##level
+#define READ(level) READ2(level)
+
+double SPIN(LEVEL)(int64_t rounds, int pairs, float *kept) {
+#if defined(__AVX512BF16__)
+    if (pairs) return spin<Pairs>(rounds, kept);
+#endif
+    return pairs ? 0 : spin<Single>(rounds, kept);
+}
+
+float READ(LEVEL)(const float *x, int64_t count) {  // a multiple of 8 vectors
+    V sum[8] = {};
+    for (int64_t j = 0; j < count; j += 8 * W)
+        for (int n = 0; n < 8; n++) sum[n] += load(x + j + n * W);
+    for (int n = 1; n < 8; n++) sum[0] += sum[n];
+    return ::sum(sum[0]);
+}
+
+#endif

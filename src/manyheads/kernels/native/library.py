@@ -13,6 +13,8 @@ import os
 import struct
 from pathlib import Path
 
+from manyheads.kernels import PROCESS
+
 HERE = Path(__file__).parent
 FILE = Path(os.environ.get("MANYHEADS_LIBRARY") or HERE / "native.so")  # another one: with sanitizers, say
 LOG = HERE / "native.log"  # what the build said, where it failed
@@ -24,11 +26,13 @@ attend: ctypes._NamedFuncPointer | None = None  # (a problem in bytes, number of
 width: int | None = None  # the build's number in WIDTHS
 runs: list[str] = []  # all builds that this processor can run
 shares_threads = False
+spin: ctypes._NamedFuncPointer | None = None  # (number, rounds, bfloat16?, threads) → operations done
+read: ctypes._NamedFuncPointer | None = None  # (number, address, floats, threads)
 missing: str | None = None  # why there is none
 
 
 def _load() -> None:
-    global attend, width, missing, shares_threads
+    global attend, width, missing, shares_threads, spin, read
     if not FILE.exists():
         said = (
             LOG.read_text(encoding="utf-8").strip()
@@ -58,12 +62,16 @@ def _load() -> None:
     width = WIDTHS.index(runs[-1] if wanted is None else wanted)
     attend = library.manyheads_attend
     attend.argtypes, attend.restype = (ctypes.c_char_p, ctypes.c_int), None
+    spin, read = library.manyheads_spin, library.manyheads_read
+    spin.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
+    read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    spin.restype, read.restype = ctypes.c_double, ctypes.c_float
 
 
 def _own_threads() -> bool:
     """Must the kernel leave PyTorch's pool alone? In a forked child that pool is gone."""
-    forked = multiprocessing.parent_process() is not None and multiprocessing.get_start_method() == "fork"
-    return forked or os.environ.get("MANYHEADS_THREADS") == "own"
+    child = multiprocessing.parent_process() is not None and multiprocessing.get_start_method() == "fork"
+    return child or os.getpid() != PROCESS or os.environ.get("MANYHEADS_THREADS") == "own"
 
 
 _load()

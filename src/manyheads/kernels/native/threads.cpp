@@ -7,19 +7,30 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <dlfcn.h>
-#include <link.h>
 #include <pthread.h>
-#include <sys/mman.h>
+#include <system_error>
 #include <thread>
 #include <vector>
+#if defined(__linux__)
+#include <dlfcn.h>
+#include <link.h>
+#include <sys/mman.h>
+#endif
+
+#define BUILD(width)                                                  \
+    void attend_##width(const Problem *p);                             \
+    double spin_##width(int64_t rounds, int pairs, float *kept);       \
+    float read_##width(const float *x, int64_t count);
 
 void attend_float64(const Problem *p);
-void attend_portable(const Problem *p);
+BUILD(portable)
 #if defined(__x86_64__)
-void attend_avx2(const Problem *p);
-void attend_avx512(const Problem *p);
-void attend_avx512bf16(const Problem *p);
+BUILD(avx2)
+BUILD(avx512)
+BUILD(avx512bf16)
+#define EACH(what) {what##_portable, what##_avx2, what##_avx512, what##_avx512bf16}
+#else
+#define EACH(what) {what##_portable}
 #endif
 
 // -- memory ----------------------------------------------------------------------------------------
@@ -37,7 +48,9 @@ struct Memory {
         size = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
         at = aligned_alloc(HUGE_PAGE, size);
         if (!at) abort();
+#if defined(__linux__)
         madvise(at, size, MADV_HUGEPAGE);
+#endif
         return at;
     }
     ~Memory() { free(at); }
@@ -59,6 +72,7 @@ typedef void (*Fork)(void (*)(void *), void *, unsigned, unsigned);  // libgomp'
 Fork pool = nullptr;
 bool forked = false;
 
+#if defined(__linux__)
 int look(dl_phdr_info *info, size_t, void *found) {
     const char *name = info->dlpi_name;
     if (!strstr(name, "libgomp")) return 0;
@@ -67,6 +81,7 @@ int look(dl_phdr_info *info, size_t, void *found) {
     *(Fork *)found = (Fork)dlsym(library, "GOMP_parallel");
     return strstr(name, "torch") != nullptr;  // PyTorch's own, where there are several
 }
+#endif
 
 struct Job {
     void (*work)(void *, int64_t);
@@ -84,7 +99,11 @@ void parallel(int64_t threads, void (*work)(void *, int64_t), void *data) {
         return pool(start, &job, (unsigned)threads, 0);
     }
     std::vector<std::thread> others;
-    for (int64_t n = 1; n < threads; n++) others.emplace_back(work, data, n);
+    try {
+        for (int64_t n = 1; n < threads; n++) others.emplace_back(work, data, n);
+    } catch (const std::system_error &) {
+        // No more threads to be had: those there are do it all.
+    }
     work(data, 0);
     for (std::thread &one : others) one.join();
 }
@@ -96,7 +115,10 @@ extern "C" {
 // Looks for PyTorch's pool, unless this process shouldn't use it. True if it is found.
 __attribute__((visibility("default"))) int manyheads_begin(int own_threads) {
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#if defined(__linux__)
     if (!own_threads) dl_iterate_phdr(look, &pool);
+#endif
+    (void)own_threads;
     return pool != nullptr;
 }
 
@@ -117,13 +139,52 @@ __attribute__((visibility("default"))) int manyheads_runs(int level) {
 }
 
 __attribute__((visibility("default"))) void manyheads_attend(const Problem *p, int level) {
+    void (*builds[])(const Problem *) = EACH(attend);
     if (p->dtype == FLOAT64) return attend_float64(p);
-#if defined(__x86_64__)
-    void (*builds[])(const Problem *) = {attend_portable, attend_avx2, attend_avx512, attend_avx512bf16};
     builds[level](p);
-#else
-    attend_portable(p);
-#endif
+}
+
+// For benchmarks. Operations of so many rounds of multiply-adds on each of the threads, 0 where the build has none;
+// pairs: of bfloat16, else of float32.
+__attribute__((visibility("default"))) double manyheads_spin(int level, int64_t rounds, int pairs, int64_t threads) {
+    struct Spin {
+        double (*spin)(int64_t, int, float *);
+        int64_t rounds, left;
+        int pairs;
+        double operations;
+    };
+    double (*builds[])(int64_t, int, float *) = EACH(spin);
+    Spin all = {builds[level], rounds, threads, pairs, 0};
+    parallel(threads, [](void *data, int64_t) {
+        Spin &all = *(Spin *)data;
+        float kept = 0;
+        while (__atomic_fetch_sub(&all.left, 1, __ATOMIC_RELAXED) > 0) {
+            double done = all.spin(all.rounds, all.pairs, &kept);
+            if (kept != 1.f) all.operations = done;  // the same from every thread
+        }
+    }, &all);
+    return all.operations * threads;
+}
+
+// Reads so many floats once, in pieces, on all threads; their sum.
+__attribute__((visibility("default"))) float manyheads_read(int level, const float *x, int64_t count, int64_t threads) {
+    constexpr int64_t PIECE = 1 << 18;
+    struct Read {
+        float (*read)(const float *, int64_t);
+        const float *x;
+        std::vector<float> sums;  // of each piece
+        int64_t next;
+    };
+    float (*builds[])(const float *, int64_t) = EACH(read);
+    Read all = {builds[level], x, std::vector<float>(count / PIECE), 0};
+    parallel(threads, [](void *data, int64_t) {
+        Read &all = *(Read *)data;
+        for (int64_t n; (n = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED)) < (int64_t)all.sums.size();)
+            all.sums[n] = all.read(all.x + n * PIECE, PIECE);
+    }, &all);
+    float sum = 0;
+    for (float one : all.sums) sum += one;
+    return sum;
 }
 
 }  // extern "C"

@@ -56,6 +56,16 @@ INLINE V max(V a, V b) {  // NaN on either side gives b
 #endif
 }
 
+INLINE V shuffle(V a, V b, I from) {  // numbers of both, b's counted on from a's
+#if defined(__clang__)
+    V v;
+    for (int n = 0; n < W; n++) v[n] = from[n] < W ? a[from[n]] : b[from[n] - W];
+    return v;
+#else
+    return __builtin_shuffle(a, b, from);
+#endif
+}
+
 // Rows become columns: in each stage, blocks of half the size change places.
 template <int STEP> INLINE void transpose_stage(V *rows) {
     I low, high;
@@ -66,8 +76,8 @@ template <int STEP> INLINE void transpose_stage(V *rows) {
     for (int i = 0; i < W; i++) {
         if (i & STEP) continue;
         V a = rows[i], b = rows[i + STEP];
-        rows[i] = __builtin_shuffle(a, b, low);
-        rows[i + STEP] = __builtin_shuffle(a, b, high);
+        rows[i] = shuffle(a, b, low);
+        rows[i + STEP] = shuffle(a, b, high);
     }
 }
 
@@ -86,7 +96,7 @@ template <int STEP> INLINE void fold_stage(V *rows) {
         high[n] = n & STEP ? n + W : n + STEP;
     }
     for (int i = 0; i < STEP; i++)
-        rows[i] = __builtin_shuffle(rows[i], rows[i + STEP], low) + __builtin_shuffle(rows[i], rows[i + STEP], high);
+        rows[i] = shuffle(rows[i], rows[i + STEP], low) + shuffle(rows[i], rows[i + STEP], high);
 }
 
 INLINE V sums(V *rows) {  // [W, W] → [W]; the rows are used up
