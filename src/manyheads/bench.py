@@ -174,9 +174,8 @@ class Report:
         handles = {
             h.get_label(): h for axes in figure.axes for h in axes.get_lines() if h.get_label() in names
         }
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False
-        )
+        place: Any = {"loc": "outside lower center", "ncols": 4, "fontsize": 8, "frameon": False}
+        figure.legend(handles=list(handles.values()), **place)
         return figure
 
 
@@ -355,7 +354,7 @@ def measure(problem: Problem, rounds: int) -> Result:
             if n:
                 times[name].append(seconds)
     for name, spent in times.items():
-        low, _, high = statistics.quantiles(spent, n=4) if len(spent) > 1 else spent * 3
+        low, _, high = statistics.quantiles(spent, n=4, method="inclusive") if len(spent) > 1 else spent * 3
         result.timings.append(Timing(name, statistics.median(spent), low, high, rounds))
     return result
 
