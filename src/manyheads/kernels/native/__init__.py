@@ -17,6 +17,7 @@ from manyheads.kernels import chunked, sdpa
 from manyheads.kernels.native import library
 from manyheads.masks import FAR, Documents, Drop, Keep, Lengths, Mask, Normal
 from manyheads.scores import ALL, Problem
+from manyheads.shapes import amount
 
 NAME = "native"
 GIVES_LSE = True
@@ -218,14 +219,13 @@ def _forward(p: Problem) -> tuple[Tensor, Tensor]:
     elif p.bias is not None:
         tensor = _bias(p)
         bias = (at(tensor), *tensor.stride())
-    offset = (
-        (p.offset, 0)
-        if isinstance(p.offset, int)
-        else (0, at(p.offset.to(torch.int64).expand(n.b).contiguous()))
-    )
+    if isinstance(p.offset, int):
+        offset = (min(max(p.offset, -FAR), FAR), 0)
+    else:
+        offset = (0, at(p.offset.to(torch.int64).clamp(-FAR, FAR).contiguous()))
     sink = 0 if p.sink is None else at(p.sink.detach().to(p.dtype).contiguous())
     assert library.attend is not None
-    library.attend(
+    failed = library.attend(
         library.PROBLEM.pack(
             *n, DTYPES[q.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(),
             *q.stride(), *k.stride(), *v.stride(), *out.stride(), out.data_ptr(), lse.data_ptr(),
@@ -234,6 +234,11 @@ def _forward(p: Problem) -> tuple[Tensor, Tensor]:
         ),
         library.width,
     )  # fmt: skip
+    if failed:
+        size = amount(n.b * n.g * n.s * (n.d + n.w) * max(q.element_size(), 2))
+        raise MemoryError(
+            f"the kernel packs keys and values, {size} or a little more, and there is no room for them."
+        )
     return out, lse
 
 

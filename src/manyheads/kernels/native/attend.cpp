@@ -9,7 +9,8 @@
 #include <cmath>
 
 void *scratch(int64_t bytes);  // memory of this thread, aligned, kept until its next call
-void *store_of(int64_t bytes); // the same, a second one
+void *store_of(int64_t bytes);  // the same, a second one
+void forget();                  // the second one is needed no more, and kept only if it isn't large
 
 namespace {
 
@@ -233,8 +234,8 @@ template <class T, class Op> struct Call {
     Range *ranges;                  // [b, panels]
     int64_t blocks;                 // of queries, in a head
     int64_t next = 0;               // what is to be packed, then computed, counted up by all threads
-    bool few;                   // so few queries that nothing is packed
-    R unit;                     // what a product of packed numbers is multiplied by to be a score
+    bool few;                       // so few queries that nothing is packed
+    R unit;                         // what a product of packed numbers is multiplied by to be a score
 
     Call(const Problem &problem, bool few = false) : p(problem), few(few) {
         panels = up(p.s, PANEL) / PANEL;
@@ -275,8 +276,7 @@ template <class T, class Op> struct Call {
             E *at = values + ((head * across + a) * panels + panel) * PANEL * PANEL;
             int64_t width = smaller<int64_t>(PANEL, p.w - a * PANEL);
             const T *from = v + a * PANEL * p.v_stride[3];
-            int64_t j = 0;
-            for (; j < count; j += Op::PAIR) {
+            for (int64_t j = 0; j < count; j += Op::PAIR) {
                 const T *row = from + j * p.v_stride[2];
                 fine &= Op::values(at + j * PANEL, row, j + 1 < count ? row + p.v_stride[2] : nullptr, p.v_stride[3], width);
             }
@@ -297,11 +297,11 @@ template <class T, class Op> struct Call {
         int64_t position;           // of its first row
         Range ids;
         E *q;                       // [ROWS, depth]
-        R *score;               // [ROWS, KEYS]
+        R *score;                   // [ROWS, KEYS]
         E *weight;                  // the same place in float32
-        R *out;                 // [ROWS, across * PANEL]
+        R *out;                     // [ROWS, across * PANEL]
         V *top, *total;             // [ROWS]: of the columns at hand; of all so far
-        R *highest;             // [ROWS]: the running maximum, in Op's unit
+        R *highest;                 // [ROWS]: the running maximum, in Op's unit
     };
 
     Interval seen(const Block &k, int row) const {  // the keys that a row may see, but for ids, keep and bias
@@ -418,7 +418,7 @@ template <class T, class Op> struct Call {
         for (int64_t a = 0; a < across; a++)
             columns_of<Op, true, false>(k.rows, smaller<int64_t>(PANEL, p.w - a * PANEL), k.weight, KEYS,
                                         values + ((k.head * across + a) * panels * PANEL + first) * PANEL,
-                                        k.out + a * PANEL, across * PANEL, used, nullptr);
+                                        k.out + a * PANEL, across * PANEL, used, k.top);
     }
 
     // The same for a few queries, for which keys and values are read as they lie.
@@ -520,19 +520,19 @@ template <class T, class Op> struct Call {
         Interval top = seen(k, 0), bottom = seen(k, k.rows - 1);
         int64_t begin = smaller(top.begin, bottom.begin), end = larger(top.end, bottom.end);
         int64_t full_begin = larger(top.begin, bottom.begin), full_end = smaller(top.end, bottom.end);
-        bool never_plain = p.softcap || p.slopes || p.bias || p.keep;
-        for (int64_t panel = begin / PANEL; panel * PANEL < end; panel++) {
+        bool never = p.softcap || p.slopes || p.bias || p.keep || (p.key_ids && k.ids.least != k.ids.most);
+        auto plain = [&](int64_t panel) {
+            if (never || panel * PANEL < full_begin || (panel + 1) * PANEL > full_end) return false;
+            return !p.key_ids || ranges[k.b * panels + panel].least == ranges[k.b * panels + panel].most;
+        };
+        for (int64_t panel = begin / PANEL, count; panel * PANEL < end; panel += count) {
+            count = 1;  // panels that are taken together
             if (skips(k, panel)) continue;
-            int64_t count = 1;  // panels
-            while ((count + 1) * PANEL <= KEYS && (panel + count) * PANEL < end && !skips(k, panel + count)) count++;
-            int64_t first = panel * PANEL, last = first + count * PANEL;
-            bool plain = !never_plain && first >= full_begin && last <= full_end;
-            for (int64_t n = 0; plain && p.key_ids && n < count; n++) {
-                const Range &range = ranges[k.b * panels + panel + n];
-                plain = range.least == range.most && k.ids.least == k.ids.most;
-            }
-            step(k, first, last - first, plain);
-            panel += count - 1;
+            bool whole = plain(panel);
+            while ((count + 1) * PANEL <= KEYS && (panel + count) * PANEL < end && !skips(k, panel + count) &&
+                   plain(panel + count) == whole)
+                count++;
+            step(k, panel * PANEL, count * PANEL, whole);
         }
     }
 
@@ -573,6 +573,7 @@ template <class T, class Op> struct Call {
         if (!few) parallel(threads, packing, this);
         next = 0;
         parallel(threads, attending, this);
+        if (!few) forget();
     }
 };
 

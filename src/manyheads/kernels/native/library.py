@@ -18,11 +18,11 @@ from manyheads.kernels import PROCESS
 HERE = Path(__file__).parent
 FILE = Path(os.environ.get("MANYHEADS_LIBRARY") or HERE / "native.so")  # another one: with sanitizers, say
 LOG = HERE / "native.log"  # what the build said, where it failed
-INTERFACE = 1  # that of problem.h, whose Problem this is, field by field; all are eight bytes wide
+INTERFACE = 2  # that of problem.h, whose Problem this is, field by field; all are eight bytes wide
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq q".replace(" ", ""))
 WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # by what they need of a processor
 
-attend: ctypes._NamedFuncPointer | None = None  # (a problem in bytes, number of the build)
+attend: ctypes._NamedFuncPointer | None = None  # (a problem in bytes, number of the build) → 0
 width: int | None = None  # the build's number in WIDTHS
 runs: list[str] = []  # all builds that this processor can run
 shares_threads = False
@@ -61,7 +61,7 @@ def _load() -> None:
         return
     width = WIDTHS.index(runs[-1] if wanted is None else wanted)
     attend = library.manyheads_attend
-    attend.argtypes, attend.restype = (ctypes.c_char_p, ctypes.c_int), None
+    attend.argtypes, attend.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_int
     spin, read = library.manyheads_spin, library.manyheads_read
     spin.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
     read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)

@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <pthread.h>
 #include <system_error>
 #include <thread>
@@ -43,15 +44,21 @@ struct Memory {
     void *at = nullptr;
     int64_t size = 0;
     void *get(int64_t bytes) {
-        if (bytes <= size && size <= KEPT) return at;
-        free(at);
-        size = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-        at = aligned_alloc(HUGE_PAGE, size);
-        if (!at) abort();
+        if (bytes <= size) return at;
+        drop();
+        int64_t whole = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+        at = aligned_alloc(HUGE_PAGE, whole);
+        if (!at) throw std::bad_alloc();
+        size = whole;
 #if defined(__linux__)
         madvise(at, size, MADV_HUGEPAGE);
 #endif
         return at;
+    }
+    void drop() {
+        free(at);
+        at = nullptr;
+        size = 0;
     }
     ~Memory() { free(at); }
 };
@@ -62,6 +69,9 @@ thread_local Memory first, second;
 
 void *scratch(int64_t bytes) { return first.get(bytes); }
 void *store_of(int64_t bytes) { return second.get(bytes); }
+void forget() {
+    if (second.size > KEPT) second.drop();
+}
 
 // -- threads ---------------------------------------------------------------------------------------
 
@@ -138,10 +148,15 @@ __attribute__((visibility("default"))) int manyheads_runs(int level) {
 #endif
 }
 
-__attribute__((visibility("default"))) void manyheads_attend(const Problem *p, int level) {
+// Computes a problem by a build. 0: done; 1: there is no memory for the packed keys and values.
+__attribute__((visibility("default"))) int manyheads_attend(const Problem *p, int level) {
     void (*builds[])(const Problem *) = EACH(attend);
-    if (p->dtype == FLOAT64) return attend_float64(p);
-    builds[level](p);
+    try {
+        p->dtype == FLOAT64 ? attend_float64(p) : builds[level](p);
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+    return 0;
 }
 
 // For benchmarks. Operations of so many rounds of multiply-adds on each of the threads, 0 where the build has none;
