@@ -71,16 +71,16 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
             raise ValueError(f"q is {q.dtype} and {name} is {x.dtype}: convert them to one dtype.")
         if x.device != q.device:
             raise ValueError(f"q is on {q.device} and {name} is on {x.device}: move them together.")
-    (b, h, t, d), (_, g, s, _) = q.shape, k.shape
-    if k.shape[0] != b:
+    (b, h, t, d), (sequences, g, s, width), (*of_values, w) = q.shape, k.shape, v.shape
+    if sequences != b:
         raise ValueError(
-            f"q {sizes(q)} and k {sizes(k)} must share the batch b, and {b} and {k.shape[0]} came."
+            f"q {sizes(q)} and k {sizes(k)} must share the batch b, and {b} and {sequences} came."
         )
-    if k.shape[3] != d:
+    if width != d:
         raise ValueError(
-            f"q {sizes(q)} and k {sizes(k)} must share the head size d, and {d} and {k.shape[3]} came."
+            f"q {sizes(q)} and k {sizes(k)} must share the head size d, and {d} and {width} came."
         )
-    if v.shape[:3] != k.shape[:3]:
+    if of_values != [sequences, g, s]:
         raise ValueError(
             f"k {sizes(k)} and v {sizes(v)} must share b, g and s: one value for each key of each head."
         )
@@ -89,7 +89,7 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
             f"the key heads g must divide the query heads h, and g = {g} (k {sizes(k)}) and "
             f"h = {h} (q {sizes(q)}) came."
         )
-    return Shape(b, h, g, t, s, d, v.shape[3])
+    return Shape(b, h, g, t, s, d, w)
 
 
 def amount(size: float) -> str:

@@ -24,7 +24,6 @@ GIVES_LSE = True
 SHIELDS = True
 
 WIDEST = 256
-SHORT = 64
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 LIMIT = sdpa.LIMIT
 
@@ -60,12 +59,9 @@ def defers(problem: Problem) -> list[str]:
     """Why `auto` goes on, though this kernel could; empty if it doesn't."""
     if problem.q.dtype == torch.float64:
         return ["in float64 it is there to be compared with, and slower than PyTorch's products"]
-    reasons = []
-    if _wants_gradient(problem):
-        reasons.append("its gradient is that of chunked, slower than PyTorch's")
-    if problem.q.dtype == torch.float32 and problem.shape.t < SHORT:
-        reasons.append(f"for fewer than {SHORT} queries in float32 PyTorch's is faster")
-    return reasons if reasons and not sdpa.refuse(problem) else []
+    if _wants_gradient(problem) and not sdpa.refuse(problem):
+        return ["its gradient is that of chunked, slower than PyTorch's"]
+    return []
 
 
 def built() -> str:
