@@ -113,8 +113,9 @@ class MultiHeadAttention(nn.Module):
     def forward(self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """query `[seq_q, batch, d_model]`, key and value `[seq_k, batch, d_model]` → as the query.
 
-        Entry i, j, b of the mask `[seq_q, seq_k, batch]` says whether query i of batch entry b may see key j
-        (0 hides). Raises TypeError or ValueError for other tensors, and for what an overridden method
+        The mask is `[seq_q, seq_k, batch]`:
+        `mask[i, j, b]` says whether query i of batch entry b may see key j (0 hides).
+        Raises TypeError or ValueError for other tensors, and for what an overridden method
         answers.
         """
         q, k, v, rest = self._inputs(query, key, value, mask)
