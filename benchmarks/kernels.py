@@ -10,7 +10,6 @@ this machine's matrix-product rate, measured in the same run, that the kernel's 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -19,14 +18,9 @@ import torch.nn.functional as F
 import typer
 
 from manyheads import Causal, attention
+from manyheads.bench import timed
 
 HEADS, SIZE = 8, 64
-
-
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def main(
@@ -37,7 +31,7 @@ def main(
 ) -> None:
     kind = getattr(torch, dtype)
     a = torch.randn(2048, 2048, dtype=kind)
-    peak = 2 * 2048**3 / min(seconds(lambda: a @ a) for _ in range(9))
+    peak = 2 * 2048**3 / min(timed(lambda: a @ a) for _ in range(9))
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, causal, "
         f"{HEADS} heads of {SIZE}; matrix product {peak / 1e9:.0f} GFLOP/s"
@@ -58,7 +52,7 @@ def main(
         times: dict[str, list[float]] = {name: [] for name in runs}
         for n in range(rounds + 1):
             for name, run in runs.items():
-                spent = seconds(run)
+                spent = timed(run)
                 if n:  # the first round warms up
                     times[name].append(spent)
         # Two products over half the square; backward has five more.

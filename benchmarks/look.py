@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -20,17 +19,12 @@ import torch.nn.functional as F
 import typer
 
 from manyheads import AttentionMap, Causal
+from manyheads.bench import timed
 from manyheads.scores import Problem
 
 HEADS, SIZE = 8, 64
 CHEAP = ("entropy", "received", "distance", "row_max")
 WHOLE: dict[str, Any] = {"top": 8, "pooled": [(512, 512), (512, 512, "max")]}
-
-
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def resident(what: str) -> int:
@@ -50,12 +44,12 @@ def forget_peak() -> None:
 def measure(tokens: int, kind: torch.dtype, rounds: int, peer: bool) -> None:
     q, k, v = (torch.randn(1, HEADS, tokens, SIZE, dtype=kind) for _ in range(3))
     amap = AttentionMap.of(Problem.of(q, k, v, mask=Causal()))
-    print(f"{tokens:>7} {'log-sum-exp, where no kernel gave it':<38}{seconds(lambda: amap.lse):9.2f} s")
+    print(f"{tokens:>7} {'log-sum-exp, where no kernel gave it':<38}{timed(lambda: amap.lse):9.2f} s")
     at = tokens // 2
     rows, cols = slice(at, at + 256), slice(at - 256, at)
     for what, tile in (("one head", lambda: amap[0, 3, rows, cols]), ("all", lambda: amap[0, :, rows, cols])):
         tile()
-        median = statistics.median(seconds(tile) for _ in range(101))
+        median = statistics.median(timed(tile) for _ in range(101))
         print(f"{tokens:>7} {f'a 256 × 256 tile, {what}':<38}{median * 1e3:9.2f} ms")
     held = resident("VmRSS")
     results: list[Any] = []
@@ -71,7 +65,7 @@ def measure(tokens: int, kind: torch.dtype, rounds: int, peer: bool) -> None:
         for name, run in runs.items():
             results.clear()
             forget_peak()
-            times[name].append(seconds(run))
+            times[name].append(timed(run))
             if name == "the whole look":
                 found = [results[0][one] for one in CHEAP] + [*results[0]["top"], *results[0]["pooled"]]
                 peak = max(peak, resident("VmHWM") - held - sum(x.nbytes for x in found))

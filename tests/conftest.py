@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from manyheads.checker import questions
+
 settings.register_profile("here", deadline=None, max_examples=60)
 settings.load_profile("here")
 
@@ -27,3 +29,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checker without its slow questions, which have tests of their own."""
+    slow = ("torch.compile", "memory growth")
+    monkeypatch.setattr(questions, "QUESTIONS", [one for one in questions.QUESTIONS if one[0] not in slow])

@@ -19,17 +19,11 @@ from torch import Tensor, nn
 
 import manyheads as mh
 from manyheads import checker, kernels, layers
-from manyheads.checker import command, names, questions, reading
+from manyheads.checker import command, names, reading
 from manyheads.checker.mistakes import FAMILY, HABITS
 from manyheads.checker.recipe import Inputs, Recipe, Weights, exact
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = ("torch.compile", "memory growth")
-    monkeypatch.setattr(questions, "QUESTIONS", [one for one in questions.QUESTIONS if one[0] not in slow])
+pytestmark = pytest.mark.usefixtures("one_thread", "quick")
 
 
 # -- the recipe ------------------------------------------------------------------------------------

@@ -12,13 +12,9 @@ import pytest
 from planted import matrix
 
 from manyheads import checker
-from manyheads.checker import questions
 from manyheads.checker.subject import find
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-# What asks for a process of its own, or for a compiler, says nothing of values.
-SLOW = ("torch.compile", "memory growth")
 
 # Mistakes that these styles can't carry as such, though the corpus holds the cell.
 NOT_ONE = {
@@ -60,11 +56,6 @@ CELLS = [
 
 def report(folder: Path, style: str, mistake: str | None) -> checker.Report:
     return checker.check(find(matrix.write(folder, style, mistake)), like=matrix.KIND[style])
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "QUESTIONS", [one for one in questions.QUESTIONS if one[0] not in SLOW])
 
 
 def named(folder: Path, style: str, mistake: str) -> None:

@@ -17,7 +17,6 @@ from nbclient import NotebookClient
 from typer.testing import CliRunner
 
 from manyheads import checker, lessons
-from manyheads.checker import questions
 from manyheads.checker.subject import find
 from manyheads.cli import app
 
@@ -65,12 +64,6 @@ def asked(stem: str) -> list[tuple[str, dict[str, Any]]]:
                 given["weights"] = dict(pair.split("=") for pair in options["weights"].split(","))
             found.append((words[0].rpartition(":")[2].strip("`"), given))
     return found
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = ("torch.compile", "memory growth")
-    monkeypatch.setattr(questions, "QUESTIONS", [one for one in questions.QUESTIONS if one[0] not in slow])
 
 
 # What each unfilled file is told: the name of its mistake, or words of what is still to be written.

@@ -6,9 +6,9 @@ The machine's limits are measured in the same run: multiply-adds on registers al
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +26,11 @@ from torch import Tensor
 
 from manyheads.files import replacing
 from manyheads.functional import attention
+from manyheads.kernels import processor
 from manyheads.kernels.native import library
 from manyheads.layers import MultiHeadAttention
 from manyheads.masks import Causal
+from manyheads.shapes import amount
 
 HEADS = 8
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192, 16384)
@@ -239,15 +241,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def processor() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def _version(name: str) -> str | None:
     try:
         return version(name)
@@ -261,9 +254,9 @@ def _version(name: str) -> str | None:
 def contestants(problem: Problem) -> dict[str, Run | str]:
     """What computes a problem, PyTorch's fused attention first; a string says why one is left out."""
     dtype = DTYPES[problem.dtype]
-    q, k, v = (torch.randn(1, HEADS, problem.tokens, problem.size, dtype=dtype) for _ in range(3))
     if problem.kind == "layer":
         return layers(problem, torch.randn(1, problem.tokens, HEADS * problem.size, dtype=dtype))
+    q, k, v = (torch.randn(1, HEADS, problem.tokens, problem.size, dtype=dtype) for _ in range(3))
     causal = problem.kind == "causal"
     mask = Causal() if causal else None
 
@@ -288,17 +281,16 @@ def layers(problem: Problem, x: Tensor) -> dict[str, Run | str]:
     return {
         "nn.MultiheadAttention": lambda: theirs(x, x, x, need_weights=False),
         "MultiHeadAttention": lambda: own(x),
-        "nn.MultiheadAttention with weights": _room(problem)
+        "nn.MultiheadAttention with weights": _too_large(problem.tokens, x.dtype)
         or (lambda: theirs(x, x, x, average_attn_weights=False)),
         "MultiHeadAttention with its map": lambda: own.attend(x),
     }
 
 
-def _room(problem: Problem) -> str | None:
-    size = HEADS * problem.tokens**2 * DTYPES[problem.dtype].itemsize
-    if size > ROOM:
-        return f"at {problem.tokens:,} tokens its weights would take {size / 1e9:.1f} GB"
-    return None
+def _too_large(tokens: int, dtype: torch.dtype) -> str | None:
+    """Why nobody builds weights of so many tokens here; None if it can be done."""
+    size = HEADS * tokens**2 * dtype.itemsize
+    return f"at {tokens:,} tokens its weights would take {amount(size)}" if size > ROOM else None
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
@@ -322,9 +314,8 @@ def _x_transformers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
-    size = q.shape[1] * q.shape[2] ** 2 * q.element_size()
-    if size > ROOM:
-        return f"at {q.shape[2]:,} tokens its weights would take {size / 1e9:.1f} GB"
+    if why := _too_large(q.shape[2], q.dtype):
+        return why
     if find_spec("transformers") is None:
         return "transformers isn't installed"
     from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -371,9 +362,5 @@ def problems(
         for number in numbers:
             if number < 1:
                 raise ValueError(f"{name} must be at least 1, and {number} came.")
-    return [Problem(*one) for one in _product(kinds, dtypes, lengths, sizes)]
-
-
-def _product(*parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    kinds, dtypes, lengths, sizes = parts
-    return ((kind, dtype, t, size) for kind in kinds for dtype in dtypes for size in sizes for t in lengths)
+    every = itertools.product(kinds, dtypes, sizes, lengths)
+    return [Problem(kind, dtype, tokens, size) for kind, dtype, size, tokens in every]

@@ -196,6 +196,17 @@ class Problem:
         i = i + (self.offset if isinstance(self.offset, int) else self.offset.to(device)[b])
         return b, h, i, j
 
+    def apart(self, part: Mask | Bias) -> tuple[int, int]:
+        """For how many sequences and heads (1 or b, 1 or h) a mask or bias differs, found by asking for one
+        row and one column of it.
+        """
+        corner = slice(0, min(self.shape.t, 1)), slice(0, min(self.shape.s, 1))
+        if isinstance(part, Mask):
+            b, h = self.keep(part, *corner).shape[:2]
+        else:
+            b, h = part.add(*self.at(*corner), self.dtype).shape[:2]
+        return b, h
+
     def keep(self, mask: Mask, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL) -> Tensor:
         """Where a mask bound to this problem keeps a tile: boolean, broadcasts to `[b, h, r, c]`."""
         b, h, i, j = self.at(rows, cols, batch, heads)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from manyheads.checker import reading
+from manyheads.checker.candidate import CUTS
 from manyheads.checker.diagnosis import Diagnosis
 from manyheads.checker.names import WIDTH
 from manyheads.checker.questions import LOST, Check, failed, passed
@@ -266,6 +267,10 @@ def _pair(
 class Encoder:
     """A candidate for positions: how it is called, what was assumed, and what it answers."""
 
+    cut: str  # how a turn's x `[b, h, t, d]` lies
+    arguments: Callable[[Tensor], list[Any]]  # of a turn, for that x
+    order: Callable[[int], list[Any]]  # of a function that makes a table, for a number of positions
+
     def __init__(
         self, subject: Any, like: str, guessed: bool, init: dict[str, Any], layout: str | None
     ) -> None:
@@ -375,7 +380,7 @@ def _few(numbers: list[int]) -> str:
 
 def _answered(c: Encoder, added: float, **options: Any) -> Answer:
     if not c.d.torch_module:
-        return c.call(*c.order(7), **options)  # type: ignore[attr-defined]
+        return c.call(*c.order(7), **options)
     b, t = (2, 7) if c.layout == "batch" else (7, 2)
     return c.call(torch.ones(b, t, c.width), **options)
 
@@ -403,7 +408,7 @@ def _table_of(c: Encoder) -> tuple[Callable[[int], Tensor], float]:
             length: Any = torch.arange(n) if by_positions else n
             return [length, c.width] if first_is_length else [c.width, length]
 
-        c.order = order  # type: ignore[attr-defined]
+        c.order = order
 
         def function(n: int) -> Tensor:
             return _flat(first_tensors(c.call(*order(n)).output), n, c.width)
@@ -421,7 +426,7 @@ def _table_of(c: Encoder) -> tuple[Callable[[int], Tensor], float]:
             given = torch.arange(n) if wanted[0].name in ("positions", "position", "pos") else n
             return _flat(first_tensors(c.call(given).output), n, c.width)
 
-        c.order = lambda n: [torch.arange(n) if wanted[0].name in ("positions", "position", "pos") else n]  # type: ignore[attr-defined]
+        c.order = lambda n: [torch.arange(n) if wanted[0].name in ("positions", "position", "pos") else n]
         by_length(3)
         return by_length, 0.0
     if c.layout == "batch" and re.search(
@@ -540,7 +545,7 @@ def _ask_turn(c: Encoder) -> tuple[list[str], list[Check], list[Diagnosis]]:
     checks.append(passed("lengths kept", "a turn keeps a vector's length", norm, ROOM) if norm <= ROOM else
                   failed("lengths kept", "a turn must keep a vector's length.", norm, ROOM))  # fmt: skip
     checks.append(_relative(c, turned))
-    checks += _behaviour(c, lambda **options: c.call(*c.arguments(x), **options))  # type: ignore[attr-defined]
+    checks += _behaviour(c, lambda **options: c.call(*c.arguments(x), **options))
     if checks[1].status == "passed":
         return c.notes, checks, []
     found: list[Diagnosis] = []
@@ -622,17 +627,6 @@ def _relative(c: Encoder, turned: Callable[[Tensor], list[Tensor]]) -> Check:
     )
 
 
-LAYOUTS = {2: "[b, h, t, d]", 1: "[b, t, h, d]", 0: "[t, b, h, d]"}
-
-
-def _placed(x: Tensor, axis: int, back: bool = False) -> Tensor:
-    """x `[b, h, t, d]` with its tokens along another axis, or back from there."""
-    order = {2: (0, 1, 2, 3), 1: (0, 2, 1, 3), 0: (2, 0, 1, 3)}[axis]
-    if back:
-        order = tuple(order.index(n) for n in range(4))  # type: ignore[assignment]
-    return x.permute(*order)
-
-
 def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
     """A function that gives what the candidate makes of x `[b, h, t, d]`, as queries and as keys."""
     wanted = [one for one in c.d.call if one.kind in ("positional", "keyword") and one.required]
@@ -656,7 +650,7 @@ def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
         )
 
     def arguments(x: Tensor) -> list[Any]:
-        moved = _placed(x, c.axis)  # type: ignore[attr-defined]
+        moved = CUTS[c.cut][0](x)
         a = angles(torch.arange(x.shape[2]), c.width)
         layout = torch.cat((a, a), -1).to(torch.float32)
         found: list[Any] = []
@@ -671,12 +665,13 @@ def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
                 found.append(x.shape[2])
         return found
 
-    c.arguments = arguments  # type: ignore[attr-defined]
+    c.arguments = arguments
     same = torch.randn(c.width, generator=torch.Generator().manual_seed(6)).expand(2, 3, 5, -1)
     problem: Trouble | None = None
-    taken: list[tuple[bool, bool, int, int]] = []
-    for axis in (2, 1, 0):
-        c.axis = axis  # type: ignore[attr-defined]
+    taken: list[tuple[bool, bool, int, str]] = []
+    for cut in ("[b, h, t, d]", "[b, t, h, d]", "[t, b, h, d]"):
+        c.cut = cut
+        lay, back = CUTS[cut]
         try:
             out = first_tensors(c.call(*arguments(same)).output)
         except Trouble as error:
@@ -684,14 +679,14 @@ def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
                 raise
             problem = error
             continue
-        if not out or out[0].dim() != 4 or tuple(out[0].shape) != tuple(_placed(same, axis).shape):
+        if not out or out[0].dim() != 4 or tuple(out[0].shape) != tuple(lay(same).shape):
             continue
-        y = _placed(out[0], axis, back=True)
+        y = back(out[0])
         alike = float((y - y[:1, :1]).abs().max()) < 1e-5  # all heads of all sequences are turned alike
         turning = float((y - y[:, :, :1]).abs().max()) > 1e-3
-        taken.append((not (alike and turning), not alike, len(taken), axis))
+        taken.append((not (alike and turning), not alike, len(taken), cut))
     if taken:
-        c.axis = min(taken)[-1]  # type: ignore[attr-defined]
+        c.cut = min(taken)[-1]
     else:
         if problem is not None and problem.unwritten:
             raise Unclear(f"{str(problem).rstrip('.')}: write it, and check again.")
@@ -702,10 +697,10 @@ def _turner(c: Encoder) -> Callable[[Tensor], list[Tensor]]:
         raise Unclear(
             f"turned vectors [2, 3, 5, {c.width}] were expected of {c.d.name}, and none came: say what it is with --like."
         )
-    c.notes.append(f"takes {LAYOUTS[c.axis]}")  # type: ignore[attr-defined]
+    c.notes.append(f"takes {c.cut}")
 
     def turned(x: Tensor) -> list[Tensor]:
         out = first_tensors(c.call(*arguments(x)).output)[: len(tensors)]
-        return [_placed(y, c.axis, back=True).to(torch.float64) for y in out]  # type: ignore[attr-defined]
+        return [CUTS[c.cut][1](y).to(torch.float64) for y in out]
 
     return turned

@@ -23,6 +23,7 @@ all its reasons. Nothing falls back in silence.
 from __future__ import annotations
 
 import os
+import platform
 from typing import Any
 
 import torch
@@ -115,6 +116,15 @@ def run(problem: Problem, kernel: str = "auto") -> tuple[Tensor, Tensor | None]:
             f"kernel=\"{kernel}\" met NaN or Inf and can't promise that what is masked doesn't leak: "
             'use kernel="auto" or "chunked", or mend the input.'
         )
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def machine() -> str:

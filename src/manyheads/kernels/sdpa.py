@@ -126,23 +126,12 @@ def _given_as_tensor(p: Problem) -> bool:
 
 def _mask_bytes(p: Problem) -> int:
     """At most: a mask may turn out to be the same for all heads or batch entries."""
-    b, h, t, s = _mask_shape(p)
-    return b * h * t * s * p.q.element_size()  # PyTorch makes a boolean mask one of q's dtype
-
-
-def _mask_shape(p: Problem) -> tuple[int, int, int, int]:
-    """The shape of the mask tensor, found by asking for one row and one column of it."""
-    n, b, h = p.shape, 1, 1
-    rows = slice(0, min(n.t, 1))
-    cols = slice(0, min(n.s, 1))
-    parts = []
-    if p.mask is not None:
-        parts.append(p.keep(p.mask, rows, cols))
-    if p.bias is not None:
-        parts.append(p.bias.add(*p.at(rows, cols), p.dtype))
-    for part in parts:
-        b, h = max(b, part.shape[0]), max(h, part.shape[1])
-    return b, h, n.t, n.s
+    b, h = 1, 1
+    for part in (p.mask, p.bias):
+        if part is not None:
+            own_b, own_h = p.apart(part)
+            b, h = max(b, own_b), max(h, own_h)
+    return b * h * p.shape.t * p.shape.s * p.q.element_size()  # PyTorch makes a boolean mask one of q's dtype
 
 
 def _exact(p: Problem) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from manyheads import measures
+from manyheads.kernels import processor
 from manyheads.lm import checkpoint, data
 from manyheads.lm.generate import complete
 from manyheads.lm.model import LanguageModel
@@ -193,7 +194,7 @@ which heads learn to copy. The loss on them counts only what looking back can te
 AdamW, rate {options.rate}, weight decay {options.decay}, dropout {options.dropout}; the sequences \
 were cut into eight in the first quarter of the steps, then into four, into two, not at all
 - {run.seconds / 60:.0f} minutes of wall clock, whatever else the machine was doing, in \
-{"bfloat16 autocast" if run.dtype else "float32"} on {_processor()}, {os.cpu_count()} cores, \
+{"bfloat16 autocast" if run.dtype else "float32"} on {processor()}, {os.cpu_count()} cores, \
 {torch.get_num_threads()} threads, PyTorch {torch.__version__.split("+")[0]}
 - all options: `{asdict(options)}`
 
@@ -228,16 +229,6 @@ Prompt `{PROMPT}`, temperature 0.8, seed 0:
 {PROMPT}{sample}
 ```
 """
-
-
-def _processor() -> str:
-    """The processor's model, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def make(out: Path) -> list[str]:

@@ -116,16 +116,14 @@ def _rest(normal: Normal) -> Mask | None:
 
 def _made(p: Problem) -> int:
     """Bytes of the tensors that would be made of rules, at most."""
-    n, size = p.shape, 0
-    corner = (slice(0, min(n.t, 1)), slice(0, min(n.s, 1)))  # tells for how many heads and sequences
-    if p.mask is not None:
-        rest = _rest(p.mask.normal())
-        if rest is not None and not isinstance(rest, Keep):  # or a Drop, which is one
-            b, h = p.keep(rest, *corner).shape[:2]
-            size += b * h * n.t * n.s
+    size, pairs = 0, p.shape.t * p.shape.s
+    rest = None if p.mask is None else _rest(p.mask.normal())
+    if rest is not None and not isinstance(rest, Keep):  # or a Drop, which is one
+        b, h = p.apart(rest)
+        size += b * h * pairs
     if p.bias is not None and not isinstance(p.bias, ALiBi | Dense):
-        b, h = p.bias.add(*p.at(*corner), p.dtype).shape[:2]
-        size += b * h * n.t * n.s * p.dtype.itemsize
+        b, h = p.apart(p.bias)
+        size += b * h * pairs * p.dtype.itemsize
     return size
 
 
@@ -231,7 +229,7 @@ def _forward(p: Problem) -> tuple[Tensor, Tensor]:
         library.width,
     )  # fmt: skip
     if failed:
-        size = amount(n.b * n.g * n.s * (n.d + n.w) * max(q.element_size(), 2))
+        size = amount(n.b * n.g * n.s * (n.d + n.w) * q.element_size())
         raise MemoryError(
             f"the kernel packs keys and values, {size} or a little more, and there is no room for them."
         )

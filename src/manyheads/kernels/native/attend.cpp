@@ -255,10 +255,18 @@ template <class T, class Op> struct Call {
         ranges = (Range *)(memory + sizes[0] + sizes[1] + sizes[2]);
     }
 
+    // Where a key or a value of one head lies.
+    const T *key_at(int64_t head, int64_t j) const {
+        return (const T *)p.k + head / p.g * p.k_stride[0] + head % p.g * p.k_stride[1] + j * p.k_stride[2];
+    }
+    const T *value_at(int64_t head, int64_t j) const {
+        return (const T *)p.v + head / p.g * p.v_stride[0] + head % p.g * p.v_stride[1] + j * p.v_stride[2];
+    }
+
     // Packs a panel of keys, and of values, of one head; what isn't finite in a value is 0 in its panel.
     void pack(int64_t head, int64_t panel) {
-        int64_t b = head / p.g, g = head % p.g, first = panel * PANEL, count = smaller<int64_t>(PANEL, p.s - first);
-        const T *k = (const T *)p.k + b * p.k_stride[0] + g * p.k_stride[1] + first * p.k_stride[2];
+        int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.s - first);
+        const T *k = key_at(head, first), *v = value_at(head, first);
         E *to = keys + (head * panels + panel) * depth * PANEL;
         int64_t units = depth / Op::PAIR;
         for (int64_t j = 0; j < count; j += W)
@@ -270,7 +278,6 @@ template <class T, class Op> struct Call {
                 for (int64_t n = 0; n < smaller<int64_t>(W, units - x); n++)
                     store((R *)to + (x + n) * PANEL + j, rows[n]);
             }
-        const T *v = (const T *)p.v + b * p.v_stride[0] + g * p.v_stride[1] + first * p.v_stride[2];
         bool fine = true;
         for (int64_t a = 0; a < across; a++) {
             E *at = values + ((head * across + a) * panels + panel) * PANEL * PANEL;
@@ -282,7 +289,8 @@ template <class T, class Op> struct Call {
             }
         }
         odd[head * panels + panel] = !fine;
-        if (p.key_ids && g == 0) {
+        if (p.key_ids && head % p.g == 0) {
+            int64_t b = head / p.g;
             const int64_t *ids = p.key_ids + b * p.key_ids_stride + first;
             Range range = {ids[0], ids[0]};
             for (int64_t j = 1; j < count; j++) range = {smaller(range.least, ids[j]), larger(range.most, ids[j])};
@@ -380,18 +388,11 @@ template <class T, class Op> struct Call {
     // Adds what the panels left out: values that aren't finite, for the rows that may see them.
     void add_odd(const Block &k, int row, int64_t first, int64_t j) const {
         R weight = Op::unpack(k.weight[row * KEYS + j]);
-        const T *v = (const T *)p.v + k.b * p.v_stride[0] + (k.head % p.g) * p.v_stride[1] + (first + j) * p.v_stride[2];
+        const T *v = value_at(k.head, first + j);
         for (int64_t x = 0; x < p.w; x++) {
             R y = wide(v[x * p.v_stride[3]]);
             if (!finite(y)) k.out[row * across * PANEL + x] += weight * y;
         }
-    }
-
-    bool has_odd(int64_t head, int64_t key) const {
-        const T *v = (const T *)p.v + head / p.g * p.v_stride[0] + head % p.g * p.v_stride[1] + key * p.v_stride[2];
-        for (int64_t x = 0; x < p.w; x++)
-            if (!finite(wide(v[x * p.v_stride[3]]))) return true;
-        return false;
     }
 
     // Columns first … first + count of a block: scores, weights, and what they add to the output.
@@ -425,7 +426,7 @@ template <class T, class Op> struct Call {
     void step_few(const Block &k, int64_t first, int64_t count, bool plain) const {
         int64_t real = smaller(count, p.s - first);
         count = up(real, 2 * W);
-        const T *keys = (const T *)p.k + k.b * p.k_stride[0] + (k.head % p.g) * p.k_stride[1] + first * p.k_stride[2];
+        const T *keys = key_at(k.head, first), *values = value_at(k.head, first);
         for (int64_t j = 0; j < count; j += W)
             for (int row = 0; row < k.rows; row++) {
                 const R *q = k.q + row * depth;
@@ -439,7 +440,6 @@ template <class T, class Op> struct Call {
                 store(k.score + row * KEYS + j, score);
                 k.top[row] = max(score, j ? k.top[row] : all(-INF));
             }
-        const T *values = (const T *)p.v + k.b * p.v_stride[0] + (k.head % p.g) * p.v_stride[1] + first * p.v_stride[2];
         for (int row = 0; row < k.rows; row++) {
             if (!plain || real < count) finish(k, row, first, count);
             uint8_t visible[KEYS];
@@ -469,7 +469,7 @@ template <class T, class Op> struct Call {
             for (int64_t j = 0; j < count; j++) visible[j] = !(k.score[row * KEYS + j] == -INF);
             weigh(k, row, count, factor);
             for (int64_t j = 0; j < smaller(count, p.s - first); j++)
-                if (visible[j] && has_odd(k.head, first + j)) add_odd(k, row, first, j);
+                if (visible[j]) add_odd(k, row, first, j);
         }
     }
 
@@ -554,14 +554,14 @@ template <class T, class Op> struct Call {
         }
     }
 
-    static void packing(void *data, int64_t) {
+    static void packing(void *data) {
         Call &call = *(Call *)data;
         int64_t count = call.p.b * call.p.g * call.panels;
         for (int64_t n; (n = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED)) < count;)
             call.pack(n / call.panels, n % call.panels);
     }
 
-    static void attending(void *data, int64_t) {
+    static void attending(void *data) {
         Call &call = *(Call *)data;
         int64_t count = call.p.b * call.p.h * call.blocks;
         for (int64_t n; (n = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED)) < count;) call.attend(n);

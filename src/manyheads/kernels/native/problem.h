@@ -36,5 +36,5 @@ struct Problem {
 
 }  // extern "C"
 
-// Runs work(data, n) for n = 0 … count - 1, each once, on up to so many threads; returns when all are done.
-void parallel(int64_t threads, void (*work)(void *data, int64_t thread), void *data);
+// Runs work(data) on so many threads at once, this one among them; returns when all are done.
+void parallel(int64_t threads, void (*work)(void *data), void *data);

@@ -93,28 +93,18 @@ int look(dl_phdr_info *info, size_t, void *found) {
 }
 #endif
 
-struct Job {
-    void (*work)(void *, int64_t);
-    void *data;
-};
-
-void start(void *job) { ((Job *)job)->work(((Job *)job)->data, 0); }
-
 }  // namespace
 
-void parallel(int64_t threads, void (*work)(void *, int64_t), void *data) {
-    if (threads <= 1) return work(data, 0);
-    if (pool && !forked) {
-        Job job = {work, data};
-        return pool(start, &job, (unsigned)threads, 0);
-    }
+void parallel(int64_t threads, void (*work)(void *), void *data) {
+    if (threads <= 1) return work(data);
+    if (pool && !forked) return pool(work, data, (unsigned)threads, 0);
     std::vector<std::thread> others;
     try {
-        for (int64_t n = 1; n < threads; n++) others.emplace_back(work, data, n);
+        for (int64_t n = 1; n < threads; n++) others.emplace_back(work, data);
     } catch (const std::system_error &) {
         // No more threads to be had: those there are do it all.
     }
-    work(data, 0);
+    work(data);
     for (std::thread &one : others) one.join();
 }
 
@@ -170,7 +160,7 @@ __attribute__((visibility("default"))) double manyheads_spin(int level, int64_t 
     };
     double (*builds[])(int64_t, int, float *) = EACH(spin);
     Spin all = {builds[level], rounds, threads, pairs, 0};
-    parallel(threads, [](void *data, int64_t) {
+    parallel(threads, [](void *data) {
         Spin &all = *(Spin *)data;
         float kept = 0;
         while (__atomic_fetch_sub(&all.left, 1, __ATOMIC_RELAXED) > 0) {
@@ -192,7 +182,7 @@ __attribute__((visibility("default"))) float manyheads_read(int level, const flo
     };
     float (*builds[])(const float *, int64_t) = EACH(read);
     Read all = {builds[level], x, std::vector<float>(count / PIECE), 0};
-    parallel(threads, [](void *data, int64_t) {
+    parallel(threads, [](void *data) {
         Read &all = *(Read *)data;
         for (int64_t n; (n = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED)) < (int64_t)all.sums.size();)
             all.sums[n] = all.read(all.x + n * PIECE, PIECE);
