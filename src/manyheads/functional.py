@@ -157,9 +157,10 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Problem:
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as PyTorch's own attention casts them under autocast."""
-    if not isinstance(q, Tensor) or q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+    device = q.device.type if isinstance(q, Tensor) else "meta"
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return q, k, v
-    low = torch.get_autocast_dtype(q.device.type)
+    low = torch.get_autocast_dtype(device)
     q, k, v = (
         x.to(low) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in (q, k, v)

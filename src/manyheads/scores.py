@@ -25,6 +25,7 @@ from manyheads.values import Value
 
 Rows = slice | Tensor  # which rows or columns: a slice, or an index tensor of one dimension
 ALL = slice(None)
+WHOLES = (int, torch.SymInt)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +240,7 @@ def _check_offset(offset: Any, shape: Shape, device: torch.device) -> None:
             )
         if offset.device != device:
             raise ValueError(f"q is on {device} and offset is on {offset.device}: move them together.")
-    elif isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
+    elif isinstance(offset, bool) or not isinstance(offset, WHOLES):
         raise TypeError(f"offset must be an int, integers [b], or None for s - t, and {offset!r} came.")
 
 
@@ -275,14 +276,19 @@ _NOTHING = nullcontext()
 
 def exactly(device: torch.device) -> AbstractContextManager[Any]:
     """Where no autocast rounds what is computed: scores and weights stay in their own dtype."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+    on = device.type
+    if on == "meta" or not torch.is_autocast_enabled(on):
         return _NOTHING
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(on, enabled=False)
 
 
 def finite(x: Tensor) -> bool:
-    """One look at a whole tensor, with no copy of it; NaN passes through aminmax."""
-    return x.is_meta or x.numel() == 0 or all(bool(end.isfinite()) for end in x.detach().aminmax())
+    """Is all of a tensor? One look at it, with no copy; NaN passes through aminmax."""
+    if x.is_meta or x.numel() == 0:
+        return True
+    x = x.detach()
+    # A sum of numbers that aren't all finite never is; one of finite numbers may overflow.
+    return math.isfinite(x.sum()) or all(bool(end.isfinite()) for end in x.aminmax())
 
 
 def fold(x: Tensor, g: int) -> Tensor:

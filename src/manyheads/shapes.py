@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+REALS = (float, int, torch.SymFloat)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -110,7 +111,7 @@ def divide(whole: int, parts: int, what: str, into: str) -> int:
 
 def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> float:
     """A number that fits, or a sentence; True, strings and tensors are not numbers here."""
-    if isinstance(value, bool | Tensor | str) or not isinstance(value, float | int | torch.SymFloat):
+    if isinstance(value, bool) or not isinstance(value, REALS):
         raise TypeError(f"{name} must be {must}, and {value!r} came.")
     if not torch.compiler.is_compiling() and not fits(float(value)):
         raise ValueError(f"{name} must be {must}, and {value!r} came.")

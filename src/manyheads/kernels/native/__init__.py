@@ -26,12 +26,13 @@ SHIELDS = True
 WIDEST = 256
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 LIMIT = sdpa.LIMIT
+PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors whose operators are PyTorch's own
 
 
 def refuse(problem: Problem) -> list[str]:
     """Why the kernel can't compute this; empty if it can."""
     p, n = problem, problem.shape
-    if p.q.device.type != "cpu":
+    if not p.q.is_cpu:
         return [f"it is for the CPU, and this is on {p.q.device}"]
     reasons = []
     if library.missing is not None:
@@ -97,7 +98,7 @@ def _direct(p: Problem) -> bool:
     return not (
         torch.compiler.is_compiling()
         or _wants_gradient(p)
-        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in (p.q, p.k, p.v))
+        or not (type(p.q) in PLAIN and type(p.k) in PLAIN and type(p.v) in PLAIN)
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )

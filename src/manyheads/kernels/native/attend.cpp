@@ -7,6 +7,7 @@
 #include "vectors.h"
 
 #include <cmath>
+#include <sched.h>
 
 void *scratch(int64_t bytes);  // memory of this thread, aligned, kept until its next call
 void *store_of(int64_t bytes);  // the same, a second one
@@ -232,8 +233,10 @@ template <class T, class Op> struct Call {
     E *keys, *values;               // [b * g, panels, depth, PANEL], [b * g, across, panels * PANEL, PANEL]
     uint8_t *odd;                   // [b * g, panels]: holds a value that isn't finite
     Range *ranges;                  // [b, panels]
-    int64_t blocks;                 // of queries, in a head
-    int64_t next = 0;               // what is to be packed, then computed, counted up by all threads
+    int64_t threads;
+    int64_t rows = ROWS, blocks;    // queries in a block; blocks in a head
+    int64_t next = 0, packed = 0;   // what is to be packed, and what is, counted up by all threads
+    int64_t following = 0;          // what is to be computed
     bool few;                       // so few queries that nothing is packed
     R unit;                         // what a product of packed numbers is multiplied by to be a score
 
@@ -241,7 +244,15 @@ template <class T, class Op> struct Call {
         panels = up(p.s, PANEL) / PANEL;
         depth = up(p.d, Op::PAIR);
         across = up(p.w, PANEL) / PANEL;
-        blocks = up(p.t, ROWS) / ROWS;
+        // Waking threads takes longer than it saves where there is little to do; what is small is shared out in
+        // small pieces.
+        double work = 2. * p.b * p.h * p.t * p.s * (p.d + p.w);
+        threads = work < 4e6 ? 1 : p.threads;
+        blocks = up(p.t, rows) / rows;
+        if (threads > 1 && !own_heads() && p.b * p.h * blocks < 8 * threads) {
+            rows = 3 * STRIP;
+            blocks = up(p.t, rows) / rows;
+        }
         int64_t heads = p.b * p.g, k = heads * panels * depth * PANEL, v = heads * across * panels * PANEL * PANEL;
         int64_t sizes[] = {up(k * sizeof(E), 64), up(v * sizeof(E), 64), up(heads * panels, 64),
                            p.key_ids ? (int64_t)(p.b * panels * sizeof(Range)) : 0};
@@ -253,6 +264,13 @@ template <class T, class Op> struct Call {
         values = (E *)(memory + sizes[0]);
         odd = (uint8_t *)(memory + sizes[0] + sizes[1]);
         ranges = (Range *)(memory + sizes[0] + sizes[1] + sizes[2]);
+    }
+
+    // Is each thread to have heads of its own, as many as the others? Where they are small, so that what it packed
+    // is still in its caches.
+    bool own_heads() const {
+        double head = 2. * (p.h / p.g) * p.t * p.s * (p.d + p.w);
+        return !few && !p.key_ids && head < 4e7 && p.b * p.g % threads == 0;
     }
 
     // Where a key or a value of one head lies.
@@ -402,10 +420,11 @@ template <class T, class Op> struct Call {
         R factor = (R)(Op::UNIT * (plain ? unit : 1));
         for (int row = 0; row < k.rows; row++) k.top[row] = all(-INF);
         for (int64_t c = 0; c < count; c += PANEL)
-            columns_of<Op, false, true>(k.rows, smaller<int64_t>(PANEL, p.s - first - c), k.q, depth,
+            columns_of<Op, false, true>(k.rows, smaller<int64_t>(PANEL, count - c), k.q, depth,
                                         keys + (k.head * panels * PANEL + first + c) * depth, k.score + c, KEYS, depth,
                                         k.top);
-        count = smaller(count, up(p.s - first, 2 * W));
+        int64_t used = up(count, Op::PAIR);
+        count = up(count, 2 * W);
         bool strange = false;
         for (int64_t c = 0; c < count; c += PANEL) strange |= odd[k.head * panels + (first + c) / PANEL];
         if (!plain)
@@ -415,7 +434,6 @@ template <class T, class Op> struct Call {
         } else {
             weigh_odd(k, first, count, factor);
         }
-        int64_t used = smaller(count, up(p.s - first, Op::PAIR));
         for (int64_t a = 0; a < across; a++)
             columns_of<Op, true, false>(k.rows, smaller<int64_t>(PANEL, p.w - a * PANEL), k.weight, KEYS,
                                         values + ((k.head * across + a) * panels * PANEL + first) * PANEL,
@@ -424,8 +442,8 @@ template <class T, class Op> struct Call {
 
     // The same for a few queries, for which keys and values are read as they lie.
     void step_few(const Block &k, int64_t first, int64_t count, bool plain) const {
-        int64_t real = smaller(count, p.s - first);
-        count = up(real, 2 * W);
+        int64_t real = count;
+        count = up(count, 2 * W);
         const T *keys = key_at(k.head, first), *values = value_at(k.head, first);
         for (int64_t j = 0; j < count; j += W)
             for (int row = 0; row < k.rows; row++) {
@@ -478,8 +496,8 @@ template <class T, class Op> struct Call {
         int64_t block = blocks - 1 - item % blocks;  // the last first: where causal, they are the longest
         k.h = item / blocks % p.h, k.b = item / blocks / p.h;
         k.head = k.b * p.g + k.h / (p.h / p.g);
-        k.first = block * ROWS;
-        k.rows = (int)smaller<int64_t>(ROWS, p.t - k.first);
+        k.first = block * rows;
+        k.rows = (int)smaller(rows, p.t - k.first);
         k.position = (p.offsets ? p.offsets[k.b] : p.offset) + k.first;
         int64_t wide_out = across * PANEL;
         int64_t sizes[] = {up(ROWS * depth * sizeof(E), 64), (int64_t)sizeof(R) * ROWS * KEYS,
@@ -532,7 +550,7 @@ template <class T, class Op> struct Call {
             while ((count + 1) * PANEL <= KEYS && (panel + count) * PANEL < end && !skips(k, panel + count) &&
                    plain(panel + count) == whole)
                 count++;
-            step(k, panel * PANEL, count * PANEL, whole);
+            step(k, panel * PANEL, smaller(count * PANEL, end - panel * PANEL), whole);
         }
     }
 
@@ -548,31 +566,39 @@ template <class T, class Op> struct Call {
             int64_t t = k.first + row;
             T *out = (T *)p.out + k.b * p.out_stride[0] + k.h * p.out_stride[1] + t * p.out_stride[2];
             const R *from = k.out + row * across * PANEL;
-            for (int64_t x = 0; x < p.w; x++) narrow(by * from[x], out[x * p.out_stride[3]]);
+            if (p.out_stride[3] == 1)
+                for (int64_t x = 0; x < p.w; x++) narrow(by * from[x], out[x]);
+            else
+                for (int64_t x = 0; x < p.w; x++) narrow(by * from[x], out[x * p.out_stride[3]]);
             ((R *)p.lse)[(k.b * p.h + k.h) * p.t + t] =
                 total == 0 ? -INF : (R)(k.highest[row] / Op::UNIT + std::log((Wide)total));
         }
     }
 
-    static void packing(void *data) {
+    // Every thread packs what nobody packs yet, and computes when all is packed.
+    static void sharing(void *data) {
         Call &call = *(Call *)data;
-        int64_t count = call.p.b * call.p.g * call.panels;
-        for (int64_t n; (n = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED)) < count;)
+        int64_t count = call.few ? 0 : call.p.b * call.p.g * call.panels, items = call.p.b * call.p.h * call.blocks;
+        for (int64_t n; (n = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED)) < count;) {
             call.pack(n / call.panels, n % call.panels);
+            __atomic_fetch_add(&call.packed, 1, __ATOMIC_RELEASE);
+        }
+        while (__atomic_load_n(&call.packed, __ATOMIC_ACQUIRE) < count) sched_yield();
+        for (int64_t n; (n = __atomic_fetch_add(&call.following, 1, __ATOMIC_RELAXED)) < items;) call.attend(n);
     }
 
-    static void attending(void *data) {
+    // Every thread packs a head and computes it.
+    static void owning(void *data) {
         Call &call = *(Call *)data;
-        int64_t count = call.p.b * call.p.h * call.blocks;
-        for (int64_t n; (n = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED)) < count;) call.attend(n);
+        int64_t heads = call.p.b * call.p.g, items = call.p.h / call.p.g * call.blocks;
+        for (int64_t n; (n = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED)) < heads;) {
+            for (int64_t panel = 0; panel < call.panels; panel++) call.pack(n, panel);
+            for (int64_t item = 0; item < items; item++) call.attend(n * items + item);
+        }
     }
 
     void run() {
-        double work = 2. * p.b * p.h * p.t * p.s * (p.d + p.w);
-        int64_t threads = work < 4e6 ? 1 : p.threads;  // below, waking threads takes longer than it saves
-        if (!few) parallel(threads, packing, this);
-        next = 0;
-        parallel(threads, attending, this);
+        parallel(threads, own_heads() ? owning : sharing, this);
         if (!few) forget();
     }
 };
