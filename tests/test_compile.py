@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -438,6 +439,25 @@ def test_export() -> None:
     for n in (6, 13):
         x = torch.randn(1, n, 16, dtype=torch.float64)
         torch.testing.assert_close(exported.module()(x), m(x, mask=mh.Causal()))
+
+
+def test_export_of_the_native_operator(tmp_path: Path) -> None:
+    """Masks and biases as text and tensors: the graph can be saved, and computes in another process's terms."""
+
+    class Padded(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> Tensor:
+            return mh.attention(q, k, v, mask=mh.Causal() & mh.Lengths(n), bias=mh.ALiBi(4), kernel="native")
+
+    n = torch.tensor([5, 7])
+    example = (*torch.randn(3, 2, 4, 7, 16), n)
+    length = torch.export.Dim("t", min=2, max=64)
+    exported = torch.export.export(Padded(), example, dynamic_shapes=(*({2: length},) * 3, None))
+    assert "manyheads.native" in str(exported.graph)
+    torch.export.save(exported, tmp_path / "padded.pt2")
+    loaded = torch.export.load(tmp_path / "padded.pt2").module()
+    for t in (7, 33):
+        given = (*torch.randn(3, 2, 4, t, 16), n)
+        torch.testing.assert_close(loaded(*given), Padded()(*given))
 
 
 @pytest.mark.parametrize("bias", [None, "Relative"], ids=str)

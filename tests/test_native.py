@@ -166,11 +166,18 @@ def test_a_fork_that_is_the_first_to_compute() -> None:
     python(code, OMP_NUM_THREADS="2")
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_the_same_numbers_on_any_number_of_threads(threads: int) -> None:
+@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize("threads", [1, 2, 4, 5])
+def test_the_same_bits_on_any_number_of_threads(threads: int, heads: int) -> None:
     before = torch.get_num_threads()
-    expected = attend()
+    q, k, v = torch.randn(3, 1, heads, 300, 64)
+
+    def attend() -> Tensor:
+        return mh.attention(q, k, v, mask=mh.Causal() & mh.Window(left=250), kernel="native")
+
     try:
+        torch.set_num_threads(1)
+        expected = attend()
         torch.set_num_threads(threads)
         assert torch.equal(attend(), expected)
     finally:

@@ -38,6 +38,7 @@ KINDS = ("forward", "causal", "layer")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PACKAGES = ("torch", "manyheads", "x-transformers", "transformers")
 ROOM = 4e9  # bytes: what builds more weights than this is left out
+SAMPLE = 0.02  # seconds that one measurement takes at least
 
 Run = Callable[[], object]
 
@@ -198,11 +199,12 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def timed(run: Run) -> float:
-    """Seconds of one run."""
+def timed(run: Run, times: int = 1) -> float:
+    """Seconds of one run, the mean of so many in a row."""
     start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    for _ in range(times):
+        run()
+    return (time.perf_counter() - start) / times
 
 
 # -- the machine -------------------------------------------------------------------------------------
@@ -330,7 +332,10 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
 
 @torch.no_grad()
 def measure(problem: Problem, rounds: int) -> Result:
-    """Every contestant on a problem, interleaved; the first round warms up and isn't counted."""
+    """Every contestant on a problem, interleaved; a first round warms up and isn't counted.
+
+    What is short is run again and again in each round, until `SAMPLE` is over: a clock tells milliseconds.
+    """
     result = Result(problem)
     running: dict[str, Run] = {}
     for name, run in contestants(problem).items():
@@ -339,11 +344,12 @@ def measure(problem: Problem, rounds: int) -> Result:
         else:
             running[name] = run
     times: dict[str, list[float]] = {name: [] for name in running}
-    for n in range(rounds + 1):
+    for run in running.values():
+        run()
+    again = {name: math.ceil(SAMPLE / max(timed(run), SAMPLE / 1000)) for name, run in running.items()}
+    for _ in range(rounds):
         for name, run in running.items():
-            seconds = timed(run)
-            if n:
-                times[name].append(seconds)
+            times[name].append(timed(run, again[name]))
     for name, spent in times.items():
         low, _, high = statistics.quantiles(spent, n=4, method="inclusive") if len(spent) > 1 else spent * 3
         result.timings.append(Timing(name, statistics.median(spent), low, high, rounds))

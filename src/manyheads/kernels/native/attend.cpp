@@ -244,15 +244,12 @@ template <class T, class Op> struct Call {
         panels = up(p.s, PANEL) / PANEL;
         depth = up(p.d, Op::PAIR);
         across = up(p.w, PANEL) / PANEL;
-        // Waking threads takes longer than it saves where there is little to do; what is small is shared out in
-        // small pieces.
+        // Waking threads takes longer than it saves where there is little to do. What makes few blocks is cut finer,
+        // so that threads have alike to do; whatever their number, as blocks have a say in the last bits.
         double work = 2. * p.b * p.h * p.t * p.s * (p.d + p.w);
         threads = work < 4e6 ? 1 : p.threads;
+        if (p.b * p.h * up(p.t, rows) / rows < 16) rows = 3 * STRIP;
         blocks = up(p.t, rows) / rows;
-        if (threads > 1 && !own_heads() && p.b * p.h * blocks < 8 * threads) {
-            rows = 3 * STRIP;
-            blocks = up(p.t, rows) / rows;
-        }
         int64_t heads = p.b * p.g, k = heads * panels * depth * PANEL, v = heads * across * panels * PANEL * PANEL;
         int64_t sizes[] = {up(k * sizeof(E), 64), up(v * sizeof(E), 64), up(heads * panels, 64),
                            p.key_ids ? (int64_t)(p.b * panels * sizeof(Range)) : 0};
