@@ -442,7 +442,7 @@ def test_export() -> None:
 
 
 def test_export_of_the_native_operator(tmp_path: Path) -> None:
-    """Masks and biases as text and tensors: the graph can be saved, and computes in another process's terms."""
+    """Masks and biases pass as text and tensors: the graph can be saved."""
 
     class Padded(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> Tensor:

@@ -302,6 +302,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
     if t < 128:
         return "it is compiled for lengths from 128"
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, t, t, device="cpu") if causal else None
+    torch.compiler.reset()  # a function may be compiled for eight shapes, and runs uncompiled for a ninth
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(q, k, v, block_mask=blocks)
 
