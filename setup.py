@@ -58,8 +58,9 @@ def compile_to(library: Path, work: Path) -> None:
     objects = []
     for build, flags in BUILDS.items():
         if x86 or "avx" not in build:
-            objects.append(str(work / f"{build}.o"))
-            run(*flags, f"-DLEVEL={build}", "-c", str(SOURCE / "attend.cpp"), "-o", objects[-1])
+            for source in ("attend", "differentiate"):
+                objects.append(str(work / f"{source}-{build}.o"))
+                run(*flags, f"-DLEVEL={build}", "-c", str(SOURCE / f"{source}.cpp"), "-o", objects[-1])
     objects.append(str(work / "threads.o"))
     run("-c", str(SOURCE / "threads.cpp"), "-o", objects[-1])
     run("-shared", *objects, "-o", str(library), "-pthread", *(["-ldl"] if sys.platform == "linux" else []))

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import manyheads as mh
-from manyheads import kernels
-from manyheads.kernels import native
+from manyheads import kernels, scores
+from manyheads.kernels import chunked, native
 from manyheads.kernels.native import library
 from manyheads.scores import Problem
 
@@ -57,14 +57,67 @@ def python(code: str, **environment: str) -> str:
 
 
 def within_budget(cases: list[Case]) -> None:
-    """Outputs of the table, each within the error budget."""
+    """Outputs and gradients of the table, each within the error budget; and gradients of what is larger."""
     for case in cases:
         inputs = make(case)
-        answer = oracle(inputs)
-        with torch.no_grad():
-            out = mh.attention(inputs.q, inputs.k, inputs.v, **inputs.arguments(), kernel="native")
-        allowed = budget(inputs, "out", error(plain(inputs)["out"], answer.values["out"]), answer)
-        assert error(out, answer.values["out"]) <= allowed, case
+        answer, theirs = oracle(inputs), plain(inputs)
+        out = mh.attention(inputs.q, inputs.k, inputs.v, **inputs.arguments(), kernel="native")
+        leaves = inputs.leaves()
+        grads = torch.autograd.grad(out, list(leaves.values()), inputs.upstream, allow_unused=True)
+        found = {"out": out} | {name: x for name, x in zip(leaves, grads, strict=True) if x is not None}
+        for name, x in found.items():
+            allowed = budget(inputs, name, error(theirs[name], answer.values[name]), answer)
+            assert error(x, answer.values[name]) <= allowed, (case, name)
+    for large in LARGE:
+        for dtype in (torch.float32, torch.bfloat16):
+            larger_within_budget(*large, dtype)
+
+
+# Sizes b, h, g, t, s, d, w of several blocks of keys and steps of queries, and what else there is.
+LARGE: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((2, 4, 2, 300, 310, 64, 64), {}),
+    ((1, 2, 1, 257, 301, 33, 70), {"mask": mh.Causal() & mh.Window(left=50), "softcap": 3.0}),
+    ((1, 2, 2, 97, 193, 130, 8), {"mask": mh.Causal(), "offset": 40, "scale": -0.3, "bias": mh.ALiBi(2)}),
+    ((2, 1, 1, 140, 200, 16, 16), {"mask": mh.Lengths(torch.tensor([97, 200]), left=True)}),
+    ((1, 2, 2, 300, 300, 5, 3), {"mask": mh.Documents(torch.arange(300)[None] // 71), "sink": torch.ones(2)}),
+    (
+        (2, 2, 2, 130, 200, 16, 16),
+        {"mask": mh.Window(right=3), "bias": mh.Dense(torch.ones(130, 200).tril())},
+    ),
+]
+
+
+def larger_within_budget(sizes: tuple[int, ...], rest: dict[str, Any], dtype: torch.dtype) -> None:
+    """Gradients of a larger problem, with chunked's own error for that of plain products."""
+    b, h, g, t, s, d, w = sizes
+    random = torch.Generator().manual_seed(5)
+    parts = [(b, h, t, d), (b, g, s, d), (b, g, s, w), (b, h, t, w)]
+    *given, upstream = (torch.randn(n, generator=random).to(dtype) for n in parts)
+
+    def gradients(kernel: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        if isinstance(bias := rest.get("bias"), mh.Dense):
+            leaves.append(bias.values.to(torch.promote_types(dtype, torch.float32)).requires_grad_())
+            bias = mh.Dense(leaves[-1])
+        out = mh.attention(*leaves[:3], **rest | {"bias": bias}, kernel=kernel)
+        return list(torch.autograd.grad(out, leaves, upstream.to(dtype)))
+
+    # The same formula on absolute values.
+    wide = Problem.of(*(x.double() for x in given), **rest)
+    q, k, v, up = (x.double().abs().repeat_interleave(h // x.shape[1], 1) for x in (*given, upstream))
+    weight = mh.AttentionMap.of(wide).dense()  # [b, h, t, s]
+    d_weight = up @ v.mT
+    d_score = weight * (d_weight + (weight * d_weight).sum(-1, keepdim=True))
+    spread = [abs(wide.scale) * d_score @ k, abs(wide.scale) * d_score.mT @ q, weight.mT @ up, d_score]
+    score = scores.tile(wide)
+    highest = float(score[score > -math.inf].abs().max())
+
+    true = gradients("reference", torch.float64)
+    all_three = zip(gradients("native", dtype), gradients("chunked", dtype), true, spread, strict=False)
+    for ours, theirs, x, largest in all_three:
+        off, usual = (float((y.double() - x).abs().max()) for y in (ours, theirs))
+        largest = largest.unflatten(1, (-1, h // x.shape[1])).sum(2) if x.dim() == 4 else largest.sum((0, 1))
+        assert off <= 2 * usual + torch.finfo(dtype).eps * (1 + highest) * float(largest.max()), sizes
 
 
 @pytest.mark.parametrize("width", library.runs)
@@ -182,6 +235,76 @@ def test_the_same_bits_on_any_number_of_threads(threads: int, heads: int) -> Non
         assert torch.equal(attend(), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 400), (2, 4, 130), (4, 8, 100)])
+@pytest.mark.parametrize("bias", [None, "of all heads"])
+def test_the_same_bits_of_gradients(sizes: tuple[int, int, int], bias: str | None) -> None:
+    """From run to run, and on any number of threads."""
+    b, h, t = sizes
+    leaves = [x.requires_grad_() for x in torch.randn(3, b, h, t, 32)]
+    table = torch.randn(t, t, requires_grad=True)
+    before = torch.get_num_threads()
+
+    def gradients() -> list[Tensor]:
+        dense = None if bias is None else mh.Dense(table)
+        out = mh.attention(*leaves, mask=mh.Causal(), bias=dense, kernel="native")
+        wanted = leaves if bias is None else [*leaves, table]
+        return list(torch.autograd.grad(out.square().sum(), wanted))
+
+    try:
+        expected = gradients()
+        for threads in (1, 2, 3, 2):
+            torch.set_num_threads(threads)
+            assert all(map(torch.equal, gradients(), expected))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_gradient_that_comes_in_any_layout() -> None:
+    q, k, v = (x.requires_grad_() for x in heads())
+    out, lse = native.run(Problem.of(q, k, v, mask=mh.Causal()))
+    for upstream in (torch.ones(()).expand(out.shape), torch.randn(2, 70, 4, 8).transpose(1, 2)):
+        ours = torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True)
+        theirs = torch.autograd.grad(right(q, k, v, mask=mh.Causal()), (q, k, v), upstream)
+        torch.testing.assert_close(ours, theirs)
+    both = torch.autograd.grad(out.sum() + 3 * lse.sum(), (q, k), retain_graph=True)
+    wide = chunked.run(Problem.of(q.double(), k.double(), v.double(), mask=mh.Causal()))
+    torch.testing.assert_close(both, torch.autograd.grad(wide[0].sum() + 3 * wide[1].sum(), (q, k)))
+    torch.testing.assert_close(
+        torch.autograd.grad(lse.sum(), (q, k), retain_graph=True),
+        torch.autograd.grad(wide_lse(q, k, v), (q, k)),
+    )
+
+
+def wide_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return chunked.run(Problem.of(q.double(), k.double(), v.double(), mask=mh.Causal()))[1].sum()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_what_is_masked_does_not_leak_into_gradients(poison: float) -> None:
+    q, k, v = (x.requires_grad_() for x in heads(t=90, s=110))
+    with torch.no_grad():
+        k[0, :, 100:] = poison
+        v[0, :, 100:] = poison
+    mask = mh.Lengths(torch.tensor([100, 110]))
+    out = mh.attention(q, k, v, mask=mask, kernel="native")
+    ours = torch.autograd.grad(out.square().sum(), (q, k, v))
+    clean = [x.detach().nan_to_num(0, 0, 0).requires_grad_() for x in (q, k, v)]
+    theirs = torch.autograd.grad(right(*clean, mask=mask).square().sum(), clean)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_what_changed_since_and_a_second_gradient_are_refused() -> None:
+    q, k, v = (x.requires_grad_() for x in heads())
+    (first,) = torch.autograd.grad(mh.attention(q, k, v, kernel="native").sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="a first gradient only"):
+        first.sum().backward()
+    out = mh.attention(q, k, v, kernel="native")
+    with torch.no_grad():
+        k.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_threads_of_its_own_when_asked() -> None:

@@ -12,7 +12,7 @@ unroll its loop. Masks and biases go through it as text beside their tensors (`v
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -247,11 +247,10 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
         return _forward(problem, arguments[7])
 
 
-@torch.library.custom_op(
-    "manyheads::chunked_backward",
-    mutates_args=(),
-    schema=f"(Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] needs, {ARGUMENTS}) -> Tensor[]",
-)
+GIVEN = f"Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] needs, {ARGUMENTS}"  # to its gradient
+
+
+@torch.library.custom_op("manyheads::chunked_backward", mutates_args=(), schema=f"({GIVEN}) -> Tensor[]")
 def _attend_backward(
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
 ) -> list[Tensor]:
@@ -268,9 +267,10 @@ def shaped(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Te
 
 
 @_attend_backward.register_fake
-def _(
+def gradients_shaped(
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
 ) -> list[Tensor]:
+    """Gradients of q, k, v, sink and the bias's tensor without their numbers."""
     q, k, v, sink, _, biases = arguments[:6]
     like = (q, k, v, sink, biases[0] if biases and needs[4] else None)
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
@@ -284,25 +284,30 @@ def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -
     ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
 
 
-def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-    """The gradients of an operator's arguments, from what `remember` kept."""
-    out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
-    masks, biases = rest[: ctx.masks], rest[ctx.masks :]
-    needs = [True, True, True, sink is not None, any(x.requires_grad for x in biases)]
-    dq, dk, dv, d_sink, d_bias = _attend_backward(
-        out, lse, d_out, d_lse, needs, q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers
-    )
-    d_biases = [d_bias if needs[4] else None for _ in biases]
-    nothing = [None] * (2 + len(ctx.numbers))
-    return (dq, dk, dv, None if sink is None else d_sink, [None] * len(masks), d_biases, *nothing)
+def differentiated_by(backward: Callable[..., list[Tensor]]) -> Callable[..., tuple[Any, ...]]:
+    """How an operator's arguments get their gradients by `backward`, from what `remember` kept."""
+
+    def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+        out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
+        masks, biases = rest[: ctx.masks], rest[ctx.masks :]
+        needs = [True, True, True, sink is not None, any(x.requires_grad for x in biases)]
+        dq, dk, dv, d_sink, d_bias = backward(
+            out, lse, d_out, d_lse, needs, q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers
+        )
+        d_biases = [d_bias if needs[4] else None for _ in biases]
+        nothing = [None] * (2 + len(ctx.numbers))
+        return (dq, dk, dv, None if sink is None else d_sink, [None] * len(masks), d_biases, *nothing)
+
+    return differentiate
 
 
-def _refuse_twice(ctx: Any, *grads: Any) -> None:
+def refuse_twice(ctx: Any, *grads: Any) -> None:
+    """The gradient of a gradient."""
     raise RuntimeError(
-        "chunked attention has a first gradient only, and a second one was asked for: "
+        "this kernel's attention has a first gradient only, and a second one was asked for: "
         'use kernel="reference", whose gradient PyTorch can differentiate again.'
     )
 
 
-_attend.register_autograd(differentiate, setup_context=remember)
-_attend_backward.register_autograd(_refuse_twice)
+_attend.register_autograd(differentiated_by(lambda *given: _attend_backward(*given)), setup_context=remember)
+_attend_backward.register_autograd(refuse_twice)

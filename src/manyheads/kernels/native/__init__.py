@@ -7,6 +7,8 @@ Masks reach it in their normal form; of the rest it takes a boolean tensor. Its 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from manyheads.biases import ALiBi, Dense
 from manyheads.kernels import chunked, sdpa
 from manyheads.kernels.native import library
 from manyheads.masks import FAR, Documents, Drop, Keep, Lengths, Mask, Normal
-from manyheads.scores import ALL, Problem
+from manyheads.scores import ALL, Problem, finite
 from manyheads.shapes import amount
 
 NAME = "native"
@@ -26,6 +28,8 @@ SHIELDS = True
 WIDEST = 256
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 LIMIT = sdpa.LIMIT
+CHUNKS = 16  # of a gradient's keys, over all heads: as many threads have something to do
+KEYS = 96  # in one of its blocks
 PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors whose operators are PyTorch's own
 
 
@@ -77,9 +81,13 @@ def built() -> str:
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
     """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
-    if _direct(problem):
-        return _forward(problem)
-    out, lse = torch.ops.manyheads.native(*chunked.arguments(problem))
+    if not _direct(problem):
+        out, lse = torch.ops.manyheads.native(*chunked.arguments(problem))
+    elif _wants_gradient(problem):
+        table = None if problem.bias is None else problem.bias.tensor()
+        out, lse = _Differentiable.apply(table, *chunked.arguments(problem))
+    else:
+        out, lse = _forward(problem)
     return out, lse
 
 
@@ -97,7 +105,6 @@ def _direct(p: Problem) -> bool:
     """Is there nobody who would have to see an operator? Calling one takes longer than a small problem."""
     return not (
         torch.compiler.is_compiling()
-        or _wants_gradient(p)
         or not (type(p.q) in PLAIN and type(p.k) in PLAIN and type(p.v) in PLAIN)
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -178,17 +185,86 @@ def _ids(p: Problem, documents: Documents) -> tuple[Tensor, Tensor]:
 
 def _forward(p: Problem) -> tuple[Tensor, Tensor]:
     n = p.shape
+    out = p.q.new_empty(n.b, n.h, n.t, n.w)
+    lse = p.q.new_empty(n.b, n.h, n.t, dtype=p.dtype)
+    data, _held = _packed(p, out, lse)
+    assert library.attend is not None
+    if library.attend(data, library.width):
+        size = amount(n.b * n.g * n.s * (n.d + n.w) * p.q.element_size())
+        raise MemoryError(
+            f"the kernel packs keys and values, {size} or a little more, and there is no room for them."
+        )
+    return out, lse
+
+
+def _backward(
+    p: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Sequence[bool]
+) -> list[Tensor]:
+    """Gradients of q, k, v, sink and the bias's tensor; those not needed are empty tensors."""
+    n = p.shape
+    bias = p.bias if needs[4] else None
+    known = (
+        bias is None
+        or isinstance(bias, ALiBi)
+        or (isinstance(bias, Dense) and bias.values.shape[-1:] == (n.s,))
+    )
+    if not known or not all(finite(x) for x in (p.q, p.k, p.v, d_out)):
+        nothing = torch.zeros_like(lse) if d_lse is None else d_lse
+        return chunked._backward(p, out, lse, d_out, nothing, None, list(needs))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (p.q, p.k, p.v))
+    delta = torch.empty_like(lse)
+    table, d_bias, slopes, shared = None, (0,) * 5, None, False
+    chunks = max(min(CHUNKS // (n.b * n.g), -(-n.s // KEYS)), 1)
+    if isinstance(bias, Dense):
+        table = bias.values.new_zeros(bias.values.shape, dtype=p.dtype)
+        view = table.expand(n.b, n.h, n.t, n.s)
+        shared = (view.stride(0) == 0 and n.b > 1) or (view.stride(1) == 0 and n.h > 1)
+        d_bias = (table.data_ptr(), *view.stride())
+        chunks = max(min(CHUNKS, -(-n.s // KEYS)), 1) if shared else chunks
+    elif isinstance(bias, ALiBi):
+        slopes = p.q.new_zeros(n.b, n.h, chunks, dtype=p.dtype)
+    if d_lse is not None:
+        d_lse = d_lse.to(p.dtype).contiguous()
+    data, _held = _packed(p, out, lse)
+    assert library.differentiate is not None
+    failed = library.differentiate(
+        data,
+        library.GRADIENT.pack(
+            d_out.data_ptr(), *d_out.stride(), 0 if d_lse is None else d_lse.data_ptr(),
+            dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), delta.data_ptr(),
+            *d_bias, 0 if slopes is None else slopes.data_ptr(), shared, chunks,
+        ),
+        library.width,
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(
+            "the kernel's gradient packs queries and sums, several times their size, and there is no room."
+        )
+    d_sink = p.q.new_empty(0)
+    if p.sink is not None:  # the sink's weight times (its value, 0, − delta)
+        weight = torch.exp(p.sink.to(p.dtype)[:, None] - torch.where(lse == -math.inf, math.inf, lse))
+        d_sink = -(weight * delta).sum((0, 2)).to(p.sink.dtype)
+    own = p.q.new_empty(0)
+    if table is not None and bias is not None:
+        own = table.to(bias.tensor().dtype).reshape(bias.tensor().shape)
+    elif slopes is not None and bias is not None:
+        own = slopes.sum((0, 2)).sum_to_size(bias.tensor().shape)
+    return [dq, dk, dv, d_sink, own]
+
+
+def _packed(p: Problem, out: Tensor, lse: Tensor) -> tuple[bytes, list[Tensor]]:
+    """A problem as the library reads it, and the tensors that its addresses point into."""
+    n = p.shape
     q, k, v = p.q, p.k, p.v
-    if q.is_neg() or k.is_neg() or v.is_neg():
-        q, k, v = (x.resolve_neg() for x in (q, k, v))
-    out = q.new_empty(n.b, n.h, n.t, n.w)
-    lse = q.new_empty(n.b, n.h, n.t, dtype=p.dtype)
-    held: list[Tensor] = []  # what the numbers below point into
+    held: list[Tensor] = []
 
     def at(tensor: Tensor) -> int:
         held.append(tensor)
         return tensor.data_ptr()
 
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
+        held += [q, k, v]
     low, high, real, ids, slopes = -FAR, FAR, (0, 0), (0, 0, 0, 0), (0, 0)
     keep: tuple[int, ...] = (0,) * 5
     bias: tuple[int, ...] = (0,) * 5
@@ -219,36 +295,75 @@ def _forward(p: Problem) -> tuple[Tensor, Tensor]:
     else:
         offset = (0, at(p.offset.to(torch.int64).clamp(-FAR, FAR).contiguous()))
     sink = 0 if p.sink is None else at(p.sink.detach().to(p.dtype).contiguous())
-    assert library.attend is not None
-    failed = library.attend(
-        library.PROBLEM.pack(
-            *n, DTYPES[q.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(),
-            *q.stride(), *k.stride(), *v.stride(), *out.stride(), out.data_ptr(), lse.data_ptr(),
-            p.scale, p.softcap or 0.0, sink, *offset, low, high, *real, *ids, *keep, *bias, *slopes,
-            torch.get_num_threads(),
-        ),
-        library.width,
+    data = library.PROBLEM.pack(
+        *n, DTYPES[q.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(),
+        *q.stride(), *k.stride(), *v.stride(), *out.stride(), out.data_ptr(), lse.data_ptr(),
+        p.scale, p.softcap or 0.0, sink, *offset, low, high, *real, *ids, *keep, *bias, *slopes,
+        torch.get_num_threads(),
     )  # fmt: skip
-    if failed:
-        size = amount(n.b * n.g * n.s * (n.d + n.w) * q.element_size())
-        raise MemoryError(
-            f"the kernel packs keys and values, {size} or a little more, and there is no room for them."
-        )
-    return out, lse
+    return data, held
 
 
 # -- the operator ----------------------------------------------------------------------------------
 
 _library = torch.library.Library("manyheads", "FRAGMENT")
 _library.define(f"native({chunked.ARGUMENTS}) -> (Tensor out, Tensor lse)")
+_library.define(f"native_backward({chunked.GIVEN}) -> Tensor[]")
 
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     return _forward(chunked.problem_of(*arguments))
 
 
+def _attend_backward(
+    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
+) -> list[Tensor]:
+    return _backward(chunked.problem_of(*arguments), out, lse, d_out, d_lse, needs)
+
+
 _library.impl("native", _attend, "CPU")
+_library.impl("native_backward", _attend_backward, "CPU")
 torch.library.register_fake("manyheads::native", chunked.shaped, lib=_library)
+torch.library.register_fake("manyheads::native_backward", chunked.gradients_shaped, lib=_library)
 torch.library.register_autograd(
-    "manyheads::native", chunked.differentiate, setup_context=chunked.remember, lib=_library
+    "manyheads::native",
+    chunked.differentiated_by(lambda *given: torch.ops.manyheads.native_backward(*given)),
+    setup_context=chunked.remember,
+    lib=_library,
 )
+torch.library.register_autograd("manyheads::native_backward", chunked.refuse_twice, lib=_library)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The same where nobody has to see an operator: calling one takes longer than a small problem.
+
+    Its arguments are an operator's, with the bias's tensor before the lists, in which a gradient isn't seen.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _attend(*arguments)
+        ctx.set_materialize_grads(False)
+        chunked.remember(ctx, arguments, (out, lse))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
+        masks, biases = rest[: ctx.masks], rest[ctx.masks :]
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        needs = [*ctx.needs_input_grad[1:5], ctx.needs_input_grad[0]]
+        given = (out, lse, d_out, d_lse, needs, q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers)
+        grads = (_Once.apply if torch.is_grad_enabled() else _attend_backward)(*given)
+        dq, dk, dv, d_sink, table = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+        return (table, dq, dk, dv, d_sink, *[None] * (4 + len(ctx.numbers)))
+
+
+class _Once(torch.autograd.Function):
+    """The gradient, where a graph of it is asked for: it has none."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        return tuple(_attend_backward(*given))
+
+    backward = staticmethod(chunked.refuse_twice)

@@ -18,11 +18,13 @@ from manyheads.kernels import PROCESS
 HERE = Path(__file__).parent
 FILE = Path(os.environ.get("MANYHEADS_LIBRARY") or HERE / "native.so")  # another one: with sanitizers, say
 LOG = HERE / "native.log"  # what the build said, where it failed
-INTERFACE = 2  # that of problem.h, whose Problem this is, field by field; all are eight bytes wide
+INTERFACE = 3  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq q".replace(" ", ""))
+GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
 WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # by what they need of a processor
 
 attend: ctypes._NamedFuncPointer | None = None  # (a problem in bytes, number of the build) → 0
+differentiate: ctypes._NamedFuncPointer | None = None  # (a problem, a gradient, number of the build) → 0
 width: int | None = None  # the build's number in WIDTHS
 runs: list[str] = []  # all builds that this processor can run
 shares_threads = False
@@ -32,7 +34,7 @@ missing: str | None = None  # why there is none
 
 
 def _load() -> None:
-    global attend, width, missing, shares_threads, spin, read
+    global attend, differentiate, width, missing, shares_threads, spin, read
     if not FILE.exists():
         said = (
             LOG.read_text(encoding="utf-8").strip()
@@ -47,7 +49,7 @@ def _load() -> None:
         missing = f"its library doesn't load ({error}): install manyheads again"
         return
     library.manyheads_interface.restype = ctypes.c_int64
-    if library.manyheads_interface() != INTERFACE * 10000 + PROBLEM.size:
+    if library.manyheads_interface() != INTERFACE * 1000000 + 1000 * GRADIENT.size + PROBLEM.size:
         missing = "its library was built from another version of the sources: install manyheads again"
         return
     shares_threads = bool(library.manyheads_begin(_own_threads()))
@@ -62,6 +64,9 @@ def _load() -> None:
     width = WIDTHS.index(runs[-1] if wanted is None else wanted)
     attend = library.manyheads_attend
     attend.argtypes, attend.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_int
+    differentiate = library.manyheads_differentiate
+    differentiate.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
+    differentiate.restype = ctypes.c_int
     spin, read = library.manyheads_spin, library.manyheads_read
     spin.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
     read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)

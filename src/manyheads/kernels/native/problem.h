@@ -4,7 +4,7 @@
 
 extern "C" {
 
-constexpr int64_t INTERFACE = 2;  // counted up whenever Problem changes: Python asks before it calls
+constexpr int64_t INTERFACE = 3;  // counted up whenever Problem changes: Python asks before it calls
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 
@@ -32,6 +32,20 @@ struct Problem {
     const void *slopes;                      // [h] or null: ALiBi
     int64_t slopes_stride;
     int64_t threads;
+};
+
+// What the gradient of a problem needs beside it (whose out and lse are given), and where it is written.
+struct Gradient {
+    const void *d_out;                       // [b, h, t, w], of the problem's dtype
+    int64_t d_out_stride[4];
+    const void *d_lse;                       // [b, h, t], contiguous, or null
+    void *dq, *dk, *dv;                      // [b, h, t, d], [b, g, s, d], [b, g, s, w], contiguous, of its dtype
+    void *delta;                             // [b, h, t], contiguous: of each row, d_out · out − d_lse
+    void *d_bias;                            // zeros that are added to, or null; broadcast by strides of 0
+    int64_t d_bias_stride[4];
+    void *d_slopes;                          // [b, h, chunks] zeros that are added to, or null
+    int64_t shared;                          // do several heads add to one place of d_bias?
+    int64_t chunks;                          // of the keys of a head, each summed by one thread
 };
 
 }  // extern "C"

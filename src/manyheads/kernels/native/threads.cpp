@@ -20,10 +20,12 @@
 
 #define BUILD(width)                                                  \
     void attend_##width(const Problem *p);                             \
+    void differentiate_##width(const Problem *p, const Gradient *y);   \
     double spin_##width(int64_t rounds, int pairs, float *kept);       \
     float read_##width(const float *x, int64_t count);
 
 void attend_float64(const Problem *p);
+void differentiate_float64(const Problem *p, const Gradient *y);
 BUILD(portable)
 #if defined(__x86_64__)
 BUILD(avx2)
@@ -122,7 +124,7 @@ __attribute__((visibility("default"))) int manyheads_begin(int own_threads) {
     return pool != nullptr;
 }
 
-__attribute__((visibility("default"))) int64_t manyheads_interface() { return INTERFACE * 10000 + sizeof(Problem); }
+__attribute__((visibility("default"))) int64_t manyheads_interface() { return INTERFACE * 1000000 + 1000 * sizeof(Gradient) + sizeof(Problem); }
 
 // Can this processor run a build, by its number? 0 portable, 1 avx2, 2 avx512, 3 avx512bf16.
 __attribute__((visibility("default"))) int manyheads_runs(int level) {
@@ -143,6 +145,17 @@ __attribute__((visibility("default"))) int manyheads_attend(const Problem *p, in
     void (*builds[])(const Problem *) = EACH(attend);
     try {
         p->dtype == FLOAT64 ? attend_float64(p) : builds[level](p);
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+    return 0;
+}
+
+// Its gradient. 0: done; 1: there is no memory for what is packed and summed.
+__attribute__((visibility("default"))) int manyheads_differentiate(const Problem *p, const Gradient *y, int level) {
+    void (*builds[])(const Problem *, const Gradient *) = EACH(differentiate);
+    try {
+        p->dtype == FLOAT64 ? differentiate_float64(p, y) : builds[level](p, y);
     } catch (const std::bad_alloc &) {
         return 1;
     }

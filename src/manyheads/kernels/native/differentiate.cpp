@@ -1,0 +1,374 @@
+// The gradient, compiled once for each vector width (LEVEL names the build).
+//
+// Scores are computed again, and weights from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135). A thread owns
+// blocks of keys and walks over the queries that see them, so that scores lie [keys, queries]: what a row of
+// weights is multiplied by to be a gradient of values or keys then lies as `product` wants it, and so do, as a
+// panel, the gradients of scores that are summed over keys. Gradients of queries are summed per chunk, a fixed
+// choice of blocks, and chunks in order: the bits depend on neither threads nor chance.
+#include "products.h"
+
+#include <cmath>
+
+namespace {
+
+constexpr int KEYS = 96;      // in a block
+constexpr int QUERIES = 128;  // in a step
+
+template <class T, class Op> struct Backward {
+    typedef typename Op::E E;
+    static constexpr bool PAIRS = Op::PAIR == 2;
+
+    const Problem &p;
+    const Gradient &y;
+    int64_t panels, depth, deep;     // panels of queries; d and w rounded up to pairs
+    int64_t across, over;            // panels of d, of w
+    int64_t blocks;                  // of keys
+    E *q_columns, *q_rows;           // [b * h, panels, depth, PANEL], [b * h, across, panels * PANEL, PANEL]
+    E *out_columns, *out_rows;       // of the gradient of the output, the same with deep and over
+    R *lse;                          // [b * h, panels * PANEL]: times log2(e), infinite where nothing is seen
+    R *delta;                        // the same: what a row's gradients of weights are on average
+    R *dq;                           // [b * h, chunks, d, panels * PANEL]: without the scale
+    R unit;                          // what products are multiplied by: as the forward pass does it, to the bit
+    int64_t next = 0;
+
+    Backward(const Problem &p, const Gradient &y) : p(p), y(y) {
+        panels = up(p.t, PANEL) / PANEL;
+        depth = up(p.d, Op::PAIR), deep = up(p.w, Op::PAIR);
+        across = up(p.d, PANEL) / PANEL, over = up(p.w, PANEL) / PANEL;
+        blocks = up(p.s, KEYS) / KEYS;
+        unit = PAIRS ? (R)p.scale : (R)1;
+        int64_t heads = p.b * p.h, rows = panels * PANEL;
+        int64_t sizes[] = {heads * rows * depth * (int64_t)sizeof(E),          heads * rows * across * PANEL * (int64_t)sizeof(E),
+                           heads * rows * deep * (int64_t)sizeof(E),           heads * rows * over * PANEL * (int64_t)sizeof(E),
+                           heads * rows * (int64_t)sizeof(R),                  heads * rows * (int64_t)sizeof(R),
+                           heads * y.chunks * p.d * rows * (int64_t)sizeof(R)};
+        int64_t whole = 0;
+        for (int64_t &size : sizes) size = up(size, 64), whole += size;
+        char *memory = (char *)store_of(whole), *at[7];
+        for (int n = 0; n < 7; n++) at[n] = memory, memory += sizes[n];
+        q_columns = (E *)at[0], q_rows = (E *)at[1], out_columns = (E *)at[2], out_rows = (E *)at[3];
+        lse = (R *)at[4], delta = (R *)at[5], dq = (R *)at[6];
+    }
+
+    // -- queries ------------------------------------------------------------------------------------
+
+    // Packs a panel of queries and of gradients of their outputs; what else a row needs is one number each.
+    void pack(int64_t head, int64_t panel) {
+        int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.t - first), b = head / p.h, h = head % p.h;
+        const T *q = (const T *)p.q + b * p.q_stride[0] + h * p.q_stride[1] + first * p.q_stride[2];
+        const T *d = (const T *)y.d_out + b * y.d_out_stride[0] + h * y.d_out_stride[1] + first * y.d_out_stride[2];
+        const T *out = (const T *)p.out + b * p.out_stride[0] + h * p.out_stride[1] + first * p.out_stride[2];
+        pack_columns<Op>(q_columns + (head * panels + panel) * depth * PANEL, q, p.q_stride + 2, count, p.d, (R)p.scale);
+        pack_columns<Op>(out_columns + (head * panels + panel) * deep * PANEL, d, y.d_out_stride + 2, count, p.w);
+        int64_t apart = panels * PANEL * PANEL;
+        pack_rows<Op>(q_rows + (head * across * panels + panel) * PANEL * PANEL, apart, q, p.q_stride + 2, count, p.d);
+        pack_rows<Op>(out_rows + (head * over * panels + panel) * PANEL * PANEL, apart, d, y.d_out_stride + 2, count, p.w);
+        for (int64_t n = 0; n < PANEL; n++) {
+            int64_t at = head * panels * PANEL + first + n, row = head * p.t + first + n;
+            R l = n < count ? ((const R *)p.lse)[row] : -(R)INF;
+            lse[at] = l == -INF ? INF : (R)(l * LOG2E);
+            R sum = 0;
+            for (int64_t x = 0; n < count && x < p.w; x++)
+                sum += wide(d[n * y.d_out_stride[2] + x * y.d_out_stride[3]]) * wide(out[n * p.out_stride[2] + x * p.out_stride[3]]);
+            delta[at] = n < count && y.d_lse ? sum - ((const R *)y.d_lse)[row] : sum;
+            if (n < count) ((R *)y.delta)[row] = delta[at];
+        }
+    }
+
+    // -- blocks of keys -----------------------------------------------------------------------------
+
+    struct Block {
+        int64_t b, g, chunk, first, count;  // count: of keys
+        E *k, *k_down, *v;        // [KEYS, depth], [d, KEYS], [KEYS, deep]
+        R *dk, *dv;               // [KEYS, across * PANEL], [KEYS, over * PANEL]
+        R *score, *grad, *bend;   // [KEYS, QUERIES]: scores, gradients of weights, what the softcap bends them by
+        E *weight, *pull, *pairs; // the same places in float32; weights, and gradients of scores in both orders
+        V *unused;                // [KEYS]
+    };
+
+    // The queries first … last that a key's place in the band lets it see it, as rows; of no key none.
+    void seen_by(const Block &k, int64_t j, int64_t &begin, int64_t &end) const {
+        bool real = !p.first || (p.first[k.b] <= j && j < p.last[k.b]);
+        int64_t offset = p.offsets ? p.offsets[k.b] : p.offset;
+        begin = smaller(larger<int64_t>(j - p.high - offset, 0), p.t);
+        end = larger(smaller(j - p.low - offset + 1, p.t), begin);
+        if (!real) begin = end = 0;
+    }
+
+    Block block_of(int64_t b, int64_t g, int64_t chunk, int64_t block) const {
+        Block k = {};
+        k.b = b, k.g = g, k.chunk = chunk, k.first = block * KEYS;
+        k.count = smaller<int64_t>(KEYS, p.s - k.first);
+        int64_t tile = (int64_t)sizeof(R) * KEYS * QUERIES, small = PAIRS ? (int64_t)sizeof(E) * KEYS * QUERIES : 0;
+        int64_t sizes[] = {(int64_t)sizeof(E) * KEYS * depth, (int64_t)sizeof(E) * KEYS * p.d, (int64_t)sizeof(E) * KEYS * deep,
+                           (int64_t)sizeof(R) * KEYS * across * PANEL, (int64_t)sizeof(R) * KEYS * over * PANEL, tile, tile,
+                           p.softcap ? tile : 0, small, small, small, KEYS * (int64_t)BYTES};
+        int64_t whole = 0;
+        for (int64_t &size : sizes) size = up(size, 64), whole += size;
+        char *memory = (char *)scratch(whole), *at[12];
+        for (int n = 0; n < 12; n++) at[n] = memory, memory += sizes[n];
+        k.k = (E *)at[0], k.k_down = (E *)at[1], k.v = (E *)at[2], k.dk = (R *)at[3], k.dv = (R *)at[4];
+        k.score = (R *)at[5], k.grad = (R *)at[6], k.bend = (R *)at[7];
+        k.weight = PAIRS ? (E *)at[8] : (E *)k.score, k.pull = PAIRS ? (E *)at[9] : (E *)k.grad;
+        k.pairs = PAIRS ? (E *)at[10] : (E *)k.grad, k.unused = (V *)at[11];
+        return k;
+    }
+
+    // The keys, the values and their gradients of a block: zeros beyond its end.
+    void open(const Block &k) const {
+        const T *keys = (const T *)p.k + k.b * p.k_stride[0] + k.g * p.k_stride[1] + k.first * p.k_stride[2];
+        const T *values = (const T *)p.v + k.b * p.v_stride[0] + k.g * p.v_stride[1] + k.first * p.v_stride[2];
+        memset(k.k, 0, sizeof(E) * KEYS * depth);
+        memset(k.k_down, 0, sizeof(E) * KEYS * p.d);
+        memset(k.v, 0, sizeof(E) * KEYS * deep);
+        for (int64_t j = 0; j < k.count; j++) {
+            for (int64_t x = 0; x < p.d; x++)
+                k.k[j * depth + x] = k.k_down[x * KEYS + j] = Op::pack(wide(keys[j * p.k_stride[2] + x * p.k_stride[3]]));
+            for (int64_t x = 0; x < p.w; x++)
+                k.v[j * deep + x] = Op::pack(wide(values[j * p.v_stride[2] + x * p.v_stride[3]]));
+        }
+        memset(k.dk, 0, sizeof(R) * KEYS * across * PANEL);
+        memset(k.dv, 0, sizeof(R) * KEYS * over * PANEL);
+    }
+
+    void close(const Block &k) const {
+        T *dk = (T *)y.dk + ((k.b * p.g + k.g) * p.s + k.first) * p.d, *dv = (T *)y.dv + ((k.b * p.g + k.g) * p.s + k.first) * p.w;
+        for (int64_t j = 0; j < k.count; j++) {
+            for (int64_t x = 0; x < p.d; x++) narrow((R)p.scale * k.dk[j * across * PANEL + x], dk[j * p.d + x]);
+            for (int64_t x = 0; x < p.w; x++) narrow(k.dv[j * over * PANEL + x], dv[j * p.w + x]);
+        }
+    }
+
+    // Products of one row become scores, −∞ where they aren't seen; what the softcap bends its gradient by is kept.
+    void finish(const Block &k, int64_t h, int64_t row, int64_t first, int64_t count) const {
+        R *score = k.score + row * QUERIES;
+        int64_t j = k.first + row, i = (p.offsets ? p.offsets[k.b] : p.offset) + first;
+        int64_t real = smaller(count, p.t - first);
+        if (unit != (R)1)
+            for (int64_t n = 0; n < count; n += W) store(score + n, unit * load(score + n));
+        if (p.softcap)
+            for (int64_t n = 0; n < count; n += W) {
+                V bent = tanh(load(score + n) * (R)(1 / p.softcap));
+                store(score + n, (R)p.softcap * bent);
+                store(k.bend + row * QUERIES + n, (R)1 - bent * bent);
+            }
+        if (p.slopes) {
+            R slope = ((const R *)p.slopes)[h * p.slopes_stride];
+            for (int64_t n = 0; n < real; n++) score[n] -= slope * std::fabs((R)(j - i - n));
+        }
+        if (p.bias) {
+            const int64_t *step = p.bias_stride;
+            const R *bias = (const R *)p.bias + k.b * step[0] + h * step[1] + first * step[2] + j * step[3];
+            for (int64_t n = 0; n < real; n++) {
+                R x = bias[n * step[2]];
+                score[n] = x == -INF ? -INF : score[n] + x;
+            }
+        }
+        if (p.key_ids) {
+            const int64_t *ids = p.query_ids + k.b * p.query_ids_stride + first;
+            int64_t own = p.key_ids[k.b * p.key_ids_stride + j];
+            for (int64_t n = 0; n < real; n++) score[n] = ids[n] == own ? score[n] : -INF;
+        }
+        if (p.keep) {
+            const int64_t *step = p.keep_stride;
+            const uint8_t *keep = p.keep + k.b * step[0] + h * step[1] + first * step[2] + j * step[3];
+            for (int64_t n = 0; n < real; n++) score[n] = keep[n * step[2]] ? score[n] : -INF;
+        }
+        int64_t begin, end;
+        seen_by(k, j, begin, end);
+        begin = smaller(larger<int64_t>(begin - first, 0), count), end = larger(smaller(end - first, count), begin);
+        for (int64_t n = 0; n < begin; n++) score[n] = -INF;
+        for (int64_t n = end; n < count; n++) score[n] = -INF;
+    }
+
+    // Scores (or, where plain, products) and gradients of weights become weights and gradients of scores.
+    void weigh(const Block &k, int64_t row, const R *lse, const R *delta, int64_t count, bool plain) const {
+        R *score = k.score + row * QUERIES, *grad = k.grad + row * QUERIES;
+        V by = all((R)((plain ? (Wide)unit : (Wide)1) * LOG2E));
+        for (int64_t n = 0; n < count; n += W) {
+            V s = load(score + n), weight = exp2(s * by - load(lse + n));
+            V pull = weight * (load(grad + n) - load(delta + n));
+            if (!plain) {
+                I hidden = s == -INF;
+                weight = (V)((I)weight & ~hidden), pull = (V)((I)pull & ~hidden);
+            }
+            store(score + n, weight), store(grad + n, pull);
+        }
+    }
+
+    // What the gradients of scores add to those of bias and slopes; the softcap bends them after.
+    void collect(const Block &k, int64_t h, int64_t row, int64_t first, int64_t count, R &slope) const {
+        R *grad = k.grad + row * QUERIES;
+        int64_t j = k.first + row, i = (p.offsets ? p.offsets[k.b] : p.offset) + first;
+        if (y.d_bias) {
+            const int64_t *step = y.d_bias_stride;
+            R *to = (R *)y.d_bias + k.b * step[0] + h * step[1] + first * step[2] + j * step[3];
+            for (int64_t n = 0; n < count; n++) to[n * step[2]] += grad[n];
+        }
+        if (y.d_slopes)
+            for (int64_t n = 0; n < count; n++) slope -= grad[n] * std::fabs((R)(j - i - n));
+        if (p.softcap)
+            for (int64_t n = 0; n < count; n += W) store(grad + n, load(grad + n) * load(k.bend + row * QUERIES + n));
+    }
+
+    // Queries first … first + count of a head, with a block of keys. plain: each sees each, and nothing is added.
+    void step(const Block &k, int64_t h, int64_t first, int64_t count, bool plain) const {
+        int64_t head = k.b * p.h + h, at = head * panels * PANEL + first, whole = up(count, W);
+        int64_t even = up(k.count, Op::PAIR);
+        for (int64_t c = 0; c < count; c += PANEL) {
+            int64_t columns = smaller<int64_t>(PANEL, count - c), from = (head * panels * PANEL + first + c);
+            columns_of<Op, false, false>((int)even, columns, k.k, depth, q_columns + from * depth, k.score + c, QUERIES, depth, k.unused);
+            columns_of<Op, false, false>((int)even, columns, k.v, deep, out_columns + from * deep, k.grad + c, QUERIES, deep, k.unused);
+        }
+        R slope = 0;
+        for (int64_t row = 0; row < even; row++) {
+            if (row >= k.count) {  // the other half of a pair
+                memset(k.score + row * QUERIES, 0, sizeof(R) * whole), memset(k.grad + row * QUERIES, 0, sizeof(R) * whole);
+                continue;
+            }
+            if (!plain) finish(k, h, row, first, whole);
+            weigh(k, row, lse + at, delta + at, whole, plain);
+            if (y.d_bias || y.d_slopes || p.softcap) collect(k, h, row, first, count, slope);
+        }
+        if (y.d_slopes) ((R *)y.d_slopes)[head * y.chunks + k.chunk] += slope;
+        if constexpr (PAIRS)
+            for (int64_t row = 0; row < even; row += 2)
+                for (int64_t n = 0; n < whole; n += W) {
+                    R *score = k.score + row * QUERIES + n, *grad = k.grad + row * QUERIES + n;
+                    int64_t to = row * QUERIES + n;
+                    for (int two = 0; two < 2; two++) {
+                        Op::round(k.weight + to + two * QUERIES, load(score + two * QUERIES));
+                        Op::round(k.pull + to + two * QUERIES, load(grad + two * QUERIES));
+                    }
+                    Op::pair(k.pairs + to + n, load(grad), load(grad + QUERIES));
+                }
+        int64_t used = up(count, Op::PAIR), apart = panels * PANEL * PANEL, rows = panels * PANEL;
+        for (int64_t a = 0; a < over; a++)
+            columns_of<Op, true, false>((int)k.count, smaller<int64_t>(PANEL, p.w - a * PANEL), k.weight, QUERIES,
+                                        out_rows + head * over * apart + a * apart + first * PANEL, k.dv + a * PANEL, over * PANEL, used, k.unused);
+        for (int64_t a = 0; a < across; a++)
+            columns_of<Op, true, false>((int)k.count, smaller<int64_t>(PANEL, p.d - a * PANEL), k.pull, QUERIES,
+                                        q_rows + head * across * apart + a * apart + first * PANEL, k.dk + a * PANEL, across * PANEL, used, k.unused);
+        R *to = dq + (head * y.chunks + k.chunk) * p.d * rows + first;
+        for (int64_t c = 0; c < count; c += PANEL)
+            columns_of<Op, true, false, QUERIES>((int)p.d, smaller<int64_t>(PANEL, count - c), k.k_down, KEYS, k.pairs + c * Op::PAIR,
+                                                 to + c, rows, even, k.unused);
+    }
+
+    // All queries that see a block of keys.
+    void walk(const Block &k) const {
+        int64_t begin = p.t, end = 0, full_begin = 0, full_end = p.t;
+        for (int64_t row = 0; row < k.count; row++) {
+            int64_t from, to;
+            seen_by(k, k.first + row, from, to);
+            if (from < to) begin = smaller(begin, from), end = larger(end, to);
+            full_begin = larger(full_begin, from), full_end = smaller(full_end, to);
+        }
+        bool never = p.softcap || p.slopes || p.bias || p.keep || p.key_ids;
+        for (int64_t h = k.g * (p.h / p.g); h < (k.g + 1) * (p.h / p.g); h++)
+            for (int64_t first = begin / PANEL * PANEL; first < end; first += QUERIES) {
+                int64_t count = smaller<int64_t>(QUERIES, end - first);
+                if (p.key_ids && !shares(k, first, count)) continue;
+                bool plain = !never && full_begin <= first && first + count <= full_end;
+                step(k, h, first, count, plain && (count % W == 0 || first + count == p.t));  // vectors are whole
+            }
+    }
+
+    bool shares(const Block &k, int64_t first, int64_t count) const {  // is an id of these queries one of a key's?
+        const int64_t *queries = p.query_ids + k.b * p.query_ids_stride + first, *keys = p.key_ids + k.b * p.key_ids_stride + k.first;
+        int64_t least = queries[0], most = queries[0], low = keys[0], high = keys[0];
+        for (int64_t n = 1; n < count; n++) least = smaller(least, queries[n]), most = larger(most, queries[n]);
+        for (int64_t n = 1; n < k.count; n++) low = smaller(low, keys[n]), high = larger(high, keys[n]);
+        return least <= high && low <= most;
+    }
+
+    // -- gradients of queries -----------------------------------------------------------------------
+
+    void write(int64_t head, int64_t panel) const {
+        int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.t - first), rows = panels * PANEL;
+        T *to = (T *)y.dq + (head * p.t + first) * p.d;
+        for (int64_t x = 0; x < p.d; x += W) {
+            int64_t some = smaller<int64_t>(W, p.d - x);
+            for (int64_t n = 0; n < count; n += W) {
+                V block[W];
+                for (int64_t m = 0; m < W; m++) {
+                    block[m] = V{};
+                    if (m < some)
+                        for (int64_t chunk = 0; chunk < y.chunks; chunk++)
+                            block[m] += load(dq + ((head * y.chunks + chunk) * p.d + x + m) * rows + first + n);
+                }
+                transpose(block);
+                for (int64_t m = 0; m < smaller<int64_t>(W, count - n); m++)
+                    for (int64_t c = 0; c < some; c++) narrow((R)p.scale * block[m][c], to[(n + m) * p.d + x + c]);
+            }
+        }
+    }
+
+    // -- threads ------------------------------------------------------------------------------------
+
+    static void packing(void *data) {
+        Backward &all = *(Backward *)data;
+        int64_t count = all.p.b * all.p.h * all.panels;
+        for (int64_t n; (n = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED)) < count;)
+            all.pack(n / all.panels, n % all.panels);
+    }
+
+    // One chunk of a head, or, where heads add to the same gradient of a bias, of all heads in order.
+    static void walking(void *data) {
+        Backward &all = *(Backward *)data;
+        const Problem &p = all.p;
+        int64_t heads = p.b * p.g, count = all.y.chunks * (all.y.shared ? 1 : heads), queries = p.h / p.g;
+        for (int64_t n; (n = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED)) < count;) {
+            int64_t chunk = n % all.y.chunks, one = n / all.y.chunks;
+            for (int64_t head = all.y.shared ? 0 : one; head < (all.y.shared ? heads : one + 1); head++) {
+                int64_t size = p.d * all.panels * PANEL;
+                for (int64_t h = head * queries; h < (head + 1) * queries; h++)
+                    memset(all.dq + (h * all.y.chunks + chunk) * size, 0, sizeof(R) * size);
+                for (int64_t block = chunk; block < all.blocks; block += all.y.chunks) {
+                    Block k = all.block_of(head / p.g, head % p.g, chunk, block);
+                    all.open(k);
+                    all.walk(k);
+                    all.close(k);
+                }
+            }
+        }
+    }
+
+    static void writing(void *data) {
+        Backward &all = *(Backward *)data;
+        int64_t count = all.p.b * all.p.h * all.panels;
+        for (int64_t n; (n = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED)) < count;)
+            all.write(n / all.panels, n % all.panels);
+    }
+
+    void run() {
+        int64_t threads = 5. * p.b * p.h * p.t * p.s * (p.d + p.w) < 4e6 ? 1 : p.threads;
+        void (*phases[])(void *) = {packing, walking, writing};
+        for (auto phase : phases) {
+            next = 0;
+            parallel(threads, phase, this);
+        }
+        forget();
+    }
+};
+
+}  // namespace
+
+#define NAME2(level) differentiate_##level
+#define NAME(level) NAME2(level)
+
+void NAME(LEVEL)(const Problem *p, const Gradient *y) {
+#if defined(REAL)
+    Backward<double, Single>(*p, *y).run();
+#else
+    switch (p->dtype) {
+        case FLOAT32: return Backward<float, Single>(*p, *y).run();
+        case FLOAT16: return Backward<Half, Single>(*p, *y).run();
+#if defined(__AVX512BF16__)
+        case BFLOAT16: return Backward<Brain, Pairs>(*p, *y).run();
+#else
+        case BFLOAT16: return Backward<Brain, Single>(*p, *y).run();
+#endif
+    }
+#endif
+}

@@ -1,0 +1,259 @@
+// Numbers, how they lie in panels, and products of a few rows by a panel, whose sums stay in registers: what the
+// kernel and its gradient are made of.
+#pragma once
+#include "problem.h"
+#include "vectors.h"
+
+void *scratch(int64_t bytes);   // memory of this thread, aligned, kept until its next call
+void *store_of(int64_t bytes);  // the same, a second one
+void forget();                  // the second one is needed no more, and kept only if it isn't large
+
+namespace {
+
+constexpr int STRIP = 6;                                   // rows in one product
+constexpr int VECTORS = BYTES == 64 ? 4 : 2, PANEL = VECTORS * W;  // keys, or columns of values, in a panel
+#if defined(REAL)
+typedef long double Wide;
+#else
+typedef double Wide;
+#endif
+constexpr Wide LOG2E = 1.44269504088896340736L;
+constexpr R INF = __builtin_inf();
+
+template <class T> INLINE T smaller(T a, T b) { return a < b ? a : b; }
+template <class T> INLINE T larger(T a, T b) { return a > b ? a : b; }
+INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// -- numbers ---------------------------------------------------------------------------------------
+
+INLINE uint32_t bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+INLINE float from_bits(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+INLINE bool finite(R x) { return x - x == 0; }
+
+struct Half { uint16_t u; };   // float16
+struct Brain { uint16_t u; };  // bfloat16
+
+INLINE R wide(R x) { return x; }
+INLINE float wide(Brain x) { return from_bits((uint32_t)x.u << 16); }
+INLINE float wide(Half x) {
+    uint32_t sign = (uint32_t)(x.u & 0x8000) << 16, rest = x.u & 0x7fff;
+    float small = (float)rest * 5.9604644775390625e-08f;              // below 2^-14: rest * 2^-24
+    float usual = from_bits((rest << 13) + 0x38000000);
+    float large = from_bits((rest << 13) | 0x7f800000);                // infinity, NaN
+    float y = rest < 0x0400 ? small : rest < 0x7c00 ? usual : large;
+    return from_bits(bits(y) | sign);
+}
+
+// W numbers that lie side by side.
+INLINE V wide(const R *x) { return load(x); }
+#if !defined(REAL)
+INLINE I whole(const void *x) {
+    typedef uint16_t Short __attribute__((vector_size(2 * W)));
+    Short u;
+    memcpy(&u, x, sizeof u);
+    return __builtin_convertvector(u, I);
+}
+INLINE V wide(const Brain *x) { return (V)(whole(x) << 16); }
+INLINE V wide(const Half *x) {
+    I u = whole(x), sign = (u & 0x8000) << 16, rest = u & 0x7fff;
+    V small = __builtin_convertvector(rest, V) * 5.9604644775390625e-08f;
+    I y = rest < 0x0400 ? (I)small : rest < 0x7c00 ? (rest << 13) + 0x38000000 : (rest << 13) | 0x7f800000;
+    return (V)(y | sign);
+}
+#endif
+
+INLINE void narrow(R x, R &y) { y = x; }
+INLINE void narrow(float x, Brain &y) {  // to the nearest, ties to even
+    uint32_t u = bits(x);
+    y.u = x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+INLINE void narrow(float x, Half &y) {
+    uint32_t u = bits(x), sign = (u >> 16) & 0x8000, rest = u & 0x7fffffff;
+    if (rest >= 0x47800000) {  // 2^16 and more: infinity, or NaN
+        y.u = sign | (rest > 0x7f800000 ? 0x7e00 : 0x7c00);
+    } else if (rest < 0x38800000) {  // below 2^-14: a whole number of 2^-24
+        float lifted = from_bits(rest) + 0.5f;  // 2^-1, whose last bit is 2^-24: rounds to even
+        y.u = sign | (bits(lifted) - 0x3f000000);
+    } else {
+        y.u = sign | ((rest + 0xfff + ((rest >> 13) & 1) - 0x38000000) >> 13);
+    }
+}
+
+// -- products --------------------------------------------------------------------------------------
+
+// How numbers lie in a panel and are multiplied: one by one in float32, or by pairs in bfloat16. A panel is
+// [k / PAIR][PANEL][PAIR]; a row on the left [k].
+struct Single {
+    typedef R E;
+    // W units (numbers, or pairs of them) of a row of n numbers, from unit x; zeros beyond its end.
+    template <class T> INLINE V units(const T *row, int64_t step, int64_t x, int64_t n) {
+        if (step == 1 && x + W <= n) return wide(row + x);
+        R at[W];
+        for (int j = 0; j < W; j++) at[j] = x + j < n ? wide(row[(x + j) * step]) : (R)0;
+        return load(at);
+    }
+    // A row of values for a panel; false if one of them isn't finite, which is 0 there.
+    template <class T>
+    INLINE bool values(R *to, const T *row, const T *, int64_t step, int64_t width) {
+        I odd = {};
+        for (int64_t x = 0; x < PANEL; x += W) {
+            V v = x < width ? units(row, step, x, width) : V{};
+            I fine = v - v == (R)0;
+            odd |= ~fine;
+            store(to + x, (V)((I)v & fine));
+        }
+        bool any = false;
+        for (int n = 0; n < W; n++) any |= odd[n] != 0;
+        return !any;
+    }
+    static constexpr int PAIR = 1, KEYS = 256;  // KEYS in a block
+    static constexpr Wide UNIT = 1;  // of the running maximum, beside a score: of a single key the weight is exactly 1
+    INLINE V weight(V score, V top, V) { return exp2((score - top) * (R)LOG2E); }
+    INLINE R pack(R x) { return x; }
+    INLINE R unpack(R x) { return x; }
+    INLINE V left(const R *a) { return all(*a); }
+    INLINE V right(const R *b) { return load(b); }
+    INLINE V add(V sum, V a, V b) { return sum + a * b; }
+    INLINE void weights(R *to, V p, V r) { store(to, p); store(to + W, r); }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+    typedef Brain E;
+    INLINE V units(const Brain *row, int64_t step, int64_t x, int64_t n) {
+        Brain at[2 * W] = {};
+        if (step == 1 && 2 * (x + W) <= n)
+            memcpy(at, row + 2 * x, BYTES);
+        else
+            for (int64_t j = 0; j < 2 * W && 2 * x + j < n; j++) at[j] = row[(2 * x + j) * step];
+        V v;
+        memcpy(&v, at, BYTES);
+        return v;
+    }
+    // Two rows of values, pair by pair; the second may be null.
+    INLINE bool values(Brain *to, const Brain *row, const Brain *second, int64_t step, int64_t width) {
+        uint32_t odd = 0, pairs[PANEL] = {};
+        for (int64_t x = 0; x < width; x++) {
+            uint32_t a = row[x * step].u, b = second ? second[x * step].u : 0;
+            uint32_t odd_a = (a & 0x7f80) == 0x7f80, odd_b = (b & 0x7f80) == 0x7f80;
+            pairs[x] = (odd_a ? 0 : a) | (odd_b ? 0 : b) << 16;
+            odd |= odd_a | odd_b;
+        }
+        memcpy(to, pairs, sizeof pairs);
+        return !odd;
+    }
+    static constexpr int PAIR = 2, KEYS = 512;
+    static constexpr Wide UNIT = LOG2E;
+    INLINE V weight(V product, V top, V factor) { return exp2(product * factor - top); }
+    INLINE Brain pack(R x) { Brain y; narrow(x, y); return y; }
+    INLINE R unpack(Brain x) { return wide(x); }
+    INLINE V left(const Brain *a) { int32_t x; memcpy(&x, a, 4); return (V)_mm512_set1_epi32(x); }
+    INLINE V right(const Brain *b) { return load((const R *)b); }
+    INLINE V add(V sum, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+    INLINE void weights(Brain *to, V p, V r) {
+        __m512bh both = _mm512_cvtne2ps_pbh((__m512)r, (__m512)p);
+        memcpy(to, &both, 64);
+    }
+    INLINE void round(Brain *to, V v) {
+        __m256bh half = _mm512_cvtneps_pbh((__m512)v);
+        memcpy(to, &half, 32);
+    }
+    INLINE void pair(Brain *to, V a, V b) {  // of two rows, number by number
+        __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)a));
+        __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)b));
+        __m512i both = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+        memcpy(to, &both, 64);
+    }
+};
+#endif
+
+// to [H, N vectors] (+)= a [H, k] * panel [k, N vectors]; with TOP the highest of each row's entries joins top.
+// STEP: from one number of a panel to the next along k.
+template <class Op, int H, int N, bool ADD, bool TOP, int STEP>
+INLINE void product(const typename Op::E *a, int64_t a_row, const typename Op::E *panel, R *to, int64_t to_row,
+                    int64_t k, V *top) {
+    V sum[H][N];
+    for (int i = 0; i < H; i++)
+        for (int n = 0; n < N; n++) sum[i][n] = ADD ? load(to + i * to_row + n * W) : V{};
+    for (int64_t x = 0; x < k; x += Op::PAIR) {
+        V b[N];
+        for (int n = 0; n < N; n++) b[n] = Op::right(panel + x * STEP + n * W * Op::PAIR);
+#pragma GCC unroll 6
+        for (int i = 0; i < H; i++) {
+            V one = Op::left(a + i * a_row + x);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], one, b[n]);
+        }
+    }
+    for (int i = 0; i < H; i++) {
+        for (int n = 0; n < N; n++) store(to + i * to_row + n * W, sum[i][n]);
+        if (TOP)
+            for (int n = 0; n < N; n++) top[i] = max(sum[i][n], top[i]);
+    }
+}
+
+template <class Op, int N, bool ADD, bool TOP, int STEP>
+static void rows_of(int rows, const typename Op::E *a, int64_t a_row, const typename Op::E *panel, R *to,
+                    int64_t to_row, int64_t k, V *top) {
+    int i = 0;
+    for (; i + STRIP <= rows; i += STRIP)
+        product<Op, STRIP, N, ADD, TOP, STEP>(a + i * a_row, a_row, panel, to + i * to_row, to_row, k, top + i);
+    a += i * a_row, to += i * to_row, top += i;
+    switch (rows - i) {
+        case 5: return product<Op, 5, N, ADD, TOP, STEP>(a, a_row, panel, to, to_row, k, top);
+        case 4: return product<Op, 4, N, ADD, TOP, STEP>(a, a_row, panel, to, to_row, k, top);
+        case 3: return product<Op, 3, N, ADD, TOP, STEP>(a, a_row, panel, to, to_row, k, top);
+        case 2: return product<Op, 2, N, ADD, TOP, STEP>(a, a_row, panel, to, to_row, k, top);
+        case 1: return product<Op, 1, N, ADD, TOP, STEP>(a, a_row, panel, to, to_row, k, top);
+    }
+}
+
+// The same for a panel of which only so many columns are wanted.
+template <class Op, bool ADD, bool TOP, int STEP = PANEL>
+static void columns_of(int rows, int64_t columns, const typename Op::E *a, int64_t a_row, const typename Op::E *panel,
+                       R *to, int64_t to_row, int64_t k, V *top) {
+    if constexpr (VECTORS == 4) {
+        if (columns > 3 * W) return rows_of<Op, 4, ADD, TOP, STEP>(rows, a, a_row, panel, to, to_row, k, top);
+        if (columns > 2 * W) return rows_of<Op, 3, ADD, TOP, STEP>(rows, a, a_row, panel, to, to_row, k, top);
+    }
+    if (columns > W) return rows_of<Op, 2, ADD, TOP, STEP>(rows, a, a_row, panel, to, to_row, k, top);
+    rows_of<Op, 1, ADD, TOP, STEP>(rows, a, a_row, panel, to, to_row, k, top);
+}
+
+// -- packing ---------------------------------------------------------------------------------------
+
+// A panel [depth, PANEL] of rows of d numbers, which become its columns; zeros up to a whole vector. In float32 they
+// are multiplied by a factor.
+template <class Op, class T>
+static void pack_columns(typename Op::E *to, const T *rows, const int64_t stride[2], int64_t count, int64_t d,
+                         R factor = 1) {
+    int64_t units = up(d, Op::PAIR) / Op::PAIR;
+    for (int64_t j = 0; j < count; j += W)
+        for (int64_t x = 0; x < units; x += W) {
+            V block[W];
+            for (int64_t n = 0; n < W; n++)
+                block[n] = j + n < count ? Op::units(rows + (j + n) * stride[0], stride[1], x, d) : V{};
+            if (Op::PAIR == 1 && factor != (R)1)
+                for (int n = 0; n < W; n++) block[n] *= factor;
+            transpose(block);
+            for (int64_t n = 0; n < smaller<int64_t>(W, units - x); n++)
+                store((R *)to + (x + n) * PANEL + j, block[n]);
+        }
+}
+
+// The same rows as rows of panels [across][up to PANEL rows, PANEL], `apart` from one to the next; what isn't finite
+// is 0 there. True if all is.
+template <class Op, class T>
+static bool pack_rows(typename Op::E *to, int64_t apart, const T *rows, const int64_t stride[2], int64_t count,
+                      int64_t width) {
+    bool fine = true;
+    for (int64_t a = 0; a * PANEL < width; a++)
+        for (int64_t j = 0; j < count; j += Op::PAIR) {
+            const T *row = rows + a * PANEL * stride[1] + j * stride[0];
+            fine &= Op::values(to + a * apart + j * PANEL, row, j + 1 < count ? row + stride[0] : nullptr, stride[1],
+                               smaller<int64_t>(PANEL, width - a * PANEL));
+        }
+    return fine;
+}
+
+}  // namespace
