@@ -8,6 +8,7 @@ operator that takes only tensors and numbers, as `torch.compile` wants them.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import Field, field
@@ -111,7 +112,13 @@ def write(value: Value | None, tensors: list[Tensor]) -> str:
 
 def read(text: str, *tensors: list[Tensor]) -> tuple[Any, ...]:
     """Read back a tuple of what `write` wrote, each with its own list of tensors."""
-    return tuple(_read(tree, own) for tree, own in zip(ast.literal_eval(text), tensors, strict=True))
+    return tuple(_read(tree, own) for tree, own in zip(_tree(text), tensors, strict=True))
+
+
+@functools.lru_cache(256)
+def _tree(text: str) -> tuple[Any, ...]:
+    """What a text says, in tuples; a training step reads the same few texts again and again."""
+    return ast.literal_eval(text)
 
 
 def functions(text: str) -> list[Callable[..., Any]]:

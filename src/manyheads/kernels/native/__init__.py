@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.biases import ALiBi, Dense
+from manyheads.biases import ALiBi, Bias, Dense
 from manyheads.kernels import chunked, sdpa
 from manyheads.kernels.native import library
 from manyheads.masks import FAR, Documents, Drop, Keep, Lengths, Mask, Normal
-from manyheads.scores import ALL, Problem, finite
+from manyheads.scores import ALL, Problem
 from manyheads.shapes import amount
 
 NAME = "native"
@@ -41,8 +41,7 @@ def refuse(problem: Problem) -> list[str]:
     reasons = []
     if library.missing is not None:
         reasons.append(library.missing)
-    if p.forward_mode():
-        reasons.append("it has no forward-mode derivative")
+    reasons += chunked.refuse(p)
     if p.q.dtype not in DTYPES:
         reasons.append(f"it computes {', '.join(map(str, DTYPES))}, and this is {p.q.dtype}")
     if p.dropout_p:
@@ -107,7 +106,6 @@ def _direct(p: Problem) -> bool:
         torch.compiler.is_compiling()
         or not (type(p.q) in PLAIN and type(p.k) in PLAIN and type(p.v) in PLAIN)
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
@@ -208,10 +206,21 @@ def _backward(
         or isinstance(bias, ALiBi)
         or (isinstance(bias, Dense) and bias.values.shape[-1:] == (n.s,))
     )
-    if not known or not all(finite(x) for x in (p.q, p.k, p.v, d_out)):
+    found = _own_backward(p, out, lse, d_out, d_lse, bias) if known else None
+    if found is None:
         nothing = torch.zeros_like(lse) if d_lse is None else d_lse
-        return chunked._backward(p, out, lse, d_out, nothing, None, list(needs))
-    dq, dk, dv = (x.new_empty(x.shape) for x in (p.q, p.k, p.v))
+        found = chunked._backward(p, out, lse, d_out, nothing, None, list(needs))
+    return found
+
+
+def _own_backward(
+    p: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, bias: Bias | None
+) -> list[Tensor] | None:
+    """The same by the library, with the gradient of a bias, if any; None where some number isn't finite."""
+    n = p.shape
+    dq = p.q.new_empty(n.b, n.h, n.t, n.d)
+    dk = p.q.new_empty(n.b, n.g, n.s, n.d)
+    dv = p.q.new_empty(n.b, n.g, n.s, n.w)
     delta = torch.empty_like(lse)
     table, d_bias, slopes, shared = None, (0,) * 5, None, False
     chunks = max(min(CHUNKS // (n.b * n.g), -(-n.s // KEYS)), 1)
@@ -225,6 +234,7 @@ def _backward(
         slopes = p.q.new_zeros(n.b, n.h, chunks, dtype=p.dtype)
     if d_lse is not None:
         d_lse = d_lse.to(p.dtype).contiguous()
+    d_out = d_out.resolve_neg()
     data, _held = _packed(p, out, lse)
     assert library.differentiate is not None
     failed = library.differentiate(
@@ -236,6 +246,8 @@ def _backward(
         ),
         library.width,
     )  # fmt: skip
+    if failed == 2:
+        return None
     if failed:
         raise MemoryError(
             "the kernel's gradient packs queries and sums, several times their size, and there is no room."

@@ -128,10 +128,10 @@ template <class T, class Op> struct Call {
         if (p.bias) {
             const int64_t *n = p.bias_stride;
             const R *bias = (const R *)p.bias + k.b * n[0] + k.h * n[1] + t * n[2] + first * n[3];
-            for (int64_t j = 0; j < real; j++) {
-                R x = bias[j * n[3]];
+            each(real, n[3], [&](int64_t j, int64_t at) {
+                R x = bias[at];
                 score[j] = x == -INF ? -INF : score[j] + x;
-            }
+            });
         }
         if (p.key_ids) {
             const int64_t *ids = p.key_ids + k.b * p.key_ids_stride + first;
@@ -141,7 +141,7 @@ template <class T, class Op> struct Call {
         if (p.keep) {
             const int64_t *n = p.keep_stride;
             const uint8_t *keep = p.keep + k.b * n[0] + k.h * n[1] + t * n[2] + first * n[3];
-            for (int64_t j = 0; j < real; j++) score[j] = keep[j * n[3]] ? score[j] : -INF;
+            each(real, n[3], [&](int64_t j, int64_t at) { score[j] = keep[at] ? score[j] : -INF; });
         }
         Interval in = seen(k, row);
         int64_t begin = smaller(larger<int64_t>(in.begin - first, 0), count);
@@ -289,10 +289,7 @@ template <class T, class Op> struct Call {
         for (int row = 0; row < k.rows; row++) {
             E *to = k.q + row * depth;
             const T *from = q + row * p.q_stride[2];
-            if (p.q_stride[3] == 1)
-                for (int64_t x = 0; x < p.d; x++) to[x] = Op::pack(by * wide(from[x]));
-            else
-                for (int64_t x = 0; x < p.d; x++) to[x] = Op::pack(by * wide(from[x * p.q_stride[3]]));
+            each(p.d, p.q_stride[3], [&](int64_t x, int64_t at) { to[x] = Op::pack(by * wide(from[at])); });
             if (depth > p.d) to[p.d] = E{};
             k.highest[row] = (R)(sink * Op::UNIT);
             k.total[row] = V{};
@@ -341,10 +338,7 @@ template <class T, class Op> struct Call {
             int64_t t = k.first + row;
             T *out = (T *)p.out + k.b * p.out_stride[0] + k.h * p.out_stride[1] + t * p.out_stride[2];
             const R *from = k.out + row * across * PANEL;
-            if (p.out_stride[3] == 1)
-                for (int64_t x = 0; x < p.w; x++) narrow(by * from[x], out[x]);
-            else
-                for (int64_t x = 0; x < p.w; x++) narrow(by * from[x], out[x * p.out_stride[3]]);
+            each(p.w, p.out_stride[3], [&](int64_t x, int64_t at) { narrow(by * from[x], out[at]); });
             ((R *)p.lse)[(k.b * p.h + k.h) * p.t + t] =
                 total == 0 ? -INF : (R)(k.highest[row] / Op::UNIT + std::log((Wide)total));
         }

@@ -30,6 +30,7 @@ template <class T, class Op> struct Backward {
     R *dq;                           // [b * h, chunks, d, panels * PANEL]: without the scale
     R unit;                          // what products are multiplied by: as the forward pass does it, to the bit
     int64_t next = 0;
+    bool odd = false;                // is something not finite? What is masked would leak: nothing here is of use
 
     Backward(const Problem &p, const Gradient &y) : p(p), y(y) {
         panels = up(p.t, PANEL) / PANEL;
@@ -61,8 +62,11 @@ template <class T, class Op> struct Backward {
         pack_columns<Op>(q_columns + (head * panels + panel) * depth * PANEL, q, p.q_stride + 2, count, p.d, (R)p.scale);
         pack_columns<Op>(out_columns + (head * panels + panel) * deep * PANEL, d, y.d_out_stride + 2, count, p.w);
         int64_t apart = panels * PANEL * PANEL;
-        pack_rows<Op>(q_rows + (head * across * panels + panel) * PANEL * PANEL, apart, q, p.q_stride + 2, count, p.d);
-        pack_rows<Op>(out_rows + (head * over * panels + panel) * PANEL * PANEL, apart, d, y.d_out_stride + 2, count, p.w);
+        E *q_to = q_rows + (head * across * panels + panel) * PANEL * PANEL;
+        E *d_to = out_rows + (head * over * panels + panel) * PANEL * PANEL;
+        bool fine = pack_rows<Op>(q_to, apart, q, p.q_stride + 2, count, p.d);
+        fine &= pack_rows<Op>(d_to, apart, d, y.d_out_stride + 2, count, p.w);
+        if (!fine) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
         for (int64_t n = 0; n < PANEL; n++) {
             int64_t at = head * panels * PANEL + first + n, row = head * p.t + first + n;
             R l = n < count ? ((const R *)p.lse)[row] : -(R)INF;
@@ -114,21 +118,32 @@ template <class T, class Op> struct Backward {
         return k;
     }
 
-    // The keys, the values and their gradients of a block: zeros beyond its end.
-    void open(const Block &k) const {
+    // The keys and values of a block, and zeros for their gradients.
+    void open(const Block &k) {
         const T *keys = (const T *)p.k + k.b * p.k_stride[0] + k.g * p.k_stride[1] + k.first * p.k_stride[2];
         const T *values = (const T *)p.v + k.b * p.v_stride[0] + k.g * p.v_stride[1] + k.first * p.v_stride[2];
-        memset(k.k, 0, sizeof(E) * KEYS * depth);
-        memset(k.k_down, 0, sizeof(E) * KEYS * p.d);
-        memset(k.v, 0, sizeof(E) * KEYS * deep);
+        R sum = 0;  // of zeros, unless something isn't finite
         for (int64_t j = 0; j < k.count; j++) {
-            for (int64_t x = 0; x < p.d; x++)
-                k.k[j * depth + x] = k.k_down[x * KEYS + j] = Op::pack(wide(keys[j * p.k_stride[2] + x * p.k_stride[3]]));
-            for (int64_t x = 0; x < p.w; x++)
-                k.v[j * deep + x] = Op::pack(wide(values[j * p.v_stride[2] + x * p.v_stride[3]]));
+            for (int64_t x = 0; x < p.d; x++) {
+                R one = wide(keys[j * p.k_stride[2] + x * p.k_stride[3]]);
+                k.k[j * depth + x] = k.k_down[x * KEYS + j] = Op::pack(one);
+                sum += one - one;
+            }
+            for (int64_t x = 0; x < p.w; x++) {
+                R one = wide(values[j * p.v_stride[2] + x * p.v_stride[3]]);
+                k.v[j * deep + x] = Op::pack(one);
+                sum += one - one;
+            }
+            if (depth > p.d) k.k[j * depth + p.d] = E{};
+            if (deep > p.w) k.v[j * deep + p.w] = E{};
         }
-        memset(k.dk, 0, sizeof(R) * KEYS * across * PANEL);
-        memset(k.dv, 0, sizeof(R) * KEYS * over * PANEL);
+        if (k.count % Op::PAIR) {  // the other half of a pair
+            memset(k.k + k.count * depth, 0, sizeof(E) * depth), memset(k.v + k.count * deep, 0, sizeof(E) * deep);
+            for (int64_t x = 0; x < p.d; x++) k.k_down[x * KEYS + k.count] = E{};
+        }
+        memset(k.dk, 0, sizeof(R) * k.count * across * PANEL);
+        memset(k.dv, 0, sizeof(R) * k.count * over * PANEL);
+        if (sum != 0) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
     }
 
     void close(const Block &k) const {
@@ -341,14 +356,16 @@ template <class T, class Op> struct Backward {
             all.write(n / all.panels, n % all.panels);
     }
 
-    void run() {
+    int run() {
         int64_t threads = 5. * p.b * p.h * p.t * p.s * (p.d + p.w) < 4e6 ? 1 : p.threads;
         void (*phases[])(void *) = {packing, walking, writing};
         for (auto phase : phases) {
             next = 0;
             parallel(threads, phase, this);
+            if (odd) break;
         }
         forget();
+        return odd ? 2 : 0;
     }
 };
 
@@ -357,9 +374,9 @@ template <class T, class Op> struct Backward {
 #define NAME2(level) differentiate_##level
 #define NAME(level) NAME2(level)
 
-void NAME(LEVEL)(const Problem *p, const Gradient *y) {
+int NAME(LEVEL)(const Problem *p, const Gradient *y) {
 #if defined(REAL)
-    Backward<double, Single>(*p, *y).run();
+    return Backward<double, Single>(*p, *y).run();
 #else
     switch (p->dtype) {
         case FLOAT32: return Backward<float, Single>(*p, *y).run();
@@ -370,5 +387,6 @@ void NAME(LEVEL)(const Problem *p, const Gradient *y) {
         case BFLOAT16: return Backward<Brain, Single>(*p, *y).run();
 #endif
     }
+    return 0;
 #endif
 }

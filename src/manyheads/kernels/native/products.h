@@ -22,6 +22,13 @@ constexpr R INF = __builtin_inf();
 
 template <class T> INLINE T smaller(T a, T b) { return a < b ? a : b; }
 template <class T> INLINE T larger(T a, T b) { return a > b ? a : b; }
+// f(j, where it lies) of so many numbers: in a loop of its own where they lie side by side, which compilers like.
+template <class F> INLINE void each(int64_t count, int64_t step, F f) {
+    if (step == 1)
+        for (int64_t j = 0; j < count; j++) f(j, j);
+    else
+        for (int64_t j = 0; j < count; j++) f(j, j * step);
+}
 INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // -- numbers ---------------------------------------------------------------------------------------

@@ -20,12 +20,12 @@
 
 #define BUILD(width)                                                  \
     void attend_##width(const Problem *p);                             \
-    void differentiate_##width(const Problem *p, const Gradient *y);   \
+    int differentiate_##width(const Problem *p, const Gradient *y);   \
     double spin_##width(int64_t rounds, int pairs, float *kept);       \
     float read_##width(const float *x, int64_t count);
 
 void attend_float64(const Problem *p);
-void differentiate_float64(const Problem *p, const Gradient *y);
+int differentiate_float64(const Problem *p, const Gradient *y);
 BUILD(portable)
 #if defined(__x86_64__)
 BUILD(avx2)
@@ -151,15 +151,14 @@ __attribute__((visibility("default"))) int manyheads_attend(const Problem *p, in
     return 0;
 }
 
-// Its gradient. 0: done; 1: there is no memory for what is packed and summed.
+// Its gradient. 0: done; 1: there is no memory for what is packed and summed; 2: some number isn't finite.
 __attribute__((visibility("default"))) int manyheads_differentiate(const Problem *p, const Gradient *y, int level) {
-    void (*builds[])(const Problem *, const Gradient *) = EACH(differentiate);
+    int (*builds[])(const Problem *, const Gradient *) = EACH(differentiate);
     try {
-        p->dtype == FLOAT64 ? differentiate_float64(p, y) : builds[level](p, y);
+        return p->dtype == FLOAT64 ? differentiate_float64(p, y) : builds[level](p, y);
     } catch (const std::bad_alloc &) {
         return 1;
     }
-    return 0;
 }
 
 // For benchmarks. Operations of so many rounds of multiply-adds on each of the threads, 0 where the build has none;
