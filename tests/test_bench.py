@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from manyheads import bench
+from manyheads.cli import app
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -55,7 +57,9 @@ def test_a_report_is_written(tmp_path: Path) -> None:
     for problem in bench.problems(("forward", "layer"), ("float32",), (64,), (64, 128)):
         if problem.tokens == 64 or problem.kind == "layer":
             report.results.append(bench.measure(problem, 2))
-    files = report.save(tmp_path / "new")
+    assert [file.name for file in report.keep(tmp_path)] == ["bench.json", "bench.md"]
+    assert not (tmp_path / "bench.png").exists()
+    files = report.save(tmp_path)
     assert [file.name for file in files] == ["bench.json", "bench.md", "bench.png"]
     written = json.loads(files[0].read_text())
     assert [one["problem"]["kind"] for one in written["results"]] == ["forward", "layer", "layer"]
@@ -70,6 +74,144 @@ def test_a_report_is_written(tmp_path: Path) -> None:
     ):
         assert words in table
     assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+MACHINE = {"processor": "one", "threads": 1, "date": "today", "versions": {"torch": "2"}, "read": 1e10}
+
+
+def made_up(
+    kinds: tuple[str, ...], dtypes: tuple[str, ...], sizes: tuple[int, ...], share: float
+) -> bench.Report:
+    """A report without measuring: the first contestant at half the peak, the last at `share` of it."""
+    report = bench.Report(MACHINE | {"peak": {"float32": 1e11, "bfloat16": 2e11}})
+    for problem in bench.problems(kinds, dtypes, sizes, bench.LENGTHS):
+        names = ["PyTorch", "native", "chunked", "FlexAttention", "x-transformers", "Hugging Face eager"]
+        if problem.kind == "layer":
+            names = ["nn.MultiheadAttention", "MultiHeadAttention"]
+            names += ["nn.MultiheadAttention with weights", "MultiHeadAttention with its map"]
+        result = bench.Result(problem)
+        for n, name in enumerate(names):
+            rate = report.machine["peak"][problem.dtype] * (share if n == len(names) - 1 else 0.5)
+            took = problem.operations / rate
+            result.timings.append(bench.Timing(name, took, took, took, 1))
+        report.results.append(result)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtypes", "sizes"),
+    [
+        (("forward",), ("float32",), (64,)),
+        (("layer",), ("bfloat16",), (64,)),
+        (("forward", "layer"), ("float32", "bfloat16"), (64,)),
+        (bench.KINDS, tuple(bench.DTYPES), (64, 128)),
+    ],
+)
+def test_the_plot_holds_all(kinds: tuple[str, ...], dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = made_up(kinds, dtypes, sizes, 1.6).plot()
+    FigureCanvasAgg(figure).draw()
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 6 * ("forward" in kinds) + 4 * ("layer" in kinds)
+    panels = figure.axes
+    assert len(panels) == len(kinds) * len(dtypes) * len(sizes)
+    for artist in (legend, *panels, *(axes.title for axes in panels)):
+        box = artist.get_tightbbox()
+        assert box.x0 >= 0, artist
+        assert box.y0 >= 0, artist
+        assert box.x1 <= figure.bbox.width, artist
+        assert box.y1 <= figure.bbox.height, artist
+    for axes in panels:
+        assert [text.get_text() for text in axes.texts] == ["peak"]
+        highest = max(max(line.get_ydata()) for line in axes.get_lines())
+        assert axes.get_ylim()[0] == 0
+        assert axes.get_ylim()[1] > highest
+    assert not any(one.get_tightbbox().overlaps(legend.get_tightbbox()) for one in panels)
+
+
+def test_a_share_that_cannot_be_is_said() -> None:
+    words = "the machine was disturbed"
+    assert words not in made_up(("forward",), ("float32",), (64,), 1.04).markdown()
+    found = made_up(("forward",), ("float32",), (64,), 1.06)
+    assert "2.12×, 106%" in found.markdown()
+    assert found.markdown().count(words) == 1
+    found.machine["peak"] = {}
+    assert "%)" not in found.markdown()
+    assert words not in found.markdown()
+
+
+def test_the_larger_of_two_measurements_of_the_machine_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = bench.Report({"peak": {"float32": 2.0, "bfloat16": 3.0}, "read": 5.0})
+    monkeypatch.setattr(bench, "limits", lambda: ({"float32": 1.0, "bfloat16": 4.0}, 6.0))
+    report.settle()
+    assert report.machine == {"peak": {"float32": 2.0, "bfloat16": 4.0}, "read": 6.0}
+
+
+def test_who_refuses_a_problem_is_left_out() -> None:
+    result = bench.measure(bench.Problem("forward", "float32", 64, 300), 1)
+    assert result.left_out["native"] == "heads are at most 256 wide there, and these are 300 and 300"
+    names = [timing.name for timing in result.timings]
+    assert names == ["PyTorch", "chunked", "x-transformers", "Hugging Face eager"]
+
+
+def test_who_fails_is_left_out_and_nobody_is_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("there is no compiler.\n" + "A long story. " * 100)
+
+    report = bench.Report(MACHINE | {"peak": {"float32": 1e11}})
+    runs = [{"one": lambda: None, "other": lambda: None}, {"one": fail, "other": lambda: None}, {"one": fail}]
+    for tokens, found in zip((64, 128, 256), runs, strict=True):
+        monkeypatch.setattr(bench, "contestants", lambda problem, found=found: found)
+        report.results.append(bench.measure(bench.Problem("forward", "float32", tokens, 64), 1))
+    assert report.results[1].left_out["one"].startswith("there is no compiler. A long story.")
+    assert len(report.results[1].left_out["one"]) <= 200
+    rows = [line.split("|") for line in report.markdown().splitlines() if line.startswith("| ")]
+    assert [row[2].count("1.00×") for row in rows] == [0, 1, 0, 0]  # the first is the heading
+    assert [row[3].count("×") for row in rows] == [0, 1, 0, 0]
+    assert "one is left out: there is no compiler" in report.markdown()
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_what_is_done_when_interrupted_is_kept(
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready = made_up(("forward",), ("float32",), (64,), 0.6)
+    given = iter(ready.results[:done])
+
+    def measure(problem: bench.Problem, rounds: int) -> bench.Result:
+        for result in given:
+            return result
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "machine", lambda: ready.machine)
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        app(["bench", "--kind", "causal", "--dtype", "float32", "--out", "here"])
+    assert stopped.value.code == 130
+    where = "written to here: bench.json, bench.md, bench.png" if done else "nothing was measured"
+    assert capsys.readouterr().err == f"manyheads: interrupted after {done} of 14 problems, {where}\n"
+    names = {file.name for file in (tmp_path / "here").iterdir()}
+    assert names == ({"bench.json", "bench.md", "bench.png"} if done else set())
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("afile", "--out must be a folder, and afile is a file."),
+        ("afile/deeper", "--out afile/deeper can't be written: Not a directory."),
+        ("/proc/none/such", "--out /proc/none/such can't be written: No such file or directory."),
+    ],
+)
+def test_the_folder_is_checked_before_anything_is_measured(
+    out: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "machine", lambda: pytest.fail("too late"))
+    monkeypatch.chdir(tmp_path)
+    Path("afile").touch()
+    with pytest.raises(OSError, match="^" + re.escape(words) + "$"):
+        app(["bench", "--out", out])
 
 
 def test_operations_are_counted() -> None:

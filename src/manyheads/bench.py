@@ -1,7 +1,8 @@
 """How fast attention is here: our kernels beside others', in one run, against what the machine can do.
 
 Runs are interleaved (A B C A B C …), so that a noisy machine is noisy for all; medians and quartiles stay.
-The machine's limits are measured in the same run: multiply-adds on registers alone, and reading memory once.
+The machine's limits are measured in the same run, before and after: multiply-adds on registers alone, and
+reading memory once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +28,11 @@ from torch import Tensor
 
 from manyheads.files import replacing
 from manyheads.functional import attention
-from manyheads.kernels import processor
+from manyheads.kernels import load, processor
 from manyheads.kernels.native import library
 from manyheads.layers import MultiHeadAttention
 from manyheads.masks import Causal
+from manyheads.scores import Problem as Posed
 from manyheads.shapes import amount
 
 HEADS = 8
@@ -39,6 +42,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PACKAGES = ("torch", "manyheads", "x-transformers", "transformers")
 ROOM = 4e9  # bytes: what builds more weights than this is left out
 SAMPLE = 0.02  # seconds that one measurement takes at least
+IMPOSSIBLE = 1.05  # a share of the peak that says that the peak is wrong
+DISTURBED = (
+    f"Nothing is faster than {IMPOSSIBLE:.0%} of a peak: it was measured while the machine was disturbed (or "
+    "leaves out matrix units that it has), so shares of it are wrong here; run again on a quiet machine."
+)
 
 Run = Callable[[], object]
 
@@ -87,16 +95,27 @@ class Report:
     machine: dict[str, Any]
     results: list[Result] = field(default_factory=list)
 
-    def save(self, folder: Path) -> list[Path]:
-        """Write bench.json, bench.md and bench.png into a folder, created; the files."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def keep(self, folder: Path) -> list[Path]:
+        """Write what there is so far, bench.json and bench.md; the files. A plot of other results goes."""
+        (folder / "bench.png").unlink(missing_ok=True)
         with replacing(folder / "bench.json") as file:
             file.write(json.dumps(asdict(self), indent=1).encode())
         with replacing(folder / "bench.md") as file:
             file.write(self.markdown().encode())
+        return [folder / "bench.json", folder / "bench.md"]
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write bench.json, bench.md and bench.png, which takes longer; the files."""
+        files = self.keep(folder)
         with replacing(folder / "bench.png") as file:
             self.plot().savefig(file, format="png", dpi=110)
-        return [folder / f"bench.{end}" for end in ("json", "md", "png")]
+        return [*files, folder / "bench.png"]
+
+    def settle(self) -> None:
+        """Measure the machine's limits once more: what disturbs can only lower them, so the larger stay."""
+        peak, read = limits()
+        self.machine["peak"] = {name: max(rate, self.machine["peak"][name]) for name, rate in peak.items()}
+        self.machine["read"] = max(read, self.machine["read"])
 
     def _groups(self) -> list[tuple[str, str, int]]:
         """The kinds, dtypes and head sizes that were measured."""
@@ -125,60 +144,70 @@ class Report:
                 lines.append(f"| {result.problem.tokens:,} | {' | '.join(self._cells(result, names))} |")
             left = {name: why for r in own for name, why in r.left_out.items()}
             lines += [f"\n{name} is left out: {why}." for name, why in left.items()]
+        if any(self._share(r.problem, t.median) > IMPOSSIBLE for r in self.results for t in r.timings):
+            lines += ["", DISTURBED]
         return "\n".join(lines) + "\n"
+
+    def _share(self, problem: Problem, seconds: float) -> float:
+        """The part of the machine's peak; 0 where that isn't known."""
+        peak = self.machine["peak"].get(problem.dtype)
+        return problem.operations / seconds / peak if peak else 0.0
 
     def _cells(self, result: Result, names: list[str]) -> Iterator[str]:
         times = {timing.name: timing.median for timing in result.timings}
-        base = result.timings[0].median
-        peak = self.machine["peak"].get(result.problem.dtype, 0)
         for name in names:
             if name not in times:
                 yield ""
                 continue
-            part = f", {result.problem.operations / times[name] / peak:.0%}" if peak else ""
-            yield f"{_time(times[name])} ({base / times[name]:.2f}×{part})"
+            share = self._share(result.problem, times[name])
+            parts = [f"{times[names[0]] / times[name]:.2f}×"] if names[0] in times else []
+            parts += [f"{share:.0%}"] if share else []
+            yield _time(times[name]) + (f" ({', '.join(parts)})" if parts else "")
 
     def plot(self) -> Any:
-        """Rates against lengths, one panel for each kind and dtype, as a matplotlib figure."""
+        """Rates against lengths, one panel for each kind, dtype and head size, as a matplotlib figure."""
         from matplotlib.figure import Figure
 
         panels = self._groups()
-        across = min(len(panels), 3)
-        down = math.ceil(len(panels) / max(across, 1))
-        figure = Figure(figsize=(4.2 * across, 3.2 * down + 0.9), layout="constrained")
-        names: dict[str, str] = {}
-        for n, (kind, dtype, size) in enumerate(panels):
+        across = math.ceil(math.sqrt(len(panels)))
+        down = math.ceil(len(panels) / across)
+        names = list(dict.fromkeys(t.name for r in self.results for t in r.timings))
+        columns = min(2 * across, 5)  # of the legend, which is no wider than the panels
+        rows = math.ceil(len(names) / columns)
+        figure = Figure(figsize=(4.8 * across, 3.3 * down + 0.2 * rows), layout="constrained")
+        lines = {}
+        for n, group in enumerate(panels):
             axes = figure.add_subplot(down, across, n + 1)
-            own = self._of(kind, dtype, size)
-            peak = self.machine["peak"].get(dtype, 0)
-            if peak:
-                axes.axhline(peak / 1e9, color="#888888", linestyle="--", linewidth=1)
-                axes.text(0.02, peak / 1e9, " peak", va="bottom", fontsize=8, color="#555555",
+            own = self._of(*group)
+            highest = self.machine["peak"].get(group[1], 0) / 1e9
+            if highest:
+                axes.axhline(highest, color="#555555", linestyle=":", linewidth=1.2)
+                axes.text(1.01, highest, "peak", va="center", fontsize=9, color="#555555",
                           transform=axes.get_yaxis_transform())  # fmt: skip
-            for name in dict.fromkeys(t.name for r in own for t in r.timings):
-                names.setdefault(name, COLOURS[len(names) % len(COLOURS)])
+            for number, name in enumerate(names):
                 rates = {
                     r.problem.tokens: r.problem.operations / t.median / 1e9
                     for r in own
                     for t in r.timings
                     if t.name == name
                 }
-                again = list(names).index(name) >= len(COLOURS)
-                axes.plot(list(rates), list(rates.values()), "--" if again else "-", marker="o", markersize=4,
-                          color=names[name], label=name)  # fmt: skip
+                if not rates:
+                    continue
+                highest = max(highest, *rates.values())
+                again, colour = divmod(number, len(COLOURS))
+                style: Any = {"linestyle": "--" if again else "-", "color": COLOURS[colour]}
+                (lines[name],) = axes.plot(
+                    list(rates), list(rates.values()), marker="o", markersize=4, label=name, **style
+                )
+            lengths = [r.problem.tokens for r in own]
             axes.set_xscale("log", base=2)
-            axes.set_xticks(
-                [r.problem.tokens for r in own], [f"{r.problem.tokens:,}" for r in own], rotation=45
-            )
-            axes.set_ylim(0, peak / 1e9 * 1.12 if peak else None)
-            axes.set_title(f"{kind}, {dtype}, heads of {size}", fontsize=10)
+            axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths], rotation=45)
+            axes.set_ylim(0, 1.08 * highest)
+            axes.set_title(f"{group[0]}, {group[1]}, {HEADS} heads of {group[2]}", fontsize=11)
             axes.set_xlabel("tokens")
             axes.set_ylabel("billion operations / s")
-        handles = {
-            h.get_label(): h for axes in figure.axes for h in axes.get_lines() if h.get_label() in names
-        }
-        place: Any = {"loc": "outside lower center", "ncols": 4, "fontsize": 8, "frameon": False}
-        figure.legend(handles=list(handles.values()), **place)
+        place: Any = {"loc": "outside lower center", "ncols": columns, "columnspacing": 1.5}
+        figure.legend(handles=list(lines.values()), fontsize=9, frameon=False, **place)
         return figure
 
 
@@ -211,36 +240,44 @@ def timed(run: Run, times: int = 1) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """This machine and what it can do: operations per second by dtype, and bytes read per second.
-
-    The best of several tries; without the native library nothing is measured, and 0 stands there.
-    """
-    threads = torch.get_num_threads()
-    peak, read = {}, 0.0
-    spin, reader, width = library.spin, library.read, library.width
-    if spin is not None and reader is not None:
-        for name, pairs in (("float32", 0), ("bfloat16", 1)):
-            rates = []
-            for _ in range(7):
-                start = time.perf_counter()
-                done = spin(width, 3_000_000, pairs, threads)
-                rates.append(done / (time.perf_counter() - start))
-            if max(rates):
-                peak[name] = max(rates)
-        numbers = torch.ones(1 << 26)
-        read = max(
-            numbers.nbytes / timed(lambda: reader(width, numbers.data_ptr(), numbers.numel(), threads))
-            for _ in range(5)
-        )
+    """This machine and what it can do: its `limits`, its processor, and what is installed."""
+    peak, read = limits()
     return {
         "processor": processor(),
-        "threads": threads,
-        "width": None if width is None else library.WIDTHS[width],
+        "threads": torch.get_num_threads(),
+        "width": None if library.width is None else library.WIDTHS[library.width],
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {name: number for name in PACKAGES if (number := _version(name))},
         "peak": peak,
         "read": read,
     }
+
+
+def limits() -> tuple[dict[str, float], float]:
+    """Operations per second by dtype, on vector registers, and bytes read per second.
+
+    The best of several tries; without the native library nothing is measured: no dtype, and 0.
+    """
+    spin, reader = library.spin, library.read
+    if spin is None or reader is None:
+        return {}, 0.0
+    # What the machine can do doesn't depend on the build that MANYHEADS_WIDTH chooses for the kernel.
+    width, threads = library.WIDTHS.index(library.runs[-1]), torch.get_num_threads()
+    peak = {}
+    for name, pairs in (("float32", 0), ("bfloat16", 1)):
+        rates = []
+        for _ in range(7):
+            start = time.perf_counter()
+            done = spin(width, 3_000_000, pairs, threads)
+            rates.append(done / (time.perf_counter() - start))
+        if max(rates):
+            peak[name] = max(rates)
+    numbers = torch.ones(1 << 26)
+    read = max(
+        numbers.nbytes / timed(lambda: reader(width, numbers.data_ptr(), numbers.numel(), threads))
+        for _ in range(5)
+    )
+    return peak, read
 
 
 def _version(name: str) -> str | None:
@@ -262,12 +299,13 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
     causal = problem.kind == "causal"
     mask = Causal() if causal else None
 
-    def ours(kernel: str) -> Run:
-        return lambda: attention(q, k, v, mask=mask, kernel=kernel)
+    def ours(kernel: str) -> Run | str:
+        refused = load(kernel).refuse(Posed.of(q, k, v, mask=mask))
+        return "; ".join(refused) or (lambda: attention(q, k, v, mask=mask, kernel=kernel))
 
     return {
         "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
-        "native": library.missing or ours("native"),
+        "native": ours("native"),
         "chunked": ours("chunked"),
         "FlexAttention": _flex(q, k, v, causal),
         "x-transformers": _x_transformers(q, k, v, causal),
@@ -335,6 +373,8 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
 def measure(problem: Problem, rounds: int) -> Result:
     """Every contestant on a problem, interleaved; a first round warms up and isn't counted.
 
+    Who can't compute the problem, or fails in the first round, is left out.
+
     What is short is run again and again in each round, until `SAMPLE` is over: a clock tells milliseconds.
     """
     result = Result(problem)
@@ -344,10 +384,14 @@ def measure(problem: Problem, rounds: int) -> Result:
             result.left_out[name] = run
         else:
             running[name] = run
-    times: dict[str, list[float]] = {name: [] for name in running}
-    for run in running.values():
-        run()
+    for name, run in list(running.items()):
+        try:
+            run()
+        except (ValueError, RuntimeError) as error:  # there may be no compiler, or too little memory
+            result.left_out[name] = shorten(str(error), 200, placeholder=" …").rstrip(".")
+            del running[name]
     again = {name: math.ceil(SAMPLE / max(timed(run), SAMPLE / 1000)) for name, run in running.items()}
+    times: dict[str, list[float]] = {name: [] for name in running}
     for _ in range(rounds):
         for name, run in running.items():
             times[name].append(timed(run, again[name]))

@@ -59,6 +59,7 @@ def show(
 ) -> None:
     """Show what each head of a language model attends to: in words, a table and pictures."""
     from manyheads import show
+    from manyheads.files import folder_for
 
     show.format_of(format)
     given = show.text_of(text, text_file)
@@ -66,7 +67,7 @@ def show(
     with show.busy("reading"):
         reading = show.read(given, model, truncate=truncate)
     chosen = show.pick(reading, layer, head)
-    folder = show.folder_for(out)
+    folder = folder_for(out, "--out")
     if run is not None:
         show.save(reading, run)
     if not json:
@@ -222,6 +223,7 @@ def bench(
     from rich.progress import Progress
 
     from manyheads import bench
+    from manyheads.files import folder_for
 
     todo = bench.problems(
         tuple(kind or bench.KINDS),
@@ -229,13 +231,25 @@ def bench(
         tuple(size or (64, 128)),
         tuple(length or bench.LENGTHS),
     )
-    report = bench.Report(bench.machine())
-    with Progress(transient=True) as progress:
-        for problem in progress.track(todo, description="measuring"):
-            report.results.append(bench.measure(problem, rounds))
-            report.save(out)  # so that nothing is lost where it is interrupted
+    folder = folder_for(out, "--out")
+    results: list[bench.Result] = []
+    try:
+        report = bench.Report(bench.machine(), results)
+        with Progress(transient=True) as progress:
+            for problem in progress.track(todo, description="measuring"):
+                results.append(bench.measure(problem, rounds))
+                report.keep(folder)  # so that nothing is lost where it is killed
+        report.settle()
+        files = report.save(folder)
+    except KeyboardInterrupt:
+        where = "nothing was measured"
+        if results:
+            where = f"written to {folder}: {', '.join(file.name for file in report.save(folder))}"
+        after = f"after {len(results)} of {len(todo)} problems"
+        print(f"manyheads: interrupted {after}, {where}", file=sys.stderr)
+        raise typer.Exit(130) from None
     print(report.markdown(), end="")
-    print(f"\nwritten to {out}: bench.json, bench.md, bench.png")
+    print(f"\nwritten to {folder}: {', '.join(file.name for file in files)}")
 
 
 def main() -> None:

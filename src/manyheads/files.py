@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as brief  # what a hostile file holds may be long
 from secrets import token_hex
+from tempfile import TemporaryFile
 from textwrap import shorten
 from typing import Any, BinaryIO, NamedTuple
 
@@ -318,6 +319,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def folder_for(path: Path, name: str) -> Path:
+    """Make a folder, and be sure that it can be written; OSError, which calls it `name`, where it can't."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            return path
+    except FileExistsError:
+        raise FileExistsError(f"{name} must be a folder, and {path} is a file.") from None
+    except OSError as error:
+        raise OSError(f"{name} {path} can't be written: {error.strerror}.") from None
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -276,18 +276,6 @@ def hides(amap: AttentionMap) -> bool:
     return not scores.sees_all(replace(amap.problem, bias=None), slice(None), slice(None))
 
 
-def folder_for(pictures: Path) -> Path:
-    """Make the folder for pictures, and be sure that it can be written; OSError where it can't."""
-    try:
-        pictures.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=pictures):
-            return pictures
-    except FileExistsError:
-        raise FileExistsError(f"--out must be a folder, and {pictures} is a file.") from None
-    except OSError as error:
-        raise OSError(f"--out {pictures} can't be written: {error.strerror}.") from None
-
-
 def run_file(path: Path) -> Path:
     """A file for a run, which must have a folder that can be written; OSError where it hasn't."""
     try:
