@@ -155,7 +155,9 @@ def test_who_refuses_a_problem_is_left_out() -> None:
     assert names == ["PyTorch", "chunked", "x-transformers", "Hugging Face eager"]
 
 
-def test_who_fails_is_left_out_and_nobody_is_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_fails_is_left_out_and_nobody_is_compared_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise RuntimeError("there is no compiler.\n" + "A long story. " * 100)
 
@@ -167,9 +169,14 @@ def test_who_fails_is_left_out_and_nobody_is_compared_with_it(monkeypatch: pytes
     assert report.results[1].left_out["one"].startswith("there is no compiler. A long story.")
     assert len(report.results[1].left_out["one"]) <= 200
     rows = [line.split("|") for line in report.markdown().splitlines() if line.startswith("| ")]
-    assert [row[2].count("1.00×") for row in rows] == [0, 1, 0, 0]  # the first is the heading
-    assert [row[3].count("×") for row in rows] == [0, 1, 0, 0]
+    assert [row[1].strip() for row in rows] == ["tokens", "64", "128"]
+    assert [row[2].count("1.00×") for row in rows] == [0, 1, 0]
+    assert [row[3].count("×") for row in rows] == [0, 1, 0]
     assert "one is left out: there is no compiler" in report.markdown()
+    report.results = report.results[2:]
+    report.machine["peak"] = {}
+    assert "8 heads of 64**: nothing could compute it" in report.markdown()
+    report.save(tmp_path)
 
 
 @pytest.mark.parametrize("done", [0, 1])

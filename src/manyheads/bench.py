@@ -138,10 +138,15 @@ class Report:
             own = self._of(kind, dtype, size)
             names = list(dict.fromkeys(t.name for r in own for t in r.timings))
             what = f"**{kind}, {dtype}, {HEADS} heads of {size}**"
-            lines += ["", f"{what}, median time (times as fast as {names[0]}; % of the peak)", ""]
-            lines += [f"| tokens | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+            if names:
+                lines += ["", f"{what}, median time (times as fast as {names[0]}; % of the peak)", ""]
+                lines += [f"| tokens | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+            else:
+                lines += ["", f"{what}: nothing could compute it"]
             for result in own:
-                lines.append(f"| {result.problem.tokens:,} | {' | '.join(self._cells(result, names))} |")
+                if result.timings:
+                    cells = " | ".join(self._cells(result, names))
+                    lines.append(f"| {result.problem.tokens:,} | {cells} |")
             left = {name: why for r in own for name, why in r.left_out.items()}
             lines += [f"\n{name} is left out: {why}." for name, why in left.items()]
         if any(self._share(r.problem, t.median) > IMPOSSIBLE for r in self.results for t in r.timings):
@@ -202,7 +207,7 @@ class Report:
             lengths = [r.problem.tokens for r in own]
             axes.set_xscale("log", base=2)
             axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths], rotation=45)
-            axes.set_ylim(0, 1.08 * highest)
+            axes.set_ylim(0, 1.08 * highest or None)  # None: there is nothing to hold
             axes.set_title(f"{group[0]}, {group[1]}, {HEADS} heads of {group[2]}", fontsize=11)
             axes.set_xlabel("tokens")
             axes.set_ylabel("billion operations / s")
@@ -373,9 +378,8 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
 def measure(problem: Problem, rounds: int) -> Result:
     """Every contestant on a problem, interleaved; a first round warms up and isn't counted.
 
-    Who can't compute the problem, or fails in the first round, is left out.
-
-    What is short is run again and again in each round, until `SAMPLE` is over: a clock tells milliseconds.
+    Who can't compute the problem, or fails in the first round, is left out. What is short is run again and
+    again in each round, until `SAMPLE` is over: a clock tells milliseconds.
     """
     result = Result(problem)
     running: dict[str, Run] = {}
