@@ -1,8 +1,8 @@
-"""Our own kernel for the CPU, in C++: forward, with the log-sum-exp.
+"""Our own kernel for the CPU, in C++: output, log-sum-exp and gradients.
 
 Blocks of queries and keys in registers and near caches, with an online softmax (Dao et al. 2022,
 arXiv:2205.14135), built for several vector widths of which the processor's best is taken (`library`).
-Masks reach it in their normal form; of the rest it takes a boolean tensor. Its gradient is `chunked`'s.
+Masks reach it in their normal form; of the rest it takes a boolean tensor.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 LIMIT = sdpa.LIMIT
 CHUNKS = 16  # of a gradient's keys, over all heads: as many threads have something to do
 KEYS = 96  # in one of its blocks
+FEW = 1 << 16  # scores, below which a gradient's call costs more than what it computes
 PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors whose operators are PyTorch's own
 
 
@@ -63,8 +64,10 @@ def defers(problem: Problem) -> list[str]:
     """Why `auto` goes on, though this kernel could; empty if it doesn't."""
     if problem.q.dtype == torch.float64:
         return ["in float64 it is there to be compared with, and slower than PyTorch's products"]
-    if _wants_gradient(problem) and not sdpa.refuse(problem):
-        return ["its gradient is that of chunked, slower than PyTorch's"]
+    n = problem.shape
+    few = problem.q.dtype == torch.float32 and n.b * n.h * n.t * n.s < FEW
+    if few and _wants_gradient(problem) and not sdpa.refuse(problem):
+        return ["of so few scores a gradient is sooner computed by PyTorch than asked for here"]
     return []
 
 
