@@ -1,8 +1,9 @@
 """Builds the native kernel, once for each vector width and once for float64, into one library that links
 to nothing of PyTorch.
 
-All else is in pyproject.toml. Where there is no C++ compiler, or it fails, the installation goes on without
-the kernel and leaves the reason beside the place of the library; `manyheads kernels` prints it.
+All else is in pyproject.toml. A wider build that the compiler can't make is left out. Where there is no C++
+compiler, or it fails at what every processor needs, the installation goes on without the kernel. The reasons
+stand beside the library or in its place; `manyheads kernels` prints them.
 """
 
 from __future__ import annotations
@@ -31,39 +32,85 @@ BUILDS = {
 }
 
 
-def compile_to(library: Path, work: Path) -> None:
-    """The library from its sources; RuntimeError with what the compiler said."""
+NEEDED = ("float64", "portable")
+UNTOLD = ("ld returned", "linker command failed")  # what a compiler ends with when it has said why above
+
+
+def words(variable: str, usual: str = "") -> list[str]:
+    """An environment variable as the parts of a command."""
+    given = os.environ.get(variable, "").strip() or usual
+    try:
+        return shlex.split(given)
+    except ValueError as error:
+        raise RuntimeError(
+            f"the environment variable {variable} must be as in a shell, and {given!r} is set "
+            f"({str(error).lower()}): set it anew and install manyheads again"
+        ) from None
+
+
+def told(output: str) -> str:
+    """The line of a compiler's output that says why it failed."""
+    lines = [line.strip() for line in output.splitlines() if not any(end in line for end in UNTOLD)]
+    for word in ("error", "cannot"):
+        for line in lines:
+            if word in line.lower():
+                return line
+    return lines[-1] if lines else "no message"
+
+
+def compile_to(library: Path, work: Path) -> dict[str, str]:
+    """The library from its sources; why builds were left out of it. RuntimeError: why there is none."""
     if sys.platform == "win32":
         raise RuntimeError("it isn't built on Windows yet")
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
-    extra = shlex.split(os.environ.get("MANYHEADS_CXXFLAGS", ""))  # sanitizers, say
+    compiler = words("CXX", "c++")
+    extra = words("MANYHEADS_CXXFLAGS")  # sanitizers, say
     work.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
     x86 = platform.machine().lower() in ("x86_64", "amd64")
 
     def run(*arguments: str) -> None:
-        command = [*compiler, *FLAGS, *arguments, *extra]
+        command, name = [*compiler, *FLAGS, *arguments, *extra], shlex.join(compiler)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command,
+                env={**os.environ, "LC_ALL": "C"},  # so that it speaks English
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                check=False,
+            )
         except OSError as error:
             raise RuntimeError(
-                f"the C++ compiler {shlex.join(compiler)} doesn't start ({error.strerror})"
+                f"the C++ compiler {name} doesn't start ({error.strerror}): "
+                "install manyheads again where there is one, or with another in the environment variable CXX"
             ) from None
         if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines()[:1] or ["no message"]
             raise RuntimeError(
-                f"the C++ compiler {shlex.join(compiler)} ended with {done.returncode} ({said[0]})"
+                f"the C++ compiler {name} ended with {done.returncode} ({told(done.stderr or done.stdout)}): "
+                "install manyheads again with another in the environment variable CXX"
             )
 
-    objects = []
+    objects: list[str] = []
+    left_out: dict[str, str] = {}
     for build, flags in BUILDS.items():
-        if x86 or "avx" not in build:
-            for source in ("attend", "differentiate"):
-                objects.append(str(work / f"{source}-{build}.o"))
-                run(*flags, f"-DLEVEL={build}", "-c", str(SOURCE / f"{source}.cpp"), "-o", objects[-1])
+        if not x86 and "avx" in build:
+            continue
+        made = {source: str(work / f"{source}-{build}.o") for source in ("attend", "differentiate")}
+        try:
+            for source, to in made.items():
+                run(*flags, f"-DLEVEL={build}", "-c", str(SOURCE / f"{source}.cpp"), "-o", to)
+        except RuntimeError as error:
+            if build in NEEDED:
+                raise
+            left_out[build] = str(error)
+        else:
+            objects += made.values()
+    wider = [build for build in BUILDS if build not in NEEDED]
+    here = [f"-DIF_{build}(x)={'x' if x86 and build not in left_out else '0'}" for build in wider]
     objects.append(str(work / "threads.o"))
-    run("-c", str(SOURCE / "threads.cpp"), "-o", objects[-1])
+    run(*here, "-c", str(SOURCE / "threads.cpp"), "-o", objects[-1])
     run("-shared", *objects, "-o", str(library), "-pthread", *(["-ldl"] if sys.platform == "linux" else []))
+    return left_out
 
 
 class BuildNative(build_ext):
@@ -72,26 +119,25 @@ class BuildNative(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"  # for any Python
 
+    def run(self) -> None:
+        # setuptools' own would first look for a compiler, and end the installation over an odd CXX or CFLAGS.
+        for ext in self.extensions:
+            self.build_extension(ext)
+
     def build_extension(self, ext: Extension) -> None:
-        library = Path(self.get_ext_fullpath(ext.name))
+        library = Path(self.get_ext_fullpath(ext.name))  # in the sources, where they are installed editable
         log = library.with_suffix(".log")
         log.unlink(missing_ok=True)
         try:
-            compile_to(library, Path(self.build_temp) / "native")
+            left_out = compile_to(library, Path(self.build_temp) / "native")
+            reasons = "".join(f"{build}: {reason}\n" for build, reason in left_out.items())
         except RuntimeError as error:
-            self.warn(f"manyheads is installed without its native kernel: {error}")
+            library.unlink(missing_ok=True)  # that of an earlier build
+            reasons = f"{error}\n"
+        if reasons:
+            self.warn(f"manyheads is installed without its native kernel, or a part of it: {reasons}")
             log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_text(f"{error}\n", encoding="utf-8")
-
-    def copy_extensions_to_source(self) -> None:
-        super().copy_extensions_to_source()
-        for ext in self.extensions:  # an editable installation reads the source folder
-            built = Path(self.get_ext_fullpath(ext.name))
-            here = SOURCE / built.name
-            for suffix, other in ((".log", ".so"), (".so", ".log")):
-                if built.with_suffix(suffix).exists():
-                    self.copy_file(str(built.with_suffix(suffix)), str(here.with_suffix(suffix)))
-                    here.with_suffix(other).unlink(missing_ok=True)
+            log.write_text(reasons, encoding="utf-8")
 
 
 class AnyPython(bdist_wheel):

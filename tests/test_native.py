@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -135,21 +136,174 @@ def test_a_width_that_is_none_is_a_reason_to_refuse() -> None:
     assert "sdpa       yes" in printed
 
 
-def test_without_a_compiler_it_installs_and_says_why(tmp_path: Path) -> None:
-    """Into a folder of its own; everything works on the other kernels."""
-    source = tmp_path / "source"
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("native.so", "*.egg-info"))
+def loaded(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, Any]:
+    """What `library` would be if it were imported with other environment variables."""
+    for name, value in environment.items():
+        monkeypatch.setenv(f"MANYHEADS_{name}", value)
+    return runpy.run_path(library.__file__)
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("/none.so", "isn't there"),
+        (__file__, f"doesn't load ({__file__}: "),
+        (torch._C.__file__, "has none of its functions"),
+    ],
+)
+def test_another_library_that_is_none(file: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = loaded(monkeypatch, LIBRARY=file)["missing"]
+    assert missing.startswith(
+        f"MANYHEADS_LIBRARY must name a library that manyheads built, and {file!r} {what}"
+    )
+    assert missing.endswith(": unset it or name another")
+
+
+def test_other_threads_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = "MANYHEADS_THREADS must be own or unset, and 'banana' is set"
+    assert loaded(monkeypatch, THREADS="banana")["missing"] == expected
+
+
+def test_an_empty_environment_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = loaded(monkeypatch, WIDTH="", THREADS="", LIBRARY="")
+    assert empty["missing"] is None
+    assert empty["width"] == len(library.runs) - 1
+    assert empty["FILE"] == library.HERE / "native.so"
+
+
+# A C++ compiler that is quick, since each build of the kernel is empty, and that can't make the widest one.
+QUICK = """#!/bin/sh
+for x; do case $x in
+    -mavx512bf16)
+        echo "In file included from somewhere" >&2
+        echo "quick: error: unrecognized option '$x'" >&2
+        exit 1 ;;
+    -DLEVEL=*) build=${x#-DLEVEL=} ;;
+    */attend.cpp) what="void attend_$build(const Problem *) {}
+        double spin_$build(int64_t, int, float *) { return 0; }
+        float read_$build(const float *, int64_t) { return 0; }" ;;
+    */differentiate.cpp) what="int differentiate_$build(const Problem *, const Gradient *) { return 0; }" ;;
+    *.o) to=$x ;;
+esac; done
+[ "$what" ] || exec c++ "$@"
+(echo '#include "problem.h"'; echo "$what") | c++ -fPIC -Isrc/manyheads/kernels/native -xc++ -c - -o "$to"
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two installations of one copy of the sources: without the widest build, then without a compiler."""
+    to = tmp_path_factory.mktemp("installed")
+    source, quick = to / "source", to / "quick"
+    ignore = shutil.ignore_patterns("native.so", "native.log", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT / "src", source / "src", ignore=ignore)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "docs" / "lessons", source / "docs" / "lessons")
-    to = tmp_path / "installed"
+    quick.write_text(QUICK)
+    quick.chmod(0o755)
+    for compiler in (str(quick), "false"):
+        folder = to / f"by {Path(compiler).name}"
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), str(source)],
+            env={**os.environ, "CXX": compiler},
+            check=True,
+            capture_output=True,
+            timeout=600,
+        )
+    return to / "by quick", to / "by false"
+
+
+@pytest.mark.skipif("avx2" not in library.runs, reason="it has one width")
+def test_a_width_that_does_not_compile_is_left_out(
+    installed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = installed[0].parent / "quick"
+    why = f"the C++ compiler {quick} ended with 1 (quick: error: unrecognized option '-mavx512bf16'): install"
+    printed = python(
+        "from manyheads.kernels import native; print(native.__file__, native.built())",
+        PYTHONPATH=str(installed[0]),
+    )
+    runs = [name for name in library.runs if name != "avx512bf16"]
+    assert str(installed[0]) in printed
+    assert f"{runs[-1]} of {', '.join(runs)} (avx512bf16 wasn't built: {why}" in printed
+    (file,) = installed[0].rglob("native.so")
+    missing = loaded(monkeypatch, LIBRARY=str(file), WIDTH="avx512bf16")["missing"]
+    assert missing.startswith(f"MANYHEADS_WIDTH=avx512bf16 is set, and that build isn't there: {why}")
+
+
+def test_a_build_that_fails_leaves_no_library_of_before(installed: tuple[Path, Path]) -> None:
+    assert [path.name for path in installed[1].rglob("native.*")] == ["native.log"]
+
+
+@pytest.fixture
+def setup() -> dict[str, Any]:
+    """What setup.py defines."""
+    pytest.importorskip(
+        "setuptools.command.bdist_wheel", reason="an old setuptools; pip builds with a new one"
+    )
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.mark.usefixtures("setup")
+def test_an_old_library_goes_from_the_sources_too(installed: tuple[Path, Path]) -> None:
+    """Where they are installed editable; and an odd CXX doesn't end the installation."""
+    source = installed[0].parent / "source"
+    library = source / "src" / "manyheads" / "kernels" / "native" / "native.so"
+    library.touch()
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(to), str(source)],
-        env={**os.environ, "CXX": "false"},
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=source,
+        env={**os.environ, "CXX": 'g++ "x'},
         check=True,
         capture_output=True,
-        timeout=600,
     )
+    assert not library.exists()
+    assert library.with_suffix(".log").read_text().startswith("the environment variable CXX must be as in")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "flags", "reason"),
+    [
+        (
+            "nowhere",
+            "",
+            "the C++ compiler nowhere doesn't start (No such file or directory): install manyheads",
+        ),
+        ('g++ "x', "", "variable CXX must be as in a shell, and 'g++ \"x' is set (no closing quotation)"),
+        ("true", '-g "', "variable MANYHEADS_CXXFLAGS must be as in a shell, and '-g \"' is set"),
+        ("sh -c", "", "the C++ compiler sh -c ended with 2 ("),
+    ],
+)
+def test_why_nothing_was_built(
+    setup: Any, compiler: str, flags: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("MANYHEADS_CXXFLAGS", flags)
+    with pytest.raises(RuntimeError) as raised:
+        setup["compile_to"](tmp_path / "native.so", tmp_path)
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        ("ld: warning: old\nIn file included from x\nx:1: Error: what\ny: error: more", "x:1: Error: what"),
+        (
+            "ld: warning: old\nld: cannot find -lm\ncollect2: error: ld returned 1 exit status",
+            "ld: cannot find -lm",
+        ),
+        ("starting\nout of memory\n", "out of memory"),
+        ("", "no message"),
+    ],
+)
+def test_the_line_that_says_why_a_compiler_failed(setup: Any, output: str, line: str) -> None:
+    assert setup["told"](output) == line
+
+
+def test_without_a_compiler_it_installs_and_says_why(installed: tuple[Path, Path], tmp_path: Path) -> None:
+    """Everything works on the other kernels."""
+    to = installed[1]
     code = (
         f"import sys; sys.path.insert(0, {str(to)!r})\n"
         "import torch, manyheads\n"

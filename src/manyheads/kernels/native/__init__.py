@@ -75,8 +75,9 @@ def built() -> str:
     """The build that this processor runs, and whose threads; or why there is none."""
     if library.width is None:
         return f"not here: {library.missing}"
+    left_out = "; ".join(f"{build} wasn't built: {why}" for build, why in library.left_out.items())
     return (
-        f"{library.WIDTHS[library.width]} of {', '.join(library.runs)}, on "
+        f"{library.WIDTHS[library.width]} of {', '.join(library.runs)}{left_out and f' ({left_out})'}, on "
         f"{'the threads of PyTorch' if library.shares_threads else 'threads of its own'}"
     )
 

@@ -2,7 +2,7 @@
 
 It is built when the package is installed (`setup.py`), links to nothing of PyTorch, and is called through
 ctypes, which lets go of the GIL. `MANYHEADS_WIDTH` chooses a build by name, `MANYHEADS_THREADS=own` keeps
-the kernel from PyTorch's thread pool.
+the kernel from PyTorch's thread pool, `MANYHEADS_LIBRARY` names another library; empty, they are unset.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 from manyheads.kernels import PROCESS
 
 HERE = Path(__file__).parent
-FILE = Path(os.environ.get("MANYHEADS_LIBRARY") or HERE / "native.so")  # another one: with sanitizers, say
-LOG = HERE / "native.log"  # what the build said, where it failed
+ANOTHER = os.environ.get("MANYHEADS_LIBRARY")  # one with sanitizers, say
+FILE = Path(ANOTHER or HERE / "native.so")
+LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, isn't there
 INTERFACE = 3  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
@@ -27,6 +28,7 @@ attend: ctypes._NamedFuncPointer | None = None  # (a problem in bytes, number of
 differentiate: ctypes._NamedFuncPointer | None = None  # (a problem, a gradient, number of the build) → 0
 width: int | None = None  # the build's number in WIDTHS
 runs: list[str] = []  # all builds that this processor can run
+left_out: dict[str, str] = {}  # builds that the compiler couldn't make, and why
 shares_threads = False
 spin: ctypes._NamedFuncPointer | None = None  # (number, rounds, bfloat16?, threads) → operations done
 read: ctypes._NamedFuncPointer | None = None  # (number, address, floats, threads)
@@ -35,33 +37,41 @@ missing: str | None = None  # why there is none
 
 def _load() -> None:
     global attend, differentiate, width, missing, shares_threads, spin, read
+    said = LOG.read_text(encoding="utf-8", errors="replace").strip() if LOG.exists() else ""
     if not FILE.exists():
-        said = (
-            LOG.read_text(encoding="utf-8").strip()
-            if LOG.exists()
-            else "it was installed without being built"
-        )
-        missing = f"its library isn't there: {said}; install manyheads again where there is a C++ compiler"
+        missing = f"its library isn't there: {said}" if said and not ANOTHER else _unusable("isn't there")
         return
     try:
         library = ctypes.CDLL(str(FILE))
     except OSError as error:
-        missing = f"its library doesn't load ({error}): install manyheads again"
+        missing = _unusable(f"doesn't load ({error})")
+        return
+    if not hasattr(library, "manyheads_interface"):
+        missing = _unusable("has none of its functions")
         return
     library.manyheads_interface.restype = ctypes.c_int64
     if library.manyheads_interface() != INTERFACE * 1000000 + 1000 * GRADIENT.size + PROBLEM.size:
-        missing = "its library was built from another version of the sources: install manyheads again"
+        missing = _unusable("was built from another version of the sources")
         return
-    shares_threads = bool(library.manyheads_begin(_own_threads()))
+    threads = os.environ.get("MANYHEADS_THREADS")
+    if threads and threads != "own":
+        missing = f"MANYHEADS_THREADS must be own or unset, and {threads!r} is set"
+        return
     wanted = os.environ.get("MANYHEADS_WIDTH")
-    if wanted is not None and wanted not in WIDTHS:
+    if wanted and wanted not in WIDTHS:
         missing = f"MANYHEADS_WIDTH must be one of {', '.join(WIDTHS)}, and {wanted!r} is set"
         return
+    reasons = (line.partition(": ") for line in said.splitlines())
+    left_out.update((build, why) for build, _, why in reasons if build in WIDTHS)
+    if wanted in left_out:
+        missing = f"MANYHEADS_WIDTH={wanted} is set, and that build isn't there: {left_out[wanted]}"
+        return
     runs.extend(name for n, name in enumerate(WIDTHS) if library.manyheads_runs(n))
-    if wanted is not None and wanted not in runs:
+    if wanted and wanted not in runs:
         missing = f"MANYHEADS_WIDTH={wanted} is set, and this processor can't run that build"
         return
-    width = WIDTHS.index(runs[-1] if wanted is None else wanted)
+    shares_threads = bool(library.manyheads_begin(_own_threads()))
+    width = WIDTHS.index(wanted or runs[-1])
     attend = library.manyheads_attend
     attend.argtypes, attend.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_int
     differentiate = library.manyheads_differentiate
@@ -71,6 +81,16 @@ def _load() -> None:
     spin.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
     read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
     spin.restype, read.restype = ctypes.c_double, ctypes.c_float
+
+
+def _unusable(what: str) -> str:
+    """Why the library that was found can't be used, and what to do."""
+    if ANOTHER:
+        return (
+            f"MANYHEADS_LIBRARY must name a library that manyheads built, and {ANOTHER!r} {what}: "
+            "unset it or name another"
+        )
+    return f"its library {what}: install manyheads again"
 
 
 def _own_threads() -> bool:

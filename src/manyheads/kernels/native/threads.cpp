@@ -27,14 +27,11 @@
 void attend_float64(const Problem *p);
 int differentiate_float64(const Problem *p, const Gradient *y);
 BUILD(portable)
-#if defined(__x86_64__)
 BUILD(avx2)
 BUILD(avx512)
 BUILD(avx512bf16)
-#define EACH(what) {what##_portable, what##_avx2, what##_avx512, what##_avx512bf16}
-#else
-#define EACH(what) {what##_portable}
-#endif
+// setup.py says which of the wider ones it could build: IF_avx2(x) is x where there is that build, else 0.
+#define EACH(what) {what##_portable, IF_avx2(what##_avx2), IF_avx512(what##_avx512), IF_avx512bf16(what##_avx512bf16)}
 
 // -- memory ----------------------------------------------------------------------------------------
 
@@ -126,14 +123,15 @@ __attribute__((visibility("default"))) int manyheads_begin(int own_threads) {
 
 __attribute__((visibility("default"))) int64_t manyheads_interface() { return INTERFACE * 1000000 + 1000 * sizeof(Gradient) + sizeof(Problem); }
 
-// Can this processor run a build, by its number? 0 portable, 1 avx2, 2 avx512, 3 avx512bf16.
+// Is a build here, and can this processor run it? By its number: 0 portable, 1 avx2, 2 avx512, 3 avx512bf16.
 __attribute__((visibility("default"))) int manyheads_runs(int level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    bool levels[] = {true, avx2, avx512, avx512 && __builtin_cpu_supports("avx512bf16")};
+    [[maybe_unused]] bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    bool levels[] = {true, IF_avx2(avx2), IF_avx512(avx512),
+                     IF_avx512bf16(avx512 && __builtin_cpu_supports("avx512bf16"))};
     return levels[level];
 #else
     return level == 0;
