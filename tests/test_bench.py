@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,20 +37,19 @@ def test_contestants_compute_the_same(kind: str, dtype: str) -> None:
     torch.manual_seed(0)
     found = bench.contestants(bench.Problem(kind, dtype, 64, 64))
     assert "compiled" in found.get("FlexAttention", "compiled")  # why it is left out
-    outs = {}
-    with torch.no_grad():
-        for name, run in found.items():
-            if not isinstance(run, str):
-                out = run()
-                out = out if isinstance(out, torch.Tensor) else out[0]
-                outs[name] = out.mT if name == "x" else out
+    with torch.set_grad_enabled(kind == "training"):
+        outs: dict[str, Any] = {name: run() for name, run in found.items() if not isinstance(run, str)}
     assert len(outs) >= 4
     if kind == "layer":  # two layers, each with weights of its own
         return
+    if kind == "training":  # gradients of q, k and v
+        outs = {name: torch.stack(grads) for name, grads in outs.items()}
+    elif "Hugging Face eager" in outs:
+        outs["Hugging Face eager"] = outs["Hugging Face eager"].transpose(1, 2)
     want = outs.pop("PyTorch").float()
+    near = {"float32": 1e-5, "bfloat16": 2e-2}[dtype] * max(1.0, float(want.abs().max()))
     for name, out in outs.items():
-        got = out.float().transpose(1, 2) if name == "Hugging Face eager" else out.float()
-        assert (got - want).abs().max() < (1e-5 if dtype == "float32" else 2e-2), name
+        assert (out.float() - want).abs().max() < near, name
 
 
 def test_a_report_is_written(tmp_path: Path) -> None:
@@ -224,6 +224,8 @@ def test_the_folder_is_checked_before_anything_is_measured(
 def test_operations_are_counted() -> None:
     assert bench.Problem("forward", "float32", 100, 64).operations == 4 * 8 * 100 * 100 * 64
     assert bench.Problem("causal", "float32", 100, 64).operations == 2 * 8 * 100 * 100 * 64
+    training = bench.Problem("training", "float32", 100, 64).operations
+    assert training == 7 * 8 * 100 * 100 * 64
     layer = bench.Problem("layer", "float32", 100, 64).operations
     assert layer == 4 * 8 * 100 * 100 * 64 + 4 * 2 * 100 * 512 * 512
 
@@ -231,7 +233,7 @@ def test_operations_are_counted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--kind", "backward"), "kind must be one of forward, causal, layer, and 'backward' came"),
+        (("--kind", "backward"), "kind must be one of forward, causal, training, layer, and 'backward' came"),
         (("--dtype", "int8"), "dtype must be one of float32, bfloat16, and 'int8' came"),
         (("--length", "0"), "length must be at least 1, and 0 came"),
         (("--size", "-3"), "size must be at least 1, and -3 came"),

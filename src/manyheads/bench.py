@@ -37,7 +37,7 @@ from manyheads.shapes import amount
 
 HEADS = 8
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192, 16384)
-KINDS = ("forward", "causal", "layer")
+KINDS = ("forward", "causal", "training", "layer")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PACKAGES = ("torch", "manyheads", "x-transformers", "transformers")
 ROOM = 4e9  # bytes: what builds more weights than this is left out
@@ -53,7 +53,10 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to compute: batch 1, 8 heads of `size`, so many tokens, without gradients."""
+    """One thing to compute: batch 1, 8 heads of `size`, so many tokens.
+
+    kind: "forward"; "causal"; "training", which is causal, forward and backward; or a whole "layer".
+    """
 
     kind: str
     dtype: str
@@ -62,10 +65,12 @@ class Problem:
 
     @property
     def operations(self) -> float:
-        """Multiplications and additions of the two products (and of a layer's four projections)."""
-        pairs = self.tokens**2 * (0.5 if self.kind == "causal" else 1)
+        """Multiplications and additions of the two products, of the five of a gradient, and of a layer's four
+        projections."""
+        pairs = self.tokens**2 * (0.5 if self.kind in ("causal", "training") else 1)
+        products = 7 if self.kind == "training" else 2
         projections = 8 * self.tokens * (HEADS * self.size) ** 2 if self.kind == "layer" else 0
-        return 4 * HEADS * pairs * self.size + projections
+        return 2 * products * HEADS * pairs * self.size + projections
 
 
 @dataclass(frozen=True)
@@ -301,14 +306,14 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
     if problem.kind == "layer":
         return layers(problem, torch.randn(1, problem.tokens, HEADS * problem.size, dtype=dtype))
     q, k, v = (torch.randn(1, HEADS, problem.tokens, problem.size, dtype=dtype) for _ in range(3))
-    causal = problem.kind == "causal"
+    causal = problem.kind in ("causal", "training")
     mask = Causal() if causal else None
 
-    def ours(kernel: str) -> Run | str:
+    def ours(kernel: str) -> Callable[[], Tensor] | str:
         refused = load(kernel).refuse(Posed.of(q, k, v, mask=mask))
         return "; ".join(refused) or (lambda: attention(q, k, v, mask=mask, kernel=kernel))
 
-    return {
+    found: dict[str, Callable[[], Tensor] | str] = {
         "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
         "native": ours("native"),
         "chunked": ours("chunked"),
@@ -316,6 +321,21 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
         "x-transformers": _x_transformers(q, k, v, causal),
         "Hugging Face eager": _eager(q, k, v, causal),
     }
+    if problem.kind != "training":
+        return dict(found)
+    return {name: run if isinstance(run, str) else _step(run, q, k, v) for name, run in found.items()}
+
+
+def _step(run: Callable[[], Tensor], *leaves: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward: the gradients of the leaves."""
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        out = run()
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return step
 
 
 def layers(problem: Problem, x: Tensor) -> dict[str, Run | str]:
@@ -338,7 +358,7 @@ def _too_large(tokens: int, dtype: torch.dtype) -> str | None:
     return f"at {tokens:,} tokens its weights would take {amount(size)}" if size > ROOM else None
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
+def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor] | str:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     t = q.shape[2]
@@ -350,16 +370,16 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
     return lambda: compiled(q, k, v, block_mask=blocks)
 
 
-def _x_transformers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
+def _x_transformers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor] | str:
     if find_spec("x_transformers") is None:
         return "x-transformers isn't installed"
     from x_transformers.attend import Attend
 
     attend = Attend(flash=True, causal=causal).eval()
-    return lambda: attend(q, k, v)
+    return lambda: attend(q, k, v)[0]
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
+def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor] | str:
     if why := _too_large(q.shape[2], q.dtype):
         return why
     if find_spec("transformers") is None:
@@ -368,19 +388,25 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Run | str:
 
     module: Any = SimpleNamespace(num_key_value_groups=1, training=False)
     hidden = torch.full((1, 1, q.shape[2], q.shape[2]), -math.inf, dtype=q.dtype).triu(1) if causal else None
-    return lambda: eager_attention_forward(module, q, k, v, hidden, scaling=q.shape[3] ** -0.5)
+    return lambda: eager_attention_forward(module, q, k, v, hidden, scaling=q.shape[3] ** -0.5)[
+        0
+    ]  # [b, t, h, d]
 
 
 # -- running -----------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def measure(problem: Problem, rounds: int) -> Result:
     """Every contestant on a problem, interleaved; a first round warms up and isn't counted.
 
     Who can't compute the problem, or fails in the first round, is left out. What is short is run again and
     again in each round, until `SAMPLE` is over: a clock tells milliseconds.
     """
+    with torch.set_grad_enabled(problem.kind == "training"):
+        return _measure(problem, rounds)
+
+
+def _measure(problem: Problem, rounds: int) -> Result:
     result = Result(problem)
     running: dict[str, Run] = {}
     for name, run in contestants(problem).items():

@@ -29,7 +29,7 @@ BLOCK = 1 << 19  # scores in a block, over all heads: 2 MiB in float32, so that 
 
 
 def refuse(problem: Problem) -> list[str]:
-    """Forward-mode derivatives and torch.func's transforms, which the operator doesn't carry; nothing else."""
+    """What the operator doesn't carry: forward-mode derivatives and torch.func's transforms."""
     if problem.forward_mode():
         return ["it has no forward-mode derivative"]
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:

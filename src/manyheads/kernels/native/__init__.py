@@ -226,7 +226,8 @@ def _own_backward(
     dk = p.q.new_empty(n.b, n.g, n.s, n.d)
     dv = p.q.new_empty(n.b, n.g, n.s, n.w)
     delta = torch.empty_like(lse)
-    table, d_bias, slopes, shared = None, (0,) * 5, None, False
+    d_bias: tuple[int, ...] = (0,) * 5
+    table, slopes, shared = None, None, False
     chunks = max(min(CHUNKS // (n.b * n.g), -(-n.s // KEYS)), 1)
     if isinstance(bias, Dense):
         table = bias.values.new_zeros(bias.values.shape, dtype=p.dtype)
