@@ -106,7 +106,8 @@ template <class T, class Op> struct Call {
     };
 
     Interval seen(const Block &k, int row) const {  // the keys that a row may see, but for ids, keep and bias
-        int64_t i = k.position + row, begin = larger<int64_t>(0, i + p.low), end = smaller<int64_t>(p.s, i + p.high + 1);
+        int64_t i = k.position + row;
+        int64_t begin = larger<int64_t>(0, i + p.low), end = smaller<int64_t>(p.s, i + p.high + 1);
         if (p.first) begin = larger(begin, p.first[k.b]), end = smaller(end, p.last[k.b]);
         return {begin, end};
     }
@@ -299,7 +300,8 @@ template <class T, class Op> struct Call {
         if (p.query_ids) {
             const int64_t *ids = p.query_ids + k.b * p.query_ids_stride + k.first;
             k.ids = {ids[0], ids[0]};
-            for (int row = 1; row < k.rows; row++) k.ids = {smaller(k.ids.least, ids[row]), larger(k.ids.most, ids[row])};
+            for (int row = 1; row < k.rows; row++)
+                k.ids = {smaller(k.ids.least, ids[row]), larger(k.ids.most, ids[row])};
         }
         walk(k);
         write(k);

@@ -39,10 +39,9 @@ template <class T, class Op> struct Backward {
         blocks = up(p.s, KEYS) / KEYS;
         unit = PAIRS ? (R)p.scale : (R)1;
         int64_t heads = p.b * p.h, rows = panels * PANEL;
-        int64_t sizes[] = {heads * rows * depth * (int64_t)sizeof(E),          heads * rows * across * PANEL * (int64_t)sizeof(E),
-                           heads * rows * deep * (int64_t)sizeof(E),           heads * rows * over * PANEL * (int64_t)sizeof(E),
-                           heads * rows * (int64_t)sizeof(R),                  heads * rows * (int64_t)sizeof(R),
-                           heads * y.chunks * p.d * rows * (int64_t)sizeof(R)};
+        int64_t one = heads * rows * sizeof(E), number = heads * rows * sizeof(R);
+        int64_t sizes[] = {one * depth, one * across * PANEL, one * deep,          one * over * PANEL,
+                           number,      number,               number * y.chunks * p.d};
         int64_t whole = 0;
         for (int64_t &size : sizes) size = up(size, 64), whole += size;
         char *memory = (char *)store_of(whole), *at[7];
@@ -53,29 +52,32 @@ template <class T, class Op> struct Backward {
 
     // -- queries ------------------------------------------------------------------------------------
 
-    // Packs a panel of queries and of gradients of their outputs; what else a row needs is one number each.
+    // Packs a panel of queries and of gradients of their outputs; what else a row needs is two numbers.
     void pack(int64_t head, int64_t panel) {
         int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.t - first), b = head / p.h, h = head % p.h;
+        const int64_t *d_step = y.d_out_stride, *out_step = p.out_stride;
         const T *q = (const T *)p.q + b * p.q_stride[0] + h * p.q_stride[1] + first * p.q_stride[2];
-        const T *d = (const T *)y.d_out + b * y.d_out_stride[0] + h * y.d_out_stride[1] + first * y.d_out_stride[2];
-        const T *out = (const T *)p.out + b * p.out_stride[0] + h * p.out_stride[1] + first * p.out_stride[2];
-        pack_columns<Op>(q_columns + (head * panels + panel) * depth * PANEL, q, p.q_stride + 2, count, p.d, (R)p.scale);
-        pack_columns<Op>(out_columns + (head * panels + panel) * deep * PANEL, d, y.d_out_stride + 2, count, p.w);
+        const T *d = (const T *)y.d_out + b * d_step[0] + h * d_step[1] + first * d_step[2];
+        const T *out = (const T *)p.out + b * out_step[0] + h * out_step[1] + first * out_step[2];
+        int64_t at = head * panels + panel;
+        pack_columns<Op>(q_columns + at * depth * PANEL, q, p.q_stride + 2, count, p.d, (R)p.scale);
+        pack_columns<Op>(out_columns + at * deep * PANEL, d, d_step + 2, count, p.w);
         int64_t apart = panels * PANEL * PANEL;
         E *q_to = q_rows + (head * across * panels + panel) * PANEL * PANEL;
         E *d_to = out_rows + (head * over * panels + panel) * PANEL * PANEL;
         bool fine = pack_rows<Op>(q_to, apart, q, p.q_stride + 2, count, p.d);
-        fine &= pack_rows<Op>(d_to, apart, d, y.d_out_stride + 2, count, p.w);
+        fine &= pack_rows<Op>(d_to, apart, d, d_step + 2, count, p.w);
         if (!fine) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
+        R *scale = lse + at * PANEL, *mean = delta + at * PANEL;
         for (int64_t n = 0; n < PANEL; n++) {
-            int64_t at = head * panels * PANEL + first + n, row = head * p.t + first + n;
+            int64_t row = head * p.t + first + n;
             R l = n < count ? ((const R *)p.lse)[row] : -(R)INF;
-            lse[at] = l == -INF ? INF : (R)(l * LOG2E);
+            scale[n] = l == -INF ? INF : (R)(l * LOG2E);
             R sum = 0;
             for (int64_t x = 0; n < count && x < p.w; x++)
-                sum += wide(d[n * y.d_out_stride[2] + x * y.d_out_stride[3]]) * wide(out[n * p.out_stride[2] + x * p.out_stride[3]]);
-            delta[at] = n < count && y.d_lse ? sum - ((const R *)y.d_lse)[row] : sum;
-            if (n < count) ((R *)y.delta)[row] = delta[at];
+                sum += wide(d[n * d_step[2] + x * d_step[3]]) * wide(out[n * out_step[2] + x * out_step[3]]);
+            mean[n] = n < count && y.d_lse ? sum - ((const R *)y.d_lse)[row] : sum;
+            if (n < count) ((R *)y.delta)[row] = mean[n];
         }
     }
 
@@ -103,10 +105,10 @@ template <class T, class Op> struct Backward {
         Block k = {};
         k.b = b, k.g = g, k.chunk = chunk, k.first = block * KEYS;
         k.count = smaller<int64_t>(KEYS, p.s - k.first);
-        int64_t tile = (int64_t)sizeof(R) * KEYS * QUERIES, small = PAIRS ? (int64_t)sizeof(E) * KEYS * QUERIES : 0;
-        int64_t sizes[] = {(int64_t)sizeof(E) * KEYS * depth, (int64_t)sizeof(E) * KEYS * p.d, (int64_t)sizeof(E) * KEYS * deep,
-                           (int64_t)sizeof(R) * KEYS * across * PANEL, (int64_t)sizeof(R) * KEYS * over * PANEL, tile, tile,
-                           p.softcap ? tile : 0, small, small, small, KEYS * (int64_t)BYTES};
+        int64_t one = KEYS * sizeof(E), number = KEYS * sizeof(R), tile = number * QUERIES;
+        int64_t small = PAIRS ? one * QUERIES : 0;
+        int64_t sizes[] = {one * depth, one * p.d, one * deep, number * across * PANEL, number * over * PANEL,
+                           tile, tile, p.softcap ? tile : 0, small, small, small, KEYS * BYTES};
         int64_t whole = 0;
         for (int64_t &size : sizes) size = up(size, 64), whole += size;
         char *memory = (char *)scratch(whole), *at[12];
@@ -147,7 +149,8 @@ template <class T, class Op> struct Backward {
     }
 
     void close(const Block &k) const {
-        T *dk = (T *)y.dk + ((k.b * p.g + k.g) * p.s + k.first) * p.d, *dv = (T *)y.dv + ((k.b * p.g + k.g) * p.s + k.first) * p.w;
+        int64_t at = (k.b * p.g + k.g) * p.s + k.first;
+        T *dk = (T *)y.dk + at * p.d, *dv = (T *)y.dv + at * p.w;
         for (int64_t j = 0; j < k.count; j++) {
             for (int64_t x = 0; x < p.d; x++) narrow((R)p.scale * k.dk[j * across * PANEL + x], dk[j * p.d + x]);
             for (int64_t x = 0; x < p.w; x++) narrow(k.dv[j * over * PANEL + x], dv[j * p.w + x]);
@@ -228,46 +231,51 @@ template <class T, class Op> struct Backward {
 
     // Queries first … first + count of a head, with a block of keys. plain: each sees each, and nothing is added.
     void step(const Block &k, int64_t h, int64_t first, int64_t count, bool plain) const {
-        int64_t head = k.b * p.h + h, at = head * panels * PANEL + first, whole = up(count, W);
-        int64_t even = up(k.count, Op::PAIR);
+        int64_t head = k.b * p.h + h, rows = panels * PANEL, at = head * rows + first;
+        int64_t even = up(k.count, Op::PAIR), whole = up(count, W), used = up(count, Op::PAIR);
         for (int64_t c = 0; c < count; c += PANEL) {
-            int64_t columns = smaller<int64_t>(PANEL, count - c), from = (head * panels * PANEL + first + c);
-            columns_of<Op, false, false>((int)even, columns, k.k, depth, q_columns + from * depth, k.score + c, QUERIES, depth, k.unused);
-            columns_of<Op, false, false>((int)even, columns, k.v, deep, out_columns + from * deep, k.grad + c, QUERIES, deep, k.unused);
+            int64_t columns = smaller<int64_t>(PANEL, count - c);
+            columns_of<Op, false, false>((int)even, columns, k.k, depth, q_columns + (at + c) * depth, k.score + c,
+                                         QUERIES, depth, k.unused);
+            columns_of<Op, false, false>((int)even, columns, k.v, deep, out_columns + (at + c) * deep, k.grad + c,
+                                         QUERIES, deep, k.unused);
         }
         R slope = 0;
-        for (int64_t row = 0; row < even; row++) {
-            if (row >= k.count) {  // the other half of a pair
-                memset(k.score + row * QUERIES, 0, sizeof(R) * whole), memset(k.grad + row * QUERIES, 0, sizeof(R) * whole);
-                continue;
-            }
+        for (int64_t row = 0; row < k.count; row++) {
             if (!plain) finish(k, h, row, first, whole);
             weigh(k, row, lse + at, delta + at, whole, plain);
             if (y.d_bias || y.d_slopes || p.softcap) collect(k, h, row, first, count, slope);
         }
+        if (k.count < even) {  // the other half of a pair
+            memset(k.score + k.count * QUERIES, 0, sizeof(R) * whole);
+            memset(k.grad + k.count * QUERIES, 0, sizeof(R) * whole);
+        }
         if (y.d_slopes) ((R *)y.d_slopes)[head * y.chunks + k.chunk] += slope;
-        if constexpr (PAIRS)
-            for (int64_t row = 0; row < even; row += 2)
-                for (int64_t n = 0; n < whole; n += W) {
-                    R *score = k.score + row * QUERIES + n, *grad = k.grad + row * QUERIES + n;
-                    int64_t to = row * QUERIES + n;
-                    for (int two = 0; two < 2; two++) {
-                        Op::round(k.weight + to + two * QUERIES, load(score + two * QUERIES));
-                        Op::round(k.pull + to + two * QUERIES, load(grad + two * QUERIES));
-                    }
-                    Op::pair(k.pairs + to + n, load(grad), load(grad + QUERIES));
-                }
-        int64_t used = up(count, Op::PAIR), apart = panels * PANEL * PANEL, rows = panels * PANEL;
+        if constexpr (PAIRS) round(k, even, whole);
+        const E *outs = out_rows + head * over * rows * PANEL, *queries = q_rows + head * across * rows * PANEL;
         for (int64_t a = 0; a < over; a++)
             columns_of<Op, true, false>((int)k.count, smaller<int64_t>(PANEL, p.w - a * PANEL), k.weight, QUERIES,
-                                        out_rows + head * over * apart + a * apart + first * PANEL, k.dv + a * PANEL, over * PANEL, used, k.unused);
+                                        outs + (a * rows + first) * PANEL, k.dv + a * PANEL, over * PANEL, used,
+                                        k.unused);
         for (int64_t a = 0; a < across; a++)
             columns_of<Op, true, false>((int)k.count, smaller<int64_t>(PANEL, p.d - a * PANEL), k.pull, QUERIES,
-                                        q_rows + head * across * apart + a * apart + first * PANEL, k.dk + a * PANEL, across * PANEL, used, k.unused);
+                                        queries + (a * rows + first) * PANEL, k.dk + a * PANEL, across * PANEL, used,
+                                        k.unused);
         R *to = dq + (head * y.chunks + k.chunk) * p.d * rows + first;
         for (int64_t c = 0; c < count; c += PANEL)
-            columns_of<Op, true, false, QUERIES>((int)p.d, smaller<int64_t>(PANEL, count - c), k.k_down, KEYS, k.pairs + c * Op::PAIR,
-                                                 to + c, rows, even, k.unused);
+            columns_of<Op, true, false, QUERIES>((int)p.d, smaller<int64_t>(PANEL, count - c), k.k_down, KEYS,
+                                                 k.pairs + c * Op::PAIR, to + c, rows, even, k.unused);
+    }
+
+    // Weights and gradients of scores in bfloat16, the latter in both orders.
+    void round(const Block &k, int64_t rows, int64_t count) const {
+        for (int64_t row = 0; row < rows; row += 2)
+            for (int64_t n = 0; n < count; n += W) {
+                int64_t at = row * QUERIES + n, next = at + QUERIES;
+                Op::round(k.weight + at, load(k.score + at)), Op::round(k.weight + next, load(k.score + next));
+                Op::round(k.pull + at, load(k.grad + at)), Op::round(k.pull + next, load(k.grad + next));
+                Op::pair(k.pairs + at + n, load(k.grad + at), load(k.grad + next));
+            }
     }
 
     // All queries that see a block of keys.
@@ -290,7 +298,8 @@ template <class T, class Op> struct Backward {
     }
 
     bool shares(const Block &k, int64_t first, int64_t count) const {  // is an id of these queries one of a key's?
-        const int64_t *queries = p.query_ids + k.b * p.query_ids_stride + first, *keys = p.key_ids + k.b * p.key_ids_stride + k.first;
+        const int64_t *queries = p.query_ids + k.b * p.query_ids_stride + first;
+        const int64_t *keys = p.key_ids + k.b * p.key_ids_stride + k.first;
         int64_t least = queries[0], most = queries[0], low = keys[0], high = keys[0];
         for (int64_t n = 1; n < count; n++) least = smaller(least, queries[n]), most = larger(most, queries[n]);
         for (int64_t n = 1; n < k.count; n++) low = smaller(low, keys[n]), high = larger(high, keys[n]);
@@ -302,6 +311,7 @@ template <class T, class Op> struct Backward {
     void write(int64_t head, int64_t panel) const {
         int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.t - first), rows = panels * PANEL;
         T *to = (T *)y.dq + (head * p.t + first) * p.d;
+        const R *from = dq + head * y.chunks * p.d * rows + first;
         for (int64_t x = 0; x < p.d; x += W) {
             int64_t some = smaller<int64_t>(W, p.d - x);
             for (int64_t n = 0; n < count; n += W) {
@@ -310,7 +320,7 @@ template <class T, class Op> struct Backward {
                     block[m] = V{};
                     if (m < some)
                         for (int64_t chunk = 0; chunk < y.chunks; chunk++)
-                            block[m] += load(dq + ((head * y.chunks + chunk) * p.d + x + m) * rows + first + n);
+                            block[m] += load(from + (chunk * p.d + x + m) * rows + n);
                 }
                 transpose(block);
                 for (int64_t m = 0; m < smaller<int64_t>(W, count - n); m++)

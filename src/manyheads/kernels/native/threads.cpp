@@ -121,7 +121,9 @@ __attribute__((visibility("default"))) int manyheads_begin(int own_threads) {
     return pool != nullptr;
 }
 
-__attribute__((visibility("default"))) int64_t manyheads_interface() { return INTERFACE * 1000000 + 1000 * sizeof(Gradient) + sizeof(Problem); }
+__attribute__((visibility("default"))) int64_t manyheads_interface() {
+    return INTERFACE * 1000000 + 1000 * sizeof(Gradient) + sizeof(Problem);
+}
 
 // Is a build here, and can this processor run it? By its number: 0 portable, 1 avx2, 2 avx512, 3 avx512bf16.
 __attribute__((visibility("default"))) int manyheads_runs(int level) {
