@@ -152,7 +152,8 @@ def test_who_refuses_a_problem_is_left_out() -> None:
     result = bench.measure(bench.Problem("forward", "float32", 64, 300), 1)
     assert result.left_out["native"] == "heads are at most 256 wide there, and these are 300 and 300"
     names = [timing.name for timing in result.timings]
-    assert names == ["PyTorch", "chunked", "x-transformers", "Hugging Face eager"]
+    assert names[:2] == ["PyTorch", "chunked"]  # the others where they are installed
+    assert "native" not in names
 
 
 def test_who_fails_is_left_out_and_nobody_is_compared_with_it(
