@@ -110,7 +110,7 @@ def larger_within_budget(sizes: tuple[int, ...], rest: dict[str, Any], dtype: to
     d_weight = up @ v.mT
     d_score = weight * (d_weight + (weight * d_weight).sum(-1, keepdim=True))
     spread = [abs(wide.scale) * d_score @ k, abs(wide.scale) * d_score.mT @ q, weight.mT @ up, d_score]
-    score = scores.tile(wide)
+    score = scores.tile(wide).detach()
     highest = float(score[score > -math.inf].abs().max())
 
     true = gradients("reference", torch.float64)
