@@ -388,9 +388,12 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor
 
     module: Any = SimpleNamespace(num_key_value_groups=1, training=False)
     hidden = torch.full((1, 1, q.shape[2], q.shape[2]), -math.inf, dtype=q.dtype).triu(1) if causal else None
-    return lambda: eager_attention_forward(module, q, k, v, hidden, scaling=q.shape[3] ** -0.5)[
-        0
-    ]  # [b, t, h, d]
+
+    def run() -> Tensor:
+        out, _ = eager_attention_forward(module, q, k, v, hidden, scaling=q.shape[3] ** -0.5)
+        return out  # [b, t, h, d]
+
+    return run
 
 
 # -- running -----------------------------------------------------------------------------------------

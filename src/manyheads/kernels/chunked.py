@@ -115,7 +115,6 @@ def _backward(
     h, g = p.shape.h, p.shape.g
     d_out = d_out.to(p.dtype)  # [b, h, t, w]
     dq, dk, dv = (torch.zeros(x.shape, dtype=p.dtype, device=x.device) for x in (p.q, p.k, p.v))
-    d_sink = torch.zeros_like(p.sink, dtype=p.dtype) if p.sink is not None else p.q.new_empty(0)
     table = p.bias.tensor() if p.bias is not None and needs[4] else None
     d_bias = p.q.new_empty(0) if table is None else p.q.new_zeros(table.shape, dtype=p.dtype)
     # d score = weight · (d weight − Σ weight · d weight); the sum is d out · out. lse adds its own part.
@@ -152,12 +151,22 @@ def _backward(
             d_score = fold(d_score * p.scale, g)
             dq[:, :, rows] += unfold(mix(d_score, folded, k), h)
             dk[:, :, cols] += mix(d_score.mT, folded.mT, q)
-    if p.sink is not None:  # the sink's weight times (its value, 0, − delta)
-        d_sink -= (scores.weights(p.sink.to(p.dtype)[:, None, None], lse)[..., 0] * delta).sum((0, 2))
     like = (p.q, p.k, p.v, p.sink, table)
     return [
-        x if y is None else x.to(y.dtype) for x, y in zip((dq, dk, dv, d_sink, d_bias), like, strict=True)
+        x if y is None else x.to(y.dtype)
+        for x, y in zip((dq, dk, dv, sink_gradient(p, lse, delta), d_bias), like, strict=True)
     ]
+
+
+def sink_gradient(p: Problem, lse: Tensor, delta: Tensor) -> Tensor:
+    """The gradient of the sink `[h]`, whose value is 0; empty without one.
+
+    lse, and delta, the mean of a row's gradients of weights: both `[b, h, t]`.
+    """
+    if p.sink is None:
+        return p.q.new_empty(0)
+    weight = scores.weights(p.sink.to(p.dtype)[:, None, None], lse)[..., 0]  # [b, h, t]
+    return -(weight * delta).sum((0, 2)).to(p.sink.dtype)
 
 
 def _start(p: Problem, r: int) -> tuple[Tensor, Tensor]:
@@ -288,16 +297,21 @@ def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -
     ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
 
 
+def remembered(ctx: Any) -> tuple[Any, ...]:
+    """What `remember` kept: the output, the log-sum-exp, and the operator's arguments."""
+    out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
+    masks, biases = rest[: ctx.masks], rest[ctx.masks :]
+    return (out, lse, q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers)
+
+
 def differentiated_by(backward: Callable[..., list[Tensor]]) -> Callable[..., tuple[Any, ...]]:
     """How an operator's arguments get their gradients by `backward`, from what `remember` kept."""
 
     def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-        out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
-        masks, biases = rest[: ctx.masks], rest[ctx.masks :]
+        out, lse, *arguments = remembered(ctx)
+        sink, masks, biases = arguments[3:6]
         needs = [True, True, True, sink is not None, any(x.requires_grad for x in biases)]
-        dq, dk, dv, d_sink, d_bias = backward(
-            out, lse, d_out, d_lse, needs, q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers
-        )
+        dq, dk, dv, d_sink, d_bias = backward(out, lse, d_out, d_lse, needs, *arguments)
         d_biases = [d_bias if needs[4] else None for _ in biases]
         nothing = [None] * (2 + len(ctx.numbers))
         return (dq, dk, dv, None if sink is None else d_sink, [None] * len(masks), d_biases, *nothing)

@@ -7,7 +7,6 @@ Masks reach it in their normal form; of the rest it takes a boolean tensor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +28,6 @@ WIDEST = 256
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 LIMIT = sdpa.LIMIT
 CHUNKS = 16  # of a gradient's keys, over all heads: as many threads have something to do
-KEYS = 96  # in one of its blocks
 FEW = 1 << 16  # scores, below which a gradient's call costs more than what it computes
 PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors whose operators are PyTorch's own
 
@@ -228,13 +226,13 @@ def _own_backward(
     delta = torch.empty_like(lse)
     d_bias: tuple[int, ...] = (0,) * 5
     table, slopes, shared = None, None, False
-    chunks = max(min(CHUNKS // (n.b * n.g), -(-n.s // KEYS)), 1)
+    chunks = max(CHUNKS // (n.b * n.g), 1)
     if isinstance(bias, Dense):
         table = bias.values.new_zeros(bias.values.shape, dtype=p.dtype)
         view = table.expand(n.b, n.h, n.t, n.s)
         shared = (view.stride(0) == 0 and n.b > 1) or (view.stride(1) == 0 and n.h > 1)
         d_bias = (table.data_ptr(), *view.stride())
-        chunks = max(min(CHUNKS, -(-n.s // KEYS)), 1) if shared else chunks
+        chunks = CHUNKS if shared else chunks
     elif isinstance(bias, ALiBi):
         slopes = p.q.new_zeros(n.b, n.h, chunks, dtype=p.dtype)
     if d_lse is not None:
@@ -257,10 +255,7 @@ def _own_backward(
         raise MemoryError(
             "the kernel's gradient packs queries and sums, several times their size, and there is no room."
         )
-    d_sink = p.q.new_empty(0)
-    if p.sink is not None:  # the sink's weight times (its value, 0, − delta)
-        weight = torch.exp(p.sink.to(p.dtype)[:, None] - torch.where(lse == -math.inf, math.inf, lse))
-        d_sink = -(weight * delta).sum((0, 2)).to(p.sink.dtype)
+    d_sink = chunked.sink_gradient(p, lse, delta)
     own = p.q.new_empty(0)
     if table is not None and bias is not None:
         own = table.to(bias.tensor().dtype).reshape(bias.tensor().shape)
@@ -366,11 +361,10 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
-        masks, biases = rest[: ctx.masks], rest[ctx.masks :]
+        out, lse, *arguments = chunked.remembered(ctx)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         needs = [*ctx.needs_input_grad[1:5], ctx.needs_input_grad[0]]
-        given = (out, lse, d_out, d_lse, needs, q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers)
+        given = (out, lse, d_out, d_lse, needs, *arguments)
         grads = (_Once.apply if torch.is_grad_enabled() else _attend_backward)(*given)
         dq, dk, dv, d_sink, table = (grad if need else None for grad, need in zip(grads, needs, strict=True))
         return (table, dq, dk, dv, d_sink, *[None] * (4 + len(ctx.numbers)))

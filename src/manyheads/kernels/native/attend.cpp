@@ -15,8 +15,6 @@ constexpr int FEW = 3;    // queries for which packing isn't paid back
 
 // -- one call --------------------------------------------------------------------------------------
 
-struct Interval { int64_t begin, end; };
-
 struct Range {  // of the ids in a panel of keys
     int64_t least, most;
 };
@@ -48,16 +46,14 @@ template <class T, class Op> struct Call {
         if (p.b * p.h * up(p.t, rows) / rows < 16) rows = 3 * STRIP;
         blocks = up(p.t, rows) / rows;
         int64_t heads = p.b * p.g, k = heads * panels * depth * PANEL, v = heads * across * panels * PANEL * PANEL;
-        int64_t sizes[] = {up(k * sizeof(E), 64), up(v * sizeof(E), 64), up(heads * panels, 64),
-                           p.key_ids ? (int64_t)(p.b * panels * sizeof(Range)) : 0};
+        int64_t sizes[] = {k * (int64_t)sizeof(E), v * (int64_t)sizeof(E), heads * panels,
+                           p.key_ids ? p.b * panels * (int64_t)sizeof(Range) : 0};
         // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
         unit = Op::PAIR == 1 ? (R)1 : (R)std::fabs(p.scale);
         if (few) return;
-        char *memory = (char *)store_of(sizes[0] + sizes[1] + sizes[2] + sizes[3]);
-        keys = (E *)memory;
-        values = (E *)(memory + sizes[0]);
-        odd = (uint8_t *)(memory + sizes[0] + sizes[1]);
-        ranges = (Range *)(memory + sizes[0] + sizes[1] + sizes[2]);
+        char *at[4];
+        carve(store_of, sizes, at);
+        keys = (E *)at[0], values = (E *)at[1], odd = (uint8_t *)at[2], ranges = (Range *)at[3];
     }
 
     // Is each thread to have heads of its own, as many as the others? Where they are small, so that what it packed
@@ -68,12 +64,8 @@ template <class T, class Op> struct Call {
     }
 
     // Where a key or a value of one head lies.
-    const T *key_at(int64_t head, int64_t j) const {
-        return (const T *)p.k + head / p.g * p.k_stride[0] + head % p.g * p.k_stride[1] + j * p.k_stride[2];
-    }
-    const T *value_at(int64_t head, int64_t j) const {
-        return (const T *)p.v + head / p.g * p.v_stride[0] + head % p.g * p.v_stride[1] + j * p.v_stride[2];
-    }
+    const T *key_at(int64_t head, int64_t j) const { return at<T>(p.k, p.k_stride, head / p.g, head % p.g, j); }
+    const T *value_at(int64_t head, int64_t j) const { return at<T>(p.v, p.v_stride, head / p.g, head % p.g, j); }
 
     // Packs a panel of keys, and of values, of one head; what isn't finite in a value is 0 in its panel.
     void pack(int64_t head, int64_t panel) {
@@ -121,34 +113,7 @@ template <class T, class Op> struct Call {
         } else if (unit != (R)1) {
             for (int64_t j = 0; j < count; j += W) store(score + j, unit * load(score + j));
         }
-        int64_t t = k.first + row, i = k.position + row, real = smaller(count, p.s - first);
-        if (p.slopes) {
-            R slope = ((const R *)p.slopes)[k.h * p.slopes_stride];
-            for (int64_t j = 0; j < count; j++) score[j] -= slope * std::fabs((R)(first + j - i));
-        }
-        if (p.bias) {
-            const int64_t *n = p.bias_stride;
-            const R *bias = (const R *)p.bias + k.b * n[0] + k.h * n[1] + t * n[2] + first * n[3];
-            each(real, n[3], [&](int64_t j, int64_t at) {
-                R x = bias[at];
-                score[j] = x == -INF ? -INF : score[j] + x;
-            });
-        }
-        if (p.key_ids) {
-            const int64_t *ids = p.key_ids + k.b * p.key_ids_stride + first;
-            int64_t own = p.query_ids[k.b * p.query_ids_stride + t];
-            for (int64_t j = 0; j < real; j++) score[j] = ids[j] == own ? score[j] : -INF;
-        }
-        if (p.keep) {
-            const int64_t *n = p.keep_stride;
-            const uint8_t *keep = p.keep + k.b * n[0] + k.h * n[1] + t * n[2] + first * n[3];
-            each(real, n[3], [&](int64_t j, int64_t at) { score[j] = keep[at] ? score[j] : -INF; });
-        }
-        Interval in = seen(k, row);
-        int64_t begin = smaller(larger<int64_t>(in.begin - first, 0), count);
-        int64_t end = larger(smaller(in.end - first, count), begin);
-        for (int64_t j = 0; j < begin; j++) score[j] = -INF;
-        for (int64_t j = end; j < count; j++) score[j] = -INF;
+        constrain<3>(p, score, k.b, k.h, k.first + row, first, smaller(count, p.s - first), count, seen(k, row));
         V top = all(-INF);
         for (int64_t j = 0; j < count; j += W) top = max(load(score + j), top);
         k.top[row] = top;
@@ -274,18 +239,18 @@ template <class T, class Op> struct Call {
         k.head = k.b * p.g + k.h / (p.h / p.g);
         k.first = block * rows;
         k.rows = (int)smaller(rows, p.t - k.first);
-        k.position = (p.offsets ? p.offsets[k.b] : p.offset) + k.first;
+        k.position = offset_of(p, k.b) + k.first;
         int64_t wide_out = across * PANEL;
-        int64_t sizes[] = {up(ROWS * depth * sizeof(E), 64), (int64_t)sizeof(R) * ROWS * KEYS,
+        int64_t sizes[] = {(int64_t)sizeof(E) * ROWS * depth, (int64_t)sizeof(R) * ROWS * KEYS,
                            Op::PAIR == 1 ? 0 : (int64_t)sizeof(E) * ROWS * KEYS, (int64_t)sizeof(R) * ROWS * wide_out,
                            ROWS * BYTES, ROWS * BYTES, ROWS * (int64_t)sizeof(R)};
-        char *at[8] = {(char *)scratch(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4] + sizes[5] + sizes[6])};
-        for (int n = 0; n < 7; n++) at[n + 1] = at[n] + sizes[n];
+        char *at[7];
+        carve(scratch, sizes, at);
         k.q = (E *)at[0], k.score = (R *)at[1], k.weight = (E *)(Op::PAIR == 1 ? at[1] : at[2]);
         k.out = (R *)at[3], k.top = (V *)at[4], k.total = (V *)at[5], k.highest = (R *)at[6];
 
         R by = Op::PAIR == 1 ? (R)p.scale : p.scale < 0 ? -(R)1 : (R)1;
-        const T *q = (const T *)p.q + k.b * p.q_stride[0] + k.h * p.q_stride[1] + k.first * p.q_stride[2];
+        const T *q = ::at<T>(p.q, p.q_stride, k.b, k.h, k.first);
         R sink = p.sink ? ((const R *)p.sink)[k.h] : -INF;
         for (int row = 0; row < k.rows; row++) {
             E *to = k.q + row * depth;
@@ -350,22 +315,22 @@ template <class T, class Op> struct Call {
     static void sharing(void *data) {
         Call &call = *(Call *)data;
         int64_t count = call.few ? 0 : call.p.b * call.p.g * call.panels, items = call.p.b * call.p.h * call.blocks;
-        for (int64_t n; (n = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED)) < count;) {
+        share(call.next, count, [&](int64_t n) {
             call.pack(n / call.panels, n % call.panels);
             __atomic_fetch_add(&call.packed, 1, __ATOMIC_RELEASE);
-        }
+        });
         while (__atomic_load_n(&call.packed, __ATOMIC_ACQUIRE) < count) sched_yield();
-        for (int64_t n; (n = __atomic_fetch_add(&call.following, 1, __ATOMIC_RELAXED)) < items;) call.attend(n);
+        share(call.following, items, [&](int64_t n) { call.attend(n); });
     }
 
     // Every thread packs a head and computes it.
     static void owning(void *data) {
         Call &call = *(Call *)data;
         int64_t heads = call.p.b * call.p.g, items = call.p.h / call.p.g * call.blocks;
-        for (int64_t n; (n = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED)) < heads;) {
+        share(call.next, heads, [&](int64_t n) {
             for (int64_t panel = 0; panel < call.panels; panel++) call.pack(n, panel);
             for (int64_t item = 0; item < items; item++) call.attend(n * items + item);
-        }
+        });
     }
 
     void run() {

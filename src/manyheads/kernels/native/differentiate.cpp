@@ -22,7 +22,7 @@ template <class T, class Op> struct Backward {
     const Gradient &y;
     int64_t panels, depth, deep;     // panels of queries; d and w rounded up to pairs
     int64_t across, over;            // panels of d, of w
-    int64_t blocks;                  // of keys
+    int64_t blocks, chunks;          // of keys; of these blocks
     E *q_columns, *q_rows;           // [b * h, panels, depth, PANEL], [b * h, across, panels * PANEL, PANEL]
     E *out_columns, *out_rows;       // of the gradient of the output, the same with deep and over
     R *lse;                          // [b * h, panels * PANEL]: times log2(e), infinite where nothing is seen
@@ -36,16 +36,14 @@ template <class T, class Op> struct Backward {
         panels = up(p.t, PANEL) / PANEL;
         depth = up(p.d, Op::PAIR), deep = up(p.w, Op::PAIR);
         across = up(p.d, PANEL) / PANEL, over = up(p.w, PANEL) / PANEL;
-        blocks = up(p.s, KEYS) / KEYS;
+        blocks = up(p.s, KEYS) / KEYS, chunks = smaller(y.chunks, blocks);
         unit = PAIRS ? (R)p.scale : (R)1;
         int64_t heads = p.b * p.h, rows = panels * PANEL;
         int64_t one = heads * rows * sizeof(E), number = heads * rows * sizeof(R);
         int64_t sizes[] = {one * depth, one * across * PANEL, one * deep,          one * over * PANEL,
-                           number,      number,               number * y.chunks * p.d};
-        int64_t whole = 0;
-        for (int64_t &size : sizes) size = up(size, 64), whole += size;
-        char *memory = (char *)store_of(whole), *at[7];
-        for (int n = 0; n < 7; n++) at[n] = memory, memory += sizes[n];
+                           number,      number,               number * chunks * p.d};
+        char *at[7];
+        carve(store_of, sizes, at);
         q_columns = (E *)at[0], q_rows = (E *)at[1], out_columns = (E *)at[2], out_rows = (E *)at[3];
         lse = (R *)at[4], delta = (R *)at[5], dq = (R *)at[6];
     }
@@ -56,19 +54,18 @@ template <class T, class Op> struct Backward {
     void pack(int64_t head, int64_t panel) {
         int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.t - first), b = head / p.h, h = head % p.h;
         const int64_t *d_step = y.d_out_stride, *out_step = p.out_stride;
-        const T *q = (const T *)p.q + b * p.q_stride[0] + h * p.q_stride[1] + first * p.q_stride[2];
-        const T *d = (const T *)y.d_out + b * d_step[0] + h * d_step[1] + first * d_step[2];
-        const T *out = (const T *)p.out + b * out_step[0] + h * out_step[1] + first * out_step[2];
-        int64_t at = head * panels + panel;
-        pack_columns<Op>(q_columns + at * depth * PANEL, q, p.q_stride + 2, count, p.d, (R)p.scale);
-        pack_columns<Op>(out_columns + at * deep * PANEL, d, d_step + 2, count, p.w);
+        const T *q = at<T>(p.q, p.q_stride, b, h, first), *d = at<T>(y.d_out, d_step, b, h, first);
+        const T *out = at<T>(p.out, out_step, b, h, first);
+        int64_t place = head * panels + panel;
+        pack_columns<Op>(q_columns + place * depth * PANEL, q, p.q_stride + 2, count, p.d, (R)p.scale);
+        pack_columns<Op>(out_columns + place * deep * PANEL, d, d_step + 2, count, p.w);
         int64_t apart = panels * PANEL * PANEL;
         E *q_to = q_rows + (head * across * panels + panel) * PANEL * PANEL;
         E *d_to = out_rows + (head * over * panels + panel) * PANEL * PANEL;
         bool fine = pack_rows<Op>(q_to, apart, q, p.q_stride + 2, count, p.d);
         fine &= pack_rows<Op>(d_to, apart, d, d_step + 2, count, p.w);
         if (!fine) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
-        R *scale = lse + at * PANEL, *mean = delta + at * PANEL;
+        R *scale = lse + place * PANEL, *mean = delta + place * PANEL;
         for (int64_t n = 0; n < PANEL; n++) {
             int64_t row = head * p.t + first + n;
             R l = n < count ? ((const R *)p.lse)[row] : -(R)INF;
@@ -92,13 +89,10 @@ template <class T, class Op> struct Backward {
         V *unused;                // [KEYS]
     };
 
-    // The queries first … last that a key's place in the band lets it see it, as rows; of no key none.
-    void seen_by(const Block &k, int64_t j, int64_t &begin, int64_t &end) const {
-        bool real = !p.first || (p.first[k.b] <= j && j < p.last[k.b]);
-        int64_t offset = p.offsets ? p.offsets[k.b] : p.offset;
-        begin = smaller(larger<int64_t>(j - p.high - offset, 0), p.t);
-        end = larger(smaller(j - p.low - offset + 1, p.t), begin);
-        if (!real) begin = end = 0;
+    Interval seen_by(const Block &k, int64_t j) const {  // the queries that see a key, but for ids, keep and bias
+        if (p.first && !(p.first[k.b] <= j && j < p.last[k.b])) return {0, 0};
+        int64_t offset = offset_of(p, k.b), begin = smaller(larger<int64_t>(j - p.high - offset, 0), p.t);
+        return {begin, larger(smaller(j - p.low - offset + 1, p.t), begin)};
     }
 
     Block block_of(int64_t b, int64_t g, int64_t chunk, int64_t block) const {
@@ -109,10 +103,8 @@ template <class T, class Op> struct Backward {
         int64_t small = PAIRS ? one * QUERIES : 0;
         int64_t sizes[] = {one * depth, one * p.d, one * deep, number * across * PANEL, number * over * PANEL,
                            tile, tile, p.softcap ? tile : 0, small, small, small, KEYS * BYTES};
-        int64_t whole = 0;
-        for (int64_t &size : sizes) size = up(size, 64), whole += size;
-        char *memory = (char *)scratch(whole), *at[12];
-        for (int n = 0; n < 12; n++) at[n] = memory, memory += sizes[n];
+        char *at[12];
+        carve(scratch, sizes, at);
         k.k = (E *)at[0], k.k_down = (E *)at[1], k.v = (E *)at[2], k.dk = (R *)at[3], k.dv = (R *)at[4];
         k.score = (R *)at[5], k.grad = (R *)at[6], k.bend = (R *)at[7];
         k.weight = PAIRS ? (E *)at[8] : (E *)k.score, k.pull = PAIRS ? (E *)at[9] : (E *)k.grad;
@@ -122,8 +114,8 @@ template <class T, class Op> struct Backward {
 
     // The keys and values of a block, and zeros for their gradients.
     void open(const Block &k) {
-        const T *keys = (const T *)p.k + k.b * p.k_stride[0] + k.g * p.k_stride[1] + k.first * p.k_stride[2];
-        const T *values = (const T *)p.v + k.b * p.v_stride[0] + k.g * p.v_stride[1] + k.first * p.v_stride[2];
+        const T *keys = at<T>(p.k, p.k_stride, k.b, k.g, k.first);
+        const T *values = at<T>(p.v, p.v_stride, k.b, k.g, k.first);
         R sum = 0;  // of zeros, unless something isn't finite
         for (int64_t j = 0; j < k.count; j++) {
             for (int64_t x = 0; x < p.d; x++) {
@@ -160,8 +152,6 @@ template <class T, class Op> struct Backward {
     // Products of one row become scores, −∞ where they aren't seen; what the softcap bends its gradient by is kept.
     void finish(const Block &k, int64_t h, int64_t row, int64_t first, int64_t count) const {
         R *score = k.score + row * QUERIES;
-        int64_t j = k.first + row, i = (p.offsets ? p.offsets[k.b] : p.offset) + first;
-        int64_t real = smaller(count, p.t - first);
         if (unit != (R)1)
             for (int64_t n = 0; n < count; n += W) store(score + n, unit * load(score + n));
         if (p.softcap)
@@ -170,33 +160,8 @@ template <class T, class Op> struct Backward {
                 store(score + n, (R)p.softcap * bent);
                 store(k.bend + row * QUERIES + n, (R)1 - bent * bent);
             }
-        if (p.slopes) {
-            R slope = ((const R *)p.slopes)[h * p.slopes_stride];
-            for (int64_t n = 0; n < real; n++) score[n] -= slope * std::fabs((R)(j - i - n));
-        }
-        if (p.bias) {
-            const int64_t *step = p.bias_stride;
-            const R *bias = (const R *)p.bias + k.b * step[0] + h * step[1] + first * step[2] + j * step[3];
-            for (int64_t n = 0; n < real; n++) {
-                R x = bias[n * step[2]];
-                score[n] = x == -INF ? -INF : score[n] + x;
-            }
-        }
-        if (p.key_ids) {
-            const int64_t *ids = p.query_ids + k.b * p.query_ids_stride + first;
-            int64_t own = p.key_ids[k.b * p.key_ids_stride + j];
-            for (int64_t n = 0; n < real; n++) score[n] = ids[n] == own ? score[n] : -INF;
-        }
-        if (p.keep) {
-            const int64_t *step = p.keep_stride;
-            const uint8_t *keep = p.keep + k.b * step[0] + h * step[1] + first * step[2] + j * step[3];
-            for (int64_t n = 0; n < real; n++) score[n] = keep[n * step[2]] ? score[n] : -INF;
-        }
-        int64_t begin, end;
-        seen_by(k, j, begin, end);
-        begin = smaller(larger<int64_t>(begin - first, 0), count), end = larger(smaller(end - first, count), begin);
-        for (int64_t n = 0; n < begin; n++) score[n] = -INF;
-        for (int64_t n = end; n < count; n++) score[n] = -INF;
+        int64_t j = k.first + row;
+        constrain<2>(p, score, k.b, h, first, j, smaller(count, p.t - first), count, seen_by(k, j));
     }
 
     // Scores (or, where plain, products) and gradients of weights become weights and gradients of scores.
@@ -217,14 +182,14 @@ template <class T, class Op> struct Backward {
     // What the gradients of scores add to those of bias and slopes; the softcap bends them after.
     void collect(const Block &k, int64_t h, int64_t row, int64_t first, int64_t count, R &slope) const {
         R *grad = k.grad + row * QUERIES;
-        int64_t j = k.first + row, i = (p.offsets ? p.offsets[k.b] : p.offset) + first;
+        int64_t away = k.first + row - first - offset_of(p, k.b);
         if (y.d_bias) {
             const int64_t *step = y.d_bias_stride;
-            R *to = (R *)y.d_bias + k.b * step[0] + h * step[1] + first * step[2] + j * step[3];
+            R *to = (R *)at<R>(y.d_bias, step, k.b, h, first) + (k.first + row) * step[3];
             for (int64_t n = 0; n < count; n++) to[n * step[2]] += grad[n];
         }
         if (y.d_slopes)
-            for (int64_t n = 0; n < count; n++) slope -= grad[n] * std::fabs((R)(j - i - n));
+            for (int64_t n = 0; n < count; n++) slope -= grad[n] * std::fabs((R)(away - n));
         if (p.softcap)
             for (int64_t n = 0; n < count; n += W) store(grad + n, load(grad + n) * load(k.bend + row * QUERIES + n));
     }
@@ -261,7 +226,7 @@ template <class T, class Op> struct Backward {
             columns_of<Op, true, false>((int)k.count, smaller<int64_t>(PANEL, p.d - a * PANEL), k.pull, QUERIES,
                                         queries + (a * rows + first) * PANEL, k.dk + a * PANEL, across * PANEL, used,
                                         k.unused);
-        R *to = dq + (head * y.chunks + k.chunk) * p.d * rows + first;
+        R *to = dq + (head * chunks + k.chunk) * p.d * rows + first;
         for (int64_t c = 0; c < count; c += PANEL)
             columns_of<Op, true, false, QUERIES>((int)p.d, smaller<int64_t>(PANEL, count - c), k.k_down, KEYS,
                                                  k.pairs + c * Op::PAIR, to + c, rows, even, k.unused);
@@ -282,10 +247,9 @@ template <class T, class Op> struct Backward {
     void walk(const Block &k) const {
         int64_t begin = p.t, end = 0, full_begin = 0, full_end = p.t;
         for (int64_t row = 0; row < k.count; row++) {
-            int64_t from, to;
-            seen_by(k, k.first + row, from, to);
-            if (from < to) begin = smaller(begin, from), end = larger(end, to);
-            full_begin = larger(full_begin, from), full_end = smaller(full_end, to);
+            Interval by = seen_by(k, k.first + row);
+            if (by.begin < by.end) begin = smaller(begin, by.begin), end = larger(end, by.end);
+            full_begin = larger(full_begin, by.begin), full_end = smaller(full_end, by.end);
         }
         bool never = p.softcap || p.slopes || p.bias || p.keep || p.key_ids;
         for (int64_t h = k.g * (p.h / p.g); h < (k.g + 1) * (p.h / p.g); h++)
@@ -311,7 +275,7 @@ template <class T, class Op> struct Backward {
     void write(int64_t head, int64_t panel) const {
         int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.t - first), rows = panels * PANEL;
         T *to = (T *)y.dq + (head * p.t + first) * p.d;
-        const R *from = dq + head * y.chunks * p.d * rows + first;
+        const R *from = dq + head * chunks * p.d * rows + first;
         for (int64_t x = 0; x < p.d; x += W) {
             int64_t some = smaller<int64_t>(W, p.d - x);
             for (int64_t n = 0; n < count; n += W) {
@@ -319,7 +283,7 @@ template <class T, class Op> struct Backward {
                 for (int64_t m = 0; m < W; m++) {
                     block[m] = V{};
                     if (m < some)
-                        for (int64_t chunk = 0; chunk < y.chunks; chunk++)
+                        for (int64_t chunk = 0; chunk < chunks; chunk++)
                             block[m] += load(from + (chunk * p.d + x + m) * rows + n);
                 }
                 transpose(block);
@@ -333,37 +297,34 @@ template <class T, class Op> struct Backward {
 
     static void packing(void *data) {
         Backward &all = *(Backward *)data;
-        int64_t count = all.p.b * all.p.h * all.panels;
-        for (int64_t n; (n = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED)) < count;)
-            all.pack(n / all.panels, n % all.panels);
+        share(all.next, all.p.b * all.p.h * all.panels, [&](int64_t n) { all.pack(n / all.panels, n % all.panels); });
     }
 
     // One chunk of a head, or, where heads add to the same gradient of a bias, of all heads in order.
     static void walking(void *data) {
         Backward &all = *(Backward *)data;
-        const Problem &p = all.p;
-        int64_t heads = p.b * p.g, count = all.y.chunks * (all.y.shared ? 1 : heads), queries = p.h / p.g;
-        for (int64_t n; (n = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED)) < count;) {
-            int64_t chunk = n % all.y.chunks, one = n / all.y.chunks;
-            for (int64_t head = all.y.shared ? 0 : one; head < (all.y.shared ? heads : one + 1); head++) {
-                int64_t size = p.d * all.panels * PANEL;
-                for (int64_t h = head * queries; h < (head + 1) * queries; h++)
-                    memset(all.dq + (h * all.y.chunks + chunk) * size, 0, sizeof(R) * size);
-                for (int64_t block = chunk; block < all.blocks; block += all.y.chunks) {
-                    Block k = all.block_of(head / p.g, head % p.g, chunk, block);
-                    all.open(k);
-                    all.walk(k);
-                    all.close(k);
-                }
-            }
+        int64_t heads = all.p.b * all.p.g, together = all.y.shared ? heads : 1;
+        share(all.next, heads / together * all.chunks, [&](int64_t n) {
+            int64_t first = n / all.chunks * together;
+            for (int64_t head = first; head < first + together; head++) all.walk_chunk(head, n % all.chunks);
+        });
+    }
+
+    void walk_chunk(int64_t head, int64_t chunk) {
+        int64_t size = p.d * panels * PANEL, queries = p.h / p.g;
+        for (int64_t h = head * queries; h < (head + 1) * queries; h++)
+            memset(dq + (h * chunks + chunk) * size, 0, sizeof(R) * size);
+        for (int64_t block = chunk; block < blocks; block += chunks) {
+            Block k = block_of(head / p.g, head % p.g, chunk, block);
+            open(k);
+            walk(k);
+            close(k);
         }
     }
 
     static void writing(void *data) {
         Backward &all = *(Backward *)data;
-        int64_t count = all.p.b * all.p.h * all.panels;
-        for (int64_t n; (n = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED)) < count;)
-            all.write(n / all.panels, n % all.panels);
+        share(all.next, all.p.b * all.p.h * all.panels, [&](int64_t n) { all.write(n / all.panels, n % all.panels); });
     }
 
     int run() {

@@ -4,6 +4,8 @@
 #include "problem.h"
 #include "vectors.h"
 
+#include <cmath>
+
 void *scratch(int64_t bytes);   // memory of this thread, aligned, kept until its next call
 void *store_of(int64_t bytes);  // the same, a second one
 void forget();                  // the second one is needed no more, and kept only if it isn't large
@@ -261,6 +263,65 @@ static bool pack_rows(typename Op::E *to, int64_t apart, const T *rows, const in
                                smaller<int64_t>(PANEL, width - a * PANEL));
         }
     return fine;
+}
+
+// -- problems --------------------------------------------------------------------------------------
+
+struct Interval { int64_t begin, end; };
+
+INLINE int64_t offset_of(const Problem &p, int64_t b) { return p.offsets ? p.offsets[b] : p.offset; }
+
+// Where a row of a tensor of strides `step` lies.
+template <class T> INLINE const T *at(const void *x, const int64_t step[4], int64_t b, int64_t h, int64_t row) {
+    return (const T *)x + b * step[0] + h * step[1] + row * step[2];
+}
+
+// Bias and mask on a line of scores: of query t and the keys from s on (ALONG 3), or of key s and the queries from t
+// on (ALONG 2). Of count scores so many are real, and those in `seen` are let through by band and lengths.
+template <int ALONG>
+static void constrain(const Problem &p, R *score, int64_t b, int64_t h, int64_t t, int64_t s, int64_t real,
+                      int64_t count, Interval seen) {
+    if (p.slopes) {
+        R slope = ((const R *)p.slopes)[h * p.slopes_stride];
+        int64_t away = s - t - offset_of(p, b);
+        for (int64_t n = 0; n < real; n++) score[n] -= slope * std::fabs((R)(ALONG == 3 ? away + n : away - n));
+    }
+    if (p.bias) {
+        const R *bias = at<R>(p.bias, p.bias_stride, b, h, t) + s * p.bias_stride[3];
+        each(real, p.bias_stride[ALONG], [&](int64_t n, int64_t at) {
+            R x = bias[at];
+            score[n] = x == -INF ? -INF : score[n] + x;
+        });
+    }
+    if (p.key_ids) {
+        const int64_t *queries = p.query_ids + b * p.query_ids_stride + t, *keys = p.key_ids + b * p.key_ids_stride + s;
+        const int64_t own = ALONG == 3 ? *queries : *keys, *ids = ALONG == 3 ? keys : queries;
+        for (int64_t n = 0; n < real; n++) score[n] = ids[n] == own ? score[n] : -INF;
+    }
+    if (p.keep) {
+        const uint8_t *keep = at<uint8_t>(p.keep, p.keep_stride, b, h, t) + s * p.keep_stride[3];
+        each(real, p.keep_stride[ALONG], [&](int64_t n, int64_t at) { score[n] = keep[at] ? score[n] : -INF; });
+    }
+    int64_t first = ALONG == 3 ? s : t;
+    int64_t begin = smaller(larger<int64_t>(seen.begin - first, 0), count);
+    int64_t end = larger(smaller(seen.end - first, count), begin);
+    for (int64_t n = 0; n < begin; n++) score[n] = -INF;
+    for (int64_t n = end; n < count; n++) score[n] = -INF;
+}
+
+// -- memory and threads ------------------------------------------------------------------------------
+
+// Pieces of so many bytes, one behind the other, from `scratch` or `store_of`.
+template <int N> INLINE void carve(void *(*memory)(int64_t), int64_t (&sizes)[N], char *(&pieces)[N]) {
+    int64_t whole = 0;
+    for (int64_t &size : sizes) size = up(size, 64), whole += size;
+    char *next = (char *)memory(whole);
+    for (int n = 0; n < N; n++) pieces[n] = next, next += sizes[n];
+}
+
+// f(n) of what no other thread took, until all `count` are taken.
+template <class F> INLINE void share(int64_t &next, int64_t count, F f) {
+    for (int64_t n; (n = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count;) f(n);
 }
 
 }  // namespace
