@@ -179,7 +179,7 @@ for x; do case $x in
         echo "quick: error: unrecognized option '$x'" >&2
         exit 1 ;;
     -DLEVEL=*) build=${x#-DLEVEL=} ;;
-    */attend.cpp) what="void attend_$build(const Problem *) {}
+    */attend.cpp) what="void attend_$build(const Problem *, const Look *) {}
         double spin_$build(int64_t, int, float *) { return 0; }
         float read_$build(const float *, int64_t) { return 0; }" ;;
     */differentiate.cpp) what="int differentiate_$build(const Problem *, const Gradient *) { return 0; }" ;;

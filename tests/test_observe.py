@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor, nn
+from torch.testing import assert_close as close
 from torch.nn.functional import scaled_dot_product_attention as bound_at_import
 from watched import (
     GPT,
@@ -539,7 +540,7 @@ def test_our_layers(sort: str, mask: mh.Mask | None):
     assert list(seen) == [""]
     assert len(seen.calls(0)) == 1
     truth = layer.eval().attend(x, mask=mask)[1]
-    identical(seen[0].dense(), truth.dense())
+    close(seen[0].dense(), truth.dense())  # with dropout, another kernel gave the log-sum-exp
 
 
 def test_our_layers_seen_by_attend_and_by_context():
@@ -621,17 +622,17 @@ def test_the_classic_presentations():
     x = randn(2, 5, E)
     model = modeling_attention.MultiHeadSelfAttention(E, E, H)
     truth = model.attend(x)[1].dense()
-    identical(same(model, x)[0].dense(), truth)
-    identical(same(model, x, return_attention=True)[0].dense(), truth)
+    close(same(model, x)[0].dense(), truth)
+    close(same(model, x, return_attention=True)[0].dense(), truth)
     heads = [components.SelfAttention(E, D, D) for _ in range(2)]
     seen = same(components.MultiHeadedAttention(heads, E), x)
     assert [len(seen.calls(name)) for name in seen] == [1, 1]
     for head, amap in zip(heads, seen.values(), strict=True):
-        identical(amap.dense(), head.attend(x)[1].dense())
+        close(amap.dense(), head.attend(x)[1].dense())
     model = annotated.MultiHeadAttention(H, E)
     seen = same(model, query=x, key=x, value=x)
     assert len(seen.calls(0)) == 1
-    identical(seen[0].dense(), model.attend(query=x, key=x, value=x)[1].dense())
+    close(seen[0].dense(), model.attend(query=x, key=x, value=x)[1].dense())
 
 
 def language_model() -> LanguageModel:

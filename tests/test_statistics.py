@@ -53,7 +53,7 @@ from torch import Tensor
 
 import manyheads as mh
 from manyheads import measures
-from manyheads.kernels import chunked
+from manyheads.kernels import chunked, native
 from manyheads.maps import AttentionMap
 from manyheads.scores import Problem
 
@@ -64,6 +64,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest blocks (32 × 32), so that short problems have several."""
     monkeypatch.setattr(chunked, "BLOCK", 1)
+
+
+@pytest.fixture(params=["kernel", "tiles"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the native kernel where it looks, or by tiles, as where it doesn't."""
+    if request.param == "tiles":
+        monkeypatch.setattr(native, "looks", lambda *_: False)
+    elif native.library.missing is not None:
+        pytest.skip(native.library.missing)
+
+
+both_ways = pytest.mark.usefixtures("way")
 
 
 # -- the statistics of a full matrix -----------------------------------------------------------------
@@ -378,6 +390,7 @@ def check_all(inputs: Inputs, found: tuple[Matrix, Matrix, float]) -> None:
         check_top(top, k, *found)
 
 
+@both_ways
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_table(case: Case) -> None:
     check_all(make(case), truth(case))
@@ -395,6 +408,7 @@ LONG = {
 }  # fmt: skip
 
 
+@both_ways
 @pytest.mark.parametrize("case", pairwise(LONG), ids=str)
 def test_across_blocks(case: Case) -> None:
     check_all(make(case), read(case))
@@ -499,6 +513,7 @@ def drawn(
     return AttentionMap.of(Problem.of(q, k, v, **arguments)), q, k, v
 
 
+@both_ways
 @pytest.mark.parametrize("case", CASES[::11], ids=str)
 def test_together_as_one_by_one(case: Case) -> None:
     """One pass for all gives what a pass for each gives, to the last bit."""
@@ -509,6 +524,7 @@ def test_together_as_one_by_one(case: Case) -> None:
     same(flat({"": together}), flat({"": one_by_one}))
 
 
+@both_ways
 def test_statistics_by_name_and_argument() -> None:
     amap, *_ = drawn(mask=mh.Causal())
     found = amap.statistics("row_max", "entropy", top=2, pooled=(3, 4), received={"normalize": "age"})
@@ -538,6 +554,7 @@ def test_the_size_of_a_block_does_not_matter(block: int, monkeypatch: pytest.Mon
 # -- top: the order of equals ------------------------------------------------------------------------
 
 
+@both_ways
 @pytest.mark.parametrize("k", [1, 2, 5, 31, 33, 64, 140])
 @pytest.mark.parametrize("mask", [None, mh.Causal(), ~mh.Keys(list(range(0, 131, 3))), mh.Keys([7, 40, 99])])
 def test_top_takes_the_first_among_equals(mask: mh.Mask | None, k: int) -> None:
@@ -554,6 +571,7 @@ def test_top_takes_the_first_among_equals(mask: mh.Mask | None, k: int) -> None:
         assert (found.weights[0, 0, row, : len(ranked)] > 0).all()
 
 
+@both_ways
 def test_top_of_weights_that_underflow() -> None:
     """A weight of 0 that may be seen is a key, and no absent one."""
     q, k = torch.ones(1, 1, 1, 1), torch.tensor([-2000.0, 0.0, -1000.0]).reshape(1, 1, 3, 1)
@@ -660,6 +678,7 @@ def test_rollout_is_the_product_of_matrices(case: Case, rows: Any) -> None:
     assert error(found, value) <= may
 
 
+@both_ways
 @pytest.mark.parametrize("case", CASES[::11], ids=str)
 def test_measures(case: Case) -> None:
     """Each one is the mean mass of what the papers look at, pair by pair."""
@@ -716,6 +735,7 @@ def hiding(kind: str) -> tuple[dict[str, Any], Tensor]:
     raise AssertionError(kind)
 
 
+@both_ways
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("kind", ["lengths", "left", "keep", "bias", "rule"])
 def test_what_is_masked_does_not_leak(kind: str, poison: float) -> None:
@@ -728,6 +748,7 @@ def test_what_is_masked_does_not_leak(kind: str, poison: float) -> None:
     same({"": dirty.divergence(clean)}, {"": torch.zeros(2, 4, dtype=torch.float64)})
 
 
+@both_ways
 @pytest.mark.parametrize("poison", POISONS)
 def test_a_query_that_sees_nothing_does_not_leak(poison: float) -> None:
     keep = torch.ones(70, 75, dtype=torch.bool)
@@ -739,6 +760,7 @@ def test_a_query_that_sees_nothing_does_not_leak(poison: float) -> None:
     assert not dirty.entropy()[:, :, 30:50].any()
 
 
+@both_ways
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_is_seen_stays_in_its_rows_and_heads(poison: float) -> None:
     """A NaN key of one sequence and group: NaN for those who see it, and the others' own numbers.
@@ -772,6 +794,7 @@ def test_what_is_seen_stays_in_its_rows_and_heads(poison: float) -> None:
         assert found["divergence"][1, :2, 2:].isnan().all()
 
 
+@both_ways
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_query_reaches_only_what_it_sees(poison: float) -> None:
     """One bad query under a causal mask: keys, cells and rows beyond it keep their numbers."""
@@ -794,6 +817,7 @@ def test_a_query_reaches_only_what_it_sees(poison: float) -> None:
     assert torch.equal(dirty.mass(mh.Diagonal(1), mean=True), clean.mass(mh.Diagonal(1), mean=True))
 
 
+@both_ways
 @pytest.mark.parametrize("mask", [None, mh.Keys([0, 1, 2]), mh.Causal() | mh.Full()], ids=str)
 def test_a_score_of_minus_infinity_weighs_nothing(mask: mh.Mask | None) -> None:
     """It may be seen, and is as if it weren't: e^−∞ = 0, and 0·ln 0 = 0."""
@@ -884,7 +908,7 @@ def test_two_threads(everything: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_inside_a_compiled_function() -> None:
-    """Dynamo leaves the walk over tiles to Python, and the numbers are the same."""
+    """Dynamo leaves the walk over tiles to Python, and the numbers are the same but for rounding."""
 
     def read(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         _, amap = mh.attention_with_map(q, k, k, mask=mh.Causal(), kernel="chunked")
@@ -897,12 +921,13 @@ def test_inside_a_compiled_function() -> None:
     finally:
         torch._dynamo.reset()
     for x, y in zip(found, read(q, k), strict=True):
-        assert torch.equal(x, y)
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
 # -- no heads, no queries, no keys -------------------------------------------------------------------
 
 
+@both_ways
 @pytest.mark.parametrize("letter", "bhts")
 def test_nothing_of_a_kind(letter: str) -> None:
     """Sizes of 0: empty results, or zeros, or a sentence; never NaN."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyheads import kernels
+from manyheads import kernels, reductions
 from manyheads.biases import Bias
+from manyheads.kernels.native.look import Look
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
+from manyheads.reductions import Reduction
 from manyheads.scores import Problem
+from manyheads.shapes import kind
 
 
 def attention(
@@ -74,17 +78,27 @@ def attention_with_map(
     dropout_p: float = 0.0,
     offset: int | Tensor | None = None,
     kernel: str = "auto",
+    statistics: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, AttentionMap]:
     """`attention`, and beside its output `[b, h, t, w]` the `AttentionMap`, `[b, h, t, s]`.
 
     Arguments as `attention`, same output, same errors (TypeError, ValueError). Kernels that work tile by tile
     leave the log-sum-exp of each row, from which the map finds weights again (Dao et al. 2022,
     arXiv:2205.14135).
+
+    statistics: what will be asked of the map, by name and with arguments as `AttentionMap.statistics` takes
+    them: `{"entropy": (), "received": (), "top": 8, "pooled": [(512, 512), (512, 512, "max")]}`. It is
+    computed now, by our own kernel beside the output, which costs less than after it, and the map remembers
+    it: `amap.entropy()` is free. ValueError for a name that isn't known, TypeError for other arguments.
     """
+    asked = [one for several in _named(statistics).values() for one in several]
     problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                        dropout_p=dropout_p, offset=offset)  # fmt: skip
-    out, lse = _run(problem, kernel)
-    amap = AttentionMap.of(problem, lse)
+    if asked and not torch.compiler.is_compiling():
+        out, amap = _run_and_look(problem, kernel, asked)
+    else:
+        out, lse = _run(problem, kernel)
+        amap = AttentionMap.of(problem, lse)
     if not torch.compiler.is_compiling() and (problem.q.is_inference() or problem.k.is_inference()):
         amap = amap.compact(
             always=True
@@ -140,11 +154,38 @@ def without_removed(x: Tensor) -> Tensor:
     return x if remover is None or torch.compiler.is_compiling() else remover(x)
 
 
-def _run(problem: Problem, kernel: str) -> tuple[Tensor, Tensor | None]:
+def _named(statistics: Mapping[str, Any] | None) -> dict[str, list[Reduction]]:
+    if statistics is not None and not isinstance(statistics, Mapping):
+        raise TypeError(
+            f'statistics must be a dict, {{"entropy": (), "top": 8}}, and {kind(statistics)} came.'
+        )
+    return reductions.named(statistics or {})
+
+
+def _run_and_look(problem: Problem, kernel: str, asked: list[Reduction]) -> tuple[Tensor, AttentionMap]:
+    """The output, and a map that remembers what was asked of it."""
+    out: list[Tensor] = []
+    gradients = torch.is_grad_enabled()
+    keys = [one.key() for one in asked]
+
+    def compute(look: Look | None) -> Tensor | None:
+        with torch.set_grad_enabled(gradients):
+            made, lse = _run(problem, kernel, look)
+        out.append(made)
+        return None if lse is None else lse.detach()
+
+    bare = problem.detach().without_values()
+    lse = bare.q.new_empty(problem.shape.b, problem.shape.h, problem.shape.t, dtype=problem.dtype)
+    results = reductions.reduce(bare, lse, asked, compute)
+    amap = AttentionMap.of(problem, lse)
+    return out[0], replace(amap, _kept=dict(zip(keys, results, strict=True)))
+
+
+def _run(problem: Problem, kernel: str, look: Look | None = None) -> tuple[Tensor, Tensor | None]:
     found: list[Tensor | None] = []
 
     def own() -> Tensor:
-        out, lse = kernels.run(problem, kernel)
+        out, lse = kernels.run(problem, kernel, look)
         found.append(lse)
         return out
 

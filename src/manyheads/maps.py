@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from manyheads import reductions, scores
-from manyheads.kernels import chunked
-from manyheads.masks import Mask, Rule
+from manyheads.kernels import chunked, native
+from manyheads.masks import Lengths, Mask, Rule
 from manyheads.scores import ALL, Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
 
@@ -53,6 +53,7 @@ class AttentionMap:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     _versions: tuple[int, ...] | None = None
     _lse: Tensor | None = None
+    _kept: Mapping[tuple[Any, ...], Any] = field(default_factory=dict)  # statistics that are known already
 
     @classmethod
     def of(
@@ -89,7 +90,8 @@ class AttentionMap:
         """The log-sum-exp of each row, `[b, h, t]`, natural log, the sink included."""
         if self._lse is None:
             self._fresh()
-            object.__setattr__(self, "_lse", chunked.lse(self.problem))
+            own = native if native.looks(self.problem) else chunked
+            object.__setattr__(self, "_lse", own.lse(self.problem))
         assert self._lse is not None
         return self._lse
 
@@ -382,15 +384,7 @@ class AttentionMap:
             if not isinstance(name, str):
                 raise TypeError(f"statistics are asked for by name, and {kind(name)} came.")
         asked: dict[str, Any] = dict.fromkeys(names, ()) | arguments
-        for name in asked:
-            if name not in reductions.BY_NAME:
-                raise ValueError(
-                    f"there is no statistic {name!r}: {', '.join(reductions.BY_NAME)} can be asked for."
-                )
-        made = {
-            name: [reductions.make(name, one) for one in (given if isinstance(given, list) else [given])]
-            for name, given in asked.items()
-        }
+        made = reductions.named(asked)
         results = iter(self._reduce(*(one for several in made.values() for one in several), each=True))
         return {
             name: [next(results) for _ in several] if isinstance(asked[name], list) else next(results)
@@ -399,13 +393,29 @@ class AttentionMap:
 
     def _reduce(self, *asked: reductions.Reduction, each: bool = False) -> Any:
         self._fresh()
-        results = reductions.reduce(self.problem, self.lse, asked)
+        keys = [one.key() for one in asked]
+        new = {key: one for key, one in zip(keys, asked, strict=True) if key not in self._kept}
+        found = dict(zip(new, self._reduced(list(new.values())), strict=True)) if new else {}
+        results = [self._kept[key] if key in self._kept else found[key] for key in keys]
         return results if each else results[0]
+
+    def _reduced(self, asked: list[reductions.Reduction]) -> list[Any]:
+        if self.knows_lse or not native.looks(self.problem):
+            return reductions.reduce(self.problem, self.lse, asked)
+        b, h, t, _ = self.shape
+        lse = self.problem.q.new_empty(b, h, t, dtype=self.problem.dtype)
+        results = reductions.reduce(self.problem, lse, asked, lambda look: native.lse(self.problem, look))
+        object.__setattr__(self, "_lse", lse)
+        return results
 
     def first_key(self) -> Mask:
         """A mask of the first key that each query may see: column 0 unless padded or packed."""
         self._fresh()
-        first = reductions.first_keys(self.problem)  # [b, h, t]
+        first, s = reductions.first_keys(self.problem), self.shape[3]  # [b, h, t]
+        least = first.amin((1, 2), keepdim=True) if first.numel() else first  # [b, 1, 1]
+        if first.numel() and bool(((first == least) | (first == s)).all()):  # the same for all that see any
+            one = least.flatten()
+            return Lengths(s - one, left=True) & Lengths((one + 1).clamp(max=s))
         offset = self.problem.offset
 
         def is_first(b: Any, h: Any, i: Any, j: Any) -> Any:

@@ -2,15 +2,17 @@
 
     entropy, top = reduce(problem, lse, [Entropy(), Top(8)])     # one pass over the scores for both
 
-A `Tile` computes once what several reductions need of it. What each statistic means, and where it
-comes from, is said at its face in `maps.AttentionMap`. Nothing is ever renormalised: under a sink a
-row's weights sum to less than one.
+Where the native kernel can look at the weights, it does, and no tile is built: a statistic says what it is
+made of (`ask`), and is made of what was found (`read`). A `Tile` computes once what several reductions need
+of it. What each statistic means, and where it comes from, is said at its face in `maps.AttentionMap`.
+Nothing is ever renormalised: under a sink a row's weights sum to less than one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from inspect import signature
 from typing import Any, NamedTuple
@@ -19,8 +21,9 @@ import torch
 from torch import Tensor
 
 from manyheads import scores
-from manyheads.kernels import chunked
-from manyheads.masks import Mask
+from manyheads.kernels import chunked, native
+from manyheads.kernels.native.look import DEEPEST, Look
+from manyheads.masks import FAR, Full, Mask
 from manyheads.scores import Problem
 from manyheads.shapes import amount, kind, sizes, whole
 
@@ -50,8 +53,7 @@ class Tile:
     @cached_property
     def logs(self) -> Tensor:
         """ln w = score − lse, `[b, h, r, c]`, but at least `LEAST`."""
-        lse = self.lse[:, :, self.rows]
-        return (self.scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).clamp_(min=LEAST)
+        return _below(self.scores, self.lse[:, :, self.rows, None])
 
     @cached_property
     def weights(self) -> Tensor:
@@ -84,6 +86,10 @@ class Reduction:
 
     start = 0  # the first row that it needs
 
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from others before it begins: its kind and arguments."""
+        return type(self), *vars(self).items()
+
     def begin(self, problem: Problem, lse: Tensor) -> None:
         """Check the arguments against the problem, and make room."""
         raise NotImplementedError
@@ -92,22 +98,66 @@ class Reduction:
         """Add what a tile brings."""
         raise NotImplementedError
 
+    def ask(self, look: Look) -> bool:
+        """Add to a look, from row `start` on, what this is made of; False if it is made of tiles alone."""
+        return False
+
+    def read(self, look: Look) -> None:
+        """Take what the look found, in place of all tiles."""
+        raise NotImplementedError
+
     def end(self) -> Any:
         """The statistic."""
         raise NotImplementedError
 
 
-def reduce(problem: Problem, lse: Tensor, reductions: Sequence[Reduction]) -> list[Any]:
-    """The results of several reductions, in one pass over the scores."""
+Compute = Callable[[Look | None], Tensor | None]  # a log-sum-exp [b, h, t], and what a look finds on the way
+
+
+def reduce(
+    problem: Problem, lse: Tensor, reductions: Sequence[Reduction], compute: Compute | None = None
+) -> list[Any]:
+    """The results of several reductions, in one pass over the scores.
+
+    lse `[b, h, t]` is written where it isn't known yet: then `compute` gives it, or None where it can't.
+    """
     with torch.no_grad(), scores.exactly(problem.q.device):
         for one in reductions:
             one.begin(problem, lse)
-        start = min([problem.shape.t, *(one.start for one in reductions)])
+        left = _look(problem, lse, reductions, compute)
+        start = min([problem.shape.t, *(one.start for one in left)])
         for tile in tiles(problem, lse, start):
-            for one in reductions:
+            for one in left:
                 if one.start < tile.rows.stop:
                     one.take(tile)
         return [one.end() for one in reductions]
+
+
+def _look(
+    problem: Problem, lse: Tensor, reductions: Sequence[Reduction], compute: Compute | None
+) -> Sequence[Reduction]:
+    """Those that the native kernel can't make; the others have what they need."""
+    own = native if native.looks(problem) else chunked
+    left: list[Reduction] = []
+    looks: dict[int, tuple[Look, list[Reduction]]] = {}  # by the first row that counts
+    for one in reductions:
+        look, asking = looks.get(one.start, (Look(first=one.start), []))
+        if own is native and one.start < problem.shape.t and one.ask(look):
+            asking.append(one)
+            looks[one.start] = look, asking
+        else:
+            left.append(one)
+    if compute is not None:
+        computed = compute(looks[min(looks)][0] if looks else None)
+        lse.copy_(own.lse(problem) if computed is None else computed)
+    if looks and not bool(lse.amax() < math.inf):  # nor NaN: tiles take care of such rows
+        return reductions
+    for look, asking in looks.values():
+        if not look.found:
+            native.look(problem, lse, look)
+        for one in asking:
+            one.read(look)
+    return left
 
 
 # -- a number per query: [b, h, t] -----------------------------------------------------------------
@@ -121,6 +171,13 @@ class Entropy(Reduction):
 
     def take(self, tile: Tile) -> None:
         self.total[:, :, tile.rows] -= _dot(tile.weights, tile.logs)
+
+    def ask(self, look: Look) -> bool:
+        look.rows = True
+        return True
+
+    def read(self, look: Look) -> None:
+        self.total = look.found["entropy"]
 
     def end(self) -> Tensor:
         # A weight may round to a little more than 1, and its part to a little less than 0.
@@ -147,6 +204,13 @@ class Distance(Reduction):
         _, _, i, j = problem.at(tile.rows, cols)
         self.total[:, :, tile.rows] += _dot(tile.weights, (i - j).abs().to(tile.lse.dtype))
 
+    def ask(self, look: Look) -> bool:
+        look.rows = True
+        return True
+
+    def read(self, look: Look) -> None:
+        self.total = look.found["distance"]
+
     def end(self) -> Tensor:
         return self.total
 
@@ -155,11 +219,18 @@ class RowMax(Reduction):
     """The largest weight of each row."""
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.top = torch.full_like(lse, LEAST)  # [b, h, t]
+        self.top, self.lse = torch.full_like(lse, LEAST), lse  # [b, h, t]
 
     def take(self, tile: Tile) -> None:
         rows = self.top[:, :, tile.rows]
         torch.maximum(rows, tile.tops, out=rows)
+
+    def ask(self, look: Look) -> bool:
+        look.rows = True
+        return True
+
+    def read(self, look: Look) -> None:
+        self.top = _below(look.found["best"], self.lse)
 
     def end(self) -> Tensor:
         return self.top.exp()  # LEAST gives 0
@@ -169,15 +240,13 @@ class SinkWeight(Reduction):
     """What the sink takes of each row: no tile is needed."""
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.start = problem.shape.t
-        if problem.sink is None:
-            self.taken = torch.zeros_like(lse)
-        else:
-            sink = problem.sink.to(lse.dtype)[None, :, None, None].expand(*lse.shape, 1)  # [b, h, t, 1]
-            self.taken = scores.weights(sink, lse)[..., 0]
+        self.start, self.sink, self.lse = problem.shape.t, problem.sink, lse
 
     def end(self) -> Tensor:
-        return self.taken
+        if self.sink is None:
+            return torch.zeros_like(self.lse)
+        sink = self.sink.to(self.lse.dtype)[None, :, None, None].expand(*self.lse.shape, 1)  # [b, h, t, 1]
+        return scores.weights(sink, self.lse)[..., 0]
 
 
 class TopKeys(NamedTuple):
@@ -199,6 +268,7 @@ class Top(Reduction):
             raise ValueError(
                 f"top({self.k}) would take {amount(size)}, and there are {s} keys in all: ask for top({s})."
             )
+        self.lse = lse
         self.best = lse.new_full((*lse.shape, self.k), -math.inf)  # ln w, below that of any key
         self.keys = torch.full((*lse.shape, self.k), -1, device=lse.device)  # [b, h, t, k]
 
@@ -221,6 +291,15 @@ class Top(Reduction):
         chosen = merged.indices[:, : self.k]
         best[rows] = merged.values[:, : self.k]
         keys[rows] = torch.cat((keys[rows], where), -1).gather(-1, chosen)
+
+    def ask(self, look: Look) -> bool:
+        look.top = max(look.top, self.k if self.k <= DEEPEST else 0)
+        return self.k <= DEEPEST
+
+    def read(self, look: Look) -> None:
+        self.keys = look.found["keys"][..., : self.k].contiguous()
+        logs = look.found["scores"][..., : self.k] - self.lse[..., None]
+        self.best = torch.where(self.keys < 0, -math.inf, logs)
 
     def end(self) -> TopKeys:
         return TopKeys(self.best.exp_(), self.keys)
@@ -264,7 +343,7 @@ class Received(Reduction):
         self.normalize = normalize
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
-        n = problem.shape
+        n, self.problem = problem.shape, problem
         self.start = 0 if self.last is None else max(n.t - self.last, 0)
         self.total = lse.new_zeros(n.b, n.h, n.s)
         self.could = lse.new_zeros(n.b, n.h, n.s)
@@ -278,8 +357,37 @@ class Received(Reduction):
         if self.normalize:
             self.could[:, :, tile.cols] += weights.shape[-2] if seen is None else seen.sum(-2)
 
+    def ask(self, look: Look) -> bool:
+        if self.normalize:
+            could = _seen_by(self.problem, self.start)
+            if could is None:
+                return False
+            self.could += could
+        look.received = True
+        return True
+
+    def read(self, look: Look) -> None:
+        self.total = look.found["received"]
+
     def end(self) -> Tensor:
         return self.total / self.could.clamp(min=1) if self.normalize else self.total
+
+
+def _seen_by(problem: Problem, start: int) -> Tensor | None:
+    """How many of the queries from row `start` on may see each key, `[b or 1, 1, s]`.
+
+    None if only a look at all pairs can tell.
+    """
+    n, ends = problem.shape, (Full() if problem.mask is None else problem.mask).normal()
+    if ends.segments or ends.rest or (problem.bias is not None and problem.bias.hides):
+        return None
+    b, h, i, j = problem.at(slice(start, start + 1), slice(None))
+    low, high = (far if end is None else end for end, far in zip(ends.band, (-FAR, FAR), strict=True))
+    last = torch.minimum(i + n.t - start - 1, j - low)  # [b or 1, 1, 1, s]
+    counted = (last - torch.maximum(i, j - high) + 1).clamp(min=0)
+    for real in ends.lengths:
+        counted = counted * torch.as_tensor(real.keep(b, h, i, j))
+    return counted[:, :, 0]
 
 
 class ValueNorms(Received):
@@ -330,6 +438,7 @@ class Pooled(Reduction):
         if reduce not in ("mean", "max"):
             raise ValueError(f'reduce must be "mean" or "max", and {reduce!r} came.')
         self.mean = reduce == "mean"
+        self.how = "sum" if self.mean else "max"
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
         n = problem.shape
@@ -353,6 +462,13 @@ class Pooled(Reduction):
         else:
             along = tile.tops.exp()[..., None] if across.single else across.max(tile.weights)
             torch.maximum(part, down.max(along.mT).mT, out=part)
+
+    def ask(self, look: Look) -> bool:
+        look.cells.add((*self.cells, self.how))
+        return True
+
+    def read(self, look: Look) -> None:
+        self.cell = look.found[*self.cells, self.how]
 
     def end(self) -> Tensor:
         if self.mean:
@@ -403,6 +519,13 @@ class LogitsMax(Reduction):
 
     def take(self, tile: Tile) -> None:
         torch.maximum(self.top, tile.scores.amax((-2, -1)), out=self.top)
+
+    def ask(self, look: Look) -> bool:
+        look.rows = True
+        return True
+
+    def read(self, look: Look) -> None:
+        self.top = look.found["best"].amax(-1)
 
     def end(self) -> Tensor:
         return self.top
@@ -465,6 +588,10 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     """The weight of each row inside a mask, and whether the row sees any of it: both `[b, h, t]`."""
     if mask is None:
         raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
+    both = replace(problem.within(mask), sink=None)
+    if native.looks(both) and not native.made(both) and bool(lse.amax() < math.inf):
+        among = native.lse(both)  # the weights inside sum to exp(among − lse)
+        return scores.weights(among[..., None], lse)[..., 0], among != -math.inf
     inside = problem.under(mask)
     total = torch.zeros_like(lse)  # [b, h, t]
     could = torch.zeros_like(lse, dtype=torch.bool)
@@ -513,11 +640,10 @@ class Mass(Reduction):
         self.mask, self.mean = mask, mean
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.start = problem.shape.t
-        self.result = mass(problem, lse, self.mask, self.mean)
+        self.start, self.given = problem.shape.t, (problem, lse)
 
     def end(self) -> Tensor:
-        return self.result
+        return mass(*self.given, self.mask, self.mean)
 
 
 BY_NAME: dict[str, type[Reduction]] = {
@@ -533,6 +659,17 @@ BY_NAME: dict[str, type[Reduction]] = {
     "sink_weight": SinkWeight,
     "divergence": Divergence,
 }
+
+
+def named(asked: Mapping[str, Any]) -> dict[str, list[Reduction]]:
+    """Reductions by their names, several of a list of arguments; ValueError for a name that isn't known."""
+    for name in asked:
+        if name not in BY_NAME:
+            raise ValueError(f"there is no statistic {name!r}: {', '.join(BY_NAME)} can be asked for.")
+    return {
+        name: [make(name, one) for one in (given if isinstance(given, list) else [given])]
+        for name, given in asked.items()
+    }
 
 
 def make(name: str, given: Any) -> Reduction:
@@ -552,6 +689,11 @@ def arguments(name: str, given: Any) -> dict[str, Any]:
         raise TypeError(f"the statistic {name} takes {takes}, and it can't be had so: {error}.") from None
     bound.apply_defaults()
     return bound.arguments
+
+
+def _below(scores: Tensor, lse: Tensor) -> Tensor:
+    """score − lse, but at least `LEAST`."""
+    return (scores - torch.where(lse == -math.inf, 0.0, lse)).clamp_(min=LEAST)
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

@@ -16,6 +16,10 @@ and, if it was compiled,
 
     built()     what of it runs here, or why nothing does
 
+and, if it reads statistics off the weights that it computes,
+
+    LOOKS       and `run` takes a look, what is asked of them
+
 `kernel="auto"` takes the first in order that neither refuses nor defers; a kernel asked for by name raises
 all its reasons. Nothing falls back in silence.
 """
@@ -89,8 +93,10 @@ def deferred(kernel: Any, problem: Problem) -> list[str]:
     return kernel.defers(problem) if hasattr(kernel, "defers") else []
 
 
-def run(problem: Problem, kernel: str = "auto") -> tuple[Tensor, Tensor | None]:
+def run(problem: Problem, kernel: str = "auto", look: Any = None) -> tuple[Tensor, Tensor | None]:
     """The output `[b, h, t, w]` and, where the kernel gives it, the log-sum-exp `[b, h, t]`.
+
+    A kernel that LOOKS finds what a look asks of the weights on the way, unless that is sooner done after.
 
     A kernel that doesn't shield is watched, in eager mode on the CPU: where q, k, v or its output
     isn't finite, "auto" takes `chunked`, and under a mask a kernel asked for by name raises.
@@ -102,6 +108,8 @@ def run(problem: Problem, kernel: str = "auto") -> tuple[Tensor, Tensor | None]:
     chosen = choose(problem, kernel)
     watched = not chosen.SHIELDS and problem.q.device.type == "cpu" and not torch.compiler.is_compiling()
     with exactly(problem.q.device):
+        if look is not None and hasattr(chosen, "LOOKS"):
+            return chosen.run(problem, look)
         if not watched:
             return chosen.run(problem)
         if all(finite(x) for x in (problem.q, problem.k, problem.v)):

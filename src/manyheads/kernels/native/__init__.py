@@ -16,6 +16,7 @@ from torch import Tensor
 from manyheads.biases import ALiBi, Bias, Dense
 from manyheads.kernels import chunked, sdpa
 from manyheads.kernels.native import library
+from manyheads.kernels.native.look import Look
 from manyheads.masks import FAR, Documents, Drop, Keep, Lengths, Mask, Normal
 from manyheads.scores import ALL, Problem
 from manyheads.shapes import amount
@@ -23,17 +24,19 @@ from manyheads.shapes import amount
 NAME = "native"
 GIVES_LSE = True
 SHIELDS = True
+LOOKS = True
 
 WIDEST = 256
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 LIMIT = sdpa.LIMIT
 CHUNKS = 16  # of a gradient's keys, over all heads: as many threads have something to do
+WHOLE = 1 << 15  # keys, beyond which a look doesn't keep whole rows of weights: they would fill the caches
 FEW = 1 << 16  # scores, below which a gradient's call costs more than what it computes
 PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors whose operators are PyTorch's own
 
 
-def refuse(problem: Problem) -> list[str]:
-    """Why the kernel can't compute this; empty if it can."""
+def refuse(problem: Problem, values: bool = True) -> list[str]:
+    """Why the kernel can't compute this; empty if it can. Without values it only looks."""
     p, n = problem, problem.shape
     if not p.q.is_cpu:
         return [f"it is for the CPU, and this is on {p.q.device}"]
@@ -45,11 +48,11 @@ def refuse(problem: Problem) -> list[str]:
         reasons.append(f"it computes {', '.join(map(str, DTYPES))}, and this is {p.q.dtype}")
     if p.dropout_p:
         reasons.append("it has no dropout")
-    if 0 in n:
+    if 0 in (n if values else n[:-1]):
         reasons.append("a size is 0")
     if n.d > WIDEST or n.w > WIDEST:
         reasons.append(f"heads are at most {WIDEST} wide there, and these are {n.d} and {n.w}")
-    size = _made(p)
+    size = made(p)
     if size > LIMIT:
         reasons.append(
             f"what it doesn't know of the mask and bias would have to become tensors of "
@@ -80,16 +83,38 @@ def built() -> str:
     )
 
 
-def run(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
+def run(problem: Problem, asked: Look | None = None) -> tuple[Tensor, Tensor]:
+    """The output `[b, h, t, w]`, the log-sum-exp `[b, h, t]`, and what is asked of the weights, unless that
+    costs less after."""
     if not _direct(problem):
         out, lse = torch.ops.manyheads.native(*chunked.arguments(problem))
     elif _wants_gradient(problem):
         table = None if problem.bias is None else problem.bias.tensor()
         out, lse = _Differentiable.apply(table, *chunked.arguments(problem))
     else:
-        out, lse = _forward(problem)
+        out, lse = _forward(problem, asked if problem.shape.s <= WHOLE else None)
     return out, lse
+
+
+def looks(problem: Problem) -> bool:
+    """Can it look at the weights of a problem, and is it the fastest to?"""
+    return _direct(problem) and problem.q.dtype != torch.float64 and not refuse(problem, values=False)
+
+
+def look(problem: Problem, lse: Tensor, asked: Look) -> None:
+    """Find what is asked of the weights exp(score − lse), lse `[b, h, t]`, all of it finite or −inf."""
+    p = problem.detach().without_values()
+    _attend_and_look(p, p.q.new_empty(*lse.shape, 0), lse.contiguous(), asked, known=True)
+
+
+def lse(problem: Problem, asked: Look | None = None) -> Tensor:
+    """The log-sum-exp alone, `[b, h, t]`, and in the same pass what is asked of the weights."""
+    p = problem.detach().without_values()
+    if asked is None or p.shape.s <= WHOLE:
+        return _forward(p, asked)[1]
+    found = _forward(p)[1]
+    look(p, found, asked)
+    return found
 
 
 def _wants_gradient(p: Problem) -> bool:
@@ -122,8 +147,8 @@ def _rest(normal: Normal) -> Mask | None:
     return rest
 
 
-def _made(p: Problem) -> int:
-    """Bytes of the tensors that would be made of rules, at most."""
+def made(p: Problem) -> int:
+    """Bytes of the tensors that would have to be made of a problem's rules, at most."""
     size, pairs = 0, p.shape.t * p.shape.s
     rest = None if p.mask is None else _rest(p.mask.normal())
     if rest is not None and not isinstance(rest, Keep):  # or a Drop, which is one
@@ -183,18 +208,25 @@ def _ids(p: Problem, documents: Documents) -> tuple[Tensor, Tensor]:
     return torch.where(here, queries, nobody).contiguous(), torch.where(there, keys, nobody + 1).contiguous()
 
 
-def _forward(p: Problem) -> tuple[Tensor, Tensor]:
+def _forward(p: Problem, look: Look | None = None) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, and what a look finds beside them."""
     n = p.shape
     out = p.q.new_empty(n.b, n.h, n.t, n.w)
     lse = p.q.new_empty(n.b, n.h, n.t, dtype=p.dtype)
+    _attend_and_look(p, out, lse, look, known=False)
+    return out, lse
+
+
+def _attend_and_look(p: Problem, out: Tensor, lse: Tensor, look: Look | None, known: bool) -> None:
+    n = p.shape
     data, _held = _packed(p, out, lse)
+    asked, _also_held = (None, None) if look is None else look.packed(p, lse, known)
     assert library.attend is not None
-    if library.attend(data, library.width):
+    if library.attend(data, asked, library.width):
         size = amount(n.b * n.g * n.s * (n.d + n.w) * p.q.element_size())
         raise MemoryError(
             f"the kernel packs keys and values, {size} or a little more, and there is no room for them."
         )
-    return out, lse
 
 
 def _backward(

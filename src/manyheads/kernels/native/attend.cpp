@@ -1,9 +1,12 @@
-// Attention forward, compiled once for each vector width (LEVEL names the build).
+// Attention forward and what is read off its weights, compiled once for each vector width (LEVEL names the build).
 //
 // The softmax is online (Milakov & Gimelshein 2018, arXiv:1805.02867), over blocks of queries and keys (Dao et
 // al. 2022, arXiv:2205.14135). Keys and values are packed once per head into panels of a few vectors; a product
 // of 6 rows by a panel keeps its sums in registers.
-#include "products.h"
+//
+// A look beside the output keeps the weights of a block of queries until its rows are summed, as its log-sum-exp
+// makes them what they are: nothing is computed twice. Where the log-sum-exp is known they are read step by step.
+#include "look.h"
 
 #include <cmath>
 #include <sched.h>
@@ -24,6 +27,9 @@ template <class T, class Op> struct Call {
     static constexpr int KEYS = Op::KEYS;
 
     const Problem &p;
+    const Look *y;                  // what is read off the weights, or null
+    bool known, whole;              // is lse given? Are the weights of whole rows kept?
+    int64_t line;                   // from one row of a block's scores to the next
     int64_t panels, depth, across;  // panels of keys, d rounded up to pairs, panels of a value
     E *keys, *values;               // [b * g, panels, depth, PANEL], [b * g, across, panels * PANEL, PANEL]
     uint8_t *odd;                   // [b * g, panels]: holds a value that isn't finite
@@ -32,11 +38,16 @@ template <class T, class Op> struct Call {
     int64_t rows = ROWS, blocks;    // queries in a block; blocks in a head
     int64_t next = 0, packed = 0;   // what is to be packed, and what is, counted up by all threads
     int64_t following = 0;          // what is to be computed
+    int64_t parts;                  // of a head, each computed by one thread: blocks, or chunks of them
+    Sum *columns;                   // [b * h, parts, panels * PANEL]: what keys receive in a chunk
+    R *sides;                       // [b * h, parts, all columns of grids, 2]: of cells that began in another chunk
     bool few;                       // so few queries that nothing is packed
     R unit;                         // what a product of packed numbers is multiplied by to be a score
 
-    Call(const Problem &problem, bool few = false) : p(problem), few(few) {
+    Call(const Problem &problem, const Look *look, bool few = false) : p(problem), y(look), few(few) {
+        known = y && y->known, whole = y && !known;
         panels = up(p.s, PANEL) / PANEL;
+        line = whole ? panels * PANEL + W : KEYS;  // not a power of two, whose lines share places in a cache
         depth = up(p.d, Op::PAIR);
         across = up(p.w, PANEL) / PANEL;
         // Waking threads takes longer than it saves where there is little to do. What makes few blocks is cut finer,
@@ -45,15 +56,26 @@ template <class T, class Op> struct Call {
         threads = work < 4e6 ? 1 : p.threads;
         if (p.b * p.h * up(p.t, rows) / rows < 16) rows = 3 * STRIP;
         blocks = up(p.t, rows) / rows;
+        parts = y ? smaller(y->chunks, blocks) : blocks;
         int64_t heads = p.b * p.g, k = heads * panels * depth * PANEL, v = heads * across * panels * PANEL * PANEL;
-        int64_t sizes[] = {k * (int64_t)sizeof(E), v * (int64_t)sizeof(E), heads * panels,
-                           p.key_ids ? p.b * panels * (int64_t)sizeof(Range) : 0};
+        int64_t all_parts = p.b * p.h * parts;
+        int64_t sizes[] = {few ? 0 : k * (int64_t)sizeof(E), few ? 0 : v * (int64_t)sizeof(E), heads * panels,
+                           p.key_ids ? p.b * panels * (int64_t)sizeof(Range) : 0,
+                           y && y->received ? all_parts * panels * PANEL * (int64_t)sizeof(Sum) : 0,
+                           all_parts * side() * (int64_t)sizeof(R)};
         // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
         unit = Op::PAIR == 1 ? (R)1 : (R)std::fabs(p.scale);
-        if (few) return;
-        char *at[4];
+        if (few && !y) return;
+        char *at[6];
         carve(store_of, sizes, at);
         keys = (E *)at[0], values = (E *)at[1], odd = (uint8_t *)at[2], ranges = (Range *)at[3];
+        columns = (Sum *)at[4], sides = (R *)at[5];
+    }
+
+    int64_t side() const {  // numbers in a chunk's part of `sides`
+        int64_t size = 0;
+        for (int64_t n = 0; y && n < y->grids; n++) size += 2 * y->grid[n].cols;
+        return size;
     }
 
     // Is each thread to have heads of its own, as many as the others? Where they are small, so that what it packed
@@ -65,7 +87,9 @@ template <class T, class Op> struct Call {
 
     // Where a key or a value of one head lies.
     const T *key_at(int64_t head, int64_t j) const { return at<T>(p.k, p.k_stride, head / p.g, head % p.g, j); }
-    const T *value_at(int64_t head, int64_t j) const { return at<T>(p.v, p.v_stride, head / p.g, head % p.g, j); }
+    const T *value_at(int64_t head, int64_t j) const {
+        return p.w ? at<T>(p.v, p.v_stride, head / p.g, head % p.g, j) : nullptr;
+    }
 
     // Packs a panel of keys, and of values, of one head; what isn't finite in a value is 0 in its panel.
     void pack(int64_t head, int64_t panel) {
@@ -95,7 +119,24 @@ template <class T, class Op> struct Call {
         R *out;                     // [ROWS, across * PANEL]
         V *top, *total;             // [ROWS]: of the columns at hand; of all so far
         R *highest;                 // [ROWS]: the running maximum, in Op's unit
+        // For a look:
+        int64_t part, start;        // its chunk, and the first query of that
+        V *spread, *away;           // [ROWS]: sums of weights times their logarithms (of 2), and times distances
+        R *best;                    // [ROWS]: the largest score, in Op's unit
+        R *top_scores;              // [ROWS, top]
+        int64_t *top_keys;
+        Interval *windows;          // [panels]: the columns of each step
+        R *grounds;                 // [panels, ROWS]: the running maximum of each step
+        int64_t steps;
     };
+
+    R *scores(const Block &k, int row, int64_t first) const { return k.score + row * line + (whole ? first : 0); }
+    E *weights(const Block &k, int row, int64_t first) const {
+        return Op::PAIR == 1 ? (E *)scores(k, row, first) : k.weight + row * KEYS;
+    }
+    Largest largest(const Block &k, int row) const {
+        return {y->top, k.top_scores + row * y->top, k.top_keys + row * y->top};
+    }
 
     Interval seen(const Block &k, int row) const {  // the keys that a row may see, but for ids, keep and bias
         int64_t i = k.position + row;
@@ -106,7 +147,7 @@ template <class T, class Op> struct Call {
 
     // What the products at hand become: scores with softcap, bias and mask, and their top.
     void finish(const Block &k, int row, int64_t first, int64_t count) const {
-        R *score = k.score + row * KEYS;
+        R *score = scores(k, row, first);
         if (p.softcap) {
             V cap = all((R)p.softcap), inner = all(unit / (R)p.softcap);
             for (int64_t j = 0; j < count; j += W) store(score + j, cap * tanh(inner * load(score + j)));
@@ -120,33 +161,72 @@ template <class T, class Op> struct Call {
     }
 
     // Products, which times the factor are scores in the unit of the running maximum, become weights; what was
-    // summed so far shrinks where there is a new maximum.
-    void weigh(const Block &k, int row, int64_t count, R factor) const {
-        const R *score = k.score + row * KEYS;
-        E *weight = k.weight + row * KEYS;
-        R before = k.highest[row], now = larger(before, factor * highest(k.top[row]));
-        V ground = all(now == -INF ? (R)0 : now), by = all(factor), sum = {}, more = {};
+    // summed so far shrinks where there is a new maximum. A known log-sum-exp stands in for that.
+    template <bool LOOK> void weigh(const Block &k, int row, int64_t first, int64_t count, R factor) const {
+        R *score = scores(k, row, first);
+        E *weight = weights(k, row, first);
+        R before = k.highest[row], now = known ? before : larger(before, factor * highest(k.top[row]));
+        V ground = all(now == -INF ? (R)0 : now), by = all(factor), sum = {}, more = {}, spread = {};
+        V place = {}, moment = {};  // a weight's, in pairs of vectors
         for (int64_t j = 0; j < count; j += 2 * W) {
-            V p = Op::weight(load(score + j), ground, by), r = Op::weight(load(score + j + W), ground, by);
+            V x = Op::exponent(load(score + j), ground, by), z = Op::exponent(load(score + j + W), ground, by);
+            V p = exp2(x), r = exp2(z);
             sum += p, more += r;
+            if (LOOK) {  // of what weighs 0 the logarithm may be infinite
+                spread += p * max(x, all((R)2 * LEAST)), spread += r * max(z, all((R)2 * LEAST));
+                moment += place * p, moment += place * r, place += (R)1;
+                if (Op::PAIR == 2) store(score + j, p), store(score + j + W, r);
+            }
             Op::weights(weight + j, p, r);
         }
+        V away = {};
+        if (LOOK && y->distance) away = apart(score, first - k.position - row, count, sum, more, moment);
         sum += more;
         if (now != before) {
-            R shrink = before == -INF ? (R)0 : (R)std::exp2((before - now) * (LOG2E / Op::UNIT));
+            R less = (R)((before - now) * (LOG2E / Op::UNIT)), shrink = before == -INF ? (R)0 : (R)std::exp2(less);
             R *out = k.out + row * across * PANEL;
             for (int64_t x = 0; x < across * PANEL; x += W) store(out + x, shrink * load(out + x));
+            if (LOOK) {
+                spread += shrink * (k.spread[row] + (before == -INF ? (R)0 : less) * k.total[row]);
+                k.spread[row] = spread, k.away[row] = away + shrink * k.away[row];
+            }
             sum += shrink * k.total[row];
         } else {
+            if (LOOK) k.spread[row] += spread, k.away[row] += away;
             sum += k.total[row];
         }
         k.total[row] = sum;
         k.highest[row] = now;
     }
 
+    // Weights times how far the keys are, the first of which stands `from` behind the query: by their moment, the sum
+    // of weights times the pair of vectors that they are in, where all are on one side and no difference is small.
+    V apart(const R *weight, int64_t from, int64_t count, V sum, V more, V moment) const {
+        V at, far = {};
+        for (int n = 0; n < W; n++) at[n] = n;
+        if (from > 0 || from + 2 * count < 0) {
+            far = (sum + more) * (at + (R)from) + more * (R)W + moment * (R)(2 * W);
+            return max(far, -far);
+        }
+        for (int64_t j = 0; j < count; j += W) {
+            V one = at + (R)(from + j);
+            far += load(weight + j) * max(one, -one);
+        }
+        return far;
+    }
+
+    void weigh(const Block &k, int row, int64_t first, int64_t count, R factor) const {
+        if (!y) return weigh<false>(k, row, first, count, factor);
+        R high = factor * highest(k.top[row]);
+        k.best[row] = larger(k.best[row], high);
+        if (y->top && high > largest(k, row).scores[y->top - 1])
+            largest(k, row).take(scores(k, row, first), factor, first, count, factor * k.top[row]);
+        weigh<true>(k, row, first, count, factor);
+    }
+
     // Adds what the panels left out: values that aren't finite, for the rows that may see them.
     void add_odd(const Block &k, int row, int64_t first, int64_t j) const {
-        R weight = Op::unpack(k.weight[row * KEYS + j]);
+        R weight = Op::unpack(weights(k, row, first)[j]);
         const T *v = value_at(k.head, first + j);
         for (int64_t x = 0; x < p.w; x++) {
             R y = wide(v[x * p.v_stride[3]]);
@@ -162,8 +242,8 @@ template <class T, class Op> struct Call {
         for (int row = 0; row < k.rows; row++) k.top[row] = all(-INF);
         for (int64_t c = 0; c < count; c += PANEL)
             columns_of<Op, false, true>(k.rows, smaller<int64_t>(PANEL, count - c), k.q, depth,
-                                        keys + (k.head * panels * PANEL + first + c) * depth, k.score + c, KEYS, depth,
-                                        k.top);
+                                        keys + (k.head * panels * PANEL + first + c) * depth, scores(k, 0, first) + c,
+                                        line, depth, k.top);
         int64_t used = up(count, Op::PAIR);
         count = up(count, 2 * W);
         bool strange = false;
@@ -171,12 +251,13 @@ template <class T, class Op> struct Call {
         if (!plain)
             for (int row = 0; row < k.rows; row++) finish(k, row, first, count);
         if (!strange) {
-            for (int row = 0; row < k.rows; row++) weigh(k, row, count, factor);
+            for (int row = 0; row < k.rows; row++) weigh(k, row, first, count, factor);
         } else {
             weigh_odd(k, first, count, factor);
         }
         for (int64_t a = 0; a < across; a++)
-            columns_of<Op, true, false>(k.rows, smaller<int64_t>(PANEL, p.w - a * PANEL), k.weight, KEYS,
+            columns_of<Op, true, false>(k.rows, smaller<int64_t>(PANEL, p.w - a * PANEL), weights(k, 0, first),
+                                        Op::PAIR == 1 ? line : KEYS,
                                         values + ((k.head * across + a) * panels * PANEL + first) * PANEL,
                                         k.out + a * PANEL, across * PANEL, used, k.top);
     }
@@ -196,15 +277,15 @@ template <class T, class Op> struct Call {
                         rows[n] += Single::units(q, 1, x, p.d) * Single::units(key, p.k_stride[3], x, p.d);
                 }
                 V score = sums(rows);
-                store(k.score + row * KEYS + j, score);
+                store(scores(k, row, first) + j, score);
                 k.top[row] = max(score, j ? k.top[row] : all(-INF));
             }
         for (int row = 0; row < k.rows; row++) {
             if (!plain || real < count) finish(k, row, first, count);
             uint8_t visible[KEYS];
-            for (int64_t j = 0; j < count; j++) visible[j] = !(k.score[row * KEYS + j] == -INF);
-            weigh(k, row, count, (R)Op::UNIT);
-            const R *weight = k.score + row * KEYS;
+            const R *weight = scores(k, row, first);
+            for (int64_t j = 0; j < count; j++) visible[j] = !(weight[j] == -INF);
+            weigh(k, row, first, count, (R)Op::UNIT);
             for (int64_t x = 0; x < p.w; x += PANEL) {
                 R *out = k.out + row * across * PANEL + x;
                 V sum[VECTORS];
@@ -225,27 +306,41 @@ template <class T, class Op> struct Call {
     void weigh_odd(const Block &k, int64_t first, int64_t count, R factor) const {
         for (int row = 0; row < k.rows; row++) {
             uint8_t visible[KEYS];
-            for (int64_t j = 0; j < count; j++) visible[j] = !(k.score[row * KEYS + j] == -INF);
-            weigh(k, row, count, factor);
+            for (int64_t j = 0; j < count; j++) visible[j] = !(scores(k, row, first)[j] == -INF);
+            weigh(k, row, first, count, factor);
             for (int64_t j = 0; j < smaller(count, p.s - first); j++)
                 if (visible[j]) add_odd(k, row, first, j);
         }
     }
 
-    void attend(int64_t item) {
+    // Part n of a head: a block, or all blocks of a chunk.
+    void compute(int64_t head, int64_t n) {
+        n = parts - 1 - n;  // the last first: where causal, they are the longest
+        if (!y) return attend(head, n, 0, 0);
+        int64_t at = head * parts + n, first = n * blocks / parts;
+        if (y->received) memset(columns + at * panels * PANEL, 0, sizeof(Sum) * panels * PANEL);
+        memset(sides + at * side(), 0, sizeof(R) * side());
+        for (int64_t block = first; block < (n + 1) * blocks / parts; block++) attend(head, block, n, first * rows);
+    }
+
+    void attend(int64_t q_head, int64_t block, int64_t part, int64_t start) {
         Block k = {};
-        int64_t block = blocks - 1 - item % blocks;  // the last first: where causal, they are the longest
-        k.h = item / blocks % p.h, k.b = item / blocks / p.h;
+        k.h = q_head % p.h, k.b = q_head / p.h, k.part = part, k.start = start;
         k.head = k.b * p.g + k.h / (p.h / p.g);
         k.first = block * rows;
         k.rows = (int)smaller(rows, p.t - k.first);
         k.position = offset_of(p, k.b) + k.first;
         int64_t wide_out = across * PANEL;
-        int64_t sizes[] = {(int64_t)sizeof(E) * ROWS * depth, (int64_t)sizeof(R) * ROWS * KEYS,
-                           Op::PAIR == 1 ? 0 : (int64_t)sizeof(E) * ROWS * KEYS, (int64_t)sizeof(R) * ROWS * wide_out,
-                           ROWS * BYTES, ROWS * BYTES, ROWS * (int64_t)sizeof(R)};
-        char *at[7];
+        int64_t number = sizeof(R), tops = y ? ROWS * y->top : 0;
+        int64_t sizes[] = {(int64_t)sizeof(E) * ROWS * depth, number * up(smaller<int64_t>(rows, p.t), STRIP) * line,
+                           Op::PAIR == 1 ? 0 : (int64_t)sizeof(E) * ROWS * KEYS, number * ROWS * wide_out,
+                           ROWS * BYTES, ROWS * BYTES, ROWS * number, y ? 2 * ROWS * BYTES : 0, y ? ROWS * number : 0,
+                           tops * number, tops * (int64_t)sizeof(int64_t),
+                           whole ? panels * (int64_t)sizeof(Interval) : 0, whole ? panels * ROWS * number : 0};
+        char *at[13];
         carve(scratch, sizes, at);
+        k.spread = (V *)at[7], k.away = k.spread + ROWS, k.best = (R *)at[8], k.top_scores = (R *)at[9];
+        k.top_keys = (int64_t *)at[10], k.windows = (Interval *)at[11], k.grounds = (R *)at[12];
         k.q = (E *)at[0], k.score = (R *)at[1], k.weight = (E *)(Op::PAIR == 1 ? at[1] : at[2]);
         k.out = (R *)at[3], k.top = (V *)at[4], k.total = (V *)at[5], k.highest = (R *)at[6];
 
@@ -257,9 +352,10 @@ template <class T, class Op> struct Call {
             const T *from = q + row * p.q_stride[2];
             each(p.d, p.q_stride[3], [&](int64_t x, int64_t at) { to[x] = Op::pack(by * wide(from[at])); });
             if (depth > p.d) to[p.d] = E{};
-            k.highest[row] = (R)(sink * Op::UNIT);
+            R lse = known ? lse_of(k)[row] : sink;
+            k.highest[row] = (R)(lse * Op::UNIT);
             k.total[row] = V{};
-            if (sink != -INF) k.total[row][0] = (R)std::exp2((sink * Op::UNIT - k.highest[row]) * (LOG2E / Op::UNIT));
+            if (y) k.spread[row] = k.away[row] = V{}, k.best[row] = -INF, largest(k, row).clear();
         }
         memset(k.out, 0, sizeof(R) * k.rows * wide_out);
         if (p.query_ids) {
@@ -269,11 +365,14 @@ template <class T, class Op> struct Call {
                 k.ids = {smaller(k.ids.least, ids[row]), larger(k.ids.most, ids[row])};
         }
         walk(k);
-        write(k);
+        write(k, sink);
+        if (whole) look_back(k);
     }
 
+    R *lse_of(const Block &k) const { return (R *)p.lse + (k.b * p.h + k.h) * p.t + k.first; }
+
     // The columns that some row may see, in steps; those that all rows see whole are plain.
-    void walk(const Block &k) const {
+    void walk(Block &k) const {
         Interval top = seen(k, 0), bottom = seen(k, k.rows - 1);
         int64_t begin = smaller(top.begin, bottom.begin), end = larger(top.end, bottom.end);
         int64_t full_begin = larger(top.begin, bottom.begin), full_end = smaller(top.end, bottom.end);
@@ -285,11 +384,16 @@ template <class T, class Op> struct Call {
         for (int64_t panel = begin / PANEL, count; panel * PANEL < end; panel += count) {
             count = 1;  // panels that are taken together
             if (skips(k, panel)) continue;
-            bool whole = plain(panel);
+            bool every = plain(panel);
             while ((count + 1) * PANEL <= KEYS && (panel + count) * PANEL < end && !skips(k, panel + count) &&
-                   plain(panel + count) == whole)
+                   plain(panel + count) == every)
                 count++;
-            step(k, panel * PANEL, smaller(count * PANEL, end - panel * PANEL), whole);
+            int64_t first = panel * PANEL, columns = smaller(count * PANEL, end - first);
+            step(k, first, columns, every);
+            if (known) gather(k, first, columns, nullptr);
+            if (!whole) continue;
+            k.windows[k.steps] = {first, first + columns};
+            memcpy(k.grounds + k.steps++ * ROWS, k.highest, sizeof(R) * k.rows);
         }
     }
 
@@ -299,43 +403,140 @@ template <class T, class Op> struct Call {
         return range.most < k.ids.least || k.ids.most < range.least;
     }
 
-    void write(const Block &k) const {
+    void write(const Block &k, R sink) const {
         for (int row = 0; row < k.rows; row++) {
-            R total = sum(k.total[row]), by = total == (R)0 ? (R)0 : (R)1 / total;
-            int64_t t = k.first + row;
-            T *out = (T *)p.out + k.b * p.out_stride[0] + k.h * p.out_stride[1] + t * p.out_stride[2];
-            const R *from = k.out + row * across * PANEL;
-            each(p.w, p.out_stride[3], [&](int64_t x, int64_t at) { narrow(by * from[x], out[at]); });
-            ((R *)p.lse)[(k.b * p.h + k.h) * p.t + t] =
-                total == 0 ? -INF : (R)(k.highest[row] / Op::UNIT + std::log((Wide)total));
+            Wide top = k.highest[row] / Op::UNIT;
+            R seen = sum(k.total[row]), total = seen;
+            if (!known) {
+                if (sink != -INF) total += (R)std::exp2((sink - top) * LOG2E);
+                R by = total == (R)0 ? (R)0 : (R)1 / total;
+                int64_t t = k.first + row;
+                T *out = (T *)p.out + k.b * p.out_stride[0] + k.h * p.out_stride[1] + t * p.out_stride[2];
+                const R *from = k.out + row * across * PANEL;
+                each(p.w, p.out_stride[3], [&](int64_t x, int64_t at) { narrow(by * from[x], out[at]); });
+                lse_of(k)[row] = total == 0 ? -INF : (R)(top + std::log((Wide)total));
+            }
+            if (y) tell(k, row, top, seen);
         }
     }
+
+    // -- a look -------------------------------------------------------------------------------------
+
+    // The statistics of a row, whose weights were computed under a maximum and sum to `seen`.
+    void tell(const Block &k, int row, Wide top, R seen) const {
+        R lse = lse_of(k)[row];
+        int64_t at = (k.b * p.h + k.h) * p.t + k.first + row;
+        bool sees = seen > (R)0 && lse != -INF;
+        Wide off = sees ? top - lse : 0, by = sees ? std::exp2(off * LOG2E) : 0;
+        // Neither summand is above 0, but for rounding.
+        if (y->entropy) ((R *)y->entropy)[at] = larger((R)(-by * (sum(k.spread[row]) / LOG2E + seen * off)), (R)0);
+        if (y->distance) ((R *)y->distance)[at] = (R)(by * sum(k.away[row]));
+        if (y->best) ((R *)y->best)[at] = (R)(k.best[row] / Op::UNIT);
+        Largest found = largest(k, row);
+        for (int64_t n = 0; n < y->top; n++) {
+            ((R *)y->top_scores)[at * y->top + n] = (R)(found.scores[n] / Op::UNIT);
+            y->top_keys[at * y->top + n] = found.keys[n];
+        }
+    }
+
+    // The weights of whole rows, whose log-sum-exp is known now.
+    void look_back(const Block &k) const {
+        R factor[ROWS] = {};
+        const R *lse = lse_of(k);
+        for (int64_t n = 0; n < k.steps; n++) {
+            for (int row = 0; row < k.rows; row++)
+                factor[row] = lse[row] == -INF ? -INF : (R)((k.grounds[n * ROWS + row] / Op::UNIT - lse[row]) * LOG2E);
+            for (int row = 0; row < ROWS; row += W) store(factor + row, exp2(load(factor + row)));
+            gather(k, k.windows[n].begin, k.windows[n].end - k.windows[n].begin, factor);
+        }
+    }
+
+    // What a step's weights, times their factors (null: 1), add to columns and cells.
+    void gather(const Block &k, int64_t first, int64_t count, const R *factor) const {
+        const R *weight = scores(k, 0, first);
+        int64_t head = k.b * p.h + k.h, at = head * parts + k.part;
+        R one[ROWS], votes[ROWS];
+        for (int row = 0; row < k.rows; row++) {
+            one[row] = factor ? factor[row] : (R)1;
+            votes[row] = k.first + row < y->first ? (R)0 : one[row];
+        }
+        if (y->received) add_columns(columns + at * panels * PANEL + first, weight, line, votes, k.rows, count);
+        R *beside = sides + at * side();
+        for (int64_t n = 0; n < y->grids; n++) {
+            const Grid &grid = y->grid[n];
+            for (int64_t row = 0; row < k.rows;) {
+                int64_t cell = cell_of(k.first + row, grid.rows, p.t);
+                int64_t stop = smaller<int64_t>(edge_of(cell + 1, grid.rows, p.t) - k.first, k.rows);
+                bool elsewhere = edge_of(cell, grid.rows, p.t) < k.start;
+                R *sum = (R *)grid.sum, *most = (R *)grid.most;
+                if (sum) sum = elsewhere ? beside : sum + (head * grid.rows + cell) * grid.cols;
+                if (most) most = elsewhere ? beside + grid.cols : most + (head * grid.rows + cell) * grid.cols;
+                int64_t width = p.s % grid.cols ? 0 : p.s / grid.cols;
+                Cells{grid.cols, p.s, sum, most, width & (width - 1) ? 0 : width}.add(weight + row * line, line,
+                                                                                     one + row, stop - row, first, count);
+                row = stop;
+            }
+            beside += 2 * grid.cols;
+        }
+    }
+
+    // What the chunks of a head found, in order.
+    void merge(int64_t head) const {
+        for (int64_t j = 0; y->received && j < p.s; j++) {
+            Sum sum = 0;
+            for (int64_t n = 0; n < parts; n++) sum += columns[(head * parts + n) * panels * PANEL + j];
+            ((R *)y->received)[head * p.s + j] = (R)sum;
+        }
+        for (int64_t n = 1; n < parts; n++) {
+            const R *beside = sides + (head * parts + n) * side();
+            for (int64_t m = 0; m < y->grids; m++) {
+                const Grid &grid = y->grid[m];
+                int64_t at = (head * grid.rows + cell_of(n * blocks / parts * rows, grid.rows, p.t)) * grid.cols;
+                for (int64_t c = 0; c < grid.cols; c++) {
+                    if (grid.sum) ((R *)grid.sum)[at + c] += beside[c];
+                    R *most = grid.most ? (R *)grid.most + at + c : nullptr;
+                    if (most) *most = larger(*most, beside[grid.cols + c]);
+                }
+                beside += 2 * grid.cols;
+            }
+        }
+    }
+
+    static void merging(void *data) {
+        Call &call = *(Call *)data;
+        share(call.next, call.p.b * call.p.h, [&](int64_t head) { call.merge(head); });
+    }
+
+    // -- threads ------------------------------------------------------------------------------------
 
     // Every thread packs what nobody packs yet, and computes when all is packed.
     static void sharing(void *data) {
         Call &call = *(Call *)data;
-        int64_t count = call.few ? 0 : call.p.b * call.p.g * call.panels, items = call.p.b * call.p.h * call.blocks;
+        int64_t count = call.few ? 0 : call.p.b * call.p.g * call.panels, items = call.p.b * call.p.h * call.parts;
         share(call.next, count, [&](int64_t n) {
             call.pack(n / call.panels, n % call.panels);
             __atomic_fetch_add(&call.packed, 1, __ATOMIC_RELEASE);
         });
         while (__atomic_load_n(&call.packed, __ATOMIC_ACQUIRE) < count) sched_yield();
-        share(call.following, items, [&](int64_t n) { call.attend(n); });
+        share(call.following, items, [&](int64_t n) { call.compute(n / call.parts, n % call.parts); });
     }
 
     // Every thread packs a head and computes it.
     static void owning(void *data) {
         Call &call = *(Call *)data;
-        int64_t heads = call.p.b * call.p.g, items = call.p.h / call.p.g * call.blocks;
+        int64_t heads = call.p.b * call.p.g, queries = call.p.h / call.p.g, items = queries * call.parts;
         share(call.next, heads, [&](int64_t n) {
             for (int64_t panel = 0; panel < call.panels; panel++) call.pack(n, panel);
-            for (int64_t item = 0; item < items; item++) call.attend(n * items + item);
+            for (int64_t item = 0; item < items; item++)
+                call.compute(n * queries + item / call.parts, item % call.parts);
         });
     }
 
     void run() {
         parallel(threads, own_heads() ? owning : sharing, this);
-        if (!few) forget();
+        next = 0;
+        if (y && (y->received || y->grids)) parallel(threads, merging, this);
+        if (!few || y) forget();
     }
 };
 
@@ -344,18 +545,20 @@ template <class T, class Op> struct Call {
 #define NAME2(level) attend_##level
 #define NAME(level) NAME2(level)
 
-void NAME(LEVEL)(const Problem *p) {
+// look may be null: then there is only the output.
+void NAME(LEVEL)(const Problem *p, const Look *look) {
     bool few = p->t <= FEW && !p->key_ids;
 #if defined(REAL)
-    Call<double, Single>(*p, few).run();
+    Call<double, Single>(*p, look, few).run();
 #else
     switch (p->dtype) {
-        case FLOAT32: return Call<float, Single>(*p, few).run();
-        case FLOAT16: return Call<Half, Single>(*p, few).run();
+        case FLOAT32: return Call<float, Single>(*p, look, few).run();
+        case FLOAT16: return Call<Half, Single>(*p, look, few).run();
 #if defined(__AVX512BF16__)
-        case BFLOAT16: return few ? Call<Brain, Single>(*p, few).run() : Call<Brain, Pairs>(*p).run();
+        case BFLOAT16:
+            return few ? Call<Brain, Single>(*p, look, few).run() : Call<Brain, Pairs>(*p, look).run();
 #else
-        case BFLOAT16: return Call<Brain, Single>(*p, few).run();
+        case BFLOAT16: return Call<Brain, Single>(*p, look, few).run();
 #endif
     }
 #endif

@@ -19,12 +19,14 @@ HERE = Path(__file__).parent
 ANOTHER = os.environ.get("MANYHEADS_LIBRARY")  # one with sanitizers, say
 FILE = Path(ANOTHER or HERE / "native.so")
 LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, isn't there
-INTERFACE = 3  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
+INTERFACE = 4  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
+LOOK = struct.Struct("=2q 3Q Q q 2Q q Q q".replace(" ", ""))
+GRID = struct.Struct("=2q2Q")
 WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # by what they need of a processor
 
-attend: ctypes._NamedFuncPointer | None = None  # (a problem in bytes, number of the build) → 0
+attend: ctypes._NamedFuncPointer | None = None  # (a problem, a look or None, number of the build) → 0
 differentiate: ctypes._NamedFuncPointer | None = None  # (a problem, a gradient, number of the build) → 0
 width: int | None = None  # the build's number in WIDTHS
 runs: list[str] = []  # all builds that this processor can run
@@ -50,7 +52,8 @@ def _load() -> None:
         missing = _unusable("has none of its functions")
         return
     library.manyheads_interface.restype = ctypes.c_int64
-    if library.manyheads_interface() != INTERFACE * 1000000 + 1000 * GRADIENT.size + PROBLEM.size:
+    sizes = (LOOK.size * 1000 + GRADIENT.size) * 1000 + PROBLEM.size
+    if library.manyheads_interface() != INTERFACE * 10**9 + sizes:
         missing = _unusable("was built from another version of the sources")
         return
     threads = os.environ.get("MANYHEADS_THREADS")
@@ -73,7 +76,8 @@ def _load() -> None:
     shares_threads = bool(library.manyheads_begin(_own_threads()))
     width = WIDTHS.index(wanted or runs[-1])
     attend = library.manyheads_attend
-    attend.argtypes, attend.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_int
+    attend.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
+    attend.restype = ctypes.c_int
     differentiate = library.manyheads_differentiate
     differentiate.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
     differentiate.restype = ctypes.c_int

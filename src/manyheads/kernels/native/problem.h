@@ -4,7 +4,7 @@
 
 extern "C" {
 
-constexpr int64_t INTERFACE = 3;  // counted up whenever Problem changes: Python asks before it calls
+constexpr int64_t INTERFACE = 4;  // counted up whenever a struct changes: Python asks before it calls
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 
@@ -45,7 +45,27 @@ struct Gradient {
     int64_t d_bias_stride[4];
     void *d_slopes;                          // [b, h, chunks] zeros that are added to, or null
     int64_t shared;                          // do several heads add to one place of d_bias?
-    int64_t chunks;                          // of the keys of a head, each summed by one thread
+    int64_t chunks;                          // at most so many of the keys of a head, each summed by one thread
+};
+
+// A picture of all weights: cell r covers the queries from r * t / rows on, rounded down, and likewise for keys.
+struct Grid {
+    int64_t rows, cols;
+    void *sum, *most;                        // [b, h, rows, cols], zeros that are added to, or null
+};
+
+// What is read off the weights of a problem, and where it is written; null where it isn't asked for.
+struct Look {
+    int64_t known;                           // is the problem's lse given? Then there are no values and no output
+    int64_t first;                           // the first query that counts in `received`
+    void *entropy, *distance, *best;         // [b, h, t]: nats, positions, and the largest score
+    void *received;                          // [b, h, s]
+    int64_t top;                             // of each query so many of the largest scores, in order
+    void *top_scores;                        // [b, h, t, top]
+    int64_t *top_keys;                       // the same: -1 where there are fewer
+    int64_t grids;
+    const Grid *grid;
+    int64_t chunks;                          // at most so many of the queries of a head, each summed by one thread
 };
 
 }  // extern "C"

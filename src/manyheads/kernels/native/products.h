@@ -117,7 +117,7 @@ struct Single {
     }
     static constexpr int PAIR = 1, KEYS = 256;  // KEYS in a block
     static constexpr Wide UNIT = 1;  // of the running maximum, beside a score: of a single key the weight is exactly 1
-    INLINE V weight(V score, V top, V) { return exp2((score - top) * (R)LOG2E); }
+    INLINE V exponent(V score, V top, V) { return (score - top) * (R)LOG2E; }  // of 2: a weight's
     INLINE R pack(R x) { return x; }
     INLINE R unpack(R x) { return x; }
     INLINE V left(const R *a) { return all(*a); }
@@ -153,7 +153,7 @@ struct Pairs {
     }
     static constexpr int PAIR = 2, KEYS = 512;
     static constexpr Wide UNIT = LOG2E;
-    INLINE V weight(V product, V top, V factor) { return exp2(product * factor - top); }
+    INLINE V exponent(V product, V top, V factor) { return product * factor - top; }
     INLINE Brain pack(R x) { Brain y; narrow(x, y); return y; }
     INLINE R unpack(Brain x) { return wide(x); }
     INLINE V left(const Brain *a) { int32_t x; memcpy(&x, a, 4); return (V)_mm512_set1_epi32(x); }

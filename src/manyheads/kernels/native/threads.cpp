@@ -19,12 +19,12 @@
 #endif
 
 #define BUILD(width)                                                  \
-    void attend_##width(const Problem *p);                             \
+    void attend_##width(const Problem *p, const Look *look);           \
     int differentiate_##width(const Problem *p, const Gradient *y);   \
     double spin_##width(int64_t rounds, int pairs, float *kept);       \
     float read_##width(const float *x, int64_t count);
 
-void attend_float64(const Problem *p);
+void attend_float64(const Problem *p, const Look *look);
 int differentiate_float64(const Problem *p, const Gradient *y);
 BUILD(portable)
 BUILD(avx2)
@@ -122,7 +122,7 @@ __attribute__((visibility("default"))) int manyheads_begin(int own_threads) {
 }
 
 __attribute__((visibility("default"))) int64_t manyheads_interface() {
-    return INTERFACE * 1000000 + 1000 * sizeof(Gradient) + sizeof(Problem);
+    return ((INTERFACE * 1000 + sizeof(Look)) * 1000 + sizeof(Gradient)) * 1000 + sizeof(Problem);
 }
 
 // Is a build here, and can this processor run it? By its number: 0 portable, 1 avx2, 2 avx512, 3 avx512bf16.
@@ -140,11 +140,12 @@ __attribute__((visibility("default"))) int manyheads_runs(int level) {
 #endif
 }
 
-// Computes a problem by a build. 0: done; 1: there is no memory for the packed keys and values.
-__attribute__((visibility("default"))) int manyheads_attend(const Problem *p, int level) {
-    void (*builds[])(const Problem *) = EACH(attend);
+// Computes a problem by a build, with a look at its weights (null: none). 0: done; 1: there is no memory for the packed
+// keys and values.
+__attribute__((visibility("default"))) int manyheads_attend(const Problem *p, const Look *look, int level) {
+    void (*builds[])(const Problem *, const Look *) = EACH(attend);
     try {
-        p->dtype == FLOAT64 ? attend_float64(p) : builds[level](p);
+        p->dtype == FLOAT64 ? attend_float64(p, look) : builds[level](p, look);
     } catch (const std::bad_alloc &) {
         return 1;
     }

@@ -127,6 +127,18 @@ INLINE R sum(V v) {
 #endif
 }
 
+INLINE uint32_t lanes(I where) {  // a bit for each number of a comparison
+#if defined(VECTORS_512)
+    return _mm512_movepi32_mask((__m512i)where);
+#elif defined(VECTORS_256)
+    return _mm256_movemask_ps((__m256)where);
+#else
+    uint32_t bits = 0;
+    for (int n = 0; n < W; n++) bits |= (uint32_t)(where[n] != 0) << n;
+    return bits;
+#endif
+}
+
 INLINE V nearest(V x) {  // to a whole number of few digits
 #if defined(VECTORS_512)
     return (V)_mm512_roundscale_ps((__m512)x, 0);
