@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor, nn
-from torch.testing import assert_close as close
 from torch.nn.functional import scaled_dot_product_attention as bound_at_import
+from torch.testing import assert_close as close
 from watched import (
     GPT,
     KEYS,
