@@ -107,7 +107,7 @@ def test_map(case: Case) -> None:
         assert not amap.lse.requires_grad
         # The score and the log-sum-exp, which a kernel of its own may have rounded, are each allowed as much.
         allowed = budget(inputs, "weights", truth(case)[1]["weights"], answer)
-        if kernel in ("native", "auto"):
+        if kernel != "chunked":  # in whose blocks a map reads its scores
             allowed += torch.finfo(dtype).eps * (1 + answer.score) * answer.largest["weights"]
         made = error(weights, answer.values["weights"])
         assert made <= allowed, f"{kernel}: {made:.3g} off, {allowed:.3g} allowed"

@@ -6,15 +6,17 @@
 //
 // A look beside the output keeps the weights of a block of queries until its rows are summed, as its log-sum-exp
 // makes them what they are: nothing is computed twice. Where the log-sum-exp is known they are read step by step.
+#include "decode.h"
 #include "look.h"
 
 #include <cmath>
+#include <memory>
 #include <sched.h>
 
 namespace {
 
 constexpr int ROWS = 48;  // queries in a block
-constexpr int FEW = 3;    // queries for which packing isn't paid back
+constexpr int FEW = 12;   // queries of a key for which packing isn't paid back
 
 // -- one call --------------------------------------------------------------------------------------
 
@@ -41,10 +43,10 @@ template <class T, class Op> struct Call {
     int64_t parts;                  // of a head, each computed by one thread: blocks, or chunks of them
     Sum *columns;                   // [b * h, parts, panels * PANEL]: what keys receive in a chunk
     R *sides;                       // [b * h, parts, all columns of grids, 2]: of cells that began in another chunk
-    bool few;                       // so few queries that nothing is packed
+    const R *given;                 // [b * h * t, line]: the scores, where they are known; or null
     R unit;                         // what a product of packed numbers is multiplied by to be a score
 
-    Call(const Problem &problem, const Look *look, bool few = false) : p(problem), y(look), few(few) {
+    Call(const Problem &problem, const Look *look, const R *given = nullptr) : p(problem), y(look), given(given) {
         known = y && y->known, whole = y && !known;
         panels = up(p.s, PANEL) / PANEL;
         line = whole ? panels * PANEL + W : KEYS;  // not a power of two, whose lines share places in a cache
@@ -59,13 +61,12 @@ template <class T, class Op> struct Call {
         parts = y ? smaller(y->chunks, blocks) : blocks;
         int64_t heads = p.b * p.g, k = heads * panels * depth * PANEL, v = heads * across * panels * PANEL * PANEL;
         int64_t all_parts = p.b * p.h * parts;
-        int64_t sizes[] = {few ? 0 : k * (int64_t)sizeof(E), few ? 0 : v * (int64_t)sizeof(E), heads * panels,
+        int64_t sizes[] = {given ? 0 : k * (int64_t)sizeof(E), v * (int64_t)sizeof(E), heads * panels,
                            p.key_ids ? p.b * panels * (int64_t)sizeof(Range) : 0,
                            y && y->received ? all_parts * panels * PANEL * (int64_t)sizeof(Sum) : 0,
                            all_parts * side() * (int64_t)sizeof(R)};
         // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
         unit = Op::PAIR == 1 ? (R)1 : (R)std::fabs(p.scale);
-        if (few && !y) return;
         char *at[6];
         carve(store_of, sizes, at);
         keys = (E *)at[0], values = (E *)at[1], odd = (uint8_t *)at[2], ranges = (Range *)at[3];
@@ -82,7 +83,7 @@ template <class T, class Op> struct Call {
     // is still in its caches.
     bool own_heads() const {
         double head = 2. * (p.h / p.g) * p.t * p.s * (p.d + p.w);
-        return !few && !p.key_ids && head < 4e7 && p.b * p.g % threads == 0;
+        return !given && !p.key_ids && head < 4e7 && p.b * p.g % threads == 0;
     }
 
     // Where a key or a value of one head lies.
@@ -236,8 +237,7 @@ template <class T, class Op> struct Call {
 
     // Columns first … first + count of a block: scores, weights, and what they add to the output.
     void step(const Block &k, int64_t first, int64_t count, bool plain) const {
-        if constexpr (Op::PAIR == 1)
-            if (few) return step_few(k, first, count, plain);
+        if (given) return step_given(k, first, count);
         R factor = (R)(Op::UNIT * (plain ? unit : 1));
         for (int row = 0; row < k.rows; row++) k.top[row] = all(-INF);
         for (int64_t c = 0; c < count; c += PANEL)
@@ -262,43 +262,18 @@ template <class T, class Op> struct Call {
                                         k.out + a * PANEL, across * PANEL, used, k.top);
     }
 
-    // The same for a few queries, for which keys and values are read as they lie.
-    void step_few(const Block &k, int64_t first, int64_t count, bool plain) const {
-        int64_t real = count;
-        count = up(count, 2 * W);
-        const T *keys = key_at(k.head, first), *values = value_at(k.head, first);
-        for (int64_t j = 0; j < count; j += W)
-            for (int row = 0; row < k.rows; row++) {
-                const R *q = k.q + row * depth;
-                V rows[W] = {};
-                for (int64_t n = 0; n < smaller<int64_t>(W, real - j); n++) {
-                    const T *key = keys + (j + n) * p.k_stride[2];
-                    for (int64_t x = 0; x < p.d; x += W)
-                        rows[n] += Single::units(q, 1, x, p.d) * Single::units(key, p.k_stride[3], x, p.d);
-                }
-                V score = sums(rows);
-                store(scores(k, row, first) + j, score);
-                k.top[row] = max(score, j ? k.top[row] : all(-INF));
-            }
+    // The same where the scores are there.
+    void step_given(const Block &k, int64_t first, int64_t count) const {
+        int64_t whole = up(count, 2 * W);
         for (int row = 0; row < k.rows; row++) {
-            if (!plain || real < count) finish(k, row, first, count);
-            uint8_t visible[KEYS];
-            const R *weight = scores(k, row, first);
-            for (int64_t j = 0; j < count; j++) visible[j] = !(weight[j] == -INF);
-            weigh(k, row, first, count, (R)Op::UNIT);
-            for (int64_t x = 0; x < p.w; x += PANEL) {
-                R *out = k.out + row * across * PANEL + x;
-                V sum[VECTORS];
-                for (int n = 0; n < VECTORS; n++) sum[n] = load(out + n * W);
-                for (int64_t j = 0; j < real; j++) {
-                    if (!visible[j]) continue;  // whatever it holds
-                    V by = all(weight[j]);
-                    for (int n = 0; n < VECTORS; n++)
-                        if (x + n * W < p.w)
-                            sum[n] += by * Single::units(values + j * p.v_stride[2], p.v_stride[3], x + n * W, p.w);
-                }
-                for (int n = 0; n < VECTORS; n++) store(out + n * W, sum[n]);
-            }
+            R *score = scores(k, row, first);
+            const R *from = given + ((k.b * p.h + k.h) * p.t + k.first + row) * panels * PANEL + first;
+            memcpy(score, from, sizeof(R) * count);
+            for (int64_t j = count; j < whole; j++) score[j] = -INF;
+            V top = all(-INF);
+            for (int64_t j = 0; j < whole; j += W) top = max(load(score + j), top);
+            k.top[row] = top;
+            weigh(k, row, first, whole, (R)Op::UNIT);
         }
     }
 
@@ -378,7 +353,7 @@ template <class T, class Op> struct Call {
         int64_t full_begin = larger(top.begin, bottom.begin), full_end = smaller(top.end, bottom.end);
         bool never = p.softcap || p.slopes || p.bias || p.keep || (p.key_ids && k.ids.least != k.ids.most);
         auto plain = [&](int64_t panel) {
-            if (never || panel * PANEL < full_begin || (panel + 1) * PANEL > full_end) return false;
+            if (never || given || panel * PANEL < full_begin || (panel + 1) * PANEL > full_end) return false;
             return !p.key_ids || ranges[k.b * panels + panel].least == ranges[k.b * panels + panel].most;
         };
         for (int64_t panel = begin / PANEL, count; panel * PANEL < end; panel += count) {
@@ -398,7 +373,7 @@ template <class T, class Op> struct Call {
     }
 
     bool skips(const Block &k, int64_t panel) const {  // has no id of these queries
-        if (!p.key_ids) return false;
+        if (!p.key_ids || given) return false;
         const Range &range = ranges[k.b * panels + panel];
         return range.most < k.ids.least || k.ids.most < range.least;
     }
@@ -472,8 +447,8 @@ template <class T, class Op> struct Call {
                 if (sum) sum = elsewhere ? beside : sum + (head * grid.rows + cell) * grid.cols;
                 if (most) most = elsewhere ? beside + grid.cols : most + (head * grid.rows + cell) * grid.cols;
                 int64_t width = p.s % grid.cols ? 0 : p.s / grid.cols;
-                Cells{grid.cols, p.s, sum, most, width & (width - 1) ? 0 : width}.add(weight + row * line, line,
-                                                                                     one + row, stop - row, first, count);
+                Cells cells = {grid.cols, p.s, sum, most, width & (width - 1) ? 0 : width};
+                cells.add(weight + row * line, line, one + row, stop - row, first, count);
                 row = stop;
             }
             beside += 2 * grid.cols;
@@ -512,7 +487,7 @@ template <class T, class Op> struct Call {
     // Every thread packs what nobody packs yet, and computes when all is packed.
     static void sharing(void *data) {
         Call &call = *(Call *)data;
-        int64_t count = call.few ? 0 : call.p.b * call.p.g * call.panels, items = call.p.b * call.p.h * call.parts;
+        int64_t count = call.given ? 0 : call.p.b * call.p.g * call.panels, items = call.p.b * call.p.h * call.parts;
         share(call.next, count, [&](int64_t n) {
             call.pack(n / call.panels, n % call.panels);
             __atomic_fetch_add(&call.packed, 1, __ATOMIC_RELEASE);
@@ -536,7 +511,7 @@ template <class T, class Op> struct Call {
         parallel(threads, own_heads() ? owning : sharing, this);
         next = 0;
         if (y && (y->received || y->grids)) parallel(threads, merging, this);
-        if (!few || y) forget();
+        if (!given) forget();
     }
 };
 
@@ -545,20 +520,37 @@ template <class T, class Op> struct Call {
 #define NAME2(level) attend_##level
 #define NAME(level) NAME2(level)
 
+namespace {
+
+// A problem by the queries that share a key: few of them don't pay for packing it.
+template <class T, class Op> void attend(const Problem &p, const Look *look) {
+    if (p.h / p.g * p.t > FEW) return Call<T, Op>(p, look).run();
+    int64_t line = up(p.s, PANEL), size = look ? p.b * p.h * p.t * line : 0;
+    std::unique_ptr<R[]> scores(size ? new R[size] : nullptr);
+    Decode<T, Op>(p, scores.get(), line, look && look->known).run();
+    forget();
+    if (!look) return;
+    Look after = *look;
+    Problem bare = p;
+    after.known = 1, bare.w = 0;
+    Call<R, Single>(bare, &after, scores.get()).run();
+    forget();
+}
+
+}  // namespace
+
 // look may be null: then there is only the output.
 void NAME(LEVEL)(const Problem *p, const Look *look) {
-    bool few = p->t <= FEW && !p->key_ids;
 #if defined(REAL)
-    Call<double, Single>(*p, look, few).run();
+    attend<double, Single>(*p, look);
 #else
     switch (p->dtype) {
-        case FLOAT32: return Call<float, Single>(*p, look, few).run();
-        case FLOAT16: return Call<Half, Single>(*p, look, few).run();
+        case FLOAT32: return attend<float, Single>(*p, look);
+        case FLOAT16: return attend<Half, Single>(*p, look);
 #if defined(__AVX512BF16__)
-        case BFLOAT16:
-            return few ? Call<Brain, Single>(*p, look, few).run() : Call<Brain, Pairs>(*p, look).run();
+        case BFLOAT16: return attend<Brain, Pairs>(*p, look);
 #else
-        case BFLOAT16: return Call<Brain, Single>(*p, look, few).run();
+        case BFLOAT16: return attend<Brain, Single>(*p, look);
 #endif
     }
 #endif

@@ -1,0 +1,239 @@
+// A few queries against many keys, as one token after another is generated (Shazeer 2019, arXiv:1911.02150): keys and
+// values are read once, as they lie, by all queries that share them, and the work is split along the keys. A split's
+// sums are those of its own maximum; they are put together in order, whatever thread made them.
+#pragma once
+#include "products.h"
+
+#include <cmath>
+
+namespace {
+
+template <class T, class Op> struct Decode {
+    typedef typename Op::E E;
+    static constexpr int STEP = 256;     // keys, which stay near for all queries
+    static constexpr int SPLIT = 1024;   // keys that one thread reads
+    static constexpr int TOGETHER = 4;   // queries that share a value on its way through the registers
+    static constexpr int AHEAD = 24;     // keys that are fetched before they are needed
+
+    const Problem &p;
+    R *kept;                             // [b * h * t, line]: the scores, for whoever looks at them; or null
+    int64_t line;
+    bool known;                          // is lse given? Then only scores are computed
+    int64_t rows, splits, width, units;  // queries of a key; splits of a head; w and d in whole vectors
+    R *parts;                            // [b * g, splits, rows, width + 2]: outputs, a maximum and a sum
+    R unit;
+    int64_t next = 0;
+
+    Decode(const Problem &p, R *kept, int64_t line, bool known) : p(p), kept(kept), line(line), known(known) {
+        rows = p.h / p.g * p.t, splits = up(p.s, SPLIT) / SPLIT;
+        width = up(p.w, W), units = up(up(p.d, Op::PAIR) / Op::PAIR, W);
+        unit = Op::PAIR == 1 ? (R)1 : (R)p.scale;
+        int64_t sizes[] = {p.b * p.g * splits * rows * (width + 2) * (int64_t)sizeof(R)};
+        char *at[1];
+        carve(store_of, sizes, at);
+        parts = (R *)at[0];
+    }
+
+    struct Split {
+        int64_t b, g;
+        V *q;        // [rows, units]
+        R *score;    // [rows, STEP]: scores, then weights
+        R *part;     // [rows, width + 2]
+    };
+
+    int64_t head_of(const Split &k, int64_t row) const { return k.g * (p.h / p.g) + row / p.t; }
+
+    R *kept_of(const Split &k, int64_t row) const {
+        return kept + ((k.b * p.h + head_of(k, row)) * p.t + row % p.t) * line;
+    }
+
+    Interval seen(const Split &k, int64_t row) const {  // the keys that a query may see, but for ids, keep and bias
+        int64_t i = offset_of(p, k.b) + row % p.t;
+        int64_t begin = larger<int64_t>(0, i + p.low), end = smaller<int64_t>(p.s, i + p.high + 1);
+        if (p.first) begin = larger(begin, p.first[k.b]), end = smaller(end, p.last[k.b]);
+        return {begin, end};
+    }
+
+    void compute(int64_t head, int64_t split) {
+        Split k = {};
+        k.b = head / p.g, k.g = head % p.g;
+        int64_t sizes[] = {rows * units * (int64_t)sizeof(R), rows * STEP * (int64_t)sizeof(R),
+                           up(p.d, Op::PAIR) * (int64_t)sizeof(E)};
+        char *at[3];
+        carve(scratch, sizes, at);
+        k.q = (V *)at[0], k.score = (R *)at[1], k.part = parts + (head * splits + split) * rows * (width + 2);
+        E *one = (E *)at[2];
+        for (int64_t row = 0; row < rows; row++) {
+            const T *q = ::at<T>(p.q, p.q_stride, k.b, head_of(k, row), row % p.t);
+            // In float32 the queries carry the scale; in bfloat16 they stay exact.
+            each(p.d, p.q_stride[3], [&](int64_t x, int64_t at) {
+                one[x] = Op::pack((Op::PAIR == 1 ? (R)p.scale : (R)1) * wide(q[at]));
+            });
+            for (int64_t x = 0; x < units; x += W) k.q[(row * units + x) / W] = Op::units(one, 1, x, p.d);
+            R *part = k.part + row * (width + 2);
+            memset(part, 0, sizeof(R) * width);
+            part[width] = -INF, part[width + 1] = 0;
+            for (int64_t j = split * SPLIT; kept && j < smaller(line, (split + 1) * SPLIT); j++) kept_of(k, row)[j] = -INF;
+        }
+        Interval some = {p.s, 0}, every = {0, p.s};
+        for (int64_t row = 0; row < p.t; row++) {
+            Interval own = seen(k, row);
+            some = {smaller(some.begin, own.begin), larger(some.end, own.end)};
+            every = {larger(every.begin, own.begin), smaller(every.end, own.end)};
+        }
+        bool never = p.slopes || p.bias || p.keep || p.key_ids;
+        int64_t end = smaller(some.end, (split + 1) * SPLIT);
+        for (int64_t first = larger(some.begin, split * SPLIT); first < end; first += STEP) {
+            int64_t count = smaller<int64_t>(STEP, end - first);
+            score(k, first, count);
+            bool whole = !never && every.begin <= first && first + count <= every.end;
+            for (int64_t row = 0; row < rows; row++) finish(k, row, first, count);
+            if (!known && whole) add(k, first, count);
+            if (!known && !whole) add_seen(k, first, count);
+        }
+    }
+
+    // Products of all queries with count keys.
+    void score(const Split &k, int64_t first, int64_t count) const {
+        const T *keys = at<T>(p.k, p.k_stride, k.b, k.g, first);
+        for (int64_t j = 0; j < count; j += W)
+            for (int64_t row = 0; row < rows; row++) {
+                const V *q = k.q + row * units / W;
+                V sum[W] = {};
+                for (int64_t n = 0; n < smaller<int64_t>(W, count - j); n++) {
+                    const T *key = keys + (j + n) * p.k_stride[2];
+                    if (row == 0) fetch(key + AHEAD * p.k_stride[2], p.d);
+                    for (int64_t x = 0; x < units; x += W)
+                        sum[n] = Op::add(sum[n], q[x / W], Op::units(key, p.k_stride[3], x, p.d));
+                }
+                store(k.score + row * STEP + j, unit * sums(sum));
+            }
+    }
+
+    INLINE void fetch(const T *row, int64_t numbers) {
+        for (int64_t x = 0; x < numbers; x += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + x);
+    }
+
+    // Products become scores with softcap, bias and mask.
+    void finish(const Split &k, int64_t row, int64_t first, int64_t count) const {
+        R *score = k.score + row * STEP;
+        int64_t whole = up(count, W);
+        if (p.softcap) {
+            V cap = all((R)p.softcap), inner = all((R)(1 / p.softcap));
+            for (int64_t j = 0; j < whole; j += W) store(score + j, cap * tanh(inner * load(score + j)));
+        }
+        Interval own = seen(k, row);
+        own.end = smaller(own.end, first + count);
+        constrain<3>(p, score, k.b, head_of(k, row), row % p.t, first, count, whole, own);
+        if (kept) memcpy(kept_of(k, row) + first, score, sizeof(R) * count);
+    }
+
+    // Scores become weights under the maximum so far, and what was summed shrinks with it.
+    void weigh(const Split &k, int64_t row, int64_t count) const {
+        R *score = k.score + row * STEP, *part = k.part + row * (width + 2), before = part[width];
+        V top = all(before), sum = {};
+        for (int64_t j = 0; j < count; j += W) top = max(load(score + j), top);
+        R now = highest(top);
+        V ground = all(now == -INF ? (R)0 : now);
+        for (int64_t j = 0; j < count; j += W) {
+            V weight = exp2(Single::exponent(load(score + j), ground, ground));
+            store(score + j, weight);
+            sum += weight;
+        }
+        R shrink = before == -INF ? (R)0 : (R)std::exp2((before - now) * LOG2E);
+        if (now != before)
+            for (int64_t x = 0; x < width; x += W) store(part + x, shrink * load(part + x));
+        part[width] = now, part[width + 1] = ::sum(sum) + (now != before ? shrink : (R)1) * part[width + 1];
+    }
+
+    // Weights of keys that all see, times their values: of so many queries and columns at a time.
+    void add(const Split &k, int64_t first, int64_t count) const {
+        for (int64_t row = 0; row < rows; row++) weigh(k, row, up(count, W));
+        const T *values = at<T>(p.v, p.v_stride, k.b, k.g, first);
+        for (int64_t row = 0; row < rows; row += TOGETHER)
+            for (int64_t x = 0; x < p.w; x += 4 * W) {
+                bool fits = p.v_stride[3] == 1 && x + 4 * W <= p.w;
+                switch (smaller<int64_t>(rows - row, TOGETHER)) {
+                    case 1: add_some<1>(k, row, x, values, count, fits); break;
+                    case 2: add_some<2>(k, row, x, values, count, fits); break;
+                    case 3: add_some<3>(k, row, x, values, count, fits); break;
+                    default: add_some<TOGETHER>(k, row, x, values, count, fits);
+                }
+            }
+    }
+
+    template <int ROWS>
+    void add_some(const Split &k, int64_t row, int64_t x, const T *values, int64_t count, bool fits) const {
+        V sum[ROWS][4] = {};
+        const R *weight = k.score + row * STEP;
+        int64_t some = smaller<int64_t>(4, (width - x) / W);
+        for (int64_t j = 0; j < count; j++) {
+            const T *value = values + j * p.v_stride[2];
+            V v[4] = {};
+            if (fits) {
+                fetch(value + AHEAD * p.v_stride[2] + x, 4 * W);
+                for (int n = 0; n < 4; n++) v[n] = wide(value + x + n * W);
+            } else {
+                for (int n = 0; n < some; n++) v[n] = Single::units(value, p.v_stride[3], x + n * W, p.w);
+            }
+            for (int i = 0; i < ROWS; i++)
+                for (int n = 0; n < 4; n++) sum[i][n] += all(weight[i * STEP + j]) * v[n];
+        }
+        for (int i = 0; i < ROWS; i++) {
+            R *to = k.part + (row + i) * (width + 2) + x;
+            for (int n = 0; n < some; n++) store(to + n * W, load(to + n * W) + sum[i][n]);
+        }
+    }
+
+    // The same where some see what others don't: whatever a hidden value holds, it isn't touched.
+    void add_seen(const Split &k, int64_t first, int64_t count) const {
+        const T *values = at<T>(p.v, p.v_stride, k.b, k.g, first);
+        for (int64_t row = 0; row < rows; row++) {
+            R *weight = k.score + row * STEP, *to = k.part + row * (width + 2);
+            bool visible[STEP];
+            for (int64_t j = 0; j < count; j++) visible[j] = !(weight[j] == -INF);
+            weigh(k, row, up(count, W));
+            for (int64_t j = 0; j < count; j++)
+                for (int64_t x = 0; visible[j] && x < p.w; x += W) {
+                    V v = Single::units(values + j * p.v_stride[2], p.v_stride[3], x, p.w);
+                    store(to + x, load(to + x) + weight[j] * v);
+                }
+        }
+    }
+
+    // The parts of a query's output become one.
+    void merge(int64_t head) const {
+        int64_t b = head / p.g, g = head % p.g, size = width + 2;
+        for (int64_t row = 0; row < rows; row++) {
+            int64_t h = g * (p.h / p.g) + row / p.t, t = row % p.t;
+            R *part = parts + (head * splits * rows + row) * size, sink = p.sink ? ((const R *)p.sink)[h] : -INF;
+            R top = sink;
+            for (int64_t n = 0; n < splits; n++) top = larger(top, part[n * rows * size + width]);
+            Wide total = sink == -INF ? 0 : std::exp2((sink - top) * LOG2E);
+            for (int64_t n = 0; n < splits; n++) {
+                R *own = part + n * rows * size;
+                R by = own[width] == -INF ? (R)0 : (R)std::exp2((own[width] - top) * LOG2E);
+                total += by * own[width + 1];
+                for (int64_t x = 0; x < width; x += W)
+                    store(part + x, (n ? load(part + x) : V{}) + by * load(own + x));
+            }
+            R by = total == 0 ? (R)0 : (R)(1 / total);
+            T *out = (T *)p.out + b * p.out_stride[0] + h * p.out_stride[1] + t * p.out_stride[2];
+            each(p.w, p.out_stride[3], [&](int64_t x, int64_t at) { narrow(by * part[x], out[at]); });
+            ((R *)p.lse)[(b * p.h + h) * p.t + t] = total == 0 ? -INF : (R)(top + std::log(total));
+        }
+    }
+
+    static void computing(void *data) {
+        Decode &all = *(Decode *)data;
+        int64_t items = all.p.b * all.p.g * all.splits;
+        share(all.next, items, [&](int64_t n) { all.compute(n / all.splits, n % all.splits); });
+    }
+
+    void run() {
+        parallel(2. * p.b * p.h * p.t * p.s * (p.d + p.w) < 4e6 ? 1 : p.threads, computing, this);
+        for (int64_t head = 0; !known && head < p.b * p.g; head++) merge(head);
+    }
+};
+
+}  // namespace
