@@ -42,6 +42,10 @@ def test_contestants_compute_the_same(kind: str, dtype: str) -> None:
     assert len(outs) >= 4
     if kind == "layer":  # two layers, each with weights of its own
         return
+    if kind == "look":  # an output, with more beside it
+        outs = {name: out[0] if isinstance(out, tuple) else out for name, out in outs.items()}
+        statistics = outs.pop("a look after")
+        assert list(statistics) == ["entropy", "distance", "row_max", "received", "pooled"]
     if kind == "training":  # gradients of q, k and v
         outs = {name: torch.stack(grads) for name, grads in outs.items()}
     elif "Hugging Face eager" in outs:
@@ -123,7 +127,8 @@ def test_the_plot_holds_all(kinds: tuple[str, ...], dtypes: tuple[str, ...], siz
         assert box.x1 <= figure.bbox.width, artist
         assert box.y1 <= figure.bbox.height, artist
     for axes in panels:
-        assert [text.get_text() for text in axes.texts] == ["peak"]
+        decode = axes.get_title().startswith("decode")
+        assert [text.get_text() for text in axes.texts] == ["memory" if decode else "peak"]
         highest = max(max(line.get_ydata()) for line in axes.get_lines())
         assert axes.get_ylim()[0] == 0
         assert axes.get_ylim()[1] > highest
@@ -234,7 +239,10 @@ def test_operations_are_counted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--kind", "backward"), "kind must be one of forward, causal, training, layer, and 'backward' came"),
+        (
+            ("--kind", "backward"),
+            "kind must be one of forward, causal, training, look, decode, layer, and 'backward' came",
+        ),
         (("--dtype", "int8"), "dtype must be one of float32, bfloat16, and 'int8' came"),
         (("--length", "0"), "length must be at least 1, and 0 came"),
         (("--size", "-3"), "size must be at least 1, and -3 came"),

@@ -216,3 +216,46 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(bad: dict[str, Any], call:
             getattr(model, call)(x[:, 3:], cache=cache, **bad)
         assert cache.offset == 3
         torch.testing.assert_close(model(x[:, 3:], cache=cache), expected[:, 3:])
+
+
+# -- votes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("length", [None, 40])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_votes_are_what_the_whole_map_says(kv_heads: int, length: int | None, dtype: torch.dtype) -> None:
+    model, x = layer(kv_heads=kv_heads).to(dtype), torch.randn(2, 40, E, dtype=dtype)
+    cache = mh.Cache(length, votes=6)
+    with torch.no_grad():
+        expected, amap = model.attend(x, mask=mh.Causal())
+        done = 0
+        for n in (4, 1, 1, 9, 1, 2, 1, 1, 1, 1, 1, 1, 1, 1, 5, 9):  # fewer than vote, one by one, and more
+            new = x[:, done : done + n]
+            out = model(new, cache=cache) if n % 2 else model.attend(new, cache=cache)[0]
+            torch.testing.assert_close(out, expected[:, done : done + n])
+            done += n
+            for last in (1, 5, 6):
+                so_far = amap.only()[:, :, max(done - last, 0) : done, :done].sum(2)
+                torch.testing.assert_close(cache.received(last), so_far)
+    assert torch.equal(cache.received(), cache.received(6))
+    torch.testing.assert_close(cache.received(), amap.received(last=6))
+    cache.clear()
+    with pytest.raises(ValueError, match="no query has voted"):
+        cache.received()
+
+
+def test_wrong_votes_say_what_came() -> None:
+    cache, amap = mh.Cache(votes=3), mh.attention_with_map(*(torch.randn(1, 1, 5, 4) for _ in range(3)))[1]
+    for ask, kind, words in [
+        (lambda: mh.Cache(votes=0), ValueError, "votes.* at least 1, and 0 came"),
+        (lambda: mh.Cache(votes=2.0), TypeError, "votes.*2.0"),
+        (lambda: mh.Cache().received(), ValueError, r"Cache\(votes=w\)"),
+        (lambda: mh.Cache().vote(amap), ValueError, "holds 0 keys, and a map of s = 5"),
+        (lambda: cache.received(4), ValueError, "votes of 3 queries, and last=4"),
+        (lambda: cache.received(0), ValueError, "last.*at least 1"),
+        (lambda: cache.received(), ValueError, "no query has voted"),
+        (lambda: cache.vote(3), TypeError, "AttentionMap, and an int"),
+    ]:
+        with pytest.raises(kind, match=words):
+            ask()

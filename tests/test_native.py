@@ -27,6 +27,7 @@ import manyheads as mh
 from manyheads import kernels, scores
 from manyheads.kernels import chunked, native
 from manyheads.kernels.native import library
+from manyheads.kernels.native.look import Look
 from manyheads.scores import Problem
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +73,9 @@ def within_budget(cases: list[Case]) -> None:
     for large in LARGE:
         for dtype in (torch.float32, torch.bfloat16):
             larger_within_budget(*large, dtype)
+    for seen in SEEN:
+        for dtype in DIGITS:
+            looked_within_budget(*seen, dtype)
 
 
 # Sizes b, h, g, t, s, d, w of several blocks of keys and steps of queries, and what else there is.
@@ -119,6 +123,60 @@ def larger_within_budget(sizes: tuple[int, ...], rest: dict[str, Any], dtype: to
         off, usual = (float((y.double() - x).abs().max()) for y in (ours, theirs))
         largest = largest.unflatten(1, (-1, h // x.shape[1])).sum(2) if x.dim() == 4 else largest.sum((0, 1))
         assert off <= 2 * usual + torch.finfo(dtype).eps * (1 + highest) * float(largest.max()), sizes
+
+
+# What is looked at: the same, and a few queries of several splits of keys, which go another way.
+DIGITS = {torch.float32: 2**-24, torch.bfloat16: 2**-24, torch.float16: 2**-24, torch.float64: 2**-53}
+SEEN = [
+    *LARGE,
+    ((1, 1, 1, 700, 1030, 8, 8), {"mask": mh.Causal()}),
+    ((1, 1, 1, 1, 3000, 64, 64), {}),
+    ((2, 6, 1, 2, 2500, 33, 20), {"mask": mh.Causal() & mh.Window(left=1500), "sink": torch.zeros(6)}),
+    ((2, 4, 2, 6, 1100, 16, 130), {"mask": mh.Lengths(torch.tensor([1090, 3])), "bias": mh.ALiBi(4)}),
+    ((1, 8, 2, 3, 1300, 64, 64), {"mask": mh.Documents(torch.arange(1300) // 600), "softcap": 2.0}),
+]
+
+
+def looked(t: int, s: int) -> dict[str, Any]:
+    return {
+        "received": [(), (t // 2 + 1,)],
+        "top": [8, 3],
+        "pooled": [(min(t, 64), min(s, 64), how) for how in ("mean", "max")] + [(min(t, 3), min(s, 7))],
+        **dict.fromkeys(("entropy", "distance", "row_max", "logits_max", "sink_weight"), ()),
+    }
+
+
+def looked_within_budget(sizes: tuple[int, ...], rest: dict[str, Any], dtype: torch.dtype) -> None:
+    """The output, the log-sum-exp and statistics, beside the output and after, of exact numbers."""
+    b, h, g, t, s, d, w = sizes
+    random = torch.Generator().manual_seed(6)
+    given = [torch.randn(n, generator=random).to(dtype) for n in ((b, h, t, d), (b, g, s, d), (b, g, s, w))]
+    wide = Problem.of(*(x.double() for x in given), **rest)
+    score = scores.tile(wide.detach())
+    highest = float(score[score > -math.inf].abs().max())
+    exact = chunked.run(wide)
+    maps = [mh.AttentionMap.of(wide, exact[1])]
+    for asked in ({}, looked(t, s)):
+        out, amap = mh.attention_with_map(*given, **rest, kernel="native", statistics=asked)
+        near = torch.finfo(dtype).eps * (1 + highest) * float(given[2].double().abs().max())
+        assert (out.double() - exact[0]).abs().max() <= near, (sizes, dtype)
+        maps.append(amap)
+    if dtype == torch.float64:  # `auto` takes tiles there
+        asked = Look(rows=True, received=True, top=3)
+        native.look(wide, exact[1], asked)
+        torch.testing.assert_close(asked.found["entropy"], maps[0].entropy(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(asked.found["received"], maps[0].received(), rtol=1e-12, atol=1e-12)
+    true, *found = (amap.statistics(**looked(t, s)) for amap in maps)
+    for ours in (*found, maps[1].under(wide.mask).statistics(**looked(t, s))):  # without its log-sum-exp
+        for name, x in true.items():
+            for one, other in zip(flat(ours[name]), flat(x), strict=True):
+                if one.is_floating_point():
+                    near = 8 * DIGITS[dtype] * (1 + highest) * max(float(other.abs().max()), 1.0)
+                    assert (one.double() - other).abs().max() <= near, (sizes, dtype, name)
+
+
+def flat(x: Any) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else [one for part in x for one in flat(part)]
 
 
 @pytest.mark.parametrize("width", library.runs)
@@ -389,6 +447,25 @@ def test_the_same_bits_on_any_number_of_threads(threads: int, heads: int) -> Non
         assert torch.equal(attend(), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 400, 400), (2, 4, 130, 300), (1, 2, 2, 9000)])
+def test_the_same_bits_of_what_is_seen(sizes: tuple[int, int, int, int]) -> None:
+    b, h, t, s = sizes
+    q, k, v = (torch.randn(b, h, n, 16) for n in (t, s, s))
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 5, 2):
+            torch.set_num_threads(threads)
+            asked = looked(t, s)
+            out, amap = mh.attention_with_map(q, k, v, mask=mh.Causal(), kernel="native", statistics=asked)
+            beside, after = amap.statistics(**asked), amap.under(mh.Causal()).statistics(**asked)
+            found.append([out, amap.lse, *flat(beside.values()), *flat(after.values())])
+    finally:
+        torch.set_num_threads(before)
+    for one in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(one, found[0], strict=True))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 400), (2, 4, 130), (4, 8, 100)])

@@ -519,6 +519,7 @@ def test_together_as_one_by_one(case: Case) -> None:
     """One pass for all gives what a pass for each gives, to the last bit."""
     inputs = make(case)
     amap, asked = map_of(inputs), questions(inputs)
+    assert amap.lse is not None  # else the first pass would find it on its way
     together = asked_together(amap, asked, top=(2,))
     one_by_one = [getattr(amap, question.name)(*question.given) for question in asked] + [amap.top(2)]
     same(flat({"": together}), flat({"": one_by_one}))
@@ -1061,6 +1062,76 @@ def test_a_wrong_question_says_what_came(
         assert word in said, said
     assert "\n" not in said
     assert said.endswith(".")
+
+
+# -- beside the output -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["auto", "native", "sdpa", "chunked", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_is_asked_beside_the_output(kernel: str, dtype: torch.dtype, gradients: bool) -> None:
+    """The same output and statistics as one after the other, and nothing is computed when they are read."""
+    gen = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 2, n, 8, generator=gen).to(dtype) for n in (70, 90, 90))
+    v.requires_grad_(gradients)
+    arguments: dict[str, Any] = {"mask": mh.Causal(), "kernel": kernel}
+    asked = {"entropy": (), "received": [(), (5,)], "top": 3, "pooled": (7, 9, "max"), "sink_weight": ()}
+    asked |= {"logits_max": (), "divergence": ()}
+    out, amap = mh.attention_with_map(q, k, v, **arguments, statistics=asked)
+    alone, other = mh.attention_with_map(q, k, v, **arguments)
+    assert out.requires_grad == gradients
+    torch.testing.assert_close(out, alone)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype != torch.float64 else {"rtol": 1e-12, "atol": 1e-12}
+    for name, x in look_of(amap).items():
+        torch.testing.assert_close(x, look_of(other)[name], **near)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("manyheads.reductions.reduce", None)
+        amap.statistics(**asked)
+        assert torch.equal(amap.received(5), amap.statistics(received=(5,))["received"])
+        with pytest.raises(TypeError):
+            amap.received(6)
+
+
+def look_of(amap: AttentionMap) -> dict[str, Tensor]:
+    return flat(amap.statistics("entropy", "sink_weight", received=[(), (5,)], top=3, pooled=(7, 9, "max")))
+
+
+def test_another_map_remembers_nothing() -> None:
+    """What was asked of a map isn't that of its heads, or under another mask; and in inference mode too."""
+    q = torch.randn(1, 2, 30, 8)
+    with torch.inference_mode():
+        _, amap = mh.attention_with_map(q, q, q, mask=mh.Causal(), statistics={"entropy": (), "received": ()})
+    assert amap.under(None).entropy().shape == (1, 2, 30)
+    assert not torch.allclose(amap.under(None).entropy(), amap.entropy())
+    torch.testing.assert_close(amap.only(heads=1).received(), amap.received()[:, 1:])
+    amap.entropy().zero_()  # a copy
+    assert amap.entropy().any()
+    p = torch.randn(1, 2, 30, 8)
+    _, amap = mh.attention_with_map(p, p, p, statistics={"entropy": ()})
+    p.add_(1)
+    with pytest.raises(RuntimeError, match="in place"):
+        amap.entropy()
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "words"),
+    [
+        ("entropy", TypeError, "statistics must be a dict.* and a str came"),
+        (["entropy"], TypeError, "statistics must be a dict.* and a list came"),
+        ({"entropi": ()}, ValueError, "there is no statistic 'entropi': entropy, "),
+        ({"top": "x"}, TypeError, "'x'"),
+        ({"pooled": (3,)}, TypeError, "pooled takes rows, cols, reduce"),
+        ({"pooled": (3, 99)}, ValueError, "at most 30 cols"),
+        ({"mass": (mh.Full(),)}, ValueError, "mass takes what may change before it is read"),
+        ({"value_norms": ()}, ValueError, "value_norms takes what may change"),
+    ],
+    ids=str,
+)
+def test_a_wrong_question_beside_the_output(asked: Any, kind: type[Exception], words: str) -> None:
+    q = torch.randn(1, 2, 30, 8)
+    with pytest.raises(kind, match=words):
+        mh.attention_with_map(q, q, q, statistics=asked)
 
 
 # -- memory ------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads.files import replacing
-from manyheads.functional import attention
+from manyheads.functional import attention, attention_with_map
 from manyheads.kernels import load, processor
 from manyheads.kernels.native import library
 from manyheads.layers import MultiHeadAttention
@@ -37,7 +37,7 @@ from manyheads.shapes import amount
 
 HEADS = 8
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192, 16384)
-KINDS = ("forward", "causal", "training", "layer")
+KINDS = ("forward", "causal", "training", "look", "decode", "layer")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PACKAGES = ("torch", "manyheads", "x-transformers", "transformers")
 ROOM = 4e9  # bytes: what builds more weights than this is left out
@@ -55,7 +55,8 @@ Run = Callable[[], object]
 class Problem:
     """One thing to compute: batch 1, 8 heads of `size`, so many tokens.
 
-    kind: "forward"; "causal"; "training", which is causal, forward and backward; or a whole "layer".
+    kind: "forward"; "causal"; "training", which is causal, forward and backward; "look", forward and then
+    statistics of all weights; "decode", one query that reads so many keys and values; or a whole "layer".
     """
 
     kind: str
@@ -64,10 +65,17 @@ class Problem:
     size: int
 
     @property
+    def bytes(self) -> int:
+        """Keys and values, which a query reads: what bounds decoding."""
+        return 2 * HEADS * self.tokens * self.size * DTYPES[self.dtype].itemsize
+
+    @property
     def operations(self) -> float:
         """Multiplications and additions of the two products, of the five of a gradient, and of a layer's four
         projections."""
-        pairs = self.tokens**2 * (0.5 if self.kind in ("causal", "training") else 1)
+        pairs: float = self.tokens * (1 if self.kind == "decode" else self.tokens)
+        if self.kind in ("causal", "training"):
+            pairs /= 2
         products = 7 if self.kind == "training" else 2
         projections = 8 * self.tokens * (HEADS * self.size) ** 2 if self.kind == "layer" else 0
         return 2 * products * HEADS * pairs * self.size + projections
@@ -143,8 +151,9 @@ class Report:
             own = self._of(kind, dtype, size)
             names = list(dict.fromkeys(t.name for r in own for t in r.timings))
             what = f"**{kind}, {dtype}, {HEADS} heads of {size}**"
+            limit_of = "memory's rate" if kind == "decode" else "the peak"
             if names:
-                lines += ["", f"{what}, median time (times as fast as {names[0]}; % of the peak)", ""]
+                lines += ["", f"{what}, median time (times as fast as {names[0]}; % of {limit_of})", ""]
                 lines += [f"| tokens | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
             else:
                 lines += ["", f"{what}: nothing could compute it"]
@@ -154,12 +163,15 @@ class Report:
                     lines.append(f"| {result.problem.tokens:,} | {cells} |")
             left = {name: why for r in own for name, why in r.left_out.items()}
             lines += [f"\n{name} is left out: {why}." for name, why in left.items()]
-        if any(self._share(r.problem, t.median) > IMPOSSIBLE for r in self.results for t in r.timings):
+        bound = [r for r in self.results if r.problem.kind != "decode"]  # which may read from a cache
+        if any(self._share(r.problem, t.median) > IMPOSSIBLE for r in bound for t in r.timings):
             lines += ["", DISTURBED]
         return "\n".join(lines) + "\n"
 
     def _share(self, problem: Problem, seconds: float) -> float:
-        """The part of the machine's peak; 0 where that isn't known."""
+        """The part of the machine's peak, or of its rate of reading memory; 0 where that isn't known."""
+        if problem.kind == "decode":
+            return problem.bytes / seconds / self.machine["read"] if self.machine["read"] else 0.0
         peak = self.machine["peak"].get(problem.dtype)
         return problem.operations / seconds / peak if peak else 0.0
 
@@ -189,14 +201,15 @@ class Report:
         for n, group in enumerate(panels):
             axes = figure.add_subplot(down, across, n + 1)
             own = self._of(*group)
-            highest = self.machine["peak"].get(group[1], 0) / 1e9
+            decode = group[0] == "decode"
+            highest = (self.machine["read"] if decode else self.machine["peak"].get(group[1], 0)) / 1e9
             if highest:
                 axes.axhline(highest, color="#555555", linestyle=":", linewidth=1.2)
-                axes.text(1.01, highest, "peak", va="center", fontsize=9, color="#555555",
-                          transform=axes.get_yaxis_transform())  # fmt: skip
+                axes.text(1.01, highest, "memory" if decode else "peak", va="center", fontsize=9,
+                          color="#555555", transform=axes.get_yaxis_transform())  # fmt: skip
             for number, name in enumerate(names):
                 rates = {
-                    r.problem.tokens: r.problem.operations / t.median / 1e9
+                    r.problem.tokens: (r.problem.bytes if decode else r.problem.operations) / t.median / 1e9
                     for r in own
                     for t in r.timings
                     if t.name == name
@@ -215,7 +228,7 @@ class Report:
             axes.set_ylim(0, 1.08 * highest or None)  # None: there is nothing to hold
             axes.set_title(f"{group[0]}, {group[1]}, {HEADS} heads of {group[2]}", fontsize=11)
             axes.set_xlabel("tokens")
-            axes.set_ylabel("billion operations / s")
+            axes.set_ylabel("GB read / s" if decode else "billion operations / s")
         place: Any = {"loc": "outside lower center", "ncols": columns, "columnspacing": 1.5}
         figure.legend(handles=list(lines.values()), fontsize=9, frameon=False, **place)
         return figure
@@ -306,6 +319,9 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
     if problem.kind == "layer":
         return layers(problem, torch.randn(1, problem.tokens, HEADS * problem.size, dtype=dtype))
     q, k, v = (torch.randn(1, HEADS, problem.tokens, problem.size, dtype=dtype) for _ in range(3))
+    if problem.kind == "look":
+        return looks(q, k, v)
+    q = q[:, :, -1:] if problem.kind == "decode" else q
     causal = problem.kind in ("causal", "training")
     mask = Causal() if causal else None
 
@@ -321,6 +337,8 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
         "x-transformers": _x_transformers(q, k, v, causal),
         "Hugging Face eager": _eager(q, k, v, causal),
     }
+    if problem.kind == "decode":
+        del found["FlexAttention"], found["x-transformers"]  # which are made for many queries
     if problem.kind != "training":
         return dict(found)
     return {name: run if isinstance(run, str) else _step(run, q, k, v) for name, run in found.items()}
@@ -336,6 +354,44 @@ def _step(run: Callable[[], Tensor], *leaves: Tensor) -> Callable[[], tuple[Tens
         return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     return step
+
+
+def looks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
+    """Attention alone, and with statistics of every head.
+
+    They are entropy, distance, the largest weight, what keys receive, and pictures of 512 × 512 cells, mean
+    and largest.
+    """
+    cells = min(512, q.shape[2])
+    look: dict[str, Any] = dict.fromkeys(("entropy", "distance", "row_max", "received"), ())
+    look["pooled"] = [(cells, cells), (cells, cells, "max")]
+
+    def after() -> object:
+        return attention_with_map(q, k, v, kernel="native")[1].statistics(**look)
+
+    def beside(**more: int) -> Callable[[], object]:
+        return lambda: attention_with_map(q, k, v, kernel="native", statistics=look | more)
+
+    def dense() -> object:
+        weights = torch.softmax((q @ k.mT).float() * q.shape[3] ** -0.5, -1)  # [1, h, t, t]
+        position = torch.arange(q.shape[2])
+        rows = -torch.special.xlogy(weights, weights).sum(-1), weights.amax(-1), weights.sum(-2)
+        apart = (weights * (position[:, None] - position).abs()).sum(-1)
+        pooled = F.adaptive_avg_pool2d(weights, cells), F.adaptive_max_pool2d(weights, cells)
+        return weights.to(v.dtype) @ v, rows, apart, pooled
+
+    refused = "; ".join(load("native").refuse(Posed.of(q, k, v)))
+    ours = {
+        "native": lambda: attention(q, k, v, kernel="native"),
+        "native and a look": beside(),
+        "and top-8": beside(top=8),
+        "a look after": after,
+    }
+    return {
+        "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v),
+        **{name: refused or run for name, run in ours.items()},
+        "all weights, by PyTorch": _too_large(q.shape[2], torch.float32) or dense,
+    }
 
 
 def layers(problem: Problem, x: Tensor) -> dict[str, Run | str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Mask
 from manyheads.shapes import kind, sizes, whole
 
@@ -15,11 +16,21 @@ class Cache:
     `Cache(length)` is preallocated for `length` tokens at its first use, and refuses more;
     `Cache()` grows. `offset` is the number of tokens held: the position of the next query. `mask` is
     what holds between new queries and all keys, causal unless said otherwise; a mask given to the
-    layer is added to it with `&`. Incremental decoding: Shazeer 2019 (arXiv:1911.02150). TypeError or
-    ValueError for another length, TypeError for what is no mask.
+    layer is added to it with `&`. Incremental decoding: Shazeer 2019 (arXiv:1911.02150).
+
+    `Cache(votes=w)` keeps the weights of the last w queries too, from which `received` tells how much each
+    key is looked at: what decides which keys may be dropped (Li et al. 2024, arXiv:2404.14469).
+
+    TypeError or ValueError for another length or number of votes, TypeError for what is no mask.
     """
 
-    def __init__(self, length: int | None = None, *, mask: Mask | None = None) -> None:
+    def __init__(
+        self, length: int | None = None, *, mask: Mask | None = None, votes: int | None = None
+    ) -> None:
+        self.votes = (
+            None if votes is None else whole(votes, "votes, the number of queries that vote,", least=1)
+        )
+        self._rows: Tensor | None = None  # [b, h, votes, room]: of the query at position i in row i % votes
         self.length = None if length is None else whole(length, "the length of a Cache", least=1)
         if mask is not None and not isinstance(mask, Mask):
             raise TypeError(f"the mask of a Cache must be a mask of manyheads, and {kind(mask)} came.")
@@ -80,6 +91,52 @@ class Cache:
         self._v.data[:, :, self.offset : end] = v
         return self._k[:, :, :end], self._v[:, :, :end]
 
+    def vote(self, amap: AttentionMap) -> None:
+        """Keep the weights of the last queries of amap, `[b, h, t, s]`, which looked at all that is held.
+
+        A layer does so by itself. TypeError for what is no map, ValueError for one of another number of keys,
+        or where no votes are kept.
+        """
+        if not isinstance(amap, AttentionMap):
+            raise TypeError(f"a Cache takes votes from an AttentionMap, and {kind(amap)} came.")
+        b, h, t, s = amap.shape
+        if s != self.offset:
+            raise ValueError(f"the Cache holds {self.offset} keys, and a map of s = {s} keys came to vote.")
+        count = min(t, self._votes())
+        # One query's weights are what it gives, which the kernel may have found beside the output.
+        rows = amap.received()[:, :, None] if t == 1 else amap[:, :, t - count :]  # [b, h, count, s]
+        room = self._rows
+        if room is None or room.shape[3] < s:
+            assert self._k is not None
+            room = rows.new_zeros(b, h, self._votes(), self._k.shape[2])
+            if self._rows is not None:
+                room[..., : self._rows.shape[3]] = self._rows
+            self._rows = room
+        room[:, :, torch.arange(s - count, s, device=rows.device) % self._votes(), :s] = rows
+
+    def received(self, last: int | None = None) -> Tensor:
+        """What each key got from the last queries, all that vote or so many of them: `[b, h, offset]`.
+
+        It is `AttentionMap.received(last=…)` of everything so far. ValueError where nothing voted, or for
+        more queries than votes are kept of; TypeError for what is no number.
+        """
+        last = (
+            self._votes() if last is None else whole(last, "last, the number of queries that vote,", least=1)
+        )
+        if last > self._votes():
+            raise ValueError(f"the Cache keeps votes of {self._votes()} queries, and last={last} came.")
+        if self._rows is None:
+            raise ValueError("no query has voted in this Cache yet: received comes after a layer used it.")
+        rows = torch.arange(max(self.offset - last, 0), self.offset, device=self._rows.device)
+        return self._rows[:, :, rows % self._votes(), : self.offset].sum(2)
+
+    def _votes(self) -> int:
+        if self.votes is None:
+            raise ValueError(
+                "this Cache keeps no votes: make it with Cache(votes=w), for the last w queries."
+            )
+        return self.votes
+
     def _room(self, held: Tensor | None, new: Tensor, end: int) -> Tensor:
         """A buffer with room for `end` tokens: the same one, or a larger copy (it doubles)."""
         if held is not None and held.shape[2] >= end:
@@ -93,7 +150,7 @@ class Cache:
 
     def clear(self) -> None:
         """Forget everything; earlier maps keep what they look at."""
-        self.offset, self._k, self._v = 0, None, None
+        self.offset, self._k, self._v, self._rows = 0, None, None, None
 
     def __len__(self) -> int:
         return self.offset

@@ -205,7 +205,9 @@ def kernels() -> None:
 def bench(
     kind: Annotated[
         list[str] | None,
-        typer.Option(metavar="forward|causal|training|layer", help="What to compute; may be repeated."),
+        typer.Option(
+            metavar="forward|causal|training|look|decode|layer", help="What to compute; may be repeated."
+        ),
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(metavar="float32|bfloat16", help="Number format; may be repeated.")

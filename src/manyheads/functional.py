@@ -89,21 +89,19 @@ def attention_with_map(
     statistics: what will be asked of the map, by name and with arguments as `AttentionMap.statistics` takes
     them: `{"entropy": (), "received": (), "top": 8, "pooled": [(512, 512), (512, 512, "max")]}`. It is
     computed now, by our own kernel beside the output, which costs less than after it, and the map remembers
-    it: `amap.entropy()` is free. ValueError for a name that isn't known, TypeError for other arguments.
+    it: `amap.entropy()` is free. ValueError for a name that isn't known, and for what takes a mask or a
+    tensor, which may change; TypeError for other arguments.
     """
-    asked = [one for several in _named(statistics).values() for one in several]
+    asked = _asked(statistics)
     problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                        dropout_p=dropout_p, offset=offset)  # fmt: skip
-    if asked and not torch.compiler.is_compiling():
-        out, amap = _run_and_look(problem, kernel, asked)
-    else:
-        out, lse = _run(problem, kernel)
-        amap = AttentionMap.of(problem, lse)
-    if not torch.compiler.is_compiling() and (problem.q.is_inference() or problem.k.is_inference()):
-        amap = amap.compact(
-            always=True
-        )  # nobody counts changes in place there, so a map needs its own numbers
-    return out, amap
+    compiling = torch.compiler.is_compiling()
+    out, lse, kept = (*_run(problem, kernel), {}) if compiling else _run_and_look(problem, kernel, asked)
+    amap = AttentionMap.of(problem, lse)
+    if not compiling and (problem.q.is_inference() or problem.k.is_inference()):
+        # Nobody counts changes in place there, so a map needs its own numbers.
+        amap = amap.compact(always=True)
+    return out, replace(amap, _kept=kept) if kept else amap
 
 
 def explain(
@@ -154,19 +152,29 @@ def without_removed(x: Tensor) -> Tensor:
     return x if remover is None or torch.compiler.is_compiling() else remover(x)
 
 
-def _named(statistics: Mapping[str, Any] | None) -> dict[str, list[Reduction]]:
+def _asked(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduction]:
+    """What can be computed ahead, by its key."""
     if statistics is not None and not isinstance(statistics, Mapping):
         raise TypeError(
             f'statistics must be a dict, {{"entropy": (), "top": 8}}, and {kind(statistics)} came.'
         )
-    return reductions.named(statistics or {})
+    for name in ("mass", "value_norms"):
+        if name in (statistics or {}):
+            raise ValueError(
+                f"{name} takes what may change before it is read, so it isn't computed ahead: amap.{name}(…)."
+            )
+    made = reductions.named(statistics or {})
+    return {one.key(): one for several in made.values() for one in several}
 
 
-def _run_and_look(problem: Problem, kernel: str, asked: list[Reduction]) -> tuple[Tensor, AttentionMap]:
-    """The output, and a map that remembers what was asked of it."""
+def _run_and_look(
+    problem: Problem, kernel: str, asked: dict[tuple[Any, ...], Reduction]
+) -> tuple[Tensor, Tensor | None, dict[tuple[Any, ...], Any]]:
+    """The output, the log-sum-exp, and what was asked of the map, by its key."""
+    if not asked:
+        return *_run(problem, kernel), {}
     out: list[Tensor] = []
     gradients = torch.is_grad_enabled()
-    keys = [one.key() for one in asked]
 
     def compute(look: Look | None) -> Tensor | None:
         with torch.set_grad_enabled(gradients):
@@ -174,11 +182,10 @@ def _run_and_look(problem: Problem, kernel: str, asked: list[Reduction]) -> tupl
         out.append(made)
         return None if lse is None else lse.detach()
 
-    bare = problem.detach().without_values()
-    lse = bare.q.new_empty(problem.shape.b, problem.shape.h, problem.shape.t, dtype=problem.dtype)
-    results = reductions.reduce(bare, lse, asked, compute)
-    amap = AttentionMap.of(problem, lse)
-    return out[0], replace(amap, _kept=dict(zip(keys, results, strict=True)))
+    bare, n = problem.detach().without_values(), problem.shape
+    lse = bare.q.new_empty(n.b, n.h, n.t, dtype=problem.dtype)
+    results = reductions.reduce(bare, lse, list(asked.values()), compute)
+    return out[0], lse, dict(zip(asked, results, strict=True))
 
 
 def _run(problem: Problem, kernel: str, look: Look | None = None) -> tuple[Tensor, Tensor | None]:

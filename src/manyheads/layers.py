@@ -166,8 +166,9 @@ class MultiHeadAttention(nn.Module):
         Raises TypeError or ValueError for inputs of another shape, and as `attention` and `Cache` do.
         """
         q, k, v, rest = self._inputs(x, context, mask, cache)
-        out = attention(q, k, v, **rest)
-        return self._merge(out, cache, k)
+        if cache is not None and cache.votes:
+            return self._voted(q, k, v, cache, rest)[0]
+        return self._merge(attention(q, k, v, **rest), cache, k)
 
     def attend(
         self,
@@ -182,8 +183,20 @@ class MultiHeadAttention(nn.Module):
         Arguments as `forward`, and it raises what that raises: TypeError, ValueError.
         """
         q, k, v, rest = self._inputs(x, context, mask, cache)
+        if cache is not None and cache.votes:
+            return self._voted(q, k, v, cache, rest)
         out, amap = attention_with_map(q, k, v, **rest)
         return self._merge(out, cache, k), amap
+
+    def _voted(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, rest: dict[str, Any]
+    ) -> tuple[Tensor, AttentionMap]:
+        """The output and its map, whose last queries vote in the cache."""
+        look = {"received": ()} if q.shape[2] == 1 else None
+        out, amap = attention_with_map(q, k, v, **rest, statistics=look)
+        out = self._merge(out, cache, k)
+        cache.vote(amap)
+        return out, amap
 
     def _inputs(self, x: Tensor, context: Tensor | None, mask: Mask | None, cache: Cache | None) -> Inputs:
         _check_input(x, self.embed, "x", "t")

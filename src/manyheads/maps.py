@@ -76,13 +76,15 @@ class AttentionMap:
         n = problem.shape
         if lse is not None and not isinstance(lse, Tensor):
             raise TypeError(f"lse must be a tensor [b, h, t], and {kind(lse)} came.")
+        if lse is not None and lse.device != problem.q.device:
+            raise ValueError(f"q is on {problem.q.device} and lse is on {lse.device}: move them together.")
         if lse is not None and tuple(lse.shape) != (n.b, n.h, n.t):
             raise ValueError(f"lse must be [b, h, t] = [{n.b}, {n.h}, {n.t}], and {sizes(lse)} came.")
         problem = problem.detach().without_values()
         labels = None if tokens is None else labels_of(tokens, n.b, n.s)
         if lse is None and torch.compiler.is_compiling():  # what a graph gives is complete
             lse = chunked.lse(problem)
-        lse = None if lse is None else lse.detach()
+        lse = None if lse is None else lse.detach().to(problem.dtype)
         return cls(problem, labels, dict(provenance or {}), _versions(problem), lse)
 
     @property
@@ -118,7 +120,8 @@ class AttentionMap:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that it holds: q `[b, h, t, d]`, k `[b, g, s, d]`, lse `[b, h, t]` if known, …"""
-        return [*_read(self.problem), *([self.lse] if self.knows_lse else [])]
+        kept = [x for one in self._kept.values() for x in ([one] if isinstance(one, Tensor) else one)]
+        return [*_read(self.problem), *([self.lse] if self.knows_lse else []), *kept]
 
     # -- the same map, otherwise -------------------------------------------------------------------
 
@@ -184,7 +187,7 @@ class AttentionMap:
         """
         self._fresh()
         lse = self.lse if self.knows_lse else None
-        return AttentionMap.of(self.problem, lse, tokens, self.provenance)
+        return replace(AttentionMap.of(self.problem, lse, tokens, self.provenance), _kept=self._kept)
 
     def again(self, problem: Problem, lse: Tensor | None = None) -> AttentionMap:
         """The map of another problem, with this one's tokens (if they are as many) and provenance.
@@ -396,7 +399,7 @@ class AttentionMap:
         keys = [one.key() for one in asked]
         new = {key: one for key, one in zip(keys, asked, strict=True) if key not in self._kept}
         found = dict(zip(new, self._reduced(list(new.values())), strict=True)) if new else {}
-        results = [self._kept[key] if key in self._kept else found[key] for key in keys]
+        results = [_copy(self._kept[key]) if key in self._kept else found[key] for key in keys]
         return results if each else results[0]
 
     def _reduced(self, asked: list[reductions.Reduction]) -> list[Any]:
@@ -413,7 +416,7 @@ class AttentionMap:
         self._fresh()
         first, s = reductions.first_keys(self.problem), self.shape[3]  # [b, h, t]
         least = first.amin((1, 2), keepdim=True) if first.numel() else first  # [b, 1, 1]
-        if first.numel() and bool(((first == least) | (first == s)).all()):  # the same for all that see any
+        if first.numel() and bool((first == least).all()):
             one = least.flatten()
             return Lengths(s - one, left=True) & Lengths((one + 1).clamp(max=s))
         offset = self.problem.offset
@@ -477,6 +480,11 @@ class AttentionMap:
                 "q, k, mask or bias was changed in place since this map was made, so its weights are gone: "
                 "read the map before, or give attention a copy (q.clone())."
             )
+
+
+def _copy(statistic: Any) -> Any:
+    """A statistic that may be written into, as others may be."""
+    return statistic.clone() if isinstance(statistic, Tensor) else type(statistic)(*map(_copy, statistic))
 
 
 def labels_of(tokens: Any, b: int, s: int) -> Tokens:

@@ -87,7 +87,7 @@ class Reduction:
     start = 0  # the first row that it needs
 
     def key(self) -> tuple[Any, ...]:
-        """What tells it from others before it begins: its kind and arguments."""
+        """What tells it from others before it begins: its kind and arguments, as far as they are plain."""
         return type(self), *vars(self).items()
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
@@ -233,7 +233,7 @@ class RowMax(Reduction):
         self.top = _below(look.found["best"], self.lse)
 
     def end(self) -> Tensor:
-        return self.top.exp()  # LEAST gives 0
+        return self.top.exp_().clamp_(max=1.0)  # LEAST gives 0
 
 
 class SinkWeight(Reduction):
@@ -297,12 +297,12 @@ class Top(Reduction):
         return self.k <= DEEPEST
 
     def read(self, look: Look) -> None:
-        self.keys = look.found["keys"][..., : self.k].contiguous()
+        self.keys = look.found["keys"][..., : self.k].clone()
         logs = look.found["scores"][..., : self.k] - self.lse[..., None]
         self.best = torch.where(self.keys < 0, -math.inf, logs)
 
     def end(self) -> TopKeys:
-        return TopKeys(self.best.exp_(), self.keys)
+        return TopKeys(self.best.exp_().clamp_(max=1.0), self.keys)
 
 
 def _packed(x: Tensor, chosen: Tensor, widest: int) -> tuple[Tensor, Tensor]:
@@ -359,15 +359,17 @@ class Received(Reduction):
 
     def ask(self, look: Look) -> bool:
         if self.normalize:
-            could = _seen_by(self.problem, self.start)
-            if could is None:
+            counted = _seen_by(self.problem, self.start)
+            if counted is None:
                 return False
-            self.could += could
+            self.counted = counted
         look.received = True
         return True
 
     def read(self, look: Look) -> None:
         self.total = look.found["received"]
+        if self.normalize:
+            self.could += self.counted
 
     def end(self) -> Tensor:
         return self.total / self.could.clamp(min=1) if self.normalize else self.total
@@ -473,7 +475,7 @@ class Pooled(Reduction):
     def end(self) -> Tensor:
         if self.mean:
             area = self.down.diff()[:, None] * self.across.diff()  # [rows, cols]
-            self.cell /= area.to(self.cell)
+            return self.cell / area.to(self.cell)
         return self.cell
 
 
@@ -591,7 +593,7 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     both = replace(problem.within(mask), sink=None)
     if native.looks(both) and not native.made(both) and bool(lse.amax() < math.inf):
         among = native.lse(both)  # the weights inside sum to exp(among − lse)
-        return scores.weights(among[..., None], lse)[..., 0], among != -math.inf
+        return scores.weights(among[..., None], lse)[..., 0].clamp_(max=1.0), among != -math.inf
     inside = problem.under(mask)
     total = torch.zeros_like(lse)  # [b, h, t]
     could = torch.zeros_like(lse, dtype=torch.bool)

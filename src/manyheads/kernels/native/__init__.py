@@ -335,9 +335,9 @@ def _packed(p: Problem, out: Tensor, lse: Tensor) -> tuple[bytes, list[Tensor]]:
         tensor = _bias(p)
         bias = (at(tensor), *tensor.stride())
     if isinstance(p.offset, int):
-        offset = (min(max(p.offset, -FAR), FAR), 0)
+        offset = (min(max(p.offset, -FAR // 4), FAR // 4), 0)  # no sum with a band's end is beyond FAR
     else:
-        offset = (0, at(p.offset.to(torch.int64).clamp(-FAR, FAR).contiguous()))
+        offset = (0, at(p.offset.to(torch.int64).clamp(-FAR // 4, FAR // 4).contiguous()))
     sink = 0 if p.sink is None else at(p.sink.detach().to(p.dtype).contiguous())
     data = library.PROBLEM.pack(
         *n, DTYPES[q.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(),

@@ -16,6 +16,7 @@
 namespace {
 
 constexpr int ROWS = 48;  // queries in a block
+constexpr int64_t TOGETHER = 64 << 20;  // bytes of packed keys and values at a time, or one head's
 constexpr int FEW = 12;   // queries of a key for which packing isn't paid back
 
 // -- one call --------------------------------------------------------------------------------------
@@ -33,18 +34,20 @@ template <class T, class Op> struct Call {
     bool known, whole;              // is lse given? Are the weights of whole rows kept?
     int64_t line;                   // from one row of a block's scores to the next
     int64_t panels, depth, across;  // panels of keys, d rounded up to pairs, panels of a value
-    E *keys, *values;               // [b * g, panels, depth, PANEL], [b * g, across, panels * PANEL, PANEL]
-    uint8_t *odd;                   // [b * g, panels]: holds a value that isn't finite
+    int64_t batch, from = 0;        // heads of keys that are packed and computed at a time, from this one on
+    E *keys, *values;               // [batch, panels, depth, PANEL], [batch, across, panels * PANEL, PANEL]
+    uint8_t *odd;                   // [batch, panels]: holds a value that isn't finite
     Range *ranges;                  // [b, panels]
     int64_t threads;
     int64_t rows = ROWS, blocks;    // queries in a block; blocks in a head
     int64_t next = 0, packed = 0;   // what is to be packed, and what is, counted up by all threads
     int64_t following = 0;          // what is to be computed
     int64_t parts;                  // of a head, each computed by one thread: blocks, or chunks of them
-    Sum *columns;                   // [b * h, parts, panels * PANEL]: what keys receive in a chunk
-    R *sides;                       // [b * h, parts, all columns of grids, 2]: of cells that began in another chunk
+    Sum *columns;                   // [batch * h / g, parts, panels * PANEL]: what keys receive in a chunk
+    R *sides;                       // the same, all columns of grids, twice: of cells that began in another chunk
     const R *given;                 // [b * h * t, line]: the scores, where they are known; or null
     R unit;                         // what a product of packed numbers is multiplied by to be a score
+    Wide of;                        // the running maximum's unit: Op's, or a known log-sum-exp's, which is natural
 
     Call(const Problem &problem, const Look *look, const R *given = nullptr) : p(problem), y(look), given(given) {
         known = y && y->known, whole = y && !known;
@@ -58,15 +61,18 @@ template <class T, class Op> struct Call {
         threads = work < 4e6 ? 1 : p.threads;
         if (p.b * p.h * up(p.t, rows) / rows < 16) rows = 3 * STRIP;
         blocks = up(p.t, rows) / rows;
-        parts = y ? smaller(y->chunks, blocks) : blocks;
-        int64_t heads = p.b * p.g, k = heads * panels * depth * PANEL, v = heads * across * panels * PANEL * PANEL;
-        int64_t all_parts = p.b * p.h * parts;
-        int64_t sizes[] = {given ? 0 : k * (int64_t)sizeof(E), v * (int64_t)sizeof(E), heads * panels,
+        int64_t k = given ? 0 : panels * depth * PANEL * sizeof(E), v = across * panels * PANEL * PANEL * sizeof(E);
+        batch = smaller(larger<int64_t>(TOGETHER / larger<int64_t>(k + v, 1), 1), p.b * p.g);
+        int64_t queries = batch * (p.h / p.g);
+        parts = y ? smaller(larger<int64_t>(y->chunks / queries, 1), blocks) : blocks;
+        int64_t all_parts = queries * parts;
+        int64_t sizes[] = {batch * k, batch * v, batch * panels,
                            p.key_ids ? p.b * panels * (int64_t)sizeof(Range) : 0,
                            y && y->received ? all_parts * panels * PANEL * (int64_t)sizeof(Sum) : 0,
                            all_parts * side() * (int64_t)sizeof(R)};
         // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
         unit = Op::PAIR == 1 ? (R)1 : (R)std::fabs(p.scale);
+        of = known ? (Wide)1 : Op::UNIT;
         char *at[6];
         carve(store_of, sizes, at);
         keys = (E *)at[0], values = (E *)at[1], odd = (uint8_t *)at[2], ranges = (Range *)at[3];
@@ -83,7 +89,7 @@ template <class T, class Op> struct Call {
     // is still in its caches.
     bool own_heads() const {
         double head = 2. * (p.h / p.g) * p.t * p.s * (p.d + p.w);
-        return !given && !p.key_ids && head < 4e7 && p.b * p.g % threads == 0;
+        return !given && !p.key_ids && head < 4e7 && heads() % threads == 0;
     }
 
     // Where a key or a value of one head lies.
@@ -92,13 +98,16 @@ template <class T, class Op> struct Call {
         return p.w ? at<T>(p.v, p.v_stride, head / p.g, head % p.g, j) : nullptr;
     }
 
+    int64_t heads() const { return smaller(batch, p.b * p.g - from); }
+
     // Packs a panel of keys, and of values, of one head; what isn't finite in a value is 0 in its panel.
     void pack(int64_t head, int64_t panel) {
         int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.s - first);
         const T *k = key_at(head, first), *v = value_at(head, first);
-        pack_columns<Op>(keys + (head * panels + panel) * depth * PANEL, k, p.k_stride + 2, count, p.d);
-        E *to = values + (head * across * panels + panel) * PANEL * PANEL;
-        odd[head * panels + panel] = !pack_rows<Op>(to, panels * PANEL * PANEL, v, p.v_stride + 2, count, p.w);
+        int64_t place = head - from;
+        pack_columns<Op>(keys + (place * panels + panel) * depth * PANEL, k, p.k_stride + 2, count, p.d);
+        E *to = values + (place * across * panels + panel) * PANEL * PANEL;
+        odd[place * panels + panel] = !pack_rows<Op>(to, panels * PANEL * PANEL, v, p.v_stride + 2, count, p.w);
         if (p.key_ids && head % p.g == 0) {
             int64_t b = head / p.g;
             const int64_t *ids = p.key_ids + b * p.key_ids_stride + first;
@@ -170,7 +179,11 @@ template <class T, class Op> struct Call {
         V ground = all(now == -INF ? (R)0 : now), by = all(factor), sum = {}, more = {}, spread = {};
         V place = {}, moment = {};  // a weight's, in pairs of vectors
         for (int64_t j = 0; j < count; j += 2 * W) {
-            V x = Op::exponent(load(score + j), ground, by), z = Op::exponent(load(score + j + W), ground, by);
+            V x = load(score + j), z = load(score + j + W);
+            if (LOOK && known)
+                x = (x * by - ground) * (R)LOG2E, z = (z * by - ground) * (R)LOG2E;
+            else
+                x = Op::exponent(x, ground, by), z = Op::exponent(z, ground, by);
             V p = exp2(x), r = exp2(z);
             sum += p, more += r;
             if (LOOK) {  // of what weighs 0 the logarithm may be infinite
@@ -188,7 +201,7 @@ template <class T, class Op> struct Call {
             R *out = k.out + row * across * PANEL;
             for (int64_t x = 0; x < across * PANEL; x += W) store(out + x, shrink * load(out + x));
             if (LOOK) {
-                spread += shrink * (k.spread[row] + (before == -INF ? (R)0 : less) * k.total[row]);
+                if (shrink != 0) spread += shrink * (k.spread[row] + less * k.total[row]);
                 k.spread[row] = spread, k.away[row] = away + shrink * k.away[row];
             }
             sum += shrink * k.total[row];
@@ -238,16 +251,17 @@ template <class T, class Op> struct Call {
     // Columns first … first + count of a block: scores, weights, and what they add to the output.
     void step(const Block &k, int64_t first, int64_t count, bool plain) const {
         if (given) return step_given(k, first, count);
-        R factor = (R)(Op::UNIT * (plain ? unit : 1));
+        R factor = (R)(of * (plain ? unit : 1));
+        int64_t place = k.head - from;
         for (int row = 0; row < k.rows; row++) k.top[row] = all(-INF);
         for (int64_t c = 0; c < count; c += PANEL)
             columns_of<Op, false, true>(k.rows, smaller<int64_t>(PANEL, count - c), k.q, depth,
-                                        keys + (k.head * panels * PANEL + first + c) * depth, scores(k, 0, first) + c,
+                                        keys + (place * panels * PANEL + first + c) * depth, scores(k, 0, first) + c,
                                         line, depth, k.top);
         int64_t used = up(count, Op::PAIR);
         count = up(count, 2 * W);
         bool strange = false;
-        for (int64_t c = 0; c < count; c += PANEL) strange |= odd[k.head * panels + (first + c) / PANEL];
+        for (int64_t c = 0; c < count; c += PANEL) strange |= odd[place * panels + (first + c) / PANEL];
         if (!plain)
             for (int row = 0; row < k.rows; row++) finish(k, row, first, count);
         if (!strange) {
@@ -258,7 +272,7 @@ template <class T, class Op> struct Call {
         for (int64_t a = 0; a < across; a++)
             columns_of<Op, true, false>(k.rows, smaller<int64_t>(PANEL, p.w - a * PANEL), weights(k, 0, first),
                                         Op::PAIR == 1 ? line : KEYS,
-                                        values + ((k.head * across + a) * panels * PANEL + first) * PANEL,
+                                        values + ((place * across + a) * panels * PANEL + first) * PANEL,
                                         k.out + a * PANEL, across * PANEL, used, k.top);
     }
 
@@ -273,7 +287,7 @@ template <class T, class Op> struct Call {
             V top = all(-INF);
             for (int64_t j = 0; j < whole; j += W) top = max(load(score + j), top);
             k.top[row] = top;
-            weigh(k, row, first, whole, (R)Op::UNIT);
+            weigh(k, row, first, whole, (R)of);
         }
     }
 
@@ -288,14 +302,18 @@ template <class T, class Op> struct Call {
         }
     }
 
+    int64_t part_at(int64_t q_head, int64_t n) const { return (q_head - from * (p.h / p.g)) * parts + n; }
+
     // Part n of a head: a block, or all blocks of a chunk.
     void compute(int64_t head, int64_t n) {
         n = parts - 1 - n;  // the last first: where causal, they are the longest
         if (!y) return attend(head, n, 0, 0);
-        int64_t at = head * parts + n, first = n * blocks / parts;
+        int64_t at = part_at(head, n), first = n * blocks / parts;
         if (y->received) memset(columns + at * panels * PANEL, 0, sizeof(Sum) * panels * PANEL);
         memset(sides + at * side(), 0, sizeof(R) * side());
-        for (int64_t block = first; block < (n + 1) * blocks / parts; block++) attend(head, block, n, first * rows);
+        bool votes = !y->best && !y->top && !y->grids && known;  // and nothing else
+        for (int64_t block = first; block < (n + 1) * blocks / parts; block++)
+            if (!votes || (block + 1) * rows > y->first) attend(head, block, n, first * rows);
     }
 
     void attend(int64_t q_head, int64_t block, int64_t part, int64_t start) {
@@ -328,7 +346,7 @@ template <class T, class Op> struct Call {
             each(p.d, p.q_stride[3], [&](int64_t x, int64_t at) { to[x] = Op::pack(by * wide(from[at])); });
             if (depth > p.d) to[p.d] = E{};
             R lse = known ? lse_of(k)[row] : sink;
-            k.highest[row] = (R)(lse * Op::UNIT);
+            k.highest[row] = (R)(lse * of);
             k.total[row] = V{};
             if (y) k.spread[row] = k.away[row] = V{}, k.best[row] = -INF, largest(k, row).clear();
         }
@@ -380,7 +398,7 @@ template <class T, class Op> struct Call {
 
     void write(const Block &k, R sink) const {
         for (int row = 0; row < k.rows; row++) {
-            Wide top = k.highest[row] / Op::UNIT;
+            Wide top = k.highest[row] / of;
             R seen = sum(k.total[row]), total = seen;
             if (!known) {
                 if (sink != -INF) total += (R)std::exp2((sink - top) * LOG2E);
@@ -391,37 +409,41 @@ template <class T, class Op> struct Call {
                 each(p.w, p.out_stride[3], [&](int64_t x, int64_t at) { narrow(by * from[x], out[at]); });
                 lse_of(k)[row] = total == 0 ? -INF : (R)(top + std::log((Wide)total));
             }
-            if (y) tell(k, row, top, seen);
+            if (y) tell(k, row, seen, known ? (R)1 : total);
         }
     }
 
     // -- a look -------------------------------------------------------------------------------------
 
-    // The statistics of a row, whose weights were computed under a maximum and sum to `seen`.
-    void tell(const Block &k, int row, Wide top, R seen) const {
-        R lse = lse_of(k)[row];
+    // The statistics of a row, whose weights times `total` are at hand and sum to `seen`.
+    void tell(const Block &k, int row, R seen, R total) const {
         int64_t at = (k.b * p.h + k.h) * p.t + k.first + row;
-        bool sees = seen > (R)0 && lse != -INF;
-        Wide off = sees ? top - lse : 0, by = sees ? std::exp2(off * LOG2E) : 0;
-        // Neither summand is above 0, but for rounding.
-        if (y->entropy) ((R *)y->entropy)[at] = larger((R)(-by * (sum(k.spread[row]) / LOG2E + seen * off)), (R)0);
+        if (seen == (R)0) total = 1;  // it sees nothing
+        Wide by = 1 / (Wide)total;
+        k.total[row] = all((R)by);  // all that is asked of it from here on
+        if (y->entropy) {  // neither summand is below 0, but for rounding
+            R entropy = (R)(by * (seen * std::log((Wide)total) - sum(k.spread[row]) / LOG2E));
+            ((R *)y->entropy)[at] = entropy < 0 ? (R)0 : entropy;
+        }
         if (y->distance) ((R *)y->distance)[at] = (R)(by * sum(k.away[row]));
-        if (y->best) ((R *)y->best)[at] = (R)(k.best[row] / Op::UNIT);
+        if (y->best) ((R *)y->best)[at] = (R)(k.best[row] / of);
         Largest found = largest(k, row);
         for (int64_t n = 0; n < y->top; n++) {
-            ((R *)y->top_scores)[at * y->top + n] = (R)(found.scores[n] / Op::UNIT);
+            ((R *)y->top_scores)[at * y->top + n] = (R)(found.scores[n] / of);
             y->top_keys[at * y->top + n] = found.keys[n];
         }
     }
 
-    // The weights of whole rows, whose log-sum-exp is known now.
+    // The weights of whole rows, whose sums are known now.
     void look_back(const Block &k) const {
         R factor[ROWS] = {};
-        const R *lse = lse_of(k);
         for (int64_t n = 0; n < k.steps; n++) {
-            for (int row = 0; row < k.rows; row++)
-                factor[row] = lse[row] == -INF ? -INF : (R)((k.grounds[n * ROWS + row] / Op::UNIT - lse[row]) * LOG2E);
+            for (int row = 0; row < k.rows; row++) {
+                R ground = k.grounds[n * ROWS + row];
+                factor[row] = ground == -INF ? -INF : (R)((ground - k.highest[row]) * (LOG2E / of));
+            }
             for (int row = 0; row < ROWS; row += W) store(factor + row, exp2(load(factor + row)));
+            for (int row = 0; row < k.rows; row++) factor[row] *= k.total[row][0];
             gather(k, k.windows[n].begin, k.windows[n].end - k.windows[n].begin, factor);
         }
     }
@@ -429,7 +451,7 @@ template <class T, class Op> struct Call {
     // What a step's weights, times their factors (null: 1), add to columns and cells.
     void gather(const Block &k, int64_t first, int64_t count, const R *factor) const {
         const R *weight = scores(k, 0, first);
-        int64_t head = k.b * p.h + k.h, at = head * parts + k.part;
+        int64_t head = k.b * p.h + k.h, at = part_at(head, k.part);
         R one[ROWS], votes[ROWS];
         for (int row = 0; row < k.rows; row++) {
             one[row] = factor ? factor[row] : (R)1;
@@ -459,11 +481,11 @@ template <class T, class Op> struct Call {
     void merge(int64_t head) const {
         for (int64_t j = 0; y->received && j < p.s; j++) {
             Sum sum = 0;
-            for (int64_t n = 0; n < parts; n++) sum += columns[(head * parts + n) * panels * PANEL + j];
+            for (int64_t n = 0; n < parts; n++) sum += columns[part_at(head, n) * panels * PANEL + j];
             ((R *)y->received)[head * p.s + j] = (R)sum;
         }
         for (int64_t n = 1; n < parts; n++) {
-            const R *beside = sides + (head * parts + n) * side();
+            const R *beside = sides + part_at(head, n) * side();
             for (int64_t m = 0; m < y->grids; m++) {
                 const Grid &grid = y->grid[m];
                 int64_t at = (head * grid.rows + cell_of(n * blocks / parts * rows, grid.rows, p.t)) * grid.cols;
@@ -479,7 +501,8 @@ template <class T, class Op> struct Call {
 
     static void merging(void *data) {
         Call &call = *(Call *)data;
-        share(call.next, call.p.b * call.p.h, [&](int64_t head) { call.merge(head); });
+        int64_t queries = call.p.h / call.p.g;
+        share(call.next, call.heads() * queries, [&](int64_t n) { call.merge(call.from * queries + n); });
     }
 
     // -- threads ------------------------------------------------------------------------------------
@@ -487,20 +510,22 @@ template <class T, class Op> struct Call {
     // Every thread packs what nobody packs yet, and computes when all is packed.
     static void sharing(void *data) {
         Call &call = *(Call *)data;
-        int64_t count = call.given ? 0 : call.p.b * call.p.g * call.panels, items = call.p.b * call.p.h * call.parts;
+        int64_t count = call.given ? 0 : call.heads() * call.panels, queries = call.p.h / call.p.g;
         share(call.next, count, [&](int64_t n) {
-            call.pack(n / call.panels, n % call.panels);
+            call.pack(call.from + n / call.panels, n % call.panels);
             __atomic_fetch_add(&call.packed, 1, __ATOMIC_RELEASE);
         });
         while (__atomic_load_n(&call.packed, __ATOMIC_ACQUIRE) < count) sched_yield();
-        share(call.following, items, [&](int64_t n) { call.compute(n / call.parts, n % call.parts); });
+        share(call.following, call.heads() * queries * call.parts,
+              [&](int64_t n) { call.compute(call.from * queries + n / call.parts, n % call.parts); });
     }
 
     // Every thread packs a head and computes it.
     static void owning(void *data) {
         Call &call = *(Call *)data;
-        int64_t heads = call.p.b * call.p.g, queries = call.p.h / call.p.g, items = queries * call.parts;
-        share(call.next, heads, [&](int64_t n) {
+        int64_t queries = call.p.h / call.p.g, items = queries * call.parts;
+        share(call.next, call.heads(), [&](int64_t n) {
+            n += call.from;
             for (int64_t panel = 0; panel < call.panels; panel++) call.pack(n, panel);
             for (int64_t item = 0; item < items; item++)
                 call.compute(n * queries + item / call.parts, item % call.parts);
@@ -508,9 +533,12 @@ template <class T, class Op> struct Call {
     }
 
     void run() {
-        parallel(threads, own_heads() ? owning : sharing, this);
-        next = 0;
-        if (y && (y->received || y->grids)) parallel(threads, merging, this);
+        for (; from < p.b * p.g; from += batch) {
+            next = packed = following = 0;
+            parallel(threads, own_heads() ? owning : sharing, this);
+            next = 0;
+            if (y && (y->received || y->grids)) parallel(threads, merging, this);
+        }
         if (!given) forget();
     }
 };

@@ -12,7 +12,7 @@ template <class T, class Op> struct Decode {
     typedef typename Op::E E;
     static constexpr int STEP = 256;     // keys, which stay near for all queries
     static constexpr int SPLIT = 1024;   // keys that one thread reads
-    static constexpr int TOGETHER = 4;   // queries that share a value on its way through the registers
+    static constexpr int BESIDE = 4;     // queries that share a value on its way through the registers
     static constexpr int AHEAD = 24;     // keys that are fetched before they are needed
 
     const Problem &p;
@@ -73,7 +73,8 @@ template <class T, class Op> struct Decode {
             R *part = k.part + row * (width + 2);
             memset(part, 0, sizeof(R) * width);
             part[width] = -INF, part[width + 1] = 0;
-            for (int64_t j = split * SPLIT; kept && j < smaller(line, (split + 1) * SPLIT); j++) kept_of(k, row)[j] = -INF;
+            int64_t stop = kept ? smaller(line, (split + 1) * SPLIT) : 0;
+            for (int64_t j = split * SPLIT; j < stop; j++) kept_of(k, row)[j] = -INF;
         }
         Interval some = {p.s, 0}, every = {0, p.s};
         for (int64_t row = 0; row < p.t; row++) {
@@ -150,14 +151,14 @@ template <class T, class Op> struct Decode {
     void add(const Split &k, int64_t first, int64_t count) const {
         for (int64_t row = 0; row < rows; row++) weigh(k, row, up(count, W));
         const T *values = at<T>(p.v, p.v_stride, k.b, k.g, first);
-        for (int64_t row = 0; row < rows; row += TOGETHER)
+        for (int64_t row = 0; row < rows; row += BESIDE)
             for (int64_t x = 0; x < p.w; x += 4 * W) {
                 bool fits = p.v_stride[3] == 1 && x + 4 * W <= p.w;
-                switch (smaller<int64_t>(rows - row, TOGETHER)) {
+                switch (smaller<int64_t>(rows - row, BESIDE)) {
                     case 1: add_some<1>(k, row, x, values, count, fits); break;
                     case 2: add_some<2>(k, row, x, values, count, fits); break;
                     case 3: add_some<3>(k, row, x, values, count, fits); break;
-                    default: add_some<TOGETHER>(k, row, x, values, count, fits);
+                    default: add_some<BESIDE>(k, row, x, values, count, fits);
                 }
             }
     }

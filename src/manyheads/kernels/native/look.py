@@ -11,7 +11,7 @@ from torch import Tensor
 from manyheads.kernels.native import library
 from manyheads.scores import Problem
 
-CHUNKS = 16  # of a call's queries, over all heads: as many threads have something to do
+CHUNKS = 16  # of the queries, over all heads at hand: as many threads have something to do
 DEEPEST = 64  # weights of a query that are kept in order; more are sooner sorted
 
 
@@ -60,6 +60,6 @@ class Look:
             known, self.first,
             *(at(found.get(name)) for name in ("entropy", "distance", "best", "received")),
             self.top, at(found.get("scores")), at(found.get("keys")),
-            len(grids), ctypes.addressof(held), max(CHUNKS // (n.b * n.h), 1),
+            len(grids), ctypes.addressof(held), CHUNKS,
         )  # fmt: skip
         return data, [held, *found.values()]

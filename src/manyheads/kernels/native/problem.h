@@ -65,7 +65,7 @@ struct Look {
     int64_t *top_keys;                       // the same: -1 where there are fewer
     int64_t grids;
     const Grid *grid;
-    int64_t chunks;                          // at most so many of the queries of a head, each summed by one thread
+    int64_t chunks;                          // of the queries of heads at hand, each summed by one thread, if enough
 };
 
 }  // extern "C"
