@@ -11,7 +11,8 @@ namespace {
 template <class T, class Op> struct Decode {
     typedef typename Op::E E;
     static constexpr int STEP = 256;     // keys, which stay near for all queries
-    static constexpr int SPLIT = 1024;   // keys that one thread reads
+    static constexpr int SHORT = 512, LONG = 4096;  // keys that one thread reads, at least and at most
+    static constexpr int SPLITS = 16;    // over all heads, if there are so many keys: each thread has something to do
     static constexpr int BESIDE = 4;     // queries that share a value on its way through the registers
     static constexpr int AHEAD = 24;     // keys that are fetched before they are needed
 
@@ -19,13 +20,16 @@ template <class T, class Op> struct Decode {
     R *kept;                             // [b * h * t, line]: the scores, for whoever looks at them; or null
     int64_t line;
     bool known;                          // is lse given? Then only scores are computed
-    int64_t rows, splits, width, units;  // queries of a key; splits of a head; w and d in whole vectors
+    int64_t rows, width, units;          // queries of a key; w and d in whole vectors
+    int64_t split, splits;               // keys in a split; splits of a head
     R *parts;                            // [b * g, splits, rows, width + 2]: outputs, a maximum and a sum
     R unit;
     int64_t next = 0;
 
     Decode(const Problem &p, R *kept, int64_t line, bool known) : p(p), kept(kept), line(line), known(known) {
-        rows = p.h / p.g * p.t, splits = up(p.s, SPLIT) / SPLIT;
+        rows = p.h / p.g * p.t;
+        split = smaller<int64_t>(larger<int64_t>(up(p.b * p.g * p.s / SPLITS, STEP), SHORT), LONG);
+        splits = up(p.s, split) / split;
         width = up(p.w, W), units = up(up(p.d, Op::PAIR) / Op::PAIR, W);
         unit = Op::PAIR == 1 ? (R)1 : (R)p.scale;
         int64_t sizes[] = {p.b * p.g * splits * rows * (width + 2) * (int64_t)sizeof(R)};
@@ -54,14 +58,14 @@ template <class T, class Op> struct Decode {
         return {begin, end};
     }
 
-    void compute(int64_t head, int64_t split) {
+    void compute(int64_t head, int64_t n) {
         Split k = {};
         k.b = head / p.g, k.g = head % p.g;
         int64_t sizes[] = {rows * units * (int64_t)sizeof(R), rows * STEP * (int64_t)sizeof(R),
                            up(p.d, Op::PAIR) * (int64_t)sizeof(E)};
         char *at[3];
         carve(scratch, sizes, at);
-        k.q = (V *)at[0], k.score = (R *)at[1], k.part = parts + (head * splits + split) * rows * (width + 2);
+        k.q = (V *)at[0], k.score = (R *)at[1], k.part = parts + (head * splits + n) * rows * (width + 2);
         E *one = (E *)at[2];
         for (int64_t row = 0; row < rows; row++) {
             const T *q = ::at<T>(p.q, p.q_stride, k.b, head_of(k, row), row % p.t);
@@ -73,8 +77,8 @@ template <class T, class Op> struct Decode {
             R *part = k.part + row * (width + 2);
             memset(part, 0, sizeof(R) * width);
             part[width] = -INF, part[width + 1] = 0;
-            int64_t stop = kept ? smaller(line, (split + 1) * SPLIT) : 0;
-            for (int64_t j = split * SPLIT; j < stop; j++) kept_of(k, row)[j] = -INF;
+            int64_t stop = kept ? smaller(line, (n + 1) * split) : 0;
+            for (int64_t j = n * split; j < stop; j++) kept_of(k, row)[j] = -INF;
         }
         Interval some = {p.s, 0}, every = {0, p.s};
         for (int64_t row = 0; row < p.t; row++) {
@@ -83,8 +87,8 @@ template <class T, class Op> struct Decode {
             every = {larger(every.begin, own.begin), smaller(every.end, own.end)};
         }
         bool never = p.slopes || p.bias || p.keep || p.key_ids;
-        int64_t end = smaller(some.end, (split + 1) * SPLIT);
-        for (int64_t first = larger(some.begin, split * SPLIT); first < end; first += STEP) {
+        int64_t end = smaller(some.end, (n + 1) * split);
+        for (int64_t first = larger(some.begin, n * split); first < end; first += STEP) {
             int64_t count = smaller<int64_t>(STEP, end - first);
             score(k, first, count);
             bool whole = !never && every.begin <= first && first + count <= every.end;
@@ -94,21 +98,43 @@ template <class T, class Op> struct Decode {
         }
     }
 
-    // Products of all queries with count keys.
+    // Products of all queries with count keys: of so many queries at a time, which share a key in the registers.
     void score(const Split &k, int64_t first, int64_t count) const {
-        const T *keys = at<T>(p.k, p.k_stride, k.b, k.g, first);
-        for (int64_t j = 0; j < count; j += W)
-            for (int64_t row = 0; row < rows; row++) {
-                const V *q = k.q + row * units / W;
-                V sum[W] = {};
-                for (int64_t n = 0; n < smaller<int64_t>(W, count - j); n++) {
-                    const T *key = keys + (j + n) * p.k_stride[2];
-                    if (row == 0) fetch(key + AHEAD * p.k_stride[2], p.d);
-                    for (int64_t x = 0; x < units; x += W)
-                        sum[n] = Op::add(sum[n], q[x / W], Op::units(key, p.k_stride[3], x, p.d));
-                }
-                store(k.score + row * STEP + j, unit * sums(sum));
+        bool fits = p.k_stride[3] == 1 && p.d % (W * Op::PAIR) == 0;
+        for (int64_t row = 0; row < rows; row += BESIDE) switch (smaller<int64_t>(rows - row, BESIDE)) {
+                case 1: score_rows<1>(k, row, first, count, fits); break;
+                case 2: score_rows<2>(k, row, first, count, fits); break;
+                case 3: score_rows<3>(k, row, first, count, fits); break;
+                default: score_rows<BESIDE>(k, row, first, count, fits);
             }
+    }
+
+    template <int ROWS> void score_rows(const Split &k, int64_t row, int64_t first, int64_t count, bool fits) const {
+        const T *keys = at<T>(p.k, p.k_stride, k.b, k.g, first);
+        const V *q = k.q + row * units / W;
+        for (int64_t j = 0; j < count; j += W) {
+            V sum[ROWS][W];
+            int64_t some = smaller<int64_t>(W, count - j);
+            for (int64_t n = some; n < W; n++)
+                for (int i = 0; i < ROWS; i++) sum[i][n] = V{};
+            for (int64_t n = 0; n < some; n++) {
+                const T *key = keys + (j + n) * p.k_stride[2];
+                if (row == 0) fetch(key + AHEAD * p.k_stride[2], p.d);
+                V one[ROWS] = {};
+                if (fits)
+                    for (int64_t x = 0; x < units; x += W)
+                        add_units<ROWS>(one, q + x / W, Op::units(key, 1, x, units * Op::PAIR));
+                else
+                    for (int64_t x = 0; x < units; x += W)
+                        add_units<ROWS>(one, q + x / W, Op::units(key, p.k_stride[3], x, p.d));
+                for (int i = 0; i < ROWS; i++) sum[i][n] = one[i];
+            }
+            for (int i = 0; i < ROWS; i++) store(k.score + (row + i) * STEP + j, unit * sums(sum[i]));
+        }
+    }
+
+    template <int ROWS> void add_units(V *sum, const V *q, V key) const {
+        for (int i = 0; i < ROWS; i++) sum[i] = Op::add(sum[i], q[i * units / W], key);
     }
 
     INLINE void fetch(const T *row, int64_t numbers) {
@@ -151,34 +177,40 @@ template <class T, class Op> struct Decode {
     void add(const Split &k, int64_t first, int64_t count) const {
         for (int64_t row = 0; row < rows; row++) weigh(k, row, up(count, W));
         const T *values = at<T>(p.v, p.v_stride, k.b, k.g, first);
-        for (int64_t row = 0; row < rows; row += BESIDE)
-            for (int64_t x = 0; x < p.w; x += 4 * W) {
-                bool fits = p.v_stride[3] == 1 && x + 4 * W <= p.w;
-                switch (smaller<int64_t>(rows - row, BESIDE)) {
-                    case 1: add_some<1>(k, row, x, values, count, fits); break;
-                    case 2: add_some<2>(k, row, x, values, count, fits); break;
-                    case 3: add_some<3>(k, row, x, values, count, fits); break;
-                    default: add_some<BESIDE>(k, row, x, values, count, fits);
-                }
+        for (int64_t row = 0; row < rows; row += BESIDE) switch (smaller<int64_t>(rows - row, BESIDE)) {
+                case 1: add_rows<1, 8>(k, row, values, count); break;
+                case 2: add_rows<2, 8>(k, row, values, count); break;
+                case 3: add_rows<3, 4>(k, row, values, count); break;
+                default: add_rows<BESIDE, 4>(k, row, values, count);
             }
     }
 
-    template <int ROWS>
-    void add_some(const Split &k, int64_t row, int64_t x, const T *values, int64_t count, bool fits) const {
-        V sum[ROWS][4] = {};
+    template <int ROWS, int N> void add_rows(const Split &k, int64_t row, const T *values, int64_t count) const {
+        for (int64_t x = 0; x < p.w; x += N * W) {
+            int64_t some = smaller<int64_t>(N, (width - x) / W);
+            bool fits = p.v_stride[3] == 1 && x + some * W <= p.w;
+            if (N == 8 && fits && some == 8) add_some<ROWS, N>(k, row, x, values, count, 8, true);
+            else if (fits && some == 4) add_some<ROWS, 4>(k, row, x, values, count, 4, true);
+            else add_some<ROWS, N>(k, row, x, values, count, some, false);
+        }
+    }
+
+    template <int ROWS, int N>
+    void add_some(const Split &k, int64_t row, int64_t x, const T *values, int64_t count, int64_t some,
+                            bool fits) const {
+        V sum[ROWS][N] = {};
         const R *weight = k.score + row * STEP;
-        int64_t some = smaller<int64_t>(4, (width - x) / W);
         for (int64_t j = 0; j < count; j++) {
             const T *value = values + j * p.v_stride[2];
-            V v[4] = {};
+            V v[N] = {};
             if (fits) {
-                fetch(value + AHEAD * p.v_stride[2] + x, 4 * W);
-                for (int n = 0; n < 4; n++) v[n] = wide(value + x + n * W);
+                fetch(value + AHEAD * p.v_stride[2] + x, N * W);
+                for (int n = 0; n < N; n++) v[n] = wide(value + x + n * W);
             } else {
                 for (int n = 0; n < some; n++) v[n] = Single::units(value, p.v_stride[3], x + n * W, p.w);
             }
             for (int i = 0; i < ROWS; i++)
-                for (int n = 0; n < 4; n++) sum[i][n] += all(weight[i * STEP + j]) * v[n];
+                for (int n = 0; n < N; n++) sum[i][n] += all(weight[i * STEP + j]) * v[n];
         }
         for (int i = 0; i < ROWS; i++) {
             R *to = k.part + (row + i) * (width + 2) + x;
