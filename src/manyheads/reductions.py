@@ -82,7 +82,7 @@ def tiles(problem: Problem, lse: Tensor, start: int = 0) -> Iterator[Tile]:
 
 
 class Reduction:
-    """One statistic on its way: `begin`, then `take` for every tile, then `end` gives the result."""
+    """One statistic on its way: `begin`, then `room`, `take` for every tile, and `end` gives the result."""
 
     start = 0  # the first row that it needs
 
@@ -91,7 +91,11 @@ class Reduction:
         return type(self), *vars(self).items()
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
-        """Check the arguments against the problem, and make room."""
+        """Check the arguments against the problem; lse `[b, h, t]` may not be known yet."""
+        self.problem, self.lse = problem, lse
+
+    def room(self) -> None:
+        """Make room for what tiles bring."""
         raise NotImplementedError
 
     def take(self, tile: Tile) -> None:
@@ -125,6 +129,8 @@ def reduce(
         for one in reductions:
             one.begin(problem, lse)
         left = _look(problem, lse, reductions, compute)
+        for one in left:
+            one.room()
         start = min([problem.shape.t, *(one.start for one in left)])
         for tile in tiles(problem, lse, start):
             for one in left:
@@ -166,8 +172,8 @@ def _look(
 class Entropy(Reduction):
     """−Σ w·ln w."""
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.total = torch.zeros_like(lse)  # [b, h, t]
+    def room(self) -> None:
+        self.total = torch.zeros_like(self.lse)  # [b, h, t]
 
     def take(self, tile: Tile) -> None:
         self.total[:, :, tile.rows] -= _dot(tile.weights, tile.logs)
@@ -187,8 +193,8 @@ class Entropy(Reduction):
 class Distance(Reduction):
     """Σ w·|i − j|, in positions."""
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.total = torch.zeros_like(lse)  # [b, h, t]
+    def room(self) -> None:
+        self.total = torch.zeros_like(self.lse)  # [b, h, t]
 
     def take(self, tile: Tile) -> None:
         problem, cols = tile.problem, tile.cols
@@ -218,8 +224,8 @@ class Distance(Reduction):
 class RowMax(Reduction):
     """The largest weight of each row."""
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.top, self.lse = torch.full_like(lse, LEAST), lse  # [b, h, t]
+    def room(self) -> None:
+        self.top = torch.full_like(self.lse, LEAST)  # [b, h, t]
 
     def take(self, tile: Tile) -> None:
         rows = self.top[:, :, tile.rows]
@@ -240,12 +246,18 @@ class SinkWeight(Reduction):
     """What the sink takes of each row: no tile is needed."""
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.start, self.sink, self.lse = problem.shape.t, problem.sink, lse
+        super().begin(problem, lse)
+        self.start = problem.shape.t
+
+    def room(self) -> None:
+        """None is needed."""
 
     def end(self) -> Tensor:
-        if self.sink is None:
+        if self.problem.sink is None:
             return torch.zeros_like(self.lse)
-        sink = self.sink.to(self.lse.dtype)[None, :, None, None].expand(*self.lse.shape, 1)  # [b, h, t, 1]
+        sink = self.problem.sink.to(self.lse.dtype)[None, :, None, None].expand(
+            *self.lse.shape, 1
+        )  # [b, h, t, 1]
         return scores.weights(sink, self.lse)[..., 0]
 
 
@@ -268,9 +280,12 @@ class Top(Reduction):
             raise ValueError(
                 f"top({self.k}) would take {amount(size)}, and there are {s} keys in all: ask for top({s})."
             )
-        self.lse = lse
-        self.best = lse.new_full((*lse.shape, self.k), -math.inf)  # ln w, below that of any key
-        self.keys = torch.full((*lse.shape, self.k), -1, device=lse.device)  # [b, h, t, k]
+        super().begin(problem, lse)
+
+    def room(self) -> None:
+        shape = *self.lse.shape, self.k
+        self.best = self.lse.new_full(shape, -math.inf)  # ln w, below that of any key
+        self.keys = torch.full(shape, -1, device=self.lse.device)  # [b, h, t, k]
 
     def take(self, tile: Tile) -> None:
         best, keys = self.best[:, :, tile.rows], self.keys[:, :, tile.rows]  # views, [b, h, r, k]
@@ -297,9 +312,9 @@ class Top(Reduction):
         return self.k <= DEEPEST
 
     def read(self, look: Look) -> None:
-        self.keys = look.found["keys"][..., : self.k].clone()
-        logs = look.found["scores"][..., : self.k] - self.lse[..., None]
-        self.best = torch.where(self.keys < 0, -math.inf, logs)
+        self.keys = look.found["keys"][..., : self.k].contiguous()
+        self.best = look.found["scores"][..., : self.k] - self.lse[..., None]
+        self.best.masked_fill_(self.keys < 0, -math.inf)
 
     def end(self) -> TopKeys:
         return TopKeys(self.best.exp_().clamp_(max=1.0), self.keys)
@@ -343,10 +358,12 @@ class Received(Reduction):
         self.normalize = normalize
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
-        n, self.problem = problem.shape, problem
-        self.start = 0 if self.last is None else max(n.t - self.last, 0)
-        self.total = lse.new_zeros(n.b, n.h, n.s)
-        self.could = lse.new_zeros(n.b, n.h, n.s)
+        super().begin(problem, lse)
+        self.start = 0 if self.last is None else max(problem.shape.t - self.last, 0)
+
+    def room(self) -> None:
+        n = self.problem.shape
+        self.total, self.could = self.lse.new_zeros(2, n.b, n.h, n.s)
 
     def take(self, tile: Tile) -> None:
         weights, seen = tile.weights, tile.seen
@@ -369,7 +386,7 @@ class Received(Reduction):
     def read(self, look: Look) -> None:
         self.total = look.found["received"]
         if self.normalize:
-            self.could += self.counted
+            self.could = self.counted.to(self.lse)
 
     def end(self) -> Tensor:
         return self.total / self.could.clamp(min=1) if self.normalize else self.total
@@ -453,7 +470,10 @@ class Pooled(Reduction):
         self.down, self.across = (
             edges(size, count) for size, count in zip((n.t, n.s), self.cells, strict=True)
         )
-        self.cell = lse.new_zeros(n.b, n.h, *self.cells)
+        super().begin(problem, lse)
+
+    def room(self) -> None:
+        self.cell = self.lse.new_zeros(*self.lse.shape[:2], *self.cells)
 
     def take(self, tile: Tile) -> None:
         down, across = Bins(self.down, tile.rows), Bins(self.across, tile.cols)
@@ -516,8 +536,8 @@ class Bins:
 class LogitsMax(Reduction):
     """The largest score of each head, `[b, h]`; −inf where no query sees a key."""
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.top = lse.new_full(lse.shape[:2], -math.inf)  # [b, h]
+    def room(self) -> None:
+        self.top = self.lse.new_full(self.lse.shape[:2], -math.inf)  # [b, h]
 
     def take(self, tile: Tile) -> None:
         torch.maximum(self.top, tile.scores.amax((-2, -1)), out=self.top)
@@ -536,10 +556,9 @@ class LogitsMax(Reduction):
 class Divergence(Reduction):
     """½ Σ p·ln(p/m) + ½ Σ q·ln(q/m), m = ½ (p + q), averaged over queries, between heads: `[b, h, h]`."""
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        n = problem.shape
-        self.queries, self.dtype = n.t, lse.dtype
-        self.total = torch.zeros(n.b, n.h, n.h, dtype=torch.float64, device=lse.device)
+    def room(self) -> None:
+        n = self.problem.shape
+        self.total = torch.zeros(n.b, n.h, n.h, dtype=torch.float64, device=self.lse.device)
 
     def take(self, tile: Tile) -> None:
         w = tile.weights
@@ -549,7 +568,7 @@ class Divergence(Reduction):
 
     def end(self) -> Tensor:
         both = (self.total + self.total.mT).clamp_(min=0.0)  # of rows nearly alike, rounding may leave less
-        return (both / max(self.queries, 1)).to(self.dtype)
+        return (both / max(self.problem.shape.t, 1)).to(self.lse.dtype)
 
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
@@ -642,10 +661,14 @@ class Mass(Reduction):
         self.mask, self.mean = mask, mean
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
-        self.start, self.given = problem.shape.t, (problem, lse)
+        super().begin(problem, lse)
+        self.start = problem.shape.t
+
+    def room(self) -> None:
+        """None is needed."""
 
     def end(self) -> Tensor:
-        return mass(*self.given, self.mask, self.mean)
+        return mass(self.problem, self.lse, self.mask, self.mean)
 
 
 BY_NAME: dict[str, type[Reduction]] = {

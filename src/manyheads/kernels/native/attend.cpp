@@ -343,7 +343,8 @@ template <class T, class Op> struct Call {
         for (int row = 0; row < k.rows; row++) {
             E *to = k.q + row * depth;
             const T *from = q + row * p.q_stride[2];
-            each(p.d, p.q_stride[3], [&](int64_t x, int64_t at) { to[x] = Op::pack(by * wide(from[at])); });
+            if (!given)  // else it may be of another dtype
+                each(p.d, p.q_stride[3], [&](int64_t x, int64_t at) { to[x] = Op::pack(by * wide(from[at])); });
             if (depth > p.d) to[p.d] = E{};
             R lse = known ? lse_of(k)[row] : sink;
             k.highest[row] = (R)(lse * of);

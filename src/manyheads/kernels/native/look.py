@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from manyheads.kernels.native import library
@@ -43,7 +44,7 @@ class Look:
             found["received"] = lse.new_zeros(n.b, n.h, n.s)
         if self.top:
             found["scores"] = lse.new_zeros(*lse.shape, self.top)
-            found["keys"] = lse.new_full((*lse.shape, self.top), -1).long()
+            found["keys"] = lse.new_full((*lse.shape, self.top), -1, dtype=torch.int64)
         grids: dict[tuple[int, int], dict[str, Tensor]] = {}
         for rows, cols, how in sorted(self.cells):
             cell = found[rows, cols, how] = lse.new_zeros(n.b, n.h, rows, cols)
