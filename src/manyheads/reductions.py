@@ -95,8 +95,7 @@ class Reduction:
         self.problem, self.lse = problem, lse
 
     def room(self) -> None:
-        """Make room for what tiles bring."""
-        raise NotImplementedError
+        """Make room for what tiles bring, if they are needed."""
 
     def take(self, tile: Tile) -> None:
         """Add what a tile brings."""
@@ -248,9 +247,6 @@ class SinkWeight(Reduction):
     def begin(self, problem: Problem, lse: Tensor) -> None:
         super().begin(problem, lse)
         self.start = problem.shape.t
-
-    def room(self) -> None:
-        """None is needed."""
 
     def end(self) -> Tensor:
         if self.problem.sink is None:
@@ -611,8 +607,8 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
     both = replace(problem.within(mask), sink=None)
     if native.looks(both) and not native.made(both) and bool(lse.amax() < math.inf):
-        among = native.lse(both)  # the weights inside sum to exp(among − lse)
-        return scores.weights(among[..., None], lse)[..., 0].clamp_(max=1.0), among != -math.inf
+        native.look(both, lse, look := Look(rows=True))
+        return look.found["total"].clamp_(max=1.0), look.found["best"] != -math.inf
     inside = problem.under(mask)
     total = torch.zeros_like(lse)  # [b, h, t]
     could = torch.zeros_like(lse, dtype=torch.bool)
@@ -663,9 +659,6 @@ class Mass(Reduction):
     def begin(self, problem: Problem, lse: Tensor) -> None:
         super().begin(problem, lse)
         self.start = problem.shape.t
-
-    def room(self) -> None:
-        """None is needed."""
 
     def end(self) -> Tensor:
         return mass(self.problem, self.lse, self.mask, self.mean)

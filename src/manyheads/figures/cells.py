@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyheads import reductions
 from manyheads.maps import AttentionMap
 from manyheads.reductions import Bins, Pooled, Reduction, Tile, edges
 from manyheads.scores import Problem
@@ -178,7 +177,7 @@ def heads(line: Line) -> Sequence[int]:
 def reduced(amap: AttentionMap, *asked: Reduction) -> list[Tensor]:
     """The results of reductions of a map, in one pass."""
     amap._fresh()
-    return reductions.reduce(amap.problem, amap.lse, asked)
+    return amap._reduced(list(asked))
 
 
 # -- its cells -------------------------------------------------------------------------------------

@@ -422,6 +422,7 @@ template <class T, class Op> struct Call {
         if (seen == (R)0) total = 1;  // it sees nothing
         Wide by = 1 / (Wide)total;
         k.total[row] = all((R)by);  // all that is asked of it from here on
+        if (y->total) ((R *)y->total)[at] = (R)(by * seen);
         if (y->entropy) {  // neither summand is below 0, but for rounding
             R entropy = (R)(by * (seen * std::log((Wide)total) - sum(k.spread[row]) / LOG2E));
             ((R *)y->entropy)[at] = entropy < 0 ? (R)0 : entropy;

@@ -13,6 +13,7 @@ from manyheads.kernels.native import library
 from manyheads.scores import Problem
 
 CHUNKS = 16  # of the queries, over all heads at hand: as many threads have something to do
+ROWS = ("total", "entropy", "distance", "best")
 DEEPEST = 64  # weights of a query that are kept in order; more are sooner sorted
 
 
@@ -20,9 +21,9 @@ DEEPEST = 64  # weights of a query that are kept in order; more are sooner sorte
 class Look:
     """What is asked for, and the tensors that it is found in.
 
-    rows: of each query the entropy, distance and largest score; received: what keys get of the queries from
-    `first` on; top: so many of each query's largest weights; cells: pictures of so many rows and columns, the
-    "sum" or the "max" of each cell.
+    rows: of each query the sum of weights, entropy, distance and largest score; received: what keys get of
+    the queries from `first` on; top: so many of each query's largest weights; cells: pictures of so many rows
+    and columns, the "sum" or the "max" of each cell.
     """
 
     rows: bool = False
@@ -39,7 +40,7 @@ class Look:
         """
         n, found = p.shape, self.found
         if self.rows:
-            found |= {name: lse.new_zeros(lse.shape) for name in ("entropy", "distance", "best")}  # [b, h, t]
+            found |= {name: lse.new_zeros(lse.shape) for name in ROWS}  # [b, h, t]
         if self.received:
             found["received"] = lse.new_zeros(n.b, n.h, n.s)
         if self.top:
@@ -59,7 +60,7 @@ class Look:
         held = ctypes.create_string_buffer(grid, len(grid) or 1)
         data = library.LOOK.pack(
             known, self.first,
-            *(at(found.get(name)) for name in ("entropy", "distance", "best", "received")),
+            *(at(found.get(name)) for name in (*ROWS, "received")),
             self.top, at(found.get("scores")), at(found.get("keys")),
             len(grids), ctypes.addressof(held), CHUNKS,
         )  # fmt: skip

@@ -4,7 +4,7 @@
 
 extern "C" {
 
-constexpr int64_t INTERFACE = 4;  // counted up whenever a struct changes: Python asks before it calls
+constexpr int64_t INTERFACE = 5;  // counted up whenever a struct changes: Python asks before it calls
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 
@@ -58,7 +58,7 @@ struct Grid {
 struct Look {
     int64_t known;                           // is the problem's lse given? Then there are no values and no output
     int64_t first;                           // the first query that counts in `received`
-    void *entropy, *distance, *best;         // [b, h, t]: nats, positions, and the largest score
+    void *total, *entropy, *distance, *best;  // [b, h, t]: of all weights, nats, positions, and the largest score
     void *received;                          // [b, h, s]
     int64_t top;                             // of each query so many of the largest scores, in order
     void *top_scores;                        // [b, h, t, top]
