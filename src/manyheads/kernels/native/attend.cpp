@@ -50,7 +50,7 @@ template <class T, class Op> struct Call {
     Wide of;                        // the running maximum's unit: Op's, or a known log-sum-exp's, which is natural
 
     Call(const Problem &problem, const Look *look, const R *given = nullptr) : p(problem), y(look), given(given) {
-        known = y && y->known, whole = y && !known;
+        known = y && y->known, whole = y && !known && (y->received || y->grids);
         panels = up(p.s, PANEL) / PANEL;
         line = whole ? panels * PANEL + W : KEYS;  // not a power of two, whose lines share places in a cache
         depth = up(p.d, Op::PAIR);
@@ -133,8 +133,8 @@ template <class T, class Op> struct Call {
         int64_t part, start;        // its chunk, and the first query of that
         V *spread, *away;           // [ROWS]: sums of weights times their logarithms (of 2), and times distances
         R *best;                    // [ROWS]: the largest score, in Op's unit
-        R *top_scores;              // [ROWS, top]
-        int64_t *top_keys;
+        V *top_scores;              // [ROWS, vectors of top]
+        I *top_keys;
         Interval *windows;          // [panels]: the columns of each step
         R *grounds;                 // [panels, ROWS]: the running maximum of each step
         int64_t steps;
@@ -145,7 +145,8 @@ template <class T, class Op> struct Call {
         return Op::PAIR == 1 ? (E *)scores(k, row, first) : k.weight + row * KEYS;
     }
     Largest largest(const Block &k, int row) const {
-        return {y->top, k.top_scores + row * y->top, k.top_keys + row * y->top};
+        int64_t vectors = up(y->top, W) / W;
+        return {y->top, k.top_scores + row * vectors, k.top_keys + row * vectors};
     }
 
     Interval seen(const Block &k, int row) const {  // the keys that a row may see, but for ids, keep and bias
@@ -233,7 +234,7 @@ template <class T, class Op> struct Call {
         if (!y) return weigh<false>(k, row, first, count, factor);
         R high = factor * highest(k.top[row]);
         k.best[row] = larger(k.best[row], high);
-        if (y->top && high > largest(k, row).scores[y->top - 1])
+        if (y->top && high > largest(k, row).least())
             largest(k, row).take(scores(k, row, first), factor, first, count, factor * k.top[row]);
         weigh<true>(k, row, first, count, factor);
     }
@@ -324,16 +325,16 @@ template <class T, class Op> struct Call {
         k.rows = (int)smaller(rows, p.t - k.first);
         k.position = offset_of(p, k.b) + k.first;
         int64_t wide_out = across * PANEL;
-        int64_t number = sizeof(R), tops = y ? ROWS * y->top : 0;
+        int64_t number = sizeof(R), tops = y ? ROWS * up(y->top, W) : 0;
         int64_t sizes[] = {(int64_t)sizeof(E) * ROWS * depth, number * up(smaller<int64_t>(rows, p.t), STRIP) * line,
                            Op::PAIR == 1 ? 0 : (int64_t)sizeof(E) * ROWS * KEYS, number * ROWS * wide_out,
                            ROWS * BYTES, ROWS * BYTES, ROWS * number, y ? 2 * ROWS * BYTES : 0, y ? ROWS * number : 0,
-                           tops * number, tops * (int64_t)sizeof(int64_t),
+                           tops * number, tops * number,
                            whole ? panels * (int64_t)sizeof(Interval) : 0, whole ? panels * ROWS * number : 0};
         char *at[13];
         carve(scratch, sizes, at);
-        k.spread = (V *)at[7], k.away = k.spread + ROWS, k.best = (R *)at[8], k.top_scores = (R *)at[9];
-        k.top_keys = (int64_t *)at[10], k.windows = (Interval *)at[11], k.grounds = (R *)at[12];
+        k.spread = (V *)at[7], k.away = k.spread + ROWS, k.best = (R *)at[8], k.top_scores = (V *)at[9];
+        k.top_keys = (I *)at[10], k.windows = (Interval *)at[11], k.grounds = (R *)at[12];
         k.q = (E *)at[0], k.score = (R *)at[1], k.weight = (E *)(Op::PAIR == 1 ? at[1] : at[2]);
         k.out = (R *)at[3], k.top = (V *)at[4], k.total = (V *)at[5], k.highest = (R *)at[6];
 
@@ -431,8 +432,8 @@ template <class T, class Op> struct Call {
         if (y->best) ((R *)y->best)[at] = (R)(k.best[row] / of);
         Largest found = largest(k, row);
         for (int64_t n = 0; n < y->top; n++) {
-            ((R *)y->top_scores)[at * y->top + n] = (R)(found.scores[n] / of);
-            y->top_keys[at * y->top + n] = found.keys[n];
+            ((R *)y->top_scores)[at * y->top + n] = (R)(found.score(n) / of);
+            y->top_keys[at * y->top + n] = found.key(n);
         }
     }
 
@@ -470,8 +471,7 @@ template <class T, class Op> struct Call {
                 R *sum = (R *)grid.sum, *most = (R *)grid.most;
                 if (sum) sum = elsewhere ? beside : sum + (head * grid.rows + cell) * grid.cols;
                 if (most) most = elsewhere ? beside + grid.cols : most + (head * grid.rows + cell) * grid.cols;
-                int64_t width = p.s % grid.cols ? 0 : p.s / grid.cols;
-                Cells cells = {grid.cols, p.s, sum, most, width & (width - 1) ? 0 : width};
+                Cells cells = {grid.cols, p.s, sum, most};
                 cells.add(weight + row * line, line, one + row, stop - row, first, count);
                 row = stop;
             }

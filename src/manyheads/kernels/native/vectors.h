@@ -139,6 +139,14 @@ INLINE uint32_t lanes(I where) {  // a bit for each number of a comparison
 #endif
 }
 
+INLINE uint32_t reaching(V x, R bar) {  // a bit for each number that isn't less
+#if defined(VECTORS_512)
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(bar), _CMP_GE_OQ);
+#else
+    return lanes(x >= bar);
+#endif
+}
+
 INLINE V nearest(V x) {  // to a whole number of few digits
 #if defined(VECTORS_512)
     return (V)_mm512_roundscale_ps((__m512)x, 0);
