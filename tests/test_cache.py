@@ -259,3 +259,54 @@ def test_wrong_votes_say_what_came() -> None:
     ]:
         with pytest.raises(kind, match=words):
             ask()
+
+
+def test_votes_are_kept_in_any_mode_and_of_one_layer() -> None:
+    layer, x = mh.MultiHeadAttention(16, 2), torch.randn(2, 6, 16)
+    cache = mh.Cache(10, votes=4)
+    with torch.inference_mode():
+        layer(x, cache=cache)
+    with torch.no_grad():
+        layer(x[:, :1], cache=cache)
+        assert cache.received().shape == (2, 2, 7)
+        for other, given in (
+            (layer, x[:1]),
+            (mh.MultiHeadAttention(16, 4), x),
+            (mh.MultiHeadAttention(16, 1), x),
+        ):
+            amap = other.attend(torch.cat((given, given[:, :1]), 1))[1]
+            with pytest.raises(ValueError, match=r"holds 2 sequences and 2 heads, and a map of b = "):
+                cache.vote(amap)
+    assert len(cache) == 7
+
+
+def test_who_did_not_vote_is_not_counted() -> None:
+    layer, x = mh.MultiHeadAttention(16, 2), torch.randn(1, 6, 16)
+    cache = mh.Cache(votes=10**9)  # as many as there are
+    with torch.no_grad():
+        layer(x, cache=cache)
+        k = torch.randn(1, 2, 3, 8)
+        cache.append(k, k)
+        with pytest.raises(
+            ValueError, match="of the last 2 queries 2 didn't vote, first the one at position 7"
+        ):
+            cache.received(2)
+        layer(x[:, :1], cache=cache)
+        assert cache.received(1).sum(-1).sub(1).abs().max() < 1e-6
+        with pytest.raises(ValueError, match="of the last 10 queries 3 didn't vote"):
+            cache.received()
+
+
+def test_a_vote_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = mh.MultiHeadAttention(16, 2), torch.randn(1, 6, 16)
+    cache = mh.Cache(votes=4)
+
+    def fails(self: mh.Cache, amap: mh.AttentionMap) -> None:
+        raise MemoryError
+
+    with torch.no_grad():
+        layer(x, cache=cache)
+        monkeypatch.setattr(mh.Cache, "vote", fails)
+        with pytest.raises(MemoryError):
+            layer(x[:, :1], cache=cache)
+    assert len(cache) == 6

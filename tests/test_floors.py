@@ -47,6 +47,7 @@ UPWARD = {
     ("observe", "viewer"),
     ("maps", "viewer"),
     ("checker", "figures"),
+    ("viewer", "figures"),
 }
 
 LEAVES = {"figures", "viewer", "checker", "huggingface"}

@@ -318,7 +318,13 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
     dtype = DTYPES[problem.dtype]
     if problem.kind == "layer":
         return layers(problem, torch.randn(1, problem.tokens, HEADS * problem.size, dtype=dtype))
-    q, k, v = (torch.randn(1, HEADS, problem.tokens, problem.size, dtype=dtype) for _ in range(3))
+    try:
+        q, k, v = (torch.randn(1, HEADS, problem.tokens, problem.size, dtype=dtype) for _ in range(3))
+    except RuntimeError:
+        size = amount(3 * HEADS * problem.tokens * problem.size * dtype.itemsize)
+        raise ValueError(
+            f"{problem.tokens:,} tokens take {size} for q, k and v, and there is no room: ask for fewer."
+        ) from None
     if problem.kind == "look":
         return looks(q, k, v)
     q = q[:, :, -1:] if problem.kind == "decode" else q

@@ -30,7 +30,8 @@ class Cache:
         self.votes = (
             None if votes is None else whole(votes, "votes, the number of queries that vote,", least=1)
         )
-        self._rows: Tensor | None = None  # [b, h, votes, room]: of the query at position i in row i % votes
+        self._rows: Tensor | None = None  # [b, h, n, room]: of the query at position i in row i % n
+        self._voters: dict[int, int] = {}  # by row: the position of the query whose weights it holds
         self.length = None if length is None else whole(length, "the length of a Cache", least=1)
         if mask is not None and not isinstance(mask, Mask):
             raise TypeError(f"the mask of a Cache must be a mask of manyheads, and {kind(mask)} came.")
@@ -94,31 +95,42 @@ class Cache:
     def vote(self, amap: AttentionMap) -> None:
         """Keep the weights of the last queries of amap, `[b, h, t, s]`, which looked at all that is held.
 
-        A layer does so by itself. TypeError for what is no map, ValueError for one of another number of keys,
-        or where no votes are kept.
+        A layer does so by itself. TypeError for what is no map, ValueError for one of another number of
+        sequences, heads or keys, or where no votes are kept.
         """
         if not isinstance(amap, AttentionMap):
             raise TypeError(f"a Cache takes votes from an AttentionMap, and {kind(amap)} came.")
         b, h, t, s = amap.shape
         if s != self.offset:
             raise ValueError(f"the Cache holds {self.offset} keys, and a map of s = {s} keys came to vote.")
-        count = min(t, self._votes())
+        count, held = min(t, self._votes()), self._k
+        before = None if self._rows is None else self._rows.shape[1]
+        if held is None or b != held.shape[0] or h % held.shape[1] or before not in (None, h):
+            what = (
+                "no keys"
+                if held is None
+                else f"{held.shape[0]} sequences and {before or held.shape[1]} heads"
+            )
+            raise ValueError(f"the Cache holds {what}, and a map of b = {b} and h = {h} came to vote.")
         # One query's weights are what it gives, which the kernel may have found beside the output.
         rows = amap.received()[:, :, None] if t == 1 else amap[:, :, t - count :]  # [b, h, count, s]
         room = self._rows
         if room is None or room.shape[3] < s:
-            assert self._k is not None
-            room = rows.new_zeros(b, h, self._votes(), self._k.shape[2])
+            size = held.shape[2]
+            with torch.inference_mode(False):  # so that it can be written in any mode
+                room = torch.zeros(b, h, min(self._votes(), size), size, dtype=rows.dtype, device=rows.device)
             if self._rows is not None:
-                room[..., : self._rows.shape[3]] = self._rows
+                room[:, :, : self._rows.shape[2], : self._rows.shape[3]] = self._rows
             self._rows = room
-        room[:, :, torch.arange(s - count, s, device=rows.device) % self._votes(), :s] = rows
+        places = [i % room.shape[2] for i in range(s - count, s)]
+        room.data[:, :, places, :s] = rows.detach()
+        self._voters |= zip(places, range(s - count, s), strict=True)
 
     def received(self, last: int | None = None) -> Tensor:
         """What each key got from the last queries, all that vote or so many of them: `[b, h, offset]`.
 
-        It is `AttentionMap.received(last=…)` of everything so far. ValueError where nothing voted, or for
-        more queries than votes are kept of; TypeError for what is no number.
+        It is `AttentionMap.received(last=…)` of everything so far. ValueError where some of these queries
+        didn't vote, or for more of them than votes are kept of; TypeError for what is no number.
         """
         last = (
             self._votes() if last is None else whole(last, "last, the number of queries that vote,", least=1)
@@ -127,8 +139,14 @@ class Cache:
             raise ValueError(f"the Cache keeps votes of {self._votes()} queries, and last={last} came.")
         if self._rows is None:
             raise ValueError("no query has voted in this Cache yet: received comes after a layer used it.")
-        rows = torch.arange(max(self.offset - last, 0), self.offset, device=self._rows.device)
-        return self._rows[:, :, rows % self._votes(), : self.offset].sum(2)
+        rows, size = range(max(self.offset - last, 0), self.offset), self._rows.shape[2]
+        missing = [i for i in rows if self._voters.get(i % size) != i]
+        if missing:
+            raise ValueError(
+                f"of the last {len(rows)} queries {len(missing)} didn't vote, first the one at position "
+                f"{missing[0]}: ask for fewer, or let a layer use the Cache, which votes."
+            )
+        return self._rows[:, :, [i % size for i in rows], : self.offset].sum(2)
 
     def _votes(self) -> int:
         if self.votes is None:
@@ -151,6 +169,7 @@ class Cache:
     def clear(self) -> None:
         """Forget everything; earlier maps keep what they look at."""
         self.offset, self._k, self._v, self._rows = 0, None, None, None
+        self._voters = {}
 
     def __len__(self) -> int:
         return self.offset

@@ -9,9 +9,12 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from manyheads.viewer.gallery import Gallery
 
 app = typer.Typer(
     name="manyheads",
@@ -79,6 +82,57 @@ def show(
         show.machine(reading, *chosen, files, masked=not no_mask)
     else:
         show.named(files)
+
+
+@app.command()
+def view(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="FILE…", help="What observe or show --save wrote; two to compare.")
+    ],
+    port: Annotated[int, typer.Option(metavar="N", help="Of this machine; 0 is any free one.")] = 0,
+    browser: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
+    export: Annotated[
+        Path | None, typer.Option(metavar="PAGE.html", help="Write a page to send, and don't serve.")
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(metavar="N", help="Layer to export, from 0; all if not given.")
+    ] = None,
+    head: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="Head to export, from 0; may be repeated.")
+    ] = None,
+) -> None:
+    """Fly over attention in a browser: from all of a head, at any length, down to single weights."""
+    from rich.progress import Progress
+
+    from manyheads.viewer.gallery import Gallery
+
+    if export is None and (layer is not None or head):
+        raise ValueError("--layer and --head say what to --export: the page shows every head.")
+    gallery = Gallery(*runs)
+    if export is None:
+        serve(gallery, port, browser)
+        return
+    from manyheads.viewer.export import planned
+
+    plan = planned(gallery, export, layer, head)
+    print(plan.told, flush=True)
+    with Progress(transient=True) as progress:
+        task = progress.add_task("exporting", total=1.0)
+        files = plan.write(lambda share: progress.update(task, completed=share))
+    print(f"wrote {' and '.join(map(str, files))}")
+
+
+def serve(gallery: Gallery, port: int = 0, browser: bool = True) -> None:
+    """Show a gallery until interrupted."""
+    from manyheads.viewer import View
+
+    shown = View.served(gallery, port)
+    opened = browser and shown.open()
+    print(f"{'opened' if opened else 'open this link in a browser:'} {shown.url}\nCtrl-C ends it", flush=True)
+    try:
+        shown.wait()
+    finally:
+        shown.close()
 
 
 @app.command()

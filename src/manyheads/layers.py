@@ -194,8 +194,12 @@ class MultiHeadAttention(nn.Module):
         """The output and its map, whose last queries vote in the cache."""
         look = {"received": ()} if q.shape[2] == 1 else None
         out, amap = attention_with_map(q, k, v, **rest, statistics=look)
-        out = self._merge(out, cache, k)
-        cache.vote(amap)
+        before, out = cache.offset, self._merge(out, cache, k)
+        try:
+            cache.vote(amap)
+        except BaseException:
+            cache.offset = before  # a step that fails leaves the cache as it was
+            raise
         return out, amap
 
     def _inputs(self, x: Tensor, context: Tensor | None, mask: Mask | None, cache: Cache | None) -> Inputs:

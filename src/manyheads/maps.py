@@ -292,8 +292,9 @@ class AttentionMap:
     def top(self, k: int) -> reductions.TopKeys:
         """The k largest weights of each query and their keys, `(weights, keys)`, both `[b, h, t, k]`.
 
-        Weights between 0 and 1, in falling order, among equals the first keys. Where a query sees fewer
-        than k keys, the weight is 0 and the key −1. TypeError or ValueError for another k.
+        Weights between 0 and 1, in falling order, among equals the first keys: equal as they were computed,
+        as the scores of two keys that are alike may differ in the last bit. Where a query sees fewer than k
+        keys, the weight is 0 and the key −1. TypeError or ValueError for another k.
         """
         return self._reduce(reductions.Top(k))
 
@@ -427,7 +428,18 @@ class AttentionMap:
 
         return Rule(is_first)
 
-    # -- files -------------------------------------------------------------------------------------
+    # -- files and pages ---------------------------------------------------------------------------
+
+    def view(self, *others: Any, port: int = 0, browser: bool = True) -> Any:
+        """Show the map in a browser, or in this notebook: from the whole of a head to single weights.
+
+        others: more maps, runs or files, to see side by side; port: of this machine, 0 being any free one.
+        A script that would end goes on with `view().wait()`. Raises what `manyheads.viewer.view` raises.
+        """
+        from manyheads import viewer
+
+        self._fresh()
+        return viewer.view(self, *others, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the map, its tokens and provenance into a safetensors file at path: see docs/format.md.

@@ -491,8 +491,8 @@ class Pooled(Reduction):
     def end(self) -> Tensor:
         if self.mean:
             area = self.down.diff()[:, None] * self.across.diff()  # [rows, cols]
-            return self.cell / area.to(self.cell)
-        return self.cell
+            self.cell = self.cell / area.to(self.cell)
+        return self.cell.clamp_(max=1.0)  # a weight may round to a little more
 
 
 def edges(size: int, count: int) -> Tensor:

@@ -144,7 +144,7 @@ class Seen(Mapping[Any, Any]):
             raise TypeError(f"ids must be the tokens, integers [s] or [b, s], and {kind(ids)} came.")
         rows: list[tuple[str, int, dict[str, Tensor]]] = []
         for name, calls in self._calls.items():
-            columns = {column: x.mean(0).tolist() for column, x in _measured(calls[-1], ids).items()}
+            columns = {column: x.mean(0).tolist() for column, x in measured(calls[-1], ids).items()}
             rows += [
                 (name, head, {column: values[n] for column, values in columns.items()})
                 for n, head in enumerate(calls[-1].heads)
@@ -172,6 +172,16 @@ class Seen(Mapping[Any, Any]):
                     'with keep="maps", or draw what was kept.'
                 )
         return figures.grid(maps, **options)
+
+    def view(self, *others: Any, port: int = 0, browser: bool = True) -> Any:
+        """Show every layer and head in a browser, or in this notebook, down to single weights.
+
+        others: more runs, maps or files, to see side by side; port: of this machine, 0 being any free one.
+        A script that would end goes on with `view().wait()`. Raises what `manyheads.viewer.view` raises.
+        """
+        from manyheads import viewer
+
+        return viewer.view(self, *others, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything into a safetensors file at path, which `manyheads.open_run` reads: docs/format.md.
@@ -210,7 +220,7 @@ def open_run(path: str | os.PathLike[str]) -> Seen:
     return seen
 
 
-def _measured(call: Call, ids: Tensor | None) -> dict[str, Tensor]:
+def measured(call: Call, ids: Tensor | None) -> dict[str, Tensor]:
     """The table's columns for one call, each `[b, h]`."""
     if isinstance(call, Reduced):
         return call.columns()

@@ -1,0 +1,487 @@
+// One head: its weights from the whole matrix down to single ones, with rulers, crosshair and the value under it.
+
+const STRIP = 36, BAR = 74, EDGE = 8; // pixels: the strips beside the picture, the colour bar, a margin
+const MOST = 96; // pixels a token at the closest
+
+class HeadPane {
+  // app: what panes share; place: {run, layer, head, batch}.
+  constructor(root, app) {
+    this.app = app;
+    this.canvas = make("canvas", { class: "map", tabindex: 0, role: "img" });
+    this.title = make("div", { class: "pane-title" });
+    this.note = make("div", { class: "note", role: "status" });
+    this.reading = make("div", { class: "reading", "aria-live": "polite" });
+    this.element = make("section", { class: "pane" }, this.title, this.canvas, this.reading, this.note);
+    root.append(this.element);
+    this.zoom = d3.zoom().clickDistance(4).on("zoom", (event) => this.moved(event));
+    d3.select(this.canvas).call(this.zoom).on("dblclick.zoom", null);
+    this.canvas.addEventListener("pointermove", (event) => this.app.point(this.cellAt(event)));
+    this.canvas.addEventListener("pointerleave", () => this.app.point(null));
+    this.canvas.addEventListener("click", (event) => this.app.pin(this.cellAt(event)));
+    this.canvas.addEventListener("dblclick", (event) => this.near(event));
+    this.resizing = new ResizeObserver(() => this.resize());
+    this.resizing.observe(this.canvas);
+  }
+
+  async open(place) {
+    this.close();
+    this.place = place, this.layer = this.app.layer(place);
+    const [, , t, s] = this.layer.shape;
+    Object.assign(this, { t, s, edges: null, progress: 0, whole: false, tokens: { queries: null, keys: null } });
+    this.tiles = new Tiles(this.app.source, place, this.layer.shape, this.app.info.side, () => this.draw());
+    this.title.textContent = this.app.name(place);
+    this.canvas.setAttribute("aria-label", `attention weights of ${this.app.name(place)}`);
+    this.resize();
+    const tiles = this.tiles;
+    this.app.tokens(place).then((tokens) => tiles === this.tiles && ((this.tokens = tokens), this.measure(), this.read()));
+    this.poll(tiles);
+  }
+
+  close() {
+    this.tiles?.close();
+    this.tiles = null;
+  }
+
+  remove() {
+    this.close();
+    this.resizing.disconnect();
+    this.element.remove();
+  }
+
+  // Ask how far the pass over all of the head is, until it has ended.
+  async poll(tiles) {
+    const { run, layer, head, batch } = this.place, where = `${run}/${layer}/${head}/${batch}`;
+    while (tiles === this.tiles) {
+      try {
+        const { progress, whole } = await json(this.app.source, `pass/${where}`);
+        const edges = whole ? decodeEdges(await this.app.source.bytes(`edges/${where}`)) : null;
+        if (tiles !== this.tiles) return;
+        this.progress = progress, this.whole = whole, this.edges = edges;
+        if (whole) return tiles.forgetSampled(), this.read();
+      } catch (error) {
+        return this.app.complain(error);
+      }
+      this.draw();
+      await new Promise((go) => setTimeout(go, 250));
+    }
+  }
+
+  // -- where things are -------------------------------------------------------------------------
+
+  measure() {
+    const wide = this.canvas.clientWidth, high = this.canvas.clientHeight;
+    const named = this.tokens?.keys || this.tokens?.queries;
+    this.left = (named ? 118 : 62) + STRIP, this.above = (named ? 88 : 26) + STRIP;
+    this.wide = Math.max(20, wide - this.left - BAR), this.high = Math.max(20, high - this.above - EDGE);
+    const least = Math.min(this.wide / this.s, this.high / this.t, MOST);
+    const pad = [0.5 * this.s, 0.5 * this.t];
+    this.zoom
+      .extent([[this.left, this.above], [this.left + this.wide, this.above + this.high]])
+      .scaleExtent([least * 0.7, Math.max(MOST, least)])
+      .translateExtent([[-pad[0], -pad[1]], [this.s + pad[0], this.t + pad[1]]]);
+    this.fit = { x: this.s / 2, y: this.t / 2, k: least };
+    this.look(this.app.state.view ?? this.fit);
+  }
+
+  resize() {
+    const ratio = window.devicePixelRatio || 1;
+    this.canvas.width = Math.round(this.canvas.clientWidth * ratio);
+    this.canvas.height = Math.round(this.canvas.clientHeight * ratio);
+    if (this.tiles) this.measure();
+  }
+
+  // Show what is around a place {x, y} of the matrix, k pixels a token.
+  look({ x, y, k }, slowly = false) {
+    const to = d3.zoomIdentity.translate(this.left + this.wide / 2 - k * x, this.above + this.high / 2 - k * y).scale(k);
+    this.zoom.transform(slowly ? d3.select(this.canvas).transition().duration(200) : d3.select(this.canvas), to);
+  }
+
+  moved({ transform, sourceEvent }) {
+    this.at = transform;
+    const { x, y, k } = transform;
+    this.view = { x: (this.left + this.wide / 2 - x) / k, y: (this.above + this.high / 2 - y) / k, k };
+    if (sourceEvent) this.app.moved(this);
+    this.draw();
+  }
+
+  near(event) {
+    const [x, y] = d3.pointer(event, this.canvas), [j, i] = this.at.invert([x, y]), k = Math.min(MOST, this.at.k * 4);
+    this.look({ x: j + (this.left + this.wide / 2 - x) / k, y: i + (this.above + this.high / 2 - y) / k, k }, true);
+    this.app.moved(this, { x: j, y: i, k });
+  }
+
+  // The query and key under the pointer, or null.
+  cellAt(event) {
+    if (!this.at) return null;
+    const [x, y] = d3.pointer(event, this.canvas), [j, i] = this.at.invert([x, y]).map(Math.floor);
+    const inside = x >= this.left && y >= this.above && x < this.left + this.wide && y < this.above + this.high;
+    return inside && i >= 0 && j >= 0 && i < this.t && j < this.s ? [i, j] : null;
+  }
+
+  get level() {
+    return Math.min(this.tiles.top, Math.max(0, Math.ceil(-Math.log2(this.at.k) - 0.01)));
+  }
+
+  // The tiles in view, as [x, y], the nearest to the middle first.
+  inView(level) {
+    const side = this.app.info.side * 2 ** level, { x, y, k } = this.at;
+    const range = (from, length, size) => {
+      const first = Math.max(0, Math.floor(from / side)), last = Math.min(Math.ceil(size / side), Math.ceil((from + length) / side));
+      return Array.from({ length: Math.max(0, last - first) }, (_, n) => first + n);
+    };
+    const across = range((this.left - x) / k, this.wide / k, this.s), down = range((this.above - y) / k, this.high / k, this.t);
+    const far = ([cx, cy]) => Math.hypot((cx + 0.5) * side - this.view.x, (cy + 0.5) * side - this.view.y);
+    return down.flatMap((cy) => across.map((cx) => [cx, cy])).sort((a, b) => far(a) - far(b));
+  }
+
+  // -- drawing ----------------------------------------------------------------------------------
+
+  draw() {
+    if (this.drawing || !this.tiles) return;
+    this.drawing = requestAnimationFrame(() => {
+      this.drawing = null;
+      if (this.tiles && this.at) this.paint(this.canvas.getContext("2d"), window.devicePixelRatio || 1);
+    });
+  }
+
+  paint(context, ratio) {
+    const theme = this.app.theme(), level = this.level, seen = this.inView(level);
+    const whole = `${this.tiles.top}/0/0`;
+    this.tiles.want([whole, ...seen.map(([x, y]) => `${level}/${x}/${y}`)]);
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.fillStyle = theme.ground;
+    context.fillRect(0, 0, this.canvas.clientWidth, this.canvas.clientHeight);
+    this.top = this.scaleTop(level, seen);
+    context.save();
+    this.clip(context, theme);
+    let missing = 0, sampled = 1;
+    for (const [x, y] of seen) {
+      const grid = this.paintTile(context, level, x, y);
+      if (!grid || grid.level !== level) missing++;
+      if (grid) sampled = Math.max(sampled, grid.sampled);
+    }
+    this.outline(context, theme, level, seen);
+    this.digits(context, level);
+    context.restore();
+    this.crosshair(context, theme);
+    this.rulers(context, theme);
+    this.strips(context, theme);
+    this.beyond(context, theme);
+    this.bar(context, theme);
+    this.say(level, missing, sampled);
+  }
+
+  // The matrix is clipped to its edges; where nothing may be seen its ground is hatched.
+  clip(context, theme) {
+    const { x, y, k } = this.at;
+    context.beginPath();
+    context.rect(this.left, this.above, this.wide, this.high);
+    context.clip();
+    context.beginPath();
+    context.rect(x, y, k * this.s, k * this.t);
+    context.clip();
+    context.fillStyle = this.app.hatch(context);
+    context.fillRect(this.left, this.above, this.wide, this.high);
+    context.imageSmoothingEnabled = false;
+    context.strokeStyle = theme.line;
+  }
+
+  // A tile, or as long as it isn't there what is known of its place: of a coarser one.
+  paintTile(context, level, x, y) {
+    const { side } = this.app.info, { how, scale } = this.app.state, key = `${how} ${scale} ${this.top}`;
+    for (let up = level; up <= this.tiles.top; up++) {
+      const shift = 2 ** (up - level), [tx, ty] = [Math.floor(x / shift), Math.floor(y / shift)];
+      const grid = this.tiles.get(up, tx, ty);
+      if (!grid) continue;
+      if (grid.key !== key) grid.key = key, grid.picture = this.app.colours.paint(grid, how, this.top, scale);
+      const own = this.box(level, x, y, side, side), box = this.box(up, tx, ty, grid.cols, grid.rows);
+      context.save();
+      if (up > level) context.beginPath(), context.rect(...own), context.clip();
+      context.drawImage(grid.picture, ...box);
+      context.restore();
+      grid.level = up;
+      return grid;
+    }
+    return null;
+  }
+
+  // Where so many cells of a tile lie, as x, y, width, height in whole pixels.
+  box(level, x, y, cols, rows) {
+    const cell = 2 ** level, side = this.app.info.side * cell, { x: dx, y: dy, k } = this.at;
+    const edges = [dx + k * x * side, dy + k * y * side, dx + k * (x * side + cols * cell), dy + k * (y * side + rows * cell)];
+    const [a, b, c, d] = edges.map(Math.round);
+    return [a, b, c - a, d - b];
+  }
+
+  // The number that the scale ends with: the largest in view, rounded up.
+  scaleTop(level, seen) {
+    const { how } = this.app.state;
+    let most = 0, some = false;
+    for (const [x, y] of seen) {
+      const grid = this.tiles.ready.get(`${level}/${x}/${y}`);
+      if (grid) most = Math.max(most, Tiles.most(grid, how)), some = true;
+    }
+    const coarse = this.tiles.ready.get(`${this.tiles.top}/0/0`);
+    if (!some && coarse) most = Tiles.most(coarse, how);
+    return most ? Math.min(1, roundUp(most)) : this.top ?? 1;
+  }
+
+  outline(context, theme, level, seen) {
+    const { k } = this.at, cell = 2 ** level * k;
+    context.strokeStyle = theme.outline;
+    for (const [x, y] of seen) {
+      const grid = this.tiles.ready.get(`${level}/${x}/${y}`);
+      if (!grid) continue;
+      const [left, above] = this.box(level, x, y, 0, 0);
+      context.save();
+      context.translate(left, above);
+      context.scale(cell, cell);
+      context.lineWidth = 1 / cell;
+      context.stroke(Tiles.outline(grid));
+      context.restore();
+    }
+  }
+
+  // The weights themselves, where a cell has room for them.
+  digits(context, level) {
+    const { x: dx, y: dy, k } = this.at, { how, scale } = this.app.state, { side } = this.app.info;
+    if (level || k < 44) return;
+    context.font = `${k < 60 ? 11 : 13}px system-ui, sans-serif`;
+    context.textAlign = "center", context.textBaseline = "middle";
+    const [i0, i1] = this.between(this.above, this.high, dy, this.t), [j0, j1] = this.between(this.left, this.wide, dx, this.s);
+    for (let i = i0; i < i1; i++) {
+      for (let j = j0; j < j1; j++) {
+        const grid = this.tiles.ready.get(`0/${Math.floor(j / side)}/${Math.floor(i / side)}`);
+        const weight = grid?.[how][(i % side) * grid.cols + (j % side)];
+        if (weight === undefined || weight !== weight) continue;
+        context.fillStyle = this.app.colours.ink(Colours.place(weight, this.top, scale));
+        context.fillText(written(weight, 2), dx + k * (j + 0.5), dy + k * (i + 0.5));
+      }
+    }
+  }
+
+  // The first token in view and the one after the last.
+  between(from, length, shift, size) {
+    const { k } = this.at;
+    return [Math.max(0, Math.floor((from - shift) / k)), Math.min(size, Math.ceil((from + length - shift) / k))];
+  }
+
+  // Token rulers: every token where there is room, else every few with their positions.
+  rulers(context, theme) {
+    const { x: dx, y: dy, k } = this.at, { keys, queries } = this.tokens;
+    context.save();
+    context.fillStyle = theme.ground;
+    context.fillRect(0, 0, this.left, this.canvas.clientHeight);
+    context.fillRect(0, 0, this.canvas.clientWidth, this.above);
+    context.font = "12px system-ui, sans-serif";
+    context.textBaseline = "middle", context.textAlign = "right";
+    const label = (names, n, every) => {
+      if (!names) return count(n);
+      const name = [...names[n]].length > 13 ? [...names[n]].slice(0, 12).join("") + "…" : names[n];
+      return every ? name : `${name} ${count(n)}`;
+    };
+    const step = (apart) => (k >= apart[0] ? 1 : roundUp(apart[1] / k));
+    const rows = step([13, 30]), cols = step([14, keys ? 104 : 56]), chosen = this.app.cell();
+    const line = (x, y, width, height) => context.fillRect(x, y, width, height);
+    context.save();
+    context.beginPath(), context.rect(0, this.above, this.left, this.high), context.clip();
+    const [i0, i1] = this.between(this.above, this.high, dy, this.t);
+    for (let i = Math.ceil(i0 / rows) * rows; i < i1; i += rows) {
+      const y = dy + k * (i + 0.5), text = Math.max(y, this.above + 7);
+      context.fillStyle = chosen?.[0] === i ? theme.accent : theme.ink;
+      context.fillText(label(queries, i, rows === 1), this.left - STRIP - 6, text, this.left - STRIP - 8);
+      line(this.left - STRIP - 4, y, 3, 1);
+    }
+    context.restore();
+    context.beginPath(), context.rect(this.left, 0, this.wide, this.above), context.clip();
+    const [j0, j1] = this.between(this.left, this.wide, dx, this.s), upright = cols === 1 && (keys !== null || k < 40);
+    for (let j = Math.ceil(j0 / cols) * cols; j < j1; j += cols) {
+      const x = dx + k * (j + 0.5);
+      context.fillStyle = chosen?.[1] === j ? theme.accent : theme.ink;
+      context.save();
+      context.translate(x, this.above - STRIP - 6);
+      context.textAlign = upright ? "left" : "center";
+      if (upright) context.rotate(-Math.PI / 2);
+      context.fillText(label(keys, j, cols === 1), 0, upright ? 0 : -6, upright ? this.above - STRIP - 8 : cols * k - 6);
+      context.restore();
+      line(x, this.above - STRIP - 4, 1, 3);
+    }
+    context.restore();
+    context.save();
+    context.fillStyle = theme.quiet, context.font = "11px system-ui, sans-serif";
+    context.fillText("queries ↓", 6, this.above - STRIP - 6);
+    context.textAlign = "left";
+    context.fillText("keys →", this.left - STRIP + 2, 10);
+    context.restore();
+  }
+
+  // What each key receives, along the top, and each query's entropy, along the side: the largest in a pixel.
+  strips(context, theme) {
+    const { x: dx, y: dy } = this.at;
+    context.fillStyle = theme.quiet, context.font = "11px system-ui, sans-serif", context.textBaseline = "middle";
+    context.textAlign = "left";
+    if (!this.edges) {
+      context.fillText("received: …", this.left + 4, this.above - STRIP / 2);
+      return;
+    }
+    const strip = (numbers, shift, from, length, bar) => {
+      const [first, last] = this.between(from, length, shift, numbers.length), pixels = new Map();
+      let most = 0;
+      for (let n = first; n < last; n++) {
+        const at = Math.max(from, Math.floor(shift + this.at.k * n));
+        if (!(pixels.get(at) >= numbers[n])) pixels.set(at, numbers[n]);
+        most = Math.max(most, numbers[n]);
+      }
+      const thick = Math.max(1, Math.ceil(this.at.k) - (this.at.k > 5 ? 1 : 0));
+      context.fillStyle = theme.bars;
+      for (const [at, number] of pixels) bar(at, Math.min(thick, from + length - at), most ? (number / most) * (STRIP - 6) : 0);
+      return most;
+    };
+    const received = strip(this.edges.received, dx, this.left, this.wide, (at, thick, high) =>
+      context.fillRect(at, this.above - 2 - high, thick, high));
+    const entropy = strip(this.edges.entropy, dy, this.above, this.high, (at, thick, wide) =>
+      context.fillRect(this.left - 2 - wide, at, wide, thick));
+    context.fillStyle = theme.quiet;
+    context.fillText("received,", this.left + this.wide + 4, this.above - STRIP + 8, BAR - 6);
+    context.fillText(`to ${written(received)}`, this.left + this.wide + 4, this.above - STRIP + 22, BAR - 6);
+    context.textAlign = "right";
+    context.fillText(`entropy, to ${written(entropy)} nats`, this.left - 3, this.above - 10, this.left - 6);
+  }
+
+  // The line from which on the model was never trained.
+  beyond(context, theme) {
+    const from = this.app.info.runs[this.place.run].extrapolated_from, { x: dx, y: dy, k } = this.at;
+    if (from === null || from >= Math.max(this.t, this.s)) return;
+    const x = dx + k * from, y = dy + k * from;
+    context.save();
+    context.beginPath(), context.rect(this.left, this.above, this.wide, this.high), context.clip();
+    context.strokeStyle = theme.accent, context.setLineDash([6, 4]);
+    context.beginPath();
+    context.moveTo(x, this.above), context.lineTo(x, this.above + this.high);
+    context.moveTo(this.left, y), context.lineTo(this.left + this.wide, y);
+    context.stroke();
+    context.font = "11px system-ui, sans-serif", context.textBaseline = "top", context.textAlign = "left";
+    const words = `extrapolated from token ${count(from)} on`, wide = context.measureText(words).width;
+    const at = [Math.max(x, this.left) + 4, Math.max(y, this.above) + 4];
+    context.fillStyle = theme.ground, context.fillRect(at[0] - 2, at[1] - 2, wide + 4, 15);
+    context.fillStyle = theme.accent, context.fillText(words, ...at);
+    context.restore();
+  }
+
+  crosshair(context, theme) {
+    const cell = this.app.cell();
+    if (!cell || cell[0] >= this.t || cell[1] >= this.s) return;
+    const { x: dx, y: dy, k } = this.at, [i, j] = cell, x = dx + k * j, y = dy + k * i;
+    context.save();
+    context.beginPath(), context.rect(this.left, this.above, this.wide, this.high), context.clip();
+    for (const [style, width] of [["rgb(0 0 0 / 0.55)", 3], ["#fff", 1]]) {
+      context.strokeStyle = style, context.lineWidth = width;
+      context.beginPath();
+      for (const at of k < 16 ? [0.5] : [0, 1]) {  // wide ones are framed, as they hold numbers
+        context.moveTo(this.left, y + at * k), context.lineTo(x - 1, y + at * k);
+        context.moveTo(x + k + 1, y + at * k), context.lineTo(this.left + this.wide, y + at * k);
+        context.moveTo(x + at * k, this.above), context.lineTo(x + at * k, y - 1);
+        context.moveTo(x + at * k, y + k + 1), context.lineTo(x + at * k, this.above + this.high);
+      }
+      context.stroke();
+      context.strokeRect(x - 0.5, y - 0.5, k + 1, k + 1);
+    }
+    context.restore();
+  }
+
+  bar(context, theme) {
+    const { scale } = this.app.state, x = this.left + this.wide + 12, high = Math.min(220, this.high), y = this.above;
+    for (let n = 0; n < high; n++) context.fillStyle = this.app.colours.css(1 - n / high), context.fillRect(x, y + n, 12, 1);
+    context.fillStyle = theme.ink, context.font = "11px system-ui, sans-serif";
+    context.textAlign = "left", context.textBaseline = "middle";
+    const parts = scale === "log" ? [0, 1, 2, 3, 4].map((n) => [n / DECADES, this.top * 10 ** (n - DECADES)])
+      : [0, 0.25, 0.5, 0.75, 1].map((n) => [n, n * this.top]);
+    for (const [at, weight] of parts) {
+      const label = scale === "log" && at === 0 ? `≤ ${written(weight, 1)}` : written(weight, 2);
+      context.fillText(label, x + 16, Math.min(y + high - 5, Math.max(y + 5, y + high * (1 - at))), BAR - 30);
+    }
+    context.fillStyle = this.app.hatch(context), context.fillRect(x, y + high + 14, 12, 12);
+    context.fillStyle = theme.quiet, context.fillText("masked", x + 16, y + high + 20, BAR - 30);
+  }
+
+  // -- in words ---------------------------------------------------------------------------------
+
+  say(level, missing, sampled) {
+    const side = 2 ** level, { how } = this.app.state, words = [];
+    const way = how === "mean" ? "the mean" : "the largest";
+    if (level) words.push(`pooled: each cell is ${way} of ${count(side)} × ${count(side)} weights`);
+    else words.push("single weights");
+    if (sampled > 1) words.push(`of one query in ${count(sampled)} until all are read: ${Math.floor(100 * this.progress)} %`);
+    else if (!this.whole) words.push(`reading all queries: ${Math.floor(100 * this.progress)} %`);
+    if (missing) words.push(`${plural(missing, "tile")} to come`);
+    words.push(this.layer.mask);
+    if (this.tiles.failed) words.push(this.tiles.failed), this.app.complain(new Problem(this.tiles.failed));
+    this.note.textContent = words.join(" · ");
+    Object.assign(this.note.dataset, { level, missing, sampled, whole: this.whole });
+  }
+
+  name(names, n, last = n) {
+    const one = (m) => `${count(m)}${names ? ` “${names[m]}”` : ""}`;
+    return last > n ? `${one(n)} to ${one(last)}` : one(n);
+  }
+
+  // The value under the crosshair: from the tile at hand, and then, of a single weight, exactly.
+  async read() {
+    const cell = this.app.cell();
+    if (!this.tiles || !this.at || !cell || cell[0] >= this.t || cell[1] >= this.s) {
+      this.reading.replaceChildren("point at a weight; click to keep it");
+      this.reading.dataset.weight = "";
+      return;
+    }
+    const [i, j] = cell, level = this.level, side = 2 ** level, cells = this.app.info.side;
+    const [r, c] = [i, j].map((n) => Math.floor(n / side));
+    const grid = this.tiles.ready.get(`${level}/${Math.floor(c / cells)}/${Math.floor(r / cells)}`);
+    const weight = grid?.[this.app.state.how][(r % cells) * grid.cols + (c % cells)];
+    const last = (n, size) => Math.min(size, (Math.floor(n / side) + 1) * side) - 1;
+    const exact = grid?.exact && !level;
+    this.tell(i - (i % side), last(i, this.t), j - (j % side), last(j, this.s), weight, exact);
+    if (level || !grid || exact) return;
+    const asked = (this.asked = {}), { run, layer, head, batch } = this.place;
+    await new Promise((go) => setTimeout(go, 30));
+    if (asked !== this.asked) return;
+    try {
+      const found = await json(this.app.source, `value/${run}/${layer}/${head}/${i}/${j}/${batch}`);
+      if (asked === this.asked) this.tell(i, i, j, j, found.weight ?? NaN, !(this.app.source instanceof Written));
+    } catch (error) {
+      this.app.complain(error);
+    }
+  }
+
+  tell(i0, i1, j0, j1, weight, exact) {
+    const { keys, queries } = this.tokens, pooled = i1 > i0 || j1 > j0;
+    const way = pooled ? (this.app.state.how === "mean" ? "mean weight " : "largest weight ") : "weight ";
+    const value = weight === undefined ? "…" : weight !== weight ? "masked" : exact ? written(weight, 7) : `≈ ${written(weight, 3)}`;
+    const more = [];
+    if (this.edges && !pooled) {
+      more.push(` · the key receives ${written(this.edges.received[j0], 4)}`);
+      more.push(` · the query's entropy is ${written(this.edges.entropy[i0], 4)} nats`);
+    }
+    this.reading.replaceChildren(
+      "query ", make("b", {}, this.name(queries, i0, i1)), " → key ", make("b", {}, this.name(keys, j0, j1)),
+      `: ${way}`, make("b", { class: "value" }, value), ...more,
+    );
+    Object.assign(this.reading.dataset, { query: i0, key: j0, weight: weight === undefined ? "" : String(weight), exact: !!exact });
+  }
+
+  // The picture as it is, with what it shows above it.
+  picture() {
+    const ratio = window.devicePixelRatio || 1, canvas = document.createElement("canvas"), context = canvas.getContext("2d");
+    const head = 22, foot = 40;
+    canvas.width = this.canvas.width, canvas.height = this.canvas.height + (head + foot) * ratio;
+    const theme = this.app.theme();
+    context.fillStyle = theme.ground, context.fillRect(0, 0, canvas.width, canvas.height);
+    context.drawImage(this.canvas, 0, head * ratio);
+    context.scale(ratio, ratio);
+    context.fillStyle = theme.ink, context.font = "14px system-ui, sans-serif", context.textBaseline = "middle";
+    context.fillText(this.title.textContent, 8, head / 2);
+    context.font = "12px system-ui, sans-serif";
+    context.fillText(this.reading.dataset.weight ? this.reading.textContent : "", 8, canvas.height / ratio - 28);
+    context.fillText(this.note.textContent, 8, canvas.height / ratio - 11);
+    return canvas;
+  }
+}

@@ -1,0 +1,117 @@
+// Every layer and head as a small picture with its measures, to sort, filter and enter.
+
+const MEASURES = {
+  previous_token: "previous token", first_token: "sink (first key)", induction: "induction", entropy: "entropy, nats",
+  current_token: "own token", duplicate_token: "same token", distance: "distance",
+};
+const SHOWN = ["previous_token", "first_token", "induction", "entropy"];
+
+class Overview {
+  constructor(root, app) {
+    this.app = app, this.cards = [], this.control = new AbortController(), this.queue = [], this.running = 0;
+    this.element = make("main", { class: "overview" });
+    root.append(this.element);
+    this.seeing = new IntersectionObserver((entries) => entries.forEach((entry) => {
+      const card = this.cards.find((one) => one.element === entry.target);
+      if (entry.isIntersecting && card && !card.asked) card.asked = true, this.queue.push(card), this.next();
+    }), { rootMargin: "200px" });
+    const options = [["", "layer and head"], ...Object.entries(MEASURES)].map(([value, text]) => make("option", { value }, text));
+    this.sort = make("select", { id: "sort", onchange: () => app.change({ sort: this.sort.value }) }, ...options);
+    this.measure = make("select", { id: "measure", onchange: () => app.change({ measure: this.measure.value }) },
+      ...options.map((one, n) => (n ? one.cloneNode(true) : make("option", { value: "" }, "all heads"))));
+    this.least = make("input", { id: "least", type: "number", min: 0, step: 0.05, onchange: () => app.change({ least: Number(this.least.value) || 0 }) });
+    this.told = make("span", { class: "quiet" });
+    this.list = make("div", { class: "cards" });
+    this.element.append(
+      make("form", { class: "tools", onsubmit: (event) => event.preventDefault() },
+        make("label", {}, "sort by ", this.sort), make("label", {}, "show ", this.measure),
+        make("label", {}, " of at least ", this.least), this.told),
+      this.list);
+  }
+
+  open() {
+    for (const [run, { layers }] of this.app.info.runs.entries()) {
+      for (const [layer, { heads }] of layers.entries()) heads.forEach((_, head) => this.card(run, layer, head));
+      layers.forEach((_, layer) => this.ask(run, layer));
+    }
+    this.arrange();
+  }
+
+  remove() {
+    this.control.abort(), this.seeing.disconnect(), this.element.remove();
+  }
+
+  card(run, layer, head) {
+    const place = { run, layer, head, batch: this.app.state.batch }, name = this.app.short(place);
+    const canvas = make("canvas", { width: 8, height: 8 }), bars = make("dl", { class: "bars" });
+    const element = make("button", {
+      class: "card", type: "button", "data-place": `${run}/${layer}/${head}`, title: this.app.name(place),
+      onclick: () => this.app.change({ ...place, page: "head", view: null, pin: null }),
+    }, canvas, make("span", { class: "card-name" }, name), bars);
+    this.cards.push({ place, element, canvas, bars, measures: {} });
+  }
+
+  // Pictures, a few at a time.
+  next() {
+    while (this.running < AT_ONCE && this.queue.length) {
+      this.running++;
+      this.picture(this.queue.shift()).finally(() => (this.running--, this.next()));
+    }
+  }
+
+  async picture(card) {
+    const { run, layer, head, batch } = card.place, { shape, weights } = this.app.layer(card.place);
+    if (!weights) return card.canvas.replaceWith(make("span", { class: "quiet nothing" }, "statistics alone"));
+    const size = Math.max(shape[2], shape[3]), { side } = this.app.info, { how, scale } = this.app.state;
+    const level = size <= side ? 0 : Math.ceil(Math.log2(size / 64));
+    try {
+      const grid = decode(await this.app.source.bytes(`tiles/${run}/${layer}/${head}/${level}/0/0/${batch}`, this.control.signal));
+      const painted = this.app.colours.paint(grid, how, Math.min(1, roundUp(Tiles.most(grid, how))), scale);
+      Object.assign(card.canvas, { width: grid.cols, height: grid.rows });
+      card.canvas.getContext("2d").drawImage(painted, 0, 0);
+      card.element.dataset.sampled = grid.sampled;
+      if (grid.sampled > 1) card.element.title = `${this.app.name(card.place)}: of one query in ${count(grid.sampled)}`;
+    } catch (error) {
+      if (error.name !== "AbortError") this.app.complain(error);
+    }
+  }
+
+  async ask(run, layer) {
+    try {
+      const where = `measures/${run}/${layer}/${this.app.state.batch}`;
+      const { measures, sampled } = await json(this.app.source, where, this.control.signal);
+      for (const card of this.cards.filter(({ place }) => place.run === run && place.layer === layer)) {
+        card.measures = Object.fromEntries(Object.entries(measures).map(([name, column]) => [name, column[card.place.head]]));
+        card.bars.replaceChildren(...SHOWN.filter((name) => card.measures[name] != null).flatMap((name) => {
+          const value = card.measures[name], bar = make("i");
+          const most = name === "entropy" ? Math.log(Math.max(2, this.app.layer(card.place).shape[3])) : 1;
+          bar.style.width = `${Math.min(100, (100 * value) / most)}%`;
+          return [make("dt", {}, MEASURES[name]), make("dd", { "data-measure": name, "data-value": value }, bar, value.toFixed(2))];
+        }));
+        if (sampled > 1) card.bars.title = `of one query in ${count(sampled)}`;
+      }
+      this.arrange();
+    } catch (error) {
+      if (error.name !== "AbortError") this.app.complain(error);
+    }
+  }
+
+  // Cards in their order, those that are filtered away left out.
+  arrange() {
+    const { sort, measure, least } = this.app.state, value = (card, name) => card.measures[name] ?? -Infinity;
+    this.sort.value = sort, this.measure.value = measure, this.least.value = least, this.least.disabled = !measure;
+    let cards = measure ? this.cards.filter((card) => value(card, measure) >= least) : [...this.cards];
+    if (sort) cards.sort((a, b) => value(b, sort) - value(a, sort));
+    this.told.textContent = cards.length < this.cards.length ? `${count(cards.length)} of ${plural(this.cards.length, "head")}` : plural(cards.length, "head");
+    const rows = [];
+    let before = "";
+    for (const card of cards) {
+      const { run, layer } = card.place, row = `${run}/${layer}`;
+      if (!sort && row !== before) rows.push(make("h2", {}, this.app.layerName(card.place)));
+      before = row;
+      rows.push(card.element);
+    }
+    this.list.replaceChildren(...rows);
+    for (const card of cards) if (!card.asked) this.seeing.observe(card.element);
+  }
+}
