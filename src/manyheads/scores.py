@@ -159,12 +159,15 @@ class Problem:
         return replace(self, mask=self.mask & inside.mask)
 
     def only(self, batch: Sequence[int], heads: Sequence[int]) -> Problem:
-        """The same problem for some batch entries and query heads, which are counted anew from 0."""
+        """The same problem for some batch entries and query heads, which are counted anew from 0.
+
+        q, k and v are views where these follow each other.
+        """
         n, device = self.shape, self.q.device
         b = torch.tensor(batch, dtype=torch.int64, device=device)
         h = torch.tensor(heads, dtype=torch.int64, device=device)
         group = h // max(n.h // max(n.g, 1), 1)  # the key head of each
-        q, k, v = self.q[b][:, h], self.k[b][:, group], self.v[b][:, group]
+        q, k, v = (_some(_some(x, 0, b), 1, n) for x, n in ((self.q, h), (self.k, group), (self.v, group)))
         return replace(
             self,
             q=q,
@@ -229,6 +232,14 @@ class Problem:
         low, high = extremes(self.offset)
         some, every = self.mask.span(range(start + low, stop + high))
         return (some[0], min(some[1], s)), (every[0], min(every[1], s))
+
+
+def _some(x: Tensor, axis: int, index: Tensor) -> Tensor:
+    """Some entries of an axis: a view where they follow each other."""
+    first, n = (int(index[0]), len(index)) if len(index) else (0, 0)
+    if torch.equal(index, torch.arange(first, first + n, device=index.device)):
+        return x.narrow(axis, first, n)
+    return x.index_select(axis, index)
 
 
 def _check_offset(offset: Any, shape: Shape, device: torch.device) -> None:

@@ -12,7 +12,7 @@
 
 RUN, LAYER, HEAD and BATCH are counted from 0. Numbers come as four little-endian uint32 (sampled,
 planes, rows, columns) and then float16 times 2^15, or float32 as they are in `edges` and in a page that was
-exported; nothing follows where all of a tile is masked. An address is numbers and one of these words, and never a
+exported; nothing follows where all of a tile is masked. An address is numbers and one of these words, never a
 path.
 """
 
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads import reductions, scores
+from manyheads import scores
 from manyheads.maps import AttentionMap
 from manyheads.masks import AfterSameToken, Diagonal, Mask
 from manyheads.observe import Seen, open_run
@@ -40,7 +40,7 @@ from manyheads.observe.reduced import Reduced, mean
 from manyheads.observe.seen import measured
 from manyheads.shapes import kind
 from manyheads.viewer.desk import LATER, NOW, SOON, Desk, Kept
-from manyheads.viewer.tiles import SCALE, SIDE, Head, Tile
+from manyheads.viewer.tiles import MOST, SIDE, Head, Tile
 
 HEADS = 192 * 2**20  # bytes of heads that are kept, with what passes found
 TILES = 64 * 2**20  # bytes of tiles
@@ -253,7 +253,7 @@ class Gallery:
                     "extrapolated_from": beyond if isinstance(beyond, int) else None,
                 }
             )
-        return json.dumps({"runs": runs, "side": SIDE, "scale": SCALE, "ramp": _ramp()})
+        return json.dumps({"runs": runs, "side": SIDE, "most": MOST, "ramp": _ramp()})
 
     def _tokens(self, run: str, layer: str, batch: str) -> str:
         call = self._layer(run, layer).call
@@ -338,8 +338,9 @@ class Gallery:
         b = number(batch, amap.shape[0], "batch entry")
         chosen = range(h) if heads == "all" else [number(one, h, "head") for one in heads.split(",")]
         at = number(place, t if row else s, "query" if row else "key")
-        index = torch.tensor(list(chosen))
-        weights = (amap[b, index, at] if row else amap[b, index, :, at]).mean(0)  # [s] or [t]
+        weights = torch.zeros(s if row else t)
+        for one in chosen:  # each by itself, as all of them may take much memory
+            weights += (amap[b, one, at] if row else amap[b, one, :, at]) / len(chosen)
         first = 0
         if isinstance(amap.problem.offset, int) and follows(amap):
             at = at + amap.problem.offset * (1 if row else -1)  # as a place among the others
@@ -369,7 +370,7 @@ def packed(tile: Tile, exact: bool = False) -> bytes:
 
 
 def edges(head: Head) -> bytes:
-    """What keys receive [s] and entropies [t] of queries, as they are sent; without numbers until a pass ended."""
+    """What keys receive [s] and entropies [t], as they are sent; without numbers until a pass ended."""
     if head.received is None or head.entropy is None:
         return struct.pack("<4I", 0, 0, head.t, head.s)
     numbers = torch.cat((head.received, head.entropy)).float().numpy()
@@ -389,28 +390,25 @@ def measures(amap: AttentionMap, ids: Tensor | None) -> tuple[dict[str, Tensor],
     if h * t * s <= EXACT:
         return {name: x[0] for name, x in measured(amap, ids).items()}, 1
     step = -(-t // SOME)
-    index = torch.arange(step // 2, t, step)
     problem = amap.problem
     masks: dict[str, Mask] = {"previous_token": Diagonal(-1), "current_token": Diagonal(0)}
     masks["first_token"] = amap.first_key()
     if ids is not None:
         masks["induction"] = AfterSameToken(ids)
-    found: dict[str, list[Tensor]] = {name: [] for name in (*masks, "entropy")}
-    bound = {name: problem.under(mask).mask for name, mask in masks.items()}
-    seen = scores.visible(problem, index)
-    kept = {
-        name: problem.keep(mask, index, slice(None)) & seen
-        for name, mask in bound.items()
-        if mask is not None
-    }
-    sees = reductions.first_keys(problem)[:, :, index] < s
-    for n in range(h):
-        weights = amap[0, n, index]  # [r, s]
-        found["entropy"].append(mean(-torch.special.xlogy(weights, weights).sum(-1), sees[0, n]))
-        for name, keep in kept.items():
-            own = keep[0, min(n, keep.shape[1] - 1)].expand_as(weights)
-            found[name].append(mean((weights * own).sum(-1), own.any(-1)))
-    return {name: torch.stack(column) for name, column in found.items()}, step
+    bound = {name: mask.bind(problem.offset, s) for name, mask in masks.items()}
+    names = (*masks, "entropy")
+    mass, could = ({name: torch.zeros(h, -(-t // step)) for name in names} for _ in range(2))
+    for column, row in enumerate(range(step // 2, t, step)):
+        index = torch.tensor([row])
+        weights = torch.stack([amap[0, n, row] for n in range(h)])  # [h, s]
+        seen = scores.visible(problem, index)[0, :, 0]  # [h or 1, s]
+        for name, mask in bound.items():
+            keep = problem.keep(mask, index, slice(None))[0, :, 0] & seen
+            mass[name][:, column] = (weights * keep).sum(-1)
+            could[name][:, column] = keep.any(-1)
+        mass["entropy"][:, column] = -torch.special.xlogy(weights, weights).sum(-1)
+        could["entropy"][:, column] = seen.any(-1)
+    return {name: mean(mass[name], could[name] > 0) for name in names}, step
 
 
 def _ramp() -> str:

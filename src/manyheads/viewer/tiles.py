@@ -9,6 +9,7 @@ and say so.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ MOST = 2**24  # weights that are computed when asked for: 4,096 × 4,096
 COARSE = 5  # the level that a pass fills: the first whose tiles hold more
 SCALE = 2.0**15  # float16 holds numbers from 6e-8 to 65,504: times this, weights from 2e-12 to 1
 STEP = 2**27  # weights between two stops of a pass: a tenth of a second
-BLOCK = 2**22  # weights that are held at a time where no kernel looks at them
+BLOCK = 2**20  # weights that are held at a time where no kernel looks at them
 
 
 class Tile(NamedTuple):
@@ -64,9 +65,9 @@ class Head:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it holds: queries and keys of the head, and what a pass found."""
-        kept = (*self._coarse.values(), *(x for x in (self.received, self.entropy) if x is not None))
-        return self.amap.nbytes + sum(x.nbytes for x in kept)
+        """The bytes that it holds, beside what is a view of the run: what a pass found, and a log-sum-exp."""
+        found = (*self._coarse.values(), *(x for x in (self.received, self.entropy) if x is not None))
+        return 4 * self.t + sum(x.nbytes for x in found)
 
     @property
     def whole(self) -> bool:
@@ -111,43 +112,54 @@ class Head:
 
     def passing(self) -> Iterator[float]:
         """Fill the coarse levels, what keys receive and entropies; yields how much is done, from 0 to 1."""
-        side = 1 << COARSE
         received, entropy = torch.zeros(self.s, dtype=torch.float64), torch.zeros(self.t)
-        shape = 2, -(-self.t // side), -(-self.s // side)
-        sums = None if self.small else torch.zeros(shape)  # of cells: sums and maxima
-        step = max(side, STEP // self.s // side * side)
-        for start in range(0, self.t, step):
-            rows = range(start, min(start + step, self.t))
-            low, high = self.amap.problem.span(rows.start, rows.stop)[0]
-            cols = range(low // side * side, min(-(-high // side) * side, self.s))
-            if len(cols):
+        coarse: dict[int, Tensor] = {}
+        size, level = (self.t, self.s), COARSE
+        sums = torch.zeros(2, *_counts(size, level + 1))  # of the cells of the level after the first
+        seen = torch.zeros(sums.shape[1:])
+        if not self.small:
+            coarse[level] = torch.full((2, *_counts(size, level)), math.nan, dtype=torch.float16)
+        start = 0
+        while start < self.t:
+            rows = self._step(start)
+            cols = self._seen(rows)
+            if cols:
                 look = Look(rows=True, received=True)
-                cells = self._look(rows, cols, COARSE, look, pooled=sums is not None)
-                if sums is not None:
-                    across = slice(cols.start // side, -(-cols.stop // side))
-                    sums[:, start // side : -(-rows.stop // side), across] = cells
+                cells = self._look(rows, cols, level, look, pooled=bool(coarse))
                 received[cols.start : cols.stop] += look.found["received"][0, 0]
                 entropy[rows.start : rows.stop] = look.found["entropy"][0, 0]
-            self.progress = rows.stop / self.t
+                if coarse:
+                    hidden = _hidden(self.amap.problem, rows, cols, level)
+                    first = slice(rows.start >> level, None), slice(cols.start >> level, None)
+                    _put(coarse[level][:, *first], _numbers(cells, rows, cols, level, hidden) * SCALE)
+                    later = slice(rows.start >> level + 1, None), slice(cols.start >> level + 1, None)
+                    _put(sums[:, *later], _halved(cells))
+                    _put(seen[later], _fold((~hidden).float(), 2, "max"))
+            start, self.progress = rows.stop, rows.stop / self.t
             yield self.progress
-        if sums is not None:
-            self._fill(sums)
-        self.received, self.entropy = received.float(), entropy
-
-    def _fill(self, sums: Tensor) -> None:
-        """The coarse levels from the sums and maxima `[2, r, c]` of the finest of them."""
-        level, (rows, cols) = COARSE, (range(self.t), range(self.s))
-        hidden = _hidden(self.amap.problem, rows, cols, level)
-        while True:
-            numbers = sums.clone()
-            numbers[0] /= _areas(rows, cols, level)
-            numbers.masked_fill_(hidden, math.nan)
-            self._coarse[level] = (numbers * SCALE).half()
-            if sums[0].numel() == 1:
-                return
-            sums = torch.stack((_fold(sums[0], 2, "sum"), _fold(sums[1], 2, "max")))
-            hidden = _fold((~hidden).float(), 2, "max") == 0
+        while coarse:
             level += 1
+            rows, cols = range(self.t), range(self.s)
+            coarse[level] = (_numbers(sums, rows, cols, level, seen == 0) * SCALE).half()
+            if seen.numel() == 1:
+                break
+            sums, seen = _halved(sums), _fold(seen, 2, "max")
+        self._coarse, self.received, self.entropy = coarse, received.float(), entropy
+
+    def _step(self, start: int) -> range:
+        """Queries from one on whose weights are about as many as a pass takes at a time."""
+        unit = 2 << COARSE
+        most = -(-(self.t - start) // unit)
+        few = bisect_right(
+            range(1, most + 1), STEP, key=lambda n: n * unit * len(self._seen(range(start, start + n * unit)))
+        )
+        return range(start, min(start + max(few, 1) * unit, self.t))
+
+    def _seen(self, rows: range) -> range:
+        """The keys that some of these queries may see, at least, in whole cells of two levels."""
+        unit = 2 << COARSE
+        low, high = self.amap.problem.span(rows.start, min(rows.stop, self.t))[0]
+        return range(low // unit * unit, min(-(-high // unit) * unit, self.s))
 
     # -- cells -------------------------------------------------------------------------------------
 
@@ -158,11 +170,10 @@ class Head:
             down, across = slice(rows.start, rows.stop), slice(cols.start, cols.stop)
             numbers = self.amap[0, 0, down, across].float()[None]
         else:
-            numbers = torch.zeros(2, _count(rows, level), _count(cols, level))
-            low, high = problem.span(rows.start, rows.stop)[0]
-            if low < cols.stop and cols.start < high:
-                numbers = self._look(rows, cols, level)
-                numbers[0] /= _areas(rows, cols, level)
+            hidden = _hidden(problem, rows, cols, level)
+            if bool(hidden.all()):
+                return torch.full((2, *hidden.shape), math.nan)
+            return _numbers(self._look(rows, cols, level), rows, cols, level, hidden)
         return numbers.masked_fill_(_hidden(problem, rows, cols, level), math.nan)
 
     def _look(
@@ -239,6 +250,26 @@ def _run(n: int, side: int, size: int) -> range:
 def _count(run: range, level: int) -> int:
     """Cells of a run that begins with one."""
     return -(-len(run) // (1 << level))
+
+
+def _counts(size: tuple[int, int], level: int) -> tuple[int, int]:
+    return _count(range(size[0]), level), _count(range(size[1]), level)
+
+
+def _put(to: Tensor, numbers: Tensor) -> None:
+    """Write numbers into the upper left of a tensor."""
+    to[..., : numbers.shape[-2], : numbers.shape[-1]] = numbers
+
+
+def _numbers(sums: Tensor, rows: range, cols: range, level: int, hidden: Tensor) -> Tensor:
+    """Means and maxima of sums and maxima `[2, r, c]`; NaN where nothing may be seen."""
+    means = sums[0] / _areas(rows, cols, level)
+    return torch.stack((means, sums[1])).masked_fill_(hidden, math.nan)
+
+
+def _halved(sums: Tensor) -> Tensor:
+    """Sums and maxima of cells twice as large."""
+    return torch.stack((_fold(sums[0], 2, "sum"), _fold(sums[1], 2, "max")))
 
 
 def _even(run: range, side: int) -> list[range]:

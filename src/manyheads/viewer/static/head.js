@@ -122,6 +122,12 @@ class HeadPane {
     return Math.min(this.tiles.top, Math.max(0, Math.ceil(-Math.log2(this.at.k) - 0.01)));
   }
 
+  // Are tiles of a level more than is computed when asked for?
+  sampledAt(level) {
+    const { side, most } = this.app.info;
+    return Math.min(this.t * this.s, (side * 2 ** level) ** 2) > most;
+  }
+
   // The tiles in view, as [x, y], the nearest to the middle first.
   inView(level) {
     const side = this.app.info.side * 2 ** level, { x, y, k } = this.at;
@@ -146,8 +152,8 @@ class HeadPane {
 
   paint(context, ratio) {
     const theme = this.app.theme(), level = this.level, seen = this.inView(level);
-    const whole = `${this.tiles.top}/0/0`;
-    this.tiles.want([whole, ...seen.map(([x, y]) => `${level}/${x}/${y}`)]);
+    const early = !this.whole && this.sampledAt(level) ? [] : seen;  // all of it is enough until a pass has ended
+    this.tiles.want([`${this.tiles.top}/0/0`, ...early.map(([x, y]) => `${level}/${x}/${y}`)]);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.fillStyle = theme.ground;
     context.fillRect(0, 0, this.canvas.clientWidth, this.canvas.clientHeight);
@@ -157,7 +163,7 @@ class HeadPane {
     let missing = 0, sampled = 1;
     for (const [x, y] of seen) {
       const grid = this.paintTile(context, level, x, y);
-      if (!grid || grid.level !== level) missing++;
+      if (!grid || (grid.level !== level && early.length)) missing++;
       if (grid) sampled = Math.max(sampled, grid.sampled);
     }
     this.outline(context, theme, level, seen);

@@ -1,0 +1,129 @@
+"""What flying over a head takes: the first picture, tiles at every zoom, the pass over all of it, memory.
+
+    python benchmarks/viewer.py --length 100000 [--tiles 2000] [--browser /usr/bin/chromium]
+
+A causal head of random queries and keys, served by `manyheads view` in a process of its own to a browser that
+Playwright drives. Times of tiles are the browser's own, from asking to the last byte, one after the other at
+random places of random levels; the pass is set beside one `statistics()` look at the same head in this process.
+Memory is the server's peak, and how much of it is beyond what it held when the file was open.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from playwright.sync_api import Page, sync_playwright
+
+import manyheads
+from manyheads.masks import Causal
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-sync",
+]
+TIMED = """async (addresses) => {
+    const times = [];
+    for (const address of addresses) {
+        const start = performance.now();
+        await (await fetch(address)).arrayBuffer();
+        times.push(performance.now() - start);
+    }
+    return times;
+}"""
+
+
+def held(pid: int, name: str) -> float:
+    """Megabytes: VmRSS, what a process holds; VmHWM, the most that it held."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1e3
+
+
+def places(length: int, count: int) -> list[tuple[int, int, int]]:
+    """Tiles at random levels, on or below the diagonal."""
+    found = []
+    levels = max(1, (length - 1).bit_length() - 7)
+    for _ in range(count):
+        level = random.randrange(levels)
+        y = random.randrange(-(-length // (256 << level)))
+        found.append((level, random.randint(0, y), y))
+    return found
+
+
+def walk(page: Page, length: int, count: int) -> dict[int, list[float]]:
+    """Milliseconds of tiles, by level."""
+    times: dict[int, list[float]] = {}
+    chosen = places(length, count)
+    for start in range(0, count, 100):
+        part = chosen[start : start + 100]
+        addresses = [f"data/tiles/0/0/0/{level}/{x}/{y}/0" for level, x, y in part]
+        for (level, *_), spent in zip(part, page.evaluate(TIMED, addresses), strict=True):
+            times.setdefault(level, []).append(spent)
+    return times
+
+
+def main(
+    length: Annotated[int, typer.Option(help="Tokens.")] = 100_000,
+    tiles: Annotated[int, typer.Option(help="Of the random walk.")] = 2_000,
+    browser: Annotated[str, typer.Option(help="Chromium.")] = "/usr/bin/chromium",
+) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    q, k = (torch.randn(1, 2, length, 64) for _ in range(2))
+    amap = manyheads.attention_with_map(q, k, k, mask=Causal())[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.safetensors"
+        amap.save(path)
+        one, looks = amap.only(heads=0), []
+        for _ in range(3):
+            start = time.perf_counter()
+            one.statistics("entropy", "received", pooled=[(512, 512), (512, 512, "max")])
+            looks.append(time.perf_counter() - start)
+        command = [sys.executable, "-m", "manyheads.cli", "view", str(path), "--no-open"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            link = server.stdout.readline().split()[-1]
+            opened = held(server.pid, "VmRSS")
+            with sync_playwright() as playwright:
+                page = playwright.chromium.launch(executable_path=browser, args=FLAGS).new_page()
+                start = time.perf_counter()
+                page.goto(f"{link}#page=head")
+                page.wait_for_selector(".note[data-missing='0']")
+                first = time.perf_counter() - start
+                page.wait_for_selector(".note[data-whole='true']", timeout=300_000)
+                whole = time.perf_counter() - start
+                page.goto("about:blank")  # nothing else is asked for
+                page.goto(f"{link.partition('?')[0]}")
+                times = walk(page, length, tiles)
+            every = sorted(spent for spent in sum(times.values(), []))
+            print(f"{length:,} tokens: first picture {first:.2f} s after opening")
+            look = statistics.median(looks)
+            print(f"the pass {whole:.1f} s, one look {look:.1f} s: {whole / look:.2f}×")
+            for level, spent in sorted(times.items()):
+                print(f"level {level}: median {statistics.median(spent):.1f} ms, most {max(spent):.0f} ms")
+            middle, late = every[len(every) // 2], every[int(0.95 * len(every))]
+            print(f"{len(every):,} tiles: median {middle:.1f} ms, 95th percentile {late:.1f} ms")
+            most = held(server.pid, "VmHWM")
+            data = path.stat().st_size / 1e6
+            print(
+                f"memory: {most:.0f} MB at most, {most - opened:.0f} MB beyond {opened:.0f} MB; the run: {data:.0f} MB"
+            )
+        finally:
+            server.terminate()
+            server.wait()
+
+
+if __name__ == "__main__":
+    typer.run(main)
