@@ -43,7 +43,7 @@ from manyheads.viewer.desk import LATER, NOW, SOON, Desk, Kept
 from manyheads.viewer.tiles import MOST, SIDE, Head, Tile
 
 HEADS = 192 * 2**20  # bytes of heads that are kept, with what passes found
-TILES = 64 * 2**20  # bytes of tiles
+TILES = 24 * 2**20  # bytes of tiles
 EXACT = 2**27  # weights of a layer that are all measured; of more, some queries
 SOME = 128  # of them
 WAITS = 3.0  # seconds without a question after which a pass rests
