@@ -432,6 +432,27 @@ def test_the_first_token_is_the_first_that_is_visible() -> None:
     close(measures.first_token(amap)[1], rows.mean(-1))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("t", [1, 2, 3, 40, 257])
+def test_the_same_tokens_are_found_by_sorting_them(causal: bool, t: int) -> None:
+    ids = torch.randint(0, 5, (t,))
+    q, k = 2 * torch.randn(2, 4, t, 8), torch.randn(2, 2, t, 8)
+    amap = mh.attention_with_map(q, k, k, mask=mh.Causal() if causal else None)[1]
+    weights, (i, j) = amap.dense().double(), (torch.arange(t)[:, None], torch.arange(t))
+    same, after = (ids[:, None] == ids) & (i != j), (ids[:, None] == ids.roll(1)) & (j >= 1) & (j <= i)
+    seen = (j <= i) | torch.tensor(not causal)
+    masks = {
+        mh.SameToken(ids) & ~mh.Diagonal(0): same & seen,
+        mh.SameToken(ids) & mh.Causal() & ~mh.Diagonal(0): same & (j <= i),
+        mh.AfterSameToken(ids): after,
+        mh.SameToken(ids): (same | (i == j)) & seen,  # which goes by tiles
+    }
+    for mask, inside in masks.items():
+        total, could = amap.masses(mask)
+        torch.testing.assert_close(total.double(), (weights * inside).sum(-1), atol=1e-5, rtol=0)
+        assert torch.equal(could, inside.any(-1).expand_as(could))
+
+
 def test_an_ideal_induction_head_scores_one() -> None:
     """Weights put by hand where the definition looks, by a Dense bias of −inf elsewhere."""
     ids = torch.randperm(50)[:12].repeat(2)

@@ -23,7 +23,7 @@ from torch import Tensor
 from manyheads import scores
 from manyheads.kernels import chunked, native
 from manyheads.kernels.native.look import DEEPEST, Look
-from manyheads.masks import FAR, Full, Mask
+from manyheads.masks import FAR, AfterSameToken, Causal, Diagonal, Documents, Full, Mask, Not, SameToken
 from manyheads.scores import Problem
 from manyheads.shapes import amount, kind, sizes, whole
 
@@ -609,6 +609,9 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     if native.looks(both) and not native.made(both) and bool(lse.amax() < math.inf):
         native.look(both, lse, look := Look(rows=True))
         return look.found["total"].clamp_(max=1.0), look.found["best"] != -math.inf
+    found = _by_token(problem, both, lse)
+    if found is not None:
+        return found
     inside = problem.under(mask)
     total = torch.zeros_like(lse)  # [b, h, t]
     could = torch.zeros_like(lse, dtype=torch.bool)
@@ -620,6 +623,48 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
                 total[:, :, tile.rows] += torch.where(kept, tile.weights, 0.0).sum(-1)
                 could[:, :, tile.rows] |= (kept if tile.seen is None else kept & tile.seen).any(-1)
     return total, could
+
+
+def _by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`masses` at other places with the query's token, or behind them; None where no short way is known.
+
+    Sorted by token, places with the same one are a document, in the order of the text. The native kernel
+    reads documents in place and skips the rest: of 32,768 tokens some hundredth is left to compute.
+    """
+    assert both.mask is not None
+    n, normal = problem.shape, both.mask.normal()
+    ids = [part for part in normal.rest if isinstance(part, SameToken | AfterSameToken)]
+    others = [part for part in normal.rest if part not in ids]
+    plain = normal.band in ((None, None), (None, 0)) and not normal.segments and not normal.lengths
+    square = n.t == n.s and isinstance(problem.offset, int) and problem.offset == 0
+    if len(ids) != 1 or not plain or not square or problem.bias is not None or n.t < 2:
+        return None
+    (token,) = ids
+    after = isinstance(token, AfterSameToken)  # the keys one behind, all of them earlier than the query's
+    itself = [part for part in others if isinstance(part, Not) and _is_own(part.mask)]
+    if token.ids.shape != (n.s,) or token.queries is not None or others != itself or after == bool(itself):
+        return None
+    order = token.ids.argsort(stable=True)  # [t]
+    total, could = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.bool)  # [b, h, t]
+    for way in [order] if after or normal.band[1] == 0 else [order, order.flip(0)]:  # earlier places, later
+        queries, keys = way[1:], way[:-1]  # a query's row stands beside the place before its own
+        documents = Documents(token.ids[keys], queries=token.ids[queries])
+        k = problem.k[:, :, (keys + 1).clamp(max=n.s - 1) if after else keys]  # [b, g, t - 1, d]
+        sorted_ = Problem.of(
+            problem.q[:, :, queries], k, k, mask=Causal() & documents, scale=problem.scale,
+            softcap=problem.softcap, offset=0,
+        )  # fmt: skip
+        if not native.looks(sorted_) or bool(lse.amax() == math.inf):
+            return None
+        native.look(sorted_, lse[:, :, queries], look := Look(rows=True))
+        total[:, :, queries] += look.found["total"]
+        could[:, :, queries] |= look.found["best"] != -math.inf
+    return total.clamp_(max=1.0), could
+
+
+def _is_own(mask: Mask) -> bool:
+    """Is this the query's own key?"""
+    return isinstance(mask, Diagonal) and mask.k == 0
 
 
 def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
