@@ -437,6 +437,7 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("positions.Rotary.__call__", ValueError, lambda: mh.Rotary(4)(Q[..., :2], IDS)),
     ("positions.Rotary", TypeError, lambda: mh.Rotary(BAD)),
     ("positions.Rotary", ValueError, lambda: mh.Rotary(3)),
+    ("positions.Rotary.stretched", ValueError, lambda: mh.Rotary(4).stretched(0.5)),
     # functions, layers, the cache
     ("functional.attention", TypeError, lambda: mh.attention(Q, K, BAD)),
     ("functional.attention", ValueError, lambda: mh.attention(Q, K, K[:1])),
@@ -598,6 +599,8 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("lm.model.LanguageModel.forward", ValueError, lambda: TINY(IDS + 99)),
     ("lm.model.LanguageModel.attend", TypeError, lambda: TINY.attend(BAD)),
     ("lm.model.LanguageModel.attend", ValueError, lambda: TINY.attend(IDS + 99)),
+    ("lm.model.LanguageModel.stretched", TypeError, lambda: TINY.stretched(BAD)),
+    ("lm.model.LanguageModel.stretched", ValueError, lambda: TINY.stretched(7)),
     ("lm.model.LanguageModel.check", TypeError, lambda: TINY.check(BAD, None)),
     ("lm.model.LanguageModel.check", ValueError, lambda: TINY.check(X, None)),
     ("lm.generate.Sampling", TypeError, lambda: lm.Sampling(top_k=BAD)),

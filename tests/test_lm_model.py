@@ -68,6 +68,20 @@ def test_no_token_sees_a_later_one(model: lm.LanguageModel) -> None:
     assert not torch.allclose(model(ids)[:, 7:], model(changed)[:, 7:])
 
 
+@torch.no_grad()
+def test_stretched_it_reads_on_and_is_saved_as_it_was(model: lm.LanguageModel, tmp_path: Path) -> None:
+    longer, ids = model.stretched(96), ids_of(1, 96)
+    assert longer(ids).isfinite().all()
+    with pytest.raises(ValueError, match="context is 96 tokens, and 97 came"):
+        longer(ids_of(1, 97))
+    with pytest.raises(ValueError, match="context is 24 tokens, and 96 came"):
+        model(ids)
+    assert torch.equal(model.stretched(24)(ids[:, :24]), model(ids[:, :24]))
+    assert not torch.allclose(longer(ids[:, :24]), model(ids[:, :24]))  # all is scaled, wherever it stands
+    lm.save(tmp_path, longer, TOKENIZER)
+    assert torch.equal(lm.load(tmp_path)[0](ids[:, :24]), model(ids[:, :24]))
+
+
 @settings(max_examples=20)
 @given(cuts=st.lists(st.integers(1, 6), min_size=1, max_size=4))
 @torch.no_grad()

@@ -62,6 +62,23 @@ def turned(x: list[float], position: float, dim: int, base: float, layout: str, 
     return out
 
 
+@pytest.mark.parametrize("times", [1, 2.0, 8, 64])
+@pytest.mark.parametrize(("dim", "base"), [(16, 1000.0), (4, 10000.0), (128, 500.0)])
+def test_stretched_rotary_slows_the_slowest_pair_as_much_and_the_fastest_not_at_all(
+    dim: int, base: float, times: float
+) -> None:
+    """Pair n turns by base^(−2n/dim) · times^(−2n/(dim − 2)): the second formula of the same thing."""
+    rotary = mh.Rotary(dim, base=base).stretched(times)
+    for n in range(dim // 2):
+        x = torch.zeros(1, 1, 1, dim, dtype=torch.float64)
+        x[..., n] = 1.0
+        y = rotary(x, torch.tensor([1]))[0, 0, 0]
+        angle = base ** (-2 * n / dim) * times ** (-2 * n / (dim - 2))
+        assert y[n] == pytest.approx(math.cos(angle), abs=1e-12)
+        assert y[n + dim // 2] == pytest.approx(math.sin(angle), abs=1e-12)
+    assert mh.Rotary(2).stretched(times).base == 10000.0  # one pair is the fastest and the slowest
+
+
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize(("dim", "d"), [(8, 8), (4, 8), (2, 5), (0, 3)])
 @pytest.mark.parametrize(("base", "factor"), [(10000.0, 1.0), (500.0, 4.0)])

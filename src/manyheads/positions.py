@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -92,6 +92,19 @@ class Rotary(Value):
             raise ValueError(
                 f'the layout of Rotary must be "half" or "interleaved", and {self.layout!r} came.'
             )
+
+    def stretched(self, times: float) -> Rotary:
+        """For texts `[t]` so many times as long as those of training: its base · times^(dim / (dim − 2)).
+
+        The slowest pair turns so many times slower, and meets no angle that training didn't; the fastest
+        turns as it did, and still tells neighbours apart ("NTK-aware" scaling: Peng et al. 2023,
+        arXiv:2309.00071, section 3.1). One pair alone is the fastest, and stays. ValueError for less than 1
+        and for no number.
+        """
+        _positive(times, "how many times as long texts are")
+        if times < 1:
+            raise ValueError(f"Rotary is stretched for longer texts, at least 1 times, and {times!r} came.")
+        return self if self.dim < 4 else replace(self, base=self.base * times ** (self.dim / (self.dim - 2)))
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Turn x `[b, h, t, d]` at integer positions `[t]` or `[b, t]`; the same shape and dtype.
