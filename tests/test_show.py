@@ -17,9 +17,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.text import Text
 from tokenizers import Tokenizer
 
-from manyheads import AttentionMap, Causal, attention_with_map, cli, lm, show
+from manyheads import AttentionMap, Causal, attention_with_map, cli, lm, open_run, show
 from manyheads.findings import (
     Finding,
     candidates,
@@ -565,6 +566,89 @@ def test_a_terminal_gets_colours(checkpoint: Path) -> None:
     assert "█" not in picture.plain
 
 
+# -- beyond the context ----------------------------------------------------------------------------
+
+BEYOND = rf"\(tokens from {CONTEXT} on lie beyond the model's trained context of {CONTEXT}: .* extrapolated\)"
+
+
+def test_a_long_text_is_read_labelled_and_foretold(run: Any) -> None:
+    Path("long.txt").write_text("the train left the station on time " * 500)
+    ran = run("--long", "--text-file", "long.txt", "--save", "run.safetensors")
+    assert ran.code == 0
+    assert re.fullmatch(r"reading 3,50\d tokens, about .+ (second|seconds|minutes)\n", ran.err), ran.err
+    assert re.search(BEYOND, ran.out)
+    assert all(Path(f"manyheads-out/{one.name}").stat().st_size for one in Path("manyheads-out").iterdir())
+    seen = open_run("run.safetensors")
+    assert seen.provenance["extrapolated_from"] == CONTEXT
+    assert seen[0].shape[2] == len(seen.provenance["ids"]) > 3500
+
+    found = json.loads(run("--long", "--text-file", "long.txt", "--json").out)
+    assert sum("extrapolated" in note for note in found["notes"]) == 1
+    assert len(found["tokens"]) == len(seen.provenance["ids"])
+    amap = seen[found["shown"]["layer"]]
+    (row,) = [one for one in found["measures"] if (one["layer"], one["head"]) == (1, 1)]
+    assert row["first_token"] == pytest.approx(float(seen[1][0, 1, :, 0].mean()), abs=1e-5)
+    assert amap.shape[3] == len(found["tokens"])
+
+
+def test_what_is_beyond_is_marked_in_every_picture(checkpoint: Path) -> None:
+    reading = show.read(f"{SENTENCE} " * 10, checkpoint, long=True)
+    assert reading.extrapolated == CONTEXT < len(reading.ids)
+    for figure in show.pictures(reading, 1, 0).values():
+        words = " ".join(text.get_text().replace("\n", " ") for text in figure.findobj(Text))
+        assert f"from token {CONTEXT} on, beyond the trained context: extrapolated" in words
+        for axes in figure.axes:
+            if axes.images:
+                (line,) = axes.lines
+                assert list(line.get_ydata()) == [CONTEXT - 0.5] * 2
+
+
+def test_a_text_within_the_context_is_read_as_ever(run: Any) -> None:
+    plain, long = run(SENTENCE, "--json"), run(SENTENCE, "--json", "--long")
+    assert (long.out, long.err, long.code) == (plain.out, "", 0)
+    reading = show.read("the station " * 60, truncate=True, model=None)
+    assert reading.extrapolated is None
+
+
+def test_what_is_longer_still_is_refused_or_cut(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(show, "LONGEST", 100)
+    long = "the station " * 60
+    refused(run(long, "--long"), r"has \d{3} tokens, and --long reads 100 at most: .* first 100 tokens with")
+    refused(run(long), rf"context is {CONTEXT}: read up to 100 tokens with --long")
+    found = json.loads(run(long, "--long", "--truncate", "--json").out)
+    assert len(found["tokens"]) == 100
+    assert found["tokens_left_out"] > 0
+    assert any(note.startswith("--truncate: the first 100 tokens of") for note in found["notes"])
+
+
+def test_long_reads_32768_tokens() -> None:
+    assert show.LONGEST == 32_768
+
+
+def test_the_expected_time_grows_as_its_parts_do(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of 5 seconds a text, 3 a token and 2 a pair, its beginnings foretell what all takes."""
+    clock = [0.0]
+
+    class Reader:
+        def read(self, ids: list[int]) -> dict[str, Any]:
+            clock[0] += 5 + 3 * len(ids) + 2 * len(ids) ** 2
+            return {}
+
+    monkeypatch.setattr(show, "perf_counter", lambda: clock[0])
+    for t in (3, 9, 100, 3000):
+        assert show.expected(Reader(), range(t)) == pytest.approx(5 + 3 * t + 2 * t * t)  # type: ignore[arg-type]
+    said = [show.about(seconds) for seconds in (0.1, 2.4, 12.0, 41.0, 89.0, 100.0, 200.0)]
+    assert said == [
+        "about a second",
+        "about 2 seconds",
+        "about 10 seconds",
+        "about 40 seconds",
+        "about 90 seconds",
+        "about 2 minutes",
+        "about 3 minutes",
+    ]
+
+
 # -- bad input -------------------------------------------------------------------------------------
 
 
@@ -589,6 +673,8 @@ def refused(ran: Ran, says: str) -> None:
         (["--text-file", "absent.txt"], "absent.txt can't be read: No such file"),
         (["--text-file", "."], "can't be read: Is a directory"),
         (["--text-file", "latin.txt"], "latin.txt must be UTF-8 text, and its byte 3 is not"),
+        (["--long", ""], "TEXT is empty"),
+        (["--long", "--text-file", "absent.txt"], "absent.txt can't be read: No such file"),
         (["the station " * 60], rf"tokens.*context is {CONTEXT}.*--truncate"),
         ([SENTENCE, "--layer", "3"], "--layer must be between 0 and 2, and 3 came"),
         ([SENTENCE, "--layer", "-1"], "--layer must be between 0 and 2, and -1 came"),

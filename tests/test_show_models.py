@@ -405,6 +405,18 @@ def test_a_run_that_cannot_be_written_is_refused_before_anything_is_read(
     assert not Path("manyheads-out").exists()
 
 
+@pytest.mark.parametrize("text", [TEXT, f"{TEXT} " * 40])
+def test_long_is_of_our_own_models(text: str, run: Any, folders: Callable[[str], Path]) -> None:
+    model = str(folders("llama"))
+    code, out, err = run(text, "--long", "--model", model)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"manyheads: --long scales the rotary frequencies of a model of ours, and {model} is one of Hugging "
+        "Face: leave --long out.\n"
+    )
+    assert "--long" not in run(f"{TEXT} " * 40, "--model", model)[2]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_a_full_disk_leaves_the_old_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("on time", "--save", "run.safetensors")[0] == 0

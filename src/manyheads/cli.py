@@ -56,6 +56,13 @@ def show(
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Keep the first tokens of a text that is too long.")
     ] = False,
+    long: Annotated[
+        bool,
+        typer.Option(
+            "--long",
+            help="Read up to 32,768 tokens with a model of ours, beyond its context: there it extrapolates.",
+        ),
+    ] = False,
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the maps too, for manyheads.open_run.")
     ] = None,
@@ -67,12 +74,14 @@ def show(
     show.format_of(format)
     given = show.text_of(text, text_file)
     run = None if save is None else show.run_file(save)
-    with show.busy("reading"):
-        reading = show.read(given, model, truncate=truncate)
+    with show.progress() as bar:
+        reading = show.read(given, model, truncate=truncate, long=long, bar=bar)
     chosen = show.pick(reading, layer, head)
     folder = folder_for(out, "--out")
     if run is not None:
         show.save(reading, run)
+    with show.busy("measuring"):
+        show.measure(reading)
     if not json:
         show.words(reading, *chosen, masked=not no_mask)
     with show.busy("drawing"):

@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -43,6 +43,9 @@ class Model:
     context: the most tokens that it reads; None where there is no such number.
     encode: a function that gives a text as tokens, at most so many; None is all.
     notes: what to know about what is shown.
+    stretched: a function that gives the same model for texts of so many tokens, beyond its context; None
+        where there is none.
+    layers: the modules that run one after another, where they are known.
     """
 
     name: str
@@ -51,13 +54,23 @@ class Model:
     context: int | None
     encode: Callable[[str, int | None], list[Token]]
     notes: tuple[str, ...] = ()
+    stretched: Callable[[int], Model] | None = None
+    layers: tuple[nn.Module, ...] = ()
 
-    def read(self, ids: Sequence[int]) -> Seen:
-        """The attention of the model while it reads ids.
+    def read(self, ids: Sequence[int], after: Callable[[], object] = lambda: None) -> Seen:
+        """The attention of the model while it reads ids; `after` is called when one of its layers is done.
 
         ValueError where it can't, where no attention is seen, and where NaN or infinity is computed.
         """
-        with observe(self.module) as seen, torch.no_grad():
+
+        def done(*_: object) -> None:
+            after()
+
+        with ExitStack() as stack:
+            for module in self.layers:
+                stack.callback(module.register_forward_hook(done).remove)
+            seen = stack.enter_context(observe(self.module))
+            stack.enter_context(torch.no_grad())
             try:
                 with _quiet():
                     self.reader(torch.tensor([ids]))
@@ -125,7 +138,18 @@ def _ours(name: str, folder: Path | None) -> Model:
         ids = tokenizer.encode(text if text[:1].isspace() else f" {text}").ids
         return tokens(tokenizer, ids[:most])
 
-    return Model(name, model, model, model.config.context, encode)
+    def of(model: lm.LanguageModel) -> Model:
+        return Model(
+            name,
+            model,
+            model,
+            model.context,
+            encode,
+            stretched=lambda context: of(model.stretched(context)),
+            layers=tuple(model.blocks),
+        )
+
+    return of(model)
 
 
 # -- theirs ----------------------------------------------------------------------------------------

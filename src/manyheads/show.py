@@ -13,18 +13,19 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
+from rich.progress import Progress
 from rich.status import Status
 from rich.style import Style
 from rich.table import Table
@@ -44,6 +45,7 @@ from manyheads.findings import (
 )
 from manyheads.maps import AttentionMap
 from manyheads.observe import Seen
+from manyheads.reductions import Pooled, edges
 from manyheads.tokens import Token
 
 FORMATS = ("png", "svg", "pdf")
@@ -58,6 +60,8 @@ HEADINGS = {
     "itself": "itself",
     "entropy": "spread",
 }
+LONGEST = 32_768  # tokens that --long reads at most
+CELLS = 128  # about as many as a small picture has on a side
 AHEAD = {"next_token", "last_token"}  # what only models see that look ahead
 SHADES, ASCII = "·░▒▓█", ".-+*#"  # a weight of about 0, ¼, ½, ¾, 1
 
@@ -79,6 +83,11 @@ class Reading:
     def findings(self) -> list[Finding]:
         """A handful of findings, the strongest first."""
         return findings(self.candidates)
+
+    @property
+    def extrapolated(self) -> int | None:
+        """The first token beyond what the model was trained to read, if there is one."""
+        return self.seen.provenance.get("extrapolated_from")
 
     @property
     def ids(self) -> list[int]:
@@ -166,29 +175,57 @@ def standard_input() -> bytes:
     return sys.stdin.buffer.read()
 
 
-def read(text: str, model: str | os.PathLike[str] | None = None, *, truncate: bool = False) -> Reading:
+def read(
+    text: str,
+    model: str | os.PathLike[str] | None = None,
+    *,
+    truncate: bool = False,
+    long: bool = False,
+    bar: Progress | None = None,
+) -> Reading:
     """Let a model (None: the shipped one; else see `models.load`) read a text.
 
-    Raises ValueError where the text is longer than the model's context, unless `truncate` cuts it, and
-    where the model has no self-attention over the text; and what `models.load` raises.
+    With `long` a model of ours reads up to `LONGEST` tokens: beyond its context its rotary frequencies are
+    scaled, as much as the text needs (`lm.LanguageModel.stretched`), and the time that takes is told first.
+    bar: where it is printed, and layers are counted.
+
+    Raises ValueError where the text is longer than can be read, unless `truncate` cuts it, where `long` is
+    asked of a model of others, and where the model has no self-attention over the text; and what
+    `models.load` raises.
     """
     reader = models.load(model)
+    if long and reader.stretched is None:
+        raise ValueError(
+            f"--long scales the rotary frequencies of a model of ours, and {reader.name} is one of Hugging "
+            "Face: leave --long out."
+        )
     notes = list(reader.notes)
     found = kept = reader.encode(text, None)
     if not found:
         raise ValueError(f"the tokenizer of {reader.name} makes no token of the text: give it other words.")
-    if reader.context is not None and len(found) > reader.context:
+    most = reader.context if not long or reader.context is None else max(LONGEST, reader.context)
+    if most is not None and len(found) > most:
         if not truncate:
-            raise ValueError(
-                f"the text has {len(found)} tokens, and the model's context is {reader.context}: shorten "
-                f"it, or keep its first {reader.context} tokens with --truncate."
-            )
-        kept = reader.encode(text, reader.context)
+            raise ValueError(too_long(len(found), reader, long))
+        kept = reader.encode(text, most)
         notes.append(f"--truncate: the first {len(kept)} tokens of {len(found)} are read")
+    trained = reader.context
+    beyond = trained is not None and len(kept) > trained
+    if beyond:
+        assert reader.stretched is not None
+        reader = reader.stretched(len(kept))
+        notes.append(
+            f"tokens from {trained} on lie beyond the model's trained context of {trained}: what heads do "
+            "there is extrapolated"
+        )
     if len(kept) > SOUGHT:
         notes.append(f"findings are sought among the first {SOUGHT} tokens of {len(kept)}")
     ids, t = [token.id for token in kept], len(kept)
-    seen = reader.read(ids)
+    if beyond and bar is not None:
+        bar.console.print(
+            f"reading {t:,} tokens, {about(expected(reader, ids))}", highlight=False, soft_wrap=True
+        )
+    seen = reader.read(ids, _counted(bar, len(reader.layers)))
     shapes = [amap.shape[2:] for _, amap in _calls(seen)]
     others = [shape for shape in shapes if shape != (t, t)]
     if len(others) == len(shapes):
@@ -200,6 +237,8 @@ def read(text: str, model: str | os.PathLike[str] | None = None, *, truncate: bo
         notes.append(f"{len(others)} of {len(shapes)} layers aren't shown: no self-attention over the text")
     seen.label([token.label for token in kept])
     seen.provenance.update(model=reader.name, ids=ids)
+    if beyond:
+        seen.provenance["extrapolated_from"] = trained
     layers, maps = zip(*(one for one in _calls(seen) if one[1].shape[2:] == (t, t)), strict=True)
     odd = next((n for n, layer in enumerate(layers) if str(n) not in layer.split(".")), None)
     if odd is not None:  # where not every layer has attention, or several are one module
@@ -217,10 +256,74 @@ def read(text: str, model: str | os.PathLike[str] | None = None, *, truncate: bo
     )
 
 
+def too_long(tokens: int, reader: models.Model, long: bool) -> str:
+    """The sentence about a text that a model doesn't read."""
+    if long:
+        most = max(LONGEST, reader.context or 0)
+        return (
+            f"the text has {tokens} tokens, and --long reads {most} at most: shorten it, or keep its first "
+            f"{most} tokens with --truncate."
+        )
+    further = "" if reader.stretched is None else f"read up to {LONGEST} tokens with --long, "
+    return (
+        f"the text has {tokens} tokens, and the model's context is {reader.context}: {further}shorten it, or "
+        f"keep its first {reader.context} tokens with --truncate."
+    )
+
+
+def expected(reader: models.Model, ids: Sequence[int]) -> float:
+    """About how many seconds a text will take to be read and measured, by what three short beginnings take.
+
+    The cost is quadratic in the tokens, and so is known from three of them: calls, projections, and the
+    weights of attention.
+    """
+
+    def seconds(t: int) -> float:
+        start = perf_counter()
+        said = torch.tensor(ids[:t])
+        for _, amap in _calls(reader.read(ids[:t])):
+            habits(amap, said)
+            habits(even(amap), said)
+            amap.pooled(min(t, CELLS), min(t, CELLS), "max")  # what a picture asks for
+        return perf_counter() - start
+
+    last = max(3, len(ids) // 4)
+    middle = max(2, last // 4)
+    first = max(1, middle // 4)
+    seconds(first)  # all takes longer when it is done for the first time
+    low, mid, high = seconds(first), seconds(middle), seconds(last)
+    slope, before = (high - mid) / (last - middle), (mid - low) / (middle - first)
+    bend = (slope - before) / (last - first)  # Newton's divided differences
+    return high + (len(ids) - last) * (max(0.0, slope) + max(0.0, bend) * (len(ids) - middle))
+
+
+def about(seconds: float) -> str:
+    """A time in words, no more exact than it is known."""
+    if seconds < 1.5:
+        return "about a second"
+    if seconds < 90:
+        return f"about {seconds if seconds < 10 else 5 * round(seconds / 5):.0f} seconds"
+    return f"about {seconds / 60:.0f} minutes"
+
+
+def _counted(bar: Progress | None, layers: int) -> Callable[[], object]:
+    """What to call after each layer, so that a bar counts them."""
+    if bar is None:
+        return lambda: None
+    task = bar.add_task("reading", total=layers or None)
+    return lambda: bar.advance(task)
+
+
 def _calls(seen: Seen) -> list[tuple[str, AttentionMap]]:
     """All calls, with their layers. A layer that is called again and again, as all of ALBERT's are, counts
     each time."""
     return [(layer, amap) for layer in seen for amap in seen.calls(layer)]
+
+
+def measure(reading: Reading) -> None:
+    """Find the habits of every head ahead, so that nobody waits for them within the words."""
+    assert reading.habits
+    assert reading.even
 
 
 def pick(reading: Reading, layer: int | None = None, head: int | None = None) -> tuple[int, int]:
@@ -254,7 +357,10 @@ def pictures(reading: Reading, layer: int, head: int, *, masked: bool = True) ->
     there is a mask.
     """
     amap, labels = reading.maps[layer], reading.labels
-    title = reading.title(layer, head)
+    trained, below = reading.extrapolated, ""
+    if trained is not None:
+        below = f"\nbelow the line, from token {trained} on, beyond the trained context: extrapolated"
+    title = reading.title(layer, head) + below
     if masked or not hides(amap):
         one = figures.head(amap, labels, head=head, title=title)
     else:
@@ -267,8 +373,18 @@ def pictures(reading: Reading, layer: int, head: int, *, masked: bool = True) ->
             titles=("causal, as the model computes it" if causal else "as the model computes it", WHAT_IF),
             title=title,
         )
-    every = figures.grid(reading.maps, labels, title="what each head attends to")
+    every = figures.grid(reading.maps, labels, title=f"what each head attends to{below}")
+    if trained is not None:
+        for figure in (one, every):
+            ruled(figure, trained)
     return {"overview": every, f"layer{layer}-head{head}": one}
+
+
+def ruled(figure: Figure, trained: int) -> None:
+    """A line in every heat map above the first query that lies beyond the trained context."""
+    for axes in figure.axes:
+        if axes.images:
+            axes.axhline(trained - 0.5, color="#ff5a36", linewidth=0.8)
 
 
 def hides(amap: AttentionMap) -> bool:
@@ -323,6 +439,12 @@ def page() -> Console:
     if hasattr(sys.stdout, "reconfigure"):  # where ⏎ can't be written, \u23ce is
         sys.stdout.reconfigure(errors="backslashreplace")
     return Console(highlight=False)
+
+
+def progress() -> Progress:
+    """A bar on standard error, where that is a terminal; what is printed on its console comes anyway."""
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 def busy(doing: str) -> Status:
@@ -408,11 +530,13 @@ def heat(amap: AttentionMap, head: int, labels: list[str], paper: Console) -> Te
     names = [Text(f"{label} {n}") for n, label in enumerate(labels)]
     width = min(20, max(name.cell_len for name in names))
     step = -(-len(labels) // max(4, min(32, (paper.width - width - 1) // 3)))
-    weights = cells(amap, head, step)
+    starts = edges(len(labels), -(-len(labels) // step))[:-1].tolist()  # of the cells
+    weights = cells(amap, head, len(starts))
     coloured = paper.color_system is not None and not paper.no_color
     shades = None if coloured else ASCII if paper.options.ascii_only else SHADES
     picture = Text()
-    for name, row in zip(names[::step], weights, strict=True):
+    for start, row in zip(starts, weights, strict=True):
+        name = names[start]
         name.align("right", width)
         picture.append_text(name).append(" ")
         for weight in row:
@@ -421,7 +545,7 @@ def heat(amap: AttentionMap, head: int, labels: list[str], paper: Console) -> Te
     apart = -(
         -(len(str(len(labels) - 1)) + 1) // 3
     )  # cells from one position to the next: each takes 3 places
-    positions = "".join(f"{n:<{3 * apart}}" for n in range(0, len(labels), step * apart))
+    positions = "".join(f"{n:<{3 * apart}}" for n in starts[::apart])
     picture.append(" " * (width + 1) + positions + "\n0 ")
     for weight in (0.0, 0.25, 0.5, 0.75, 1.0):
         picture.append_text(cell(weight, shades))
@@ -432,16 +556,11 @@ def heat(amap: AttentionMap, head: int, labels: list[str], paper: Console) -> Te
     return picture
 
 
-def cells(amap: AttentionMap, head: int, step: int) -> list[list[float]]:
-    """The largest weight of each step × step tokens of one head; -1 where nothing may be attended."""
-    one = amap.only(batch=0, heads=head)
-    found = []
-    for start in range(0, one.shape[2], step):
-        rows = slice(start, start + step)
-        hidden = ~scores.visible(one.problem, rows)[0, 0]  # [r, s]
-        weights = one[0, 0, rows].masked_fill(hidden, -1).amax(0)  # [s]
-        found.append(F.max_pool1d(weights[None], step, ceil_mode=True)[0].tolist())
-    return found
+def cells(amap: AttentionMap, head: int, count: int) -> list[list[float]]:
+    """The largest weight of each of count × count cells of one head; -1 where nothing may be attended."""
+    asked = figures.cells.Visible(count, count), Pooled(count, count, "max")
+    seen, largest = figures.cells.reduced(amap.only(batch=0, heads=head), *asked)  # [1, 1, count, count]
+    return largest.masked_fill(seen == 0, -1)[0, 0].tolist()
 
 
 def cell(weight: float, shades: str | None) -> Text:
