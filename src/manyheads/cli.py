@@ -64,13 +64,16 @@ def show(
         ),
     ] = False,
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save the maps too, for manyheads.open_run.")
+        Path | None, typer.Option(metavar="FILE", help="Save the maps too, for view and manyheads.open_run.")
     ] = None,
+    browser: Annotated[bool, typer.Option("--open", help="Fly over them in a browser then.")] = False,
 ) -> None:
     """Show what each head of a language model attends to: in words, a table and pictures."""
     from manyheads import show
     from manyheads.files import folder_for
 
+    if browser and json:
+        raise ValueError("--json prints and ends, and --open serves a page until it is interrupted: use one.")
     show.format_of(format)
     given = show.text_of(text, text_file)
     run = None if save is None else show.run_file(save)
@@ -91,6 +94,10 @@ def show(
         show.machine(reading, *chosen, files, masked=not no_mask)
     else:
         show.named(files)
+    if browser:
+        from manyheads.viewer.gallery import Gallery
+
+        serve(Gallery(reading.seen))
 
 
 @app.command()

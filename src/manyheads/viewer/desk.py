@@ -58,7 +58,7 @@ class Desk:
 
 
 def give_back() -> None:
-    """Hand freed memory back to the system, which glibc keeps: after some tiles that is more than is in use."""
+    """Hand freed memory back to the system, which glibc keeps: soon that is more than is in use."""
     if _trim is not None:
         _trim(0)
 

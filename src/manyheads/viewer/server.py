@@ -141,11 +141,12 @@ class Server:
     def __init__(self, gallery: Gallery, port: int = 0) -> None:
         self.gallery, token = gallery, secrets.token_urlsafe(16)
         try:
+            if not 0 <= port <= 65535:  # which Python's own sockets leave half open
+                raise OSError(None, "as they go from 0 to 65535")
             self._socket = socket.create_server((HOST, port))
-        except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it must be below 65,536"
+        except OSError as error:
             raise OSError(
-                f"port {port} can't be had, {reason}: take another one, or 0 for any free one."
+                f"port {port} can't be had, {error.strerror}: take another one, or 0 for any free one."
             ) from None
         self.port = self._socket.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}/?token={token}"
