@@ -4,8 +4,8 @@
 
 A causal head of random queries and keys, served by `manyheads view` in a process of its own to a browser that
 Playwright drives. Times of tiles are the browser's own, from asking to the last byte, one after the other at
-random places of random levels; the pass is set beside one `statistics()` look at the same head in this process.
-Memory is the server's peak, and how much of it is beyond what it held when the file was open.
+random places of random levels; the pass is set beside one `statistics()` look at the same head in this
+process. Memory is the server's peak.
 """
 
 from __future__ import annotations
@@ -117,9 +117,7 @@ def main(
             print(f"{len(every):,} tiles: median {middle:.1f} ms, 95th percentile {late:.1f} ms")
             most = held(server.pid, "VmHWM")
             data = path.stat().st_size / 1e6
-            print(
-                f"memory: {most:.0f} MB at most, {most - opened:.0f} MB beyond {opened:.0f} MB; the run: {data:.0f} MB"
-            )
+            print(f"memory: {most:.0f} MB at most, {opened:.0f} MB at first; the run: {data:.0f} MB")
         finally:
             server.terminate()
             server.wait()

@@ -23,7 +23,7 @@ import torch
 from hypothesis import given, settings
 
 import manyheads as mh
-from manyheads import scores
+from manyheads import cli, scores
 from manyheads.observe import Seen
 from manyheads.viewer import View, tiles
 from manyheads.viewer.desk import LATER, NOW, Desk, Kept
@@ -302,6 +302,7 @@ def test_the_most_urgent_is_done_first_and_what_nobody_wants_never() -> None:
     failing = desk.ask(lambda: 1 / 0)
     assert isinstance(failing.exception(), ZeroDivisionError)
     desk.close()
+    assert desk.ask(lambda: None).cancelled()
 
 
 def test_what_was_used_last_is_kept_up_to_so_many_bytes() -> None:
@@ -409,15 +410,6 @@ def test_a_token_is_data_and_never_markup(view: View) -> None:
 # -- commands --------------------------------------------------------------------------------------
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "manyheads.cli", "view", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "run.safetensors"
     a_map(9, 9).save(path)
@@ -434,7 +426,9 @@ def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
     assert "Traceback" not in out + err
 
 
-def test_wrong_input_to_the_command_is_one_sentence(tmp_path: Path) -> None:
+def test_wrong_input_to_the_command_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken, good = tmp_path / "broken.safetensors", tmp_path / "run.safetensors"
     a_map(9, 9).save(good)
     broken.write_bytes(good.read_bytes()[:-40])
@@ -454,10 +448,13 @@ def test_wrong_input_to_the_command_is_one_sentence(tmp_path: Path) -> None:
         ),
         ((good, "--port", "70000"), "port 70000 can't be had"),
     ):
-        ended = command(*arguments)
-        assert ended.returncode == 2, arguments
-        assert words in ended.stderr
-        assert ended.stderr.count("\n") == 1
+        monkeypatch.setattr(sys, "argv", ["manyheads", "view", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2, arguments
+        told = capsys.readouterr().err
+        assert words in told
+        assert told.count("\n") == 1
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -434,7 +434,8 @@ class AttentionMap:
         """Show the map in a browser, or in this notebook: from the whole of a head to single weights.
 
         others: more maps, runs or files, to see side by side; port: of this machine, 0 being any free one.
-        A script that would end goes on with `view().wait()`. Raises what `manyheads.viewer.view` raises.
+        A script that would end goes on with `view().wait()`. TypeError or ValueError for what can't be shown,
+        OSError for a port that is taken, ImportError where what it needs isn't installed.
         """
         from manyheads import viewer
 

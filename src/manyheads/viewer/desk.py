@@ -34,9 +34,14 @@ class Desk:
         atexit.register(self.close)  # a kernel that runs while the process ends takes it down
 
     def ask(self, work: Callable[[], Any], urgency: int = SOON) -> Future[Any]:
-        """A future of what the work gives; one that is cancelled before its turn is never begun."""
+        """A future of what the work gives; one that is cancelled before its turn is never begun.
+
+        Once the desk is closed it is cancelled already.
+        """
         future: Future[Any] = Future()
         self._queue.put((urgency, next(self._number), future, work))
+        if not self._thread.is_alive():
+            self._drop()
         return future
 
     def close(self) -> None:
@@ -44,7 +49,13 @@ class Desk:
         self._open = False
         self.ask(lambda: None, NOW - 1)
         self._thread.join()
+        self._drop()
         atexit.unregister(self.close)
+
+    def _drop(self) -> None:
+        """Cancel what nobody will do."""
+        while not self._queue.empty():
+            self._queue.get()[2].cancel()
 
     def _work(self) -> None:
         while self._open:

@@ -129,7 +129,7 @@ async def _unless_left(request: Request, asked: Future[Any]) -> Any:
         answer.cancel()  # which cancels what was asked for
         return None
     gone.cancel()
-    return answer.result()
+    return None if answer.cancelled() else answer.result()
 
 
 class Server:
@@ -155,6 +155,7 @@ class Server:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            timeout_graceful_shutdown=2,
             server_header=False,
         )
         self._server = uvicorn.Server(config)
@@ -175,6 +176,6 @@ class Server:
 
     def close(self) -> None:
         """Answer no more."""
+        self.gallery.close()  # first, so that nobody waits for an answer that won't come
         self._server.should_exit = True
-        self.gallery.close()
         self._thread.join()

@@ -62,7 +62,7 @@ class App {
       if (value === null || typeof value === "object" || value === START[name]) continue;
       given.set(name, value);
     }
-    if (view) given.set("view", [view.x.toFixed(3), view.y.toFixed(3), view.k.toPrecision(8)].join(","));
+    if (view) given.set("view", [view.x.toFixed(6), view.y.toFixed(6), view.k.toPrecision(12)].join(","));
     if (pin) given.set("pin", pin.join(","));
     if (second) given.set("second", [second.run, second.layer, second.head].join(","));
     return given.toString().replaceAll("%2C", ",");
@@ -381,7 +381,7 @@ class App {
   }
 }
 
-const same = (a, b) => b && Math.abs(a.x - b.x) < 1e-2 && Math.abs(a.y - b.y) < 1e-2 && Math.abs(a.k / b.k - 1) < 1e-6;
+const same = (a, b) => b && Math.abs(a.x - b.x) < 1e-4 && Math.abs(a.y - b.y) < 1e-4 && Math.abs(a.k / b.k - 1) < 1e-6;
 
 // Show a source in an element; linked: keep what is shown in the address of the page.
 function show(root, source, linked = true) {

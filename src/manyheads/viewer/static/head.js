@@ -28,7 +28,8 @@ class HeadPane {
     this.place = place, this.layer = this.app.layer(place);
     const [, , t, s] = this.layer.shape;
     Object.assign(this, { t, s, edges: null, progress: 0, whole: false, tokens: { queries: null, keys: null } });
-    this.tiles = new Tiles(this.app.source, place, this.layer.shape, this.app.info.side, () => this.draw());
+    this.tiles = new Tiles(this.app.source, place, this.layer.shape, this.app.info.side, () => (this.draw(), this.read()));
+    this.known = null;
     this.title.textContent = this.app.name(place);
     this.canvas.setAttribute("aria-label", `attention weights of ${this.app.name(place)}`);
     this.resize();
@@ -334,7 +335,7 @@ class HeadPane {
       const [first, last] = this.between(from, length, shift, numbers.length), pixels = new Map();
       let most = 0;
       for (let n = first; n < last; n++) {
-        const at = Math.max(from, Math.floor(shift + this.at.k * n));
+        const at = Math.max(from, Math.floor(shift + this.at.k * n + 1e-3)); // a link rounds the shift
         if (!(pixels.get(at) >= numbers[n])) pixels.set(at, numbers[n]);
         most = Math.max(most, numbers[n]);
       }
@@ -444,15 +445,18 @@ class HeadPane {
     const grid = this.tiles.ready.get(`${level}/${Math.floor(c / cells)}/${Math.floor(r / cells)}`);
     const weight = grid?.[this.app.state.how][(r % cells) * grid.cols + (c % cells)];
     const last = (n, size) => Math.min(size, (Math.floor(n / side) + 1) * side) - 1;
-    const exact = grid?.exact && !level;
+    const exact = grid?.exact && !level, { run, layer, head, batch } = this.place;
+    const address = `value/${run}/${layer}/${head}/${i}/${j}/${batch}`;
+    if (!level && this.known?.address === address) return this.tell(i, i, j, j, this.known.weight, true);
     this.tell(i - (i % side), last(i, this.t), j - (j % side), last(j, this.s), weight, exact);
-    if (level || !grid || exact) return;
-    const asked = (this.asked = {}), { run, layer, head, batch } = this.place;
+    const asked = (this.asked = {});
+    if (level || !grid || exact || this.app.source instanceof Written) return;
     await new Promise((go) => setTimeout(go, 30));
     if (asked !== this.asked) return;
     try {
-      const found = await json(this.app.source, `value/${run}/${layer}/${head}/${i}/${j}/${batch}`);
-      if (asked === this.asked) this.tell(i, i, j, j, found.weight ?? NaN, !(this.app.source instanceof Written));
+      const { weight: found } = await json(this.app.source, address);
+      this.known = { address, weight: found ?? NaN };
+      if (asked === this.asked) this.tell(i, i, j, j, this.known.weight, true);
     } catch (error) {
       this.app.complain(error);
     }

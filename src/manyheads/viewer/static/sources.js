@@ -25,20 +25,20 @@ class Served {
 // script that hands itself in, as a page from a disk may load nothing else. Rows and columns are put together from tiles.
 class Written {
   constructor(answers, folder) {
-    this.answers = answers, this.folder = folder, this.waiting = new Map();
+    this.answers = answers, this.folder = folder, this.waiting = new Map(), this.loads = new Map();
     globalThis.manyheadsTake = (address, found) => this.waiting.get(address)?.(found);
   }
 
   async bytes(address) {
     const [word, ...parts] = address.split("/");
     if (word === "row" || word === "column") return new TextEncoder().encode(JSON.stringify(await this.line(word === "row", ...parts)));
-    if (word === "value") return new TextEncoder().encode(JSON.stringify(await this.value(...parts)));
     const found = this.answers[address] ?? (this.folder && word === "tiles" ? await this.load(address) : undefined);
     if (found === undefined) throw new Problem("this page was exported without that.");
     return Uint8Array.from(atob(found), (letter) => letter.charCodeAt(0)).buffer;
   }
 
-  async load(address) {
+  load(address) {
+    if (this.loads.has(address)) return this.loads.get(address);  // two may want the same at once
     const loaded = new Promise((take, fail) => {
       this.waiting.set(address, take);
       const script = make("script", { src: `${this.folder}/${address.replaceAll("/", "-")}.js` });
@@ -46,14 +46,8 @@ class Written {
       script.onerror = () => fail(new Problem(`a tile is missing: ${this.folder} must lie beside this page.`));
       document.head.append(script);
     });
-    return loaded.finally(() => this.waiting.delete(address));
-  }
-
-  async value(run, layer, head, i, j, batch) {
-    const { side } = await this.info();
-    const grid = await this.tile(run, layer, head, Math.floor(j / side), Math.floor(i / side), batch);
-    const weight = grid.max[(i % side) * grid.cols + (j % side)];
-    return { weight: weight === weight ? weight : null };
+    this.loads.set(address, loaded.finally(() => (this.waiting.delete(address), this.loads.delete(address))));
+    return this.loads.get(address);
   }
 
   async line(row, run, layer, heads, place, batch) {
