@@ -56,7 +56,7 @@ class TextPage {
       if (n === beyond) parts.push(make("span", { class: "mark" }, `extrapolated from token ${count(n)} on`));
       const span = make("span", { class: "token", "data-token": n, title: count(n) }, this.names[n]);
       this.spans.push(span), parts.push(span);
-      if (/[\n⏎↵]$/.test(this.names[n])) parts.push(make("br"));
+      if (/[\n⏎↵]/.test(this.names[n])) parts.push(make("br"));
     }
     this.words.replaceChildren(...parts);
     const go = (to) => ((this.first = to), this.write(), this.look(to));
