@@ -11,7 +11,8 @@ class HeadPane {
     this.title = make("div", { class: "pane-title" });
     this.note = make("div", { class: "note", role: "status" });
     this.reading = make("div", { class: "reading", "aria-live": "polite" });
-    this.element = make("section", { class: "pane" }, this.title, this.canvas, this.reading, this.note);
+    this.done = make("progress", { max: 1, "aria-label": "how much of the head is read" });
+    this.element = make("section", { class: "pane" }, this.title, this.canvas, this.reading, make("div", { class: "foot" }, this.done, this.note));
     root.append(this.element);
     this.zoom = d3.zoom().clickDistance(4).on("zoom", (event) => this.moved(event));
     d3.select(this.canvas).call(this.zoom).on("dblclick.zoom", null);
@@ -119,14 +120,11 @@ class HeadPane {
     return inside && i >= 0 && j >= 0 && i < this.t && j < this.s ? [i, j] : null;
   }
 
+  // The level whose cells are a pixel or two; of levels that only a pass fills, the last one until it has.
   get level() {
-    return Math.min(this.tiles.top, Math.max(0, Math.ceil(-Math.log2(this.at.k) - 0.01)));
-  }
-
-  // Are tiles of a level more than is computed when asked for?
-  sampledAt(level) {
-    const { side, most } = this.app.info;
-    return Math.min(this.t * this.s, (side * 2 ** level) ** 2) > most;
+    const level = Math.min(this.tiles.top, Math.max(0, Math.ceil(-Math.log2(this.at.k) - 0.01)));
+    const { side, most } = this.app.info, computed = Math.min(this.t * this.s, (side * 2 ** level) ** 2) <= most;
+    return computed || this.whole ? level : this.tiles.top;
   }
 
   // The tiles in view, as [x, y], the nearest to the middle first.
@@ -153,8 +151,7 @@ class HeadPane {
 
   paint(context, ratio) {
     const theme = this.app.theme(), level = this.level, seen = this.inView(level);
-    const early = !this.whole && this.sampledAt(level) ? [] : seen;  // all of it is enough until a pass has ended
-    this.tiles.want([`${this.tiles.top}/0/0`, ...early.map(([x, y]) => `${level}/${x}/${y}`)]);
+    this.tiles.want([`${this.tiles.top}/0/0`, ...seen.map(([x, y]) => `${level}/${x}/${y}`)]);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.fillStyle = theme.ground;
     context.fillRect(0, 0, this.canvas.clientWidth, this.canvas.clientHeight);
@@ -164,7 +161,7 @@ class HeadPane {
     let missing = 0, sampled = 1;
     for (const [x, y] of seen) {
       const grid = this.paintTile(context, level, x, y);
-      if (!grid || (grid.level !== level && early.length)) missing++;
+      if (!grid || grid.level !== level) missing++;
       if (grid) sampled = Math.max(sampled, grid.sampled);
     }
     this.outline(context, theme, level, seen);
@@ -424,6 +421,7 @@ class HeadPane {
     words.push(this.layer.mask);
     if (this.tiles.failed) words.push(this.tiles.failed), this.app.complain(new Problem(this.tiles.failed));
     this.note.textContent = words.join(" · ");
+    this.done.value = this.progress, this.done.hidden = this.whole;
     Object.assign(this.note.dataset, { level, missing, sampled, whole: this.whole });
   }
 
