@@ -95,14 +95,6 @@ class Head:
             return Tile(cells.float() / SCALE)
         return self._sampled(rows, cols, level)
 
-    def row(self, i: int) -> Tensor:
-        """The weights of a query, `[s]`."""
-        return self.amap[0, 0, i]
-
-    def column(self, j: int) -> Tensor:
-        """The weights on a key, `[t]`."""
-        return self.amap[0, 0, :, j]
-
     def value(self, i: int, j: int) -> float:
         """A single weight; NaN where the query may not see the key."""
         seen = scores.visible(self.amap.problem, slice(i, i + 1), slice(j, j + 1))
@@ -113,38 +105,22 @@ class Head:
     def passing(self) -> Iterator[float]:
         """Fill the coarse levels, what keys receive and entropies; yields how much is done, from 0 to 1."""
         received, entropy = torch.zeros(self.s, dtype=torch.float64), torch.zeros(self.t)
-        coarse: dict[int, Tensor] = {}
-        size, level = (self.t, self.s), COARSE
-        sums = torch.zeros(2, *_counts(size, level + 1))  # of the cells of the level after the first
-        seen = torch.zeros(sums.shape[1:])
-        if not self.small:
-            coarse[level] = torch.full((2, *_counts(size, level)), math.nan, dtype=torch.float16)
+        coarse = None if self.small else Coarse(self.t, self.s)
         start = 0
         while start < self.t:
             rows = self._step(start)
             cols = self._seen(rows)
             if cols:
                 look = Look(rows=True, received=True)
-                cells = self._look(rows, cols, level, look, pooled=bool(coarse))
+                sums = self._look(rows, cols, COARSE, look, pooled=coarse is not None)
                 received[cols.start : cols.stop] += look.found["received"][0, 0]
                 entropy[rows.start : rows.stop] = look.found["entropy"][0, 0]
-                if coarse:
-                    hidden = _hidden(self.amap.problem, rows, cols, level)
-                    first = slice(rows.start >> level, None), slice(cols.start >> level, None)
-                    _put(coarse[level][:, *first], _numbers(cells, rows, cols, level, hidden) * SCALE)
-                    later = slice(rows.start >> level + 1, None), slice(cols.start >> level + 1, None)
-                    _put(sums[:, *later], _halved(cells))
-                    _put(seen[later], _fold((~hidden).float(), 2, "max"))
+                if coarse is not None:
+                    coarse.add(rows, cols, sums, _hidden(self.amap.problem, rows, cols, COARSE))
             start, self.progress = rows.stop, rows.stop / self.t
             yield self.progress
-        while coarse:
-            level += 1
-            rows, cols = range(self.t), range(self.s)
-            coarse[level] = (_numbers(sums, rows, cols, level, seen == 0) * SCALE).half()
-            if seen.numel() == 1:
-                break
-            sums, seen = _halved(sums), _fold(seen, 2, "max")
-        self._coarse, self.received, self.entropy = coarse, received.float(), entropy
+        self._coarse = {} if coarse is None else coarse.levels()
+        self.received, self.entropy = received.float(), entropy
 
     def _step(self, start: int) -> range:
         """Queries from one on whose weights are about as many as a pass takes at a time."""
@@ -243,6 +219,37 @@ class Head:
         return Tile(numbers.masked_fill_(_hidden(problem, rows, cols, level), math.nan), side)
 
 
+class Coarse:
+    """The coarse levels of a head [t, s] while a pass brings the cells of the first of them."""
+
+    def __init__(self, t: int, s: int) -> None:
+        self.rows, self.cols = range(t), range(s)
+        size = _count(self.rows, COARSE), _count(self.cols, COARSE)
+        self.first = torch.full((2, *size), math.nan, dtype=torch.float16)
+        size = _count(self.rows, COARSE + 1), _count(self.cols, COARSE + 1)
+        self.sums, self.seen = (
+            torch.zeros(2, *size),
+            torch.zeros(size),
+        )  # of the second, which needs less room
+
+    def add(self, rows: range, cols: range, sums: Tensor, hidden: Tensor) -> None:
+        """Take in sums and maxima `[2, r, c]`, and where nothing may be seen `[r, c]`."""
+        first = self.first[:, rows.start >> COARSE :, cols.start >> COARSE :]
+        _put(first, _numbers(sums, rows, cols, COARSE, hidden) * SCALE)
+        place = slice(rows.start >> COARSE + 1, None), slice(cols.start >> COARSE + 1, None)
+        _put(self.sums[:, *place], _halved(sums))
+        _put(self.seen[place], _fold((~hidden).float(), 2, "max"))
+
+    def levels(self) -> dict[int, Tensor]:
+        """All of them, up to a single cell: `[2, r, c]` in float16 times 2^15."""
+        found, sums, seen, level = {COARSE: self.first}, self.sums, self.seen, COARSE + 1
+        while True:
+            found[level] = (_numbers(sums, self.rows, self.cols, level, seen == 0) * SCALE).half()
+            if seen.numel() == 1:
+                return found
+            sums, seen, level = _halved(sums), _fold(seen, 2, "max"), level + 1
+
+
 def _run(n: int, side: int, size: int) -> range:
     return range(n * side, min((n + 1) * side, size))
 
@@ -250,10 +257,6 @@ def _run(n: int, side: int, size: int) -> range:
 def _count(run: range, level: int) -> int:
     """Cells of a run that begins with one."""
     return -(-len(run) // (1 << level))
-
-
-def _counts(size: tuple[int, int], level: int) -> tuple[int, int]:
-    return _count(range(size[0]), level), _count(range(size[1]), level)
 
 
 def _put(to: Tensor, numbers: Tensor) -> None:
