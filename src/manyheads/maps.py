@@ -435,7 +435,7 @@ class AttentionMap:
 
         others: more maps, runs or files, to see side by side; port: of this machine, 0 being any free one.
         A script that would end goes on with `view().wait()`. TypeError or ValueError for what can't be shown,
-        OSError for a port that is taken, ImportError where what it needs isn't installed.
+        OSError for a port that is taken.
         """
         from manyheads import viewer
 

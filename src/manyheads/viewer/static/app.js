@@ -242,7 +242,6 @@ class App {
     for (const pane of this.panes) if (pane !== from && pane.tiles) pane.look(view);
     clearTimeout(this.later);
     this.later = setTimeout(() => this.remember(), 150);
-    if (this.state.pin && !this.hovered) for (const pane of this.panes) pane.read();
   }
 
   fit() {

@@ -16,9 +16,9 @@ class HeadPane {
     root.append(this.element);
     this.zoom = d3.zoom().clickDistance(4).on("zoom", (event) => this.moved(event));
     d3.select(this.canvas).call(this.zoom).on("dblclick.zoom", null);
-    this.canvas.addEventListener("pointermove", (event) => this.app.point(this.cellAt(event)));
-    this.canvas.addEventListener("pointerleave", () => this.app.point(null));
-    this.canvas.addEventListener("click", (event) => this.app.pin(this.cellAt(event)));
+    this.canvas.addEventListener("pointermove", (event) => this.point(d3.pointer(event, this.canvas)));
+    this.canvas.addEventListener("pointerleave", () => this.point(null));
+    this.canvas.addEventListener("click", (event) => this.app.pin(this.cellAt(d3.pointer(event, this.canvas))));
     this.canvas.addEventListener("dblclick", (event) => this.near(event));
     this.resizing = new ResizeObserver(() => this.resize());
     this.resizing.observe(this.canvas);
@@ -103,7 +103,13 @@ class HeadPane {
     const { x, y, k } = transform;
     this.view = { x: (this.left + this.wide / 2 - x) / k, y: (this.above + this.high / 2 - y) / k, k };
     if (sourceEvent) this.app.moved(this);
-    this.draw();
+    if (this.pointer) this.point(this.pointer); // which stays while the matrix moves below it
+    this.draw(), this.read();
+  }
+
+  point(at) {
+    this.pointer = at;
+    this.app.point(at && this.cellAt(at));
   }
 
   near(event) {
@@ -113,9 +119,9 @@ class HeadPane {
   }
 
   // The query and key under the pointer, or null.
-  cellAt(event) {
+  cellAt([x, y]) {
     if (!this.at) return null;
-    const [x, y] = d3.pointer(event, this.canvas), [j, i] = this.at.invert([x, y]).map(Math.floor);
+    const [j, i] = this.at.invert([x, y]).map(Math.floor);
     const inside = x >= this.left && y >= this.above && x < this.left + this.wide && y < this.above + this.high;
     return inside && i >= 0 && j >= 0 && i < this.t && j < this.s ? [i, j] : null;
   }
