@@ -194,8 +194,10 @@ def _bytes(head: Head) -> int:
 def document(answers: dict[str, str], folder: str | None = None, picture: bytes | None = None) -> str:
     """A page with its answers, base64 by address, and a picture (PNG) for where scripts don't run."""
     script = page.script() + (
-        "const embedded = JSON.parse(document.getElementById('answers').textContent);\n"
-        f"show(document.body, new Written(embedded, {json.dumps(folder)}), location.protocol !== 'about:');\n"
+        "const answers = JSON.parse(document.getElementById('answers').textContent);\n"
+        f"const source = new Written(answers, {json.dumps(folder)});\n"
+        "const app = show(document.body, source, location.protocol !== 'about:');\n"
+        "addEventListener('message', ({ source, data }) => source === parent && app.follow(data?.ink));\n"
     )
     style = page.read("viewer.css")
     hashes = [

@@ -20,23 +20,35 @@ class App {
   constructor(root, source, linked) {
     Object.assign(this, { root, source, linked, panes: [], labels: new Map(), hovered: null, hatches: {} });
     this.state = { ...START, ...(linked ? this.read() : {}) };
+    this.gone = new AbortController();
   }
 
   async start() {
     this.root.classList.add("manyheads");
+    this.root.dataset.theme = this.themeName();
     this.root.replaceChildren(make("p", { class: "quiet opening" }, "opening …"));
-    this.info = await json(this.source, "runs");
-    this.colours = new Colours(this.info.ramp);
+    const info = await json(this.source, "runs"), { signal } = this.gone;
+    if (signal.aborted) return;
+    this.info = info, this.colours = new Colours(info.ramp);
     this.frame();
     if (this.linked) {
       window.addEventListener("hashchange", () => {
         if (location.hash.slice(1) !== this.written()) this.state = { ...START, ...this.read() }, this.show();
-      });
+      }, { signal });
+    } else {
+      this.root.tabIndex = -1; // what is clicked anywhere in it, keys are for
     }
-    this.listen = (event) => this.key(event);
-    (this.linked ? document : this.root).addEventListener("keydown", this.listen);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.show());
+    (this.linked ? document : this.root).addEventListener("keydown", (event) => this.key(event), { signal });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.show(), { signal });
     this.show();
+  }
+
+  remove() {
+    this.gone.abort();
+    this.shown?.remove(), this.panes.forEach((pane) => pane.remove());
+    this.shown = null, this.panes = [];
+    clearTimeout(this.later), clearTimeout(this.telling);
+    this.root.replaceChildren();
   }
 
   // -- state ------------------------------------------------------------------------------------
@@ -152,6 +164,9 @@ class App {
   }
 
   show() {
+    // In a notebook keys mustn't fall to it when what had the focus is replaced.
+    const lost = !this.linked && this.root.matches(":focus-within") && (() => this.root.matches(":focus-within") || this.root.focus({ preventScroll: true }));
+    if (lost) requestAnimationFrame(lost);
     this.correct();
     const { state } = this;
     this.root.dataset.theme = this.themeName();
@@ -259,7 +274,16 @@ class App {
   // -- light and dark ---------------------------------------------------------------------------
 
   themeName() {
-    return this.state.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+    return this.state.theme ?? this.around ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  }
+
+  // As what is around it, by the colour of the ink there, "rgb(…)".
+  follow(ink) {
+    const parts = String(ink).match(/[\d.]+/g)?.slice(0, 3).map(Number);
+    const around = parts?.length === 3 ? (parts[0] + parts[1] + parts[2] > 383 ? "dark" : "light") : this.around;
+    if (around === this.around) return;
+    this.around = around, this.root.dataset.theme = this.themeName();
+    if (this.info) this.show();
   }
 
   theme() {
@@ -331,7 +355,9 @@ class App {
   // -- keys -------------------------------------------------------------------------------------
 
   key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || this.keys.open) return;
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (!this.linked) event.stopPropagation(); // the notebook has keys of its own
+    if (this.keys.open) return;
     if (event.target.closest?.("input, select, textarea") && event.key !== "Escape") return;
     const { state } = this, pane = this.panes[0], { heads } = this.layer(state), { layers } = this.info.runs[state.run];
     const turn = (n, by, size) => (n + by + size) % size;

@@ -76,29 +76,43 @@ class Written {
   }
 }
 
-// A kernel's, over the channel that a notebook has to it.
+// A kernel's, over the channel that a notebook has to it. All views of a widget, in whatever window, hear every answer: each
+// has a name of its own.
 class Channel {
   constructor(model) {
-    this.model = model, this.waiting = new Map(), this.next = 0;
-    model.on("msg:custom", (message, buffers) => {
-      const { take, fail } = this.waiting.get(message.number) ?? {};
-      this.waiting.delete(message.number);
-      if (message.error) fail?.(new Problem(message.error));
-      else take?.(buffers[0].buffer.slice(buffers[0].byteOffset, buffers[0].byteOffset + buffers[0].byteLength));
-    });
+    this.model = model, this.view = Math.random().toString(36).slice(2), this.waiting = new Map(), this.next = 0;
+    this.listen = (message, buffers) => message.view === this.view && this.take(message, buffers);
+    model.on("msg:custom", this.listen);
+  }
+
+  take({ number, error }, [found]) {
+    const { take, fail } = this.waiting.get(number) ?? {};
+    this.waiting.delete(number);
+    if (error) fail?.(new Problem(error));
+    else take?.(found.buffer.slice(found.byteOffset, found.byteOffset + found.byteLength));
+  }
+
+  send(message) {
+    this.model.send({ view: this.view, ...message });
   }
 
   bytes(address, signal) {
     const number = this.next++;
     return new Promise((take, fail) => {
       this.waiting.set(number, { take, fail });
-      this.model.send({ number, address });
+      this.send({ number, address });
       signal?.addEventListener("abort", () => {
-        this.waiting.delete(number);
-        this.model.send({ number, dropped: true });
+        if (!this.waiting.delete(number)) return;
+        this.send({ number, dropped: true });
         fail(new DOMException("not wanted", "AbortError"));
       });
     });
+  }
+
+  // Nobody looks any more.
+  close() {
+    this.model.off("msg:custom", this.listen);
+    this.send({ left: true });
   }
 }
 
