@@ -23,10 +23,13 @@ from manyheads.viewer.gallery import Answer, Gallery, Run
 SMALL = 6e6  # bytes of weights in the notebook itself
 HIGH = 640  # pixels
 DRAWN = 2**26  # weights that a still picture is drawn of
-# A page in a frame knows no theme: it is told the colour of the ink around it, now and when that changes.
+# A page in a frame knows no theme: it is told the colour of the ink around it when it comes into sight and when
+# a notebook changes what its document is marked with, as all do with their theme.
 TELLS = (
-    "const tell = () => this.contentWindow.postMessage({ ink: getComputedStyle(this).color }, '*'); "
-    "this.ontransitionend = tell; tell()"
+    "const tell = () => this.contentWindow.postMessage({ ink: getComputedStyle(this).color }, '*'), "
+    "marks = new MutationObserver(tell); "
+    "for (const one of [document.documentElement, document.body]) marks.observe(one, { attributes: true }); "
+    "new IntersectionObserver(tell).observe(this)"
 )
 
 
@@ -76,7 +79,7 @@ class Page:
         frame = (
             f'<iframe srcdoc="{html.escape(self.text)}" sandbox="allow-scripts allow-downloads" '
             f'title="{html.escape(self.words)}" onload="{html.escape(TELLS)}" style="position: absolute; '
-            'inset: 0; width: 100%; height: 100%; border: 0; transition: color 1ms"></iframe>'
+            'inset: 0; width: 100%; height: 100%; border: 0"></iframe>'
         )
         behind = ""  # what a notebook that isn't trusted, and so loses its frames, still shows
         if self.picture is not None:

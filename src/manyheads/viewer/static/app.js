@@ -151,7 +151,7 @@ class App {
       button("png", "PNG", "save what is shown as a picture (p)", () => this.png()));
     this.banner = make("div", { class: "banner", role: "alert", hidden: true });
     this.keys = make("dialog", { class: "keys" }, make("h2", {}, "keys"),
-      make("dl", {}, ...KEYS.flatMap(([key, what]) => [make("dt", {}, key), make("dd", {}, what)])),
+      make("dl", {}, ...KEYS.filter(([key]) => this.linked || key !== "k").flatMap(([key, what]) => [make("dt", {}, key), make("dd", {}, what)])),
       make("form", { method: "dialog" }, make("button", {}, "close")));
     this.body = make("div", { class: "body" });
     this.root.replaceChildren(

@@ -7,15 +7,16 @@ function below(model, el, style, high) {
   tree.append(root);
   Object.assign(host.style, {
     height: `${high}px`, boxSizing: "border-box", border: "1px solid #8888", overflow: "hidden", resize: "vertical",
-    transition: "color 1ms",
   });
   el.append(host);
   const app = show(root, channel, false), follow = () => app.follow(getComputedStyle(host).color);
-  host.addEventListener("transitionend", follow); // the notebook's ink changed, and so its theme
+  const marks = new MutationObserver(follow), sight = new IntersectionObserver(follow); // see notebook.py, of frames
+  for (const one of [document.documentElement, document.body]) marks.observe(one, { attributes: true });
+  sight.observe(host);
   // JupyterLab may hear keys before anybody else does: those without ctrl or the like are the viewer's, as `x` would cut the cell.
   const mine = ({ ctrlKey, metaKey, altKey }) => host.toggleAttribute("data-lm-suppress-shortcuts", !(ctrlKey || metaKey || altKey));
   window.addEventListener("keydown", mine, true);
-  const laid = new ResizeObserver(follow); // before it is laid out it has no colour
-  laid.observe(host);
-  return () => (laid.disconnect(), window.removeEventListener("keydown", mine, true), app.remove(), channel.close(), host.remove());
+  return () => {
+    marks.disconnect(), sight.disconnect(), window.removeEventListener("keydown", mine, true), app.remove(), channel.close(), host.remove();
+  };
 }
