@@ -1,22 +1,17 @@
-"""The viewer in a notebook: a page of its own for small maps, a widget for larger ones, driven in JupyterLab."""
+"""The viewer in a notebook: a page of its own for small maps, a widget for larger ones, in JupyterLab."""
 
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
-import os
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_notebook, new_output
@@ -36,7 +31,7 @@ QUIET = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 )
-WORDS = "The cat sat on the mat , because it was warm .".split()
+WORDS = ["The", "cat", "sat", "on", "the", "mat", ",", "because", "it", "was", "warm", "."]
 
 
 def a_map(tokens: int = 12, heads: int = 3) -> mh.AttentionMap:
@@ -90,7 +85,9 @@ def test_a_small_map_is_a_page_in_a_frame_with_a_picture_behind_it() -> None:
     assert 'sandbox="allow-scripts allow-downloads"' in text
     drawn = base64.b64encode(bundle["image/png"]).decode()
     assert f"base64,{drawn}" in text.split("<iframe")[0]  # where frames are taken out
-    assert f"&lt;noscript&gt;&lt;img alt=&quot;every head&quot; src=&quot;data:image/png;base64,{drawn}" in text
+    assert (
+        f"&lt;noscript&gt;&lt;img alt=&quot;every head&quot; src=&quot;data:image/png;base64,{drawn}" in text
+    )
 
 
 def test_a_large_one_is_a_widget_with_a_picture_beside_it(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
@@ -181,7 +178,9 @@ def test_without_anywidget_a_large_map_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "anywidget", None)
     notebook._widget.cache_clear()
 
-    with pytest.raises(ImportError, match=r"anywidget, which isn't installed: pip install 'manyheads\[view\]'"):
+    with pytest.raises(
+        ImportError, match=r"anywidget, which isn't installed: pip install 'manyheads\[view\]'"
+    ):
         notebook.shown(Gallery(a_map()))
 
 
@@ -196,7 +195,9 @@ def test_ipython_without_a_kernel_is_no_notebook() -> None:
         "from IPython.core.interactiveshell import InteractiveShell; InteractiveShell.instance(); "
         "from manyheads.viewer import notebook; print(notebook.here())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert told.stdout.strip() == "False"
 
 

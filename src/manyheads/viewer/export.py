@@ -122,7 +122,7 @@ def planned(
         raise ValueError(f"there is no folder {path.parent} to export {path.name} into: make it first.")
     runs = [_chosen(run, layer, heads) for run in gallery.runs]
     sizes = [
-        (layer.call.shape[1], layer.call.shape[0] * _bytes(Head(layer.map.only(0, 0))))
+        (layer.call.shape[1], layer.call.shape[0] * _bytes(Head(layer.map.only(0, 0)), 4))
         for run in runs
         for layer in run.layers
         if not isinstance(layer.call, Reduced)
@@ -135,7 +135,14 @@ def planned(
             f"--head, a head takes {amount(one)}."
         )
     beside = whole > PAGE
-    return Export(Gallery(*runs), path, whole // 2 if beside else whole, beside)
+    if beside:
+        whole = sum(
+            layer.call.shape[1] * layer.call.shape[0] * _bytes(Head(layer.map.only(0, 0)), 2)
+            for run in runs
+            for layer in run.layers
+            if not isinstance(layer.call, Reduced)
+        )
+    return Export(Gallery(*runs), path, whole, beside)
 
 
 def _chosen(run: Run, layer: int | None, heads: Sequence[int] | None) -> Run:
@@ -144,8 +151,8 @@ def _chosen(run: Run, layer: int | None, heads: Sequence[int] | None) -> Run:
     if layer is not None:
         if not 0 <= layer < len(layers):
             raise ValueError(
-                f"--layer must be between 0 and {len(layers) - 1}, and {layer} came: {run.title} has "
-                f"{len(layers)} layers."
+                f"--layer must be between 0 and {len(layers) - 1}, and {layer} came: that is what {run.title} "
+                "has."
             )
         layers = [layers[layer]]
     if heads is not None:
@@ -178,16 +185,16 @@ def _text(answer: bytes) -> str:
     return base64.b64encode(answer).decode()
 
 
-def _bytes(head: Head) -> int:
-    """Of the tiles of a head as base64: four bytes a weight on level 0, two numbers of two on others."""
-    size = 0
+def _bytes(head: Head, single: int) -> int:
+    """Of a head as base64: so many bytes a weight on level 0, two numbers of two on others; and its edges."""
+    size = 4 * (head.t + head.s) + sum(len(label) + 4 for label in head.amap.tokens or ())
     for level in range(head.top + 1):
         side = SIDE << level
         for start in range(0, head.t, side):
             rows = min(side, head.t - start)
             low, high = head.amap.problem.span(start, start + rows)[0]
             cols = min(-(-high // side) * side, head.s) - low // side * side
-            size += 4 * -(-rows // (1 << level)) * max(0, -(-cols // (1 << level)))
+            size += (4 if level else single) * -(-rows // (1 << level)) * max(0, -(-cols // (1 << level)))
     return size * 4 // 3
 
 

@@ -1,7 +1,8 @@
 """What a viewer shows: runs, their layers and heads; and an answer for every address that a page asks for.
 
     runs                                   what there is to see, JSON
-    tokens/RUN/LAYER/BATCH                 labels, JSON: {"queries": [..] or null, "keys": [..] or null}
+    tokens/RUN/LAYER/BATCH                 labels, JSON: "queries" and "keys", each a list or null, and the key that
+                                           the "first" query stands at, null if queries are of another text
     measures/RUN/LAYER/BATCH               of every head, JSON
     tiles/RUN/LAYER/HEAD/LEVEL/X/Y/BATCH   numbers (`tiles.Tile`)
     edges/RUN/LAYER/HEAD/BATCH             what keys receive [s] and entropies [t], when a pass has found them
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 
 from manyheads import scores
+from manyheads.kernels import native
 from manyheads.maps import AttentionMap
 from manyheads.masks import AfterSameToken, Diagonal, Mask
 from manyheads.observe import Seen, open_run
@@ -154,13 +156,13 @@ def labels(call: AttentionMap | Reduced, batch: int) -> list[str] | None:
     return list(tokens[batch])
 
 
-def follows(amap: AttentionMap) -> bool:
-    """Are the queries positions of the sequence of keys, so that their labels are known?"""
+def beginning(amap: AttentionMap, batch: int) -> int | None:
+    """Which key the first query of a sequence stands at; None where queries are of another text."""
     *_, t, s = amap.shape
-    if t == s:
-        return True
-    mask = amap.problem.mask
-    return isinstance(amap.problem.offset, int) and mask is not None and mask.normal().band[1] == 0
+    mask, offset = amap.problem.mask, amap.problem.offset
+    if t != s and (mask is None or mask.normal().band[1] != 0):
+        return None
+    return offset if isinstance(offset, int) else int(offset[batch])
 
 
 class Gallery:
@@ -171,6 +173,10 @@ class Gallery:
 
     def __init__(self, *shown: Any) -> None:
         self.runs = [one if isinstance(one, Run) else Run.of(one) for one in shown]
+        titles = [run.title for run in self.runs]
+        for n, run in enumerate(self.runs):
+            if titles.count(run.title) > 1 and len(self.runs) > 1:
+                run.title = f"{run.title} ({n})"
         self.desk = Desk()
         self._heads, self._tiles = Kept(HEADS), Kept(TILES)
         self._passes: dict[tuple[int, ...], float] = {}  # by head: when it was last asked for
@@ -232,14 +238,12 @@ class Gallery:
             for layer in run.layers:
                 call, (b, h, t, s) = layer.call, layer.call.shape
                 problem = None if isinstance(call, Reduced) else call.problem
-                offset = 0 if problem is None else problem.offset
                 layers.append(
                     {
                         "name": layer.name,
                         "number": layer.number,
                         "heads": list(call.heads),
                         "shape": [b, h, t, s],
-                        "offset": offset if isinstance(offset, int) else offset.tolist(),
                         "mask": "no mask" if problem is None or problem.mask is None else str(problem.mask),
                         "weights": problem is not None,
                         "labelled": call.tokens is not None,
@@ -258,13 +262,13 @@ class Gallery:
     def _tokens(self, run: str, layer: str, batch: str) -> str:
         call = self._layer(run, layer).call
         b = number(batch, call.shape[0], "batch entry")
-        keys, queries = labels(call, b), None
-        if keys is not None and isinstance(call, AttentionMap) and follows(call):
-            offset, t = call.problem.offset, call.shape[2]
-            first = offset if isinstance(offset, int) else int(offset[b])
-            places = range(first, first + t)
+        keys, queries, first = labels(call, b), None, None
+        if isinstance(call, AttentionMap):
+            first = beginning(call, b)
+        if keys is not None and first is not None:
+            places = range(first, first + call.shape[2])
             queries = [keys[n] if 0 <= n < len(keys) else "" for n in places]
-        return json.dumps({"queries": queries, "keys": keys})
+        return json.dumps({"queries": queries, "keys": keys, "first": first})
 
     def _measures(self, run: str, layer: str, batch: str) -> str:
         call = self._layer(run, layer).call
@@ -341,9 +345,9 @@ class Gallery:
         weights = torch.zeros(s if row else t)
         for one in chosen:  # each by itself, as all of them may take much memory
             weights += (amap[b, one, at] if row else amap[b, one, :, at]) / len(chosen)
-        first = 0
-        if isinstance(amap.problem.offset, int) and follows(amap):
-            at = at + amap.problem.offset * (1 if row else -1)  # as a place among the others
+        first, begins = 0, beginning(amap, b)
+        if begins is not None:
+            at += begins if row else -begins  # as a place among the others
         if len(weights) > BESIDE:
             first = max(0, min(at - BESIDE // 2, len(weights) - BESIDE))
         largest = weights.topk(min(TOP, len(weights)))
@@ -387,7 +391,7 @@ def number(text: str, size: int, what: str) -> int:
 def measures(amap: AttentionMap, ids: Tensor | None) -> tuple[dict[str, Tensor], int]:
     """The measures of every head of one sequence, `[h]` each, and of how many queries one was looked at."""
     _, h, t, s = amap.shape
-    if h * t * s <= EXACT:
+    if h * t * s <= (EXACT if native.looks(amap.problem) else EXACT // 16):  # about as long
         return {name: x[0] for name, x in measured(amap, ids).items()}, 1
     step = -(-t // SOME)
     problem = amap.problem

@@ -23,8 +23,8 @@ from manyheads.viewer.gallery import Answer, Gallery, Run
 SMALL = 6e6  # bytes of weights in the notebook itself
 HIGH = 640  # pixels
 DRAWN = 2**26  # weights that a still picture is drawn of
-# A page in a frame knows no theme: it is told the colour of the ink around it when it comes into sight and when
-# a notebook changes what its document is marked with, as all do with their theme.
+# A page in a frame knows no theme: it is told the colour of the ink around it when it comes into sight and
+# when a notebook changes what its document is marked with, as all do with their theme.
 TELLS = (
     "const tell = () => this.contentWindow.postMessage({ ink: getComputedStyle(this).color }, '*'), "
     "marks = new MutationObserver(tell); "

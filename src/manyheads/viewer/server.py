@@ -8,6 +8,7 @@ that address a name of its own (DNS rebinding). Paths are looked up in a table a
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import threading
@@ -145,14 +146,16 @@ class Server:
                 raise OSError(None, "as they go from 0 to 65535")
             self._socket = socket.create_server((HOST, port))
         except OSError as error:
+            reason = os.strerror(error.errno).lower() if error.errno else error.strerror
             raise OSError(
-                f"port {port} can't be had, {error.strerror}: take another one, or 0 for any free one."
+                f"port {port} can't be had, {reason}: take another one, or 0 for any free one."
             ) from None
         self.port = self._socket.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}/?token={token}"
         config = uvicorn.Config(
             app(gallery, self.port, token),
-            log_level="warning",
+            log_level="critical",  # a request that is none of a browser's is nobody's business
+            ws="none",
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=2,

@@ -58,6 +58,9 @@ class Head:
         self.t, self.s = amap.shape[2:]
         self.top = max(0, math.ceil(math.log2(max(self.t, self.s) / SIDE)))  # all of it is one tile here
         self.small = self.t * self.s <= MOST
+        self.fast = native.looks(
+            _part(amap.problem, range(self.t), range(self.s)) or amap.problem.cast(torch.float64)
+        )
         self.received: Tensor | None = None  # [s]
         self.entropy: Tensor | None = None  # [t]
         self.progress = 0.0  # of the pass, between 0 and 1
@@ -127,7 +130,9 @@ class Head:
         unit = 2 << COARSE
         most = -(-(self.t - start) // unit)
         few = bisect_right(
-            range(1, most + 1), STEP, key=lambda n: n * unit * len(self._seen(range(start, start + n * unit)))
+            range(1, most + 1),
+            STEP if self.fast else STEP // 16,
+            key=lambda n: n * unit * len(self._seen(range(start, start + n * unit))),
         )
         return range(start, min(start + max(few, 1) * unit, self.t))
 

@@ -5,8 +5,8 @@ const START = {
   second: null, heads: "all", token: null, sort: "", measure: "", least: 0,
 };
 const THEMES = {
-  light: { ground: "#ffffff", ink: "#1b1f24", quiet: "#5b6570", line: "#c9d1d9", outline: "#00000088", accent: "#b3261e", bars: "#4a6fa5", hatch: ["#eef0f2", "#d5dade"] },
-  dark: { ground: "#14171a", ink: "#e8eaed", quiet: "#9aa4af", line: "#3a4149", outline: "#ffffff88", accent: "#ff9e80", bars: "#8ab4f8", hatch: ["#24282d", "#343a41"] },
+  light: { ground: "#ffffff", unknown: "#f3f5f7", ink: "#1b1f24", quiet: "#5b6570", line: "#c9d1d9", outline: "#00000088", accent: "#b3261e", bars: "#4a6fa5", hatch: ["#eef0f2", "#d5dade"] },
+  dark: { ground: "#14171a", unknown: "#1b1f23", ink: "#e8eaed", quiet: "#9aa4af", line: "#3a4149", outline: "#ffffff88", accent: "#ff9e80", bars: "#8ab4f8", hatch: ["#24282d", "#343a41"] },
 };
 const KEYS = [
   ["arrows", "move"], ["shift + arrows", "move the crosshair by one weight"], ["+  −", "zoom"], ["0", "all of it"],
@@ -32,6 +32,7 @@ class App {
     this.info = info, this.colours = new Colours(info.ramp);
     this.frame();
     if (this.linked) {
+      this.state = { ...START, ...this.read() }; // it may have changed meanwhile
       window.addEventListener("hashchange", () => {
         if (location.hash.slice(1) !== this.written()) this.state = { ...START, ...this.read() }, this.show();
       }, { signal });
@@ -63,7 +64,7 @@ class App {
     };
     const view = numbers("view", 3), pin = numbers("pin", 2), second = numbers("second", 3);
     if (view && view[2] > 0) state.view = { x: view[0], y: view[1], k: view[2] };
-    if (pin) state.pin = pin.map(Math.floor);
+    if (pin && Math.min(...pin) >= 0) state.pin = pin.map(Math.floor);
     if (second) state.second = { run: second[0], layer: second[1], head: second[2] };
     return state;
   }
@@ -96,20 +97,30 @@ class App {
     if (!["overview", "head", "text"].includes(state.page)) state.page = "overview";
     if (!["mean", "max"].includes(state.how)) state.how = "max";
     if (!["linear", "log"].includes(state.scale)) state.scale = "linear";
-    if (!(state.theme in THEMES)) state.theme = null;
-    if (!(state.sort in MEASURES)) state.sort = "";
-    if (!(state.measure in MEASURES)) state.measure = "";
+    if (!Object.hasOwn(THEMES, state.theme)) state.theme = null;
+    if (!Object.hasOwn(MEASURES, state.sort)) state.sort = "";
+    if (!Object.hasOwn(MEASURES, state.measure)) state.measure = "";
+    if (!Number.isFinite(state.least)) state.least = 0;
     place(state);
     if (state.second) place((state.second = { ...state.second }));
-    const [b, h, , s] = this.layer(state).shape;
-    state.batch = within(state.batch, b);
+    const [, h, , s] = this.layer(state).shape;
+    state.batch = within(state.batch, Math.max(...runs.flatMap(({ layers }) => layers.map(({ shape }) => shape[0]))));
     if (state.token !== null) state.token = within(state.token, s);
-    if (state.heads !== "all" && !state.heads.split(",").every((one) => /^\d+$/.test(one) && Number(one) < h)) state.heads = "all";
+    if (state.heads !== "all" && !state.heads.split(",").every((one) => /^\d{1,5}$/.test(one) && Number(one) < h)) state.heads = "all";
   }
 
+  // Another page or head is a step that the browser's back button takes back.
   change(some) {
+    const step = ["page", "run", "layer", "head", "second"].some((name) => name in some);
+    if (this.linked && step) history.pushState(null, "", location.href);
     Object.assign(this.state, some);
+    if (this.banner.classList.contains("bad")) this.banner.hidden = true;
     this.show();
+  }
+
+  // The batch entry that is shown of a layer, which may have fewer.
+  entry(place) {
+    return Math.min(this.state.batch, this.layer(place).shape[0] - 1);
   }
 
   layer({ run, layer }) {
@@ -133,7 +144,7 @@ class App {
   tokens({ run, layer, batch }) {
     const where = `tokens/${run}/${layer}/${batch}`;
     if (!this.labels.has(where)) this.labels.set(where, json(this.source, where));
-    return this.labels.get(where).catch((error) => (this.complain(error), { queries: null, keys: null }));
+    return this.labels.get(where).catch((error) => (this.complain(error), { queries: null, keys: null, first: null }));
   }
 
   // -- the frame --------------------------------------------------------------------------------
@@ -196,7 +207,7 @@ class App {
     const { state } = this, places = [state, ...(state.second ? [state.second] : [])];
     while (this.panes.length > places.length) this.panes.pop().remove();
     for (const [n, { run, layer, head }] of places.entries()) {
-      const place = { run, layer, head, batch: state.batch }, pane = (this.panes[n] ??= new HeadPane(this.body, this));
+      const place = { run, layer, head, batch: this.entry({ run, layer }) }, pane = (this.panes[n] ??= new HeadPane(this.body, this));
       if (JSON.stringify(pane.place) !== JSON.stringify(place)) pane.open(place);
       else if (state.view && !same(state.view, pane.view)) pane.look(state.view);
       pane.draw(), pane.read();
@@ -222,7 +233,8 @@ class App {
       parts.push(group(state, (some) => this.change({ ...some, ...this.kept(some) }), ""));
       if (state.page === "head" && state.second) parts.push(group(state.second, (some) => this.change({ second: { ...state.second, ...some } }), " beside"));
     }
-    const entries = Array.from({ length: this.layer(state).shape[0] }, (_, n) => `sequence ${n}`);
+    const most = Math.max(...info.runs.flatMap(({ layers }) => layers.map(({ shape }) => shape[0])));
+    const entries = Array.from({ length: most }, (_, n) => `sequence ${n}`);
     parts.push(select("sequence", entries, state.batch, (batch) => this.change({ batch })));
     this.where.replaceChildren(...parts);
   }
@@ -402,6 +414,8 @@ class App {
     this.hovered = null;
     this.state.pin = [Math.max(0, Math.min(pane.t - 1, i + dy)), Math.max(0, Math.min(pane.s - 1, j + dx))];
     this.remember();
+    const [y, x] = this.state.pin, reach = (size) => size / pane.at.k / 2 - 1;
+    if (Math.abs(x - pane.view.x) > reach(pane.wide) || Math.abs(y - pane.view.y) > reach(pane.high)) pane.look({ x, y, k: pane.at.k }), this.moved(pane);
     for (const one of this.panes) one.draw(), one.read();
   }
 }

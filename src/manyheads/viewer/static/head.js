@@ -28,7 +28,7 @@ class HeadPane {
     this.close();
     this.place = place, this.layer = this.app.layer(place);
     const [, , t, s] = this.layer.shape;
-    Object.assign(this, { t, s, edges: null, progress: 0, whole: false, tokens: { queries: null, keys: null } });
+    Object.assign(this, { t, s, edges: null, progress: 0, whole: false, tokens: { queries: null, keys: null, first: null } });
     this.tiles = new Tiles(this.app.source, place, this.layer.shape, this.app.info.side, () => (this.draw(), this.read()));
     this.known = null;
     this.title.textContent = this.app.name(place);
@@ -190,7 +190,7 @@ class HeadPane {
     context.beginPath();
     context.rect(x, y, k * this.s, k * this.t);
     context.clip();
-    context.fillStyle = this.app.hatch(context);
+    context.fillStyle = theme.unknown;
     context.fillRect(this.left, this.above, this.wide, this.high);
     context.imageSmoothingEnabled = false;
     context.strokeStyle = theme.line;
@@ -207,6 +207,7 @@ class HeadPane {
       const own = this.box(level, x, y, side, side), box = this.box(up, tx, ty, grid.cols, grid.rows);
       context.save();
       if (up > level) context.beginPath(), context.rect(...own), context.clip();
+      context.fillStyle = this.app.hatch(context), context.fillRect(...box); // what is clear is masked
       context.drawImage(grid.picture, ...box);
       context.restore();
       grid.level = up;
@@ -287,7 +288,7 @@ class HeadPane {
     context.textBaseline = "middle", context.textAlign = "right";
     const label = (names, n, every) => {
       if (!names) return count(n);
-      const name = [...names[n]].length > 13 ? [...names[n]].slice(0, 12).join("") + "…" : names[n];
+      const name = isolated(short(names[n], 13));
       return every ? name : `${name} ${count(n)}`;
     };
     const step = (apart) => (k >= apart[0] ? 1 : roundUp(apart[1] / k));
@@ -432,7 +433,7 @@ class HeadPane {
   }
 
   name(names, n, last = n) {
-    const one = (m) => `${count(m)}${names ? ` “${names[m]}”` : ""}`;
+    const one = (m) => `${count(m)}${names ? ` ${isolated(`“${names[m]}”`)}` : ""}`;
     return last > n ? `${one(n)} to ${one(last)}` : one(n);
   }
 

@@ -74,6 +74,9 @@ function roundUp(x) {
   return ten * [1, 2, 5, 10].find((n) => n * ten >= x * (1 - 1e-6));
 }
 
+// A name among other words, whichever way it is written: isolated, so that it turns nothing around it.
+const isolated = (name) => `\u2068${name}\u2069`;
+
 const count = (n) => n.toLocaleString("en-US");
 const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 

@@ -42,11 +42,12 @@ class Overview {
   }
 
   card(run, layer, head) {
-    const place = { run, layer, head, batch: this.app.state.batch }, name = this.app.short(place);
+    const place = { run, layer, head, batch: this.app.entry({ run, layer }) }, name = this.app.short(place);
     const canvas = make("canvas", { width: 8, height: 8 }), bars = make("dl", { class: "bars" });
     const element = make("button", {
       class: "card", type: "button", "data-place": `${run}/${layer}/${head}`, title: this.app.name(place),
-      onclick: () => this.app.change({ ...place, page: "head", view: null, pin: null }),
+      disabled: !this.app.layer(place).weights,
+      onclick: () => this.app.change({ run, layer, head, page: "head", view: null, pin: null }),
     }, canvas, make("span", { class: "card-name" }, name), bars);
     this.cards.push({ place, element, canvas, bars, measures: {} });
   }
@@ -69,7 +70,7 @@ class Overview {
       const painted = this.app.colours.paint(grid, how, Math.min(1, roundUp(Tiles.most(grid, how))), scale);
       Object.assign(card.canvas, { width: grid.cols, height: grid.rows });
       card.canvas.getContext("2d").drawImage(painted, 0, 0);
-      card.element.dataset.sampled = grid.sampled;
+      card.element.dataset.sampled = grid.sampled, card.canvas.classList.add("drawn");
       if (grid.sampled > 1) card.element.title = `${this.app.name(card.place)}: of one query in ${count(grid.sampled)}`;
     } catch (error) {
       if (error.name !== "AbortError") this.app.complain(error);
@@ -78,14 +79,14 @@ class Overview {
 
   async ask(run, layer) {
     try {
-      const where = `measures/${run}/${layer}/${this.app.state.batch}`;
+      const where = `measures/${run}/${layer}/${this.app.entry({ run, layer })}`;
       const { measures, sampled } = await json(this.app.source, where, this.control.signal);
       for (const card of this.cards.filter(({ place }) => place.run === run && place.layer === layer)) {
         card.measures = Object.fromEntries(Object.entries(measures).map(([name, column]) => [name, column[card.place.head]]));
         card.bars.replaceChildren(...SHOWN.filter((name) => card.measures[name] != null).flatMap((name) => {
           const value = card.measures[name], bar = make("i");
           const most = name === "entropy" ? Math.log(Math.max(2, this.app.layer(card.place).shape[3])) : 1;
-          bar.style.width = `${Math.min(100, (100 * value) / most)}%`;
+          bar.style.width = `calc(${Math.min(1, value / most)} * (100% - 2.7rem))`;
           return [make("dt", {}, MEASURES[name]), make("dd", { "data-measure": name, "data-value": value }, bar, value.toFixed(2))];
         }));
         if (sampled > 1) card.bars.title = `of one query in ${count(sampled)}`;
@@ -102,7 +103,9 @@ class Overview {
     this.sort.value = sort, this.measure.value = measure, this.least.value = least, this.least.disabled = !measure;
     let cards = measure ? this.cards.filter((card) => value(card, measure) >= least) : [...this.cards];
     if (sort) cards.sort((a, b) => value(b, sort) - value(a, sort));
-    this.told.textContent = cards.length < this.cards.length ? `${count(cards.length)} of ${plural(this.cards.length, "head")}` : plural(cards.length, "head");
+    const pooled = this.app.info.runs.some(({ layers }) => layers.some(({ shape }) => Math.max(shape[2], shape[3]) > this.app.info.side));
+    const how = pooled ? ` · larger pictures are pooled: ${this.app.state.how === "max" ? "the largest" : "the mean"} of each cell` : "";
+    this.told.textContent = cards.length < this.cards.length ? `${count(cards.length)} of ${plural(this.cards.length, "head")}${how}` : plural(cards.length, "head") + how;
     const rows = [];
     let before = "";
     for (const card of cards) {

@@ -2,6 +2,9 @@
 
 const PAGE = 2000; // tokens at a time
 
+// At most so many characters of a name.
+const short = (name, most) => ([...name].length > most ? `${[...name].slice(0, most - 1).join("")}…` : name);
+
 class TextPage {
   constructor(root, app) {
     this.app = app;
@@ -17,7 +20,7 @@ class TextPage {
   }
 
   async open() {
-    const { state } = this.app, place = (this.place = { ...state });
+    const { state } = this.app, place = (this.place = { ...state, batch: this.app.entry(state) });
     const layer = (this.layer = this.app.layer(place));
     this.tokens = await this.app.tokens(place);
     if (this.place !== place) return;
@@ -54,7 +57,7 @@ class TextPage {
     const parts = [];
     for (let n = this.first; n < last; n++) {
       if (n === beyond) parts.push(make("span", { class: "mark" }, `extrapolated from token ${count(n)} on`));
-      const span = make("span", { class: "token", "data-token": n, title: count(n) }, this.names[n]);
+      const span = make("span", { class: "token", "data-token": n, title: count(n), dir: "auto" }, short(this.names[n].replaceAll("\n", "⏎"), 80));
       this.spans.push(span), parts.push(span);
       if (/[\n⏎↵]/.test(this.names[n])) parts.push(make("br"));
     }
@@ -85,13 +88,12 @@ class TextPage {
   async look(token) {
     this.asking?.abort();
     const asking = (this.asking = new AbortController()), { run, layer, batch } = this.place, { heads } = this.app.state;
-    const [, , t] = this.layer.shape, offset = [this.layer.offset].flat()[batch] ?? this.layer.offset, query = token - offset;
-    const own = this.tokens.queries !== null || this.tokens.keys === null;
+    const [, , t] = this.layer.shape, { first } = this.tokens, query = token - first;
     try {
       const line = (word, n) => json(this.app.source, `${word}/${run}/${layer}/${heads}/${n}/${batch}`, asking.signal);
       const [row, column] = await Promise.all([
-        own && query >= 0 && query < t ? line("row", query) : null, line("column", token)]);
-      if (asking === this.asking) this.show(token, row, column, own ? offset : null);
+        first !== null && query >= 0 && query < t ? line("row", query) : null, line("column", token)]);
+      if (asking === this.asking) this.show(token, row, column, first);
     } catch (error) {
       if (error.name !== "AbortError") this.app.complain(error);
     }
@@ -109,15 +111,15 @@ class TextPage {
     this.connect(token, row);
     const list = (title, line, place, note) => {
       const items = (line?.top ?? []).map(([n, weight]) => make("li", {},
-        make("button", { type: "button", onclick: () => offset !== null && this.jump(n + place) },
-          make("b", {}, offset === null && place ? count(n) : this.names[n + place] ?? count(n)), ` ${count(n + place)}`),
+        place === null ? make("b", {}, `query ${count(n)}`)
+          : make("button", { type: "button", onclick: () => this.jump(n + place) }, make("bdi", {}, short(this.names[n + place], 24)), ` ${count(n + place)}`),
         make("span", { class: "value", "data-weight": weight }, written(weight, 4))));
       return [make("h3", {}, title), items.length ? make("ol", {}, ...items) : make("p", { class: "quiet" }, note)];
     };
     this.aside.replaceChildren(
-      make("h2", {}, make("b", {}, this.names[token]), ` ${count(token)}`),
-      ...list("looks at", row, 0, "nothing: it asks nothing here"),
-      ...list("is looked at by", column, offset ?? 0, "nobody"));
+      make("h2", {}, make("bdi", {}, short(this.names[token], 60)), ` ${count(token)}`),
+      ...list("looks at", row, 0, offset === null ? "queries are of another text" : row ? "nothing: it may see no key" : "it is no query here"),
+      ...list("is looked at by", column, offset, "nobody"));
     this.aside.dataset.token = token;
   }
 
