@@ -114,6 +114,9 @@ class Overview {
       before = row;
       rows.push(card.element);
     }
+    const order = [sort, ...cards.map((card) => card.element.dataset.place)].join(" ");
+    if (order === this.order) return; // else a card that is being clicked would be taken out under the pointer
+    this.order = order;
     this.list.replaceChildren(...rows);
     for (const card of cards) if (!card.asked) this.seeing.observe(card.element);
   }
