@@ -165,10 +165,8 @@ def test_single_weights_rows_and_columns_are_the_map_s(seen: Gallery) -> None:
 
 def test_labels_and_measures_are_the_map_s(seen: Gallery) -> None:
     amap = seen.runs[0].layers[0].map
-    assert asked(seen, "tokens/0/0/0") == {
-        "queries": list(amap.tokens or ()),
-        "keys": list(amap.tokens or ()),
-    }
+    names = list(amap.tokens or ())
+    assert asked(seen, "tokens/0/0/0") == {"queries": names, "keys": names, "first": 0}
     found = asked(seen, "measures/0/0/0")
     assert found["sampled"] == 1
     ids = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5])
@@ -179,6 +177,14 @@ def test_labels_and_measures_are_the_map_s(seen: Gallery) -> None:
         ("entropy", amap.entropy().mean(-1)),
     ):
         torch.testing.assert_close(torch.tensor(found["measures"][name]), measured[0])
+
+
+def test_queries_of_another_text_have_no_names_of_keys() -> None:
+    cross = Gallery(a_map(3, 7).labelled([*"abcdefg"]))
+    assert asked(cross, "tokens/0/0/0") == {"queries": None, "keys": [*"abcdefg"], "first": None}
+    step = Gallery(a_map(2, 7, mh.Causal(), offset=torch.tensor([5])).labelled([*"abcdefg"]))
+    assert asked(step, "tokens/0/0/0") == {"queries": ["f", "g"], "keys": [*"abcdefg"], "first": 5}
+    cross.close(), step.close()
 
 
 def test_measures_of_some_queries_are_near_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

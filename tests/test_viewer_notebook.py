@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_notebook, new_output
@@ -234,8 +239,179 @@ small.view()""",
     """q, k, v = torch.randn(3, 1, 4, 3000, 16).unbind()
 large = mh.attention_with_map(q, k, v, mask=mh.Causal())[1]
 large.view()""",
-    """with mh.observe(mh.MultiHeadAttention(32, 4)) as seen:
-    seen.model(torch.randn(1, 40, 32)) if hasattr(seen, "model") else None
-large.only(heads=[2, 3]).view()""",
-    """print("done", sum(one.name == "manyheads viewer" for one in threading.enumerate()))""",
+    """model = torch.nn.Sequential(mh.MultiHeadAttention(32, 4), torch.nn.Linear(32, 32))
+with mh.observe(model) as seen:
+    model(torch.randn(1, 40, 32))
+seen.view()""",
+    "large.only(heads=[2, 3]).view()",
+    """print("workers:", sum(one.name == "manyheads viewer" for one in threading.enumerate()))
+print("weights:", [small[0, 1].flatten().tolist(), large[0, 1, 2000:2020, 850:880].tolist()])""",
 ]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[str]:
+    """The address of a JupyterLab that knows nothing of this machine's, with a notebook in it."""
+    if importlib.util.find_spec("jupyterlab") is None:
+        pytest.skip("jupyterlab isn't installed")
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no browser at {CHROMIUM}")
+    folders = {name: tmp_path / name for name in ("config", "data", "runtime", "ipython", "home", "books")}
+    for folder in folders.values():
+        folder.mkdir()
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}  # else it is asked for
+    book = new_notebook(cells=[new_code_cell(cell) for cell in CELLS], metadata={"kernelspec": kernel})
+    nbformat.write(book, folders["books"] / "book.ipynb")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {
+        "ServerApp.ip": "127.0.0.1",
+        "ServerApp.port": port,
+        "ServerApp.port_retries": 0,
+        "ServerApp.root_dir": folders["books"],
+        "IdentityProvider.token": "token",
+        "LabApp.workspaces_dir": tmp_path / "workspaces",
+        "LabApp.user_settings_dir": tmp_path / "settings",
+        "LabApp.expose_app_in_browser": True,
+        "LabApp.news_url": None,
+        "LabApp.extension_manager": "readonly",
+    }
+    environment = {
+        f"JUPYTER_{name.upper()}_DIR": str(folders[name]) for name in ("config", "data", "runtime")
+    }
+    environment |= {
+        "IPYTHONDIR": str(folders["ipython"]),
+        "HOME": str(folders["home"]),
+        "OMP_NUM_THREADS": "1",
+    }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where its kernel's Python is
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            [*command, *(f"--{name}={value}" for name, value in options.items())],
+            env={**os.environ, **environment, "PATH": path},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(f"{address}/api", timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+        yield f"{address}/lab/tree/book.ipynb?token=token"
+    finally:
+        server.terminate()  # and with it its kernels
+        server.wait(20)
+
+
+class Book:
+    """A notebook that is open in JupyterLab."""
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page = page
+        page.set_default_timeout(12_000)
+        page.goto(address)
+        self.cells = page.locator(".jp-Notebook .jp-Cell")
+        page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for()
+        page.evaluate(
+            "jupyterapp.restored.then(() => jupyterapp.shell.currentWidget.context.sessionContext.ready)"
+        )
+
+    def command(self, name: str, **given: Any) -> None:
+        self.page.evaluate("([name, given]) => void jupyterapp.commands.execute(name, given)", [name, given])
+
+    def run(self) -> dict[str, Any]:
+        """Run all cells; what the last one printed."""
+        self.command("notebook:clear-all-cell-outputs")
+        self.command("notebook:run-all-cells")
+        told = self.output(4).locator("pre")
+        told.filter(has_text="weights:").wait_for()
+        return {
+            name: json.loads(value) for name, value in (x.split(": ") for x in told.inner_text().splitlines())
+        }
+
+    def output(self, cell: int) -> Any:
+        return self.cells.nth(cell).locator(".jp-OutputArea-output")
+
+    def read(self, viewer: Any) -> tuple[int, int, float]:
+        """Enter head 1, turn the wheel until single weights are seen, and read the one under the pointer."""
+        viewer.locator(".card").nth(1).scroll_into_view_if_needed()
+        viewer.locator(".card").nth(1).click()
+        plot, reading = viewer.locator(".map"), viewer.locator(".reading")
+        viewer.locator('.note[data-missing="0"][data-whole="true"]').wait_for()
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        plot.hover(position={"x": box["width"] * 0.4, "y": box["height"] * 0.7})
+        for _ in range(14):
+            self.page.mouse.wheel(0, -400)
+            self.page.wait_for_timeout(60)
+        viewer.locator('.reading[data-exact="true"]').wait_for()
+        found = reading.evaluate("one => ({...one.dataset})")
+        return int(found["query"]), int(found["key"]), float(found["weight"])
+
+
+@pytest.fixture
+def book(lab: str) -> Iterator[Book]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as tools:
+        browser = tools.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        yield Book(page, lab)
+        browser.close()
+    assert not wrong
+
+
+def test_in_jupyterlab_maps_are_read_switched_and_left(book: Book) -> None:
+    small, large = book.output(0).frame_locator("iframe"), book.output(1).locator(".manyheads")
+    other, seen = book.output(3).locator(".manyheads"), book.output(2).frame_locator("iframe")
+
+    told = book.run()
+    assert told["workers"] <= 2  # of the two widgets; pages have none
+    little, big = told["weights"]
+    i, j, weight = book.read(small)
+    assert weight == little[i * 12 + j]
+    i, j, weight = book.read(large)
+    assert weight == big[i - 2000][j - 850]
+
+    # keys are the viewer's and not the notebook's, also when what had the focus is gone
+    large.locator(".map").click()
+    for key in "]abxmdlo":
+        book.page.keyboard.press(key)
+        book.page.wait_for_timeout(60)
+    assert book.cells.count() == len(CELLS)
+    assert large.locator("#how").inner_text() == "mean"
+    assert large.locator("#scale").inner_text() == "logarithmic"
+    large.locator("#page-head").click()
+    assert large.locator(".choose-head").input_value() == "2"
+    large.locator(".choose-head").select_option("3")
+    assert "head 3" in large.locator(".pane-title").inner_text()
+    large.locator("#page-text").click()
+    large.locator(".token").nth(40).hover()
+    large.locator('.beside[data-token="40"] .value').first.wait_for()
+
+    # another viewer is none of its business
+    other.scroll_into_view_if_needed()
+    assert other.locator("#how").inner_text() == "maximum"
+    assert other.locator("#page-overview").get_attribute("aria-pressed") == "true"
+    seen.locator("#page-text").click()
+    seen.locator(".token").nth(3).wait_for()
+
+    # both follow the notebook's theme
+    for theme in ("dark", "light"):
+        book.command("apputils:change-theme", theme=f"JupyterLab {theme.title()}")
+        book.page.locator(f'body[data-jp-theme-name="JupyterLab {theme.title()}"]').wait_for(state="attached")
+        for cell in (3, 0):
+            book.cells.nth(cell).scroll_into_view_if_needed()
+        other.and_(book.page.locator(f'[data-theme="{theme}"]')).wait_for(state="attached")
+        small.locator(f'body[data-theme="{theme}"]').wait_for(state="attached")
+
+    # cells that run again leave no workers behind
+    assert book.run()["workers"] <= 2

@@ -26,7 +26,8 @@ DRAWN = 2**26  # weights that a still picture is drawn of
 # A page in a frame knows no theme: it is told the colour of the ink around it when it comes into sight and
 # when a notebook changes what its document is marked with, as all do with their theme.
 TELLS = (
-    "const tell = () => this.contentWindow.postMessage({ ink: getComputedStyle(this).color }, '*'), "
+    "const tell = () => this.isConnected ? "
+    "this.contentWindow.postMessage({ ink: getComputedStyle(this).color }, '*') : marks.disconnect(), "
     "marks = new MutationObserver(tell); "
     "for (const one of [document.documentElement, document.body]) marks.observe(one, { attributes: true }); "
     "new IntersectionObserver(tell).observe(this)"
