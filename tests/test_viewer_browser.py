@@ -77,6 +77,7 @@ def opened(page: Page, served: list[View], *maps: mh.AttentionMap, at: str = "")
 
 def loaded(page: Page, whole: bool = True) -> None:
     """Wait until everything in view is there."""
+    page.wait_for_timeout(100)  # what was pressed is drawn with the next picture
     for note in page.locator(".note").all():
         expect(note).to_have_attribute("data-missing", "0", timeout=30_000)
         if whole:
@@ -145,8 +146,8 @@ def test_a_hundred_thousand_tokens_at_every_zoom(page: Page, served: list[View])
     for press in ("m", "+", "+", "+", "+"):
         page.keyboard.press(press)
         loaded(page)
-        level = int(page.locator(".note").first.get_attribute("data-level") or -1)
         i, j = hover(page, 0.51, 0.5)
+        level = int(page.locator(".note").first.get_attribute("data-level") or -1)
         reading = page.locator(".reading").first
         shown = float(reading.get_attribute("data-weight") or "nan")
         side = 1 << level

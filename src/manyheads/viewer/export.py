@@ -151,8 +151,7 @@ def _chosen(run: Run, layer: int | None, heads: Sequence[int] | None) -> Run:
     if layer is not None:
         if not 0 <= layer < len(layers):
             raise ValueError(
-                f"--layer must be between 0 and {len(layers) - 1}, and {layer} came: that is what {run.title} "
-                "has."
+                f"--layer must be between 0 and {len(layers) - 1}, and {layer} came, for {run.title}."
             )
         layers = [layers[layer]]
     if heads is not None:

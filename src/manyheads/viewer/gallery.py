@@ -1,8 +1,8 @@
 """What a viewer shows: runs, their layers and heads; and an answer for every address that a page asks for.
 
     runs                                   what there is to see, JSON
-    tokens/RUN/LAYER/BATCH                 labels, JSON: "queries" and "keys", each a list or null, and the key that
-                                           the "first" query stands at, null if queries are of another text
+    tokens/RUN/LAYER/BATCH                 labels, JSON: "queries" and "keys", lists or null; and the key
+                                           where the "first" query stands, null if they are of another text
     measures/RUN/LAYER/BATCH               of every head, JSON
     tiles/RUN/LAYER/HEAD/LEVEL/X/Y/BATCH   numbers (`tiles.Tile`)
     edges/RUN/LAYER/HEAD/BATCH             what keys receive [s] and entropies [t], when a pass has found them

@@ -389,7 +389,7 @@ class App {
     if (arrows && pane) {
       event.preventDefault();
       if (event.shiftKey) this.step(pane, arrows);
-      else pane.look({ x: pane.view.x + (arrows[0] * 80) / pane.at.k, y: pane.view.y + (arrows[1] * 80) / pane.at.k, k: pane.at.k }), this.moved(pane);
+      else pane.look({ x: pane.view.x + (arrows[0] * 80) / pane.at.k, y: pane.view.y + (arrows[1] * 80) / pane.at.v, k: pane.at.k }), this.moved(pane);
     } else if (act) {
       event.preventDefault();
       act();
@@ -414,8 +414,8 @@ class App {
     this.hovered = null;
     this.state.pin = [Math.max(0, Math.min(pane.t - 1, i + dy)), Math.max(0, Math.min(pane.s - 1, j + dx))];
     this.remember();
-    const [y, x] = this.state.pin, reach = (size) => size / pane.at.k / 2 - 1;
-    if (Math.abs(x - pane.view.x) > reach(pane.wide) || Math.abs(y - pane.view.y) > reach(pane.high)) pane.look({ x, y, k: pane.at.k }), this.moved(pane);
+    const [y, x] = this.state.pin, { k, v } = pane.at;
+    if (Math.abs(x - pane.view.x) > pane.wide / k / 2 - 1 || Math.abs(y - pane.view.y) > pane.high / v / 2 - 1) pane.look({ x, y, k: pane.at.k }), this.moved(pane);
     for (const one of this.panes) one.draw(), one.read();
   }
 }

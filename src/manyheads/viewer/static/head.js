@@ -76,11 +76,13 @@ class HeadPane {
     this.left = (named ? 118 : 62) + STRIP, this.above = (named ? 88 : 26) + STRIP;
     this.wide = Math.max(20, wide - this.left - BAR), this.high = Math.max(20, high - this.above - EDGE);
     const least = Math.min(this.wide / this.s, this.high / this.t, MOST);
+    // Few queries over many keys would be a line: they are drawn taller than wide.
+    this.tall = least * this.t < 48 ? Math.max(1, Math.min(24, this.high / this.t) / least) : 1;
     const pad = [0.5 * this.s, 0.5 * this.t];
     this.zoom
       .extent([[this.left, this.above], [this.left + this.wide, this.above + this.high]])
       .scaleExtent([least * 0.7, Math.max(MOST, least)])
-      .translateExtent([[-pad[0], -pad[1]], [this.s + pad[0], this.t + pad[1]]]);
+      .translateExtent([[-pad[0], -pad[1] * this.tall], [this.s + pad[0], (this.t + pad[1]) * this.tall]]);
     this.fit = { x: this.s / 2, y: this.t / 2, k: least };
     this.look(this.app.state.view ?? this.fit);
   }
@@ -94,14 +96,15 @@ class HeadPane {
 
   // Show what is around a place {x, y} of the matrix, k pixels a token.
   look({ x, y, k }, slowly = false) {
-    const to = d3.zoomIdentity.translate(this.left + this.wide / 2 - k * x, this.above + this.high / 2 - k * y).scale(k);
+    const down = this.above + this.high / 2 - k * this.tall * y;
+    const to = d3.zoomIdentity.translate(this.left + this.wide / 2 - k * x, down).scale(k);
     this.zoom.transform(slowly ? d3.select(this.canvas).transition().duration(200) : d3.select(this.canvas), to);
   }
 
   moved({ transform, sourceEvent }) {
-    this.at = transform;
-    const { x, y, k } = transform;
-    this.view = { x: (this.left + this.wide / 2 - x) / k, y: (this.above + this.high / 2 - y) / k, k };
+    const { x, y, k } = transform, v = k * this.tall;
+    this.at = { x, y, k, v }; // where token 0 lies, and how wide and tall a token is
+    this.view = { x: (this.left + this.wide / 2 - x) / k, y: (this.above + this.high / 2 - y) / v, k };
     if (sourceEvent) this.app.moved(this);
     if (this.pointer) this.point(this.pointer); // which stays while the matrix moves below it
     this.draw(), this.read();
@@ -113,15 +116,19 @@ class HeadPane {
   }
 
   near(event) {
-    const [x, y] = d3.pointer(event, this.canvas), [j, i] = this.at.invert([x, y]), k = Math.min(MOST, this.at.k * 4);
-    this.look({ x: j + (this.left + this.wide / 2 - x) / k, y: i + (this.above + this.high / 2 - y) / k, k }, true);
+    const [x, y] = d3.pointer(event, this.canvas), [j, i] = this.under([x, y]), k = Math.min(MOST, this.at.k * 4);
+    this.look({ x: j + (this.left + this.wide / 2 - x) / k, y: i + (this.above + this.high / 2 - y) / (k * this.tall), k }, true);
     this.app.moved(this, { x: j, y: i, k });
   }
 
   // The query and key under the pointer, or null.
+  under([x, y]) {
+    return [(x - this.at.x) / this.at.k, (y - this.at.y) / this.at.v];
+  }
+
   cellAt([x, y]) {
     if (!this.at) return null;
-    const [j, i] = this.at.invert([x, y]).map(Math.floor);
+    const [j, i] = this.under([x, y]).map(Math.floor);
     const inside = x >= this.left && y >= this.above && x < this.left + this.wide && y < this.above + this.high;
     return inside && i >= 0 && j >= 0 && i < this.t && j < this.s ? [i, j] : null;
   }
@@ -135,12 +142,12 @@ class HeadPane {
 
   // The tiles in view, as [x, y], the nearest to the middle first.
   inView(level) {
-    const side = this.app.info.side * 2 ** level, { x, y, k } = this.at;
+    const side = this.app.info.side * 2 ** level, { x, y, k, v } = this.at;
     const range = (from, length, size) => {
       const first = Math.max(0, Math.floor(from / side)), last = Math.min(Math.ceil(size / side), Math.ceil((from + length) / side));
       return Array.from({ length: Math.max(0, last - first) }, (_, n) => first + n);
     };
-    const across = range((this.left - x) / k, this.wide / k, this.s), down = range((this.above - y) / k, this.high / k, this.t);
+    const across = range((this.left - x) / k, this.wide / k, this.s), down = range((this.above - y) / v, this.high / v, this.t);
     const far = ([cx, cy]) => Math.hypot((cx + 0.5) * side - this.view.x, (cy + 0.5) * side - this.view.y);
     return down.flatMap((cy) => across.map((cx) => [cx, cy])).sort((a, b) => far(a) - far(b));
   }
@@ -183,12 +190,12 @@ class HeadPane {
 
   // The matrix is clipped to its edges; where nothing may be seen its ground is hatched.
   clip(context, theme) {
-    const { x, y, k } = this.at;
+    const { x, y, k, v } = this.at;
     context.beginPath();
     context.rect(this.left, this.above, this.wide, this.high);
     context.clip();
     context.beginPath();
-    context.rect(x, y, k * this.s, k * this.t);
+    context.rect(x, y, k * this.s, v * this.t);
     context.clip();
     context.fillStyle = theme.unknown;
     context.fillRect(this.left, this.above, this.wide, this.high);
@@ -218,8 +225,8 @@ class HeadPane {
 
   // Where so many cells of a tile lie, as x, y, width, height in whole pixels.
   box(level, x, y, cols, rows) {
-    const cell = 2 ** level, side = this.app.info.side * cell, { x: dx, y: dy, k } = this.at;
-    const edges = [dx + k * x * side, dy + k * y * side, dx + k * (x * side + cols * cell), dy + k * (y * side + rows * cell)];
+    const cell = 2 ** level, side = this.app.info.side * cell, { x: dx, y: dy, k, v } = this.at;
+    const edges = [dx + k * x * side, dy + v * y * side, dx + k * (x * side + cols * cell), dy + v * (y * side + rows * cell)];
     const [a, b, c, d] = edges.map(Math.round);
     return [a, b, c - a, d - b];
   }
@@ -238,7 +245,7 @@ class HeadPane {
   }
 
   outline(context, theme, level, seen) {
-    const { k } = this.at, cell = 2 ** level * k;
+    const { k, v } = this.at, cell = 2 ** level * k;
     context.strokeStyle = theme.outline;
     for (const [x, y] of seen) {
       const grid = this.tiles.ready.get(`${level}/${x}/${y}`);
@@ -246,7 +253,7 @@ class HeadPane {
       const [left, above] = this.box(level, x, y, 0, 0);
       context.save();
       context.translate(left, above);
-      context.scale(cell, cell);
+      context.scale(cell, 2 ** level * v);
       context.lineWidth = 1 / cell;
       context.stroke(Tiles.outline(grid));
       context.restore();
@@ -255,31 +262,30 @@ class HeadPane {
 
   // The weights themselves, where a cell has room for them.
   digits(context, level) {
-    const { x: dx, y: dy, k } = this.at, { how, scale } = this.app.state, { side } = this.app.info;
+    const { x: dx, y: dy, k, v } = this.at, { how, scale } = this.app.state, { side } = this.app.info;
     if (level || k < 44) return;
     context.font = `${k < 60 ? 11 : 13}px system-ui, sans-serif`;
     context.textAlign = "center", context.textBaseline = "middle";
-    const [i0, i1] = this.between(this.above, this.high, dy, this.t), [j0, j1] = this.between(this.left, this.wide, dx, this.s);
+    const [i0, i1] = this.between(this.above, this.high, dy, this.t, v), [j0, j1] = this.between(this.left, this.wide, dx, this.s);
     for (let i = i0; i < i1; i++) {
       for (let j = j0; j < j1; j++) {
         const grid = this.tiles.ready.get(`0/${Math.floor(j / side)}/${Math.floor(i / side)}`);
         const weight = grid?.[how][(i % side) * grid.cols + (j % side)];
         if (weight === undefined || weight !== weight) continue;
         context.fillStyle = this.app.colours.ink(Colours.place(weight, this.top, scale));
-        context.fillText(written(weight, 2), dx + k * (j + 0.5), dy + k * (i + 0.5));
+        context.fillText(written(weight, 2), dx + k * (j + 0.5), dy + v * (i + 0.5));
       }
     }
   }
 
   // The first token in view and the one after the last.
-  between(from, length, shift, size) {
-    const { k } = this.at;
+  between(from, length, shift, size, k = this.at.k) {
     return [Math.max(0, Math.floor((from - shift) / k)), Math.min(size, Math.ceil((from + length - shift) / k))];
   }
 
   // Token rulers: every token where there is room, else every few with their positions.
   rulers(context, theme) {
-    const { x: dx, y: dy, k } = this.at, { keys, queries } = this.tokens;
+    const { x: dx, y: dy, k, v } = this.at, { keys, queries } = this.tokens;
     context.save();
     context.fillStyle = theme.ground;
     context.fillRect(0, 0, this.left, this.canvas.clientHeight);
@@ -291,14 +297,14 @@ class HeadPane {
       const name = isolated(short(names[n], 13));
       return every ? name : `${name} ${count(n)}`;
     };
-    const step = (apart) => (k >= apart[0] ? 1 : roundUp(apart[1] / k));
-    const rows = step([13, 30]), cols = step([14, keys ? 104 : 56]), chosen = this.app.cell();
+    const step = (size, one, several) => (size >= one ? 1 : roundUp(several / size));
+    const rows = step(v, 13, 30), cols = step(k, 14, keys ? 104 : 56), chosen = this.app.cell();
     const line = (x, y, width, height) => context.fillRect(x, y, width, height);
     context.save();
     context.beginPath(), context.rect(0, this.above, this.left, this.high), context.clip();
-    const [i0, i1] = this.between(this.above, this.high, dy, this.t);
+    const [i0, i1] = this.between(this.above, this.high, dy, this.t, v);
     for (let i = Math.ceil(i0 / rows) * rows; i < i1; i += rows) {
-      const y = dy + k * (i + 0.5), text = Math.max(y, this.above + 7);
+      const y = dy + v * (i + 0.5), text = Math.max(y, this.above + 7);
       context.fillStyle = chosen?.[0] === i ? theme.accent : theme.ink;
       context.fillText(label(queries, i, rows === 1), this.left - STRIP - 6, text, this.left - STRIP - 8);
       line(this.left - STRIP - 4, y, 3, 1);
@@ -335,22 +341,22 @@ class HeadPane {
       context.fillText("received: …", this.left + 4, this.above - STRIP / 2);
       return;
     }
-    const strip = (numbers, shift, from, length, bar) => {
-      const [first, last] = this.between(from, length, shift, numbers.length), pixels = new Map();
+    const strip = (numbers, shift, from, length, size, bar) => {
+      const [first, last] = this.between(from, length, shift, numbers.length, size), pixels = new Map();
       let most = 0;
       for (let n = first; n < last; n++) {
-        const at = Math.max(from, Math.floor(shift + this.at.k * n + 1e-3)); // a link rounds the shift
+        const at = Math.max(from, Math.floor(shift + size * n + 1e-3)); // a link rounds the shift
         if (!(pixels.get(at) >= numbers[n])) pixels.set(at, numbers[n]);
         most = Math.max(most, numbers[n]);
       }
-      const thick = Math.max(1, Math.ceil(this.at.k) - (this.at.k > 5 ? 1 : 0));
+      const thick = Math.max(1, Math.ceil(size) - (size > 5 ? 1 : 0));
       context.fillStyle = theme.bars;
       for (const [at, number] of pixels) bar(at, Math.min(thick, from + length - at), most ? (number / most) * (STRIP - 6) : 0);
       return most;
     };
-    const received = strip(this.edges.received, dx, this.left, this.wide, (at, thick, high) =>
+    const received = strip(this.edges.received, dx, this.left, this.wide, this.at.k, (at, thick, high) =>
       context.fillRect(at, this.above - 2 - high, thick, high));
-    const entropy = strip(this.edges.entropy, dy, this.above, this.high, (at, thick, wide) =>
+    const entropy = strip(this.edges.entropy, dy, this.above, this.high, this.at.v, (at, thick, wide) =>
       context.fillRect(this.left - 2 - wide, at, wide, thick));
     context.fillStyle = theme.quiet;
     context.fillText("received,", this.left + this.wide + 4, this.above - STRIP + 8, BAR - 6);
@@ -361,9 +367,9 @@ class HeadPane {
 
   // The line from which on the model was never trained.
   beyond(context, theme) {
-    const from = this.app.info.runs[this.place.run].extrapolated_from, { x: dx, y: dy, k } = this.at;
+    const from = this.app.info.runs[this.place.run].extrapolated_from, { x: dx, y: dy, k, v } = this.at;
     if (from === null || from >= Math.max(this.t, this.s)) return;
-    const x = dx + k * from, y = dy + k * from;
+    const x = dx + k * from, y = dy + v * from;
     context.save();
     context.beginPath(), context.rect(this.left, this.above, this.wide, this.high), context.clip();
     context.strokeStyle = theme.accent, context.setLineDash([6, 4]);
@@ -382,20 +388,20 @@ class HeadPane {
   crosshair(context, theme) {
     const cell = this.app.cell();
     if (!cell || cell[0] >= this.t || cell[1] >= this.s) return;
-    const { x: dx, y: dy, k } = this.at, [i, j] = cell, x = dx + k * j, y = dy + k * i;
+    const { x: dx, y: dy, k, v } = this.at, [i, j] = cell, x = dx + k * j, y = dy + v * i;
     context.save();
     context.beginPath(), context.rect(this.left, this.above, this.wide, this.high), context.clip();
     for (const [style, width] of [["rgb(0 0 0 / 0.55)", 3], ["#fff", 1]]) {
       context.strokeStyle = style, context.lineWidth = width;
       context.beginPath();
-      for (const at of k < 16 ? [0.5] : [0, 1]) {  // wide ones are framed, as they hold numbers
-        context.moveTo(this.left, y + at * k), context.lineTo(x - 1, y + at * k);
-        context.moveTo(x + k + 1, y + at * k), context.lineTo(this.left + this.wide, y + at * k);
+      for (const at of k < 16 ? [0.5] : [0, 1]) { // wide ones are framed, as they hold numbers
+        context.moveTo(this.left, y + at * v), context.lineTo(x - 1, y + at * v);
+        context.moveTo(x + k + 1, y + at * v), context.lineTo(this.left + this.wide, y + at * v);
         context.moveTo(x + at * k, this.above), context.lineTo(x + at * k, y - 1);
-        context.moveTo(x + at * k, y + k + 1), context.lineTo(x + at * k, this.above + this.high);
+        context.moveTo(x + at * k, y + v + 1), context.lineTo(x + at * k, this.above + this.high);
       }
       context.stroke();
-      context.strokeRect(x - 0.5, y - 0.5, k + 1, k + 1);
+      context.strokeRect(x - 0.5, y - 0.5, k + 1, v + 1);
     }
     context.restore();
   }
