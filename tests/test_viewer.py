@@ -191,14 +191,14 @@ def test_measures_of_some_queries_are_near_those_of_all(monkeypatch: pytest.Monk
     from manyheads.viewer import gallery
 
     amap, ids = a_map(300, 300, mh.Causal(), heads=2), torch.arange(300) % 7
-    every, one = measures(amap, ids)
+    *_, (every, one) = measures(amap, ids)
     monkeypatch.setattr(gallery, "EXACT", 0)
-    some, step = measures(amap, ids)
+    *_, (some, step) = measures(amap, ids)
     assert (one, step) == (1, 3)
     for name in ("previous_token", "first_token", "induction", "entropy"):
         torch.testing.assert_close(some[name], every[name], rtol=0.2, atol=0.05)
     monkeypatch.setattr(gallery, "SOME", 300)
-    whole, step = measures(amap, ids)
+    *_, (whole, step) = measures(amap, ids)
     assert step == 1
     for name in ("previous_token", "first_token", "induction", "entropy"):
         torch.testing.assert_close(whole[name], every[name], rtol=1e-4, atol=1e-6)
@@ -309,6 +309,33 @@ def test_the_most_urgent_is_done_first_and_what_nobody_wants_never() -> None:
     assert isinstance(failing.exception(), ZeroDivisionError)
     desk.close()
     assert desk.ask(lambda: None).cancelled()
+
+
+def test_what_takes_long_is_done_in_steps_between_which_others_have_their_turn() -> None:
+    desk, done = Desk(), []
+
+    def steps() -> Iterator[str | None]:
+        desk.ask(lambda: done.append("other"))
+        for n in range(3):
+            done.append(str(n))
+            yield None
+        yield "found"
+
+    def failing() -> Iterator[None]:
+        yield None
+        raise LookupError("nothing")
+
+    assert desk.ask_in_steps(steps()).result() == "found"
+    assert done == ["0", "other", "1", "2"]
+    with pytest.raises(LookupError, match="nothing"):
+        desk.ask_in_steps(failing()).result()
+    begun, go = threading.Event(), threading.Event()
+    desk.ask(lambda: (begun.set(), go.wait()))
+    begun.wait()
+    left = desk.ask_in_steps(steps())
+    threading.Timer(0.2, go.set).start()
+    desk.close()
+    assert left.cancelled()
 
 
 def test_what_was_used_last_is_kept_up_to_so_many_bytes() -> None:

@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -43,6 +43,29 @@ class Desk:
         if not self._thread.is_alive():
             self._drop()
         return future
+
+    def ask_in_steps(self, steps: Iterator[Any], urgency: int = LATER) -> Future[Any]:
+        """A future of the first thing that the steps yield but None; between them others have their turn."""
+        found: Future[Any] = Future()
+
+        def step() -> None:
+            if found.cancelled():
+                return
+            try:
+                answer = next(steps)
+            except Exception as error:
+                found.set_exception(error)
+                return
+            if answer is not None:
+                found.set_result(answer)
+            else:
+                on()
+
+        def on() -> None:
+            self.ask(step, urgency).add_done_callback(lambda one: one.cancelled() and found.cancel())
+
+        on()
+        return found
 
     def close(self) -> None:
         """Do nothing more; returns when what is being done is done."""

@@ -23,7 +23,7 @@ import json
 import math
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from os import PathLike, fspath, stat, stat_result
@@ -180,9 +180,7 @@ class Gallery:
         self.desk = Desk()
         self._heads, self._tiles = Kept(HEADS), Kept(TILES)
         self._passes: dict[tuple[int, ...], float] = {}  # by head: when it was last asked for
-        self._words: dict[
-            str, tuple[Callable[..., Answer], int, int]
-        ] = {  # by word: how many parts, how urgent
+        self._words: dict[str, tuple[Callable[..., Any], int, int]] = {  # by word: how many parts, how urgent
             "runs": (self._runs, 0, NOW),
             "tokens": (self._tokens, 3, NOW),
             "value": (self._value, 6, NOW),
@@ -204,6 +202,8 @@ class Gallery:
         answer, count, urgency = self._words.get(word, (None, 0, 0))
         if answer is None or len(parts) != count:
             raise LookupError(f"there is nothing at {address[:80]!r}.")
+        if word == "measures":
+            return self.desk.ask_in_steps(self._measures(*parts), urgency)
         return self.desk.ask(lambda: answer(*parts), urgency)
 
     def close(self) -> None:
@@ -270,16 +270,20 @@ class Gallery:
             queries = [keys[n] if 0 <= n < len(keys) else "" for n in places]
         return json.dumps({"queries": queries, "keys": keys, "first": first})
 
-    def _measures(self, run: str, layer: str, batch: str) -> str:
+    def _measures(self, run: str, layer: str, batch: str) -> Iterator[str | None]:
         call = self._layer(run, layer).call
         b = number(batch, call.shape[0], "batch entry")
         if isinstance(call, Reduced):
             columns, sampled = {name: x[b] for name, x in call.columns().items()}, 1
         else:
             amap = call if call.shape[0] == 1 else call.only(batch=b)
-            columns, sampled = measures(amap, self.runs[int(run)].ids(amap))
-        found = {name: [None if x != x else x for x in column.tolist()] for name, column in columns.items()}
-        return json.dumps({"measures": found, "sampled": sampled})
+            for found in measures(amap, self.runs[int(run)].ids(amap)):
+                if found is None:
+                    yield None
+                else:
+                    columns, sampled = found
+        plain = {name: [None if x != x else x for x in column.tolist()] for name, column in columns.items()}
+        yield json.dumps({"measures": plain, "sampled": sampled})
 
     # -- numbers -----------------------------------------------------------------------------------
 
@@ -388,11 +392,15 @@ def number(text: str, size: int, what: str) -> int:
     return int(text)
 
 
-def measures(amap: AttentionMap, ids: Tensor | None) -> tuple[dict[str, Tensor], int]:
-    """The measures of every head of one sequence, `[h]` each, and of how many queries one was looked at."""
+def measures(amap: AttentionMap, ids: Tensor | None) -> Iterator[tuple[dict[str, Tensor], int] | None]:
+    """The measures of every head of one sequence, `[h]` each, and of how many queries one was looked at.
+
+    They come last; None before them says that others may have their turn.
+    """
     _, h, t, s = amap.shape
     if h * t * s <= (EXACT if native.looks(amap.problem) else EXACT // 16):  # about as long
-        return {name: x[0] for name, x in measured(amap, ids).items()}, 1
+        yield {name: x[0] for name, x in measured(amap, ids).items()}, 1
+        return
     step = -(-t // SOME)
     problem = amap.problem
     masks: dict[str, Mask] = {"previous_token": Diagonal(-1), "current_token": Diagonal(0)}
@@ -412,7 +420,8 @@ def measures(amap: AttentionMap, ids: Tensor | None) -> tuple[dict[str, Tensor],
             could[name][:, column] = keep.any(-1)
         mass["entropy"][:, column] = -torch.special.xlogy(weights, weights).sum(-1)
         could["entropy"][:, column] = seen.any(-1)
-    return {name: mean(mass[name], could[name] > 0) for name in names}, step
+        yield None
+    yield {name: mean(mass[name], could[name] > 0) for name in names}, step
 
 
 def _ramp() -> str:
