@@ -1,6 +1,6 @@
 """What flying over a head takes: the first picture, tiles at every zoom, the pass over all of it, memory.
 
-    python benchmarks/viewer.py --length 100000 [--tiles 2000] [--browser /usr/bin/chromium]
+    python benchmarks/viewer.py --length 100000 [--tiles 2000] [--rounds 3] [--browser /usr/bin/chromium]
 
 A causal head of random queries and keys, served by `manyheads view` in a process of its own to a browser that
 Playwright drives. Times of tiles are the browser's own, from asking to the last byte, one after the other at
@@ -77,6 +77,7 @@ def walk(page: Page, length: int, count: int) -> dict[int, list[float]]:
 def main(
     length: Annotated[int, typer.Option(help="Tokens.")] = 100_000,
     tiles: Annotated[int, typer.Option(help="Of the random walk.")] = 2_000,
+    rounds: Annotated[int, typer.Option(help="Of the look and the pass.")] = 3,
     browser: Annotated[str, typer.Option(help="Chromium.")] = "/usr/bin/chromium",
 ) -> None:
     torch.manual_seed(0)
@@ -87,7 +88,7 @@ def main(
         path = Path(folder) / "run.safetensors"
         amap.save(path)
         one, looks, passes = amap.only(heads=0), [], []
-        for _ in range(3):
+        for _ in range(rounds):
             start = time.perf_counter()
             one.statistics("entropy", "received", pooled=[(512, 512), (512, 512, "max")])
             looks.append(time.perf_counter() - start)
@@ -113,7 +114,7 @@ def main(
                 page.goto(f"{link.partition('?')[0]}")
                 times = walk(page, length, tiles)
             every = sorted(spent for spent in sum(times.values(), []))
-            print(f"{length:,} tokens: first picture {first:.2f} s after opening")
+            print(f"a head over {length:,} tokens: first picture {first:.2f} s after opening")
             look, passing = statistics.median(looks), statistics.median(passes)
             print(f"one look {look:.1f} s, the pass {passing:.1f} s: {passing / look:.2f}×")
             print(f"in the browser all of the head was read {whole:.1f} s after opening")

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -193,6 +194,45 @@ def test_lessons_are_copied(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.ipynb"))) == 4
 
 
+VIEWS = sorted(
+    {command for page in PAGES for command in commands(page) if re.search(r" view |--open", command)}
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the viewer's commands name."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "FILE").write_text("the train left the station on time " * 100, encoding="utf-8")
+    model, _ = manyheads.lm.load()
+    with manyheads.observe(model) as seen:
+        model(torch.arange(300)[None])
+    for name in ("run", "one", "other"):
+        seen.save(folder / f"{name}.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("command", VIEWS)
+def test_the_viewer_opens_what_its_page_says(command: str, runs: Path) -> None:
+    """A page that is served answers under its link; one that is exported stands there."""
+    words = [sys.executable, "-m", "manyheads.cli", *shlex.split(command, comments=True)[1:]]
+    if "--export" in words:
+        done = run(words, runs)
+        assert done.returncode == 0, done.stderr
+        assert "<html" in (runs / "page.html").read_text(encoding="utf-8")
+        return
+    quiet = {**os.environ, "BROWSER": "true", "OMP_NUM_THREADS": "1"}  # a browser that shows nothing
+    with subprocess.Popen(words, cwd=runs, env=quiet, stdout=subprocess.PIPE, text=True) as served:
+        try:
+            assert served.stdout is not None
+            links = (re.search(r"http://127\.0\.0\.1:\S+", line) for line in served.stdout)
+            link = next(found[0] for found in links if found)
+            with urllib.request.build_opener(urllib.request.HTTPCookieProcessor()).open(link) as answer:
+                assert "<html" in answer.read().decode()
+        finally:
+            served.terminate()
+
+
 BENCHMARKS = re.findall(
     r"`python (benchmarks/.*?)`", " ".join(page.read_text(encoding="utf-8") for page in PAGES)
 )
@@ -201,6 +241,8 @@ BENCHMARKS = re.findall(
 @pytest.mark.parametrize("command", BENCHMARKS)
 def test_a_benchmark_runs(command: str) -> None:
     """As the page has it, but short."""
+    if "viewer" in command and not Path("/usr/bin/chromium").exists():
+        pytest.skip("there is no Chromium here: apt-get install chromium")
     words = re.sub(r" --length \d+", "", command).split()
     short = ["--length", "512", "--rounds", "1"]
     done = run([sys.executable, str(ROOT / words[0]), *words[1:], *short], ROOT)
@@ -216,10 +258,10 @@ def test_no_example_is_left_out() -> None:
     for page in PAGES:
         for line in shell(page):
             in_ci = any(words in line for words in re.findall(r"readme \w+ '(.*?)'", script))
-            assert in_ci or line in COMMANDS or "--model" in line or "[lessons]" in line or "venv" in line, (
-                line
-            )
+            here = line in COMMANDS + VIEWS or "--model" in line or "[lessons]" in line
+            assert in_ci or here or "venv" in line or line.endswith("'.[view]'"), line
     assert BENCHMARKS
+    assert VIEWS
 
 
 def test_a_model_is_shown_and_saved(tmp_path: Path) -> None:
