@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,11 @@ import torch
 from hypothesis import settings
 
 from manyheads.checker import questions
+
+# Several processes share the cores (pytest-xdist); threads that wait for each other would slow all of them.
+threads = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+torch.set_num_threads(threads)
+os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes that tests start
 
 settings.register_profile("here", deadline=None, max_examples=60)
 settings.load_profile("here")

@@ -1,7 +1,7 @@
 """What the README and the docs show runs: each Python block, each command, and CI runs the README's own two.
 
-The findings need libraries that the other tests don't: `.ci/run` installs the extra `findings` and runs this
-file again.
+The findings need libraries that the other tests don't: `.ci/run` installs the extra `findings` and runs what
+finds something once more.
 """
 
 from __future__ import annotations

@@ -720,7 +720,7 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
     assert not any(hooks(model))
 
 
-@pytest.mark.parametrize("model", [None, "gpt2", GPT, lambda x: x, [GPT()]], ids=str)
+@pytest.mark.parametrize("model", [None, "gpt2", GPT, lambda x: x, [GPT()]])
 def test_only_modules_are_observed(model: Any):
     with says(TypeError, f"observe takes a torch.nn.Module, and a {type(model).__name__} came"):
         observe(model).__enter__()

@@ -1050,7 +1050,7 @@ ASKED_WRONG: list[tuple[Callable[[AttentionMap], Any], type[Exception], list[str
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ask", "kind", "words"), ASKED_WRONG, ids=str)
+@pytest.mark.parametrize(("ask", "kind", "words"), ASKED_WRONG)
 def test_a_wrong_question_says_what_came(
     ask: Callable[[AttentionMap], Any], kind: type[Exception], words: list[str]
 ) -> None:
