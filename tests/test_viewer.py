@@ -253,6 +253,10 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
         Run.of(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing was seen"):
         Run.of(Seen())
+    with pytest.raises(ValueError, match="nothing was given to look at"):
+        Gallery()
+    with pytest.raises(ValueError, match=r"a map of shape \(1, 1, 0, 9\) has no weight to look at"):
+        Gallery(a_map(0, 9))
     with pytest.raises(FileNotFoundError, match="there is no file"):
         Gallery(tmp_path / "nothing.safetensors")
 
@@ -432,6 +436,19 @@ def test_a_port_that_is_taken_is_one_sentence(view: View, seen: Gallery) -> None
     for taken in (port, 70_000):
         with pytest.raises(OSError, match=f"port {taken} can't be had, .*: take another one, or 0"):
             View.served(seen, taken)
+    for odd in ("8000", True, 1.5):
+        with pytest.raises(TypeError, match=f"a whole number from 0 to 65535, and {odd!r} came"):
+            View.served(seen, odd)  # type: ignore[arg-type]
+
+
+def test_runs_of_one_model_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / name / "run.safetensors" for name in ("a", "b")] + [tmp_path / "other.safetensors"]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        a_map(9, 9).save(path)
+    gallery = Gallery(*paths)
+    assert [run.title for run in gallery.runs] == ["run (0)", "run (1)", "other"]
+    gallery.close()
 
 
 def test_a_token_is_data_and_never_markup(view: View) -> None:
@@ -463,6 +480,8 @@ def test_wrong_input_to_the_command_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken, good = tmp_path / "broken.safetensors", tmp_path / "run.safetensors"
+    folder = tmp_path / "folder.html"
+    folder.mkdir()
     a_map(9, 9).save(good)
     broken.write_bytes(good.read_bytes()[:-40])
     for arguments, words in (
@@ -471,6 +490,7 @@ def test_wrong_input_to_the_command_is_one_sentence(
         ((good, "--layer", "0"), "--layer and --head say what to --export"),
         ((good, "--export", tmp_path / "x.png"), "doesn't end in .html"),
         ((good, "--export", tmp_path / "no" / "x.html"), "there is no folder"),
+        ((good, "--export", folder), f"--export {folder} can't be written: Is a directory."),
         (
             (good, "--export", tmp_path / "x.html", "--layer", "3"),
             "--layer must be between 0 and 0, and 3 came",

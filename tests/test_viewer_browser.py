@@ -235,9 +235,50 @@ def test_the_overview_sorts_filters_and_measures(page: Page, served: list[View])
     assert order == entropy.argsort(descending=True).tolist()
     least = float(entropy.sort().values[2]) - 1e-6
     page.locator("#measure").select_option("entropy")
-    page.locator("#least").fill(str(least))
-    page.keyboard.press("Enter")
+    page.locator("#least").press_sequentially(str(least))
     expect(page.locator(".card")).to_have_count(3)
+
+
+def test_pictures_come_while_measures_are_computed(page: Page, served: list[View]) -> None:
+    """A browser has six connections to a server: measures of eight layers take one of them."""
+    asked: list[str] = []
+    page.route("**/measures/**", lambda route: asked.append(route.request.url))  # and is never answered
+    opened(page, served, *(a_map(20, heads=1) for _ in range(8)), at="#sort=entropy")
+    expect(page.locator("canvas.drawn")).to_have_count(8)
+    assert len(asked) == 1
+    names = [name.inner_text() for name in page.locator(".card-name").all()]
+    assert names == [f"attention ({n}) · layer 0 · head 0" for n in range(8)]
+
+
+def test_a_kept_weight_out_of_view_is_read_too(page: Page, served: list[View]) -> None:
+    amap = a_map(2_000)
+    opened(page, served, amap, at="#page=head&view=1800,1900,40&pin=700,300")
+    for head in range(2):
+        loaded(page)
+        assert exact(page) == float(amap[0, head, 700, 300])
+        page.keyboard.press("]")
+        expect(page.locator(".pane-title")).to_contain_text(f"head {1 - head}")
+
+
+def test_few_keys_are_drawn_wide_enough_to_be_read(page: Page, served: list[View]) -> None:
+    q, k = torch.randn(1, 1, 5_000, 16), torch.randn(1, 1, 3, 16)
+    amap = mh.attention_with_map(q, k, k)[1]
+    opened(page, served, amap, at="#page=head")
+    loaded(page)
+    box = page.locator("canvas.map").bounding_box()
+    assert box is not None
+    reading, read = page.locator(".reading"), 0
+    for step in range(-40, 41, 5):  # pixels beside the middle
+        page.mouse.move(box["x"] + (98 + box["width"] - 74) / 2 + step, box["y"] + 300)
+        read += reading.get_attribute("data-weight") != ""
+    assert read > 12
+    page.keyboard.press("1")
+    loaded(page)
+    expect(page.locator(".note")).to_have_attribute("data-level", "0")
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 300)
+    weight = exact(page)
+    i, j = (int(reading.get_attribute(name) or -1) for name in ("data-query", "data-key"))
+    assert weight == float(amap[0, 0, i, j])
 
 
 def test_the_text_shows_where_a_token_looks_and_who_looks_at_it(page: Page, served: list[View]) -> None:

@@ -70,13 +70,13 @@ def show(
 ) -> None:
     """Show what each head of a language model attends to: in words, a table and pictures."""
     from manyheads import show
-    from manyheads.files import folder_for
+    from manyheads.files import file_for, folder_for
 
     if browser and json:
         raise ValueError("--json prints and ends, and --open serves a page until it is interrupted: use one.")
     show.format_of(format)
     given = show.text_of(text, text_file)
-    run = None if save is None else show.run_file(save)
+    run = None if save is None else file_for(save, "--save")
     with show.progress() as bar:
         reading = show.read(given, model, truncate=truncate, long=long, bar=bar)
     chosen = show.pick(reading, layer, head)
@@ -128,9 +128,11 @@ def view(
     if export is None:
         serve(gallery, port, browser)
         return
+    from manyheads.files import file_for
     from manyheads.viewer.export import planned
 
     plan = planned(gallery, export, layer, head)
+    file_for(export, "--export")
     print(plan.told, flush=True)
     with Progress(transient=True) as progress:
         task = progress.add_task("exporting", total=1.0)

@@ -8,6 +8,7 @@ memory: q, k and lse are read from the disk where they are used, masks and biase
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -329,6 +330,17 @@ def folder_for(path: Path, name: str) -> Path:
             return path
     except FileExistsError:
         raise FileExistsError(f"{name} must be a folder, and {path} is a file.") from None
+    except OSError as error:
+        raise OSError(f"{name} {path} can't be written: {error.strerror}.") from None
+
+
+def file_for(path: Path, name: str) -> Path:
+    """A file whose folder can be written; OSError, which calls it `name`, where it can't."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with TemporaryFile(dir=path.parent):
+            return path
     except OSError as error:
         raise OSError(f"{name} {path} can't be written: {error.strerror}.") from None
 

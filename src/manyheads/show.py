@@ -392,17 +392,6 @@ def hides(amap: AttentionMap) -> bool:
     return not scores.sees_all(replace(amap.problem, bias=None), slice(None), slice(None))
 
 
-def run_file(path: Path) -> Path:
-    """A file for a run, which must have a folder that can be written; OSError where it hasn't."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.TemporaryFile(dir=path.parent):
-            return path
-    except OSError as error:
-        raise OSError(f"--save {path} can't be written: {error.strerror}.") from None
-
-
 def save(reading: Reading, path: Path) -> Path:
     """Write all attention that was seen into a file, which `manyheads.open_run` reads."""
     try:

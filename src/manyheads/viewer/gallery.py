@@ -11,10 +11,10 @@
     row/RUN/LAYER/HEADS/I/BATCH            where a query looks, averaged over heads ("0,3" or "all"), JSON
     column/RUN/LAYER/HEADS/J/BATCH         who looks at a key
 
-RUN, LAYER, HEAD and BATCH are counted from 0. Numbers come as four little-endian uint32 (sampled,
-planes, rows, columns) and then float16 times 2^15, or float32 as they are in `edges` and in a page that was
-exported; nothing follows where all of a tile is masked. An address is numbers and one of these words, never a
-path.
+Over HTTP they lie below `data/`. RUN, LAYER, HEAD and BATCH are counted from 0. Numbers come as four
+little-endian uint32 (sampled, planes, rows, columns) and then float16 times 2^15, or float32 as they are in
+`edges` and in a page that was exported; nothing follows where all of a tile is masked. An address is numbers
+and one of these words, never a path.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class Run:
             path = Path(fspath(shown))
             title, shown = path.stem, open_run(path)
         if isinstance(shown, AttentionMap):
+            if not all(shown.shape):
+                raise ValueError(f"a map of shape {tuple(shown.shape)} has no weight to look at.")
             return cls(title, [Layer("attention", _here(shown))], shown.provenance, path)
         if not isinstance(shown, Seen):
             raise TypeError(
@@ -168,15 +170,18 @@ def beginning(amap: AttentionMap, batch: int) -> int | None:
 class Gallery:
     """Runs, and the answers to what a page asks of them; everything is computed by one worker.
 
-    shown: what `Run.of` takes, one or several of them.
+    shown: what `Run.of` takes, one or several of them; ValueError for none.
     """
 
     def __init__(self, *shown: Any) -> None:
+        if not shown:
+            raise ValueError("nothing was given to look at: give a Seen, an AttentionMap or a file of them.")
         self.runs = [one if isinstance(one, Run) else Run.of(one) for one in shown]
         titles = [run.title for run in self.runs]
         for n, run in enumerate(self.runs):
-            if titles.count(run.title) > 1 and len(self.runs) > 1:
-                run.title = f"{run.title} ({n})"
+            if titles.count(run.title) > 1:
+                file = "" if run.path is None or run.path.stem == run.title else f": {run.path.stem}"
+                run.title = f"{run.title}{file} ({n})"
         self.desk = Desk()
         self._heads, self._tiles = Kept(HEADS), Kept(TILES)
         self._passes: dict[tuple[int, ...], float] = {}  # by head: when it was last asked for

@@ -136,11 +136,13 @@ async def _unless_left(request: Request, asked: Future[Any]) -> Any:
 class Server:
     """A gallery on a port of this machine, 0 being any free one.
 
-    Raises OSError where the port is taken.
+    Raises OSError where the port is taken, TypeError for what is no number.
     """
 
     def __init__(self, gallery: Gallery, port: int = 0) -> None:
         self.gallery, token = gallery, secrets.token_urlsafe(16)
+        if isinstance(port, bool) or not isinstance(port, int):
+            raise TypeError(f"port must be a whole number from 0 to 65535, and {port!r} came.")
         try:
             if not 0 <= port <= 65535:  # which Python's own sockets leave half open
                 raise OSError(None, "as they go from 0 to 65535")

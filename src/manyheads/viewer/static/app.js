@@ -376,7 +376,7 @@ class App {
     const arrows = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
     const act = {
       "+": () => pane && this.closer(2), "=": () => pane && this.closer(2), "-": () => pane && this.closer(0.5),
-      "0": () => pane && this.fit(), "1": () => pane && this.closer(48 / pane.at.k),
+      "0": () => pane && this.fit(), "1": () => pane && this.closer(48 / Math.min(pane.at.k, pane.at.v)),
       "[": () => this.change({ head: turn(state.head, -1, heads.length) }),
       "]": () => this.change({ head: turn(state.head, 1, heads.length) }),
       "{": () => this.otherLayer(turn(state.layer, -1, layers.length)),

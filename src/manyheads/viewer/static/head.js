@@ -76,14 +76,15 @@ class HeadPane {
     this.left = (named ? 118 : 62) + STRIP, this.above = (named ? 88 : 26) + STRIP;
     this.wide = Math.max(20, wide - this.left - BAR), this.high = Math.max(20, high - this.above - EDGE);
     const least = Math.min(this.wide / this.s, this.high / this.t, MOST);
-    // Few queries over many keys would be a line: they are drawn taller than wide.
-    this.tall = least * this.t < 48 ? Math.max(1, Math.min(24, this.high / this.t) / least) : 1;
+    // Few queries over many keys would be a line: they are drawn taller than wide; few keys, wider than tall.
+    const wider = least * this.s < 48 ? Math.max(1, Math.min(24, this.wide / this.s) / least) : 1, k = least * wider;
+    this.tall = least * this.t < 48 ? Math.max(1, Math.min(24, this.high / this.t) / least) : 1 / wider;
     const pad = [0.5 * this.s, 0.5 * this.t];
     this.zoom
       .extent([[this.left, this.above], [this.left + this.wide, this.above + this.high]])
-      .scaleExtent([least * 0.7, Math.max(MOST, least)])
+      .scaleExtent([k * 0.7, Math.max(MOST * wider, k)])
       .translateExtent([[-pad[0], -pad[1] * this.tall], [this.s + pad[0], (this.t + pad[1]) * this.tall]]);
-    this.fit = { x: this.s / 2, y: this.t / 2, k: least };
+    this.fit = { x: this.s / 2, y: this.t / 2, k };
     this.look(this.app.state.view ?? this.fit);
   }
 
@@ -116,7 +117,7 @@ class HeadPane {
   }
 
   near(event) {
-    const [x, y] = d3.pointer(event, this.canvas), [j, i] = this.under([x, y]), k = Math.min(MOST, this.at.k * 4);
+    const [x, y] = d3.pointer(event, this.canvas), [j, i] = this.under([x, y]), k = Math.min(this.zoom.scaleExtent()[1], this.at.k * 4);
     this.look({ x: j + (this.left + this.wide / 2 - x) / k, y: i + (this.above + this.high / 2 - y) / (k * this.tall), k }, true);
     this.app.moved(this, { x: j, y: i, k });
   }
@@ -135,7 +136,7 @@ class HeadPane {
 
   // The level whose cells are a pixel or two; of levels that only a pass fills, the last one until it has.
   get level() {
-    const level = Math.min(this.tiles.top, Math.max(0, Math.ceil(-Math.log2(this.at.k) - 0.01)));
+    const least = Math.min(this.at.k, this.at.v), level = Math.min(this.tiles.top, Math.max(0, Math.ceil(-Math.log2(least) - 0.01)));
     const { side, most } = this.app.info, computed = Math.min(this.t * this.s, (side * 2 ** level) ** 2) <= most;
     return computed || this.whole ? level : this.tiles.top;
   }
@@ -152,6 +153,13 @@ class HeadPane {
     return down.flatMap((cy) => across.map((cx) => [cx, cy])).sort((a, b) => far(a) - far(b));
   }
 
+  // The tile of the crosshair that was kept, which may be out of view.
+  pinned(level) {
+    const { pin } = this.app.state, side = this.app.info.side * 2 ** level;
+    if (!pin || pin[0] >= this.t || pin[1] >= this.s) return [];
+    return [`${level}/${Math.floor(pin[1] / side)}/${Math.floor(pin[0] / side)}`];
+  }
+
   // -- drawing ----------------------------------------------------------------------------------
 
   draw() {
@@ -164,7 +172,7 @@ class HeadPane {
 
   paint(context, ratio) {
     const theme = this.app.theme(), level = this.level, seen = this.inView(level);
-    this.tiles.want([`${this.tiles.top}/0/0`, ...seen.map(([x, y]) => `${level}/${x}/${y}`)]);
+    this.tiles.want([`${this.tiles.top}/0/0`, ...seen.map(([x, y]) => `${level}/${x}/${y}`), ...this.pinned(level)]);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.fillStyle = theme.ground;
     context.fillRect(0, 0, this.canvas.clientWidth, this.canvas.clientHeight);
@@ -263,7 +271,7 @@ class HeadPane {
   // The weights themselves, where a cell has room for them.
   digits(context, level) {
     const { x: dx, y: dy, k, v } = this.at, { how, scale } = this.app.state, { side } = this.app.info;
-    if (level || k < 44) return;
+    if (level || k < 44 || v < 14) return;
     context.font = `${k < 60 ? 11 : 13}px system-ui, sans-serif`;
     context.textAlign = "center", context.textBaseline = "middle";
     const [i0, i1] = this.between(this.above, this.high, dy, this.t, v), [j0, j1] = this.between(this.left, this.wide, dx, this.s);
@@ -319,16 +327,19 @@ class HeadPane {
       context.translate(x, this.above - STRIP - 6);
       context.textAlign = upright ? "left" : "center";
       if (upright) context.rotate(-Math.PI / 2);
-      context.fillText(label(keys, j, cols === 1), 0, upright ? 0 : -6, upright ? this.above - STRIP - 8 : cols * k - 6);
+      const text = label(keys, j, cols === 1), most = upright ? this.above - STRIP - 8 : cols * k - 6;
+      const cut = upright ? 0 : Math.max(0, this.left - x + Math.min(most, context.measureText(text).width) / 2);
+      context.fillText(text, cut, upright ? 0 : -6, most);
       context.restore();
       line(x, this.above - STRIP - 4, 1, 3);
     }
     context.restore();
     context.save();
     context.fillStyle = theme.quiet, context.font = "11px system-ui, sans-serif";
+    context.textAlign = "left", context.textBaseline = "middle";
     context.fillText("queries ↓", 6, this.above - STRIP - 6);
-    context.textAlign = "left";
-    context.fillText("keys →", this.left - STRIP + 2, 10);
+    context.textAlign = "right";
+    context.fillText("keys →", this.left - 4, 10);
     context.restore();
   }
 
@@ -345,13 +356,16 @@ class HeadPane {
       const [first, last] = this.between(from, length, shift, numbers.length, size), pixels = new Map();
       let most = 0;
       for (let n = first; n < last; n++) {
-        const at = Math.max(from, Math.floor(shift + size * n + 1e-3)); // a link rounds the shift
+        const at = Math.floor(shift + size * n + 1e-3); // a link rounds the shift
         if (!(pixels.get(at) >= numbers[n])) pixels.set(at, numbers[n]);
         most = Math.max(most, numbers[n]);
       }
       const thick = Math.max(1, Math.ceil(size) - (size > 5 ? 1 : 0));
       context.fillStyle = theme.bars;
-      for (const [at, number] of pixels) bar(at, Math.min(thick, from + length - at), most ? (number / most) * (STRIP - 6) : 0);
+      for (const [at, number] of pixels) {
+        const first = Math.max(from, at), last = Math.min(at + thick, from + length);
+        if (first < last) bar(first, last - first, most ? (number / most) * (STRIP - 6) : 0);
+      }
       return most;
     };
     const received = strip(this.edges.received, dx, this.left, this.wide, this.at.k, (at, thick, high) =>
@@ -374,8 +388,8 @@ class HeadPane {
     context.beginPath(), context.rect(this.left, this.above, this.wide, this.high), context.clip();
     context.strokeStyle = theme.accent, context.setLineDash([6, 4]);
     context.beginPath();
-    context.moveTo(x, this.above), context.lineTo(x, this.above + this.high);
-    context.moveTo(this.left, y), context.lineTo(this.left + this.wide, y);
+    context.moveTo(x, dy), context.lineTo(x, dy + v * this.t);
+    context.moveTo(dx, y), context.lineTo(dx + k * this.s, y);
     context.stroke();
     context.font = "11px system-ui, sans-serif", context.textBaseline = "top", context.textAlign = "left";
     const words = `extrapolated from token ${count(from)} on`, wide = context.measureText(words).width;

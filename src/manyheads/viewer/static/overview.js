@@ -19,7 +19,7 @@ class Overview {
     this.sort = make("select", { id: "sort", onchange: () => app.change({ sort: this.sort.value }) }, ...options);
     this.measure = make("select", { id: "measure", onchange: () => app.change({ measure: this.measure.value }) },
       ...options.map((one, n) => (n ? one.cloneNode(true) : make("option", { value: "" }, "all heads"))));
-    this.least = make("input", { id: "least", type: "number", min: 0, step: 0.05, onchange: () => app.change({ least: Number(this.least.value) || 0 }) });
+    this.least = make("input", { id: "least", type: "number", min: 0, step: 0.05, value: app.state.least, oninput: () => app.change({ least: Number(this.least.value) || 0 }) });
     this.told = make("span", { class: "quiet" });
     this.list = make("div", { class: "cards" });
     this.element.append(
@@ -32,9 +32,9 @@ class Overview {
   open() {
     for (const [run, { layers }] of this.app.info.runs.entries()) {
       for (const [layer, { heads }] of layers.entries()) heads.forEach((_, head) => this.card(run, layer, head));
-      layers.forEach((_, layer) => this.ask(run, layer));
     }
     this.arrange();
+    this.askAll();
   }
 
   remove() {
@@ -42,7 +42,8 @@ class Overview {
   }
 
   card(run, layer, head) {
-    const place = { run, layer, head, batch: this.app.entry({ run, layer }) }, name = this.app.short(place);
+    const place = { run, layer, head, batch: this.app.entry({ run, layer }) }, { runs } = this.app.info;
+    const name = `${runs.length > 1 ? `${runs[run].title} · ` : ""}${this.app.short(place)}`;
     const canvas = make("canvas", { width: 8, height: 8 }), bars = make("dl", { class: "bars" });
     const element = make("button", {
       class: "card", type: "button", "data-place": `${run}/${layer}/${head}`, title: this.app.name(place),
@@ -77,6 +78,13 @@ class Overview {
     }
   }
 
+  // Measures, a layer at a time: a browser has six connections to a server, which pictures need too.
+  async askAll() {
+    for (const [run, { layers }] of this.app.info.runs.entries()) {
+      for (const layer of layers.keys()) await this.ask(run, layer);
+    }
+  }
+
   async ask(run, layer) {
     try {
       const where = `measures/${run}/${layer}/${this.app.entry({ run, layer })}`;
@@ -100,7 +108,8 @@ class Overview {
   // Cards in their order, those that are filtered away left out.
   arrange() {
     const { sort, measure, least } = this.app.state, value = (card, name) => card.measures[name] ?? -Infinity;
-    this.sort.value = sort, this.measure.value = measure, this.least.value = least, this.least.disabled = !measure;
+    this.sort.value = sort, this.measure.value = measure, this.least.disabled = !measure;
+    if (Number(this.least.value) !== least) this.least.value = least; // else what is being typed would go
     let cards = measure ? this.cards.filter((card) => value(card, measure) >= least) : [...this.cards];
     if (sort) cards.sort((a, b) => value(b, sort) - value(a, sort));
     const pooled = this.app.info.runs.some(({ layers }) => layers.some(({ shape }) => Math.max(shape[2], shape[3]) > this.app.info.side));

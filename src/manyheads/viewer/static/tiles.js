@@ -3,6 +3,7 @@
 
 const AT_ONCE = 4; // requests
 const HELD = 240; // tiles that are kept
+const AGAIN = 2000; // milliseconds after which what failed is asked for again
 
 class Tiles {
   // head: {run, layer, head, batch}; side: cells of a tile; changed: called when there is something new to draw.
@@ -13,7 +14,7 @@ class Tiles {
     this.ready = new Map(); // by "level/x/y": a grid, with what is drawn of it
     this.loading = new Map(); // AbortControllers
     this.wanted = [];
-    this.failed = null;
+    this.failed = null, this.resting = null;
   }
 
   address(place) {
@@ -34,6 +35,7 @@ class Tiles {
   }
 
   load() {
+    if (this.resting) return;
     for (const place of this.wanted) {
       if (this.loading.size >= AT_ONCE) return;
       if (!this.loading.has(place)) this.fetch(place);
@@ -49,7 +51,8 @@ class Tiles {
       while (this.ready.size > HELD) this.ready.delete(this.ready.keys().next().value);
     } catch (error) {
       if (error.name === "AbortError") return this.after(place);
-      this.failed = error.message, this.wanted = [];
+      this.failed = error.message;
+      this.resting ??= setTimeout(() => ((this.resting = null), this.load()), AGAIN);
     }
     this.after(place);
     this.changed();
