@@ -1,5 +1,5 @@
 """Builds the native kernel, once for each vector width and once for float64, into one library that links
-to nothing of PyTorch.
+to nothing of PyTorch, and puts the lessons into the package.
 
 All else is in pyproject.toml. A wider build that the compiler can't make is left out. Where there is no C++
 compiler, or it fails at what every processor needs, the installation goes on without the kernel. The reasons
@@ -18,8 +18,10 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 SOURCE = Path("src/manyheads/kernels/native")
+LESSONS = Path("docs/lessons")
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-maybe-uninitialized"]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
@@ -113,6 +115,29 @@ def compile_to(library: Path, work: Path) -> dict[str, str]:
     return left_out
 
 
+class BuildWithLessons(build_py):
+    """Puts the notebooks of docs/lessons into the package; an editable installation reads them there."""
+
+    def lessons(self) -> dict[str, str]:
+        """Return the source of each file by where it is built."""
+        to = Path(self.build_lib, "manyheads", "notebooks")
+        files = [path for kind in ("*.ipynb", "*/*.py") for path in sorted(LESSONS.glob(kind))]
+        return {str(to / path.relative_to(LESSONS)): str(path) for path in files}
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for to, path in self.lessons().items():
+                self.mkpath(os.path.dirname(to))
+                self.copy_file(path, to)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return super().get_outputs(include_bytecode) + ([] if self.editable_mode else list(self.lessons()))
+
+    def get_source_files(self) -> list[str]:
+        return [*super().get_source_files(), *self.lessons().values()]  # for the sdist
+
+
 class BuildNative(build_ext):
     """Compiles with the flags that each width needs, and lets an installation go on without."""
 
@@ -157,5 +182,5 @@ if __name__ == "__main__":  # so it is for a build; the sanitizers only compile
                 optional=True,
             )
         ],
-        cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPython},
+        cmdclass={"build_py": BuildWithLessons, "build_ext": BuildNative, "bdist_wheel": AnyPython},
     )

@@ -96,7 +96,7 @@ def main(
             for _ in Head(one).passing():
                 pass
             passes.append(time.perf_counter() - start)
-        command = [sys.executable, "-m", "manyheads.cli", "view", str(path), "--no-open"]
+        command = [sys.executable, "-m", "manyheads", "view", str(path), "--no-open"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None

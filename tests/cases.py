@@ -3,8 +3,8 @@
 Masks and biases are written as specs, nested tuples such as `("and", ("causal",), ("window", 3, None))`.
 `build` makes the library's mask of one; `sees` answers the same question in plain Python, for one
 query and one key. `oracle` computes attention and its gradients in numpy's longdouble (wider than
-float64 where the machine has it, so that float64 is tested too), `plain` in PyTorch with autograd, as
-matmul, softmax, matmul in the case's own dtype. `budget` is the error that a kernel may make.
+float64 where the machine has it, so that float64 is tested too), and beside each number the error that
+rounding may make; `over` compares.
 """
 
 from __future__ import annotations
@@ -490,11 +490,14 @@ CASES = _corners() + pairwise(FACTORS) + pairwise(FUSED, seed=1)
 
 @dataclass
 class Answer:
-    """Output, log-sum-exp, weights and gradients, and for each its A of the error budget."""
+    """Output, log-sum-exp, weights and gradients, and how far rounding may move each of their numbers."""
 
     values: dict[str, np.ndarray]
-    largest: dict[str, float]  # A, by name
-    score: float  # max |score| of what is visible, softcapped or not yet
+    errors: dict[str, np.ndarray]
+    scores: np.ndarray  # [b, h, t, s]; −inf where the query may not see the key
+    into_sink: np.ndarray  # [b, h, t]: what the sink takes of each row
+    score_errors: np.ndarray
+    sink_errors: np.ndarray
 
 
 def wide(x: Tensor) -> np.ndarray:
@@ -543,54 +546,143 @@ def reduce_bias(inputs: Inputs, grad: np.ndarray, absolute: bool = False) -> np.
     return summed.sum(0, keepdims=True) if tensor.shape[0] == 1 else summed
 
 
-def oracle(inputs: Inputs) -> Answer:
-    """The formula and its gradient, written out in longdouble; A is the same sums of absolute values."""
+def oracle(inputs: Inputs, fused: bool = False) -> Answer:
+    """Return the formula and its gradient in longdouble, each step with its rounding.
+
+    "Error budget" in docs/architecture.md derives them. The error of `x` is named `e_x`. u is the unit
+    roundoff that scores and sums are computed with, `low` that of the case's dtype, in which outputs are
+    stored, and weights and their gradients may be.
+
+    fused: by PyTorch's fused attention on the CPU, which takes exponentials that are right to 20 units in the
+    last place, sums scores in another order for the gradient, and adds gradients in the case's own dtype.
+    """
     case = inputs.case
-    b, h, g, t, s, _, _ = case.sizes
+    b, h, g, t, s, d, width = case.sizes
     times = h // g if g else 1
     q, k, v = wide(inputs.q), wide(inputs.k).repeat(times, 1), wide(inputs.v).repeat(times, 1)
     do, cap, scale = wide(inputs.upstream), case.softcap, WIDE(inputs.scale)
+    computed = torch.float64 if case.dtype == torch.float64 else torch.float32
+    u, low = torch.finfo(computed).eps / 2, torch.finfo(case.dtype).eps / 2
+    exp, additions = (40, t // BLOCK) if fused else (4, 0)
+
+    def summed(n: int) -> float:
+        """The error of a sum of n products, relative to the sum of their absolute values."""
+        return (n + 2) * u
+
     with np.errstate(all="ignore"):
-        raw = scale * (q @ k.swapaxes(-1, -2))
-        slope = np.ones_like(raw) if cap is None else 1 - np.tanh(raw / cap) ** 2
+        # Scores: a sum of d products, of numbers that carry a scale. Each step after it rounds once more.
+        raw = scale * (q @ k.swapaxes(-1, -2))  # [b, h, t, s]
+        e_raw = abs(scale) * (abs(q) @ abs(k).swapaxes(-1, -2)) * summed(d + 1)
         bias = bias_numbers(inputs)
-        score = (raw if cap is None else cap * np.tanh(raw / cap)) + bias
         seen = inputs.keep & (bias != -np.inf)
+        added = np.where(seen, bias, 0)
+        score, e_score, slope, e_slope = raw, e_raw, np.ones_like(raw), np.zeros_like(raw)
+        if cap is not None:
+            bent = np.tanh(raw / cap)
+            slope = 1 - bent**2
+            e_bent = slope * (e_raw + 2 * u * abs(raw)) / cap + TANH * u * abs(bent)
+            score, e_score = cap * bent, cap * e_bent + u * cap * abs(bent)
+            e_slope = 2 * abs(bent) * e_bent + 2 * u
+        score, e_score = score + added, e_score + 2 * u * abs(added)
+        if inputs.bias is not None:
+            e_score = e_score + u * abs(score)
         score = np.where(seen, score, -np.inf)
+
+        # Weights: exp(score − lse).
         sink = np.full(h, -np.inf, dtype=WIDE) if inputs.sink is None else wide(inputs.sink)
         sink = np.broadcast_to(sink[None, :, None], (b, h, t))
         top = np.maximum(score.max(-1), sink) if s else sink.copy()
         ground = np.where(top == -np.inf, 0, top)
         total = np.exp(score - ground[..., None]).sum(-1) + np.exp(sink - ground)
         lse = np.where(total == 0, -np.inf, ground + np.log(total))
-        fine = np.where(total == 0, 0, lse)[..., None]
-        weight, into_sink = np.exp(score - fine), np.exp(sink[..., None] - fine)[..., 0]
+        fine = np.where(total == 0, 0, lse)
+        weight, into_sink = np.exp(score - fine[..., None]), np.exp(sink - fine)
 
-    def backward(
-        w: np.ndarray, do: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, sign: int
-    ) -> Any:
-        """Gradients; with sign +1 and absolute inputs, the sums of the absolute values of their terms."""
-        d_weight = do @ v.swapaxes(-1, -2)
-        delta = (w * d_weight).sum(-1)
-        d_score = np.where(seen, w * (d_weight + sign * delta[..., None]), 0)
-        d_raw = d_score * slope * (scale if sign < 0 else abs(scale))
-        grads = {
-            "q": d_raw @ k,
-            "k": _group(d_raw.swapaxes(-1, -2) @ q, g),
-            "v": _group(w.swapaxes(-1, -2) @ do, g),
+        terms = seen.sum(-1) + (sink != -np.inf)  # [b, h, t]: of the sum in lse
+        e_shift = (weight * np.where(seen, e_score, 0)).sum(-1)  # what the errors of its scores move lse by
+        e_log = summed(0) * (terms > 1) + np.maximum(terms - 1, 0) * u + exp * u * (terms > 1)
+        e_lse = np.minimum(u * abs(fine), np.where(total == 0, 0, fine - ground)) + e_log
+
+        def exponential(x: np.ndarray) -> np.ndarray:
+            """The relative error of exp(x), x ≤ 0, and of a running maximum's corrections."""
+            return np.where(np.isfinite(x), 3 * abs(x), 0) * u + (2 + s // BLOCK) * exp * u
+
+        own = np.where(seen, e_score, 0)
+        relative = own * (1 - weight) + (e_shift[..., None] - weight * own) + e_lse[..., None]
+        e_weight = weight * np.expm1(relative + exponential(score - fine[..., None])) + UNDERFLOW * seen
+        e_into = into_sink * np.expm1(e_shift + e_lse + exponential(sink - fine))
+        if fused:  # what the gradient takes for weights
+            relative = own + e_shift[..., None] + e_log[..., None] + u * abs(fine)[..., None]
+        e_again = weight * np.expm1(relative + exponential(score - fine[..., None])) + UNDERFLOW * seen
+        rounding = low * weight + tiny(case.dtype) * seen  # as a factor of values, a weight may be rounded
+        e_used, e_weighed = e_weight + rounding, e_again + rounding
+
+        out, most = weight @ v, weight @ abs(v)
+        e_out = e_used @ abs(v) + summed(s + s // BLOCK) * most
+        stored_twice = fused and inputs.sink is not None  # flex joins the sink to an output that is rounded
+        e_out = e_out + (1 + stored_twice) * low * (abs(out) + e_out) + tiny(case.dtype)
+
+        # Gradients.
+        d_weight, d_most = do @ v.swapaxes(-1, -2), abs(do) @ abs(v).swapaxes(-1, -2)  # [b, h, t, s]
+        delta = (weight * d_weight).sum(-1)  # [b, h, t]
+        e_delta = (abs(do) * e_out).sum(-1) + summed(width + s) * (weight * d_most).sum(-1)
+        apart = d_weight - delta[..., None]
+        e_apart = summed(width) * d_most + e_delta[..., None] + 2 * u * abs(apart)
+        d_score = np.where(seen, weight * apart, 0)
+        e_d_score = e_again * abs(apart) + (weight + e_again) * e_apart + u * abs(d_score)
+        e_d_score = np.where(seen, e_d_score, 0)
+        d_raw = d_score * slope
+        e_d_raw = e_d_score * slope + (abs(d_score) + e_d_score) * e_slope
+        e_d_raw = e_d_raw + low * (abs(d_raw) + e_d_raw) + tiny(case.dtype) * seen
+
+        def gradient(factor: np.ndarray, e_factor: np.ndarray, x: np.ndarray, by: Any) -> Any:
+            """factor · x, a sum over n, times a number; and its error before it is rounded."""
+            most = abs(factor) @ abs(x)
+            return by * (factor @ x), abs(by) * (e_factor @ abs(x) + summed(1 + factor.shape[-1]) * most)
+
+        def rounded(value: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """Sum the heads that share a key, `[b, h, …]` → `[b, g, …]`, perhaps in the case's own dtype."""
+            sizes = _group(abs(value) + error, g)
+            return _group(value, g), _group(error, g) + (max(times, 1) + additions) * low * sizes + tiny(
+                case.dtype
+            )
+
+        q_grad, e_q = gradient(d_raw, e_d_raw, k, scale)
+        found = {
+            "q": (q_grad, e_q + low * (abs(q_grad) + e_q) + tiny(case.dtype)),
+            "k": rounded(*gradient(d_raw.swapaxes(-1, -2), e_d_raw.swapaxes(-1, -2), q, scale)),
+            "v": rounded(*gradient(weight.swapaxes(-1, -2), e_weighed.swapaxes(-1, -2), do, WIDE(1))),
         }
         if inputs.sink is not None:
-            grads["sink"] = sign * (into_sink * delta).sum((0, 2))
+            pulled = into_sink * delta
+            e_pulled = e_into * abs(delta) + (into_sink + e_into) * e_delta
+            e_sink = (e_pulled + summed(b * t) * abs(pulled)).sum((0, 2))
+            found["sink"] = -pulled.sum((0, 2)), stored(e_sink, pulled.sum((0, 2)), inputs.sink.dtype)
         if inputs.bias is not None:
-            grads["bias"] = reduce_bias(inputs, d_score, absolute=sign > 0)
-        return grads
+            grad = reduce_bias(inputs, d_score)
+            terms_of = summed(d_score.size // max(grad.size, 1) + 1)
+            e_bias = reduce_bias(inputs, e_d_score + terms_of * abs(d_score), absolute=True)
+            found["bias"] = grad, stored(e_bias, grad, inputs.bias[1].dtype)
 
-    values = {"out": weight @ v, "lse": lse, "weights": weight}
-    values |= backward(weight, do, q, k, v, -1)
-    terms = {"out": weight @ abs(v), "weights": weight} | backward(weight, *map(abs, (do, q, k, v)), 1)
-    largest = {name: float(x.max(initial=0)) for name, x in terms.items()}
-    largest_score = np.maximum(abs(raw), abs(np.where(seen, score, 0)))[seen].max(initial=0)
-    return Answer(values, largest, float(largest_score))
+    values = {"out": out, "lse": lse, "weights": weight} | {name: x for name, (x, _) in found.items()}
+    e_lse = np.where(total == 0, 0, e_shift + e_log + u * abs(fine))
+    errors = {"out": e_out, "lse": e_lse, "weights": e_weight} | {name: e for name, (_, e) in found.items()}
+    return Answer(values, errors, score, into_sink, e_score, e_into)
+
+
+TANH = 8  # the error of tanh, in units of roundoff
+BLOCK = 32  # keys between two corrections of a running maximum, at least
+UNDERFLOW = float(torch.finfo(torch.float32).smallest_normal)  # a smaller weight may be 0
+
+
+def tiny(dtype: torch.dtype) -> float:
+    """What is smaller than this may become 0 in a dtype."""
+    return float(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+
+
+def stored(error: np.ndarray, value: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """An error after its value is rounded to a dtype."""
+    return error + torch.finfo(dtype).eps / 2 * (abs(value) + error) + tiny(dtype)
 
 
 def _group(x: np.ndarray, g: int) -> np.ndarray:
@@ -600,7 +692,7 @@ def _group(x: np.ndarray, g: int) -> np.ndarray:
 
 
 def plain(inputs: Inputs) -> dict[str, Tensor]:
-    """matmul, softmax, matmul in the case's dtype, with autograd: how well it can be expected to go."""
+    """Return the output, weights and gradients by matmul, softmax and autograd, in the case's own dtype."""
     case, dtype = inputs.case, inputs.case.dtype
     h, g = case.sizes[1:3]
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in inputs.leaves().items()}
@@ -649,14 +741,19 @@ def error(x: Tensor | np.ndarray, true: np.ndarray) -> float:
     return math.inf if np.isnan(difference).any() else float(difference.max(initial=0))
 
 
-def budget(inputs: Inputs, name: str, plain_error: float, answer: Answer) -> float:
-    """2·plain + eps·(1 + max|score|)·A, eps of the coarsest dtype that the number passes through.
+def over(x: Tensor | np.ndarray, true: np.ndarray, may: np.ndarray) -> str:
+    """Where a number is further from the truth than it may be, in words; empty if none is.
 
-    What is too small for that dtype at all may become 0.
+    Equal infinities don't differ, and NaN differs from everything.
     """
-    dtypes = [inputs.case.dtype]
-    if name in ("sink", "bias"):
-        dtypes.append(inputs.leaves()[name].dtype)
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    tiny = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in dtypes)
-    return 2 * plain_error + eps * (1 + answer.score) * answer.largest[name] + tiny
+    x = wide(x) if isinstance(x, Tensor) else x
+    assert x.shape == true.shape == may.shape, (x.shape, true.shape, may.shape)
+    with np.errstate(all="ignore"):
+        difference = np.where(x == true, 0, abs(x - true))
+        wrong = ~(difference <= may)
+    if not wrong.any():
+        return ""
+    worst = np.unravel_index(np.where(wrong, difference / np.maximum(may, 1e-300), 0).argmax(), x.shape)
+    return (
+        f"{x[worst]:.6g} at {[int(n) for n in worst]}: {difference[worst]:.3g} off, {may[worst]:.3g} allowed"
+    )

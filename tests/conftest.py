@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from manyheads.checker import questions
 
@@ -16,8 +18,15 @@ threads = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WOR
 torch.set_num_threads(threads)
 os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes that tests start
 
-settings.register_profile("here", deadline=None, max_examples=60)
+# On a busy machine examples take long to draw; that says nothing about the code.
+slow = [HealthCheck.too_slow]
+settings.register_profile("here", deadline=None, max_examples=60, suppress_health_check=slow)
 settings.load_profile("here")
+
+
+# Processes that tests start and interrupt inherit it, also where the tests run in the background with
+# SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +44,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of texts that a language model is trained on in a second."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(12):
+        (folder / f"{i}.txt").write_text(f"The {i}th file says: one two three four.\n" * 20)
+    return folder
 
 
 @pytest.fixture

@@ -15,19 +15,16 @@ import torch
 from manyheads import bench
 from manyheads.cli import app
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),  # x-transformers' own
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_machines_limits_are_of_this_world() -> None:
     found = bench.machine()
-    assert 1e9 < found["peak"]["float32"] < 1e14
+    # Which dtype is faster depends on the processor: some run AVX-512's bfloat16 products at half the rate.
+    assert "float32" in found["peak"]
+    assert all(1e9 < peak < 1e14 for peak in found["peak"].values())
     assert 1e8 < found["read"] < 1e13
-    if "bfloat16" in found["peak"]:
-        assert found["peak"]["bfloat16"] > found["peak"]["float32"]
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"])  # "2.15.0" of "2.15.0+cu132"
 
 
 @pytest.mark.parametrize("kind", bench.KINDS)
@@ -249,7 +246,7 @@ def test_operations_are_counted() -> None:
     ],
 )
 def test_the_command_says_what_it_takes(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "manyheads.cli", "bench", *arguments]
+    command = [sys.executable, "-m", "manyheads", "bench", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert words in done.stderr
@@ -257,7 +254,7 @@ def test_the_command_says_what_it_takes(arguments: tuple[str, ...], words: str, 
 
 def test_the_command_measures(tmp_path: Path) -> None:
     words = "bench --length 64 --size 64 --rounds 1 --kind forward --dtype float32 --out here"
-    command = [sys.executable, "-m", "manyheads.cli", *words.split()]
+    command = [sys.executable, "-m", "manyheads", *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert "| 64 |" in done.stdout

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +16,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
+from waiting import HANG
 
 import manyheads as mh
 from manyheads import checker, kernels, layers
@@ -721,11 +724,11 @@ def test_slips_in_a_sinusoidal_table(name: str, angle: Any) -> None:
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "manyheads.cli", "check", *arguments],
+        [sys.executable, "-m", "manyheads", "check", *arguments],
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=300,
+        timeout=HANG,
         check=False,
     )
 
@@ -844,6 +847,18 @@ def test_roles() -> None:
     for text in ("q", "q=", "=a", ","):
         with pytest.raises(ValueError, match="--weights takes"):
             command.roles(text)
+
+
+@pytest.mark.parametrize("width", [40, 60, 72, 80, 200])
+def test_nothing_is_cut_on_a_narrow_terminal(width: int) -> None:
+    reason = "the output differs in 17 of 20 inputs (plain)"
+    found = checker.Report("x", "self", True, [checker.Check("determinism", "failed", reason, 1.8, 2.1e-5)])
+    page = Console(file=StringIO(), width=width)
+    found.print(page)
+    printed = page.file.getvalue()  # type: ignore[attr-defined]
+    rows = printed.rpartition("─")[2].partition("failed:")[0]
+    cells = f"✗ determinism 1.8e+00 2.1e-05 {reason}"
+    assert sorted("".join(rows.split())) == sorted("".join(cells.split()))
 
 
 def test_an_error_that_is_no_number_is_null() -> None:

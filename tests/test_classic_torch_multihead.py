@@ -660,6 +660,28 @@ def test_nested_tensors():
         mine.attend(nested, nested, nested)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("sequences", [0, 1, 3])
+def test_nested_tensors_of_nothing(sequences: int, need_weights: bool):
+    """No sequences, and sequences that are all empty; in the module's own dtype."""
+    mine = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    empty = torch.nested.nested_tensor([torch.zeros(0, 8)] * sequences, dtype=torch.float64)
+    out, weights = mine(empty, empty, empty, need_weights=need_weights)
+    assert out.is_nested
+    assert out.dtype == torch.float64
+    assert [x.shape for x in out.unbind()] == [(0, 8)] * sequences
+    assert weights.shape == (sequences, 0, 0) if need_weights else weights is None
+    if sequences:
+        jagged = torch.nested.nested_tensor(
+            [torch.zeros(0, 8)] * sequences, dtype=torch.float64, layout=torch.jagged
+        )
+        assert [x.shape for x in mine(jagged, jagged, jagged)[0].unbind()] == [(0, 8)] * sequences
+        keys = torch.nested.nested_tensor([torch.randn(2, 8)] * sequences, dtype=torch.float64)
+        assert [x.shape for x in mine(empty, keys, keys)[0].unbind()] == [(0, 8)] * sequences
+        assert [x.abs().sum() for x in mine(keys, empty, empty)[0].unbind()] == [0] * sequences
+
+
 def test_it_compiles_into_one_graph():
     torch.manual_seed(0)
     mine = MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True)

@@ -24,10 +24,7 @@ from manyheads.scores import Problem
 KERNELS = ("reference", "chunked", "native", "sdpa", "auto")
 T, S = 6, 9
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*_maybe_guard_rel.*"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
@@ -353,8 +350,9 @@ def test_maps_of_a_compiled_function(kernel: str) -> None:
         {"kv_heads": 2, "position": mh.Rotary(4), "qk_norm": torch.nn.RMSNorm},
         {"bias": mh.ALiBi(4)},
         {"bias": mh.Relative.learned(4, 3), "position": mh.Rotary(4, layout="interleaved")},
+        {"projection_bias": False, "kernel": "reference"},
     ],
-    ids=["bare", "rotary", "alibi", "relative"],
+    ids=["bare", "rotary", "alibi", "relative", "no bias"],
 )
 def test_a_layer(parts: dict[str, Any]) -> None:
     """Twenty lengths in at most two graphs, every parameter's gradient."""
@@ -372,6 +370,14 @@ def test_a_layer(parts: dict[str, Any]) -> None:
             for name, one, two in zip(names, ours, theirs, strict=True):
                 torch.testing.assert_close(one, two, msg=name)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_layer_under_a_mask_of_several(kernel: str) -> None:
+    m, x = mh.MultiHeadAttention(32, 4, kernel=kernel), torch.randn(2, 7, 32)
+    expected = m(x, mask=mh.Causal() & mh.Window(left=3))
+    quick = torch.compile(m, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(quick(x, mask=mh.Causal() & mh.Window(left=3)), expected)
 
 
 def test_a_layer_compiled_in_place_with_a_context() -> None:
@@ -441,6 +447,7 @@ def test_export() -> None:
         torch.testing.assert_close(exported.module()(x), m(x, mask=mh.Causal()))
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of PyTorch 2.11
 def test_export_of_the_native_operator(tmp_path: Path) -> None:
     """Masks and biases pass as text and tensors: the graph can be saved."""
 

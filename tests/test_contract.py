@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -150,6 +152,66 @@ def test_a_querys_position_is_its_row_plus_the_offset(t: int, s: int, offset: An
     close(out, expected)
     for x, y in zip(grads(out, [q, k, v]), grads(expected, [q, k, v]), strict=True):
         close(x, y)
+
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, torch.uint16, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("kernel", ALL)
+def test_offsets_are_integers_of_any_width(kernel: str, dtype: torch.dtype) -> None:
+    """And no narrow one wraps around: 120 + 8 and 250 + 8 are positions like others."""
+    first = 120 if dtype == torch.int8 else 250
+    q, k, v = heads(t=9, s=first + 9)
+    for mask in (mh.Causal(), mh.Window(left=3), mh.Lengths(torch.tensor([first, 9]))):
+        out = mh.attention(q, k, v, mask=mask, offset=torch.tensor([first, 0], dtype=dtype), kernel=kernel)
+        wide = mh.attention(q, k, v, mask=mask, offset=torch.tensor([first, 0]), kernel="reference")
+        close(out, wide)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int16, np.uint8])
+def test_an_offset_may_be_numpys(kind: type) -> None:
+    q, k, v = heads(t=3, s=9)
+    close(
+        mh.attention(q, k, v, mask=mh.Causal(), offset=kind(4)),
+        mh.attention(q, k, v, mask=mh.Causal(), offset=4),
+    )
+
+
+@pytest.mark.parametrize("offset", [2**58, -(2**58), 2**40, -(2**40)])
+@pytest.mark.parametrize("kernel", ALL)
+def test_far_offsets_are_positions_like_others(kernel: str, offset: int) -> None:
+    """Compared with Python's own integers, which don't wrap around."""
+    q, k, v = heads(t=3, s=5)
+    sides = (None, 0, abs(offset) - 2, abs(offset) + 1, 2**59, 2**63 - 1)
+    for left, right in product(sides, sides):
+        rows = [
+            [
+                (left is None or j >= offset + t - left) and (right is None or j <= offset + t + right)
+                for j in range(5)
+            ]
+            for t in range(3)
+        ]
+        expected = mh.attention(q, k, v, mask=mh.Keep(torch.tensor(rows)), kernel="reference")
+        mask = mh.Window(left=left, right=right)
+        close(mh.attention(q, k, v, mask=mask, offset=offset, kernel=kernel), expected)
+
+
+@pytest.mark.parametrize("least", [-(2**63), -(2**63) + 1, 0])
+@pytest.mark.parametrize("kernel", ALL)
+def test_documents_of_any_id(kernel: str, least: int) -> None:
+    """A query or key outside the ids has no id, not even the smallest number there is."""
+    q, k, v = heads(t=7, s=7)
+    ids = torch.tensor([least, least + 1, least, 2**63 - 1, least + 1])  # five ids, seven positions
+    keep = torch.zeros(7, 7, dtype=torch.bool)
+    keep[:5, :5] = ids[:, None] == ids
+    expected = mh.attention(q, k, v, mask=mh.Keep(keep), kernel="reference")
+    close(mh.attention(q, k, v, mask=mh.Documents(ids), kernel=kernel), expected)
+    close(mh.attention(q, k, v, mask=mh.Documents(ids.expand(2, 5)), kernel=kernel), expected)
+    queries = torch.cat((ids, ids[:2]))
+    keep[5:, :5] = ids[:2, None] == ids
+    expected = mh.attention(q, k, v, mask=mh.Keep(keep), kernel="reference")
+    close(mh.attention(q, k, v, mask=mh.Documents(ids, queries=queries), kernel=kernel), expected)
 
 
 @pytest.mark.parametrize("kernel", ALL)
@@ -725,12 +787,46 @@ def test_gradients_reach_only_who_asks(kernel: str) -> None:
         assert not mh.attention(q, k, v, bias=mh.Relative(table), kernel=kernel).requires_grad
 
 
-def test_a_second_gradient_of_chunked_is_refused() -> None:
-    q, k, v = heads()
-    out = mh.attention(q, k, v, kernel="chunked")
+@pytest.mark.parametrize("t", [4, 300], ids=["short", "long"])
+@pytest.mark.parametrize("kernel", ["auto", "native", "sdpa", "chunked"])
+def test_a_second_gradient_is_refused_in_one_sentence(kernel: str, t: int) -> None:
+    """And the first one is right, with `create_graph=True` too."""
+    q, k, v = (x.float().detach().requires_grad_() for x in heads(t=t, s=t))
+    out = mh.attention(q, k, v, mask=mh.Causal(), kernel=kernel)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r'second one was asked for.*kernel="reference"'):
+    expected = mh.attention(q, k, v, mask=mh.Causal(), kernel="reference")
+    torch.testing.assert_close(dq, torch.autograd.grad(expected.square().sum(), q)[0])
+    with pytest.raises(RuntimeError, match=r'got a second one.*kernel="reference" to attention or') as caught:
         torch.autograd.grad(dq.square().sum(), q)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("t", [4, 300], ids=["short", "long"])
+def test_the_advice_for_a_second_gradient_can_be_followed_from_a_layer(t: int) -> None:
+    """A gradient penalty: refused under "auto", right under "reference"."""
+    torch.manual_seed(0)
+    layer, x = mh.MultiHeadAttention(8, 2), torch.randn(1, t, 8, requires_grad=True)
+
+    def penalty(layer: mh.MultiHeadAttention) -> Tensor:
+        (dx,) = torch.autograd.grad(layer(x, mask=mh.Causal()).square().sum(), x, create_graph=True)
+        return dx.square().sum()
+
+    with pytest.raises(RuntimeError, match=r'kernel="reference"'):
+        penalty(layer).backward()
+    follower = mh.MultiHeadAttention(8, 2, kernel="reference")
+    follower.load_state_dict(layer.state_dict())
+    (found,) = torch.autograd.grad(penalty(follower), x)
+    follower, x = follower.double(), x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(penalty(follower), x)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_pytorchs_math_path_keeps_its_second_gradient() -> None:
+    q, k, v = heads()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        out = mh.attention(q, k, v, kernel="sdpa")
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    torch.autograd.grad(dq.square().sum(), q)
 
 
 def test_the_reference_has_a_second_gradient() -> None:
@@ -740,7 +836,6 @@ def test_the_reference_has_a_second_gradient() -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp's own
 @pytest.mark.parametrize("kernel", ALL)
 def test_a_forward_mode_derivative_is_right_or_refused(kernel: str) -> None:
     """Never a silent zero: `auto` gives it, a kernel that can't says so."""
@@ -962,5 +1057,5 @@ def test_the_math_path_is_told_apart() -> None:
 def test_the_kernels_list_is_ordered_and_lazy() -> None:
     assert kernels.ORDER[-1] == "reference"
     assert not kernels.load("reference").refuse(Problem.of(*heads()))
-    with pytest.raises(ValueError, match=r'"auto" or one of .*, and \'flash\' came'):
+    with pytest.raises(ValueError, match=r'"auto" or one of .*, got \'flash\''):
         mh.attention(*heads(), kernel="flash")

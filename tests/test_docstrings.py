@@ -103,7 +103,8 @@ def inits(cls: type) -> list[FunctionType]:
 def public(module: ModuleType) -> Iterator[Any]:
     """The classes and functions that a module offers."""
     names = getattr(module, "__all__", None)
-    for name, value in list(vars(module).items()):
+    for name in dir(module):
+        value = getattr(module, name)
         here = getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
         if (name in names if names is not None else here) and callable(value):
             yield value
@@ -607,6 +608,8 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("lm.model.LanguageModel.attend", ValueError, lambda: TINY.attend(IDS + 99)),
     ("lm.model.LanguageModel.stretched", TypeError, lambda: TINY.stretched(BAD)),
     ("lm.model.LanguageModel.stretched", ValueError, lambda: TINY.stretched(7)),
+    ("lm.model.LanguageModel.caches", TypeError, lambda: TINY.caches(BAD)),
+    ("lm.model.LanguageModel.caches", ValueError, lambda: TINY.caches(0)),
     ("lm.model.LanguageModel.check", TypeError, lambda: TINY.check(BAD, None)),
     ("lm.model.LanguageModel.check", ValueError, lambda: TINY.check(X, None)),
     ("lm.generate.Sampling", TypeError, lambda: lm.Sampling(top_k=BAD)),
@@ -618,15 +621,20 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("lm.generate.generate", ValueError, lambda: lm.generate(TINY, IDS, 1)),
     ("lm.generate.complete", TypeError, lambda: lm.complete(*lm.load(), "a", BAD)),
     ("lm.generate.complete", ValueError, lambda: lm.complete(*lm.load(), "")),
+    ("lm.generate.stream", TypeError, lambda: lm.stream(*lm.load(), "a", BAD)),
+    ("lm.generate.stream", ValueError, lambda: lm.stream(*lm.load(), "")),
     ("lm.checkpoint.load", FileNotFoundError, lambda: lm.load(ABSENT)),
     ("lm.checkpoint.load", ValueError, lambda: in_a_folder(no_model)),
     ("lm.checkpoint.save", OSError, lambda: lm.save(Path(__file__), *lm.load())),
     ("lm.train.Options", TypeError, lambda: lm.Options(steps=BAD)),
-    ("lm.train.Options", TypeError, lambda: lm.Options(rate=BAD)),
+    ("lm.train.Options", TypeError, lambda: lm.Options(learning_rate=BAD)),
     ("lm.train.Options", ValueError, lambda: lm.Options(dropout=7.0)),
     ("lm.train.Options", ValueError, lambda: lm.Options(clip=-1.0)),
     ("lm.train.Options", ValueError, lambda: lm.Options(decay=-1.0)),
     ("lm.train.Options", ValueError, lambda: lm.Options(steps=0)),
+    ("lm.train.Options.config", TypeError, lambda: lm.Options().config(BAD)),
+    ("lm.train.Options.config", ValueError, lambda: lm.Options().config(0)),
+    ("lm.train.Options.check_memory", ValueError, lambda: lm.Options().check_memory(10**15)),
     ("lm.train.train", TypeError, lambda: lm.train(ABSENT, {"steps": BAD})),
     ("lm.train.train", ValueError, lambda: lm.train(ABSENT, {"steps": 0})),
     ("lm.train.train", OSError, lambda: lm.train(__file__)),

@@ -7,6 +7,7 @@ map's indices in test_maps.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -27,6 +28,11 @@ def good() -> dict[str, Any]:
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
+
+
+def nested(*size: int) -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's own, once
+        return torch.nested.nested_tensor([x(2, *size), x(3, *size)])
 
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
@@ -84,6 +90,10 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
     ("offset", {"offset": torch.zeros(3).long()}, ValueError, ["offset", "[2]", "[3]"]),
     ("offset", {"offset": torch.zeros(2)}, (TypeError, ValueError), ["offset", "float32"]),
     ("offset", {"offset": [1, 2]}, TypeError, ["offset", "[1, 2]"]),
+    ("offset", {"offset": torch.zeros(2, dtype=torch.bool)}, ValueError, ["offset", "bool"]),
+    ("far offset", {"offset": 2**62, "mask": mh.Causal()}, ValueError, ["offset", "2**58", str(2**62)]),
+    ("far offset", {"offset": -(2**62)}, ValueError, ["offset", "-2**58", str(-(2**62))]),
+    ("far offset", {"offset": torch.tensor([0, 2**62])}, ValueError, ["offset", str(2**62)]),
     ("sink", {"sink": 1.0}, TypeError, ["sink", "[h]", "float"]),
     ("sink", {"sink": x(2)}, ValueError, ["sink", "[h]", "[4]", "[2]"]),
     ("sink", {"sink": x(1, 4)}, ValueError, ["sink", "[1, 4]"]),
@@ -147,6 +157,14 @@ def test_a_gradient_that_a_kernel_cannot_give_is_refused() -> None:
         (lambda: mh.MultiHeadAttention(12, 2, position=mh.Sinusoidal(12)), TypeError, ["Sinusoidal"]),
         (lambda: mh.MultiHeadAttention(12, 2, position=mh.Rotary(8)), ValueError, ["8", "6"]),
         (lambda: mh.MultiHeadAttention(12, 2, bias=torch.zeros(2)), TypeError, ["bias", "Tensor"]),
+        (lambda: mh.MultiHeadAttention(12, 2, bias=False), TypeError, ["projection_bias=False", "ALiBi"]),
+        (lambda: mh.MultiHeadAttention(12, 2, projection_bias=None), TypeError, ["projection_bias", "None"]),
+        (lambda: mh.SelfAttention(8, projection_bias=mh.ALiBi(1)), TypeError, ["projection_bias", "ALiBi"]),
+        (lambda: mh.MultiHeadAttention(12, 2, kernel="flash"), ValueError, ["kernel", "auto", "'flash'"]),
+        (lambda: mh.CrossAttention(8, kernel=None), ValueError, ["kernel", "auto", "None"]),
+        (lambda: mh.MultiHeadAttention(12, 2)(nested(12)), TypeError, ["x", "nested", "pad"]),
+        (lambda: mh.SelfAttention(12)(nested(12)), TypeError, ["x", "nested", "pad"]),
+        (lambda: mh.attention(*[nested(2, 12)] * 3), TypeError, ["q", "nested", "pad"]),
         (lambda: mh.MultiHeadAttention(12, 2, qk_norm=3), TypeError, ["qk_norm", "int"]),
         (lambda: mh.MultiHeadAttention(12, 2)(x(3, 12)), ValueError, ["[b, t, 12]", "[3, 12]", "first"]),
         (lambda: mh.MultiHeadAttention(12, 2)(x(1, 3, 10)), ValueError, ["x", "12", "[1, 3, 10]"]),
@@ -174,6 +192,13 @@ def test_layers_and_caches_say_what_came(make: Any, error: type[Exception], word
     for word in words:
         assert word in message, message
     assert "\n" not in message
+
+
+def test_an_empty_nested_tensor_is_refused_by_the_layer() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        empty = torch.nested.nested_tensor([])
+    with pytest.raises(TypeError, match="got a nested tensor"):
+        mh.MultiHeadAttention(12, 2)(empty)
 
 
 @pytest.mark.parametrize("rows", ["a", 1.5, True])

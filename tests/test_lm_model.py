@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manyheads import lm
 from manyheads.lm import checkpoint, data
@@ -58,6 +59,11 @@ def test_attend_gives_the_same_logits_and_a_map_per_layer(model: lm.LanguageMode
     assert [tuple(amap.shape) for amap in maps] == [(3, 4, 10, 10)] * 2
     for amap in maps:
         torch.testing.assert_close(amap.dense().sum(-1), torch.ones(3, 4, 10))
+
+
+def test_fake_ids_are_not_read(model: lm.LanguageModel) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(torch.zeros(1, 5, dtype=torch.long)).shape == (1, 5, SMALL.vocab)
 
 
 @torch.no_grad()
@@ -204,6 +210,7 @@ def test_complete_stops_before_a_text_and_at_the_context(model: lm.LanguageModel
         ({"prompt": "hello", "tokens": 0}, "tokens must be at least 1"),
         ({"prompt": "hello", "stop": ""}, "stop"),
         ({"prompt": "hello", "seed": -1}, "seed"),
+        ({"prompt": "hello", "seed": 1 << 64}, "Expected seed to be below"),
         ({"prompt": "zq" * 24}, "context is 24"),
     ],
 )
@@ -281,6 +288,95 @@ def test_load_refuses_weights_that_are_not_finite(saved: Path) -> None:
     save_file(tensors, saved / "model.safetensors")
     with pytest.raises(ValueError, match="NaN"):
         lm.load(saved)
+
+
+def test_stretched_it_generates_beyond_the_trained_context(model: lm.LanguageModel) -> None:
+    longer, greedy = model.stretched(96), lm.Sampling(temperature=0)
+    longer.logits = lambda x: torch.nn.functional.one_hot(torch.tensor([[7]]), SMALL.vocab)  # type: ignore
+    assert list(lm.generate(longer, ids_of(1, 20), 76, greedy)) == [7] * 76
+    assert lm.complete(longer, TOKENIZER, "hello", 1000, greedy).end == "context"
+    with pytest.raises(ValueError, match="context is 96 tokens: after a prompt of 20 there is room for 76"):
+        lm.generate(longer, ids_of(1, 20), 77)
+    with pytest.raises(ValueError, match="context is 96 tokens, and the prompt has 101"):
+        lm.complete(longer, TOKENIZER, "!" * 101)
+
+
+def test_a_config_knows_the_number_of_parameters(model: lm.LanguageModel) -> None:
+    assert SMALL.parameter_count == sum(parameter.numel() for parameter in model.parameters())
+
+
+# Streaming
+
+
+class Fixed:
+    """A model that draws given ids, whatever it reads."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.context, self.left = 1000, [*ids, data.END_ID]
+
+    def caches(self, length: int) -> list[Any]:
+        return []
+
+    def __call__(self, ids: torch.Tensor, caches: list[Any]) -> torch.Tensor:
+        logits = torch.zeros(1, 1, SMALL.vocab)
+        logits[0, 0, self.left.pop(0)] = 1
+        return logits
+
+
+def pieces_of(ids: list[int], stop: str | None = None) -> list[lm.Text]:
+    greedy = lm.Sampling(temperature=0)
+    return list(lm.stream(Fixed(ids), TOKENIZER, "x", 999, greedy, stop=stop))  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(
+    text=st.text(st.sampled_from("ab€🙂 �"), max_size=12),
+    stray=st.lists(st.integers(1, 256), max_size=3),
+    stop=st.none() | st.text(st.sampled_from("ab€"), min_size=1, max_size=3),
+)
+def test_a_stream_is_the_text_in_pieces_that_stay(text: str, stray: list[int], stop: str | None) -> None:
+    """Also where bytes are no character, and none of the stop text is given before it is complete."""
+    ids = [*TOKENIZER.encode(text).ids, *stray, *TOKENIZER.encode(text).ids]
+    pieces = pieces_of(ids, stop)
+    whole = TOKENIZER.decode(ids)
+    stopped = stop is not None and stop in whole
+    assert "".join(piece.text for piece in pieces) == (whole.split(stop)[0] if stopped else whole)
+    assert [piece.end for piece in pieces] == [""] * (len(pieces) - 1) + ["stop" if stopped else "end"]
+
+
+def test_a_stream_gives_each_character_once_it_is_whole() -> None:
+    ids = TOKENIZER.encode("a€b").ids
+    assert len(ids) == 5  # the euro sign is three bytes
+    assert [piece.text for piece in pieces_of(ids)] == ["a", "€", "b", ""]
+    assert [piece.text for piece in pieces_of(TOKENIZER.encode("zwyz").ids, "wyy")] == ["z", "wyz", ""]
+
+
+# Compiling and exporting
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_the_model_compiles_in_one_graph(model: lm.LanguageModel, dynamic: bool | None) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length in (7, 24):
+        ids = ids_of(2, length)
+        torch.testing.assert_close(compiled(ids), model(ids))
+    with pytest.raises(ValueError, match="context is 24 tokens"):
+        model(ids_of(1, 25))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_model_exports_with_a_dynamic_length(model: lm.LanguageModel, grad: bool, strict: bool) -> None:
+    with torch.set_grad_enabled(grad):
+        lengths = ({1: torch.export.Dim("t", min=2, max=24)},)
+        exported = torch.export.export(model, (ids_of(1, 9),), dynamic_shapes=lengths, strict=strict)
+        for length in (2, 9, 24):
+            ids = ids_of(1, length)
+            torch.testing.assert_close(exported.module()(ids), model(ids))
+        with pytest.raises((IndexError, RuntimeError)):
+            exported.module()(torch.tensor([[1, SMALL.vocab]]))
 
 
 class Killed(BaseException):

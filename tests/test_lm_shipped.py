@@ -13,7 +13,8 @@ import torch
 
 from manyheads import lm
 from manyheads.lm import checkpoint, data, recipe
-from manyheads.lm.train import LOG, held_out_loss
+from manyheads.lm.folder import LOG
+from manyheads.lm.train import held_out_loss
 
 CARD = (checkpoint.SHIPPED / "card.md").read_text("utf-8")
 

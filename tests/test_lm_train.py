@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from waiting import wait_until
 
 from manyheads import cli, lm
 from manyheads.lm import checkpoint, data
-from manyheads.lm.train import HELD_OUT, LOG, TRAINING, Run, held_out_loss
+from manyheads.lm.folder import HELD_OUT, LOCK, LOG, MARKER, TRAINING
+from manyheads.lm.train import Run, held_out_loss
 
 # The package re-exports a function of the module's own name.
 training = sys.modules["manyheads.lm.train"]
@@ -30,20 +31,12 @@ GIVEN: dict[str, Any] = {
     "context": 32,
     "seed": 3,
     "device": "cpu",
-    "vocab": 300,
+    "vocab_size": 300,
     "repeated": 1,
     "save_every": 4,
     "log_every": 2,
     "evaluate_every": 5,
 }
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(12):
-        (folder / f"{i}.txt").write_text(f"The {i}th file says: one two three four.\n" * 20)
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +70,7 @@ def same(one: Path, other: Path) -> None:
 
 def test_a_run_leaves_a_checkpoint_and_a_log(whole: Path, text: Path) -> None:
     names = {path.name for path in whole.iterdir()}
-    assert names == {*checkpoint.FILES, TRAINING, HELD_OUT, LOG}
+    assert names == {*checkpoint.FILES, TRAINING, HELD_OUT, LOG, MARKER, LOCK}
     lines = [json.loads(line) for line in (whole / LOG).read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 5, 6, 8, 9]
     assert [line["step"] for line in lines if "held_out_loss" in line] == [5, 9]
@@ -141,7 +134,7 @@ def test_a_run_that_died_while_saving_resumes_to_the_same_end(
     real, calls = os.replace, [0]
 
     def dying(source: Any, target: Any) -> None:
-        if ".written" in str(source):
+        if checkpoint.WRITTEN in str(source):
             calls[0] += 1
             if calls[0] == {"before": 6, "between": 8, "after": 10}[where]:  # the second save
                 raise Killed
@@ -175,11 +168,9 @@ def test_a_killed_process_resumes_to_the_same_end(text: Path, whole: Path, tmp_p
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     child = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 120
-        while not ((out / LOG).exists() and (out / LOG).read_text()):  # its first logged step
-            assert child.poll() is None, "it ended by itself"
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        log = out / LOG
+        wait_until(lambda: child.poll() is not None or (log.exists() and log.read_text() != ""))  # a step
+        assert child.poll() is None, "it ended by itself"
     finally:
         child.kill()
         child.wait()
@@ -208,7 +199,7 @@ def test_decay_is_on_matrices_only(whole: Path) -> None:
 
 
 def test_rate_warms_up_and_falls() -> None:
-    options = lm.Options(steps=1000, rate=1.0)
+    options = lm.Options(steps=1000, learning_rate=1.0)
     rates = [options.rate_at(step) for step in range(1000)]
     assert rates[0] == pytest.approx(0.01)
     assert max(rates) == pytest.approx(1.0)
@@ -250,10 +241,14 @@ def command(
         (["--context", 1], "context must be at least 2"),
         (["--context", 10**6], "smaller --context"),
         (["--seed", -1], "seed must be at least 0"),
-        (["--device", "toaster"], '"toaster" came'),
-        (["--device", "cuda:99"], '"cuda:99" came'),
-        (["--device", "meta"], '"meta" came'),
-        (["--resume"], "no model.safetensors"),
+        (["--device", "toaster"], "got 'toaster'"),
+        (["--device", "cuda:99"], "got 'cuda:99'"),
+        (["--device", "meta"], "got 'meta'"),
+        (["--device", "meta:0"], "got 'meta:0'"),
+        (["--device", "hpu"], "got 'hpu'"),
+        (["--device", "privateuseone"], "got 'privateuseone'"),
+        (["--seed", 1 << 64], f"Expected seed to be below 2^64, got {1 << 64}."),
+        (["--resume"], "no checkpoint to resume from. Start without --resume"),
         (["--data", "nowhere"], "there is no nowhere"),
     ],
 )
@@ -278,9 +273,9 @@ def test_train_refuses(
     ("words", "said"),
     [
         ([], "already holds a run"),
-        (["--resume", "--steps", 10], "started with --steps 9, and 10 came"),
-        (["--resume", "--context", 64], "started with --context 32"),
-        (["--resume", "--seed", 4], "started with --seed 3"),
+        (["--resume", "--steps", 8], "Expected --steps to be at least 9"),
+        (["--resume", "--context", 64], "Expected --context 32,"),
+        (["--resume", "--seed", 4], "Expected --seed 3,"),
         (["--resume", "--data", __file__], "other text"),
     ],
 )
@@ -303,7 +298,7 @@ def test_train_refuses_a_run_that_is_there(
 def test_resume_refuses_files_that_changed(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     lm.train(out, GIVEN | {"steps": 1}, [text])
-    data.write_tokens(out / TRAINING, np.arange(500, dtype=np.uint16) % 300)
+    np.save(out / TRAINING, np.arange(500, dtype=np.uint16) % 300)
     with pytest.raises(ValueError, match="has changed"):
         lm.train(out, resume=True)
     (out / "state.json").write_text("{}")

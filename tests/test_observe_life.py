@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from waiting import HANG
 from watched import (
     GPT,
     KERNEL,
@@ -513,6 +516,40 @@ def test_compiled_models_run_as_written(
     assert counted.frame_count == 1
 
 
+def test_what_is_compiled_while_something_is_observed_is_seen():
+    """In a process that compiled nothing before, which doesn't even load PyTorch's compiler."""
+    code = """
+import sys
+import torch
+import torch.nn.functional as F
+from manyheads import observe
+
+class Attention(torch.nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+class Compiling(torch.nn.Module):
+    def forward(self, x):
+        return torch.compile(Attention(), backend="eager", fullgraph=True)(x)
+
+plain, compiling, x, compile = Attention(), Compiling(), torch.randn(1, 2, 5, 8), torch.compile
+with observe(plain) as seen:
+    plain(x)
+assert len(seen) == 1 and "torch._dynamo" not in sys.modules
+with observe(compiling) as seen:
+    compiling(x)
+    compiling(x)
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+assert [len(seen.calls(name)) for name in seen] == [2]
+assert torch._dynamo.eval_frame._stance.stance == "default" and torch.compile is compile
+with observe(compiling) as seen:
+    compiling(x)
+assert len(seen) == 1
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_compiled_model_on_another_thread():
     model, x = GPT().requires_grad_(False), randn(2, 5, E)
     compiled = torch.compile(model, backend="eager")
@@ -545,13 +582,13 @@ def test_names_bound_while_something_is_observed_are_pytorchs_own():
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(works)) as pool:
-        return [future.result(20) for future in [pool.submit(work) for work in works]]
+        return [future.result(HANG) for future in [pool.submit(work) for work in works]]
 
 
 def test_calls_on_several_threads_at_once():
     model, inputs = GPT(), [randn(2, 5 + n, E) for n in range(4)]
     together = threading.Barrier(4)
-    model.layers[0].attn.midway = lambda: together.wait(20)
+    model.layers[0].attn.midway = lambda: together.wait(HANG)
     with observe(model) as seen:
         outs = in_threads(*(lambda x=x: model(x) for x in inputs))
     model.layers[0].attn.midway = lambda: None
@@ -569,7 +606,7 @@ def test_each_thread_may_observe_for_itself():
     models, x = [GPT() for _ in range(3)], randn(2, 5, E)
     together = threading.Barrier(3)
     for model in models:
-        model.layers[1].attn.midway = lambda: together.wait(20)
+        model.layers[1].attn.midway = lambda: together.wait(HANG)
 
     def work(model: nn.Module) -> Seen:
         model(x)
@@ -598,7 +635,7 @@ def test_a_thread_that_outlives_the_block():
 
     def wait() -> None:
         inside.set()
-        over.wait(20)
+        over.wait(HANG)
 
     def work() -> tuple[Tensor, list[Any]]:
         out = model(x)
@@ -609,9 +646,9 @@ def test_a_thread_that_outlives_the_block():
             model(x)
             model.layers[0].attn.midway = wait
             future = pool.submit(work)
-            inside.wait(20)
+            inside.wait(HANG)
         over.set()
-        out, left = future.result(20)
+        out, left = future.result(HANG)
     identical(out, alone)
     assert left == []
     assert not any(hooks(model))
@@ -626,17 +663,17 @@ def test_a_thread_that_began_before_the_block():
 
     def wait() -> None:
         inside.set()
-        on.wait(20)
+        on.wait(HANG)
 
     model.layers[0].attn.midway = wait
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(lambda: (model(x), _get_current_function_mode_stack()))
-        inside.wait(20)
+        inside.wait(HANG)
         model.layers[0].attn.midway = lambda: None
         with observe(model) as seen:
             model(x)
             on.set()
-            out, left = future.result(20)
+            out, left = future.result(HANG)
     identical(out, alone)
     assert left == []
     assert len(seen.calls(KEYS[0])) >= 1

@@ -746,11 +746,25 @@ def test_an_interrupt_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(Path("manyheads-out").iterdir()) == []
 
 
+@pytest.mark.parametrize("columns", [30, 40, 60, 72, 80, 200])
+def test_no_number_is_cut_on_a_narrow_terminal(
+    run: Any, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    def numbers(text: str) -> list[str]:
+        return sorted(re.findall(r"\d\.\d\d\*?", text))
+
+    wide = numbers(run(SENTENCE).out)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = run(SENTENCE).out
+    assert numbers(narrow) == wide
+    assert "…" not in narrow.partition("what each head")[2].partition("layer 0 head")[0].partition("*: ")[0]
+
+
 # -- the model that ships --------------------------------------------------------------------------
 
 
 def test_the_command_on_the_model_that_ships(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "manyheads.cli", "show", SENTENCE]
+    command = [sys.executable, "-m", "manyheads", "show", SENTENCE]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     told = re.match(r"layer (\d+) head (\d+): .* looks at .*\([01]\.\d\d\)", ran.stdout)

@@ -316,7 +316,7 @@ def test_from_a_text_to_words_and_pictures(name: str, run: Any, folders: Callabl
 
 
 def test_the_command_prints_nothing_but_its_own_page(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "manyheads.cli", "show", "--model", str(folders("bert")), TEXT, "--json"]
+    command = [sys.executable, "-m", "manyheads", "show", "--model", str(folders("bert")), TEXT, "--json"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert json.loads(ran.stdout)["model"] == str(folders("bert"))
@@ -570,8 +570,8 @@ def test_without_transformers(
     code, out, err = run("--model", folder, TEXT)
     assert (code, out) == (2, "")
     assert err == (
-        f"manyheads: {folder} is a model of Hugging Face, and transformers isn't installed: "
-        "pip install 'manyheads[hf]'.\n"
+        f"manyheads: {folder} is a Hugging Face model and needs transformers, which isn't installed. "
+        "Run pip install '.[hf]' in a clone of manyheads.\n"
     )
     assert run("on time")[0] == 0  # ours doesn't need it
 

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from waiting import HANG, wait_until
 
 import manyheads as mh
 from manyheads import cli, scores
@@ -282,9 +283,7 @@ def test_a_pass_rests_when_nobody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -
     time.sleep(0.2)
     assert asked(gallery, "pass/0/0/0/0")["whole"] is False  # not even begun
     monkeypatch.setattr(module, "WAITS", 60.0)
-    until = time.monotonic() + 20
-    while not asked(gallery, "pass/0/0/0/0")["whole"]:
-        assert time.monotonic() < until
+    wait_until(lambda: asked(gallery, "pass/0/0/0/0")["whole"])
     ready, planes, t, s = struct.unpack("<4I", asked(gallery, "edges/0/0/0/0")[:16])
     assert (ready, planes, t, s) == (1, 1, 600, 600)
     gallery.close()
@@ -366,7 +365,7 @@ def view(seen: Gallery) -> Iterator[View]:
 
 def get(view: View, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
     port = int(view.url.split(":")[2].split("/")[0])
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG)
     connection.putrequest(method, path, skip_host=True)
     for name, value in {"Host": f"127.0.0.1:{port}", **headers}.items():
         connection.putheader(name, value)
@@ -464,14 +463,14 @@ def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "run.safetensors"
     a_map(9, 9).save(path)
     running = subprocess.Popen(
-        [sys.executable, "-m", "manyheads.cli", "view", str(path), "--no-open"],
+        [sys.executable, "-m", "manyheads", "view", str(path), "--no-open"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert running.stdout is not None
     line = running.stdout.readline()
     assert line.startswith("open this link in a browser: http://127.0.0.1:")
     running.send_signal(2)
-    out, err = running.communicate(timeout=20)
+    out, err = running.communicate(timeout=HANG)
     assert running.returncode == 130
     assert "Traceback" not in out + err
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,23 +18,16 @@ from typing import Any
 import nbformat
 import pytest
 import torch
+from chromium import CHROMIUM, FLAGS, MISSING, wait_until_painted
 from nbformat.v4 import new_code_cell, new_notebook, new_output
+from waiting import HANG, wait_until
 
 import manyheads as mh
 from manyheads.viewer import notebook
 from manyheads.viewer.gallery import Gallery
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # of jupyter_client and nbconvert, and of ipywidgets where there is no kernel
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-CHROMIUM = Path("/usr/bin/chromium")
-QUIET = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 WORDS = ["The", "cat", "sat", "on", "the", "mat", ",", "because", "it", "was", "warm", "."]
 
 
@@ -59,13 +51,11 @@ class Sent(list[tuple[dict[str, Any], list[bytes]]]):
     """What a widget sends, which comes from its worker."""
 
     def of(self, view: str, number: int) -> tuple[dict[str, Any], list[bytes]]:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            for message, buffers in list(self):
-                if (message["view"], message["number"]) == (view, number):
-                    return message, buffers
-            time.sleep(0.01)
-        raise AssertionError(f"nothing came for {view} {number}")
+        def found() -> list[tuple[dict[str, Any], list[bytes]]]:
+            return [one for one in list(self) if (one[0]["view"], one[0]["number"]) == (view, number)]
+
+        wait_until(lambda: found() != [])
+        return found()[0]
 
 
 @pytest.fixture
@@ -184,7 +174,7 @@ def test_without_anywidget_a_large_map_says_what_to_install(monkeypatch: pytest.
     notebook._widget.cache_clear()
 
     with pytest.raises(
-        ImportError, match=r"anywidget, which isn't installed: pip install 'manyheads\[view\]'"
+        ImportError, match=r"anywidget, which isn't installed\. Run pip install '\.\[view\]' in a clone"
     ):
         notebook.shown(Gallery(a_map()))
 
@@ -201,7 +191,7 @@ def test_ipython_without_a_kernel_is_no_notebook() -> None:
         "from manyheads.viewer import notebook; print(notebook.here())"
     )
     told = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=True
     )
     assert told.stdout.strip() == "False"
 
@@ -254,8 +244,8 @@ def lab(tmp_path: Path) -> Iterator[str]:
     """The address of a JupyterLab that knows nothing of this machine's, with a notebook in it."""
     if importlib.util.find_spec("jupyterlab") is None:
         pytest.skip("jupyterlab isn't installed")
-    if not CHROMIUM.exists():
-        pytest.skip(f"there is no browser at {CHROMIUM}")
+    if CHROMIUM is None:
+        pytest.skip(MISSING)
     folders = {name: tmp_path / name for name in ("config", "data", "runtime", "ipython", "home", "books")}
     for folder in folders.values():
         folder.mkdir()
@@ -296,17 +286,20 @@ def lab(tmp_path: Path) -> Iterator[str]:
         )
     try:
         address = f"http://127.0.0.1:{port}"
-        for _ in range(300):
+
+        def answers() -> bool:
             try:
-                urllib.request.urlopen(f"{address}/api", timeout=5).close()
-                break
+                urllib.request.urlopen(f"{address}/api", timeout=HANG).close()
             except OSError:
                 assert server.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(0.1)
+                return False
+            return True
+
+        wait_until(answers)
         yield f"{address}/lab/tree/book.ipynb?token=token"
     finally:
         server.terminate()  # and with it its kernels
-        server.wait(20)
+        server.wait(HANG)
 
 
 class Book:
@@ -314,7 +307,7 @@ class Book:
 
     def __init__(self, page: Any, address: str) -> None:
         self.page = page
-        page.set_default_timeout(12_000)
+        page.set_default_timeout(1000 * HANG)
         page.goto(address)
         self.cells = page.locator(".jp-Notebook .jp-Cell")
         page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for()
@@ -349,7 +342,7 @@ class Book:
         plot.hover(position={"x": box["width"] * 0.4, "y": box["height"] * 0.7})
         for _ in range(14):
             self.page.mouse.wheel(0, -400)
-            self.page.wait_for_timeout(60)
+            wait_until_painted(self.page)
         viewer.locator('.reading[data-exact="true"]').wait_for()
         found = reading.evaluate("one => ({...one.dataset})")
         return int(found["query"]), int(found["key"]), float(found["weight"])
@@ -360,7 +353,7 @@ def book(lab: str) -> Iterator[Book]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as tools:
-        browser = tools.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        browser = tools.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page(viewport={"width": 1300, "height": 1000})
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -385,7 +378,7 @@ def test_in_jupyterlab_maps_are_read_switched_and_left(book: Book) -> None:
     large.locator(".map").click()
     for key in "]abxmdlo":
         book.page.keyboard.press(key)
-        book.page.wait_for_timeout(60)
+        wait_until_painted(book.page)
     assert book.cells.count() == len(CELLS)
     assert large.locator("#how").inner_text() == "mean"
     assert large.locator("#scale").inner_text() == "logarithmic"

@@ -1,11 +1,12 @@
-"""The commands. Each is a thin face on a function that can be called from Python.
+"""The commands. Each is a thin layer over functions that can be called from Python.
 
 Exit codes of every command: 0 done, 1 a check failed, 2 wrong use or input, 130 interrupted.
-A command imports what it needs when it runs, so that `manyheads --help` stays quick.
+A command imports what it needs when it runs, so that `manyheads --help` is quick.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -13,67 +14,113 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from manyheads import __version__
+
 if TYPE_CHECKING:
     from manyheads.viewer.gallery import Gallery
 
 app = typer.Typer(
     name="manyheads",
-    help="Multi-head attention you can see through.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # importing rich doubles the time of --help
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def path(text: str) -> Path:
+    """Return the path that an option names; Path("") would be the current folder."""
+    if not text:
+        raise typer.BadParameter("Expected a path, got ''. Use . for the current folder.")
+    return Path(text)
+
+
+def utf8(text: str) -> str:
+    """Return an argument as text, which Python decodes as ASCII in the C locale."""
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeDecodeError:
+        raise typer.BadParameter("Expected UTF-8 text.") from None
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and end, if --version is given."""
+    if wanted:
+        print(f"manyheads {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def commands() -> None:
+def manyheads(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
     """Multi-head attention you can see through."""
 
 
 @app.command()
 def show(
-    text: Annotated[str | None, typer.Argument(help="The text to look at.")] = None,
+    text: Annotated[str | None, typer.Argument(help="Text to read.")] = None,
     text_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Read the text from a file; - is standard input.")
+        str | None, typer.Option(metavar="FILE", help="Read the text from a file (- for standard input).")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures, created.")] = Path(
+    out: Annotated[Path, typer.Option(metavar="DIR", parser=path, help="Folder for the pictures.")] = Path(
         "manyheads-out"
     ),
-    layer: Annotated[int | None, typer.Option(metavar="N", help="Layer to show in full, from 0.")] = None,
-    head: Annotated[int | None, typer.Option(metavar="N", help="Head to show in full, from 0.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(metavar="N", help="Layer to show in detail, counted from 0.")
+    ] = None,
+    head: Annotated[
+        int | None, typer.Option(metavar="N", help="Head to show in detail, counted from 0.")
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="NAME_OR_PATH",
-            help="A checkpoint's folder, or a Hugging Face model: its folder, or a name in the local cache.",
+            help="Model: the folder of a checkpoint, or a Hugging Face model (its folder, or its name in the "
+            "local cache). The default is the model that ships with manyheads.",
         ),
     ] = None,
     no_mask: Annotated[
-        bool, typer.Option("--no-mask", help="Beside it the same q and k without the mask: a what-if.")
+        bool, typer.Option("--no-mask", help="Also show the head with the same q and k and no mask.")
     ] = False,
     format: Annotated[str, typer.Option(metavar="png|svg|pdf", help="Format of the pictures.")] = "png",
-    json: Annotated[bool, typer.Option("--json", help="Print findings and measures as JSON only.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only JSON: findings and head scores.")] = False,
     truncate: Annotated[
-        bool, typer.Option("--truncate", help="Keep the first tokens of a text that is too long.")
+        bool,
+        typer.Option("--truncate", help="Keep the first tokens of a text that is longer than the context."),
     ] = False,
     long: Annotated[
         bool,
         typer.Option(
             "--long",
-            help="Read up to 32,768 tokens with a model of ours, beyond its context: there it extrapolates.",
+            help="Read up to 32,768 tokens with a manyheads model. Beyond its context it extrapolates.",
         ),
     ] = False,
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save the maps too, for view and manyheads.open_run.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", parser=path, help="Save the maps for `manyheads view` and manyheads.open_run."
+        ),
     ] = None,
-    browser: Annotated[bool, typer.Option("--open", help="Fly over them in a browser then.")] = False,
+    browser: Annotated[bool, typer.Option("--open", help="Open the maps in the interactive viewer.")] = False,
 ) -> None:
-    """Show what each head of a language model attends to: in words, a table and pictures."""
+    """Show what each head of a language model attends to.
+
+    Prints findings as sentences, a table of head scores and a heat map, and draws pictures.
+    """
     from manyheads import show
     from manyheads.files import file_for, folder_for
 
     if browser and json:
         raise ValueError("--json prints and ends, and --open serves a page until it is interrupted: use one.")
+    if browser:
+        from manyheads import viewer
+
+        viewer.require_server()
     show.format_of(format)
     given = show.text_of(text, text_file)
     run = None if save is None else file_for(save, "--save")
@@ -103,35 +150,44 @@ def show(
 @app.command()
 def view(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="FILE…", help="What observe or show --save wrote; two to compare.")
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            parser=path,
+            help="Saved maps (of Seen.save or show --save); several to compare.",
+        ),
     ],
-    port: Annotated[int, typer.Option(metavar="N", help="Of this machine; 0 is any free one.")] = 0,
+    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on (0 picks a free one).")] = 0,
     browser: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
     export: Annotated[
-        Path | None, typer.Option(metavar="PAGE.html", help="Write a page to send, and don't serve.")
+        Path | None,
+        typer.Option(metavar="PAGE.html", parser=path, help="Write a page to this file instead of serving."),
     ] = None,
     layer: Annotated[
-        int | None, typer.Option(metavar="N", help="Layer to export, from 0; all if not given.")
+        int | None, typer.Option(metavar="N", help="Layer to export, counted from 0. The default is all.")
     ] = None,
     head: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Head to export, from 0; may be repeated.")
+        list[int] | None,
+        typer.Option(metavar="N", help="Head to export, counted from 0. Repeatable. The default is all."),
     ] = None,
 ) -> None:
-    """Fly over attention in a browser: from all of a head, at any length, down to single weights."""
+    """Open saved attention maps in the interactive viewer."""
     from rich.progress import Progress
 
     from manyheads.viewer.gallery import Gallery
 
     if export is None and (layer is not None or head):
         raise ValueError("--layer and --head say what to --export: the page shows every head.")
-    gallery = Gallery(*runs)
     if export is None:
-        serve(gallery, port, browser)
+        from manyheads import viewer
+
+        viewer.require_server()
+        serve(Gallery(*runs), port, browser)
         return
     from manyheads.files import file_for
     from manyheads.viewer.export import planned
 
-    plan = planned(gallery, export, layer, head)
+    plan = planned(Gallery(*runs), export, layer, head)
     file_for(export, "--export")
     print(plan.told, flush=True)
     with Progress(transient=True) as progress:
@@ -155,45 +211,118 @@ def serve(gallery: Gallery, port: int = 0, browser: bool = True) -> None:
 
 @app.command()
 def train(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run, created.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", parser=path, help="Folder of the run.")],
     data: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="Text files or folders of them; repeat for more."),
+        typer.Option(metavar="PATH", parser=path, help="Text file, or folder of text files. Repeatable."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Optimizer steps.")] = None,
-    context: Annotated[int | None, typer.Option(metavar="N", help="Longest sequence, tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Of weights and batches.")] = None,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default="3000",
+            help="Optimizer steps; with --resume, the step to continue to.",
+        ),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(metavar="N", show_default="512", help="Longest sequence, in tokens.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", show_default="4", help="Transformer layers.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(metavar="N", show_default="6", help="Attention heads per layer.")
+    ] = None,
+    embed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", show_default="192", help="Model width (embedding size), a multiple of 4 * heads."
+        ),
+    ] = None,
+    hidden: Annotated[
+        int | None,
+        typer.Option(metavar="N", show_default="7/3 of --embed", help="Width of the feed-forward layers."),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", show_default="3072", help="Largest number of tokens, 257 to 1048576."),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", show_default="8", help="Sequences per step.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(metavar="X", show_default="0.002", help="Highest learning rate, at most 1."),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="N", show_default="0", help="Random seed of weights, batches and dropout."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default="cuda if there is one, else cpu",
+            help="Device: cpu, cuda, cuda:1 or mps.",
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
-    """Train a small language model on text; without --data, on Python's own documentation."""
+    """Train a small language model on text. The default text is Python's own documentation."""
     from manyheads import lm
 
-    given = {"steps": steps, "context": context, "seed": seed, "device": device}
+    given = {
+        "steps": steps,
+        "context": context,
+        "layers": layers,
+        "heads": heads,
+        "embed": embed,
+        "hidden": hidden,
+        "vocab_size": vocab_size,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "device": device,
+    }
     given = {name: value for name, value in given.items() if value is not None}
     lm.train(out, given, data or (), resume=resume)
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
+    prompt: Annotated[str, typer.Argument(parser=utf8, help="Text to continue.")],
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A checkpoint's folder, not the shipped model.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            parser=path,
+            help="Folder of a checkpoint. The default is the model that ships with manyheads.",
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", help="At most this many tokens.")] = 100,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(metavar="K", help="Of the K likeliest only.")] = None,
-    top_p: Annotated[float, typer.Option(metavar="P", help="Of the likeliest that sum to P.")] = 1.0,
-    stop: Annotated[str | None, typer.Option(metavar="TEXT", help="End before this text.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the drawing.")] = 0,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens to generate.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="Sampling temperature (0 is greedy).")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", help="Sample from the K most likely tokens.")
+    ] = None,
+    top_p: Annotated[
+        float,
+        typer.Option(metavar="P", help="Sample from the most likely tokens whose probabilities sum to P."),
+    ] = 1.0,
+    stop: Annotated[str | None, typer.Option(metavar="TEXT", help="Stop before this text.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
 ) -> None:
-    """Continue a prompt with a language model; a full context ends the text, and says so."""
+    """Continue a prompt with a language model."""
     from manyheads import lm
 
     sampling = lm.Sampling(temperature, top_k, top_p)
-    made = lm.complete(*lm.load(model), prompt, tokens, sampling, stop=stop, seed=seed)
-    print(prompt + made.text)
-    if made.end == "context":
+    pieces = lm.stream(*lm.load(model), prompt, tokens, sampling, stop=stop, seed=seed)
+    print(prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+    print()
+    if piece.end == "context":
         print(f"manyheads: stopped before {tokens} tokens, the model's context is full", file=sys.stderr)
 
 
@@ -201,56 +330,63 @@ def generate(
 def check(
     target: Annotated[
         str,
-        typer.Argument(
-            help="module:name or path/to/file.py:name: a class, an instance, a function or a factory."
-        ),
+        typer.Argument(help="Class, instance, function or factory, as module:name or path/to/file.py:name."),
     ],
     like: Annotated[
         str | None,
         typer.Option(
             metavar="KIND",
-            help="attention, self, cross, multihead, torch-mha, sdpa, hf, positional, rotary, or "
-            "classic.MODULE.CLASS; guessed if not given.",
+            help="Kind of attention: attention, self, cross, multihead, torch-mha, sdpa, hf, positional, "
+            "rotary or classic.MODULE.CLASS. Guessed by default.",
         ),
     ] = None,
     init: Annotated[
-        str | None, typer.Option(metavar="ARGS", help="Constructor arguments: 'hidden=16, num_heads=4'.")
+        str | None, typer.Option(metavar="ARGS", help="Constructor arguments, e.g. 'hidden=16, num_heads=4'.")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="ROLES", help="Whose each layer is: q=a,k=b,v=c,o=d.")
+        str | None, typer.Option(metavar="ROLES", help="Names of the projection layers: q=a,k=b,v=c,o=d.")
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(metavar="batch|sequence", help="[b, t, e] or [t, b, e].")
+        str | None,
+        typer.Option(
+            metavar="batch|sequence", help="Layout of the inputs: batch is [b, t, e], sequence is [t, b, e]."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for a picture of what differs.")
+        Path | None, typer.Option(metavar="DIR", parser=path, help="Folder for a picture of the difference.")
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The report as JSON.")] = None,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="The report as JUnit's XML.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="That a call may take.")] = 60.0,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="That its process may hold: 500M, 4G.")] = "4G",
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", parser=path, help="Write the report as JSON.")
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=path, help="Write the report as JUnit XML.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of each call.")] = 60.0,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory limit of the process, e.g. 500M or 4G.")
+    ] = "4G",
 ) -> None:
-    """Check somebody's attention, and name what is wrong with it.
+    """Check an attention implementation, and name its bugs.
 
-    The code under check is run, in a process of its own with limits of time and memory, as you: with your
-    files, your network and your rights. This is no sandbox. Exit code 0: all held; 1: something failed; 2: it
-    couldn't be imported, built or understood.
+    The code is run in a separate process with limits on time and memory, but with your files, your network
+    and your permissions: it is not sandboxed. Exit code 0: every check passed. 1: a check failed. 2: the code
+    can't be imported, constructed or understood, or no check failed but a mask argument couldn't be judged.
     """
     from manyheads.checker import command
 
     report = command.run(target, like, init, weights, layout, timeout, memory)
     command.deliver(report, out, json, junit)
-    raise typer.Exit(0 if report.passed else 1)
+    raise typer.Exit(command.EXIT_CODES[report.verdict])
 
 
 @app.command()
 def lessons(
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the notebooks, created.")] = Path(
+    out: Annotated[Path, typer.Argument(metavar="DIR", parser=path, help="Folder for the notebooks.")] = Path(
         "manyheads-lessons"
     ),
-    start: Annotated[bool, typer.Option("--start/--no-start", help="Start JupyterLab there.")] = True,
+    start: Annotated[bool, typer.Option("--start/--no-start", help="Start JupyterLab in the folder.")] = True,
 ) -> None:
-    """Copy the four lessons to a folder and open them in JupyterLab; what is there already stays."""
+    """Copy the four lessons to a folder and open them in JupyterLab. Existing files are kept."""
     from manyheads import lessons
 
     made = lessons.copy(out)
@@ -267,7 +403,7 @@ def lessons(
 
 @app.command()
 def kernels() -> None:
-    """Print the kernels that this machine has, in the order in which they are asked."""
+    """Print the attention kernels, in order of preference."""
     from manyheads.kernels import machine
 
     print(machine())
@@ -278,22 +414,27 @@ def bench(
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="forward|causal|training|look|decode|layer", help="What to compute; may be repeated."
+            metavar="forward|causal|training|look|decode|layer", help="What to measure. Repeatable."
         ),
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(metavar="float32|bfloat16", help="Number format; may be repeated.")
+        list[str] | None, typer.Option(metavar="float32|bfloat16", help="Number format. Repeatable.")
     ] = None,
-    size: Annotated[list[int] | None, typer.Option(metavar="N", help="Head size; may be repeated.")] = None,
-    length: Annotated[list[int] | None, typer.Option(metavar="N", help="Tokens; may be repeated.")] = None,
+    size: Annotated[list[int] | None, typer.Option(metavar="N", help="Head size. Repeatable.")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="Sequence length. Repeatable.")
+    ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Runs of each, after one that warms up.")
+        int, typer.Option(min=1, metavar="N", help="Measured runs of each, after a warm-up run.")
     ] = 7,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for the table and the plot, created.")
+        Path, typer.Option(metavar="DIR", parser=path, help="Folder for the table and the plot.")
     ] = Path("manyheads-bench"),
 ) -> None:
-    """Measure attention on this machine: ours beside others', and what the machine can do."""
+    """Measure the speed of attention on this machine.
+
+    The kernels of manyheads run beside PyTorch's attention and other libraries.
+    """
     from rich.progress import Progress
 
     from manyheads import bench
@@ -327,16 +468,9 @@ def bench(
 
 
 def main() -> None:
-    """Run a command; bad input is one sentence on standard error and exit code 2."""
+    """Run a command. Wrong input is one sentence on standard error and exit code 2."""
     try:
         app()
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"manyheads: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("manyheads: interrupted", file=sys.stderr)
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manyheads import kernels, reductions
 from manyheads.biases import Bias
+from manyheads.kernels import Result
 from manyheads.kernels.native.look import Look
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
@@ -49,9 +50,10 @@ def attention(
         softcap: scores become softcap · tanh(score / softcap).
         sink: one logit per head, `[h]`, that joins the normaliser and nothing else.
         dropout_p: the probability with which a weight is dropped; the others grow by 1/(1 − p).
-        offset: the position of row 0, an int or one per sequence `[b]`; s − t if None, so that the
-            last query stands at the last key. PyTorch's `is_causal` is `offset=0`.
-        kernel: "auto", or a kernel by name, which then raises if it can't. `explain` prints why.
+        offset: the position of row 0, an int or one per sequence `[b]`, between −2^58 and 2^58; s − t if
+            None, so that the last query stands at the last key. PyTorch's `is_causal` is `offset=0`.
+        kernel: "auto", or a kernel by name, which then raises if it can't. `explain` prints why. A second
+            gradient needs "reference".
 
     Returns:
         The output `[b, h, t, w]` in q's dtype. A query that may see nothing gives zeros.
@@ -62,7 +64,7 @@ def attention(
     """
     problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                        dropout_p=dropout_p, offset=offset)  # fmt: skip
-    return _run(problem, kernel)[0]
+    return _run(problem, kernel).out
 
 
 def attention_with_map(
@@ -96,7 +98,7 @@ def attention_with_map(
     problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                        dropout_p=dropout_p, offset=offset)  # fmt: skip
     compiling = torch.compiler.is_compiling()
-    out, lse, kept = (*_run(problem, kernel), {}) if compiling else _run_and_look(problem, kernel, asked)
+    out, lse, kept = _run_and_look(problem, kernel, {} if compiling else asked)
     amap = AttentionMap.of(problem, lse)
     if not compiling and (problem.q.is_inference() or problem.k.is_inference()):
         # Nobody counts changes in place there, so a map needs its own numbers.
@@ -142,14 +144,14 @@ def looked_at(
     problem: Problem, own: Callable[[], Tensor], lse: Callable[[], Tensor | None], heads: int | None = 1
 ) -> Tensor:
     """What `own` computes for a problem, heads along one axis, with whoever observes looking on."""
-    if onlooker is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or onlooker is None:  # in this order: no graph depends on the global
         return own()
     return onlooker(problem, own, heads, lse)
 
 
 def without_removed(x: Tensor) -> Tensor:
     """x `[b, h, …]` with zeros for the heads that whoever observes removes."""
-    return x if remover is None or torch.compiler.is_compiling() else remover(x)
+    return x if torch.compiler.is_compiling() or remover is None else remover(x)
 
 
 def _asked(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduction]:
@@ -172,14 +174,16 @@ def _run_and_look(
 ) -> tuple[Tensor, Tensor | None, dict[tuple[Any, ...], Any]]:
     """The output, the log-sum-exp, and what was asked of the map, by its key."""
     if not asked:
-        return *_run(problem, kernel), {}
+        result = _run(problem, kernel)
+        return result.out, result.lse_of_map(problem), {}
     out: list[Tensor] = []
     gradients = torch.is_grad_enabled()
 
     def compute(look: Look | None) -> Tensor | None:
         with torch.set_grad_enabled(gradients):
-            made, lse = _run(problem, kernel, look)
-        out.append(made)
+            result = _run(problem, kernel, look)
+        out.append(result.out)
+        lse = result.lse_of_map(problem)
         return None if lse is None else lse.detach()
 
     bare, n = problem.detach().without_values(), problem.shape
@@ -188,15 +192,15 @@ def _run_and_look(
     return out[0], lse, dict(zip(asked, results, strict=True))
 
 
-def _run(problem: Problem, kernel: str, look: Look | None = None) -> tuple[Tensor, Tensor | None]:
-    found: list[Tensor | None] = []
+def _run(problem: Problem, kernel: str, look: Look | None = None) -> Result:
+    found: list[Result] = []
 
     def own() -> Tensor:
-        out, lse = kernels.run(problem, kernel, look)
-        found.append(lse)
-        return out
+        found.append(kernels.run(problem, kernel, look))
+        return found[0].out
 
-    return looked_at(problem, own, lambda: found[0]), found[0]
+    out = looked_at(problem, own, lambda: found[0].lse_of_map(problem))
+    return found[0]._replace(out=out)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Problem:

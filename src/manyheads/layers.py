@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyheads import kernels
 from manyheads.biases import Bias
 from manyheads.cache import Cache
 from manyheads.functional import attention, attention_with_map
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
 from manyheads.positions import Rotary
-from manyheads.shapes import divide, kind, real, sizes, whole
+from manyheads.shapes import check_padded, divide, kind, real, sizes, whole
 
 Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
 
@@ -28,28 +29,40 @@ class SelfAttention(nn.Module):
     """One head over its own input: softmax(q kᵀ / √d) v (Vaswani et al. 2017, section 3.2.1).
 
     embed: the input's width e; head_dim: the head's and the output's width d (e if None). TypeError or
-    ValueError unless they are at least 1.
+    ValueError unless they are at least 1. projection_bias: whether q, k and v have a bias. kernel: "auto" or
+    a kernel's name, as `attention` takes it.
     """
 
-    def __init__(self, embed: int, head_dim: int | None = None) -> None:
+    def __init__(
+        self,
+        embed: int,
+        head_dim: int | None = None,
+        *,
+        projection_bias: bool = True,
+        kernel: str = "auto",
+    ) -> None:
         super().__init__()
-        self._build(embed, embed, head_dim)
+        self._build(embed, embed, head_dim, projection_bias, kernel)
 
-    def _build(self, embed: int, context_dim: int, head_dim: int | None) -> None:
+    def _build(
+        self, embed: int, context_dim: int, head_dim: int | None, projection_bias: bool, kernel: str
+    ) -> None:
         whole(embed, "embed", least=1)
         whole(context_dim, "context_dim", least=1)
         d = embed if head_dim is None else whole(head_dim, "head_dim", least=1)
-        self.q = nn.Linear(embed, d)
-        self.k = nn.Linear(context_dim, d)
-        self.v = nn.Linear(context_dim, d)
+        _check_projection_bias(projection_bias)
+        self.kernel = kernels.check(kernel)
+        self.q = nn.Linear(embed, d, projection_bias)
+        self.k = nn.Linear(context_dim, d, projection_bias)
+        self.v = nn.Linear(context_dim, d, projection_bias)
 
     def forward(self, x: Tensor, *, mask: Mask | None = None) -> Tensor:
         """x `[b, t, e]` → `[b, t, d]`, under the mask; TypeError or ValueError for another x or mask."""
-        return attention(*self._heads(x, x), mask=mask).squeeze(1)
+        return attention(*self._heads(x, x), mask=mask, kernel=self.kernel).squeeze(1)
 
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
         """The output and its map, `[b, 1, t, t]`; arguments as `forward`, TypeError or ValueError too."""
-        out, amap = attention_with_map(*self._heads(x, x), mask=mask)
+        out, amap = attention_with_map(*self._heads(x, x), mask=mask, kernel=self.kernel)
         return out.squeeze(1), amap
 
     def _heads(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,31 +74,43 @@ class SelfAttention(nn.Module):
             self.v(context)[:, None],
         )  # [b, 1, t, d]
 
+    def extra_repr(self) -> str:
+        return _kernel_repr(self.kernel).removeprefix(", ")
+
 
 class CrossAttention(SelfAttention):
     """One head that asks with x and finds keys and values in a context.
 
     The decoder's way to the encoder (Vaswani et al. 2017, section 3.2.3). embed: the width of x;
     context_dim: that of the context (embed if None); head_dim: d (embed if None). TypeError or ValueError
-    unless they are at least 1.
+    unless they are at least 1. projection_bias and kernel as in `SelfAttention`.
     """
 
-    def __init__(self, embed: int, context_dim: int | None = None, head_dim: int | None = None) -> None:
+    def __init__(
+        self,
+        embed: int,
+        context_dim: int | None = None,
+        head_dim: int | None = None,
+        *,
+        projection_bias: bool = True,
+        kernel: str = "auto",
+    ) -> None:
         nn.Module.__init__(self)
-        self._build(embed, embed if context_dim is None else context_dim, head_dim)
+        context_dim = embed if context_dim is None else context_dim
+        self._build(embed, context_dim, head_dim, projection_bias, kernel)
 
     def forward(self, x: Tensor, context: Tensor, *, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
         """x `[b, t, e]`, context `[b, s, c]` → `[b, t, d]`, under the mask.
 
         TypeError or ValueError for others.
         """
-        return attention(*self._heads(x, context), mask=mask).squeeze(1)
+        return attention(*self._heads(x, context), mask=mask, kernel=self.kernel).squeeze(1)
 
     def attend(  # type: ignore[override]
         self, x: Tensor, context: Tensor, *, mask: Mask | None = None
     ) -> tuple[Tensor, AttentionMap]:
         """The output and its map, `[b, 1, t, s]`; arguments as `forward`, TypeError or ValueError too."""
-        out, amap = attention_with_map(*self._heads(x, context), mask=mask)
+        out, amap = attention_with_map(*self._heads(x, context), mask=mask, kernel=self.kernel)
         return out.squeeze(1), amap
 
 
@@ -106,6 +131,9 @@ class MultiHeadAttention(nn.Module):
             module (`torch.nn.RMSNorm`), or a module, which is copied for each (Henry et al. 2020,
             arXiv:2010.04245).
         dropout: the probability with which weights are dropped in training.
+        projection_bias: whether q, k, v and o have a bias (False in Llama). `bias` is another one, added to
+            the scores.
+        kernel: "auto" or a kernel's name, as `attention` takes it.
 
     The projections are `q`, `k`, `v` and `o`. TypeError or ValueError for sizes that don't go together
     and parts of another kind.
@@ -123,6 +151,8 @@ class MultiHeadAttention(nn.Module):
         bias: Bias | None = None,
         qk_norm: Callable[[int], nn.Module] | nn.Module | None = None,
         dropout: float = 0.0,
+        projection_bias: bool = True,
+        kernel: str = "auto",
     ) -> None:
         super().__init__()
         e, h = whole(embed, "embed", least=1), whole(heads, "heads", least=1)
@@ -137,14 +167,22 @@ class MultiHeadAttention(nn.Module):
             )
         if position is not None and position.dim > d:
             raise ValueError(f"position turns {position.dim} entries of a head, and the head size d is {d}.")
+        if isinstance(bias, bool):
+            raise TypeError(
+                f"Expected bias to be ALiBi, Relative or Dense, which are added to the scores, got {bias}. "
+                f"Whether the projections have a bias is projection_bias={bias}."
+            )
         if bias is not None and not isinstance(bias, Bias):
             raise TypeError(f"bias must be ALiBi, Relative or Dense, and {kind(bias)} came.")
         dropout = real(dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
+        _check_projection_bias(projection_bias)
+        self.kernel = kernels.check(kernel)
         self.embed, self.heads, self.kv_heads, self.head_dim, self.context_dim = e, h, g, d, c
-        self.q = nn.Linear(e, h * d)
-        self.k = nn.Linear(c, g * d)
-        self.v = nn.Linear(c, g * d)
-        self.o = nn.Linear(h * d, e)
+        self.projection_bias = projection_bias
+        self.q = nn.Linear(e, h * d, projection_bias)
+        self.k = nn.Linear(c, g * d, projection_bias)
+        self.v = nn.Linear(c, g * d, projection_bias)
+        self.o = nn.Linear(h * d, e, projection_bias)
         self.position = position
         self.bias = None if bias is None else Held(bias)
         self.q_norm, self.k_norm = _norms(qk_norm, d)
@@ -227,7 +265,8 @@ class MultiHeadAttention(nn.Module):
             k, v = cache.write(k, v)  # [b, g, first + t, d]
         bias = None if self.bias is None else self.bias.value()
         dropout_p = self.dropout if self.training else 0.0
-        return q, k, v, {"mask": mask, "bias": bias, "offset": offset, "dropout_p": dropout_p}
+        rest = {"mask": mask, "bias": bias, "offset": offset, "dropout_p": dropout_p, "kernel": self.kernel}
+        return q, k, v, rest
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # [b, h, t, d]
@@ -240,14 +279,19 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         groups = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
         position = f", position={self.position}" if self.position is not None else ""
-        return f"embed={self.embed}, heads={self.heads}{groups}, head_dim={self.head_dim}{position}"
+        biases = "" if self.projection_bias else ", projection_bias=False"
+        return (
+            f"embed={self.embed}, heads={self.heads}{groups}, head_dim={self.head_dim}{position}{biases}"
+            f"{_kernel_repr(self.kernel)}"
+        )
 
     # -- weights in the shapes that others keep them ------------------------------------------------
 
     def load(self, tensors: Mapping[str, Tensor], layout: str = "separate") -> MultiHeadAttention:
         """Copy weights in; returns the layer.
 
-        tensors: by their names, linear weights `[out, in]`, an absent bias is zero.
+        tensors: by their names, linear weights `[out, in]`, an absent bias is zero; no biases for a layer
+            with projection_bias=False.
         layout: "separate": `q.weight` `[h·d, e]`, `q.bias`, the same for k, v (`[g·d, c]`) and o
             (`[e, h·d]`); "packed": `qkv.weight` (the rows of q, k, v in this order), `qkv.bias`,
             `o.…`; "torch": the state dict of `torch.nn.MultiheadAttention`; "heads": a list of single
@@ -262,7 +306,13 @@ class MultiHeadAttention(nn.Module):
             if not isinstance(tensor, Tensor) or tensor.dim() == 0:
                 raise TypeError(f"load takes tensors of one or two dimensions, and {name} is {kind(tensor)}.")
         own = dict(_layout(layout).read(self, dict(tensors)))
-        state = {name: getattr(getattr(self, name[0]), name[2:]) for name in _SEPARATE}
+        state = self._projections()
+        biases = [name for name in tensors if name.endswith("bias")]
+        if biases and not self.projection_bias:
+            raise ValueError(
+                f"Expected weights without biases for a layer with projection_bias=False, got "
+                f"{', '.join(biases)}. Make the layer with projection_bias=True, or leave the biases out."
+            )
         unknown, missing = (
             sorted(own.keys() - state.keys()),
             sorted(set(_SEPARATE[::2]) - own.keys()),
@@ -284,8 +334,12 @@ class MultiHeadAttention(nn.Module):
         """The weights in one of the layouts that `load` reads, with its shapes (`q.weight` `[h·d, e]`, …), as
         detached copies; ValueError where this layer has no such layout."""
         chosen = _layout(layout)
-        own = {name: getattr(getattr(self, name[0]), name[2:]).detach().clone() for name in _SEPARATE}
-        return chosen.write(self, own)
+        return chosen.write(self, {name: x.detach().clone() for name, x in self._projections().items()})
+
+    def _projections(self) -> dict[str, nn.Parameter]:
+        """The weights and biases of q, k, v and o by their names in "separate"."""
+        named = {name: getattr(getattr(self, name[0]), name[2:]) for name in _SEPARATE}
+        return {name: parameter for name, parameter in named.items() if parameter is not None}
 
 
 class Held(nn.Module):
@@ -319,9 +373,22 @@ def _norms(qk_norm: Callable[[int], nn.Module] | nn.Module | None, d: int) -> tu
     return qk_norm(d), qk_norm(d)
 
 
+def _check_projection_bias(value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"Expected projection_bias to be True or False, got {value!r}. A bias for the scores is "
+            "MultiHeadAttention's bias=."
+        )
+
+
+def _kernel_repr(kernel: str) -> str:
+    return "" if kernel == "auto" else f", kernel={kernel!r}"
+
+
 def _check_input(x: Any, width: int, name: str, length: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor [b, {length}, {width}], and {kind(x)} came.")
+    check_padded(x, name, f"[b, {length}, {width}]")
     if x.dim() != 3 or x.shape[-1] != width:
         raise ValueError(f"{name} must be [b, {length}, {width}], batch first, and {sizes(x)} came.")
 
@@ -411,9 +478,9 @@ class _Heads(_Layout):
 
     def write(self, layer: MultiHeadAttention, own: Weights) -> Weights:
         self._single(layer)
-        named = {name: own[name] for name in _SEPARATE[6:]}
+        named = {name: own[name] for name in _SEPARATE[6:] if name in own}
         for name in _SEPARATE[:6]:
-            for n, part in enumerate(own[name].chunk(layer.heads)):
+            for n, part in enumerate(own[name].chunk(layer.heads) if name in own else ()):
                 named[f"heads.{n}.{name}"] = part.clone()
         return named
 
@@ -454,7 +521,11 @@ def _unpack(layer: MultiHeadAttention, tensors: Weights, packed: Mapping[str, st
 
 def _pack(own: Weights, packed: Mapping[str, str]) -> Weights:
     gone = {f"{part}.{what}" for what in packed.values() for part in "qkv"}
-    joined = {name: torch.cat([own[f"{part}.{what}"] for part in "qkv"]) for name, what in packed.items()}
+    joined = {
+        name: torch.cat([own[f"{part}.{what}"] for part in "qkv"])
+        for name, what in packed.items()
+        if f"q.{what}" in own
+    }
     return joined | {name: x for name, x in own.items() if name not in gone}
 
 

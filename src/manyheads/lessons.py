@@ -1,6 +1,6 @@
 """The lessons: notebooks to learn attention by running it, with exercises that the checker grades.
 
-They are `docs/lessons` in a clone, and are installed beside the package.
+They are `docs/lessons` in a clone, and are installed in the package.
 """
 
 from __future__ import annotations
@@ -14,23 +14,17 @@ from pathlib import Path
 
 from manyheads.files import replacing
 
-SHARE = Path("share", "manyheads", "lessons")
-HERE = (
-    Path(__file__).parents[2] / "docs" / "lessons",  # a clone
-    Path(sysconfig.get_path("data")) / SHARE,
-    Path(sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))) / SHARE,  # pip install --user
-    Path(__file__).parents[1] / SHARE,  # pip install --target
-)
+CLONE = Path(__file__).parents[2] / "docs" / "lessons"
+INSTALLED = Path(__file__).parent / "notebooks"
 
 
 def source() -> Path:
-    """The folder that holds them; FileNotFoundError where the installation lacks it."""
-    for folder in HERE:
+    """Return the folder that holds them; FileNotFoundError where the installation lacks it."""
+    for folder in (INSTALLED, CLONE):
         if any(folder.glob("*.ipynb")):
             return folder
     raise FileNotFoundError(
-        f"the lessons should be in {HERE[1]}, and aren't there: install manyheads again, or open "
-        f"docs/lessons of a clone."
+        f"Expected the lessons in {INSTALLED}, got no notebooks. Install manyheads again."
     )
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyheads import reductions, scores
-from manyheads.kernels import chunked, native
+from manyheads import kernels, reductions, scores
+from manyheads.kernels import native
 from manyheads.masks import Lengths, Mask, Rule
-from manyheads.scores import ALL, Problem, Rows
+from manyheads.scores import Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class AttentionMap:
     ) -> AttentionMap:
         """The map of a problem; without a log-sum-exp `[b, h, t]`, a pass over the keys finds it when needed.
 
+        A given log-sum-exp should be summed as `kernels.reader(problem)` sums it: else rows of huge scores
+        don't sum to 1.
+
         TypeError or ValueError for parts of another kind or shape.
         """
         if not isinstance(problem, Problem):
@@ -83,7 +86,7 @@ class AttentionMap:
         problem = problem.detach().without_values()
         labels = None if tokens is None else labels_of(tokens, n.b, n.s)
         if lse is None and torch.compiler.is_compiling():  # what a graph gives is complete
-            lse = chunked.lse(problem)
+            lse = kernels.reader(problem).lse(problem)
         lse = None if lse is None else lse.detach().to(problem.dtype)
         return cls(problem, labels, dict(provenance or {}), _versions(problem), lse)
 
@@ -92,8 +95,7 @@ class AttentionMap:
         """The log-sum-exp of each row, `[b, h, t]`, natural log, the sink included."""
         if self._lse is None:
             self._fresh()
-            own = native if native.looks(self.problem) else chunked
-            object.__setattr__(self, "_lse", own.lse(self.problem))
+            object.__setattr__(self, "_lse", kernels.reader(self.problem).lse(self.problem))
         assert self._lse is not None
         return self._lse
 
@@ -146,9 +148,10 @@ class AttentionMap:
         tokens = self.tokens
         if tokens and not isinstance(tokens[0], str):
             tokens = tuple(tokens[n] for n in b)
-        lse = self.lse[b][:, h] if self.knows_lse else None
+        problem = self.problem.only(b, h)
+        lse = self.lse[b][:, h] if self._keeps_lse(problem) else None
         where = {**self.provenance, "heads": [self.heads[n] for n in h]}
-        return AttentionMap.of(self.problem.only(b, h), lse, tokens, where)
+        return AttentionMap.of(problem, lse, tokens, where)
 
     def compact(self, always: bool = False) -> AttentionMap:
         """The map with q and k in memory of their own, always or if they are views of something larger."""
@@ -178,7 +181,7 @@ class AttentionMap:
             ) from None
         if device.type == "meta":
             raise ValueError("a map on the device meta would have no weights, and to('meta') came.")
-        return self.again(problem, self.lse.to(device) if self.knows_lse else None)
+        return self.again(problem, self.lse.to(device) if self._keeps_lse(problem) else None)
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> AttentionMap:
         """The map with labels of its keys: s strings, or b lists of them.
@@ -217,29 +220,9 @@ class AttentionMap:
         ]
         b, h, rows, cols = (slice(c, c + 1) if isinstance(c, int) else c for c in chosen)
         lse = self.lse[:, :, rows][b][:, h]  # [b, h, r]
-        tile = scores.weights(self._scores(rows, cols, b, h), lse)  # [b, h, r, c]
+        score = kernels.reader(self.problem).tile(self.problem, rows, cols, b, h)
+        tile = scores.weights(score, lse)  # [b, h, r, c]
         return tile[tuple(0 if isinstance(c, int) else slice(None) for c in chosen)]
-
-    def _scores(self, rows: Rows, cols: Rows, b: Rows, h: Rows) -> Tensor:
-        """The scores of a tile, `[b, h, r, c]`; −inf where the query may not see the key.
-
-        A run of rows and columns is read in the blocks that the log-sum-exp was computed in: a product
-        of another shape may round otherwise, which shows where scores go into the thousands.
-        """
-        down, across = _run(rows, self.shape[2]), _run(cols, self.shape[3])
-        if down is None or across is None or min(len(down), len(across)) < 32:
-            return scores.tile(self.problem, rows, cols, b, h)
-        (top, bottom), (left, right) = (down.start, down.stop), (across.start, across.stop)
-        h = ALL if isinstance(h, slice) and h == ALL else h  # read as the kernel reads them, in one piece
-        some = self.lse[:, :, :1][b][:, h]
-        found = some.new_full((*some.shape[:2], bottom - top, right - left), -math.inf)
-        for block_rows, columns in chunked.blocks(self.problem, top, bottom):
-            for block_cols in columns:
-                if block_cols.start < right and left < block_cols.stop:
-                    block = scores.tile(self.problem, block_rows, block_cols, b, h)
-                    (i, r), (j, c) = _shared(block_rows, top, bottom), _shared(block_cols, left, right)
-                    found[:, :, r, c] = block[:, :, i, j]
-        return found
 
     def dense(self, max_bytes: float = 2**31) -> Tensor:
         """All weights, `[b, h, t, s]`.
@@ -486,6 +469,10 @@ class AttentionMap:
             f"holding {amount(self.nbytes)} for weights of {amount(whole_matrix)})"
         )
 
+    def _keeps_lse(self, problem: Problem) -> bool:
+        """Is the log-sum-exp known, and are the scores of a part of this problem read as they were summed?"""
+        return self.knows_lse and kernels.reader(problem) is kernels.reader(self.problem)
+
     def _fresh(self) -> None:
         now = _versions(self.problem)  # None while compiling: there nobody counts
         if self._versions is not None and now is not None and self._versions != now:
@@ -517,19 +504,6 @@ def labels_of(tokens: Any, b: int, s: int) -> Tokens:
         if len(labels) != s:
             raise ValueError(f"{takes}, one for each key, and {len(labels)} came.")
     return tuple(tuple(labels) for labels in tokens) if several else tuple(tokens)
-
-
-def _run(part: Rows, size: int) -> range | None:
-    """The rows or columns of a plain slice; None for an index tensor and for steps."""
-    if isinstance(part, Tensor) or part.step not in (None, 1):
-        return None
-    return range(*part.indices(size))
-
-
-def _shared(block: slice, low: int, high: int) -> tuple[slice, slice]:
-    """What a block shares with a run from low until before high, as a slice of each."""
-    start, stop = max(block.start, low), min(block.stop, high)
-    return slice(start - block.start, stop - block.start), slice(start - low, stop - low)
 
 
 def _cast(problem: Problem, dtype: torch.dtype) -> Problem:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manyheads.shapes import Shape, kind, sizes, whole
+from manyheads.shapes import Shape, can_read, kind, sizes, whole
 from manyheads.values import Value, bound, number
 
 FAR = 1 << 60  # "no bound", on the axis of positions
@@ -419,9 +419,9 @@ class Window(Band):
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         kept = (i == i) & (j == j)
         if self.left is not None:
-            kept = kept & (j >= i - self.left)
+            kept = kept & (j >= i - min(self.left, FAR))  # sums of int64 wrap around
         if self.right is not None:
-            kept = kept & (j <= i + self.right)
+            kept = kept & (j <= i + min(self.right, FAR))
         return kept
 
     def band(self) -> tuple[int, int]:
@@ -568,13 +568,13 @@ def _counts(n: object, name: str) -> None:
         return
     if n.dim() != 1 or not _is_integer(n):
         raise TypeError(f"{name} takes an int or an integer tensor [b], and {kind(n)} {sizes(n)} came.")
-    if not _opaque(n) and bool((n < 0).any()):
+    if not opaque(n) and bool((n < 0).any()):
         raise ValueError(f"the numbers of keys in {name} must be at least 0, and {n.tolist()} came.")
 
 
-def _opaque(tensor: Tensor) -> bool:
-    """Looking inside would break a graph, or make a device wait."""
-    return torch.compiler.is_compiling() or tensor.device.type != "cpu"
+def opaque(tensor: Tensor) -> bool:
+    """Return True if reading a tensor would break a graph or make a device wait."""
+    return not can_read(tensor) or tensor.device.type != "cpu"
 
 
 def _is_integer(tensor: Tensor) -> bool:
@@ -608,7 +608,7 @@ def _short(value: object) -> str:
     """A field as `str` prints it: small tensors whole, large ones by their size."""
     if not isinstance(value, Tensor):
         return str(value)
-    return str(value.tolist()) if value.numel() <= 8 and not _opaque(value) else sizes(value)
+    return str(value.tolist()) if value.numel() <= 8 and not opaque(value) else sizes(value)
 
 
 # -- leaves: identity ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from manyheads import lm
-from manyheads.lm.checkpoint import KIND
+from manyheads.lm.checkpoint import is_ours
 from manyheads.observe import Seen, observe
 from manyheads.tokens import Token, covered, printable, tokens, words
 
@@ -120,10 +120,10 @@ def _is_theirs(folder: Path) -> bool:
         return False
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
-            kind = (file.metadata() or {}).get("kind")
+            ours = is_ours(file.metadata())
     except (OSError, SafetensorError):  # theirs may have other files
-        kind = None
-    return isinstance(config, dict) and "model_type" in config and kind != KIND
+        ours = False
+    return isinstance(config, dict) and "model_type" in config and not ours
 
 
 # -- ours ------------------------------------------------------------------------------------------
@@ -160,8 +160,8 @@ def _theirs(name: str, folder: Path) -> Model:
         import transformers  # noqa: F401
     except ImportError:
         raise ImportError(
-            f"{name} is a model of Hugging Face, and transformers isn't installed: "
-            "pip install 'manyheads[hf]'."
+            f"{name} is a Hugging Face model and needs transformers, which isn't installed. "
+            "Run pip install '.[hf]' in a clone of manyheads."
         ) from None
     with _quiet():
         model = _model(name, folder)

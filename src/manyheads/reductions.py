@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manyheads import scores
+from manyheads import kernels, scores
 from manyheads.kernels import chunked, native
 from manyheads.kernels.native.look import DEEPEST, Look
 from manyheads.masks import FAR, AfterSameToken, Causal, Diagonal, Documents, Full, Mask, Not, SameToken
@@ -48,7 +48,7 @@ class Tile:
     @cached_property
     def scores(self) -> Tensor:
         """`[b, h, r, c]`; −inf where the query may not see the key."""
-        return scores.tile(self.problem, self.rows, self.cols)
+        return kernels.reader(self.problem).tile(self.problem, self.rows, self.cols)
 
     @cached_property
     def logs(self) -> Tensor:
@@ -74,8 +74,8 @@ class Tile:
 
 def tiles(problem: Problem, lse: Tensor, start: int = 0) -> Iterator[Tile]:
     """The tiles that aren't empty under the mask, but those above row `start`, row of tiles by row."""
-    # Whole blocks, the very ones that the log-sum-exp was computed with: a product of another shape may
-    # round otherwise, and what both have in common would no longer cancel.
+    # Whole blocks: `chunked` sums the log-sum-exp in the same ones, and a product of another shape may round
+    # otherwise.
     for rows, columns in chunked.blocks(problem, start):
         for cols in columns:
             yield Tile(problem, lse, rows, cols)
@@ -142,22 +142,22 @@ def _look(
     problem: Problem, lse: Tensor, reductions: Sequence[Reduction], compute: Compute | None
 ) -> Sequence[Reduction]:
     """Those that the native kernel can't make; the others have what they need."""
-    own = native if native.looks(problem) else chunked
+    looks = native.looks(problem)
     left: list[Reduction] = []
-    looks: dict[int, tuple[Look, list[Reduction]]] = {}  # by the first row that counts
+    asked: dict[int, tuple[Look, list[Reduction]]] = {}  # by the first row that counts
     for one in reductions:
-        look, asking = looks.get(one.start, (Look(first=one.start), []))
-        if own is native and one.start < problem.shape.t and one.ask(look):
+        look, asking = asked.get(one.start, (Look(first=one.start), []))
+        if looks and one.start < problem.shape.t and one.ask(look):
             asking.append(one)
-            looks[one.start] = look, asking
+            asked[one.start] = look, asking
         else:
             left.append(one)
     if compute is not None:
-        computed = compute(looks[min(looks)][0] if looks else None)
-        lse.copy_(own.lse(problem) if computed is None else computed)
-    if looks and not bool(lse.amax() < math.inf):  # nor NaN: tiles take care of such rows
+        computed = compute(asked[min(asked)][0] if asked else None)
+        lse.copy_(kernels.reader(problem).lse(problem) if computed is None else computed)
+    if asked and not bool(lse.amax() < math.inf):  # nor NaN: tiles take care of such rows
         return reductions
-    for look, asking in looks.values():
+    for look, asking in asked.values():
         if not look.found:
             native.look(problem, lse, look)
         for one in asking:
@@ -606,7 +606,8 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     if mask is None:
         raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
     both = replace(problem.within(mask), sink=None)
-    if native.looks(both) and not native.made(both) and bool(lse.amax() < math.inf):
+    # The log-sum-exp belongs to the kernel that reads the problem itself.
+    if native.looks(problem) and native.looks(both) and not native.made(both) and bool(lse.amax() < math.inf):
         native.look(both, lse, look := Look(rows=True))
         return look.found["total"].clamp_(max=1.0), look.found["best"] != -math.inf
     found = _by_token(problem, both, lse)
@@ -638,6 +639,8 @@ def _by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tensor, Ten
     plain = normal.band in ((None, None), (None, 0)) and not normal.segments and not normal.lengths
     square = n.t == n.s and isinstance(problem.offset, int) and problem.offset == 0
     if len(ids) != 1 or not plain or not square or problem.bias is not None or n.t < 2:
+        return None
+    if not native.looks(problem):  # then the log-sum-exp isn't the kernel's
         return None
     (token,) = ids
     after = isinstance(token, AfterSameToken)  # the keys one behind, all of them earlier than the query's

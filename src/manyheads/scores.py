@@ -9,23 +9,26 @@ scores through it, so that the picture shows the formula that was computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from manyheads.biases import Bias
-from manyheads.masks import Mask, extremes
-from manyheads.shapes import Shape, kind, real, shape_of, sizes
+from manyheads.masks import FAR, Mask, extremes, opaque
+from manyheads.shapes import Shape, can_read, kind, real, shape_of, sizes
 from manyheads.values import Value
 
 Rows = slice | Tensor  # which rows or columns: a slice, or an index tensor of one dimension
 ALL = slice(None)
 WHOLES = (int, torch.SymInt)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, torch.uint16, torch.uint8)
+FARTHEST = FAR // 4  # position of a row 0: its sum with the side of a band is below FAR, "no bound"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +75,7 @@ class Problem:
         if softcap is not None:
             softcap = real(softcap, "softcap", lambda cap: 0 < cap < math.inf, "a positive number or None")
         dropout_p = real(dropout_p, "dropout_p", lambda p: 0 <= p <= 1, "a number between 0 and 1")
-        place = shape.s - shape.t if offset is None else offset
-        _check_offset(place, shape, q.device)
+        place = shape.s - shape.t if offset is None else _checked_offset(offset, shape, q.device)
         _check_sink(sink, shape, q.device)
         _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", q.device)
         _check_part(bias, Bias, "bias", "Dense(t)", q.device)
@@ -96,6 +98,13 @@ class Problem:
             return False
         parts = [self.q, self.k, self.v, self.sink, None if self.bias is None else self.bias.tensor()]
         return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in parts)
+
+    def wants_gradient(self) -> bool:
+        """Return True if autograd records what is computed from these tensors."""
+        if not torch.is_grad_enabled():
+            return False
+        parts = [self.q, self.k, self.v, self.sink, None if self.bias is None else self.bias.tensor()]
+        return any(x is not None and x.requires_grad for x in parts)
 
     def detach(self) -> Problem:
         """The same problem with every tensor cut from its graph."""
@@ -129,7 +138,8 @@ class Problem:
     def without_values(self) -> Problem:
         """The same problem with values of width 0: weights don't need them, nor dropout."""
         v = self.v.new_empty(*self.v.shape[:3], 0)
-        return replace(self, v=v, dropout_p=0.0, shape=self.shape._replace(w=0))
+        shape = Shape(*self.shape[:-1], w=0)  # torch.compile of PyTorch 2.11 can't return what _replace makes
+        return replace(self, v=v, dropout_p=0.0, shape=shape)
 
     def without_unseen(self, keep: Tensor) -> Problem:
         """The same problem with zeros for the keys and values that no query may see.
@@ -181,13 +191,18 @@ class Problem:
         )
 
     def at(
-        self, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL
+        self, rows: Rows, cols: Rows, batch: Rows | None = None, heads: Rows | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """b, h, i (positions), j of a tile, shaped to broadcast against `[b, h, t, s]`."""
+        """b, h, i (positions), j of a tile, shaped to broadcast against `[b, h, t, s]`.
+
+        batch and heads are None for all: torch.compile of PyTorch 2.11 can't read a slice as a default.
+        """
         n, device = self.shape, self.q.device
 
-        def pick(size: int, chosen: Rows) -> Tensor:
+        def pick(size: int, chosen: Rows | None) -> Tensor:
             # In full where a graph must not learn the size; else no longer than the tile.
+            if chosen is None:
+                return torch.arange(size, device=device)
             if torch.compiler.is_compiling() or isinstance(chosen, Tensor):
                 return torch.arange(size, device=device)[chosen]
             start, stop, step = chosen.indices(size)
@@ -211,7 +226,9 @@ class Problem:
             b, h = part.add(*self.at(*corner), self.dtype).shape[:2]
         return b, h
 
-    def keep(self, mask: Mask, rows: Rows, cols: Rows, batch: Rows = ALL, heads: Rows = ALL) -> Tensor:
+    def keep(
+        self, mask: Mask, rows: Rows, cols: Rows, batch: Rows | None = None, heads: Rows | None = None
+    ) -> Tensor:
         """Where a mask bound to this problem keeps a tile: boolean, broadcasts to `[b, h, r, c]`."""
         b, h, i, j = self.at(rows, cols, batch, heads)
         kept = torch.as_tensor(mask.keep(b, h, i, j), device=self.q.device)
@@ -229,6 +246,8 @@ class Problem:
         s = self.shape.s
         if self.mask is None:
             return (0, s), (0, s)
+        if not can_read(self.q):  # nor the numbers of the mask
+            return (0, s), (0, 0)
         low, high = extremes(self.offset)
         some, every = self.mask.span(range(start + low, stop + high))
         return (some[0], min(some[1], s)), (every[0], min(every[1], s))
@@ -242,17 +261,27 @@ def _some(x: Tensor, axis: int, index: Tensor) -> Tensor:
     return x.index_select(axis, index)
 
 
-def _check_offset(offset: Any, shape: Shape, device: torch.device) -> None:
+def _checked_offset(offset: Any, shape: Shape, device: torch.device) -> Any:
+    """The offset, an int or int64 `[b]`."""
     if isinstance(offset, Tensor):
-        if offset.dtype not in (torch.int64, torch.int32) or tuple(offset.shape) != (shape.b,):
+        if offset.dtype not in INTEGERS or tuple(offset.shape) != (shape.b,):
             raise ValueError(
-                f"offset must be an int or integers [b] = [{shape.b}], one per sequence, and "
-                f"{kind(offset)} {sizes(offset)} came."
+                f"Expected offset to be an int or a tensor [b] = [{shape.b}] of integers up to int64, "
+                f"one per sequence, got {kind(offset)} {sizes(offset)}."
             )
         if offset.device != device:
             raise ValueError(f"q is on {device} and offset is on {offset.device}: move them together.")
+        offset = offset.to(torch.int64)  # sums of narrow integers wrap around
+    elif isinstance(offset, np.integer):
+        offset = int(offset)
     elif isinstance(offset, bool) or not isinstance(offset, WHOLES):
-        raise TypeError(f"offset must be an int, integers [b], or None for s - t, and {offset!r} came.")
+        raise TypeError(f"Expected offset to be an int, integers [b], or None for s - t, got {offset!r}.")
+    if torch.compiler.is_compiling() or (isinstance(offset, Tensor) and opaque(offset)):
+        return offset
+    low, high = extremes(offset)
+    if low < -FARTHEST or high > FARTHEST:
+        raise ValueError(f"Expected offset between -2**58 and 2**58, got {low if low < -FARTHEST else high}.")
+    return offset
 
 
 def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
@@ -264,7 +293,7 @@ def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
         raise ValueError(f"sink must be [h] = [{shape.h}], one logit per head, and {sizes(sink)} came.")
     if sink.device != device:
         raise ValueError(f"q is on {device} and sink is on {sink.device}: move them together.")
-    if device.type == "cpu" and not torch.compiler.is_compiling() and not bool((sink < math.inf).all()):
+    if device.type == "cpu" and can_read(sink) and not bool((sink < math.inf).all()):
         raise ValueError(f"sink must hold finite logits or -inf (no sink), and {sink.tolist()} came.")
 
 
@@ -294,8 +323,11 @@ def exactly(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def finite(x: Tensor) -> bool:
-    """Is all of a tensor? One look at it, with no copy; NaN passes through aminmax."""
-    if x.is_meta or x.numel() == 0:
+    """Is all of a tensor? One look at it, with no copy; NaN passes through aminmax.
+
+    True where its numbers can't be read.
+    """
+    if not can_read(x) or x.numel() == 0:
         return True
     x = x.detach()
     # A sum of numbers that aren't all finite never is; one of finite numbers may overflow.
@@ -314,15 +346,23 @@ def unfold(x: Tensor, h: int) -> Tensor:
     return x.reshape(b, h, rows * g // h if h else rows, *x.shape[3:])
 
 
-def products(
+def operands(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
-) -> Tensor:
-    """scale · q·k of a tile, `[b, h, r, c]`."""
+) -> tuple[Tensor, Tensor]:
+    """Return the queries `[b, h, r, d]` and keys `[b, g or h, c, d]` of a tile."""
     # The longest axis first, so that an index copies no more than the tile needs.
     q, k = problem.q[:, :, rows][batch][:, heads], problem.k[:, :, cols][batch]
     if heads is not ALL:
         h, g = problem.shape.h, problem.shape.g
         k = k[:, torch.arange(h, device=k.device)[heads] // max(h // max(g, 1), 1)]  # [b, h, c, d]
+    return q, k
+
+
+def products(
+    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
+) -> Tensor:
+    """scale · q·k of a tile, `[b, h, r, c]`."""
+    q, k = operands(problem, rows, cols, batch, heads)
     q = q.to(problem.dtype) * problem.scale  # [b, h, r, d]
     k = k.to(problem.dtype)  # [b, g, c, d]
     with exactly(q.device):
@@ -344,7 +384,7 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
     finite are computed aside, without a gradient.
     """
     plain = x @ y.mT
-    if torch.compiler.is_compiling() or not plain.requires_grad:
+    if not plain.requires_grad or not can_read(plain):
         return plain
     fine = x.isfinite().all(-1)[..., :, None] & y.isfinite().all(-1)[..., None, :]
     if bool(fine.all()):
@@ -354,15 +394,20 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def tile(
-    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
+    problem: Problem,
+    rows: Rows = ALL,
+    cols: Rows = ALL,
+    batch: Rows = ALL,
+    heads: Rows = ALL,
+    compute: Callable[..., Tensor] = logits,
 ) -> Tensor:
     """THE formula: the scores of a tile, `[b, h, r, c]`, −inf where the query may not see the key.
 
     rows, cols, batch and heads are slices or index tensors of one dimension. float32 (float64 for
     float64); differentiable. With lse the log-sum-exp of a row (sink included), the weight is
-    exp(score − lse).
+    exp(score − lse). compute: takes the place of `logits`, where a kernel sums q·k in another order.
     """
-    score = logits(problem, rows, cols, batch, heads)
+    score = compute(problem, rows, cols, batch, heads)
     if problem.mask is None and problem.bias is None:
         return score
     if problem.bias is not None:
@@ -394,8 +439,8 @@ def sees_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
 
 
 def _keeps_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
-    """Does the mask keep the whole tile? Only asked of plain slices, and never while compiling."""
-    if torch.compiler.is_compiling() or not (isinstance(rows, slice) and isinstance(cols, slice)):
+    """Does the mask keep the whole tile? Only asked of plain slices, and where numbers can be read."""
+    if not can_read(problem.q) or not (isinstance(rows, slice) and isinstance(cols, slice)):
         return False
     start, stop, _ = rows.indices(problem.shape.t)
     left, right, _ = cols.indices(problem.shape.s)

@@ -18,8 +18,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 REALS = (float, int, torch.SymFloat)
+PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors whose operators are PyTorch's own
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -48,6 +50,29 @@ def kind(value: object) -> str:
     return f"{'an' if name.lstrip('_')[:1] in {*'AEIOaeio'} else 'a'} {name}"  # u: a UserDict, a uint8
 
 
+def can_read(*tensors: Tensor | None) -> bool:
+    """Return True if Python can branch on the tensors' numbers.
+
+    It can't while torch.compile traces, under vmap, and for meta and fake tensors, which have no numbers.
+    """
+    if torch.compiler.is_compiling() or "vmap" in transforms():
+        return False
+    for x in tensors:
+        if x is None:
+            continue
+        if x.is_meta or torch._C._functorch.is_legacy_batchedtensor(x):
+            return False
+        if type(x) not in PLAIN and is_fake(x):
+            return False
+    return True
+
+
+def transforms() -> list[str]:
+    """Return the names of torch.func's active transforms, outermost first: "vmap", "grad", "jvp", …"""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return [] if stack is None else [interpreter.key().name.lower() for interpreter in stack]
+
+
 def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     """Check that q `[b, h, t, d]`, k `[b, g, s, d]` and v `[b, g, s, w]` go together; their sizes.
 
@@ -61,6 +86,7 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     ):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor {letters}, and {kind(x)} came.")
+        check_padded(x, name, letters)
         if x.dim() != 4:
             raise ValueError(f"{name} must be {letters}, four dimensions, and {sizes(x)} came.")
         if x.dtype not in DTYPES:
@@ -91,6 +117,15 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
             f"h = {h} (q {sizes(q)}) came."
         )
     return Shape(b, h, g, t, s, d, w)
+
+
+def check_padded(x: Tensor, name: str, letters: str) -> None:
+    """Raise TypeError for a nested tensor."""
+    if x.is_nested:
+        raise TypeError(
+            f"Expected {name} to be a padded tensor {letters}, got a nested tensor. Pad it with "
+            "torch.nested.to_padded_tensor and mask the padding with Lengths(n)."
+        )
 
 
 def amount(size: float) -> str:
@@ -125,6 +160,14 @@ def whole(value: object, name: str, least: int = 0) -> int:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, and {value} came.")
     return value
+
+
+def check_seed(seed: object) -> int:
+    """Return a random seed; ValueError or TypeError unless it fits the 64 bits of PyTorch's generators."""
+    number = whole(seed, "seed")
+    if number >= 1 << 64:
+        raise ValueError(f"Expected seed to be below 2^64, got {number}.")
+    return number
 
 
 def most_bytes(value: object) -> int:

@@ -25,6 +25,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import Progress
 from rich.status import Status
 from rich.style import Style
@@ -457,7 +458,8 @@ def words(reading: Reading, layer: int, head: int, *, masked: bool = True) -> No
     for note in notes:
         paper.print(Text(f"({note})"), soft_wrap=True)
     paper.print()
-    paper.print(table(reading))
+    for part in tables(reading, paper):
+        paper.print(part)
     for title, side in sides.items():
         paper.print()
         paper.print(Text(title, style="bold"), soft_wrap=True)
@@ -472,22 +474,29 @@ def nothing(reading: Reading) -> str:
     return "no weight stands out: each head gives every token about what it usually gives there"
 
 
-def table(reading: Reading) -> Table:
-    """The habits of every head, what is most characteristic of each marked."""
-    made = Table(
-        title="what each head attends to: mean weight over the tokens that could",
-        caption="spread: entropy in nats; even: attends to all alike; *: what stands out",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1) if len(reading.columns) < len(HEADINGS) else (0, 1, 0, 0),  # all fit in 80 characters
-    )
-    made.add_column("layer", justify="right")
-    made.add_column("head", justify="right")
+def tables(reading: Reading, paper: Console) -> list[Table]:
+    """Return the table of head scores, as several with some of the columns each on a narrow terminal."""
+    unlimited = paper.options.update(max_width=1000)  # to measure in
+    parts: list[list[str]] = [[]]
     for name in reading.columns:
-        longest = max(map(len, HEADINGS[name].split()))
-        made.add_column(HEADINGS[name], justify="right", min_width=longest)
+        wider = table(reading, [*parts[-1], name])
+        if parts[-1] and Measurement.get(paper, unlimited, wider).minimum > paper.width:
+            parts.append([])
+        parts[-1].append(name)
+    made = [table(reading, columns) for columns in parts]
+    made[0].title = "what each head attends to: mean weight over the tokens that could"
+    made[-1].caption = "spread: entropy in nats; even: attends to all alike; *: what stands out"
+    return made
+
+
+def table(reading: Reading, columns: Sequence[str]) -> Table:
+    """Return some head scores of every head as a table, with the most characteristic one of each marked."""
+    made = Table(box=box.SIMPLE_HEAD)
+    for heading in ("layer", "head", *(HEADINGS[name] for name in columns)):
+        made.add_column(heading, justify="right", width=max(map(len, heading.split())), overflow="fold")
 
     def cells(one: Habits, marked: str | None = None) -> list[Text]:
-        shown = {name: number(getattr(one, name)) for name in reading.columns}
+        shown = {name: number(getattr(one, name)) for name in columns}
         return [
             Text(f"{text}*", style="bold") if name == marked else Text(f"{text} ")
             for name, text in shown.items()

@@ -65,6 +65,8 @@ def check(
 ) -> Report:
     """Check attention: values, gradients, masks, and what is wrong where something is.
 
+    An object is restored afterwards: parameters, buffers, caches, hooks, modes, and global state.
+
     Args:
         obj: "module:name" or "path/to/file.py:name", run in a process of its own; or a class, an instance
             or a function, run in this process (where time and memory aren't limited).
@@ -76,7 +78,8 @@ def check(
     progress: called with the name of each question before it is asked.
 
     Returns:
-        A `Report`; print it. `report.passed` says that nothing failed.
+        A `Report`; print it. `report.verdict` is "passed", "failed", or "not judged" if nothing failed, but a
+        mask argument was never used or every call with it raised. `report.passed` is True for "passed" only.
 
     Raises:
         Unclear: what can't be imported, built or understood, in one sentence.
@@ -88,7 +91,9 @@ def check(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the recipe is small: more threads only wait
     try:
-        with open_subject(obj, timeout=timeout, memory=memory) as subject:
+        opened = open_subject(obj, timeout=timeout, memory=memory)
+        # The caller may be in a mode without gradients, which the checks need.
+        with torch.inference_mode(False), torch.enable_grad(), opened as subject:
             try:
                 subject.describe()
             except Trouble as error:
@@ -173,9 +178,12 @@ def _worst(want: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assert_attention(obj: Any, like: str | None = None, **options: Any) -> None:
-    """Raise AssertionError, with the report, if a check of `obj` fails; for tests. `like` and the options are
-    arguments as `check` has them, and Unclear comes as there.
+    """Raise AssertionError, with the report, unless a check of `obj` passes; for tests.
+
+    `like` and the options are arguments as `check` has them, and Unclear is raised as there.
     """
     report = check(obj, like, **options)
     if not report.passed:
-        raise AssertionError(f"\n{report!r}")
+        raise AssertionError(
+            f'Expected {report.target} to pass, got the verdict "{report.verdict}".\n{report!r}'
+        )

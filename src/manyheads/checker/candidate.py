@@ -36,10 +36,12 @@ class Form:
 
     letters: str  # of b, 1, t, s: "b1ts", "ts", "bs", …
     keeps: bool = True
-    made: str = "bool"  # "bool", "01" or "added"
+    made: str = "bool"  # "bool", "01", "added" or "Keep", a mask of this library
 
-    def write(self, keep: Tensor, dtype: torch.dtype) -> Tensor:
+    def write(self, keep: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """keep `[b, 1, t, s]` or `[b, 1, 1, s]` as this form has it."""
+        if self.made == "Keep":
+            return {"__keep__": keep}
         x = {
             "b1ts": lambda: keep,
             "bts": lambda: keep[:, 0],
@@ -61,6 +63,8 @@ class Form:
         return x.clone() if self.made == "bool" else x.to(dtype)
 
     def __str__(self) -> str:
+        if self.made == "Keep":
+            return "manyheads.Keep of [b, 1, t, s]"
         said = {"bool": "boolean", "01": "of ones and zeros", "added": "added to the scores, 0 or -inf"}[
             self.made
         ]
@@ -160,6 +164,7 @@ class Candidate:
         self.orders: dict[bool, str] = {}  # of weights that it returns, averaged or not, once it is known
         self.averaged = False  # are its weights always an average over the heads?
         self.untaken: dict[str, Trouble | None] = {}  # masks that it has an argument for and takes in no form
+        self.judged: set[str] = set()  # mask arguments on which an answer was compared that depends on them
         self.complaint: Trouble | None = None
         self.packing = "3hd"
         self.cut = "[b, h, t, d]"  # how heads come and go, where they aren't projected
@@ -179,12 +184,18 @@ class Candidate:
             if one.kind not in ("positional", "keyword"):
                 continue
             meant = names.argument(one.name) or names.sounds_like_mask(one.name)
+            if meant == "mask" and isinstance(one.default, bool):
+                meant = "causal"  # a switch
             if meant is not None and meant not in self.role:
                 self.role[meant] = one.name
             elif one.required:
                 unknown.append(one.name)
-        if self.like == "torch-mha":
-            self.role.pop("causal", None)  # a hint about the mask, and no switch: the mask says it
+        hint = self.role.pop("causal", None) if self.like == "torch-mha" else None
+        self.masks = [
+            one.name for one in self.d.call if reading.is_mask(one, self.words) and one.name not in unknown
+        ]
+        if hint == "is_causal" and "mask" in self.role:
+            self.masks.remove(hint)  # PyTorch's hint about the mask, which says the same
         used = {*self.role.values(), *unknown}
         left = [
             one.name for one in self.d.call if one.kind in ("positional", "keyword") and one.name not in used
@@ -397,11 +408,10 @@ class Candidate:
         ):
             if keep is None:
                 continue
-            which = what if what in self.forms else "keys"
-            role, form = self.forms[which]
+            name, form = self._mask_slot(what)
             if form.letters in GENERAL:
                 keep = keep.expand(-1, -1, x.t, -1)
-            kwargs[self.role[role]] = form.write(keep, dtype)
+            kwargs[name] = form.write(keep, dtype)
         if x.bias is not None:
             kwargs[self.role["mask"]] = x.bias
         if "causal" in self.role:
@@ -437,6 +447,22 @@ class Candidate:
             args.append(kwargs.pop(one.name))
         options.setdefault("dtype", dtype if dtype != torch.float32 else None)
         return Call(args=tuple(args), kwargs=kwargs, **options)
+
+    def _mask_slot(self, what: str) -> tuple[str, Form]:
+        """The argument that a mask or padding goes to, and how it is written there."""
+        role, form = self.forms[what if what in self.forms else "keys"]
+        return self.role[role], form
+
+    def masked_by(self, x: Inputs) -> dict[str, Inputs]:
+        """The arguments that the masks of a call go to, each with the call without that mask."""
+        found = {}
+        if x.keep is not None:
+            found[self._mask_slot("mask")[0]] = replace(x, keep=None)
+        if x.padding is not None:
+            found[self._mask_slot("padding")[0]] = replace(x, padding=None)
+        if x.causal and "causal" in self.role:
+            found[self.role["causal"]] = replace(x, causal=False)
+        return found
 
     def turn(self, x: Tensor) -> Tensor:
         """`[b, t, e]` or `[b, h, t, d]` in the candidate's own layout."""
@@ -761,9 +787,9 @@ class Candidate:
             if not said:
                 self.untaken[name] = self.complaint
             else:
-                self.notes.append(
-                    f"{name}: {' or '.join(said)}" + ("" if "added" in said[0] else f" ({why})")
-                )
+                plain = any(word in said[0] for word in ("added", "Keep"))  # which True doesn't keep or hide
+                forms = " or ".join(dict.fromkeys(said))
+                self.notes.append(f"{name}: {forms}" + ("" if plain else f" ({why})"))
         if self.like in ("sdpa", "torch-mha") and "mask" in self.forms:
             x = self.draw(generator, s=S)
             told = "documentation" in reading.polarity(self.role["mask"], "mask", self.like, self.words)[1]
@@ -809,6 +835,8 @@ class Candidate:
             makes = ("added", "bool", "01")
         elif "documentation" in why:  # as a mask that is true or false
             makes = ("bool", "01")
+        if any(one.name == self.role[role] and re.search(r"\bMask\b", one.annotation) for one in self.d.call):
+            makes = ("Keep", *makes)
         taken: list[Form] = []
         for letters, s in [(one, S) for one in shapes] + [(one, T) for one in shapes]:
             x = self.draw(generator, s=s)

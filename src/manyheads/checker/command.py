@@ -9,6 +9,7 @@ from manyheads.checker import check
 from manyheads.checker.reading import Unclear
 from manyheads.checker.report import Report
 
+EXIT_CODES = {"passed": 0, "failed": 1, "not judged": 2}  # by verdict
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 LEAST = 256 * 2**20  # bytes that Python and torch take by themselves
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..shapes import amount
 from . import wire
-from .subject import Answer, Call, Description, Subject, Trouble
+from .subject import Answer, BorrowedSubject, Call, Description, Subject, Trouble
 
 POLL = 0.05  # seconds between two looks at the process
 START = 120.0  # seconds for Python and torch to load, which aren't the subject's
@@ -241,8 +241,10 @@ class Process:
 
 
 def open_subject(target: Any, timeout: float = 60.0, memory: int = 4 * 2**30) -> Subject | Process:
-    """A target's name is opened in a process of its own, an object in this one, without limits."""
-    return Process(target, timeout, memory) if isinstance(target, str) else Subject(target)
+    """A target's name is opened in a process of its own; an object in this one, without limits, and restored
+    when the subject is closed.
+    """
+    return Process(target, timeout, memory) if isinstance(target, str) else BorrowedSubject(target)
 
 
 def _signal(number: int) -> str:

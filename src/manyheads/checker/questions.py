@@ -45,7 +45,8 @@ LOST = ("timeout", "memory", "crash", "protocol")  # troubles after which the ca
 
 @dataclass(frozen=True)
 class Check:
-    """One question's answer. `status`: "passed", "failed", "not applicable" or "could not be checked".
+    """One question's answer. `status`: "passed", "failed", "not applicable", "could not be checked" (which
+    leaves the verdict as it is), or "not judged" (without which nothing can be said to have passed).
 
     `name` is the question's; `reason` says why it isn't passed; `error` is how far the numbers are apart,
     and `allowed` how far they may be.
@@ -334,14 +335,17 @@ def values(c: Candidate) -> Iterator[Check]:
             if name not in ("plain", "causal") and seed >= 106:
                 continue
             first = name.partition(",")[0]
+            masks = {n: y for n, y in c.masked_by(x).items() if n not in c.judged}
             try:
                 got = c.run(x)
             except Odd as odd:
+                c.judged.update(masks)
                 groups.setdefault(first, []).append((math.inf, 0.0, f"{odd}", name, x))
                 continue
             except Trouble as trouble:
                 if trouble.kind in LOST:
                     raise
+                c.judged.update(masks)
                 groups.setdefault(first, []).append((math.inf, 0.0, str(trouble).rstrip("."), name, x))
                 continue
             error, most, of = apart(c, x, got, exact(c.weights, x))
@@ -353,6 +357,7 @@ def values(c: Candidate) -> Iterator[Check]:
                     error, most, of = again
                     c.notes.append("packed weights lie as [head, (q, k, v), d]")
             packed = True
+            c.judged.update(n for n, y in masks.items() if error > most or matters(c, x, y, most))
             groups.setdefault(first, []).append((error, most, of, name, x))
     called = {
         "plain": "values",
@@ -385,6 +390,12 @@ def values(c: Candidate) -> Iterator[Check]:
         else:
             reason = f"{of}."
         yield failed(name, reason, error, most)
+
+
+def matters(c: Candidate, x: Inputs, without: Inputs, most: float) -> bool:
+    """Would an output that is right for one of two calls be wrong for the other?"""
+    outs = [counted(c, x, exact(c.weights, y)).out for y in (x, without)]
+    return distance(*outs) > 2 * most
 
 
 def smallest(c: Candidate, x: Inputs) -> Inputs:
@@ -543,12 +554,7 @@ def causality(c: Candidate) -> Iterator[Check]:
 @question("hidden keys")
 def hidden_keys(c: Candidate) -> Iterator[Check]:
     name = "hidden keys"
-    for argument, complaint in c.untaken.items():
-        why = str(complaint).rstrip(".") if complaint else "what came back was no output"
-        # It may want a mask of another shape or type; a name that isn't there is wrong for any.
-        broken = complaint is not None and complaint.error.rpartition(".")[2] in BROKEN
-        status = "failed" if broken else "could not be checked"
-        yield Check(f"argument {argument}", status, f"a mask was taken in no form: {why}.")
+    yield from mask_arguments(c)
     which = [one for one in ("padding", "keys", "mask") if one in c.can]
     if not which:
         yield skipped(name, "it takes no mask")
@@ -591,6 +597,24 @@ def hidden_keys(c: Candidate) -> Iterator[Check]:
     if leaks_nan:
         said += "; a NaN there does, as in plain PyTorch (0 · NaN)"
     yield passed(name, said, 0.0, 0.0)
+
+
+def mask_arguments(c: Candidate) -> Iterator[Check]:
+    """A check for each mask argument on which no answer was compared."""
+    for name in c.masks:
+        if name in c.judged:
+            continue
+        complaint = c.untaken.get(name)
+        status = "not judged"
+        if complaint is not None:
+            why = f"every call with it raised an error: {str(complaint).rstrip('.')}."
+            if complaint.error.rpartition(".")[2] in BROKEN:
+                status = "failed"  # a name that isn't defined is wrong for a mask of any shape and type
+        elif name in c.untaken:
+            why = "with every form of mask, the call returned no attention output."
+        else:
+            why = "no check passed it, so it was never used."
+        yield Check(f"argument {name}", status, why)
 
 
 @question("permutation")

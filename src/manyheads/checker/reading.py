@@ -485,6 +485,23 @@ def near_name(name: str, text: str) -> str:
     return " ".join(line for line in text.splitlines() if re.search(rf"\b{re.escape(name)}\b", line))
 
 
+def is_mask(one: Argument, text: str) -> bool:
+    """Return True if an argument is a mask, or a switch for one, by its name or its documentation."""
+    if one.kind not in ("positional", "keyword"):
+        return False
+    meant = names.argument(one.name) or names.sounds_like_mask(one.name)
+    if meant is not None or isinstance(one.default, bool):
+        return meant in ("mask", "padding", "lengths", "causal")
+    name = re.escape(one.name)
+    shape, words = r"(?:[\[(][^\])]*[\])]\W*)?", r"(?:(?!before|after)\w+ ){0,3}"
+    called = re.search(rf"\b{name}\b\W{{1,3}}{shape}{words}mask\b", text, re.I)
+    lines = near_name(one.name, text)
+    described = re.search(rf"\b{name}\b[^.;]{{0,24}}\bTrue\b", lines) and (
+        _HIDES.search(lines) or _KEEPS.search(lines)
+    )
+    return bool(called or described)
+
+
 def added(name: str, text: str) -> bool:
     """Does documentation say that a mask holds numbers to be added?"""
     word = re.escape(name)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -25,10 +28,21 @@ MARKS = {
     "failed": ("✗", "red"),
     "not applicable": ("·", "dim"),
     "could not be checked": ("?", "yellow"),
+    "not judged": ("?", "yellow"),
 }
 WARNING = (
     "The code under check ran as you: with your files, your network and your rights. This is no sandbox."
 )
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Keep the state of Python's random numbers, from which rich draws the ids of its styles."""
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 @dataclass
@@ -36,8 +50,8 @@ class Report:
     """The answers to all questions about one candidate.
 
     `target` is what was checked, `like` is its kind and `guessed` says that nobody named it; `verdict` is
-    "passed" or "failed"; `checks` are the answers, `diagnosis` is what is wrong and `notes` are what was
-    assumed. `pair` holds the expected and the given map of the smallest failing input, for
+    "passed", "failed" or "not judged"; `checks` are the answers, `diagnosis` is what is wrong and `notes`
+    are what was assumed. `pair` holds the expected and the given map of the smallest failing input, for
     a picture: two tensors `[t, s]` (weights) or `[t, e]` (outputs), and which they are.
     """
 
@@ -51,12 +65,16 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """It is "passed" or "failed"; what couldn't be checked doesn't count."""
-        return "failed" if any(one.status == "failed" for one in self.checks) else "passed"
+        """Return "failed", else "not judged" if a mask argument wasn't, else "passed".
+
+        What couldn't be checked doesn't count.
+        """
+        found = {one.status for one in self.checks}
+        return next((status for status in ("failed", "not judged") if status in found), "passed")
 
     @property
     def passed(self) -> bool:
-        """Did no check fail?"""
+        """Return True if no check failed and every mask argument was judged."""
         return self.verdict == "passed"
 
     def as_json(self) -> dict[str, Any]:
@@ -98,14 +116,16 @@ class Report:
             name=f"manyheads check {self.target}",
             tests=str(len(status)),
             failures=str(status.count("failed")),
-            errors="0",
-            skipped=str(sum(one not in ("passed", "failed") for one in status)),
+            errors=str(status.count("not judged")),
+            skipped=str(sum(one not in ("passed", "failed", "not judged") for one in status)),
         )
         said = "\n".join(self.words())
         for one in self.checks:
             case = ElementTree.SubElement(suite, "testcase", classname=_clean(self.target), name=one.name)
             if one.status == "failed":
                 ElementTree.SubElement(case, "failure", message=_clean(one.reason)).text = _clean(said)
+            elif one.status == "not judged":
+                ElementTree.SubElement(case, "error", message=_clean(f"not judged: {one.reason}"))
             elif one.status != "passed":
                 ElementTree.SubElement(case, "skipped", message=_clean(f"{one.status}: {one.reason}"))
         return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
@@ -126,8 +146,13 @@ class Report:
             lines.append(f"{one.mistake}: {says}." if one.mistake else f"{says}.")
             if one.mend:
                 lines.append(f"  To mend it: {one.mend}.")
+        unjudged = [one for one in self.checks if one.status == "not judged"]
+        lines += [f"Not judged: {one.name}: {one.reason}" for one in unjudged]
+        if unjudged:
+            lines.append("  To judge it, check an adapter that takes its mask as docs/checker.md describes.")
         return lines
 
+    @_random_state_kept()
     def print(self, console: Console | None = None) -> None:
         """The table, then the diagnosis, on the console given, or on one of its own."""
         from rich import box
@@ -151,7 +176,7 @@ class Report:
             ("allowed", "right"),
             ("", "left"),
         ):
-            table.add_column(column, justify=justify)  # type: ignore[arg-type]
+            table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
         for one in self.checks:
             mark, style = MARKS[one.status]
             reason = one.reason if one.status in ("passed", "failed") else f"{one.status}: {one.reason}"
@@ -182,6 +207,7 @@ class Report:
         numbers = f"expected {float(want[i, j]):.6g}, got {float(got[i, j]):.6g}"
         return f"In a small failing input, {what} at {at}: {numbers}."
 
+    @_random_state_kept()
     def __repr__(self) -> str:
         from rich.console import Console
 

@@ -38,7 +38,9 @@ import torch
 from torch import Tensor, empty_strided, equal, initial_seed, manual_seed, nn
 from torch.random import fork_rng
 
+from ..masks import Keep
 from ..shapes import sizes
+from .snapshot import GLOBALS, Snapshot
 
 PRINTED = 2000  # characters of what a call prints that are kept
 DEPTH = 32  # of a tree
@@ -248,9 +250,14 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def _object(value: Any) -> Any:
-    """A configuration or module that an argument stands for: `{"__namespace__": {name: value}}`."""
+    """Return the object that an argument stands for, if it stands for one.
+
+    `{"__namespace__": {name: value}}` is a configuration or a module, `{"__keep__": tensor}` a `Keep`.
+    """
     if isinstance(value, dict) and set(value) == {"__namespace__"}:
         return types.SimpleNamespace(**value["__namespace__"])
+    if isinstance(value, dict) and set(value) == {"__keep__"}:
+        return Keep(value["__keep__"])
     return value
 
 
@@ -469,31 +476,13 @@ def _source(thing: Any) -> tuple[str, str]:
 
 # -------------------------------------------------------------------------------------- the state
 
-# What a call may change outside of itself: its name, how it is read, how it is put back.
-_STATE: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
-    ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    ("the default device", torch.get_default_device, torch.set_default_device),
-    ("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    ("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    (
-        "deterministic algorithms",
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),
-    (
-        "the precision of float32 products",
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
-)
-
 
 class _State:
     """Global state, a module's tensors and its training flags, as they were: to compare, and to put back."""
 
     def __init__(self, subject: Any) -> None:
         self.seed = initial_seed()
-        self.globals = [read() for _, read, _ in _STATE]
+        self.globals = [read() for _, read, _ in GLOBALS]
         self.modules = list(subject.modules()) if isinstance(subject, nn.Module) else []
         self.flags = self.asked = [module.training for module in self.modules]
         self.slots = [(dict(module._parameters), dict(module._buffers)) for module in self.modules]
@@ -512,7 +501,7 @@ class _State:
         """In words, what isn't as it was."""
         if initial_seed() != self.seed:
             yield "the random seed"
-        for (name, read, _), value in zip(_STATE, self.globals, strict=True):
+        for (name, read, _), value in zip(GLOBALS, self.globals, strict=True):
             if read() != value:
                 yield name
         if any(module.training != flag for module, flag in zip(self.modules, self.asked, strict=True)):
@@ -526,7 +515,7 @@ class _State:
                 yield said
 
     def put_back(self) -> None:
-        for (_, read, put), value in zip(_STATE, self.globals, strict=True):
+        for (_, read, put), value in zip(GLOBALS, self.globals, strict=True):
             if read() != value:
                 put(value)
         for module, flag, (parameters, buffers) in zip(self.modules, self.flags, self.slots, strict=True):
@@ -776,6 +765,22 @@ class Subject:
         if self.instance is None:
             raise Trouble("call", f"{self.target.__name__} is a class that isn't built yet: make() it first.")
         return self.instance
+
+
+class BorrowedSubject(Subject):
+    """A person's own object in this process; `close` restores it and the global state, whatever happened."""
+
+    def __init__(self, target: Any) -> None:
+        self._snapshot = Snapshot(target)
+        try:
+            super().__init__(target)
+            self._snapshot.add(self.target)  # what a factory returned may be the person's own too
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._snapshot.restore()
 
 
 def _produced(target: Any) -> Any:

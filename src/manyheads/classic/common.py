@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from manyheads import scores
@@ -51,6 +50,5 @@ def mix(weights: Tensor, v: Tensor) -> Tensor:
     """
     with scores.exactly(v.device):
         wide = v.to(weights.dtype)
-        fine = torch.compiler.is_compiling() or scores.finite(wide)
-        out = weights @ wide if fine else scores.mix(weights, weights != 0, wide)
+        out = weights @ wide if scores.finite(wide) else scores.mix(weights, weights != 0, wide)
         return without_removed(out.to(v.dtype))

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from manyheads.biases import Dense
 from manyheads.classic.common import mix, weigh
 from manyheads.functional import attention, attention_with_map
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Drop, Mask
-from manyheads.shapes import kind, sizes, whole
+from manyheads.shapes import can_read, kind, sizes, whole
 
 Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
 
@@ -322,14 +323,15 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"without masks, and query, key, value nested = {[x.is_nested for x in inputs]}, "
                 f"batch_first={self.batch_first}, masks given = {[m is not None for m in masks]} came."
             )
-        padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in inputs}  # one of each
+        widths = self.embed_dim, self.kdim, self.vdim
+        padded = {id(x): _padded(x, width) for x, width in zip(inputs, widths, strict=True)}  # one of each
         asking, seen, told = (padded[id(x)] for x in inputs)  # [b, t, e], [b, s, kdim], [b, s, vdim]
         lengths = torch.tensor([len(x) for x in key.unbind()], device=seen.device)
         hidden = torch.arange(seen.shape[1], device=seen.device) >= lengths[:, None]  # [b, s]
         q, k, v, rest = self._inputs(asking, seen, told, hidden, None, False)
         out, weights = self._answer(q, k, v, rest, asking, need_weights, average_attn_weights)
         rows = [y[: len(x)] for x, y in zip(query.unbind(), out, strict=True)]
-        return torch.nested.as_nested_tensor(rows, layout=query.layout), weights
+        return torch.nested.as_nested_tensor(rows, out.dtype, out.device, query.layout), weights
 
 
 def replace(model: nn.Module) -> nn.Module:
@@ -358,6 +360,14 @@ def _must_be_called(module: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 def _is_nested(*inputs: Any) -> bool:
     return any(isinstance(x, Tensor) and x.is_nested for x in inputs)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """A nested tensor as `[b, length, width]`, with zeros; PyTorch's own padding refuses an empty one."""
+    sequences = x.unbind()
+    if not sequences:
+        return torch.zeros(0, 0, width, dtype=x.dtype, device=x.device)
+    return pad_sequence(list(sequences), batch_first=True)
 
 
 def _check_mask(mask: Any, name: str, *shapes: list[int]) -> None:
@@ -402,7 +412,7 @@ def _is_triangle(mask: Tensor | None) -> bool:
     """
     if mask is None or mask.dim() != 2 or mask.device.type != "cpu" or mask.requires_grad:
         return False
-    if torch.compiler.is_compiling() or not mask.numel():
+    if not can_read(mask) or not mask.numel():
         return False
     after = torch.ones(mask.shape, dtype=torch.bool).triu(1)
     if mask.dtype == torch.bool:

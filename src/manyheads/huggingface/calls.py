@@ -198,7 +198,7 @@ class Call:
         few, mask = self.query[:, :, rows], _take(self.given, rows)
         eager, _ = self.kernel(self.module, few, self.key, self.value, mask, **options)  # [b, r, h, w]
         self.agree(problem, eager, some=True)
-        out, lse = kernels.run(problem)  # [b, h, t, w], [b, h, t]
+        _, out, lse = kernels.run(problem)  # [b, h, t, w], [b, h, t]
         if lse is not None:  # where all is masked, eager weighs all keys alike, and its output stays
             even = problem.v.mean(2, keepdim=True)  # [b, g, 1, w]
             even = even.repeat_interleave(problem.shape.h // problem.shape.g, 1)  # [b, h, 1, w]

@@ -20,29 +20,40 @@ and, if it reads statistics off the weights that it computes,
 
     LOOKS       and `run` takes a look, what is asked of them
 
+`native` and `chunked` also have
+
+    lse(p)      the log-sum-exp alone, and
+    tile(p, …)  the scores of a tile, summed as `lse` sums them: `reader` says which of the two a map reads
+
 `kernel="auto"` takes the first in order that neither refuses nor defers; a kernel asked for by name raises
 all its reasons. Nothing falls back in silence.
 """
 
 from __future__ import annotations
 
-import os
+import math
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from manyheads.scores import Problem, exactly, finite
+from manyheads.shapes import can_read
 
-PROCESS = os.getpid()  # that loaded this module; a fork of it has another number
 ORDER = ("native", "sdpa", "flex", "chunked", "reference")
+
+
+def check(name: str) -> str:
+    """Return a kernel's name or "auto"; raise ValueError for other values."""
+    if name != "auto" and name not in ORDER:
+        raise ValueError(f'Expected kernel to be "auto" or one of {", ".join(ORDER)}, got {name!r}.')
+    return name
 
 
 def load(name: str) -> Any:
     """The kernel of this name."""
-    if name not in ORDER:
-        raise ValueError(f'kernel must be "auto" or one of {", ".join(ORDER)}, and {name!r} came.')
+    check(name)
     # Imported one by one, when asked for, in words that torch.compile can follow.
     if name == "native":
         from manyheads.kernels import native
@@ -93,37 +104,78 @@ def deferred(kernel: Any, problem: Problem) -> list[str]:
     return kernel.defers(problem) if hasattr(kernel, "defers") else []
 
 
-def run(problem: Problem, kernel: str = "auto", look: Any = None) -> tuple[Tensor, Tensor | None]:
-    """The output `[b, h, t, w]` and, where the kernel gives it, the log-sum-exp `[b, h, t]`.
+def reader(problem: Problem) -> Any:
+    """Return the kernel whose `lse` and `tile` a map of this problem reads.
+
+    A weight is exp(score − lse), in which an error that both share cancels. Scores of 10^6 have errors of
+    0.1, so scores are summed in the order in which the log-sum-exp was: both by `native` where it supports
+    the problem, else both by `chunked`.
+    """
+    native = load("native")
+    return native if native.reads(problem) else load("chunked")
+
+
+class Result(NamedTuple):
+    """The name of a kernel, and what it computed."""
+
+    kernel: str
+    out: Tensor  # [b, h, t, w]
+    lse: Tensor | None  # [b, h, t]
+
+    def lse_of_map(self, problem: Problem) -> Tensor | None:
+        """Return the log-sum-exp if it belongs to the scores that a map reads (see `reader`)."""
+        native = load("native")
+        return self.lse if native.reads(problem) == (self.kernel == native.NAME) else None
+
+
+def run(problem: Problem, kernel: str = "auto", look: Any = None) -> Result:
+    """Compute the output `[b, h, t, w]` and, where the kernel gives it, the log-sum-exp `[b, h, t]`.
 
     A kernel that LOOKS finds what a look asks of the weights on the way, unless that is sooner done after.
 
     A kernel that doesn't shield is watched, in eager mode on the CPU: where q, k, v or its output
-    isn't finite, "auto" takes `chunked`, and under a mask a kernel asked for by name raises.
+    isn't finite, "auto" takes `chunked`, and under a mask a kernel asked for by name raises. For a gradient
+    of scores that may be larger than `LARGE`, "auto" takes a kernel that sums them again in the same order.
 
     The output alone doesn't tell: PyTorch's CPU kernel may skip a masked NaN on its way forward and
     meet it on its way back, and answers with zeros to NaN among a few keys. Nor do the inputs:
     masked numbers may be so large that their products overflow.
     """
     chosen = choose(problem, kernel)
-    watched = not chosen.SHIELDS and problem.q.device.type == "cpu" and not torch.compiler.is_compiling()
+    watched = not chosen.SHIELDS and problem.q.device.type == "cpu" and can_read(problem.q)
     with exactly(problem.q.device):
         if look is not None and hasattr(chosen, "LOOKS"):
-            return chosen.run(problem, look)
+            return Result(chosen.NAME, *chosen.run(problem, look))
         if not watched:
-            return chosen.run(problem)
+            return Result(chosen.NAME, *chosen.run(problem))
+        if kernel == "auto" and _may_be_large(problem):
+            native = load("native")
+            chosen = load("chunked") if native.refuse(problem) else native
+            return Result(chosen.NAME, *chosen.run(problem))
         if all(finite(x) for x in (problem.q, problem.k, problem.v)):
-            out, lse = chosen.run(problem)
-            if finite(out):
-                return out, lse
+            result = Result(chosen.NAME, *chosen.run(problem))
+            if finite(result.out):
+                return result
         if kernel == "auto":
-            return load("chunked").run(problem)
+            return Result("chunked", *load("chunked").run(problem))
         if problem.mask is None and problem.bias is None:
-            return chosen.run(problem)
+            return Result(chosen.NAME, *chosen.run(problem))
         raise ValueError(
             f"kernel=\"{kernel}\" met NaN or Inf and can't promise that what is masked doesn't leak: "
             'use kernel="auto" or "chunked", or mend the input.'
         )
+
+
+# Scores above which the rounding of PyTorch's gradient is larger than that of the numbers it is stored in.
+LARGE = {torch.float32: 2.0**10, torch.bfloat16: 2.0**14, torch.float16: 2.0**14, torch.float64: 2.0**38}
+
+
+def _may_be_large(problem: Problem) -> bool:
+    """Is a gradient wanted, of scores |scale|·Σ|q||k| that may be above `LARGE` or aren't finite?"""
+    if not problem.wants_gradient():
+        return False
+    q, k = (float(torch.linalg.vector_norm(x.detach(), math.inf)) for x in (problem.q, problem.k))
+    return not abs(problem.scale) * problem.shape.d * q * k <= LARGE[problem.q.dtype]
 
 
 def processor() -> str:
@@ -161,7 +213,8 @@ def table(problem: Problem) -> str:
         if reasons:
             lines.append(f"  {name:<10} no: " + f"\n{'':<16}".join(reasons))
             continue
-        cost = "a map is free" if kernel.GIVES_LSE else "a map costs one more pass over the keys"
+        free = _gives_lse_of_map(kernel, problem)
+        cost = "a map is free" if free else "a map costs one more pass over the keys"
         shield = "" if kernel.SHIELDS else f"; {_leaks(problem)}"
         slower = deferred(kernel, problem)
         mark = "  ← auto" if name == chosen else f"; not auto: {'; '.join(slower)}" if slower else ""
@@ -169,7 +222,13 @@ def table(problem: Problem) -> str:
     return "\n".join(lines)
 
 
+def _gives_lse_of_map(kernel: Any, problem: Problem) -> bool:
+    """Does a kernel give the log-sum-exp by which a map reads weights?"""
+    gives = kernel.gives_lse(problem) if hasattr(kernel, "gives_lse") else kernel.GIVES_LSE
+    return gives and load("native").reads(problem) == (kernel.NAME == "native")
+
+
 def _leaks(problem: Problem) -> str:
     if problem.q.device.type == "cpu":
-        return "NaN and Inf are looked for (not while compiling)"
+        return "NaN, Inf and huge scores are looked for (not while compiling)"
     return "NaN and Inf in a masked key are kept out only where no query may see it"

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from manyheads import scores, values
-from manyheads.scores import Problem, fold, unfold
+from manyheads.kernels import reference
+from manyheads.kernels.batched import one_by_one, refuse_twice
+from manyheads.scores import ALL, Problem, Rows, fold, unfold
+from manyheads.shapes import transforms
 
 NAME = "chunked"
 GIVES_LSE = True
@@ -32,7 +35,7 @@ def refuse(problem: Problem) -> list[str]:
     """What the operator doesn't carry: forward-mode derivatives and torch.func's transforms."""
     if problem.forward_mode():
         return ["it has no forward-mode derivative"]
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and transforms():
         return ["torch.func's transforms (grad, vmap, …) don't see through it"]
     return []
 
@@ -47,8 +50,47 @@ def lse(problem: Problem) -> Tensor:
     problem = problem.detach().without_values()
     if torch.compiler.is_compiling():
         return run(problem)[1]
+    if "vmap" in transforms():
+        return reference.weights(problem)[1]
     with torch.no_grad(), scores.exactly(problem.q.device):  # an operator's first call is slow
         return _forward(problem, None)[1]
+
+
+def tile(
+    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
+) -> Tensor:
+    """Return the scores of a tile, `[b, h, r, c]`, as `lse` sums them; −inf where masked.
+
+    A run of rows and columns is read in the blocks of `lse`: a product of another shape may round otherwise,
+    which shows where scores go into the thousands.
+    """
+    down, across = _run(rows, problem.shape.t), _run(cols, problem.shape.s)
+    if down is None or across is None or min(len(down), len(across)) < 32:
+        return scores.tile(problem, rows, cols, batch, heads)
+    (top, bottom), (left, right) = (down.start, down.stop), (across.start, across.stop)
+    heads = ALL if isinstance(heads, slice) and heads == ALL else heads  # read in one piece, as by `lse`
+    b, h = problem.q[:, :, 0, :0][batch][:, heads].shape[:2]
+    found = problem.q.new_full((b, h, bottom - top, right - left), -math.inf, dtype=problem.dtype)
+    for block_rows, columns in blocks(problem, top, bottom):
+        for block_cols in columns:
+            if block_cols.start < right and left < block_cols.stop:
+                block = scores.tile(problem, block_rows, block_cols, batch, heads)
+                (i, r), (j, c) = _shared(block_rows, top, bottom), _shared(block_cols, left, right)
+                found[:, :, r, c] = block[:, :, i, j]
+    return found
+
+
+def _run(part: Rows, size: int) -> range | None:
+    """The rows or columns of a plain slice; None for an index tensor and for steps."""
+    if isinstance(part, Tensor) or part.step not in (None, 1):
+        return None
+    return range(*part.indices(size))
+
+
+def _shared(block: slice, low: int, high: int) -> tuple[slice, slice]:
+    """What a block shares with a run from low until before high, as a slice of each."""
+    start, stop = max(block.start, low), min(block.stop, high)
+    return slice(start - block.start, stop - block.start), slice(start - low, stop - low)
 
 
 # -- the loops -------------------------------------------------------------------------------------
@@ -311,20 +353,14 @@ def differentiated_by(backward: Callable[..., list[Tensor]]) -> Callable[..., tu
         out, lse, *arguments = remembered(ctx)
         sink, masks, biases = arguments[3:6]
         needs = [True, True, True, sink is not None, any(x.requires_grad for x in biases)]
-        dq, dk, dv, d_sink, d_bias = backward(out, lse, d_out, d_lse, needs, *arguments)
+        dq, dk, dv, d_sink, d_bias = one_by_one(
+            lambda d_out, d_lse: backward(out, lse, d_out, d_lse, needs, *arguments), d_out, d_lse
+        )
         d_biases = [d_bias if needs[4] else None for _ in biases]
         nothing = [None] * (2 + len(ctx.numbers))
         return (dq, dk, dv, None if sink is None else d_sink, [None] * len(masks), d_biases, *nothing)
 
     return differentiate
-
-
-def refuse_twice(ctx: Any, *grads: Any) -> None:
-    """The gradient of a gradient."""
-    raise RuntimeError(
-        "this kernel's attention has a first gradient only, and a second one was asked for: "
-        'use kernel="reference", whose gradient PyTorch can differentiate again.'
-    )
 
 
 _attend.register_autograd(differentiated_by(lambda *given: _attend_backward(*given)), setup_context=remember)

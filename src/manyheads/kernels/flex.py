@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, cre
 from manyheads.biases import Dense, Relative
 from manyheads.masks import And, Keep, Keys, Mask, Not, Or, Prefix, Rule
 from manyheads.scores import ALL, Problem
-from manyheads.shapes import sizes
+from manyheads.shapes import sizes, transforms
 from manyheads.values import Value
 
 NAME = "flex"
@@ -53,6 +53,8 @@ def refuse(problem: Problem) -> list[str]:
         reasons.append(f"it computes in float16 and bfloat16, and q is {p.q.dtype}")
     if p.forward_mode():
         reasons.append("it has no forward-mode derivative")
+    if not torch.compiler.is_compiling() and "vmap" in transforms():
+        reasons.append("vmap doesn't see through it")
     if p.dropout_p:
         reasons.append("it has no dropout")
     if 0 in n:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manyheads import scores
 from manyheads.scores import Problem
+from manyheads.shapes import can_read
 
 NAME = "reference"
 GIVES_LSE = False  # it has one, computed in one piece; a map reads scores in blocks, which round otherwise
@@ -31,16 +32,14 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def run(problem: Problem) -> tuple[Tensor, None]:
     """The output `[b, h, t, w]`; no log-sum-exp."""
-    compiling = torch.compiler.is_compiling()
-    if compiling and problem.mask is not None:  # nobody can look at what is computed
+    if problem.mask is not None and not can_read(problem.q):  # what isn't finite can't be searched for
         problem = problem.without_unseen(problem.keep(problem.mask, scores.ALL, scores.ALL))
     weight, _, keep = _softmax(problem)
     if problem.dropout_p:
         weight = torch.nn.functional.dropout(weight, problem.dropout_p)
     v = problem.v.to(problem.dtype)  # [b, g, s, w]
     weight, keep = scores.fold(weight, problem.shape.g), scores.fold(keep, problem.shape.g)
-    fine = compiling or scores.finite(v)
-    out = weight @ v if fine else scores.mix(weight, keep, v)  # [b, g, (h/g)·t, w]
+    out = weight @ v if scores.finite(v) else scores.mix(weight, keep, v)  # [b, g, (h/g)·t, w]
     return scores.unfold(out, problem.shape.h).to(problem.q.dtype), None
 
 
@@ -53,6 +52,8 @@ def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         sink = problem.sink.to(score.dtype)[None, :, None, None].expand(*score.shape[:3], 1)
         logits = torch.cat((score, sink), -1)  # [b, h, t, s + 1]
     # A row of −inf has no softmax: it is let through as zeros, then emptied, so that no NaN is born.
-    empty = (logits == -math.inf).all(-1)  # [b, h, t]
-    lse = torch.where(empty[..., None], 0.0, logits).logsumexp(-1) if logits.shape[-1] else logits.sum(-1)
-    return scores.weights(score, lse), torch.where(empty, -math.inf, lse), keep
+    empty = (logits == -math.inf).all(-1, keepdim=True)  # [b, h, t, 1]
+    logits = torch.where(empty, 0.0, logits)
+    weight = logits.softmax(-1)[..., : score.shape[-1]]  # [b, h, t, s]
+    lse = logits.logsumexp(-1) if logits.shape[-1] else logits.sum(-1)  # [b, h, t]
+    return torch.where(keep, weight, 0.0), torch.where(empty[..., 0], -math.inf, lse), keep

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads.biases import Dense
+from manyheads.kernels.batched import refuse_twice
 from manyheads.masks import Keep
 from manyheads.scores import ALL, Problem
+from manyheads.shapes import can_read, transforms
 
 NAME = "sdpa"
 GIVES_LSE = False
@@ -31,6 +34,12 @@ def refuse(problem: Problem) -> list[str]:
     reasons = []
     if p.forward_mode():
         reasons.append("it has no forward-mode derivative")
+    if not torch.compiler.is_compiling():
+        active = transforms()
+        if "vmap" in active:
+            reasons.append("under vmap its output can't be checked for NaN and Inf")
+        if active.count("grad") > 1:
+            reasons.append("PyTorch's fused kernels have no second gradient")
     if 0 in n:
         reasons.append(f"a size is 0 ({_zero(p)}), for which PyTorch has no fused kernel")
     if p.softcap is not None:
@@ -78,7 +87,7 @@ def run(problem: Problem) -> tuple[Tensor, None]:
     tensor, causal = None, False
     if _needs_tensor(p):
         tensor = _tensor(p)
-        if torch.compiler.is_compiling() or p.q.device.type != "cpu":
+        if not can_read(p.q) or p.q.device.type != "cpu":
             p = p.without_unseen(tensor if p.bias is None else tensor != -math.inf)
     elif not _sees_all(p):
         causal = True  # and no query of t sees a key beyond the first t
@@ -89,7 +98,23 @@ def run(problem: Problem) -> tuple[Tensor, None]:
     out = F.scaled_dot_product_attention(
         p.q, p.k, p.v, attn_mask=tensor, is_causal=causal, scale=p.scale, enable_gqa=grouped
     )
+    if not (torch.compiler.is_compiling() or transforms()):
+        _refuse_second_gradient(out)
     return out, None
+
+
+def _refuse_second_gradient(out: Tensor) -> None:
+    """Raise our error for the gradient of a gradient; PyTorch's own names an internal operator."""
+    node = out.grad_fn
+    if node is not None and node.name().startswith("ScaledDotProduct"):  # a forced math path supports it
+        node.register_hook(_refuse_in)
+
+
+def _refuse_in(grads: tuple[Tensor | None, ...], _: Any) -> None:
+    """Let the gradients' own nodes raise, which exist with `create_graph=True`."""
+    for grad in grads:
+        if grad is not None and grad.grad_fn is not None:
+            grad.grad_fn.register_prehook(refuse_twice)
 
 
 def _is_causal(p: Problem) -> bool:

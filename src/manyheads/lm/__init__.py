@@ -7,7 +7,7 @@ print(lm.complete(model, tokenizer, "Return the").text)
 """
 
 from manyheads.lm.checkpoint import load, save
-from manyheads.lm.generate import Sampling, Text, complete, generate
+from manyheads.lm.generate import Sampling, Text, complete, generate, stream
 from manyheads.lm.model import Config, LanguageModel
 from manyheads.lm.train import Options, train
 
@@ -21,5 +21,6 @@ __all__ = [
     "generate",
     "load",
     "save",
+    "stream",
     "train",
 ]

@@ -9,15 +9,22 @@ document is on one side of the split only, and no text occurs in two documents.
 from __future__ import annotations
 
 import ast
+import codecs
 import hashlib
+import io
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from manyheads.lm.checkpoint import disk_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,6 +34,8 @@ Tokens = np.ndarray[Any, np.dtype[Any]]  # [n], uint16 or uint32, usually memory
 END, END_ID = "<|endoftext|>", 0  # the token before each document and after the last one
 HELD_OUT = 0.1  # the share of documents held out, by the hash of their names
 PASSAGE = 4000  # characters; a longer text file is cut into passages of about this size
+CHUNK = 2**20  # bytes of a file that are read at once
+AT_ONCE = 64  # documents that are encoded at once
 TESTS = frozenset({"test", "tests", "idle_test", "__pycache__", "site-packages"})
 
 
@@ -68,53 +77,121 @@ def _docstrings(path: Path) -> Iterator[str]:
             yield ast.get_docstring(node) or ""
 
 
-def text_documents(paths: Sequence[str | os.PathLike[str]]) -> list[Document]:
-    """Text files, or folders of them, as documents; long files are cut into passages.
+class TextFiles:
+    """The documents of text files, or of folders of them; long files are cut into passages.
 
     A cut is made at a blank line where one is near, else at the end of a line, a space, or anywhere.
+    Everything in a folder is read, hidden files aside. Every iteration reads the files anew, so that memory
+    doesn't grow with them. `size` is how many bytes they are; `on_read` is called with the number of bytes
+    after each read.
 
-    Everything in a folder is read, hidden files aside. Raises FileNotFoundError for what isn't
-    there and ValueError for what isn't UTF-8 text or has none.
+    Raises FileNotFoundError for a path that doesn't exist; while it is read, ValueError for what isn't UTF-8
+    text or has none, and for a file that changes between two iterations.
     """
-    documents: list[Document] = []
-    for given in map(Path, paths):
-        if given.is_dir():
-            files = sorted(path for path in given.rglob("*") if path.is_file())
-            files = [f for f in files if not any(p[0] == "." for p in f.relative_to(given).parts)]
-        elif given.is_file():
-            files = [given]
-        else:
-            raise FileNotFoundError(f"--data wants text files or folders of them: there is no {given}.")
-        if not files:
-            raise ValueError(f"--data wants a folder with text files in it, and {given} has none.")
-        for file in files:
-            try:
-                text = file.read_text("utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"--data wants UTF-8 text, and byte {error.start} of {file} is none."
-                ) from None
-            if "\0" in text:
-                raise ValueError(f"--data wants text, and {file} has NUL bytes in it.")
-            documents += [Document(f"{file.name}:{i}", p) for i, p in enumerate(_passages(text))]
-    documents = _unique(documents)
-    if not documents:
-        raise ValueError(f"--data wants text, and {', '.join(map(str, paths))} held none.")
-    return documents
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
+        self.paths = [Path(path) for path in paths]
+        self.files = [(file, _signature(file)) for path in self.paths for file in _files_of(path)]
+        self.size = sum(size for _, (size, _) in self.files)
+        self.on_read: Callable[[int], object] = lambda size: None
+
+    def __iter__(self) -> Iterator[Document]:
+        for place, document in enumerate(self._passages()):
+            if place in self._names:
+                yield Document(self._names[place], document.text)
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """The names of the documents by their places: of equal texts the last place and the first name."""
+        names: dict[bytes, str] = {}
+        places: dict[bytes, int] = {}
+        for place, document in enumerate(self._passages()):
+            if document.text.strip():
+                key = hashlib.blake2b(document.text.encode(), digest_size=16).digest()
+                names.setdefault(key, document.name)
+                places[key] = place
+        if not places:
+            raise ValueError(f"--data wants text, and {', '.join(map(str, self.paths))} held none.")
+        return {place: names[key] for key, place in places.items()}
+
+    def _passages(self) -> Iterator[Document]:
+        for file, signature in self.files:
+            for i, text in enumerate(_cut(self._chunks(file))):
+                yield Document(f"{file.name}:{i}", text)
+            if _signature(file) != signature:
+                raise ValueError(f"{file} changed while it was read: start again once it is complete.")
+
+    def _chunks(self, file: Path) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        lines = io.IncrementalNewlineDecoder(decoder, translate=True)
+        position = 0
+        with open(file, "rb") as source:
+            data = None
+            while data != b"":
+                data = source.read(CHUNK)
+                begin = position - len(decoder.getstate()[0])  # where a character that was cut begins
+                try:
+                    text = lines.decode(data, final=not data)
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"--data wants UTF-8 text, and byte {begin + error.start} of {file} is none."
+                    ) from None
+                if "\0" in text:
+                    raise ValueError(f"--data wants text, and {file} has NUL bytes in it.")
+                position += len(data)
+                self.on_read(len(data))
+                yield text
 
 
-def _passages(text: str) -> Iterator[str]:
-    start = 0
-    while len(text) - start > PASSAGE:
-        size = start + PASSAGE
-        for mark in ("\n\n", "\n", " ", ""):
-            stop = text.find(mark, size, size + PASSAGE)
-            stop = text.rfind(mark, start + 1, size) if stop < 0 else stop
-            if stop > 0:
-                break
-        yield text[start:stop]
-        start = stop + len(mark)
-    yield text[start:]
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"--data wants text files or folders of them: there is no {path}.")
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    files = [f for f in files if not any(p[0] == "." for p in f.relative_to(path).parts)]
+    if not files:
+        raise ValueError(f"--data wants a folder with text files in it, and {path} has none.")
+    return files
+
+
+def _signature(file: Path) -> tuple[int, int]:
+    """Return (size, time of the last change) of a file."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def text_documents(paths: Sequence[str | os.PathLike[str]]) -> list[Document]:
+    """Return the documents of `TextFiles` as a list; raises the same errors."""
+    return list(TextFiles(paths))
+
+
+def _cut(chunks: Iterable[str]) -> Iterator[str]:
+    """Yield the passages of a text that comes in chunks; where it is cut doesn't depend on these."""
+    text = ""
+    for chunk in chunks:
+        text, start = text + chunk, 0
+        while len(text) - start >= 2 * PASSAGE:  # as far as a cut looks ahead
+            stop, skipped = _cut_after(text, start)
+            yield text[start:stop]
+            start = stop + skipped
+        text = text[start:]
+    while len(text) > PASSAGE:
+        stop, skipped = _cut_after(text, 0)
+        yield text[:stop]
+        text = text[stop + skipped :]
+    yield text
+
+
+def _cut_after(text: str, start: int) -> tuple[int, int]:
+    """Return where a passage that begins at `start` ends, and how many characters are left out after it."""
+    size = start + PASSAGE
+    for mark in ("\n\n", "\n", " "):
+        stop = text.find(mark, size, size + PASSAGE)
+        stop = text.rfind(mark, start + 1, size) if stop < 0 else stop
+        if stop > 0:
+            return stop, len(mark)
+    return size, 0
 
 
 def _unique(documents: Iterable[Document]) -> list[Document]:
@@ -133,21 +210,27 @@ def digest(documents: Iterable[Document]) -> str:
     return total.hexdigest()
 
 
-def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """(training, held out): a tenth is held out, by the hash of the name, and at least one.
+def held_out_places(names: Sequence[str]) -> set[int]:
+    """Return which documents are held out: a tenth, by the hash of the name, and at least one.
 
     Raises ValueError for fewer than two documents.
     """
-    if len(documents) < 2:
+    if len(names) < 2:
         raise ValueError(
             "the text is too short to hold a part of it out: give at least two files, or one "
             f"of more than {PASSAGE:,} characters."
         )
-    hashes = [hashlib.sha256(document.name.encode()).digest() for document in documents]
+    hashes = [hashlib.sha256(name.encode()).digest()[:8] for name in names]
     limit = int(HELD_OUT * (1 << 64))
-    out = {i for i, h in enumerate(hashes) if int.from_bytes(h[:8], "big") < limit}
-    if not out or len(out) == len(documents):
-        out = {min(range(len(documents)), key=lambda i: hashes[i])}
+    out = {i for i, h in enumerate(hashes) if int.from_bytes(h, "big") < limit}
+    if not out or len(out) == len(names):
+        out = {min(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())}
+    return out
+
+
+def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """Split documents into (training, held out), as `held_out_places` says; raises the same ValueError."""
+    out = held_out_places([document.name for document in documents])
     training = [document for i, document in enumerate(documents) if i not in out]
     return training, [document for i, document in enumerate(documents) if i in out]
 
@@ -171,24 +254,56 @@ def train_tokenizer(documents: Iterable[Document], vocab: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    tokenizer.encode_special_tokens = True  # END where a text spells it is text
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Tokens:
+def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """Return the dtype of a tokenizer's ids."""
+    return np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
+
+
+def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> Tokens:
     """All the documents as one row of ids `[n]`, with END before each and after the last."""
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
-    pieces = [np.array([END_ID], dtype)]
-    for encoded in tokenizer.encode_batch([document.text for document in documents]):
-        pieces.append(np.array([*encoded.ids, END_ID], dtype))
-    return np.concatenate(pieces)
+    dtype = token_dtype(tokenizer)
+    return np.concatenate([np.array([END_ID], dtype), *(ids for _, ids in encoded(tokenizer, documents))])
 
 
-def write_tokens(path: Path, ids: Tokens) -> None:
-    """Write a token file (NumPy's own format) under a temporary name, then rename it."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        np.save(file, ids, allow_pickle=False)
-    os.replace(part, path)
+def encoded(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
+    """Yield each document with its ids `[n]`, of which the last is END."""
+    dtype, left = token_dtype(tokenizer), iter(documents)
+    while batch := list(islice(left, AT_ONCE)):
+        for document, made in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
+            yield document, np.array([*made.ids, END_ID], dtype)
+
+
+@contextmanager
+def token_file(path: Path, dtype: np.dtype[Any]) -> Iterator[Callable[[Tokens], None]]:
+    """Write a token file (NumPy's own format) piece by piece: yields a function that appends ids `[n]`."""
+    count = 0
+
+    def write_header() -> None:
+        described = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_1_0(file, described)  # NumPy leaves room for a longer number
+
+    def append(ids: Tokens) -> None:
+        nonlocal count
+        with disk_errors(path):
+            file.write(ids.astype(dtype).tobytes())
+        count += len(ids)
+
+    with disk_errors(path):
+        file = open(path, "wb")  # noqa: SIM115 (closed below, where it may fail)
+    try:
+        with disk_errors(path):
+            write_header()
+        yield append
+        with disk_errors(path):
+            file.seek(0)
+            write_header()
+    finally:
+        with disk_errors(path):  # what a full disk didn't take is tried again
+            file.close()
 
 
 def read_tokens(path: Path) -> Tokens:

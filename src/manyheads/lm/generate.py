@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyheads.lm.data import END_ID
 from manyheads.lm.model import LanguageModel
-from manyheads.shapes import kind, real, sizes, whole
+from manyheads.shapes import check_seed, kind, real, sizes, whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -69,7 +69,7 @@ def generate(
     what are no ids or no number.
     """
     whole(tokens, "tokens", 1)
-    whole(seed, "seed")
+    check_seed(seed)
     if not isinstance(ids, Tensor):
         raise TypeError(f"ids must be one prompt [1, t], and {kind(ids)} came.")
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
@@ -77,7 +77,7 @@ def generate(
     room = room_for(model, ids)
     if tokens > room:
         raise ValueError(
-            f"the model's context is {model.config.context} tokens: after a prompt of "
+            f"the model's context is {model.context} tokens: after a prompt of "
             f"{ids.shape[1]} there is room for {room}, and {tokens} came."
         )
     return _continue(model, ids, tokens, sampling or Sampling(), seed, cached)
@@ -85,7 +85,7 @@ def generate(
 
 def room_for(model: LanguageModel, ids: Tensor) -> int:
     """How many tokens the context has room for after a prompt `[1, t]`."""
-    return max(0, model.config.context - ids.shape[1])
+    return max(0, model.context - ids.shape[1])
 
 
 @torch.inference_mode()
@@ -93,7 +93,7 @@ def _continue(
     model: LanguageModel, ids: Tensor, tokens: int, sampling: Sampling, seed: int, cached: bool
 ) -> Iterator[int]:
     random = torch.Generator().manual_seed(seed)
-    caches = model.caches() if cached else None
+    caches = model.caches(ids.shape[1] + tokens) if cached else None
     new = ids
     for _ in range(tokens):
         logits = model(new if cached else ids, caches)[0, -1]  # [vocab]
@@ -109,7 +109,8 @@ def _continue(
 class Text:
     """What `complete` made: the text after the prompt, and why it ended there.
 
-    end: the "tokens" asked for, a "stop" text, the "end" of the text, or the "context" is full.
+    end: the "tokens" asked for, a "stop" text, the "end" of the text, or the "context" is full; empty for a
+        piece of `stream` that another one follows.
     """
 
     text: str
@@ -132,6 +133,41 @@ def complete(
     ValueError for an empty prompt, one that fills the context, an empty `stop`; TypeError for what is no
     number of tokens.
     """
+    pieces = list(stream(model, tokenizer, prompt, tokens, sampling, stop=stop, seed=seed))
+    return Text("".join(piece.text for piece in pieces), pieces[-1].end)
+
+
+def stream(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int = 100,
+    sampling: Sampling | None = None,
+    *,
+    stop: str | None = None,
+    seed: int = 0,
+) -> Iterator[Text]:
+    """Yield the text of `complete` in pieces, each as soon as no later token can change it.
+
+    Characters that are split over several tokens come whole, and nothing of `stop` is given. The last piece
+    has the `end`; its text may be empty.
+
+    Args:
+        model: The model, as `load` returns it.
+        tokenizer: Its tokenizer, as `load` returns it.
+        prompt: The text to continue.
+        tokens: The largest number of tokens to generate.
+        sampling: How each token is drawn; None is `Sampling()`.
+        stop: The text that ends the generation.
+        seed: The random seed of the draws.
+
+    Returns:
+        An iterator over the pieces. The arguments are checked before it is returned.
+
+    Raises:
+        ValueError: If the prompt or `stop` is empty, or the prompt fills the context.
+        TypeError: If `tokens` or `seed` is not an integer.
+    """
     whole(tokens, "tokens", 1)
     if stop == "":
         raise ValueError("stop must be some text, and an empty one came: leave it out.")
@@ -141,14 +177,32 @@ def complete(
     room = room_for(model, ids)
     if room == 0:
         raise ValueError(
-            f"the model's context is {model.config.context} tokens, and the prompt has "
+            f"the model's context is {model.context} tokens, and the prompt has "
             f"{ids.shape[1]}: shorten it to leave room for an answer."
         )
+    drawn = generate(model, ids, min(tokens, room), sampling, seed=seed)
+    return _pieces(tokenizer, drawn, stop or "", tokens, room)
+
+
+def _pieces(tokenizer: Tokenizer, drawn: Iterator[int], stop: str, tokens: int, room: int) -> Iterator[Text]:
     made: list[int] = []
-    for token in generate(model, ids, min(tokens, room), sampling, seed=seed):
+    text, given = "", 0
+    for token in drawn:
         made.append(token)
         text = tokenizer.decode(made)
-        if stop is not None and stop in text:
-            return Text(text[: text.index(stop)], "stop")
+        if stop and stop in text:
+            yield Text(text[given : text.index(stop)], "stop")
+            return
+        # A character whose bytes aren't complete yet decodes to U+FFFD; the next token may change it.
+        final = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        final = final[: len(final) - _begun(final, stop)]
+        if len(final) > given:
+            yield Text(final[given:], "")
+            given = len(final)
     end = "end" if len(made) < min(tokens, room) else "tokens" if tokens <= room else "context"
-    return Text(tokenizer.decode(made), end)
+    yield Text(text[given:], end)
+
+
+def _begun(text: str, stop: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of `stop`."""
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

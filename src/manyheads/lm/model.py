@@ -23,9 +23,10 @@ from manyheads.layers import MultiHeadAttention
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal
 from manyheads.positions import Rotary
-from manyheads.shapes import kind, real, sizes, whole
+from manyheads.shapes import can_read, kind, real, sizes, whole
 
 ROTARY_BASE = 1000.0  # below the usual 10,000: the contexts are short
+LONGEST_CONTEXT = 2**20  # tokens
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,23 @@ class Config:
         for name in ("vocab", "embed", "heads", "layers", "hidden"):
             whole(getattr(self, name), name, 1)
         whole(self.context, "context", 2)
+        if self.context > LONGEST_CONTEXT:
+            raise ValueError(
+                f"Expected a context of at most {LONGEST_CONTEXT:,} tokens, got {self.context:,}."
+            )
         if self.embed % (4 * self.heads):
             raise ValueError(
                 "embed must be heads times a head size that 4 divides, and "
                 f"embed = {self.embed}, heads = {self.heads} came."
             )
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of parameters of a model of these sizes, known before it is built."""
+        attention = 4 * self.embed * (self.embed + 1)
+        feed_forward = 3 * self.embed * self.hidden
+        norms = self.embed * (2 * self.layers + 1)
+        return self.vocab * self.embed + self.layers * (attention + feed_forward) + norms
 
 
 class FeedForward(nn.Module):
@@ -172,9 +185,13 @@ class LanguageModel(nn.Module):
         """x `[b, t, e]` to `[b, t, vocab]`."""
         return F.linear(self.norm(x), self.embedding.weight)
 
-    def caches(self) -> list[Cache]:
-        """Empty caches for one generation, one per layer, as long as the context."""
-        return [Cache(self.context) for _ in self.blocks]
+    def caches(self, length: int | None = None) -> list[Cache]:
+        """Return empty caches for one generation, one per layer, with room for `length` tokens.
+
+        Without a length they have room for the whole context. Raises TypeError or ValueError for a length
+        that isn't a positive integer.
+        """
+        return [Cache(self.context if length is None else length) for _ in self.blocks]
 
     def stretched(self, context: int) -> LanguageModel:
         """A copy that reads ids `[b, t]` up to `context` tokens, beyond those it was trained on.
@@ -217,8 +234,9 @@ class LanguageModel(nn.Module):
                 f"the model's context is {self.context} tokens, and "
                 f"{held + ids.shape[1]} came: shorten the text."
             )
-        # Looking at the values would wait for a GPU at every step; there, the embedding looks.
-        if ids.device.type == "cpu" and ids.numel():
+        # Reading the values would wait for a GPU at every step, and break a compiled graph in two. On a GPU,
+        # and in a compiled or exported model, the embedding's own bounds check raises instead.
+        if ids.device.type == "cpu" and can_read(ids) and ids.numel():
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.config.vocab:
                 raise ValueError(

@@ -10,7 +10,6 @@ import argparse
 import lzma
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,17 +22,18 @@ from torch import Tensor
 from manyheads import measures
 from manyheads.kernels import processor
 from manyheads.lm import checkpoint, data
+from manyheads.lm.folder import HELD_OUT, LOG, TRAINING
 from manyheads.lm.generate import complete
 from manyheads.lm.model import LanguageModel
-from manyheads.lm.train import HELD_OUT, LOG, TRAINING, Run, held_out_loss, train
+from manyheads.lm.train import Run, held_out_loss, train
 
 OPTIONS = {
     "steps": 5500,
     "context": 512,
-    "rows": 4,
+    "batch_size": 4,
     "repeated": 2,  # half of the tokens
-    "vocab": 2048,
-    "rate": 2.5e-3,
+    "vocab_size": 2048,
+    "learning_rate": 2.5e-3,
     "dropout": 0.05,
     "seed": 2,
     "device": "cpu",
@@ -153,8 +153,8 @@ def card(run: Run, result: Result) -> str:
     config, options, facts = model.config, run.options, run.facts
     size = (run.out / "model.safetensors").stat().st_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    share = options.repeated / options.rows
-    tokens = options.steps * options.rows * options.context
+    share = options.repeated / options.batch_size
+    tokens = options.steps * options.batch_size * options.context
     sample = complete(model, tokenizer, PROMPT, 120).text
     heads = [
         f"| {layer} | {head} | {result.previous[layer, head]:.2f} | {result.induction[layer, head]:.2f} |"
@@ -189,9 +189,9 @@ which heads learn to copy. The loss on them counts only what looking back can te
 
 ## How it was trained
 
-- {options.steps:,} steps of {options.rows * options.context:,} tokens ({tokens:,} in all, \
+- {options.steps:,} steps of {options.batch_size * options.context:,} tokens ({tokens:,} in all, \
 {tokens * (1 - share) / facts[TRAINING]["tokens"]:.0f} passes over the text), seed {options.seed}, \
-AdamW, rate {options.rate}, weight decay {options.decay}, dropout {options.dropout}; the sequences \
+AdamW, rate {options.learning_rate}, weight decay {options.decay}, dropout {options.dropout}; the sequences \
 were cut into eight in the first quarter of the steps, then into four, into two, not at all
 - {run.seconds / 60:.0f} minutes of wall clock, whatever else the machine was doing, in \
 {"bfloat16 autocast" if run.dtype else "float32"} on {processor()}, {os.cpu_count()} cores, \
@@ -239,8 +239,8 @@ def make(out: Path) -> list[str]:
     shipped = out / "shipped"
     checkpoint.save(shipped, *checkpoint.load(out))
     text = card(run, result)
-    checkpoint.write(shipped / "card.md", lambda path: path.write_text(text, "utf-8"))
-    checkpoint.write(shipped / LOG, lambda path: shutil.copyfile(out / LOG, path))
+    checkpoint.write(shipped / "card.md", text.encode())
+    checkpoint.write(shipped / LOG, (out / LOG).read_bytes())
     return result.missed()
 
 

@@ -6,8 +6,8 @@ and the dropout are drawn anew from (seed, step). So a resumed run ends in the s
 that was never interrupted, bit for bit on one machine's CPU.
 
 A run's folder holds its last checkpoint (see `checkpoint`), its token files `train.npy` and
-`held_out.npy`, `log.jsonl` with one line per logged step, and TensorBoard's files where that is
-installed.
+`held_out.npy`, `log.jsonl` with one line per logged step, TensorBoard's files where that is
+installed, and the marker and the lock of `folder`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +32,34 @@ import torch
 import torch.nn.functional as F
 
 from manyheads.lm import checkpoint, data
+from manyheads.lm.folder import (
+    HELD_OUT,
+    LOG,
+    TRAINING,
+    check_complete,
+    check_vacant,
+    created,
+    is_marked,
+    locked,
+    mark,
+    prepared,
+)
 from manyheads.lm.model import Config, LanguageModel
-from manyheads.shapes import real, whole
+from manyheads.shapes import amount, check_seed, real, whole
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from tokenizers import Tokenizer
 
-TRAINING, HELD_OUT, LOG = "train.npy", "held_out.npy", "log.jsonl"
 ROWS_AT_ONCE = 8  # when evaluating
+TOKENIZER_TEXT = 2**26  # bytes; of longer text the tokenizer is trained on passages spread evenly over it
+SMALLEST_VOCAB = 257  # every byte, and the end of a text
+# The tokenizers library aborts the process for sizes that its memory can't hold.
+LARGEST_VOCAB = 2**20
+MOST_STEPS = 10**9
+RESTORE = "Restore it from a copy, or start a new run in another --out."
+# What fields of Options were called in earlier versions, in whose runs and calls they stand.
+RENAMED = {"rows": "batch_size", "rate": "learning_rate", "vocab": "vocab_size"}
 
 
 def default_device() -> str:
@@ -49,15 +71,18 @@ def default_device() -> str:
 class Options:
     """How to train; ValueError or TypeError for what can't be.
 
-    steps: how many updates of the weights.
+    steps: how many updates of the weights, at most 10^9.
     context: the longest sequence, in tokens.
     seed: what the first weights, the order of the text and dropout are drawn from.
     device: where the model computes, as PyTorch names it.
-    rows: sequences in one batch.
+    layers, heads, embed, hidden: the sizes of the model, as in `Config`; hidden is 7/3 of embed if None.
+    batch_size: sequences in one batch.
     repeated: how many of them are random tokens said twice, from which heads learn to copy.
-    vocab: at most this many tokens.
-    rate: the highest learning rate.
-    decay: the weight decay, on matrices only.
+    vocab_size: at most this many tokens, from 257 to 2^20, which a short text may not fill.
+    learning_rate: the highest learning rate, at most 1.
+    schedule_steps: over how many steps the learning rate falls and the sequences grow; all if None. After
+        them the rate stays where it is.
+    decay: the weight decay, on matrices only, at most 1 / learning_rate.
     dropout: the probability with which a number is dropped, of embeddings and of what a layer adds.
     clip: the largest norm of the gradient.
     log_every, evaluate_every, save_every: steps between two lines of the log, two losses on text held out,
@@ -68,10 +93,15 @@ class Options:
     context: int = 512
     seed: int = 0
     device: str = "cpu"
-    rows: int = 8
+    layers: int = 4
+    heads: int = 6
+    embed: int = 192
+    hidden: int | None = None
+    batch_size: int = 8
     repeated: int = 0
-    vocab: int = 3072
-    rate: float = 2e-3
+    vocab_size: int = 3072
+    learning_rate: float = 2e-3
+    schedule_steps: int | None = None
     decay: float = 0.1
     dropout: float = 0.05
     clip: float = 1.0
@@ -80,18 +110,48 @@ class Options:
     save_every: int = 100
 
     def __post_init__(self) -> None:
-        whole(self.seed, "seed")
+        check_seed(self.seed)
         whole(self.context, "context", 2)
-        for name in ("steps", "rows", "log_every", "evaluate_every", "save_every"):
+        for name in ("steps", "batch_size", "log_every", "evaluate_every", "save_every"):
             whole(getattr(self, name), name, 1)
+        if self.schedule_steps is not None:
+            whole(self.schedule_steps, "schedule_steps", 1)
+        for name in ("steps", "schedule_steps"):
+            if (getattr(self, name) or 0) > MOST_STEPS:
+                raise ValueError(f"Expected {name} to be at most {MOST_STEPS}, got {getattr(self, name)}.")
         whole(self.repeated, "repeated")
-        if self.repeated > self.rows:
-            raise ValueError(f"repeated must be at most rows = {self.rows}, and {self.repeated} came.")
+        if self.repeated > self.batch_size:
+            raise ValueError(
+                f"Expected repeated to be at most batch_size = {self.batch_size}, got {self.repeated}."
+            )
+        whole(self.vocab_size, "vocab_size", SMALLEST_VOCAB)
+        if self.vocab_size > LARGEST_VOCAB:
+            raise ValueError(f"Expected vocab_size to be at most {LARGEST_VOCAB}, got {self.vocab_size}.")
+        self.config(self.vocab_size)
         check_device(self.device)
-        for name in ("rate", "clip"):
-            real(getattr(self, name), name, lambda x: 0 < x < math.inf, "a positive number")
-        real(self.decay, "decay", lambda x: 0 <= x < math.inf, "a number of at least 0")
+        real(self.learning_rate, "learning_rate", lambda x: 0 < x <= 1, "a positive number of at most 1")
+        real(self.clip, "clip", lambda x: 0 < x < math.inf, "a positive number")
+        # AdamW multiplies the weights by 1 - rate * decay, which beyond 1 would change their signs.
+        most = 1 / self.learning_rate
+        real(self.decay, "decay", lambda x: 0 <= x <= most and x < math.inf, f"between 0 and {most:g}")
         real(self.dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
+
+    def config(self, vocab: int) -> Config:
+        """Return a model's sizes, for a tokenizer of `vocab` tokens; TypeError or ValueError as `Config`."""
+        whole(self.embed, "embed", 1)
+        hidden = round(self.embed * 7 / 3) if self.hidden is None else self.hidden
+        return Config(vocab, self.embed, self.heads, self.layers, hidden, self.context)
+
+    def check_memory(self, vocab: int) -> None:
+        """Raise ValueError if a model of `vocab` tokens needs more memory to train than the device has."""
+        # Weights, gradient and two moments; the logits and their gradient. All of it in float32.
+        needed = 16 * self.config(vocab).parameter_count + 8 * self.batch_size * self.context * vocab
+        there = total_memory(self.device)
+        if there is not None and needed > there:
+            raise ValueError(
+                f"Training would need more than {amount(needed)} of memory, and {self.device} has "
+                f"{amount(there)}: choose a smaller model, vocab_size, batch_size or context."
+            )
 
     def cut_at(self, step: int) -> int:
         """Into how many pieces a batch's sequences are cut at a step: 8 in the first quarter, then 4, 2, 1.
@@ -99,29 +159,38 @@ class Options:
         Short sequences first (Li et al. 2022, arXiv:2108.06084): with fewer places to look at, heads
         find the one that matters sooner. The number of tokens stays the same.
         """
-        cut = (8, 4, 2, 1)[min(3, 4 * step // self.steps)]
+        cut = (8, 4, 2, 1)[min(3, 4 * step // (self.schedule_steps or self.steps))]
         return cut if self.context % cut == 0 and self.context // cut >= 32 else 1
 
     def rate_at(self, step: int) -> float:
         """The learning rate of a step: a linear warm-up, then half a cosine down to a twentieth."""
-        warm = max(1, min(100, self.steps // 10))
+        steps = self.schedule_steps or self.steps
+        warm = max(1, min(100, steps // 10))
         if step < warm:
-            return self.rate * (step + 1) / warm
-        done = (step - warm) / max(1, self.steps - warm)
-        return self.rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+            return self.learning_rate * (step + 1) / warm
+        done = min(1.0, (step - warm) / max(1, steps - warm))
+        return self.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def total_memory(device: str) -> int | None:
+    """Return how many bytes of memory a device has; None where that isn't known."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every operating system
+        return None
 
 
 def check_device(name: str) -> None:
-    """Refuse a device that isn't one, or isn't here."""
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f'device must be one that this machine has, such as "{default_device()}", and '
-            f'"{name}" came: {str(error).splitlines()[0]}.'
-        ) from None
-    if name == "meta":
-        raise ValueError('device must be one that computes, and "meta" came.')
+    """Raise ValueError unless this machine has the device."""
+    devices = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        numbered = (f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count()))
+        devices += [accelerator.type, *numbered]
+    if name not in devices:
+        raise ValueError(f"Expected device to be one of this machine's, {', '.join(devices)}, got {name!r}.")
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -150,7 +219,7 @@ class Run:
         self.seconds = 0.0
         self.training = data.read_tokens(out / TRAINING)  # [n]
         self.held_out = data.read_tokens(out / HELD_OUT)  # [n]
-        config = Config(vocab=tokenizer.get_vocab_size(), context=options.context)
+        config = options.config(tokenizer.get_vocab_size())
         torch.manual_seed(options.seed)
         self.model = LanguageModel(config, options.dropout).to(options.device).train()
         named = dict(self.model.named_parameters())
@@ -160,85 +229,61 @@ class Run:
             {"params": [named[n] for n in self.names[:matrices]], "weight_decay": options.decay},
             {"params": [named[n] for n in self.names[matrices:]], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=options.rate, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
         self.dtype = autocast_dtype(options.device)
 
     @classmethod
-    def begin(cls, out: Path, options: Options, paths: Sequence[Path]) -> Run:
-        """Prepare the text and write the checkpoint of step 0."""
-        if out.exists() and not out.is_dir():
-            raise NotADirectoryError(f"--out wants a folder, and {out} is a file.")
-        for name in (*checkpoint.FILES, checkpoint.WRITTEN):
-            if (out / name).exists():
-                raise FileExistsError(
-                    f"{out} already holds a run ({name}): add --resume to go on with it, or choose "
-                    "another --out."
-                )
-        documents = data.text_documents(paths) if paths else data.python_documents()
-        training, held_out = data.split(documents)
-        tokenizer = data.train_tokenizer(training, options.vocab)
-        facts: dict[str, Any] = {
-            "text": "files" if paths else "python",
-            "documents_sha256": data.digest(documents),
-        }
-        out.mkdir(parents=True, exist_ok=True)
-        (out / LOG).unlink(missing_ok=True)
-        for name, side in ((TRAINING, training), (HELD_OUT, held_out)):
-            ids = data.encode(tokenizer, side)
-            if len(ids) < (options.context + 2 if name == TRAINING else 2):
-                raise ValueError(
-                    f"the text gives {len(ids)} tokens in {name}, and a context of {options.context} "
-                    "wants more of them: give more --data or a smaller --context."
-                )
-            data.write_tokens(out / name, ids)
-            facts[name] = {
-                "documents": len(side),
-                "bytes": data.byte_count(side),
-                "tokens": len(ids),
-                "sha256": checkpoint.file_digest(out / name),
-            }
-        run = cls(out, options, tokenizer, facts)
-        run.save()
+    def begin(cls, out: Path, options: Options, files: data.TextFiles | None) -> Run:
+        """Prepare the text (Python's own documentation if `files` is None) and write the first checkpoint."""
+        with prepared(out) as part:
+            tokenizer, facts = _prepare_text(part, options, files)
+            for name in (TRAINING, HELD_OUT):
+                os.replace(part / name, out / name)
+            run = cls(out, options, tokenizer, facts)
+            run.save()
         return run
 
     @classmethod
     def resume(cls, out: Path, given: Mapping[str, Any], paths: Sequence[Path]) -> Run:
-        """Take up a run where its checkpoint left it; what is given anew must say the same."""
-        from tokenizers import Tokenizer
-
+        """Take up a run where its checkpoint left it; what is given anew must say the same, but for steps."""
         checkpoint.settle(out)
-        for name in checkpoint.FILES:
-            if not (out / name).is_file():
-                raise FileNotFoundError(
-                    f"--resume wants a checkpoint to go on from, and {out} has no {name}: start "
-                    "without --resume, or name another --out."
-                )
-        state = checkpoint.read_json(out / "state.json")
-        try:
-            options = Options(**state["options"])
-            facts, step, seconds = state["facts"], state["step"], state["seconds"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{out / 'state.json'} isn't the state of a run: {error}.") from None
+        check_complete(out)
+        options, facts, step, seconds, digests = _read_state(out / "state.json")
         for name, value in given.items():
-            if getattr(options, name) != value:
+            if name != "steps" and getattr(options, name) != value:
                 raise ValueError(
-                    f"the run in {out} was started with --{name} {getattr(options, name)}, and "
-                    f"{value} came: leave it out to resume, or start anew in another --out."
+                    f"Expected --{name.replace('_', '-')} {getattr(options, name)}, as the run in {out} was "
+                    f"started, got {value}. Leave it out to resume, or choose another --out."
                 )
-        if paths and data.digest(data.text_documents(paths)) != facts["documents_sha256"]:
+        options = _continued(out, options, step, given.get("steps", options.steps))
+        if paths and data.digest(data.TextFiles(paths)) != facts["documents_sha256"]:
             raise ValueError(
                 f"the run in {out} was started on other text than --data gives: leave --data out "
                 "to resume, or start anew in another --out."
             )
         for name in (TRAINING, HELD_OUT):
-            if not (out / name).is_file():
-                raise FileNotFoundError(f"--resume wants the run's token files, and {out} has no {name}.")
             if checkpoint.file_digest(out / name) != facts[name]["sha256"]:
                 raise ValueError(f"{out / name} has changed since the run began: start anew.")
-        run = cls(out, options, Tokenizer.from_file(str(out / "tokenizer.json")), facts)
-        run.restore()
+        config, tokenizer = checkpoint.read_config(out)
+        if config != options.config(config.vocab):
+            raise ValueError(
+                f"{out / 'config.json'} and {out / 'state.json'} describe models of different sizes: one of "
+                "them is damaged or belongs to another run."
+            )
+        options.check_memory(config.vocab)
+        run = cls(out, options, tokenizer, facts)
         run.step, run.seconds = step, seconds
-        run.trim_log()
+        run.restore()
+        checkpoint.check_digests(out, digests)  # last, as the checks before it say what is wrong with a file
+        lines = run.read_log()
+        if not is_marked(out):  # a run of an earlier version: its token files are those that its state names
+            mark(out)
+        checkpoint.write(out / LOG, "".join(lines).encode())
+        if options.schedule_steps is not None and step < options.steps:
+            _console().print(
+                f"going on to step {options.steps}: the learning rate follows its schedule up to step "
+                f"{options.schedule_steps}, then stays at {options.rate_at(options.schedule_steps):.3g}"
+            )
         return run
 
     def save(self) -> None:
@@ -258,16 +303,24 @@ class Run:
     def restore(self) -> None:
         """Weights and AdamW's moments from the folder."""
         weights = self.model.state_dict()
-        self.model.load_state_dict(checkpoint.read_tensors(self.out / "model.safetensors", weights))
+        config = self.model.config
+        self.model.load_state_dict(checkpoint.read_tensors(self.out / "model.safetensors", weights, config))
         named = dict(self.model.named_parameters())
         wanted: dict[str, torch.Tensor] = {}
         for name in self.names:
             wanted |= {f"{name}/exp_avg": named[name], f"{name}/exp_avg_sq": named[name]}
             wanted[f"{name}/step"] = torch.zeros(())
         path = self.out / "optimizer.safetensors"
-        if not checkpoint.tensor_names(path):  # the checkpoint of step 0: AdamW has no moments yet
+        if not self.step:  # there are no moments yet
+            wanted = {}
+        moments = checkpoint.read_tensors(path, wanted, config)
+        if not moments:
             return
-        moments = checkpoint.read_tensors(path, wanted)
+        if any(moments[f"{name}/step"] != self.step for name in self.names):
+            raise ValueError(
+                f"{path} isn't of step {self.step}, which state.json says is the last: one of them belongs "
+                "to another checkpoint."
+            )
         keys = ("step", "exp_avg", "exp_avg_sq")
         self.optimizer.load_state_dict(
             {
@@ -279,19 +332,33 @@ class Run:
             }
         )
 
-    def trim_log(self) -> None:
-        """Drop what was logged after the checkpoint, and a line that was cut short."""
+    def read_log(self) -> list[str]:
+        """Return the lines of the log up to the checkpoint, without one that a dying process cut short.
+
+        Raises ValueError for a line that isn't of a log.
+        """
         log = self.out / LOG
-        lines = log.read_text("utf-8").splitlines(keepends=True) if log.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
-        checkpoint.write(log, lambda path: path.write_text("".join(kept), "utf-8"))
+        kept = []
+        try:
+            lines = log.read_text("utf-8").splitlines(keepends=True) if log.exists() else []
+            for number, line in enumerate(lines, 1):
+                if (
+                    line.endswith("\n")
+                    and whole(json.loads(line)["step"], f"the step of line {number}") <= self.step
+                ):
+                    kept.append(line)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError(
+                f"{log} is damaged. Restore it from a copy, or move it away to begin a new one."
+            ) from None
+        return kept
 
     def advance(self) -> tuple[float, float]:
         """One step: (loss in nats per token, norm of the gradient before clipping)."""
         options, cut = self.options, self.options.cut_at(self.step)
         ids, targets = data.batch(
             self.training,
-            rows=options.rows * cut,
+            rows=options.batch_size * cut,
             context=options.context // cut,
             repeated=options.repeated * cut,
             vocab=self.model.config.vocab,
@@ -366,30 +433,165 @@ def train(
     and raise KeyboardInterrupt. ValueError, TypeError or OSError, one sentence, for wrong input. The
     optimizer is AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
     """
-    out, given = Path(out), dict(given or {})
+    out, given = Path(out), _renamed(given or {})
     with torch.random.fork_rng():
         if resume:
-            run = Run.resume(out, given, paths)
-        else:
-            run = Run.begin(out, Options(**{"device": default_device(), **given}), paths)
-        _loop(run)
+            if not (out / checkpoint.WRITTEN).is_dir():
+                check_complete(out)  # before the lock, which would make a file in a folder that isn't a run's
+            with locked(out):
+                run = Run.resume(out, given, paths)
+                _loop(run)
+            return run
+        options = Options(**{"device": default_device(), **given})
+        if out.exists() and not out.is_dir():
+            raise NotADirectoryError(f"--out wants a folder, and {out} is a file.")
+        check_vacant(out)
+        files = data.TextFiles(paths) if paths else None
+        if files is not None and 2 * files.size <= options.context:  # a byte and an END each, at most
+            raise ValueError(_too_short(f"at most {2 * files.size:,}", TRAINING, options))
+        size = files.size if files is not None else options.vocab_size
+        options.check_memory(min(options.vocab_size, SMALLEST_VOCAB + size))
+        with created(out):
+            check_vacant(out)  # again: another process may have finished a run in between
+            run = Run.begin(out, options, files)
+            _loop(run)
     return run
 
 
-def _loop(run: Run) -> None:
+def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {RENAMED.get(name, name): value for name, value in fields.items()}
+
+
+def _too_short(tokens: str, name: str, options: Options) -> str:
+    return (
+        f"the text gives {tokens} tokens in {name}, and a context of {options.context} wants more of them: "
+        "give more --data or a smaller --context."
+    )
+
+
+def _read_state(path: Path) -> tuple[Options, dict[str, Any], int, float, dict[str, str]]:
+    """Read (options, facts, step, seconds, checksums of the other files) from a state file.
+
+    The checksums are empty in a state of an earlier version. Raises ValueError for what isn't a run's state.
+    """
+    state = checkpoint.read_json(path)
+    try:
+        options = Options(**_renamed(state["options"]))
+        facts, step, seconds = state["facts"], state["step"], state["seconds"]
+        whole(step, "step")
+        real(seconds, "seconds", lambda x: 0 <= x < math.inf, "a number of at least 0")
+        for name in (TRAINING, HELD_OUT):
+            whole(facts[name]["tokens"], f"the tokens of {name}", 1)
+            whole(facts[name]["bytes"], f"the bytes of {name}", 1)
+            str.lower(facts[name]["sha256"])
+        str.lower(facts["documents_sha256"])
+        digests = {}
+        if checkpoint.CHECKSUM in state:
+            digests = {name: str.lower(state[checkpoint.CHECKSUM][name]) for name in checkpoint.FILES[:-1]}
+    except KeyError as error:
+        raise ValueError(f"{path} is damaged: it has no {error}. {RESTORE}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} can't be resumed from: {error} {RESTORE}") from None
+    except (TypeError, AttributeError, OverflowError):  # a value of another type than was written
+        raise ValueError(f"{path} is damaged. {RESTORE}") from None
+    return options, facts, step, seconds, digests
+
+
+def _continued(out: Path, options: Options, step: int, steps: int) -> Options:
+    """Return the options of a run that is resumed up to `steps` steps, on the same schedule."""
+    whole(steps, "steps", 1)
+    if steps == options.steps:
+        return options
+    if steps < step:
+        raise ValueError(
+            f"Expected --steps to be at least {step}, which the run in {out} has done, got {steps}. Leave it "
+            f"out to go on to step {options.steps}."
+        )
+    return replace(options, steps=steps, schedule_steps=options.schedule_steps or options.steps)
+
+
+def _prepare_text(
+    part: Path, options: Options, files: data.TextFiles | None
+) -> tuple[Tokenizer, dict[str, Any]]:
+    """Train the tokenizer and write the token files into the folder `part`; (tokenizer, facts)."""
+    with _stages(files) as stage:
+        stage("reading the text", 3)
+        documents: Iterable[data.Document] = data.python_documents() if files is None else files
+        facts: dict[str, Any] = {
+            "text": "python" if files is None else "files",
+            "documents_sha256": data.digest(documents),
+        }
+        held_out = data.held_out_places([document.name for document in documents])
+        stage("training the tokenizer")
+        training = (document for place, document in enumerate(documents) if place not in held_out)
+        every = 1 if files is None else math.ceil(files.size / TOKENIZER_TEXT)
+        tokenizer = data.train_tokenizer(islice(training, 0, None, every), options.vocab_size)
+        stage("encoding the text")
+        dtype, begin = data.token_dtype(tokenizer), np.array([data.END_ID])
+        with data.token_file(part / TRAINING, dtype) as one, data.token_file(part / HELD_OUT, dtype) as other:
+            sides = {TRAINING: one, HELD_OUT: other}
+            for name, append in sides.items():
+                append(begin)
+                facts[name] = {"documents": 0, "bytes": 0, "tokens": 1}
+            for place, (document, ids) in enumerate(data.encoded(tokenizer, documents)):
+                name = HELD_OUT if place in held_out else TRAINING
+                sides[name](ids)
+                facts[name]["documents"] += 1
+                facts[name]["bytes"] += len(document.text.encode())
+                facts[name]["tokens"] += len(ids)
+    for name, least in ((TRAINING, options.context + 2), (HELD_OUT, 2)):
+        if facts[name]["tokens"] < least:
+            raise ValueError(_too_short(str(facts[name]["tokens"]), name, options))
+        facts[name]["sha256"] = checkpoint.file_digest(part / name)
+    return tokenizer, facts
+
+
+@contextmanager
+def _stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
+    """A progress bar; yields a function that begins a stage, which reads the files so many times."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = _console()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+
+        def stage(name: str, passes: int = 1) -> None:
+            for task in bar.task_ids:
+                bar.remove_task(task)
+            new = bar.add_task(name, total=None if files is None else passes * files.size)
+            if files is not None:
+                files.on_read = lambda size: bar.advance(new, size)
+            if not console.is_terminal:
+                console.print(name)
+
+        yield stage
+
+
+def _console() -> Console:
+    """Return a console on standard error that prints text as it is."""
     from rich.console import Console
+
+    return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+
+
+def _loop(run: Run) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     options, begun, done_before = run.options, time.perf_counter() - run.seconds, run.step
-    per_step = options.rows * options.context
-    console = Console(stderr=True)
+    per_step = options.batch_size * options.context
+    console = _console()
+    # A single byte is a prompt that no tokenizer makes too long for the context.
+    advice = f"try it with: manyheads generate A --model {shlex.quote(str(run.out))}"
     if run.step >= options.steps:
-        console.print(f"{run.out} is finished: all its {options.steps} steps are done.", soft_wrap=True)
+        console.print(
+            f"{run.out} is finished: all its {options.steps} steps are done; {advice}, or go on with "
+            f"--resume --steps {2 * options.steps}"
+        )
         return
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+        TextColumn("{task.fields[progress]}"),
         TimeRemainingColumn(),
     )
     started = time.perf_counter()
@@ -398,16 +600,17 @@ def _loop(run: Run) -> None:
         _writers(run) as write,
         Progress(*columns, console=console) as bar,
     ):
-        task = bar.add_task("", total=options.steps, completed=run.step, loss=math.nan, speed=0.0)
+        task = bar.add_task("", total=options.steps, completed=run.step, progress="")
         while run.step < options.steps:
             loss, norm = run.advance()
             run.seconds = time.perf_counter() - begun
             speed = per_step * (run.step - done_before) / (time.perf_counter() - started)
-            bar.update(task, completed=run.step, loss=loss, speed=speed)
+            bar.update(task, completed=run.step, progress=f"loss {loss:.3f}  {speed:,.0f} tokens/s")
             if not math.isfinite(loss):
                 raise ValueError(
-                    f"the loss became {loss} at step {run.step}: start again with another --seed or "
-                    "other --data; the checkpoint before it stands."
+                    f"The loss became {loss} at step {run.step}. Start again in another --out with a lower "
+                    f"--learning-rate than {options.learning_rate:g}, or with other --data. The last "
+                    f"checkpoint in {run.out} is unchanged."
                 )
             last = run.step == options.steps
             evaluate = run.step % options.evaluate_every == 0 or last
@@ -430,6 +633,7 @@ def _loop(run: Run) -> None:
             if stop.is_set() and not last:
                 console.print(f"stopped and saved at step {run.step}; --resume goes on from there")
                 raise KeyboardInterrupt
+    console.print(f"the model is in {run.out}; {advice}")
 
 
 @contextmanager
@@ -462,17 +666,22 @@ def _writers(run: Run) -> Iterator[Any]:
         from torch.utils.tensorboard import SummaryWriter
 
         board = SummaryWriter(run.out / "tensorboard", purge_step=run.step + 1)
-    with open(run.out / LOG, "a", encoding="utf-8") as log:
+    path = run.out / LOG
+    with checkpoint.disk_errors(path):
+        log = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed below, where it may fail)
 
-        def write(line: Mapping[str, float]) -> None:
+    def write(line: Mapping[str, float]) -> None:
+        with checkpoint.disk_errors(path):
             log.write(json.dumps(line) + "\n")
             log.flush()
-            for name, value in line.items():
-                if board is not None and name != "step":
-                    board.add_scalar(name, value, int(line["step"]))
+        for name, value in line.items():
+            if board is not None and name != "step":
+                board.add_scalar(name, value, int(line["step"]))
 
-        try:
-            yield write
-        finally:
-            if board is not None:
-                board.close()
+    try:
+        yield write
+    finally:
+        if board is not None:
+            board.close()
+        with checkpoint.disk_errors(path):  # what a full disk didn't take is tried again
+            log.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from manyheads.observe.watch import Watch
 
 
-KERNEL = F.scaled_dot_product_attention
+KERNEL, COMPILE = F.scaled_dot_product_attention, torch.compile
 _open: list[Watch] = []  # observations whose block runs, on whatever thread
-_while_open = ExitStack()
+_stance: Any = None  # what makes compiled code run as it was written, set while something is observed
 _lock = threading.Lock()
 
 
@@ -94,9 +94,9 @@ def overheard(watch: Watch) -> Iterator[None]:
     """While the block runs, attention on threads where no observed module runs is counted, not missed."""
     with _lock:
         if not _open:
-            F.scaled_dot_product_attention = _overhear
-            # What torch.compile made of a model or of its parts runs no hook: here it runs as written.
-            _while_open.enter_context(torch.compiler.set_stance("force_eager"))
+            F.scaled_dot_product_attention, torch.compile = _overhear, _compile
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled yet, and the import takes a second
+                _run_eagerly()
         _open.append(watch)
     try:
         yield
@@ -104,8 +104,41 @@ def overheard(watch: Watch) -> Iterator[None]:
         with _lock:
             _open.remove(watch)
             if not _open:
-                F.scaled_dot_product_attention = KERNEL
-                _while_open.close()
+                F.scaled_dot_product_attention, torch.compile = KERNEL, COMPILE
+                _run_compiled()
+
+
+def _run_eagerly() -> None:
+    """Run compiled models and functions as they were written, because compiled code runs no hooks."""
+    global _stance
+    if _stance is None:
+        _stance = torch.compiler.set_stance("force_eager")
+
+
+def _run_compiled() -> None:
+    """Run them compiled again."""
+    global _stance
+    if _stance is not None:
+        _stance.__exit__(None, None, None)
+        _stance = None
+
+
+@contextmanager
+def _compiled() -> Iterator[None]:
+    """Run compiled code compiled for a while: on a GPU, FlexAttention has to be."""
+    with _lock:
+        _run_eagerly()  # so that what is compiled meanwhile doesn't set it
+    with torch.compiler.set_stance("default"):
+        yield
+
+
+def _compile(*args: Any, **kwargs: Any) -> Any:
+    """Compile as `torch.compile` does; while something is observed, the result runs as it was written."""
+    compiled = COMPILE(*args, **kwargs)
+    with _lock:
+        if _open:
+            _run_eagerly()
+    return compiled
 
 
 def _in_a_module() -> bool:
@@ -163,7 +196,7 @@ def attend(
     watching = dict(_here.running)  # of several modules of one watch, the innermost
     on_cpu = problem.q.device.type == "cpu"
     with unseen():
-        with nullcontext() if on_cpu else torch.compiler.set_stance("default"):  # a flex kernel is compiled
+        with nullcontext() if on_cpu else _compiled():
             out = own()
         again = torch._C._current_graph_task_id() != -1
         for watch, path in watching.items():

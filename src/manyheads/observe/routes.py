@@ -244,7 +244,7 @@ def _multi_head(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Te
             "a head can't be removed from nn.MultiheadAttention that drops weights and returns them: "
             "call model.eval(), or need_weights=False."
         )
-    mixed = attend(problem, lambda: kernels.run(problem)[0])  # [b, h, t, d]
+    mixed = attend(problem, lambda: kernels.run(problem).out)  # [b, h, t, d]
     query = given["query"]
     out = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
     out = out if query.dim() == 3 else out.squeeze(1)  # [t, b, e]

@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from manyheads.viewer.server import Server
 
 
+def require_server() -> type[Server]:
+    """Return the class of servers; ImportError where a package that it needs isn't installed."""
+    try:
+        from manyheads.viewer.server import Server
+    except ImportError as error:
+        raise ImportError(
+            f"The viewer needs {error.name}, which isn't installed. "
+            "Run pip install '.[view]' in a clone of manyheads."
+        ) from None
+    return Server
+
+
 class View:
     """A viewer that is open: `url` is its link until `close()`; `wait()` serves until interrupted.
 
@@ -34,13 +46,7 @@ class View:
 
         OSError where that is taken, ImportError where what it needs isn't installed.
         """
-        try:
-            from manyheads.viewer.server import Server
-        except ImportError as error:
-            raise ImportError(
-                f"the viewer needs {error.name}, which isn't installed: pip install 'manyheads[view]'."
-            ) from None
-        server = Server(gallery, port)
+        server = require_server()(gallery, port)
         server.start()
         return cls(server)
 

@@ -121,27 +121,24 @@ def planned(
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} to export {path.name} into: make it first.")
     runs = [_chosen(run, layer, heads) for run in gallery.runs]
-    sizes = [
-        (layer.call.shape[1], layer.call.shape[0] * _bytes(Head(layer.map.only(0, 0)), 4))
-        for run in runs
-        for layer in run.layers
-        if not isinstance(layer.call, Reduced)
-    ]
-    whole = sum(h * size for h, size in sizes)
+    layers = [one for run in runs for one in run.layers if not isinstance(one.call, Reduced)]
+
+    def sizes(single: int) -> list[tuple[int, int]]:
+        """Of each layer, how many heads, and the bytes of one in all sequences."""
+        return [
+            (one.call.shape[1], one.call.shape[0] * _bytes(Head(one.map.only(0, 0)), single))
+            for one in layers
+        ]
+
+    whole = sum(h * size for h, size in sizes(4))
     if whole > PAGE and layer is None and heads is None:
-        one = max(size for _, size in sizes)
         raise ValueError(
-            f"all {sum(h for h, _ in sizes)} heads would take {amount(whole)}: choose some with --layer and "
-            f"--head, a head takes {amount(one)}."
+            f"all {sum(h for h, _ in sizes(4))} heads would take {amount(whole)}: choose some with --layer "
+            f"and --head, a head takes {amount(max(size for _, size in sizes(4)))}."
         )
     beside = whole > PAGE
     if beside:
-        whole = sum(
-            layer.call.shape[1] * layer.call.shape[0] * _bytes(Head(layer.map.only(0, 0)), 2)
-            for run in runs
-            for layer in run.layers
-            if not isinstance(layer.call, Reduced)
-        )
+        whole = sum(h * size for h, size in sizes(2))
     return Export(Gallery(*runs), path, whole, beside)
 
 

@@ -314,24 +314,21 @@ class Gallery:
             begun = key in self._passes
             self._passes[key] = time.monotonic()
             if not begun:
-                self._go_on(key, found, found.passing())
+                self.desk.ask_in_steps(self._passing(key, found))
         return json.dumps({"progress": found.progress, "whole": found.whole})
 
-    def _go_on(self, key: tuple[int, ...], head: Head, steps: Any) -> None:
-        """The next step of a pass, when nothing else is to be done and while somebody asks for it."""
-
-        def step() -> None:
-            if time.monotonic() - self._passes[key] > WAITS:
-                self._passes.pop(key)  # it begins again when it is asked for again
-                head.progress = 0.0
-                return
+    def _passing(self, key: tuple[int, ...], head: Head) -> Iterator[bool | None]:
+        """A pass over a head, in steps, while somebody asks for it."""
+        steps = head.passing()
+        while time.monotonic() - self._passes[key] <= WAITS:
             self.runs[key[0]].check()
             if next(steps, None) is None:
-                self._passes.pop(key)
-            else:
-                self.desk.ask(step, LATER)
-
-        self.desk.ask(step, LATER)
+                break
+            yield None
+        else:
+            head.progress = 0.0  # it begins again when it is asked for again
+        self._passes.pop(key)
+        yield True
 
     def _value(self, run: str, layer: str, head: str, i: str, j: str, batch: str) -> str:
         found = self._head(run, layer, head, batch)

@@ -121,8 +121,8 @@ def _widget() -> Any:
         import anywidget
     except ImportError:
         raise ImportError(
-            "a map as large as this one talks to its notebook through anywidget, which isn't installed: "
-            "pip install 'manyheads[view]'."
+            "Showing a map this large in a notebook needs anywidget, which isn't installed. "
+            "Run pip install '.[view]' in a clone of manyheads."
         ) from None
 
     class Widget(anywidget.AnyWidget):

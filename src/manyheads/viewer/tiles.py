@@ -58,9 +58,9 @@ class Head:
         self.t, self.s = amap.shape[2:]
         self.top = max(0, math.ceil(math.log2(max(self.t, self.s) / SIDE)))  # all of it is one tile here
         self.small = self.t * self.s <= MOST
-        self.fast = native.looks(
-            _part(amap.problem, range(self.t), range(self.s)) or amap.problem.cast(torch.float64)
-        )
+        whole = _part(amap.problem, range(self.t), range(self.s))
+        # Parts are read with the log-sum-exp of the whole, which must be the kernel's too.
+        self.fast = whole is not None and native.looks(whole) and native.looks(amap.problem)
         self.received: Tensor | None = None  # [s]
         self.entropy: Tensor | None = None  # [t]
         self.progress = 0.0  # of the pass, between 0 and 1
@@ -186,7 +186,7 @@ class Head:
     def _weigh(self, rows: range, cols: range, look: Look) -> None:
         """Find what is asked of the weights of these rows and columns, by the kernel if it can."""
         part, lse = _part(self.amap.problem, rows, cols), self.amap.lse[:, :, rows.start : rows.stop]
-        if part is not None and native.looks(part) and bool(lse.amax() < math.inf):
+        if part is not None and self.fast and native.looks(part) and bool(lse.amax() < math.inf):
             return native.look(part, lse, look)
         found = look.found
         found["entropy"], found["received"] = torch.zeros(1, 1, len(rows)), torch.zeros(1, 1, len(cols))

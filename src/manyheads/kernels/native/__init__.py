@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyheads import scores
 from manyheads.biases import ALiBi, Bias, Dense
-from manyheads.kernels import chunked, sdpa
+from manyheads.kernels import batched, chunked, sdpa
 from manyheads.kernels.native import library
 from manyheads.kernels.native.look import Look
 from manyheads.masks import FAR, Documents, Drop, Keep, Lengths, Mask, Normal
-from manyheads.scores import ALL, Problem
-from manyheads.shapes import amount
+from manyheads.scores import ALL, Problem, Rows
+from manyheads.shapes import PLAIN, amount
 
 NAME = "native"
 GIVES_LSE = True
@@ -30,9 +31,9 @@ WIDEST = 256
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 LIMIT = sdpa.LIMIT
 CHUNKS = 16  # of a gradient's keys, over all heads: as many threads have something to do
+FEW_QUERIES = 12  # of a head of keys, for which packing keys isn't paid back (`attend.cpp`)
 WHOLE = 1 << 15  # keys, beyond which a look doesn't keep whole rows of weights: they would fill the caches
-FEW = 1 << 16  # scores, below which a gradient's call costs more than what it computes
-PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors whose operators are PyTorch's own
+FEW = 65_536  # scores, below which a gradient's call costs more than what it computes
 
 
 def refuse(problem: Problem, values: bool = True) -> list[str]:
@@ -46,11 +47,11 @@ def refuse(problem: Problem, values: bool = True) -> list[str]:
     reasons += chunked.refuse(p)
     if p.q.dtype not in DTYPES:
         reasons.append(f"it computes {', '.join(map(str, DTYPES))}, and this is {p.q.dtype}")
-    if p.dropout_p:
+    if p.dropout_p and values:
         reasons.append("it has no dropout")
     if 0 in (n if values else n[:-1]):
         reasons.append("a size is 0")
-    if n.d > WIDEST or n.w > WIDEST:
+    if n.d > WIDEST or (n.w > WIDEST and values):
         reasons.append(f"heads are at most {WIDEST} wide there, and these are {n.d} and {n.w}")
     size = made(p)
     if size > LIMIT:
@@ -65,10 +66,20 @@ def defers(problem: Problem) -> list[str]:
     """Why `auto` goes on, though this kernel could; empty if it doesn't."""
     if problem.q.dtype == torch.float64:
         return ["in float64 it is there to be compared with, and slower than PyTorch's products"]
+    # An exported graph has one kernel for all lengths: a choice by size would restrict its lengths.
+    exporting = torch.compiler.is_exporting()
+    if (
+        library.has_tiles
+        and problem.q.dtype == torch.bfloat16
+        and (exporting or _many(problem))  # a few wait for memory, and not for products
+        and not sdpa.refuse(problem)
+    ):
+        return ["PyTorch multiplies bfloat16 in this processor's AMX tiles, and this kernel doesn't yet"]
+    if exporting or problem.q.dtype != torch.float32 or not problem.wants_gradient():
+        return []
     n = problem.shape
-    few = problem.q.dtype == torch.float32 and n.b * n.h * n.t * n.s < FEW
-    if few and _wants_gradient(problem) and not sdpa.refuse(problem):
-        return ["of so few scores a gradient is sooner computed by PyTorch than asked for here"]
+    if n.b * n.h * n.t * n.s < FEW and not sdpa.refuse(problem):
+        return [f"PyTorch's backward is faster for fewer than {FEW:,} scores"]
     return []
 
 
@@ -83,22 +94,43 @@ def built() -> str:
     )
 
 
-def run(problem: Problem, asked: Look | None = None) -> tuple[Tensor, Tensor]:
+def run(problem: Problem, asked: Look | None = None) -> tuple[Tensor, Tensor | None]:
     """The output `[b, h, t, w]`, the log-sum-exp `[b, h, t]`, and what is asked of the weights, unless that
-    costs less after."""
+    costs less after.
+
+    A few queries read keys as they lie, where neither a gradient nor a look would compute their scores again:
+    it takes half as long, but sums them in another order than `tile`. There is no log-sum-exp then, and a
+    map that is read finds its own.
+    """
     if not _direct(problem):
-        out, lse = torch.ops.manyheads.native(*chunked.arguments(problem))
-    elif _wants_gradient(problem):
+        return torch.ops.manyheads.native(*chunked.arguments(problem))
+    if problem.wants_gradient():
         table = None if problem.bias is None else problem.bias.tensor()
-        out, lse = _Differentiable.apply(table, *chunked.arguments(problem))
-    else:
-        out, lse = _forward(problem, asked if problem.shape.s <= WHOLE else None)
-    return out, lse
+        return _Differentiable.apply(table, *chunked.arguments(problem))
+    again = asked is not None or gives_lse(problem)
+    out, lse = _forward(problem, asked if problem.shape.s <= WHOLE else None, again)
+    return out, lse if again else None
+
+
+def gives_lse(problem: Problem) -> bool:
+    """Return True if `run` gives the log-sum-exp without being asked for statistics."""
+    return _many(problem) or problem.wants_gradient() or not _direct(problem)
+
+
+def _many(problem: Problem) -> bool:
+    """Do more than a few queries share a head of keys?"""
+    n = problem.shape
+    return n.h // n.g * n.t > FEW_QUERIES
+
+
+def reads(problem: Problem) -> bool:
+    """Return True if maps of a problem read its scores by this kernel."""
+    return problem.q.dtype != torch.float64 and not refuse(problem, values=False)
 
 
 def looks(problem: Problem) -> bool:
     """Can it look at the weights of a problem, and is it the fastest to?"""
-    return _direct(problem) and problem.q.dtype != torch.float64 and not refuse(problem, values=False)
+    return _direct(problem) and reads(problem)
 
 
 def look(problem: Problem, lse: Tensor, asked: Look) -> None:
@@ -110,25 +142,38 @@ def look(problem: Problem, lse: Tensor, asked: Look) -> None:
 def lse(problem: Problem, asked: Look | None = None) -> Tensor:
     """The log-sum-exp alone, `[b, h, t]`, and in the same pass what is asked of the weights."""
     p = problem.detach().without_values()
-    if asked is None or p.shape.s <= WHOLE:
-        return _forward(p, asked)[1]
-    found = _forward(p)[1]
-    look(p, found, asked)
+    if not _direct(p):
+        return torch.ops.manyheads.native(*chunked.arguments(p))[1]
+    found = _forward(p, asked if p.shape.s <= WHOLE else None)[1]
+    if asked is not None and p.shape.s > WHOLE:
+        look(p, found, asked)
     return found
 
 
-def _wants_gradient(p: Problem) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    if p.q.requires_grad or p.k.requires_grad or p.v.requires_grad:
-        return True
-    return (p.sink is not None and p.sink.requires_grad) or (
-        p.bias is not None and p.bias.tensor().requires_grad
-    )
+def tile(
+    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
+) -> Tensor:
+    """Return the scores of a tile, `[b, h, r, c]`, as the kernel sums them; −inf where masked."""
+    compute = _logits if _direct(problem) else scores.logits  # fake tensors have no numbers to read
+    return scores.tile(problem, rows, cols, batch, heads, compute)
+
+
+def _logits(problem: Problem, *part: Rows) -> Tensor:
+    """`scores.logits` by the library: scale · q·k with softcap, `[b, h, r, c]`."""
+    q, k = (x.detach().resolve_neg() for x in scores.operands(problem, *part))
+    found = q.new_empty(*q.shape[:3], k.shape[2], dtype=problem.dtype)
+    if found.numel() == 0:
+        return found
+    tile = Problem.of(q, k, k[..., :0], scale=problem.scale, softcap=problem.softcap, offset=0)
+    data, _held = _packed(tile, q[..., :0], None)
+    assert library.scores is not None
+    if library.scores(data, found.data_ptr(), library.width):
+        raise MemoryError("Expected memory for a panel of keys, got none: free some memory.")
+    return found
 
 
 def _direct(p: Problem) -> bool:
-    """Is there nobody who would have to see an operator? Calling one takes longer than a small problem."""
+    """Return True if the custom operator can be skipped: calling it takes longer than a small problem."""
     return not (
         torch.compiler.is_compiling()
         or not (type(p.q) in PLAIN and type(p.k) in PLAIN and type(p.v) in PLAIN)
@@ -203,23 +248,31 @@ def _ids(p: Problem, documents: Documents) -> tuple[Tensor, Tensor]:
         documents.query(b, rows + first),
         documents.key(b, torch.arange(p.shape.s)[None]),
     )
-    nobody = torch.iinfo(torch.int64).min
+    none = torch.iinfo(torch.int64).min
     queries, keys = queries.to(torch.int64), keys.to(torch.int64)
-    return torch.where(here, queries, nobody).contiguous(), torch.where(there, keys, nobody + 1).contiguous()
+    if min(queries.min(), keys.min()) <= none + 1:  # ids that mean "none" below: count the ids instead
+        ids = torch.cat((queries.flatten(), keys.flatten())).unique(return_inverse=True)[1]
+        queries, keys = ids[: queries.numel()].view_as(queries), ids[queries.numel() :].view_as(keys)
+    return torch.where(here, queries, none).contiguous(), torch.where(there, keys, none + 1).contiguous()
 
 
-def _forward(p: Problem, look: Look | None = None) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp, and what a look finds beside them."""
+def _forward(p: Problem, look: Look | None = None, again: bool = True) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, and what a look finds beside them.
+
+    again: will the scores be computed again, to be weights by this log-sum-exp?
+    """
     n = p.shape
     out = p.q.new_empty(n.b, n.h, n.t, n.w)
     lse = p.q.new_empty(n.b, n.h, n.t, dtype=p.dtype)
-    _attend_and_look(p, out, lse, look, known=False)
+    _attend_and_look(p, out, lse, look, known=False, again=again)
     return out, lse
 
 
-def _attend_and_look(p: Problem, out: Tensor, lse: Tensor, look: Look | None, known: bool) -> None:
+def _attend_and_look(
+    p: Problem, out: Tensor, lse: Tensor, look: Look | None, known: bool, again: bool = True
+) -> None:
     n = p.shape
-    data, _held = _packed(p, out, lse)
+    data, _held = _packed(p, out, lse, again)
     asked, _also_held = (None, None) if look is None else look.packed(p, lse, known)
     assert library.attend is not None
     if library.attend(data, asked, library.width):
@@ -243,7 +296,10 @@ def _backward(
     found = _own_backward(p, out, lse, d_out, d_lse, bias) if known else None
     if found is None:
         nothing = torch.zeros_like(lse) if d_lse is None else d_lse
-        found = chunked._backward(p, out, lse, d_out, nothing, None, list(needs))
+        # Its scores are summed in another order, to which this log-sum-exp doesn't belong.
+        with torch.no_grad(), scores.exactly(p.q.device):
+            out, lse = chunked._forward(p, None)
+            found = chunked._backward(p, out, lse, d_out, nothing, None, list(needs))
     return found
 
 
@@ -296,7 +352,7 @@ def _own_backward(
     return [dq, dk, dv, d_sink, own]
 
 
-def _packed(p: Problem, out: Tensor, lse: Tensor) -> tuple[bytes, list[Tensor]]:
+def _packed(p: Problem, out: Tensor, lse: Tensor | None, again: bool = True) -> tuple[bytes, list[Tensor]]:
     """A problem as the library reads it, and the tensors that its addresses point into."""
     n = p.shape
     q, k, v = p.q, p.k, p.v
@@ -341,9 +397,10 @@ def _packed(p: Problem, out: Tensor, lse: Tensor) -> tuple[bytes, list[Tensor]]:
     sink = 0 if p.sink is None else at(p.sink.detach().to(p.dtype).contiguous())
     data = library.PROBLEM.pack(
         *n, DTYPES[q.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(),
-        *q.stride(), *k.stride(), *v.stride(), *out.stride(), out.data_ptr(), lse.data_ptr(),
+        *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+        out.data_ptr(), 0 if lse is None else lse.data_ptr(),
         p.scale, p.softcap or 0.0, sink, *offset, low, high, *real, *ids, *keep, *bias, *slopes,
-        torch.get_num_threads(),
+        again, torch.get_num_threads(),
     )  # fmt: skip
     return data, held
 
@@ -375,7 +432,7 @@ torch.library.register_autograd(
     setup_context=chunked.remember,
     lib=_library,
 )
-torch.library.register_autograd("manyheads::native_backward", chunked.refuse_twice, lib=_library)
+torch.library.register_autograd("manyheads::native_backward", batched.refuse_twice, lib=_library)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -396,17 +453,13 @@ class _Differentiable(torch.autograd.Function):
         out, lse, *arguments = chunked.remembered(ctx)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         needs = [*ctx.needs_input_grad[1:5], ctx.needs_input_grad[0]]
-        given = (out, lse, d_out, d_lse, needs, *arguments)
-        grads = (_Once.apply if torch.is_grad_enabled() else _attend_backward)(*given)
+
+        def gradients(d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
+            given = (out, lse, d_out, d_lse, needs, *arguments)
+            if torch.is_grad_enabled():  # somebody may want a gradient of this one
+                return batched.Once.apply(_attend_backward, *given)
+            return _attend_backward(*given)
+
+        grads = batched.one_by_one(gradients, d_out, d_lse)
         dq, dk, dv, d_sink, table = (grad if need else None for grad, need in zip(grads, needs, strict=True))
         return (table, dq, dk, dv, d_sink, *[None] * (4 + len(ctx.numbers)))
-
-
-class _Once(torch.autograd.Function):
-    """The gradient, where a graph of it is asked for: it has none."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        return tuple(_attend_backward(*given))
-
-    backward = staticmethod(chunked.refuse_twice)

@@ -47,7 +47,6 @@ template <class T, class Op> struct Call {
     R *sides;                       // the same, all columns of grids, twice: of cells that began in another chunk
     const R *given;                 // [b * h * t, line]: the scores, where they are known; or null
     R unit;                         // what a product of packed numbers is multiplied by to be a score
-    Wide of;                        // the running maximum's unit: Op's, or a known log-sum-exp's, which is natural
 
     Call(const Problem &problem, const Look *look, const R *given = nullptr) : p(problem), y(look), given(given) {
         known = y && y->known, whole = y && !known && (y->received || y->grids);
@@ -72,7 +71,6 @@ template <class T, class Op> struct Call {
                            all_parts * side() * (int64_t)sizeof(R)};
         // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
         unit = Op::PAIR == 1 ? (R)1 : (R)std::fabs(p.scale);
-        of = known ? (Wide)1 : Op::UNIT;
         char *at[6];
         carve(store_of, sizes, at);
         keys = (E *)at[0], values = (E *)at[1], odd = (uint8_t *)at[2], ranges = (Range *)at[3];
@@ -128,11 +126,11 @@ template <class T, class Op> struct Call {
         E *weight;                  // the same place in float32
         R *out;                     // [ROWS, across * PANEL]
         V *top, *total;             // [ROWS]: of the columns at hand; of all so far
-        R *highest;                 // [ROWS]: the running maximum, in Op's unit
+        R *highest;                 // [ROWS]: the running maximum, or the log-sum-exp where it is known
         // For a look:
         int64_t part, start;        // its chunk, and the first query of that
         V *spread, *away;           // [ROWS]: sums of weights times their logarithms (of 2), and times distances
-        R *best;                    // [ROWS]: the largest score, in Op's unit
+        R *best;                    // [ROWS]: the largest score
         V *top_scores;              // [ROWS, vectors of top]
         I *top_keys;
         Interval *windows;          // [panels]: the columns of each step
@@ -159,32 +157,25 @@ template <class T, class Op> struct Call {
     // What the products at hand become: scores with softcap, bias and mask, and their top.
     void finish(const Block &k, int row, int64_t first, int64_t count) const {
         R *score = scores(k, row, first);
-        if (p.softcap) {
-            V cap = all((R)p.softcap), inner = all(unit / (R)p.softcap);
-            for (int64_t j = 0; j < count; j += W) store(score + j, cap * tanh(inner * load(score + j)));
-        } else if (unit != (R)1) {
-            for (int64_t j = 0; j < count; j += W) store(score + j, unit * load(score + j));
-        }
+        soften(p, unit, score, nullptr, count);
         constrain<3>(p, score, k.b, k.h, k.first + row, first, smaller(count, p.s - first), count, seen(k, row));
         V top = all(-INF);
         for (int64_t j = 0; j < count; j += W) top = max(load(score + j), top);
         k.top[row] = top;
     }
 
-    // Products, which times the factor are scores in the unit of the running maximum, become weights; what was
-    // summed so far shrinks where there is a new maximum. A known log-sum-exp stands in for that.
+    // Products, which times the factor are scores, become weights; what was summed so far shrinks where there is a
+    // new maximum. A known log-sum-exp takes the place of the maximum.
     template <bool LOOK> void weigh(const Block &k, int row, int64_t first, int64_t count, R factor) const {
         R *score = scores(k, row, first);
         E *weight = weights(k, row, first);
         R before = k.highest[row], now = known ? before : larger(before, factor * highest(k.top[row]));
-        V ground = all(now == -INF ? (R)0 : now), by = all(factor), sum = {}, more = {}, spread = {};
+        V ground = all(now == -INF ? (R)0 : now), sum = {}, more = {}, spread = {};
         V place = {}, moment = {};  // a weight's, in pairs of vectors
         for (int64_t j = 0; j < count; j += 2 * W) {
             V x = load(score + j), z = load(score + j + W);
-            if (LOOK && known)
-                x = (x * by - ground) * (R)LOG2E, z = (z * by - ground) * (R)LOG2E;
-            else
-                x = Op::exponent(x, ground, by), z = Op::exponent(z, ground, by);
+            if (Op::PAIR == 2) x = rounded(factor * x), z = rounded(factor * z);
+            x = exponent(x, ground), z = exponent(z, ground);
             V p = exp2(x), r = exp2(z);
             sum += p, more += r;
             if (LOOK) {  // of what weighs 0 the logarithm may be infinite
@@ -198,7 +189,7 @@ template <class T, class Op> struct Call {
         if (LOOK && y->distance) away = apart(score, first - k.position - row, count, sum, more, moment);
         sum += more;
         if (now != before) {
-            R less = (R)((before - now) * (LOG2E / Op::UNIT)), shrink = before == -INF ? (R)0 : (R)std::exp2(less);
+            R less = (R)((before - now) * LOG2E), shrink = before == -INF ? (R)0 : (R)std::exp2(less);
             R *out = k.out + row * across * PANEL;
             for (int64_t x = 0; x < across * PANEL; x += W) store(out + x, shrink * load(out + x));
             if (LOOK) {
@@ -252,7 +243,7 @@ template <class T, class Op> struct Call {
     // Columns first … first + count of a block: scores, weights, and what they add to the output.
     void step(const Block &k, int64_t first, int64_t count, bool plain) const {
         if (given) return step_given(k, first, count);
-        R factor = (R)(of * (plain ? unit : 1));
+        R factor = plain ? unit : (R)1;
         int64_t place = k.head - from;
         for (int row = 0; row < k.rows; row++) k.top[row] = all(-INF);
         for (int64_t c = 0; c < count; c += PANEL)
@@ -288,7 +279,7 @@ template <class T, class Op> struct Call {
             V top = all(-INF);
             for (int64_t j = 0; j < whole; j += W) top = max(load(score + j), top);
             k.top[row] = top;
-            weigh(k, row, first, whole, (R)of);
+            weigh(k, row, first, whole, 1);
         }
     }
 
@@ -342,13 +333,9 @@ template <class T, class Op> struct Call {
         const T *q = ::at<T>(p.q, p.q_stride, k.b, k.h, k.first);
         R sink = p.sink ? ((const R *)p.sink)[k.h] : -INF;
         for (int row = 0; row < k.rows; row++) {
-            E *to = k.q + row * depth;
-            const T *from = q + row * p.q_stride[2];
             if (!given)  // else it may be of another dtype
-                each(p.d, p.q_stride[3], [&](int64_t x, int64_t at) { to[x] = Op::pack(by * wide(from[at])); });
-            if (depth > p.d) to[p.d] = E{};
-            R lse = known ? lse_of(k)[row] : sink;
-            k.highest[row] = (R)(lse * of);
+                pack_query<Op>(k.q + row * depth, q + row * p.q_stride[2], p.q_stride[3], p.d, by);
+            k.highest[row] = known ? lse_of(k)[row] : sink;
             k.total[row] = V{};
             if (y) k.spread[row] = k.away[row] = V{}, k.best[row] = -INF, largest(k, row).clear();
         }
@@ -400,7 +387,7 @@ template <class T, class Op> struct Call {
 
     void write(const Block &k, R sink) const {
         for (int row = 0; row < k.rows; row++) {
-            Wide top = k.highest[row] / of;
+            Wide top = k.highest[row];
             R seen = sum(k.total[row]), total = seen;
             if (!known) {
                 if (sink != -INF) total += (R)std::exp2((sink - top) * LOG2E);
@@ -429,10 +416,10 @@ template <class T, class Op> struct Call {
             ((R *)y->entropy)[at] = entropy < 0 ? (R)0 : entropy;
         }
         if (y->distance) ((R *)y->distance)[at] = (R)(by * sum(k.away[row]));
-        if (y->best) ((R *)y->best)[at] = (R)(k.best[row] / of);
+        if (y->best) ((R *)y->best)[at] = k.best[row];
         Largest found = largest(k, row);
         for (int64_t n = 0; n < y->top; n++) {
-            ((R *)y->top_scores)[at * y->top + n] = (R)(found.score(n) / of);
+            ((R *)y->top_scores)[at * y->top + n] = found.score(n);
             y->top_keys[at * y->top + n] = found.key(n);
         }
     }
@@ -443,7 +430,7 @@ template <class T, class Op> struct Call {
         for (int64_t n = 0; n < k.steps; n++) {
             for (int row = 0; row < k.rows; row++) {
                 R ground = k.grounds[n * ROWS + row];
-                factor[row] = ground == -INF ? -INF : (R)((ground - k.highest[row]) * (LOG2E / of));
+                factor[row] = ground == -INF ? -INF : (R)((ground - k.highest[row]) * LOG2E);
             }
             for (int row = 0; row < ROWS; row += W) store(factor + row, exp2(load(factor + row)));
             for (int row = 0; row < k.rows; row++) factor[row] *= k.total[row][0];
@@ -549,6 +536,8 @@ template <class T, class Op> struct Call {
 
 #define NAME2(level) attend_##level
 #define NAME(level) NAME2(level)
+#define SCORES2(level) scores_##level
+#define SCORES(level) SCORES2(level)
 
 namespace {
 
@@ -567,7 +556,68 @@ template <class T, class Op> void attend(const Problem &p, const Look *look) {
     forget();
 }
 
+// scale · q·k with softcap of all queries and keys, [b, h, t, s], with the bits that every other pass gives them.
+template <class T, class Op> struct Scores {
+    typedef typename Op::E E;
+
+    const Problem &p;
+    R *to;
+    int64_t next = 0;
+
+    // A panel of keys of one head, with all queries that share it.
+    void compute(int64_t head, int64_t first) const {
+        int64_t b = head / p.g, count = smaller<int64_t>(PANEL, p.s - first), depth = up(p.d, Op::PAIR);
+        int64_t sizes[] = {depth * PANEL * (int64_t)sizeof(E), ROWS * depth * (int64_t)sizeof(E),
+                           ROWS * PANEL * (int64_t)sizeof(R), ROWS * BYTES};
+        char *at[4];
+        carve(scratch, sizes, at);
+        E *panel = (E *)at[0], *queries = (E *)at[1];
+        R *score = (R *)at[2];
+        pack_columns<Op>(panel, ::at<T>(p.k, p.k_stride, b, head % p.g, first), p.k_stride + 2, count, p.d);
+        for (int64_t h = head % p.g * (p.h / p.g), last = h + p.h / p.g; h < last; h++)
+            for (int64_t t = 0; t < p.t; t += ROWS) {
+                int rows = (int)smaller<int64_t>(ROWS, p.t - t);
+                const T *q = ::at<T>(p.q, p.q_stride, b, h, t);
+                for (int row = 0; row < rows; row++)
+                    pack_query<Op>(queries + row * depth, q + row * p.q_stride[2], p.q_stride[3], p.d,
+                                   Op::PAIR == 1 ? (R)p.scale : (R)1);
+                columns_of<Op, false, false>(rows, count, queries, depth, panel, score, PANEL, depth, (V *)at[3]);
+                for (int row = 0; row < rows; row++) {
+                    soften(p, Op::PAIR == 1 ? (R)1 : (R)p.scale, score + row * PANEL, nullptr, up(count, W));
+                    memcpy(to + ((b * p.h + h) * p.t + t + row) * p.s + first, score + row * PANEL, sizeof(R) * count);
+                }
+            }
+    }
+
+    static void computing(void *data) {
+        Scores &all = *(Scores *)data;
+        int64_t panels = up(all.p.s, PANEL) / PANEL;
+        share(all.next, all.p.b * all.p.g * panels,
+              [&](int64_t n) { all.compute(n / panels, n % panels * PANEL); });
+    }
+
+    void run() { parallel(2. * p.b * p.h * p.t * p.s * p.d < 4e6 ? 1 : p.threads, computing, this); }
+};
+
+template <class T, class Op> void scores(const Problem &p, void *to) { Scores<T, Op>{p, (R *)to}.run(); }
+
 }  // namespace
+
+void SCORES(LEVEL)(const Problem *p, void *to) {
+#if defined(REAL)
+    scores<double, Single>(*p, to);
+#else
+    switch (p->dtype) {
+        case FLOAT32: return scores<float, Single>(*p, to);
+        case FLOAT16: return scores<Half, Single>(*p, to);
+#if defined(__AVX512BF16__)
+        case BFLOAT16: return scores<Brain, Pairs>(*p, to);
+#else
+        case BFLOAT16: return scores<Brain, Single>(*p, to);
+#endif
+    }
+#endif
+}
 
 // look may be null: then there is only the output.
 void NAME(LEVEL)(const Problem *p, const Look *look) {
@@ -589,12 +639,6 @@ void NAME(LEVEL)(const Problem *p, const Look *look) {
 // -- what the machine can do ------------------------------------------------------------------------
 
 #if !defined(REAL)
-
-#if defined(__x86_64__)
-#define OPAQUE(v) __asm__ volatile("" : "+v"(v))
-#else
-#define OPAQUE(v) __asm__ volatile("" : "+w"(v))
-#endif
 
 namespace {
 

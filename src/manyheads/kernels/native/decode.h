@@ -1,6 +1,10 @@
 // A few queries against many keys, as one token after another is generated (Shazeer 2019, arXiv:1911.02150): keys and
 // values are read once, as they lie, by all queries that share them, and the work is split along the keys. A split's
 // sums are those of its own maximum; they are put together in order, whatever thread made them.
+//
+// Where a gradient or a map will compute the scores again, they must have the same bits, or they don't cancel the
+// log-sum-exp. There keys are packed as everywhere else, so that products are summed in one order. It takes up to
+// twice as long.
 #pragma once
 #include "products.h"
 
@@ -20,7 +24,7 @@ template <class T, class Op> struct Decode {
     R *kept;                             // [b * h * t, line]: the scores, for whoever looks at them; or null
     int64_t line;
     bool known;                          // is lse given? Then only scores are computed
-    int64_t rows, width, units;          // queries of a key; w and d in whole vectors
+    int64_t rows, width, units, depth;   // queries of a key; w and d in whole vectors; d rounded up to pairs
     int64_t split, splits;               // keys in a split; splits of a head
     R *parts;                            // [b * g, splits, rows, width + 2]: outputs, a maximum and a sum
     R unit;
@@ -30,7 +34,7 @@ template <class T, class Op> struct Decode {
         rows = p.h / p.g * p.t;
         split = smaller<int64_t>(larger<int64_t>(up(p.b * p.g * p.s / SPLITS, STEP), SHORT), LONG);
         splits = up(p.s, split) / split;
-        width = up(p.w, W), units = up(up(p.d, Op::PAIR) / Op::PAIR, W);
+        width = up(p.w, W), depth = up(p.d, Op::PAIR), units = up(depth / Op::PAIR, W);
         unit = Op::PAIR == 1 ? (R)1 : (R)p.scale;
         int64_t sizes[] = {p.b * p.g * splits * rows * (width + 2) * (int64_t)sizeof(R)};
         char *at[1];
@@ -40,8 +44,11 @@ template <class T, class Op> struct Decode {
 
     struct Split {
         int64_t b, g;
-        V *q;        // [rows, units]
+        E *packed;   // [rows, depth]: queries, where keys are packed
+        E *panel;    // [depth, PANEL]: keys
+        V *q;        // [rows, units]: queries, where keys are read as they lie
         R *score;    // [rows, STEP]: scores, then weights
+        V *unused;   // [rows]
         R *part;     // [rows, width + 2]
     };
 
@@ -61,18 +68,17 @@ template <class T, class Op> struct Decode {
     void compute(int64_t head, int64_t n) {
         Split k = {};
         k.b = head / p.g, k.g = head % p.g;
-        int64_t sizes[] = {rows * units * (int64_t)sizeof(R), rows * STEP * (int64_t)sizeof(R),
-                           up(p.d, Op::PAIR) * (int64_t)sizeof(E)};
-        char *at[3];
+        int64_t sizes[] = {rows * depth * (int64_t)sizeof(E), depth * PANEL * (int64_t)sizeof(E),
+                           rows * units * (int64_t)sizeof(R), rows * STEP * (int64_t)sizeof(R), rows * BYTES};
+        char *at[5];
         carve(scratch, sizes, at);
-        k.q = (V *)at[0], k.score = (R *)at[1], k.part = parts + (head * splits + n) * rows * (width + 2);
-        E *one = (E *)at[2];
+        k.packed = (E *)at[0], k.panel = (E *)at[1], k.q = (V *)at[2], k.score = (R *)at[3], k.unused = (V *)at[4];
+        k.part = parts + (head * splits + n) * rows * (width + 2);
         for (int64_t row = 0; row < rows; row++) {
             const T *q = ::at<T>(p.q, p.q_stride, k.b, head_of(k, row), row % p.t);
+            E *one = k.packed + row * depth;
             // In float32 the queries carry the scale; in bfloat16 they stay exact.
-            each(p.d, p.q_stride[3], [&](int64_t x, int64_t at) {
-                one[x] = Op::pack((Op::PAIR == 1 ? (R)p.scale : (R)1) * wide(q[at]));
-            });
+            pack_query<Op>(one, q, p.q_stride[3], p.d, Op::PAIR == 1 ? (R)p.scale : (R)1);
             for (int64_t x = 0; x < units; x += W) k.q[(row * units + x) / W] = Op::units(one, 1, x, p.d);
             R *part = k.part + row * (width + 2);
             memset(part, 0, sizeof(R) * width);
@@ -90,7 +96,7 @@ template <class T, class Op> struct Decode {
         int64_t end = smaller(some.end, (n + 1) * split);
         for (int64_t first = larger(some.begin, n * split); first < end; first += STEP) {
             int64_t count = smaller<int64_t>(STEP, end - first);
-            score(k, first, count);
+            p.again ? score_packed(k, first, count) : score(k, first, count);
             bool whole = !never && every.begin <= first && first + count <= every.end;
             for (int64_t row = 0; row < rows; row++) finish(k, row, first, count);
             if (!known && whole) add(k, first, count);
@@ -98,7 +104,21 @@ template <class T, class Op> struct Decode {
         }
     }
 
-    // Products of all queries with count keys: of so many queries at a time, which share a key in the registers.
+    // Products of all queries with count keys, with the bits of every other pass.
+    void score_packed(const Split &k, int64_t first, int64_t count) const {
+        for (int64_t c = 0; c < count; c += PANEL) {
+            int64_t columns = smaller<int64_t>(PANEL, count - c);
+            for (int64_t j = 0; j < columns; j += W) {
+                const T *keys = at<T>(p.k, p.k_stride, k.b, k.g, first + c + j);
+                for (int64_t n = 0; n < W; n++) fetch(keys + (AHEAD + n) * p.k_stride[2], p.d);
+                pack_columns<Op>(k.panel + j * Op::PAIR, keys, p.k_stride + 2, smaller<int64_t>(W, columns - j), p.d);
+            }
+            columns_of<Op, false, false>((int)rows, columns, k.packed, depth, k.panel, k.score + c, STEP, depth,
+                                         k.unused);
+        }
+    }
+
+    // The same, each key read once as it lies: of so many queries at a time, which share a key in the registers.
     void score(const Split &k, int64_t first, int64_t count) const {
         bool fits = p.k_stride[3] == 1 && p.d % (W * Op::PAIR) == 0;
         for (int64_t row = 0; row < rows; row += BESIDE) switch (smaller<int64_t>(rows - row, BESIDE)) {
@@ -129,7 +149,7 @@ template <class T, class Op> struct Decode {
                         add_units<ROWS>(one, q + x / W, Op::units(key, p.k_stride[3], x, p.d));
                 for (int i = 0; i < ROWS; i++) sum[i][n] = one[i];
             }
-            for (int i = 0; i < ROWS; i++) store(k.score + (row + i) * STEP + j, unit * sums(sum[i]));
+            for (int i = 0; i < ROWS; i++) store(k.score + (row + i) * STEP + j, sums(sum[i]));
         }
     }
 
@@ -145,10 +165,7 @@ template <class T, class Op> struct Decode {
     void finish(const Split &k, int64_t row, int64_t first, int64_t count) const {
         R *score = k.score + row * STEP;
         int64_t whole = up(count, W);
-        if (p.softcap) {
-            V cap = all((R)p.softcap), inner = all((R)(1 / p.softcap));
-            for (int64_t j = 0; j < whole; j += W) store(score + j, cap * tanh(inner * load(score + j)));
-        }
+        soften(p, unit, score, nullptr, whole);
         Interval own = seen(k, row);
         own.end = smaller(own.end, first + count);
         constrain<3>(p, score, k.b, head_of(k, row), row % p.t, first, count, whole, own);
@@ -163,7 +180,7 @@ template <class T, class Op> struct Decode {
         R now = highest(top);
         V ground = all(now == -INF ? (R)0 : now);
         for (int64_t j = 0; j < count; j += W) {
-            V weight = exp2(Single::exponent(load(score + j), ground, ground));
+            V weight = exp2(exponent(load(score + j), ground));
             store(score + j, weight);
             sum += weight;
         }

@@ -25,7 +25,7 @@ template <class T, class Op> struct Backward {
     int64_t blocks, chunks;          // of keys; of these blocks
     E *q_columns, *q_rows;           // [b * h, panels, depth, PANEL], [b * h, across, panels * PANEL, PANEL]
     E *out_columns, *out_rows;       // of the gradient of the output, the same with deep and over
-    R *lse;                          // [b * h, panels * PANEL]: times log2(e), infinite where nothing is seen
+    R *lse;                          // [b * h, panels * PANEL]: infinite where nothing is seen
     R *delta;                        // the same: what a row's gradients of weights are on average
     R *dq;                           // [b * h, chunks, d, panels * PANEL]: without the scale
     R unit;                          // what products are multiplied by: as the forward pass does it, to the bit
@@ -65,11 +65,11 @@ template <class T, class Op> struct Backward {
         bool fine = pack_rows<Op>(q_to, apart, q, p.q_stride + 2, count, p.d);
         fine &= pack_rows<Op>(d_to, apart, d, d_step + 2, count, p.w);
         if (!fine) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
-        R *scale = lse + place * PANEL, *mean = delta + place * PANEL;
+        R *norm = lse + place * PANEL, *mean = delta + place * PANEL;
         for (int64_t n = 0; n < PANEL; n++) {
             int64_t row = head * p.t + first + n;
             R l = n < count ? ((const R *)p.lse)[row] : -(R)INF;
-            scale[n] = l == -INF ? INF : (R)(l * LOG2E);
+            norm[n] = l == -INF ? INF : l;
             R sum = 0;
             for (int64_t x = 0; n < count && x < p.w; x++)
                 sum += wide(d[n * d_step[2] + x * d_step[3]]) * wide(out[n * out_step[2] + x * out_step[3]]);
@@ -152,14 +152,7 @@ template <class T, class Op> struct Backward {
     // Products of one row become scores, −∞ where they aren't seen; what the softcap bends its gradient by is kept.
     void finish(const Block &k, int64_t h, int64_t row, int64_t first, int64_t count) const {
         R *score = k.score + row * QUERIES;
-        if (unit != (R)1)
-            for (int64_t n = 0; n < count; n += W) store(score + n, unit * load(score + n));
-        if (p.softcap)
-            for (int64_t n = 0; n < count; n += W) {
-                V bent = tanh(load(score + n) * (R)(1 / p.softcap));
-                store(score + n, (R)p.softcap * bent);
-                store(k.bend + row * QUERIES + n, (R)1 - bent * bent);
-            }
+        soften(p, unit, score, k.bend + row * QUERIES, count);
         int64_t j = k.first + row;
         constrain<2>(p, score, k.b, h, first, j, smaller(count, p.t - first), count, seen_by(k, j));
     }
@@ -167,9 +160,10 @@ template <class T, class Op> struct Backward {
     // Scores (or, where plain, products) and gradients of weights become weights and gradients of scores.
     void weigh(const Block &k, int64_t row, const R *lse, const R *delta, int64_t count, bool plain) const {
         R *score = k.score + row * QUERIES, *grad = k.grad + row * QUERIES;
-        V by = all((R)((plain ? (Wide)unit : (Wide)1) * LOG2E));
         for (int64_t n = 0; n < count; n += W) {
-            V s = load(score + n), weight = exp2(s * by - load(lse + n));
+            V s = load(score + n);
+            if (PAIRS && plain) s = rounded(unit * s);
+            V weight = exp2(exponent(s, load(lse + n)));
             V pull = weight * (load(grad + n) - load(delta + n));
             if (!plain) {
                 I hidden = s == -INF;

@@ -13,14 +13,14 @@ import os
 import struct
 from pathlib import Path
 
-from manyheads.kernels import PROCESS
+from manyheads.startup import PROCESS
 
 HERE = Path(__file__).parent
 ANOTHER = os.environ.get("MANYHEADS_LIBRARY")  # one with sanitizers, say
 FILE = Path(ANOTHER or HERE / "native.so")
 LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, isn't there
-INTERFACE = 5  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
-PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq q".replace(" ", ""))
+INTERFACE = 6  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
+PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq 2q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
 LOOK = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
 GRID = struct.Struct("=2q2Q")
@@ -28,17 +28,19 @@ WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # by what they need of a 
 
 attend: ctypes._NamedFuncPointer | None = None  # (a problem, a look or None, number of the build) → 0
 differentiate: ctypes._NamedFuncPointer | None = None  # (a problem, a gradient, number of the build) → 0
+scores: ctypes._NamedFuncPointer | None = None  # (a problem, where to write, number of the build) → 0
 width: int | None = None  # the build's number in WIDTHS
 runs: list[str] = []  # all builds that this processor can run
 left_out: dict[str, str] = {}  # builds that the compiler couldn't make, and why
 shares_threads = False
+has_tiles = False  # does this processor multiply bfloat16 in tiles (AMX)?
 spin: ctypes._NamedFuncPointer | None = None  # (number, rounds, bfloat16?, threads) → operations done
 read: ctypes._NamedFuncPointer | None = None  # (number, address, floats, threads)
 missing: str | None = None  # why there is none
 
 
 def _load() -> None:
-    global attend, differentiate, width, missing, shares_threads, spin, read
+    global attend, differentiate, scores, width, missing, shares_threads, has_tiles, spin, read
     said = LOG.read_text(encoding="utf-8", errors="replace").strip() if LOG.exists() else ""
     if not FILE.exists():
         missing = f"its library isn't there: {said}" if said and not ANOTHER else _unusable("isn't there")
@@ -74,6 +76,7 @@ def _load() -> None:
         missing = f"MANYHEADS_WIDTH={wanted} is set, and this processor can't run that build"
         return
     shares_threads = bool(library.manyheads_begin(_own_threads()))
+    has_tiles = bool(library.manyheads_has_tiles())
     width = WIDTHS.index(wanted or runs[-1])
     attend = library.manyheads_attend
     attend.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
@@ -81,6 +84,9 @@ def _load() -> None:
     differentiate = library.manyheads_differentiate
     differentiate.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
     differentiate.restype = ctypes.c_int
+    scores = library.manyheads_scores
+    scores.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
+    scores.restype = ctypes.c_int
     spin, read = library.manyheads_spin, library.manyheads_read
     spin.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
     read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)

@@ -4,7 +4,7 @@
 
 extern "C" {
 
-constexpr int64_t INTERFACE = 5;  // counted up whenever a struct changes: Python asks before it calls
+constexpr int64_t INTERFACE = 6;  // counted up whenever a struct or function changes: Python asks before it calls
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 
@@ -31,6 +31,7 @@ struct Problem {
     int64_t bias_stride[4];
     const void *slopes;                      // [h] or null: ALiBi
     int64_t slopes_stride;
+    int64_t again;                           // will a gradient or a map compute the scores again, from this lse?
     int64_t threads;
 };
 

@@ -116,8 +116,6 @@ struct Single {
         return !any;
     }
     static constexpr int PAIR = 1, KEYS = 256;  // KEYS in a block
-    static constexpr Wide UNIT = 1;  // of the running maximum, beside a score: of a single key the weight is exactly 1
-    INLINE V exponent(V score, V top, V) { return (score - top) * (R)LOG2E; }  // of 2: a weight's
     INLINE R pack(R x) { return x; }
     INLINE R unpack(R x) { return x; }
     INLINE V left(const R *a) { return all(*a); }
@@ -152,8 +150,6 @@ struct Pairs {
         return !odd;
     }
     static constexpr int PAIR = 2, KEYS = 512;
-    static constexpr Wide UNIT = LOG2E;
-    INLINE V exponent(V product, V top, V factor) { return product * factor - top; }
     INLINE Brain pack(R x) { Brain y; narrow(x, y); return y; }
     INLINE R unpack(Brain x) { return wide(x); }
     INLINE V left(const Brain *a) { int32_t x; memcpy(&x, a, 4); return (V)_mm512_set1_epi32(x); }
@@ -250,6 +246,13 @@ static void pack_columns(typename Op::E *to, const T *rows, const int64_t stride
         }
 }
 
+// A query for the left of a product, times a factor that its numbers hold exactly; zeros up to a whole pair.
+template <class Op, class T>
+INLINE void pack_query(typename Op::E *to, const T *row, int64_t step, int64_t d, R factor) {
+    each(d, step, [&](int64_t x, int64_t at) { to[x] = Op::pack(factor * wide(row[at])); });
+    if (d % Op::PAIR) to[d] = typename Op::E{};
+}
+
 // The same rows as rows of panels [across][up to PANEL rows, PANEL], `apart` from one to the next; what isn't finite
 // is 0 there. True if all is.
 template <class Op, class T>
@@ -276,6 +279,23 @@ template <class T> INLINE const T *at(const void *x, const int64_t step[4], int6
     return (const T *)x + b * step[0] + h * step[1] + row * step[2];
 }
 
+// A weight as a power of 2, from its score and the running maximum or log-sum-exp. The difference comes first: it is
+// exact where the two are close, and exactly 0 for the largest score, however large that is.
+INLINE V exponent(V score, V ground) { return (score - ground) * (R)LOG2E; }
+
+// Products, which times `unit` are scale · q·k, become scores with softcap. Every pass over a problem makes them so,
+// with the same bits. bend: the derivative of the softcap is written there, or null.
+INLINE void soften(const Problem &p, R unit, R *score, R *bend, int64_t count) {
+    if (unit != (R)1)
+        for (int64_t n = 0; n < count; n += W) store(score + n, unit * load(score + n));
+    if (!p.softcap) return;
+    for (int64_t n = 0; n < count; n += W) {
+        V bent = tanh(load(score + n) * (R)(1 / p.softcap));
+        store(score + n, (R)p.softcap * bent);
+        if (bend) store(bend + n, (R)1 - bent * bent);
+    }
+}
+
 // Bias and mask on a line of scores: of query t and the keys from s on (ALONG 3), or of key s and the queries from t
 // on (ALONG 2). Of count scores so many are real, and those in `seen` are let through by band and lengths.
 template <int ALONG>
@@ -284,7 +304,11 @@ static void constrain(const Problem &p, R *score, int64_t b, int64_t h, int64_t 
     if (p.slopes) {
         R slope = ((const R *)p.slopes)[h * p.slopes_stride];
         int64_t away = s - t - offset_of(p, b);
-        for (int64_t n = 0; n < real; n++) score[n] -= slope * std::fabs((R)(ALONG == 3 ? away + n : away - n));
+        for (int64_t first = 0; first < real; first += W) {
+            R lean[W];
+            for (int64_t n = 0; n < W; n++) lean[n] = std::fabs((R)(ALONG == 3 ? away + first + n : away - first - n));
+            store(score + first, load(score + first) - rounded(slope * load(lean)));
+        }
     }
     if (p.bias) {
         const R *bias = at<R>(p.bias, p.bias_stride, b, h, t) + s * p.bias_stride[3];

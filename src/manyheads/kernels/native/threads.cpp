@@ -12,6 +12,9 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #if defined(__linux__)
 #include <dlfcn.h>
 #include <link.h>
@@ -21,11 +24,13 @@
 #define BUILD(width)                                                  \
     void attend_##width(const Problem *p, const Look *look);           \
     int differentiate_##width(const Problem *p, const Gradient *y);   \
+    void scores_##width(const Problem *p, void *to);                   \
     double spin_##width(int64_t rounds, int pairs, float *kept);       \
     float read_##width(const float *x, int64_t count);
 
 void attend_float64(const Problem *p, const Look *look);
 int differentiate_float64(const Problem *p, const Gradient *y);
+void scores_float64(const Problem *p, void *to);
 BUILD(portable)
 BUILD(avx2)
 BUILD(avx512)
@@ -140,12 +145,37 @@ __attribute__((visibility("default"))) int manyheads_runs(int level) {
 #endif
 }
 
+// Has this processor tiles that multiply bfloat16 (AMX), and does the system save them?
+__attribute__((visibility("default"))) int manyheads_has_tiles() {
+#if defined(__x86_64__)
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return 0;  // AMX-BF16, AMX-TILE
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low >> 17 & 3) == 3;  // tile configuration and data
+#else
+    return 0;
+#endif
+}
+
 // Computes a problem by a build, with a look at its weights (null: none). 0: done; 1: there is no memory for the packed
 // keys and values.
 __attribute__((visibility("default"))) int manyheads_attend(const Problem *p, const Look *look, int level) {
     void (*builds[])(const Problem *, const Look *) = EACH(attend);
     try {
         p->dtype == FLOAT64 ? attend_float64(p, look) : builds[level](p, look);
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+    return 0;
+}
+
+// scale · q·k with softcap of all queries and keys, into [b, h, t, s], contiguous; of a problem's mask, bias, values and
+// output nothing is read. 0: done; 1: there is no memory for a panel of keys.
+__attribute__((visibility("default"))) int manyheads_scores(const Problem *p, void *to, int level) {
+    void (*builds[])(const Problem *, void *) = EACH(scores);
+    try {
+        p->dtype == FLOAT64 ? scores_float64(p, to) : builds[level](p, to);
     } catch (const std::bad_alloc &) {
         return 1;
     }

@@ -46,6 +46,21 @@ INLINE V load(const R *x) { V v; memcpy(&v, x, BYTES); return v; }
 INLINE void store(R *x, V v) { memcpy(x, &v, BYTES); }
 INLINE V all(R x) { return x - V{}; }
 
+// Keeps the compiler from looking through a value in a register.
+#if defined(__x86_64__)
+#define OPAQUE(v) __asm__ volatile("" : "+v"(v))
+#elif defined(__aarch64__)
+#define OPAQUE(v) __asm__ volatile("" : "+w"(v))
+#else
+#define OPAQUE(v) __asm__ volatile("" : "+m"(v))
+#endif
+
+// A product as it is rounded: a compiler may otherwise fuse it with the sum that follows, where its rounding is lost.
+INLINE V rounded(V product) {
+    OPAQUE(product);
+    return product;
+}
+
 INLINE V max(V a, V b) {  // NaN on either side gives b
 #if defined(VECTORS_512)
     return (V)_mm512_max_ps((__m512)a, (__m512)b);

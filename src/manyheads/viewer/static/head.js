@@ -312,7 +312,7 @@ class HeadPane {
     context.beginPath(), context.rect(0, this.above, this.left, this.high), context.clip();
     const [i0, i1] = this.between(this.above, this.high, dy, this.t, v);
     for (let i = Math.ceil(i0 / rows) * rows; i < i1; i += rows) {
-      const y = dy + v * (i + 0.5), text = Math.max(y, this.above + 7);
+      const y = dy + v * (i + 0.5), text = y < this.above ? y : Math.max(y, this.above + 7);
       context.fillStyle = chosen?.[0] === i ? theme.accent : theme.ink;
       context.fillText(label(queries, i, rows === 1), this.left - STRIP - 6, text, this.left - STRIP - 8);
       line(this.left - STRIP - 4, y, 3, 1);
@@ -328,7 +328,7 @@ class HeadPane {
       context.textAlign = upright ? "left" : "center";
       if (upright) context.rotate(-Math.PI / 2);
       const text = label(keys, j, cols === 1), most = upright ? this.above - STRIP - 8 : cols * k - 6;
-      const cut = upright ? 0 : Math.max(0, this.left - x + Math.min(most, context.measureText(text).width) / 2);
+      const cut = upright || x < this.left ? 0 : Math.max(0, this.left - x + Math.min(most, context.measureText(text).width) / 2);
       context.fillText(text, cut, upright ? 0 : -6, most);
       context.restore();
       line(x, this.above - STRIP - 4, 1, 3);

@@ -1,0 +1,119 @@
+"""The command `manyheads`, also as `python -m manyheads`: Ctrl-C, pipes and encodings of its process.
+
+Ctrl-C ends the command quietly with exit code 130, whenever it is pressed. The handler has to be installed
+before anything is imported that takes time, so this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import signal
+import sys
+import threading
+
+TYPE_CHECKING = False  # typing's own constant takes 10 ms to import, in which Ctrl-C isn't handled
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any, NoReturn
+
+INTERRUPTED = 130  # what a shell reports of a process that SIGINT ended
+
+
+def main() -> None:
+    """Run the command line."""
+    handle_interrupts()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None where it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # for what ASCII doesn't have
+        if not sys.stdout.isatty():
+            sys.stdout = outlive_reader(sys.stdout)
+    try:
+        from manyheads import cli
+
+        cli.main()
+    except KeyboardInterrupt:
+        leave()
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            finish(end.code)
+        raise
+    finish(0)
+
+
+def finish(code: int) -> NoReturn:
+    """End the process as Python does, without the last step, where SIGINT would give another code."""
+    if signal.getsignal(signal.SIGINT) is interrupt:
+        signal.signal(signal.SIGINT, leave)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for output in (sys.stdout, sys.stderr):
+        if output is not None and not output.closed:
+            output.flush()
+    os._exit(code)
+
+
+def handle_interrupts() -> None:
+    """End the process quietly on Ctrl-C, unless it was started with SIGINT ignored, as nohup does."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+        sys.unraisablehook = leave_if_interrupted
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, so that files and processes are cleaned up; a second Ctrl-C doesn't wait.
+
+    While a command imports its modules there is nothing to clean up, and the process ends at once: C
+    extensions print a traceback or drop the exception when it is raised during their initialization.
+    """
+    signal.signal(signal.SIGINT, leave)
+    importing = False  # whether the frame called by this one belongs to the import system
+    while frame is not None:
+        if importing and frame.f_globals.get("__name__") in (__name__, "manyheads.cli"):
+            leave()
+        importing = frame.f_code.co_filename.startswith("<frozen importlib")
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def leave(*_: object) -> NoReturn:
+    """End the process now, without a word."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), b"\x1b[?25h")  # the cursor, which a progress bar hides
+    os._exit(INTERRUPTED)
+
+
+def leave_if_interrupted(error: Any) -> None:
+    """Leave after a Ctrl-C in a destructor, from where KeyboardInterrupt can't be raised any further."""
+    if error.exc_type is KeyboardInterrupt:
+        leave()
+    sys.__unraisablehook__(error)
+
+
+class Pipe(io.FileIO):
+    """A file that discards what is written to it once its reader has gone, as `| head` does."""
+
+    def write(self, data: Any) -> int:
+        """Write some bytes, and return how many are done with."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def outlive_reader(output: io.TextIOWrapper) -> io.TextIOWrapper:
+    """Return a file that writes where `output` writes, for as long as somebody reads it."""
+    pipe = Pipe(output.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        pipe if output.write_through else io.BufferedWriter(pipe),  # unbuffered by `python -u`
+        output.encoding,
+        output.errors,
+        line_buffering=output.line_buffering,
+        write_through=output.write_through,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Gradients of outputs that vmap has batched, for kernels that read memory.
+
+`torch.autograd.grad(..., is_grads_batched=True)`, `torch.autograd.functional.jacobian(vectorize=True)` and
+`torch.vmap` around `torch.autograd.grad` run one backward pass with tensors that stand for a whole batch of
+gradients and have no memory of their own. PyTorch has two kinds of them: its own functions still use the
+older one ("legacy").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+from manyheads.shapes import transforms
+
+Backward = Callable[[Tensor, Tensor | None], Sequence[Tensor]]
+
+
+def one_by_one(backward: Backward, d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
+    """Call backward(d_out, d_lse) once for each entry that vmap has batched, and batch what it returns.
+
+    d_out is `[b, h, t, w]`, d_lse `[b, h, t]` or None. Without vmap there is one call.
+    """
+    given = [x for x in (d_out, d_lse) if x is not None]
+    if any(_functorch.is_legacy_batchedtensor(x) for x in given):
+        with _outside_legacy_vmap() as level:
+            return _stacked(backward, d_out, d_lse, level, _functorch.is_legacy_batchedtensor, torch)
+    if torch.compiler.is_compiling() or not transforms():
+        return backward(d_out, d_lse)
+    if any(_functorch.is_gradtrackingtensor(x) for x in given):
+        refuse_twice()
+    level = _functorch.current_level()
+
+    def is_batched(x: Tensor) -> bool:
+        return _functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == level
+
+    with temporarily_pop_interpreter_stack():
+        return _stacked(backward, d_out, d_lse, level, is_batched, _functorch)
+
+
+def _stacked(
+    backward: Backward,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    level: int,
+    is_batched: Callable[[Tensor], bool],
+    api: Any,
+) -> Sequence[Tensor]:
+    """Unbatch the tensors that are batched at this level of vmap, and call backward for each entry."""
+    if not any(x is not None and is_batched(x) for x in (d_out, d_lse)):
+        return one_by_one(backward, d_out, d_lse)
+    entries = zip(
+        *(
+            api._remove_batch_dim(x, level, 1, 0).unbind() if x is not None and is_batched(x) else repeat(x)
+            for x in (d_out, d_lse)
+        ),
+        strict=False,  # what isn't batched is the same for every entry
+    )
+    grads = [one_by_one(backward, *entry) for entry in entries]
+    return [api._add_batch_dim(torch.stack(several), 0, level) for several in zip(*grads, strict=True)]
+
+
+@contextmanager
+def _outside_legacy_vmap() -> Iterator[int]:
+    """Leave the innermost vmap, inside which random numbers can't be drawn; yield its level."""
+    level = torch._C._vmapmode_decrement_nesting() + 1
+    try:
+        yield level
+    finally:
+        torch._C._vmapmode_increment_nesting()
+
+
+def refuse_twice(ctx: Any = None, *grads: Any) -> Any:
+    """Raise the error for the gradient of a gradient."""
+    raise RuntimeError(
+        "Expected a first gradient of attention, got a second one (a gradient of its gradient), which this "
+        'kernel doesn\'t support. Pass kernel="reference" to attention or to the layer: PyTorch can '
+        "differentiate it twice."
+    )
+
+
+class Once(torch.autograd.Function):
+    """Gradients in a graph (`create_graph=True`) that have no gradient of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Callable[..., Sequence[Tensor]], *given: Any) -> tuple[Tensor, ...]:
+        return tuple(backward(*given))
+
+    backward = staticmethod(refuse_twice)

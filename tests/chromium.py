@@ -1,0 +1,27 @@
+"""The browser that the viewer's tests drive, how quietly it starts, and how tests wait for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from playwright.sync_api import Frame, Page, expect
+from waiting import HANG
+
+CHROMIUM = os.environ.get("MANYHEADS_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+MISSING = "there is no Chromium here: apt-get install chromium"
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+expect.set_options(timeout=1000 * HANG)
+
+
+def wait_until_painted(page: Page | Frame) -> None:
+    """Return when what was pressed or pointed at is drawn: after the next picture but one."""
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
