@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from chromium import CHROMIUM, FLAGS, MISSING, wait_until_painted
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from waiting import HANG
 
 import manyheads as mh
@@ -126,8 +126,11 @@ def test_a_hundred_thousand_tokens_at_every_zoom(page: Page, served: list[View])
     q, k = (torch.randn(1, 1, 100_000, 8) for _ in range(2))
     window = mh.Window(left=4_000, right=0)
     amap = mh.attention_with_map(q, k, k, mask=window)[1].labelled([f"w{n}" for n in range(100_000)])
+    held: list[Route] = []  # the request that starts the reading of all queries: a sample is shown first
+    page.route(re.compile("/pass/"), lambda request: held.append(request), times=1)
     opened(page, served, amap, at="#page=head&view=50000,60000,0.006")
     expect(page.locator(".note").first).to_contain_text("of one query in 512 until all are read")
+    held[0].continue_()
     loaded(page)
     expect(page.locator(".note").first).to_contain_text(
         "pooled: each cell is the largest of 256 × 256 weights"
