@@ -31,7 +31,10 @@ BUILDS = {
     "avx2": AVX2,
     "avx512": AVX512,
     "avx512bf16": [*AVX512, "-mavx512bf16"],
+    "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
+EMULATE = "-DEMULATE_TILES"  # tiles are plain loops
+EMULATED = {**{build: BUILDS[build] for build in ("float64", "portable")}, "amx": [*AVX2, EMULATE, "-Wno-psabi"]}
 
 
 NEEDED = ("float64", "portable")
@@ -66,6 +69,7 @@ def compile_to(library: Path, work: Path) -> dict[str, str]:
         raise RuntimeError("it isn't built on Windows yet")
     compiler = words("CXX", "c++")
     extra = words("MANYHEADS_CXXFLAGS")  # sanitizers, say
+    emulated = os.environ.get("MANYHEADS_TILES") == "emulated"  # to test that build on other processors
     work.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
     x86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -94,8 +98,8 @@ def compile_to(library: Path, work: Path) -> dict[str, str]:
 
     objects: list[str] = []
     left_out: dict[str, str] = {}
-    for build, flags in BUILDS.items():
-        if not x86 and "avx" in build:
+    for build, flags in (EMULATED if emulated else BUILDS).items():
+        if not x86 and build not in NEEDED:
             continue
         made = {source: str(work / f"{source}-{build}.o") for source in ("attend", "differentiate")}
         try:
@@ -107,10 +111,13 @@ def compile_to(library: Path, work: Path) -> dict[str, str]:
             left_out[build] = str(error)
         else:
             objects += made.values()
-    wider = [build for build in BUILDS if build not in NEEDED]
-    here = [f"-DIF_{build}(x)={'x' if x86 and build not in left_out else '0'}" for build in wider]
+    here = [
+        f"-DIF_{build}(x)={'x' if any(f'attend-{build}.o' in made for made in objects) else '0'}"
+        for build in BUILDS
+        if build not in NEEDED
+    ]
     objects.append(str(work / "threads.o"))
-    run(*here, "-c", str(SOURCE / "threads.cpp"), "-o", objects[-1])
+    run(*here, *([EMULATE] if emulated else []), "-c", str(SOURCE / "threads.cpp"), "-o", objects[-1])
     run("-shared", *objects, "-o", str(library), "-pthread", *(["-ldl"] if sys.platform == "linux" else []))
     return left_out
 

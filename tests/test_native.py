@@ -190,7 +190,7 @@ def test_a_width_that_is_none_is_a_reason_to_refuse() -> None:
     code = "import torch, manyheads; q = torch.randn(1, 1, 2, 4); manyheads.explain(q, q, q)"
     printed = python(code, MANYHEADS_WIDTH="avx1024")
     assert (
-        "MANYHEADS_WIDTH must be one of portable, avx2, avx512, avx512bf16, and 'avx1024' is set" in printed
+        "MANYHEADS_WIDTH must be one of portable, avx2, avx512, avx512bf16, amx, and 'avx1024' is set" in printed
     )
     assert "sdpa       yes" in printed
 

@@ -10,12 +10,13 @@
 #include "look.h"
 
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <sched.h>
 
 namespace {
 
-constexpr int ROWS = 48;  // queries in a block
+constexpr int ROWS = 96;  // queries in a block, at most
 constexpr int64_t TOGETHER = 64 << 20;  // bytes of packed keys and values at a time, or one head's
 constexpr int FEW = 12;   // queries of a key for which packing isn't paid back
 
@@ -36,10 +37,11 @@ template <class T, class Op> struct Call {
     int64_t panels, depth, across;  // panels of keys, d rounded up to pairs, panels of a value
     int64_t batch, from = 0;        // heads of keys that are packed and computed at a time, from this one on
     E *keys, *values;               // [batch, panels, depth, PANEL], [batch, across, panels * PANEL, PANEL]
-    uint8_t *odd;                   // [batch, panels]: holds a value that isn't finite
+    uint8_t *infinite;              // [batch, panels]: holds a value that isn't finite
+    R *squares;                     // [batch, panels * PANEL]: |k|², infinite where the value is EXTREME or INFINITE
     Range *ranges;                  // [b, panels]
     int64_t threads;
-    int64_t rows = ROWS, blocks;    // queries in a block; blocks in a head
+    int64_t rows, blocks;           // queries in a block; blocks in a head
     int64_t next = 0, packed = 0;   // what is to be packed, and what is, counted up by all threads
     int64_t following = 0;          // what is to be computed
     int64_t parts;                  // of a head, each computed by one thread: blocks, or chunks of them
@@ -51,14 +53,15 @@ template <class T, class Op> struct Call {
     Call(const Problem &problem, const Look *look, const R *given = nullptr) : p(problem), y(look), given(given) {
         known = y && y->known, whole = y && !known && (y->received || y->grids);
         panels = up(p.s, PANEL) / PANEL;
-        line = whole ? panels * PANEL + W : KEYS;  // not a power of two, whose lines share places in a cache
-        depth = up(p.d, Op::PAIR);
+        line = (whole ? panels * PANEL : KEYS) + W;  // not a power of two, whose lines share places in a cache
+        depth = up(p.d, Op::DEPTH);
         across = up(p.w, PANEL) / PANEL;
         // Waking threads takes longer than it saves where there is little to do. What makes few blocks is cut finer,
         // so that threads have alike to do; whatever their number, as blocks have a say in the last bits.
         double work = 2. * p.b * p.h * p.t * p.s * (p.d + p.w);
         threads = work < 4e6 ? 1 : p.threads;
-        if (p.b * p.h * up(p.t, rows) / rows < 16) rows = 3 * STRIP;
+        rows = Op::EVEN > 1 ? 2 * Op::EVEN : near_cache() < (2 << 20) ? ROWS / 2 : ROWS;
+        if (p.b * p.h * up(p.t, rows) / rows < 16) rows = Op::EVEN > 1 ? Op::EVEN : 3 * STRIP;
         blocks = up(p.t, rows) / rows;
         int64_t k = given ? 0 : panels * depth * PANEL * sizeof(E), v = across * panels * PANEL * PANEL * sizeof(E);
         batch = smaller(larger<int64_t>(TOGETHER / larger<int64_t>(k + v, 1), 1), p.b * p.g);
@@ -68,13 +71,13 @@ template <class T, class Op> struct Call {
         int64_t sizes[] = {batch * k, batch * v, batch * panels,
                            p.key_ids ? p.b * panels * (int64_t)sizeof(Range) : 0,
                            y && y->received ? all_parts * panels * PANEL * (int64_t)sizeof(Sum) : 0,
-                           all_parts * side() * (int64_t)sizeof(R)};
+                           all_parts * side() * (int64_t)sizeof(R), batch * panels * PANEL * (int64_t)sizeof(R)};
         // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
         unit = Op::PAIR == 1 ? (R)1 : (R)std::fabs(p.scale);
-        char *at[6];
+        char *at[7];
         carve(store_of, sizes, at);
-        keys = (E *)at[0], values = (E *)at[1], odd = (uint8_t *)at[2], ranges = (Range *)at[3];
-        columns = (Sum *)at[4], sides = (R *)at[5];
+        keys = (E *)at[0], values = (E *)at[1], infinite = (uint8_t *)at[2], ranges = (Range *)at[3];
+        columns = (Sum *)at[4], sides = (R *)at[5], squares = (R *)at[6];
     }
 
     int64_t side() const {  // numbers in a chunk's part of `sides`
@@ -103,9 +106,13 @@ template <class T, class Op> struct Call {
         int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.s - first);
         const T *k = key_at(head, first), *v = value_at(head, first);
         int64_t place = head - from;
-        pack_columns<Op>(keys + (place * panels + panel) * depth * PANEL, k, p.k_stride + 2, count, p.d);
+        R *square = squares + (place * panels + panel) * PANEL;
+        pack_columns<Op>(keys + (place * panels + panel) * depth * PANEL, k, p.k_stride + 2, count, p.d, 1, square);
         E *to = values + (place * across * panels + panel) * PANEL * PANEL;
-        odd[place * panels + panel] = !pack_rows<Op>(to, panels * PANEL * PANEL, v, p.v_stride + 2, count, p.w);
+        uint8_t kinds[PANEL];
+        pack_rows<Op>(to, panels * PANEL * PANEL, v, p.v_stride + 2, count, p.w, kinds);
+        for (int64_t j = 0; j < count; j++) square[j] = kinds[j] ? INF : square[j];
+        infinite[place * panels + panel] = any(kinds, count, INFINITE);
         if (p.key_ids && head % p.g == 0) {
             int64_t b = head / p.g;
             const int64_t *ids = p.key_ids + b * p.key_ids_stride + first;
@@ -122,10 +129,12 @@ template <class T, class Op> struct Call {
         int64_t position;           // of its first row
         Range ids;
         E *q;                       // [ROWS, depth]
-        R *score;                   // [ROWS, KEYS]
+        bool *bounded, all_bounded;  // [ROWS]: are the weights of a row e^score, without a maximum?
+        R *score;                   // [ROWS, line]
         E *weight;                  // the same place in float32
         R *out;                     // [ROWS, across * PANEL]
         V *top, *total;             // [ROWS]: of the columns at hand; of all so far
+        R *peak;                    // [ROWS]: the highest number of `top`
         R *highest;                 // [ROWS]: the running maximum, or the log-sum-exp where it is known
         // For a look:
         int64_t part, start;        // its chunk, and the first query of that
@@ -169,7 +178,7 @@ template <class T, class Op> struct Call {
     template <bool LOOK> void weigh(const Block &k, int row, int64_t first, int64_t count, R factor) const {
         R *score = scores(k, row, first);
         E *weight = weights(k, row, first);
-        R before = k.highest[row], now = known ? before : larger(before, factor * highest(k.top[row]));
+        R before = k.highest[row], now = known ? before : larger(before, factor * k.peak[row]);
         V ground = all(now == -INF ? (R)0 : now), sum = {}, more = {}, spread = {};
         V place = {}, moment = {};  // a weight's, in pairs of vectors
         for (int64_t j = 0; j < count; j += 2 * W) {
@@ -205,6 +214,85 @@ template <class T, class Op> struct Call {
         k.highest[row] = now;
     }
 
+    // Products, which times the factor are scores, become weights e^score; where not `plain`, some are masked. Of a look,
+    // `spread` is of the scores less the largest so far, as a large number would cost it its digits.
+    template <bool PLAIN, bool LOOK>
+    void weigh_bounded(const Block &k, int row, int64_t first, int64_t count, R factor, R before) const {
+#if defined(HAS_EXP)
+        R *score = scores(k, row, first);
+        E *weight = weights(k, row, first);
+        V sum = {}, more = {}, spread = {}, place = {}, moment = {}, total = k.total[row];
+        R most = LOOK && k.best[row] != -INF ? k.best[row] : 0;
+        for (int64_t j = 0; j < count; j += 2 * W) {
+            V x = load(score + j), z = load(score + j + W);
+            if (PLAIN && Op::PAIR == 2) x = rounded(factor * x), z = rounded(factor * z);
+            V p = exp(x), r = exp(z);
+            if (!PLAIN) p = (V)((I)p & (x > -INF)), r = (V)((I)r & (z > -INF));
+            sum += p, more += r;
+            if (LOOK) {
+                if (!PLAIN) x = max(x, all(-2 * EXP_MOST)), z = max(z, all(-2 * EXP_MOST));  // else 0 · ∞
+                spread += p * (x - most), spread += r * (z - most);
+                moment += place * p, moment += place * r, place += (R)1;
+                if (Op::PAIR == 2) store(score + j, p), store(score + j + W, r);
+            }
+            Op::weights(weight + j, p, r);
+        }
+        k.total[row] = total + (sum + more);
+        if (LOOK) {
+            if (before != -INF && before != most) spread += (before - most) * total;
+            k.spread[row] += spread;
+            if (y->distance) k.away[row] += apart(score, first - k.position - row, count, sum, more, moment);
+        }
+#else
+        (void)k, (void)row, (void)first, (void)count, (void)factor, (void)before;
+#endif
+    }
+
+    // Finds the rows whose scores are known to be so small that no weight e^score, sum of weights or product with a value
+    // overflows or loses digits, by |q·k| <= |q||k| over the keys that a row may see. No other key has a say in it, so
+    // that whatever is masked doesn't change a bit.
+    void find_bounded(Block &k) const {
+        memset(k.bounded, 0, sizeof(bool) * k.rows), k.all_bounded = false;
+#if defined(HAS_EXP)
+        const R most = 40;  // e^40 · 2^32 · 2^31 keys is below 2^126, and e^-40 · 2^-32 above 2^-102
+        if (given || known || p.bias || p.keep || p.key_ids) return;
+        const R *square = squares + (k.head - from) * panels * PANEL;
+        R sink = p.sink ? std::fabs(((const R *)p.sink)[k.h]) : 0, slope = p.slopes ? slope_of(k) : 0, largest = 0;
+        Interval over = {0, 0};  // the keys that `largest` is of
+        int bounded = 0;
+        for (int row = 0; row < k.rows; row++) {
+            Interval keys = seen(k, row);
+            if (keys.begin < keys.end) {
+                if (keys.begin != over.begin || keys.end < over.end) over = {keys.begin, keys.begin}, largest = 0;
+                largest = larger(largest, largest_of(square + over.end, keys.end - over.end));
+                over = keys;
+            }
+            int64_t i = k.position + row;
+            R reach = (R)1.001 * unit * std::sqrt(largest * squared<Op>(k.q + row * depth, p.d));
+            if (finite(reach) && p.softcap) reach = smaller(reach, (R)p.softcap);
+            if (p.slopes) reach += std::fabs(slope) * (R)larger(std::llabs(keys.begin - i), std::llabs(keys.end - i));
+            k.bounded[row] = keys.end - keys.begin > 1 && larger(reach, sink) <= most;  // one key weighs exactly 1
+            bounded += k.bounded[row];
+        }
+        k.all_bounded = bounded == k.rows;
+#endif
+    }
+
+    R slope_of(const Block &k) const { return ((const R *)p.slopes)[k.h * p.slopes_stride]; }
+
+    // The largest of count numbers that aren't below 0; infinite if one of them isn't finite.
+    static R largest_of(const R *x, int64_t count) {
+        V top = {};
+        int64_t j = 0;
+        for (; j + W <= count; j += W) {
+            V some = load(x + j);
+            top = max(some < INF ? some : all(INF), top);
+        }
+        R most = highest(top);
+        for (; j < count; j++) most = x[j] < INF ? larger(most, x[j]) : INF;
+        return most;
+    }
+
     // Weights times how far the keys are, the first of which stands `from` behind the query: by their moment, the sum
     // of weights times the pair of vectors that they are in, where all are on one side and no difference is small.
     V apart(const R *weight, int64_t from, int64_t count, V sum, V more, V moment) const {
@@ -221,17 +309,26 @@ template <class T, class Op> struct Call {
         return far;
     }
 
-    void weigh(const Block &k, int row, int64_t first, int64_t count, R factor) const {
-        if (!y) return weigh<false>(k, row, first, count, factor);
-        R high = factor * highest(k.top[row]);
-        k.best[row] = larger(k.best[row], high);
-        if (y->top && high > largest(k, row).least())
-            largest(k, row).take(scores(k, row, first), factor, first, count, factor * k.top[row]);
-        weigh<true>(k, row, first, count, factor);
+    void weigh(const Block &k, int row, int64_t first, int64_t count, R factor, bool plain) const {
+        R before = -INF;  // the largest score so far
+        if (y) {
+            R high = factor * k.peak[row];
+            before = k.best[row], k.best[row] = larger(before, high);
+            if (y->top && high > largest(k, row).least())
+                largest(k, row).take(scores(k, row, first), factor, first, count, factor * k.top[row]);
+        }
+        if (!k.bounded[row])
+            y ? weigh<true>(k, row, first, count, factor) : weigh<false>(k, row, first, count, factor);
+        else if (plain)
+            y ? weigh_bounded<true, true>(k, row, first, count, factor, before)
+              : weigh_bounded<true, false>(k, row, first, count, factor, before);
+        else
+            y ? weigh_bounded<false, true>(k, row, first, count, factor, before)
+              : weigh_bounded<false, false>(k, row, first, count, factor, before);
     }
 
     // Adds what the panels left out: values that aren't finite, for the rows that may see them.
-    void add_odd(const Block &k, int row, int64_t first, int64_t j) const {
+    void add_infinite(const Block &k, int row, int64_t first, int64_t j) const {
         R weight = Op::unpack(weights(k, row, first)[j]);
         const T *v = value_at(k.head, first + j);
         for (int64_t x = 0; x < p.w; x++) {
@@ -244,28 +341,41 @@ template <class T, class Op> struct Call {
     void step(const Block &k, int64_t first, int64_t count, bool plain) const {
         if (given) return step_given(k, first, count);
         R factor = plain ? unit : (R)1;
-        int64_t place = k.head - from;
+        int64_t place = k.head - from, used = up(count, Op::DEPTH);
+        const E *panel = keys + (place * panels * PANEL + first) * depth;
         for (int row = 0; row < k.rows; row++) k.top[row] = all(-INF);
-        for (int64_t c = 0; c < count; c += PANEL)
-            columns_of<Op, false, true>(k.rows, smaller<int64_t>(PANEL, count - c), k.q, depth,
-                                        keys + (place * panels * PANEL + first + c) * depth, scores(k, 0, first) + c,
-                                        line, depth, k.top);
-        int64_t used = up(count, Op::PAIR);
+        for (int64_t c = 0; c < count; c += PANEL) {
+            int64_t columns = smaller<int64_t>(PANEL, count - c);
+            R *score = scores(k, 0, first) + c;
+            if (k.all_bounded && !y)
+                columns_of<Op, false, false>(k.rows, columns, k.q, depth, panel + c * depth, score, line, depth, k.top);
+            else
+                columns_of<Op, false, true>(k.rows, columns, k.q, depth, panel + c * depth, score, line, depth, k.top);
+        }
         count = up(count, 2 * W);
-        bool strange = false;
-        for (int64_t c = 0; c < count; c += PANEL) strange |= odd[place * panels + (first + c) / PANEL];
         if (!plain)
             for (int row = 0; row < k.rows; row++) finish(k, row, first, count);
-        if (!strange) {
-            for (int row = 0; row < k.rows; row++) weigh(k, row, first, count, factor);
-        } else {
-            weigh_odd(k, first, count, factor);
+        if (!k.all_bounded || y) find_peaks(k);
+        bool some = false;
+        for (int64_t c = 0; c < count; c += PANEL) some |= infinite[place * panels + (first + c) / PANEL];
+        for (int row = 0; row < k.rows; row++) {
+            if (some && !k.bounded[row]) weigh_infinite(k, row, first, count, factor);
+            else weigh(k, row, first, count, factor, plain);
         }
         for (int64_t a = 0; a < across; a++)
             columns_of<Op, true, false>(k.rows, smaller<int64_t>(PANEL, p.w - a * PANEL), weights(k, 0, first),
                                         Op::PAIR == 1 ? line : KEYS,
                                         values + ((place * across + a) * panels * PANEL + first) * PANEL,
                                         k.out + a * PANEL, across * PANEL, used, k.top);
+    }
+
+    // The highest score of each row of a step: of several rows at once, so that none waits for itself.
+    void find_peaks(const Block &k) const {
+        for (int row = 0; row < k.rows; row += W) {
+            V tops[W];
+            for (int n = 0; n < W; n++) tops[n] = k.top[smaller(row + n, k.rows - 1)];
+            store(k.peak + row, maxima(tops));
+        }
     }
 
     // The same where the scores are there.
@@ -279,19 +389,18 @@ template <class T, class Op> struct Call {
             V top = all(-INF);
             for (int64_t j = 0; j < whole; j += W) top = max(load(score + j), top);
             k.top[row] = top;
-            weigh(k, row, first, whole, 1);
         }
+        find_peaks(k);
+        for (int row = 0; row < k.rows; row++) weigh(k, row, first, whole, 1, false);
     }
 
     // The same where some value isn't finite: a row that sees it takes it in, however little it weighs.
-    void weigh_odd(const Block &k, int64_t first, int64_t count, R factor) const {
-        for (int row = 0; row < k.rows; row++) {
-            uint8_t visible[KEYS];
-            for (int64_t j = 0; j < count; j++) visible[j] = !(scores(k, row, first)[j] == -INF);
-            weigh(k, row, first, count, factor);
-            for (int64_t j = 0; j < smaller(count, p.s - first); j++)
-                if (visible[j]) add_odd(k, row, first, j);
-        }
+    void weigh_infinite(const Block &k, int row, int64_t first, int64_t count, R factor) const {
+        uint8_t visible[KEYS];
+        for (int64_t j = 0; j < count; j++) visible[j] = !(scores(k, row, first)[j] == -INF);
+        weigh(k, row, first, count, factor, false);
+        for (int64_t j = 0; j < smaller(count, p.s - first); j++)
+            if (visible[j]) add_infinite(k, row, first, j);
     }
 
     int64_t part_at(int64_t q_head, int64_t n) const { return (q_head - from * (p.h / p.g)) * parts + n; }
@@ -317,17 +426,19 @@ template <class T, class Op> struct Call {
         k.position = offset_of(p, k.b) + k.first;
         int64_t wide_out = across * PANEL;
         int64_t number = sizeof(R), tops = y ? ROWS * up(y->top, W) : 0;
-        int64_t sizes[] = {(int64_t)sizeof(E) * ROWS * depth, number * up(smaller<int64_t>(rows, p.t), STRIP) * line,
+        int64_t sizes[] = {(int64_t)sizeof(E) * ROWS * depth, number * up(smaller<int64_t>(rows, p.t), Op::EVEN) * line,
                            Op::PAIR == 1 ? 0 : (int64_t)sizeof(E) * ROWS * KEYS, number * ROWS * wide_out,
                            ROWS * BYTES, ROWS * BYTES, ROWS * number, y ? 2 * ROWS * BYTES : 0, y ? ROWS * number : 0,
                            tops * number, tops * number,
-                           whole ? panels * (int64_t)sizeof(Interval) : 0, whole ? panels * ROWS * number : 0};
-        char *at[13];
+                           whole ? panels * (int64_t)sizeof(Interval) : 0, whole ? panels * ROWS * number : 0,
+                           ROWS * number, ROWS * (int64_t)sizeof(bool)};
+        char *at[15];
         carve(scratch, sizes, at);
         k.spread = (V *)at[7], k.away = k.spread + ROWS, k.best = (R *)at[8], k.top_scores = (V *)at[9];
         k.top_keys = (I *)at[10], k.windows = (Interval *)at[11], k.grounds = (R *)at[12];
         k.q = (E *)at[0], k.score = (R *)at[1], k.weight = (E *)(Op::PAIR == 1 ? at[1] : at[2]);
         k.out = (R *)at[3], k.top = (V *)at[4], k.total = (V *)at[5], k.highest = (R *)at[6];
+        k.peak = (R *)at[13], k.bounded = (bool *)at[14];
 
         R by = Op::PAIR == 1 ? (R)p.scale : p.scale < 0 ? -(R)1 : (R)1;
         const T *q = ::at<T>(p.q, p.q_stride, k.b, k.h, k.first);
@@ -335,7 +446,6 @@ template <class T, class Op> struct Call {
         for (int row = 0; row < k.rows; row++) {
             if (!given)  // else it may be of another dtype
                 pack_query<Op>(k.q + row * depth, q + row * p.q_stride[2], p.q_stride[3], p.d, by);
-            k.highest[row] = known ? lse_of(k)[row] : sink;
             k.total[row] = V{};
             if (y) k.spread[row] = k.away[row] = V{}, k.best[row] = -INF, largest(k, row).clear();
         }
@@ -346,6 +456,8 @@ template <class T, class Op> struct Call {
             for (int row = 1; row < k.rows; row++)
                 k.ids = {smaller(k.ids.least, ids[row]), larger(k.ids.most, ids[row])};
         }
+        find_bounded(k);
+        for (int row = 0; row < k.rows; row++) k.highest[row] = k.bounded[row] ? (R)0 : known ? lse_of(k)[row] : sink;
         walk(k);
         write(k, sink);
         if (whole) look_back(k);
@@ -412,7 +524,8 @@ template <class T, class Op> struct Call {
         k.total[row] = all((R)by);  // all that is asked of it from here on
         if (y->total) ((R *)y->total)[at] = (R)(by * seen);
         if (y->entropy) {  // neither summand is below 0, but for rounding
-            R entropy = (R)(by * (seen * std::log((Wide)total) - sum(k.spread[row]) / LOG2E));
+            Wide unit = k.bounded[row] ? (Wide)1 : LOG2E, most = k.bounded[row] ? (Wide)k.best[row] : (Wide)0;
+            R entropy = (R)(by * (seen * (std::log((Wide)total) - most) - sum(k.spread[row]) / unit));
             ((R *)y->entropy)[at] = entropy < 0 ? (R)0 : entropy;
         }
         if (y->distance) ((R *)y->distance)[at] = (R)(by * sum(k.away[row]));
@@ -499,6 +612,7 @@ template <class T, class Op> struct Call {
     // Every thread packs what nobody packs yet, and computes when all is packed.
     static void sharing(void *data) {
         Call &call = *(Call *)data;
+        [[maybe_unused]] typename Op::Ready ready;
         int64_t count = call.given ? 0 : call.heads() * call.panels, queries = call.p.h / call.p.g;
         share(call.next, count, [&](int64_t n) {
             call.pack(call.from + n / call.panels, n % call.panels);
@@ -512,6 +626,7 @@ template <class T, class Op> struct Call {
     // Every thread packs a head and computes it.
     static void owning(void *data) {
         Call &call = *(Call *)data;
+        [[maybe_unused]] typename Op::Ready ready;
         int64_t queries = call.p.h / call.p.g, items = queries * call.parts;
         share(call.next, call.heads(), [&](int64_t n) {
             n += call.from;
@@ -566,7 +681,7 @@ template <class T, class Op> struct Scores {
 
     // A panel of keys of one head, with all queries that share it.
     void compute(int64_t head, int64_t first) const {
-        int64_t b = head / p.g, count = smaller<int64_t>(PANEL, p.s - first), depth = up(p.d, Op::PAIR);
+        int64_t b = head / p.g, count = smaller<int64_t>(PANEL, p.s - first), depth = up(p.d, Op::DEPTH);
         int64_t sizes[] = {depth * PANEL * (int64_t)sizeof(E), ROWS * depth * (int64_t)sizeof(E),
                            ROWS * PANEL * (int64_t)sizeof(R), ROWS * BYTES};
         char *at[4];
@@ -591,6 +706,7 @@ template <class T, class Op> struct Scores {
 
     static void computing(void *data) {
         Scores &all = *(Scores *)data;
+        [[maybe_unused]] typename Op::Ready ready;
         int64_t panels = up(all.p.s, PANEL) / PANEL;
         share(all.next, all.p.b * all.p.g * panels,
               [&](int64_t n) { all.compute(n / panels, n % panels * PANEL); });
@@ -610,11 +726,7 @@ void SCORES(LEVEL)(const Problem *p, void *to) {
     switch (p->dtype) {
         case FLOAT32: return scores<float, Single>(*p, to);
         case FLOAT16: return scores<Half, Single>(*p, to);
-#if defined(__AVX512BF16__)
-        case BFLOAT16: return scores<Brain, Pairs>(*p, to);
-#else
-        case BFLOAT16: return scores<Brain, Single>(*p, to);
-#endif
+        case BFLOAT16: return scores<Brain, Brains>(*p, to);
     }
 #endif
 }
@@ -627,11 +739,7 @@ void NAME(LEVEL)(const Problem *p, const Look *look) {
     switch (p->dtype) {
         case FLOAT32: return attend<float, Single>(*p, look);
         case FLOAT16: return attend<Half, Single>(*p, look);
-#if defined(__AVX512BF16__)
-        case BFLOAT16: return attend<Brain, Pairs>(*p, look);
-#else
-        case BFLOAT16: return attend<Brain, Single>(*p, look);
-#endif
+        case BFLOAT16: return attend<Brain, Brains>(*p, look);
     }
 #endif
 }
@@ -669,7 +777,17 @@ template <class Op> double spin(int64_t rounds, float *kept) {
 #define READ(level) READ2(level)
 
 double SPIN(LEVEL)(int64_t rounds, int pairs, float *kept) {
-#if defined(__AVX512BF16__)
+#if defined(TILES)
+    if (pairs) {  // four tiles of sums, as in the kernel's product
+        TilesReady ready;
+        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+        tile_zero<4>(), tile_zero<5>(), tile_zero<6>(), tile_zero<7>();
+        for (int64_t x = 0; x < rounds; x++)
+            tile_multiply<0, 4, 6>(), tile_multiply<1, 4, 7>(), tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+        *kept += 1e-3f;
+        return 2. * 4 * 16 * 16 * 32 * rounds;
+    }
+#elif defined(__AVX512BF16__)
     if (pairs) return spin<Pairs>(rounds, kept);
 #endif
     return pairs ? 0 : spin<Single>(rounds, kept);

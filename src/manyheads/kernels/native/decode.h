@@ -34,7 +34,7 @@ template <class T, class Op> struct Decode {
         rows = p.h / p.g * p.t;
         split = smaller<int64_t>(larger<int64_t>(up(p.b * p.g * p.s / SPLITS, STEP), SHORT), LONG);
         splits = up(p.s, split) / split;
-        width = up(p.w, W), depth = up(p.d, Op::PAIR), units = up(depth / Op::PAIR, W);
+        width = up(p.w, W), depth = up(p.d, Op::DEPTH), units = up(up(p.d, Op::PAIR) / Op::PAIR, W);
         unit = Op::PAIR == 1 ? (R)1 : (R)p.scale;
         int64_t sizes[] = {p.b * p.g * splits * rows * (width + 2) * (int64_t)sizeof(R)};
         char *at[1];
@@ -68,8 +68,9 @@ template <class T, class Op> struct Decode {
     void compute(int64_t head, int64_t n) {
         Split k = {};
         k.b = head / p.g, k.g = head % p.g;
-        int64_t sizes[] = {rows * depth * (int64_t)sizeof(E), depth * PANEL * (int64_t)sizeof(E),
-                           rows * units * (int64_t)sizeof(R), rows * STEP * (int64_t)sizeof(R), rows * BYTES};
+        int64_t even = up(rows, Op::EVEN);
+        int64_t sizes[] = {even * depth * (int64_t)sizeof(E), depth * PANEL * (int64_t)sizeof(E),
+                           rows * units * (int64_t)sizeof(R), even * STEP * (int64_t)sizeof(R), rows * BYTES};
         char *at[5];
         carve(scratch, sizes, at);
         k.packed = (E *)at[0], k.panel = (E *)at[1], k.q = (V *)at[2], k.score = (R *)at[3], k.unused = (V *)at[4];
@@ -276,6 +277,7 @@ template <class T, class Op> struct Decode {
 
     static void computing(void *data) {
         Decode &all = *(Decode *)data;
+        [[maybe_unused]] typename Op::Ready ready;
         int64_t items = all.p.b * all.p.g * all.splits;
         share(all.next, items, [&](int64_t n) { all.compute(n / all.splits, n % all.splits); });
     }

@@ -20,28 +20,29 @@ template <class T, class Op> struct Backward {
 
     const Problem &p;
     const Gradient &y;
-    int64_t panels, depth, deep;     // panels of queries; d and w rounded up to pairs
+    int64_t panels, depth, deep;     // panels of queries; d and w rounded up as products need it
+    int64_t lines;                   // d, as many as the rows of a product that gives gradients of queries
     int64_t across, over;            // panels of d, of w
     int64_t blocks, chunks;          // of keys; of these blocks
     E *q_columns, *q_rows;           // [b * h, panels, depth, PANEL], [b * h, across, panels * PANEL, PANEL]
     E *out_columns, *out_rows;       // of the gradient of the output, the same with deep and over
     R *lse;                          // [b * h, panels * PANEL]: infinite where nothing is seen
     R *delta;                        // the same: what a row's gradients of weights are on average
-    R *dq;                           // [b * h, chunks, d, panels * PANEL]: without the scale
+    R *dq;                           // [b * h, chunks, lines, panels * PANEL]: without the scale
     R unit;                          // what products are multiplied by: as the forward pass does it, to the bit
     int64_t next = 0;
     bool odd = false;                // is something not finite? What is masked would leak: nothing here is of use
 
     Backward(const Problem &p, const Gradient &y) : p(p), y(y) {
         panels = up(p.t, PANEL) / PANEL;
-        depth = up(p.d, Op::PAIR), deep = up(p.w, Op::PAIR);
+        depth = up(p.d, Op::DEPTH), deep = up(p.w, Op::DEPTH), lines = up(p.d, Op::EVEN);
         across = up(p.d, PANEL) / PANEL, over = up(p.w, PANEL) / PANEL;
         blocks = up(p.s, KEYS) / KEYS, chunks = smaller(y.chunks, blocks);
         unit = PAIRS ? (R)p.scale : (R)1;
         int64_t heads = p.b * p.h, rows = panels * PANEL;
         int64_t one = heads * rows * sizeof(E), number = heads * rows * sizeof(R);
         int64_t sizes[] = {one * depth, one * across * PANEL, one * deep,          one * over * PANEL,
-                           number,      number,               number * chunks * p.d};
+                           number,      number,               number * chunks * lines};
         char *at[7];
         carve(store_of, sizes, at);
         q_columns = (E *)at[0], q_rows = (E *)at[1], out_columns = (E *)at[2], out_rows = (E *)at[3];
@@ -62,9 +63,10 @@ template <class T, class Op> struct Backward {
         int64_t apart = panels * PANEL * PANEL;
         E *q_to = q_rows + (head * across * panels + panel) * PANEL * PANEL;
         E *d_to = out_rows + (head * over * panels + panel) * PANEL * PANEL;
-        bool fine = pack_rows<Op>(q_to, apart, q, p.q_stride + 2, count, p.d);
-        fine &= pack_rows<Op>(d_to, apart, d, d_step + 2, count, p.w);
-        if (!fine) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
+        uint8_t kinds[2][PANEL];
+        pack_rows<Op>(q_to, apart, q, p.q_stride + 2, count, p.d, kinds[0]);
+        pack_rows<Op>(d_to, apart, d, d_step + 2, count, p.w, kinds[1]);
+        if (any(kinds[0], count, INFINITE) || any(kinds[1], count, INFINITE)) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
         R *norm = lse + place * PANEL, *mean = delta + place * PANEL;
         for (int64_t n = 0; n < PANEL; n++) {
             int64_t row = head * p.t + first + n;
@@ -82,7 +84,7 @@ template <class T, class Op> struct Backward {
 
     struct Block {
         int64_t b, g, chunk, first, count;  // count: of keys
-        E *k, *k_down, *v;        // [KEYS, depth], [d, KEYS], [KEYS, deep]
+        E *k, *k_down, *v;        // [KEYS, depth], [lines, KEYS], [KEYS, deep]
         R *dk, *dv;               // [KEYS, across * PANEL], [KEYS, over * PANEL]
         R *score, *grad, *bend;   // [KEYS, QUERIES]: scores, gradients of weights, what the softcap bends them by
         E *weight, *pull, *pairs; // the same places in float32; weights, and gradients of scores in both orders
@@ -101,7 +103,7 @@ template <class T, class Op> struct Backward {
         k.count = smaller<int64_t>(KEYS, p.s - k.first);
         int64_t one = KEYS * sizeof(E), number = KEYS * sizeof(R), tile = number * QUERIES;
         int64_t small = PAIRS ? one * QUERIES : 0;
-        int64_t sizes[] = {one * depth, one * p.d, one * deep, number * across * PANEL, number * over * PANEL,
+        int64_t sizes[] = {one * depth, one * lines, one * deep, number * across * PANEL, number * over * PANEL,
                            tile, tile, p.softcap ? tile : 0, small, small, small, KEYS * BYTES};
         char *at[12];
         carve(scratch, sizes, at);
@@ -128,13 +130,14 @@ template <class T, class Op> struct Backward {
                 k.v[j * deep + x] = Op::pack(one);
                 sum += one - one;
             }
-            if (depth > p.d) k.k[j * depth + p.d] = E{};
-            if (deep > p.w) k.v[j * deep + p.w] = E{};
+            for (int64_t x = p.d; x < depth; x++) k.k[j * depth + x] = E{};
+            for (int64_t x = p.w; x < deep; x++) k.v[j * deep + x] = E{};
         }
-        if (k.count % Op::PAIR) {  // the other half of a pair
-            memset(k.k + k.count * depth, 0, sizeof(E) * depth), memset(k.v + k.count * deep, 0, sizeof(E) * deep);
-            for (int64_t x = 0; x < p.d; x++) k.k_down[x * KEYS + k.count] = E{};
-        }
+        // What rounds the keys up along a product's depth.
+        int64_t beyond = up(k.count, Op::DEPTH) - k.count;
+        for (int64_t x = 0; x < p.d; x++) memset(k.k_down + x * KEYS + k.count, 0, sizeof(E) * beyond);
+        if (PAIRS) memset(k.k + k.count * depth, 0, sizeof(E) * beyond * depth);
+        if (PAIRS) memset(k.v + k.count * deep, 0, sizeof(E) * beyond * deep);
         memset(k.dk, 0, sizeof(R) * k.count * across * PANEL);
         memset(k.dv, 0, sizeof(R) * k.count * over * PANEL);
         if (sum != 0) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
@@ -191,7 +194,7 @@ template <class T, class Op> struct Backward {
     // Queries first … first + count of a head, with a block of keys. plain: each sees each, and nothing is added.
     void step(const Block &k, int64_t h, int64_t first, int64_t count, bool plain) const {
         int64_t head = k.b * p.h + h, rows = panels * PANEL, at = head * rows + first;
-        int64_t even = up(k.count, Op::PAIR), whole = up(count, W), used = up(count, Op::PAIR);
+        int64_t even = up(k.count, Op::DEPTH), whole = up(count, W), used = up(count, Op::DEPTH);
         for (int64_t c = 0; c < count; c += PANEL) {
             int64_t columns = smaller<int64_t>(PANEL, count - c);
             columns_of<Op, false, false>((int)even, columns, k.k, depth, q_columns + (at + c) * depth, k.score + c,
@@ -205,12 +208,12 @@ template <class T, class Op> struct Backward {
             weigh(k, row, lse + at, delta + at, whole, plain);
             if (y.d_bias || y.d_slopes || p.softcap) collect(k, h, row, first, count, slope);
         }
-        if (k.count < even) {  // the other half of a pair
-            memset(k.score + k.count * QUERIES, 0, sizeof(R) * whole);
-            memset(k.grad + k.count * QUERIES, 0, sizeof(R) * whole);
+        for (int64_t row = k.count; row < even; row++) {
+            memset(k.score + row * QUERIES, 0, sizeof(R) * whole);
+            memset(k.grad + row * QUERIES, 0, sizeof(R) * whole);
         }
         if (y.d_slopes) ((R *)y.d_slopes)[head * y.chunks + k.chunk] += slope;
-        if constexpr (PAIRS) round(k, even, whole);
+        if constexpr (PAIRS) round(k, even, whole, used);
         const E *outs = out_rows + head * over * rows * PANEL, *queries = q_rows + head * across * rows * PANEL;
         for (int64_t a = 0; a < over; a++)
             columns_of<Op, true, false>((int)k.count, smaller<int64_t>(PANEL, p.w - a * PANEL), k.weight, QUERIES,
@@ -220,14 +223,17 @@ template <class T, class Op> struct Backward {
             columns_of<Op, true, false>((int)k.count, smaller<int64_t>(PANEL, p.d - a * PANEL), k.pull, QUERIES,
                                         queries + (a * rows + first) * PANEL, k.dk + a * PANEL, across * PANEL, used,
                                         k.unused);
-        R *to = dq + (head * chunks + k.chunk) * p.d * rows + first;
+        R *to = dq + (head * chunks + k.chunk) * lines * rows + first;
         for (int64_t c = 0; c < count; c += PANEL)
             columns_of<Op, true, false, QUERIES>((int)p.d, smaller<int64_t>(PANEL, count - c), k.k_down, KEYS,
                                                  k.pairs + c * Op::PAIR, to + c, rows, even, k.unused);
     }
 
-    // Weights and gradients of scores in bfloat16, the latter in both orders.
-    void round(const Block &k, int64_t rows, int64_t count) const {
+    // Weights and gradients of scores in bfloat16, the latter in both orders; zeros up to `used`.
+    void round(const Block &k, int64_t rows, int64_t count, int64_t used) const {
+        for (int64_t row = 0; row < rows && count < used; row++)
+            memset(k.weight + row * QUERIES + count, 0, sizeof(E) * (used - count)),
+                memset(k.pull + row * QUERIES + count, 0, sizeof(E) * (used - count));
         for (int64_t row = 0; row < rows; row += 2)
             for (int64_t n = 0; n < count; n += W) {
                 int64_t at = row * QUERIES + n, next = at + QUERIES;
@@ -269,7 +275,7 @@ template <class T, class Op> struct Backward {
     void write(int64_t head, int64_t panel) const {
         int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.t - first), rows = panels * PANEL;
         T *to = (T *)y.dq + (head * p.t + first) * p.d;
-        const R *from = dq + head * chunks * p.d * rows + first;
+        const R *from = dq + head * chunks * lines * rows + first;
         for (int64_t x = 0; x < p.d; x += W) {
             int64_t some = smaller<int64_t>(W, p.d - x);
             for (int64_t n = 0; n < count; n += W) {
@@ -278,7 +284,7 @@ template <class T, class Op> struct Backward {
                     block[m] = V{};
                     if (m < some)
                         for (int64_t chunk = 0; chunk < chunks; chunk++)
-                            block[m] += load(from + (chunk * p.d + x + m) * rows + n);
+                            block[m] += load(from + (chunk * lines + x + m) * rows + n);
                 }
                 transpose(block);
                 for (int64_t m = 0; m < smaller<int64_t>(W, count - n); m++)
@@ -297,6 +303,7 @@ template <class T, class Op> struct Backward {
     // One chunk of a head, or, where heads add to the same gradient of a bias, of all heads in order.
     static void walking(void *data) {
         Backward &all = *(Backward *)data;
+        [[maybe_unused]] typename Op::Ready ready;
         int64_t heads = all.p.b * all.p.g, together = all.y.shared ? heads : 1;
         share(all.next, heads / together * all.chunks, [&](int64_t n) {
             int64_t first = n / all.chunks * together;
@@ -305,7 +312,7 @@ template <class T, class Op> struct Backward {
     }
 
     void walk_chunk(int64_t head, int64_t chunk) {
-        int64_t size = p.d * panels * PANEL, queries = p.h / p.g;
+        int64_t size = lines * panels * PANEL, queries = p.h / p.g;
         for (int64_t h = head * queries; h < (head + 1) * queries; h++)
             memset(dq + (h * chunks + chunk) * size, 0, sizeof(R) * size);
         for (int64_t block = chunk; block < blocks; block += chunks) {
@@ -346,11 +353,7 @@ int NAME(LEVEL)(const Problem *p, const Gradient *y) {
     switch (p->dtype) {
         case FLOAT32: return Backward<float, Single>(*p, *y).run();
         case FLOAT16: return Backward<Half, Single>(*p, *y).run();
-#if defined(__AVX512BF16__)
-        case BFLOAT16: return Backward<Brain, Pairs>(*p, *y).run();
-#else
-        case BFLOAT16: return Backward<Brain, Single>(*p, *y).run();
-#endif
+        case BFLOAT16: return Backward<Brain, Brains>(*p, *y).run();
     }
     return 0;
 #endif

@@ -19,19 +19,19 @@ HERE = Path(__file__).parent
 ANOTHER = os.environ.get("MANYHEADS_LIBRARY")  # one with sanitizers, say
 FILE = Path(ANOTHER or HERE / "native.so")
 LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, isn't there
-INTERFACE = 6  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
+INTERFACE = 7  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq 2q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
 LOOK = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
 GRID = struct.Struct("=2q2Q")
-WIDTHS = ("portable", "avx2", "avx512", "avx512bf16")  # by what they need of a processor
+WIDTHS = ("portable", "avx2", "avx512", "avx512bf16", "amx")  # by what they need of a processor
 
 attend: ctypes._NamedFuncPointer | None = None  # (a problem, a look or None, number of the build) → 0
 differentiate: ctypes._NamedFuncPointer | None = None  # (a problem, a gradient, number of the build) → 0
 scores: ctypes._NamedFuncPointer | None = None  # (a problem, where to write, number of the build) → 0
 width: int | None = None  # the build's number in WIDTHS
 runs: list[str] = []  # all builds that this processor can run
-left_out: dict[str, str] = {}  # builds that the compiler couldn't make, and why
+left_out: dict[str, str] = {}  # builds that the compiler couldn't make or the system doesn't allow, and why
 shares_threads = False
 has_tiles = False  # does this processor multiply bfloat16 in tiles (AMX)?
 spin: ctypes._NamedFuncPointer | None = None  # (number, rounds, bfloat16?, threads) → operations done
@@ -72,11 +72,15 @@ def _load() -> None:
         missing = f"MANYHEADS_WIDTH={wanted} is set, and that build isn't there: {left_out[wanted]}"
         return
     runs.extend(name for n, name in enumerate(WIDTHS) if library.manyheads_runs(n))
+    tiles = library.manyheads_tiles()
+    if tiles == 1 and "amx" not in left_out:
+        left_out["amx"] = "Linux doesn't let this process use AMX tiles (it does since 5.16)"
     if wanted and wanted not in runs:
-        missing = f"MANYHEADS_WIDTH={wanted} is set, and this processor can't run that build"
+        why = left_out.get(wanted, "this processor can't run that build")
+        missing = f"MANYHEADS_WIDTH={wanted} is set, and {why}"
         return
     shares_threads = bool(library.manyheads_begin(_own_threads()))
-    has_tiles = bool(library.manyheads_has_tiles())
+    has_tiles = tiles > 0
     width = WIDTHS.index(wanted or runs[-1])
     attend = library.manyheads_attend
     attend.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)

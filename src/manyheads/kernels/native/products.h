@@ -2,6 +2,7 @@
 // kernel and its gradient are made of.
 #pragma once
 #include "problem.h"
+#include "tiles.h"
 #include "vectors.h"
 
 #include <cmath>
@@ -9,6 +10,7 @@
 void *scratch(int64_t bytes);   // memory of this thread, aligned, kept until its next call
 void *store_of(int64_t bytes);  // the same, a second one
 void forget();                  // the second one is needed no more, and kept only if it isn't large
+int64_t near_cache();           // bytes of the second-level cache of a core
 
 namespace {
 
@@ -90,10 +92,19 @@ INLINE void narrow(float x, Half &y) {
 
 // -- products --------------------------------------------------------------------------------------
 
-// How numbers lie in a panel and are multiplied: one by one in float32, or by pairs in bfloat16. A panel is
-// [k / PAIR][PANEL][PAIR]; a row on the left [k].
+// What the packed numbers of a key's value are: bits that are put together.
+constexpr uint8_t INFINITE = 1;  // some are infinite or NaN, and 0 in the panel
+constexpr uint8_t EXTREME = 2;   // some are so large or small that their product with a large weight isn't exact
+#if !defined(REAL)
+constexpr R EXTREME_FROM = 0x1p32f;  // or below its inverse, but for 0
+#endif
+
+// How numbers lie in a panel and are multiplied: one by one in float32, or by pairs or tiles in bfloat16. A panel is
+// [k / PAIR][PANEL][PAIR]; a row on the left [k]. What a product reads is rounded up to DEPTH along k, where it must be
+// 0, and to EVEN rows on the left, which may hold anything; as many rows of the result are written.
 struct Single {
     typedef R E;
+    struct Ready {};  // what a thread holds while it multiplies
     // W units (numbers, or pairs of them) of a row of n numbers, from unit x; zeros beyond its end.
     template <class T> INLINE V units(const T *row, int64_t step, int64_t x, int64_t n) {
         if (step == 1 && x + W <= n) return wide(row + x);
@@ -101,21 +112,23 @@ struct Single {
         for (int j = 0; j < W; j++) at[j] = x + j < n ? wide(row[(x + j) * step]) : (R)0;
         return load(at);
     }
-    // A row of values for a panel; false if one of them isn't finite, which is 0 there.
+    // A row of values for a panel, where what isn't finite is 0; what it is joins `kind`.
     template <class T>
-    INLINE bool values(R *to, const T *row, const T *, int64_t step, int64_t width) {
-        I odd = {};
+    INLINE void values(R *to, const T *row, const T *, int64_t step, int64_t width, uint8_t *kind) {
+        I infinite = {}, extreme = {};
         for (int64_t x = 0; x < PANEL; x += W) {
             V v = x < width ? units(row, step, x, width) : V{};
             I fine = v - v == (R)0;
-            odd |= ~fine;
+            infinite |= ~fine;
+#if defined(HAS_EXP)
+            V size = v < 0 ? -v : v;
+            extreme |= (size > EXTREME_FROM) | ((size < 1 / EXTREME_FROM) & (v != 0));
+#endif
             store(to + x, (V)((I)v & fine));
         }
-        bool any = false;
-        for (int n = 0; n < W; n++) any |= odd[n] != 0;
-        return !any;
+        *kind |= (lanes(infinite) ? INFINITE : 0) | (lanes(extreme) ? EXTREME : 0);
     }
-    static constexpr int PAIR = 1, KEYS = 256;  // KEYS in a block
+    static constexpr int PAIR = 1, DEPTH = 1, EVEN = 1, KEYS = 256;  // KEYS in a step
     INLINE R pack(R x) { return x; }
     INLINE R unpack(R x) { return x; }
     INLINE V left(const R *a) { return all(*a); }
@@ -124,9 +137,10 @@ struct Single {
     INLINE void weights(R *to, V p, V r) { store(to, p); store(to + W, r); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(EMULATE_TILES)
 struct Pairs {
     typedef Brain E;
+    struct Ready {};
     INLINE V units(const Brain *row, int64_t step, int64_t x, int64_t n) {
         Brain at[2 * W] = {};
         if (step == 1 && 2 * (x + W) <= n)
@@ -138,23 +152,28 @@ struct Pairs {
         return v;
     }
     // Two rows of values, pair by pair; the second may be null.
-    INLINE bool values(Brain *to, const Brain *row, const Brain *second, int64_t step, int64_t width) {
-        uint32_t odd = 0, pairs[PANEL] = {};
+    INLINE void values(Brain *to, const Brain *row, const Brain *second, int64_t step, int64_t width, uint8_t *kind) {
+        uint32_t pairs[PANEL] = {}, least[2] = {~0u, ~0u}, most[2] = {};
         for (int64_t x = 0; x < width; x++) {
             uint32_t a = row[x * step].u, b = second ? second[x * step].u : 0;
-            uint32_t odd_a = (a & 0x7f80) == 0x7f80, odd_b = (b & 0x7f80) == 0x7f80;
-            pairs[x] = (odd_a ? 0 : a) | (odd_b ? 0 : b) << 16;
-            odd |= odd_a | odd_b;
+            uint32_t size_a = a & 0x7fff, size_b = b & 0x7fff;
+            pairs[x] = (size_a < 0x7f80 ? a : 0) | (size_b < 0x7f80 ? b : 0) << 16;
+            least[0] = smaller(least[0], size_a - 1), least[1] = smaller(least[1], size_b - 1);  // of 0 the largest number
+            most[0] = larger(most[0], size_a), most[1] = larger(most[1], size_b);
         }
         memcpy(to, pairs, sizeof pairs);
-        return !odd;
+        const uint32_t low = bits(1 / EXTREME_FROM) >> 16, high = bits(EXTREME_FROM) >> 16;
+        for (int n = 0; n < (second ? 2 : 1); n++)
+            kind[n] |= (most[n] >= 0x7f80 ? INFINITE : 0) | (most[n] > high || least[n] < low - 1 ? EXTREME : 0);
     }
-    static constexpr int PAIR = 2, KEYS = 512;
+    static constexpr int PAIR = 2, DEPTH = 2, EVEN = 1, KEYS = 512;
     INLINE Brain pack(R x) { Brain y; narrow(x, y); return y; }
     INLINE R unpack(Brain x) { return wide(x); }
-    INLINE V left(const Brain *a) { int32_t x; memcpy(&x, a, 4); return (V)_mm512_set1_epi32(x); }
+    INLINE V left(const Brain *a) { int32_t x; memcpy(&x, a, 4); return (V)(I{} + x); }
     INLINE V right(const Brain *b) { return load((const R *)b); }
+#if defined(__AVX512BF16__)
     INLINE V add(V sum, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+    INLINE I narrowed(V v) { return (I)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)); }
     INLINE void weights(Brain *to, V p, V r) {
         __m512bh both = _mm512_cvtne2ps_pbh((__m512)r, (__m512)p);
         memcpy(to, &both, 64);
@@ -163,13 +182,90 @@ struct Pairs {
         __m256bh half = _mm512_cvtneps_pbh((__m512)v);
         memcpy(to, &half, 32);
     }
+#else
+    INLINE V add(V sum, V a, V b) {
+        sum += (V)((I)a << 16) * (V)((I)b << 16);
+        return sum + (V)((I)a & -65536) * (V)((I)b & -65536);
+    }
+    INLINE I narrowed(V v) {  // to the nearest, ties to even
+        U u = (U)v, even = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+        return v != v ? I{} + 0x7fc0 : (I)even;
+    }
+    INLINE void weights(Brain *to, V p, V r) { round(to, p), round(to + W, r); }
+    INLINE void round(Brain *to, V v) {
+        I u = narrowed(v);
+        for (int n = 0; n < W; n++) to[n].u = (uint16_t)u[n];
+    }
+#endif
     INLINE void pair(Brain *to, V a, V b) {  // of two rows, number by number
-        __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)a));
-        __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)b));
-        __m512i both = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
-        memcpy(to, &both, 64);
+        I both = narrowed(a) | narrowed(b) << 16;
+        memcpy(to, &both, BYTES);
     }
 };
+#endif
+
+#if defined(TILES)
+// Tiles of 16 rows of 64 bytes, of which the processor multiplies two at a time (AMX): the sums of 32 rows and 32 columns
+// stay in four of them. Their layout is that of pairs.
+struct Tiles : Pairs {
+    static constexpr int DEPTH = 32, EVEN = 16, KEYS = 128;
+    typedef TilesReady Ready;
+
+    // to [32 or 16 rows, 16 or 32 columns] (+)= a · panel
+    template <int ROWS, int COLUMNS, bool ADD, int STEP>
+    INLINE void block(const Brain *a, int64_t a_row, const Brain *panel, R *to, int64_t to_row, int64_t k) {
+        constexpr int64_t across = 16 * PAIR;  // numbers from a tile of a panel to that beside it
+        int64_t a_step = a_row * sizeof(Brain), step = STEP * PAIR * sizeof(Brain), to_step = to_row * sizeof(R);
+        const Brain *b = a + 16 * a_row;
+        R *low = to + 16 * to_row;
+        if (ADD) {
+            tile_load<0>(to, to_step);
+            if (COLUMNS == 2) tile_load<1>(to + 16, to_step);
+            if (ROWS == 2) tile_load<2>(low, to_step);
+            if (ROWS == 2 && COLUMNS == 2) tile_load<3>(low + 16, to_step);
+        } else {
+            tile_zero<0>();
+            if (COLUMNS == 2) tile_zero<1>();
+            if (ROWS == 2) tile_zero<2>();
+            if (ROWS == 2 && COLUMNS == 2) tile_zero<3>();
+        }
+        for (int64_t x = 0; x < k; x += DEPTH) {
+            tile_load<4>(a + x, a_step), tile_load<6>(panel + x * STEP, step);
+            tile_multiply<0, 4, 6>();
+            if (COLUMNS == 2) tile_load<7>(panel + x * STEP + across, step), tile_multiply<1, 4, 7>();
+            if (ROWS == 2) tile_load<5>(b + x, a_step), tile_multiply<2, 5, 6>();
+            if (ROWS == 2 && COLUMNS == 2) tile_multiply<3, 5, 7>();
+        }
+        tile_store<0>(to, to_step);
+        if (COLUMNS == 2) tile_store<1>(to + 16, to_step);
+        if (ROWS == 2) tile_store<2>(low, to_step);
+        if (ROWS == 2 && COLUMNS == 2) tile_store<3>(low + 16, to_step);
+    }
+
+    template <bool ADD, int STEP>
+    static void product(int rows, int64_t columns, const Brain *a, int64_t a_row, const Brain *panel, R *to,
+                        int64_t to_row, int64_t k) {
+        for (int i = 0; i < rows; i += 32, a += 32 * a_row, to += 32 * to_row) {
+            bool two = rows - i > 16;
+            for (int64_t c = 0; c < columns; c += 32) {
+                const Brain *b = panel + c * PAIR;
+                if (two && columns - c > 16) block<2, 2, ADD, STEP>(a, a_row, b, to + c, to_row, k);
+                else if (two) block<2, 1, ADD, STEP>(a, a_row, b, to + c, to_row, k);
+                else if (columns - c > 16) block<1, 2, ADD, STEP>(a, a_row, b, to + c, to_row, k);
+                else block<1, 1, ADD, STEP>(a, a_row, b, to + c, to_row, k);
+            }
+        }
+    }
+};
+#endif
+
+// The type of products of bfloat16 numbers, the fastest that this build has.
+#if defined(TILES)
+typedef Tiles Brains;
+#elif defined(__AVX512BF16__)
+typedef Pairs Brains;
+#else
+typedef Single Brains;
 #endif
 
 // to [H, N vectors] (+)= a [H, k] * panel [k, N vectors]; with TOP the highest of each row's entries joins top.
@@ -217,6 +313,12 @@ static void rows_of(int rows, const typename Op::E *a, int64_t a_row, const type
 template <class Op, bool ADD, bool TOP, int STEP = PANEL>
 static void columns_of(int rows, int64_t columns, const typename Op::E *a, int64_t a_row, const typename Op::E *panel,
                        R *to, int64_t to_row, int64_t k, V *top) {
+    if constexpr (Op::EVEN > 1) {
+        Op::template product<ADD, STEP>(rows, columns, a, a_row, panel, to, to_row, k);
+        for (int i = 0; TOP && i < rows; i++)
+            for (int64_t c = 0; c < columns; c += W) top[i] = max(load(to + i * to_row + c), top[i]);
+        return;
+    }
     if constexpr (VECTORS == 4) {
         if (columns > 3 * W) return rows_of<Op, 4, ADD, TOP, STEP>(rows, a, a_row, panel, to, to_row, k, top);
         if (columns > 2 * W) return rows_of<Op, 3, ADD, TOP, STEP>(rows, a, a_row, panel, to, to_row, k, top);
@@ -228,44 +330,69 @@ static void columns_of(int rows, int64_t columns, const typename Op::E *a, int64
 // -- packing ---------------------------------------------------------------------------------------
 
 // A panel [depth, PANEL] of rows of d numbers, which become its columns; zeros up to a whole vector. In float32 they
-// are multiplied by a factor.
+// are multiplied by a factor. squares [PANEL]: where the product of each row with itself is written, or null.
 template <class Op, class T>
 static void pack_columns(typename Op::E *to, const T *rows, const int64_t stride[2], int64_t count, int64_t d,
-                         R factor = 1) {
-    int64_t units = up(d, Op::PAIR) / Op::PAIR;
-    for (int64_t j = 0; j < count; j += W)
+                         R factor = 1, R *squares = nullptr) {
+    int64_t units = up(d, Op::DEPTH) / Op::PAIR;
+    for (int64_t j = 0; j < count; j += W) {
+        V square[W] = {};
         for (int64_t x = 0; x < units; x += W) {
             V block[W];
-            for (int64_t n = 0; n < W; n++)
+            for (int64_t n = 0; n < W; n++) {
                 block[n] = j + n < count ? Op::units(rows + (j + n) * stride[0], stride[1], x, d) : V{};
+                square[n] = Op::add(square[n], block[n], block[n]);
+            }
             if (Op::PAIR == 1 && factor != (R)1)
                 for (int n = 0; n < W; n++) block[n] *= factor;
             transpose(block);
             for (int64_t n = 0; n < smaller<int64_t>(W, units - x); n++)
                 store((R *)to + (x + n) * PANEL + j, block[n]);
         }
+        if (squares) store(squares + j, sums(square));
+    }
 }
 
-// A query for the left of a product, times a factor that its numbers hold exactly; zeros up to a whole pair.
+// A query for the left of a product, times a factor that its numbers hold exactly; zeros beyond its end.
 template <class Op, class T>
 INLINE void pack_query(typename Op::E *to, const T *row, int64_t step, int64_t d, R factor) {
     each(d, step, [&](int64_t x, int64_t at) { to[x] = Op::pack(factor * wide(row[at])); });
-    if (d % Op::PAIR) to[d] = typename Op::E{};
+    for (int64_t x = d; x < up(d, Op::DEPTH); x++) to[x] = typename Op::E{};
+}
+
+// The product of a packed query with itself.
+template <class Op> INLINE R squared(const typename Op::E *row, int64_t d) {
+    V squares = {};
+    for (int64_t x = 0; x * Op::PAIR < d; x += W) {
+        V some = Op::units(row, 1, x, d);
+        squares = Op::add(squares, some, some);
+    }
+    return sum(squares);
 }
 
 // The same rows as rows of panels [across][up to PANEL rows, PANEL], `apart` from one to the next; what isn't finite
-// is 0 there. True if all is.
+// is 0 there. kinds [count]: what each row is.
 template <class Op, class T>
-static bool pack_rows(typename Op::E *to, int64_t apart, const T *rows, const int64_t stride[2], int64_t count,
-                      int64_t width) {
-    bool fine = true;
-    for (int64_t a = 0; a * PANEL < width; a++)
+static void pack_rows(typename Op::E *to, int64_t apart, const T *rows, const int64_t stride[2], int64_t count,
+                      int64_t width, uint8_t *kinds) {
+    memset(kinds, 0, count);
+    for (int64_t a = 0; a * PANEL < width; a++) {
+        typename Op::E *panel = to + a * apart;
         for (int64_t j = 0; j < count; j += Op::PAIR) {
             const T *row = rows + a * PANEL * stride[1] + j * stride[0];
-            fine &= Op::values(to + a * apart + j * PANEL, row, j + 1 < count ? row + stride[0] : nullptr, stride[1],
-                               smaller<int64_t>(PANEL, width - a * PANEL));
+            Op::values(panel + j * PANEL, row, j + 1 < count ? row + stride[0] : nullptr, stride[1],
+                       smaller<int64_t>(PANEL, width - a * PANEL), kinds + j);
         }
-    return fine;
+        int64_t end = up(count, Op::PAIR);
+        memset(panel + end * PANEL, 0, sizeof(*to) * (up(count, Op::DEPTH) - end) * PANEL);
+    }
+}
+
+// Is one of them such?
+INLINE bool any(const uint8_t *kinds, int64_t count, uint8_t kind) {
+    uint8_t all = 0;
+    for (int64_t j = 0; j < count; j++) all |= kinds[j];
+    return all & kind;
 }
 
 // -- problems --------------------------------------------------------------------------------------

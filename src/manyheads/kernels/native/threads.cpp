@@ -19,6 +19,8 @@
 #include <dlfcn.h>
 #include <link.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #define BUILD(width)                                                  \
@@ -35,8 +37,11 @@ BUILD(portable)
 BUILD(avx2)
 BUILD(avx512)
 BUILD(avx512bf16)
+BUILD(amx)
 // setup.py says which of the wider ones it could build: IF_avx2(x) is x where there is that build, else 0.
-#define EACH(what) {what##_portable, IF_avx2(what##_avx2), IF_avx512(what##_avx512), IF_avx512bf16(what##_avx512bf16)}
+#define EACH(what)                                                                    \
+    {what##_portable, IF_avx2(what##_avx2), IF_avx512(what##_avx512), IF_avx512bf16(what##_avx512bf16), \
+     IF_amx(what##_amx)}
 
 // -- memory ----------------------------------------------------------------------------------------
 
@@ -76,6 +81,49 @@ void *store_of(int64_t bytes) { return second.get(bytes); }
 void forget() {
     if (second.size > KEPT) second.drop();
 }
+
+// -- what the machine has --------------------------------------------------------------------------
+
+namespace {
+
+int64_t second_level = 1 << 20;  // bytes of a core's cache; many have so much where the system doesn't say
+
+void read_caches() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    long size = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    if (size > 0) second_level = size;
+#endif
+}
+
+// Does the processor multiply bfloat16 in tiles (AMX), and does the system save them?
+bool has_tiles() {
+#if defined(__x86_64__)
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;  // AMX-BF16, -TILE
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low >> 17 & 3) == 3;  // tile configuration and data
+#else
+    return false;
+#endif
+}
+
+// May this process use tiles? Linux asks every process to ask for them, once; others don't.
+bool may_use_tiles() {
+#if defined(EMULATE_TILES)
+    return true;
+#elif defined(__linux__) && defined(__x86_64__)
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+    static const bool allowed = has_tiles() && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    return allowed;
+#else
+    return has_tiles();
+#endif
+}
+
+}  // namespace
+
+int64_t near_cache() { return second_level; }
 
 // -- threads ---------------------------------------------------------------------------------------
 
@@ -119,6 +167,7 @@ extern "C" {
 // Looks for PyTorch's pool, unless this process shouldn't use it. True if it is found.
 __attribute__((visibility("default"))) int manyheads_begin(int own_threads) {
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
+    read_caches();
 #if defined(__linux__)
     if (!own_threads) dl_iterate_phdr(look, &pool);
 #endif
@@ -130,33 +179,26 @@ __attribute__((visibility("default"))) int64_t manyheads_interface() {
     return ((INTERFACE * 1000 + sizeof(Look)) * 1000 + sizeof(Gradient)) * 1000 + sizeof(Problem);
 }
 
-// Is a build here, and can this processor run it? By its number: 0 portable, 1 avx2, 2 avx512, 3 avx512bf16.
+// Is a build here, and can this processor run it? By its number: 0 portable, 1 avx2, 2 avx512, 3 avx512bf16, 4 amx.
 __attribute__((visibility("default"))) int manyheads_runs(int level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     [[maybe_unused]] bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    bool levels[] = {true, IF_avx2(avx2), IF_avx512(avx512),
-                     IF_avx512bf16(avx512 && __builtin_cpu_supports("avx512bf16"))};
+    [[maybe_unused]] bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+#if defined(EMULATE_TILES)
+    pairs = avx2;
+#endif
+    bool levels[] = {true, IF_avx2(avx2), IF_avx512(avx512), IF_avx512bf16(pairs), IF_amx(pairs && may_use_tiles())};
     return levels[level];
 #else
     return level == 0;
 #endif
 }
 
-// Has this processor tiles that multiply bfloat16 (AMX), and does the system save them?
-__attribute__((visibility("default"))) int manyheads_has_tiles() {
-#if defined(__x86_64__)
-    unsigned a, b, c, d, low, high;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return 0;  // AMX-BF16, AMX-TILE
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return (low >> 17 & 3) == 3;  // tile configuration and data
-#else
-    return 0;
-#endif
-}
+// Does this processor multiply bfloat16 in tiles (AMX)? 0: no; 1: it does, but Linux doesn't let this process; 2: yes.
+__attribute__((visibility("default"))) int manyheads_tiles() { return has_tiles() ? 1 + may_use_tiles() : 0; }
 
 // Computes a problem by a build, with a look at its weights (null: none). 0: done; 1: there is no memory for the packed
 // keys and values.

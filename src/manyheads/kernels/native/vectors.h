@@ -25,6 +25,8 @@ typedef uint32_t Unsigned;
 #if defined(__AVX512F__)
 #define VECTORS_512
 constexpr int BYTES = 64;
+#elif defined(EMULATE_TILES)  // which have rows of 64 bytes
+constexpr int BYTES = 64;
 #elif defined(__AVX2__)
 #define VECTORS_256
 constexpr int BYTES = 32;
@@ -47,9 +49,9 @@ INLINE void store(R *x, V v) { memcpy(x, &v, BYTES); }
 INLINE V all(R x) { return x - V{}; }
 
 // Keeps the compiler from looking through a value in a register.
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(EMULATE_TILES)
 #define OPAQUE(v) __asm__ volatile("" : "+v"(v))
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && !defined(EMULATE_TILES)
 #define OPAQUE(v) __asm__ volatile("" : "+w"(v))
 #else
 #define OPAQUE(v) __asm__ volatile("" : "+m"(v))
@@ -103,44 +105,39 @@ INLINE void transpose(V *rows) {  // [W, W]
     transpose_stage<1>(rows);
 }
 
-// The sum of each row, as one vector: in each stage two rows are folded into one.
-template <int STEP> INLINE void fold_stage(V *rows) {
+// Each row becomes one number of a vector, by a sum or another function of two: in each stage two rows become one.
+template <int STEP, class F> INLINE void fold_stage(V *rows, F both) {
     I low, high;
     for (int n = 0; n < W; n++) {
         low[n] = n & STEP ? n - STEP + W : n;
         high[n] = n & STEP ? n + W : n + STEP;
     }
     for (int i = 0; i < STEP; i++)
-        rows[i] = shuffle(rows[i], rows[i + STEP], low) + shuffle(rows[i], rows[i + STEP], high);
+        rows[i] = both(shuffle(rows[i], rows[i + STEP], low), shuffle(rows[i], rows[i + STEP], high));
 }
 
-INLINE V sums(V *rows) {  // [W, W] → [W]; the rows are used up
-    if constexpr (W > 8) fold_stage<W / 2>(rows);
-    if constexpr (W > 4) fold_stage<4>(rows);
-    if constexpr (W > 2) fold_stage<2>(rows);
-    fold_stage<1>(rows);
+template <class F> INLINE V fold(V *rows, F both) {  // [W, W] → [W]; the rows are used up
+    if constexpr (W > 8) fold_stage<W / 2>(rows, both);
+    if constexpr (W > 4) fold_stage<4>(rows, both);
+    if constexpr (W > 2) fold_stage<2>(rows, both);
+    fold_stage<1>(rows, both);
     return rows[0];
 }
 
-INLINE R highest(V v) {
-#if defined(VECTORS_512)
-    return _mm512_reduce_max_ps((__m512)v);
-#else
-    R x = v[0];
-    for (int n = 1; n < W; n++) x = v[n] > x ? v[n] : x;
-    return x;
-#endif
+INLINE V sums(V *rows) { return fold(rows, [](V a, V b) { return a + b; }); }
+INLINE V maxima(V *rows) { return fold(rows, [](V a, V b) { return max(a, b); }); }
+
+// All numbers of a vector become one, by a sum or another function of two.
+template <int STEP, class F> INLINE R reduce(V v, F both) {
+    I from;
+    for (int n = 0; n < W; n++) from[n] = n ^ STEP;
+    v = both(v, shuffle(v, v, from));
+    if constexpr (STEP > 1) return reduce<STEP / 2>(v, both);
+    return v[0];
 }
 
-INLINE R sum(V v) {
-#if defined(VECTORS_512)
-    return _mm512_reduce_add_ps((__m512)v);
-#else
-    R x = v[0];
-    for (int n = 1; n < W; n++) x += v[n];
-    return x;
-#endif
-}
+INLINE R highest(V v) { return reduce<W / 2>(v, [](V a, V b) { return max(a, b); }); }
+INLINE R sum(V v) { return reduce<W / 2>(v, [](V a, V b) { return a + b; }); }
 
 INLINE uint32_t lanes(I where) {  // a bit for each number of a comparison
 #if defined(VECTORS_512)
@@ -203,6 +200,26 @@ INLINE V exp2(V x) {
     return x < (R)LEAST ? V{} : (V)((U)p + exponent);
 #endif
 }
+
+// Is a product subtracted from before it is rounded? `exp` needs it.
+#if !defined(REAL) && (defined(__FMA__) || defined(__aarch64__))
+#define HAS_EXP
+
+// e^x for |x| <= EXP_MOST, to 1.4 u and 0.22 u·|x|: its largest error is that of log2(e) in float. So a row's
+// log-sum-exp is right without the maximum being subtracted first. 2^f is a polynomial of relative error 2e-9.
+constexpr R EXP_MOST = 80;
+INLINE V exp(V x) {
+    const R log2e = 1.44269504088896340736f, shift = 12582912;  // 1.5·2^23: beside it there is no room for a fraction
+    V shifted = x * log2e + shift, n = shifted - shift, f = x * log2e - n;
+    V p = f * 0.00015353361959569156f + 0.0013398875016719103f;
+    p = p * f + 0.00961843691766262f;
+    p = p * f + 0.055503323674201965f;
+    p = p * f + 0.24022647738456726f;
+    p = p * f + 0.6931471824645996f;
+    p = p * f + 1.f;
+    return (V)((U)p + ((U)shifted << FRACTION));  // the lowest bits of `shifted` are n
+}
+#endif
 
 INLINE V tanh(V x) {
 #if defined(REAL)
