@@ -13,6 +13,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -34,8 +35,7 @@ BUILDS = {
     "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 EMULATE = "-DEMULATE_TILES"  # tiles are plain loops
-EMULATED = {**{build: BUILDS[build] for build in ("float64", "portable")}, "amx": [*AVX2, EMULATE, "-Wno-psabi"]}
-
+EMULATED = {"float64": BUILDS["float64"], "portable": [], "amx": [*AVX2, EMULATE, "-Wno-psabi"]}
 
 NEEDED = ("float64", "portable")
 UNTOLD = ("ld returned", "linker command failed")  # what a compiler ends with when it has said why above
@@ -96,23 +96,28 @@ def compile_to(library: Path, work: Path) -> dict[str, str]:
                 "install manyheads again with another in the environment variable CXX"
             )
 
+    def compiled(build: str, flags: list[str]) -> list[str]:
+        made = {source: str(work / f"{source}-{build}.o") for source in ("attend", "differentiate")}
+        for source, to in made.items():
+            run(*flags, f"-DLEVEL={build}", "-c", str(SOURCE / f"{source}.cpp"), "-o", to)
+        return list(made.values())
+
+    builds = {
+        build: flags for build, flags in (EMULATED if emulated else BUILDS).items() if x86 or build in NEEDED
+    }
     objects: list[str] = []
     left_out: dict[str, str] = {}
-    for build, flags in (EMULATED if emulated else BUILDS).items():
-        if not x86 and build not in NEEDED:
-            continue
-        made = {source: str(work / f"{source}-{build}.o") for source in ("attend", "differentiate")}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # each waits for a compiler
+        pending = {build: threads.submit(compiled, build, flags) for build, flags in builds.items()}
+    for build, made in pending.items():
         try:
-            for source, to in made.items():
-                run(*flags, f"-DLEVEL={build}", "-c", str(SOURCE / f"{source}.cpp"), "-o", to)
+            objects += made.result()
         except RuntimeError as error:
             if build in NEEDED:
                 raise
             left_out[build] = str(error)
-        else:
-            objects += made.values()
     here = [
-        f"-DIF_{build}(x)={'x' if any(f'attend-{build}.o' in made for made in objects) else '0'}"
+        f"-DIF_{build}(x)={'x' if build in builds and build not in left_out else '0'}"
         for build in BUILDS
         if build not in NEEDED
     ]

@@ -2,7 +2,8 @@
 
 Or undefined, or thread. It builds the library with the sanitizer into a temporary folder, and runs every
 width that this processor can, each in a process of its own, on threads of its own (the thread sanitizer
-doesn't know those of OpenMP). Exit code 0: clean.
+doesn't know those of OpenMP); then a library whose tiles are plain loops, for the build for AMX.
+Exit code 0: clean.
 """
 
 from __future__ import annotations
@@ -31,28 +32,30 @@ def main(sanitizer: str) -> int:
     os.environ["MANYHEADS_CXXFLAGS"] = (
         f"-fsanitize={sanitizer} -fno-sanitize-recover=all -g -O1 -fno-omit-frame-pointer"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / "native.so"
-        runpy.run_path("setup.py")["compile_to"](built, Path(folder) / "objects")
-        compiler = os.environ.get("CXX", "c++")
-        found = subprocess.run(
-            [compiler, f"-print-file-name={LIBRARIES[sanitizer]}"], capture_output=True, text=True
-        )
-        for width in library.runs:
-            print(f"{sanitizer}, {width}", flush=True)
-            given = {
-                "LD_PRELOAD": found.stdout.strip(),
-                "MANYHEADS_LIBRARY": str(built),
-                "MANYHEADS_WIDTH": width,
-                "MANYHEADS_THREADS": "own",
-                "PYTHONPATH": str(ROOT / "tests"),
-                "OMP_NUM_THREADS": "1",
-            }
-            done = subprocess.run(
-                [sys.executable, "-c", RUN], env={**os.environ, **OPTIONS, **given}, check=False
-            )
-            if done.returncode:
-                return done.returncode
+    compiler = os.environ.get("CXX", "c++")
+    found = subprocess.run(
+        [compiler, f"-print-file-name={LIBRARIES[sanitizer]}"], capture_output=True, text=True
+    )
+    for tiles, widths in (("", library.runs), ("emulated", ["amx"] if "avx2" in library.runs else [])):
+        os.environ["MANYHEADS_TILES"] = tiles
+        with tempfile.TemporaryDirectory() as folder:
+            built = Path(folder) / "native.so"
+            runpy.run_path("setup.py")["compile_to"](built, Path(folder) / "objects")
+            for width in widths:
+                print(f"{sanitizer}, {tiles} {width}", flush=True)
+                given = {
+                    "LD_PRELOAD": found.stdout.strip(),
+                    "MANYHEADS_LIBRARY": str(built),
+                    "MANYHEADS_WIDTH": width,
+                    "MANYHEADS_THREADS": "own",
+                    "PYTHONPATH": str(ROOT / "tests"),
+                    "OMP_NUM_THREADS": "1",
+                }
+                done = subprocess.run(
+                    [sys.executable, "-c", RUN], env={**os.environ, **OPTIONS, **given}, check=False
+                )
+                if done.returncode:
+                    return done.returncode
     print("clean")
     return 0
 

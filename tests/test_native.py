@@ -186,11 +186,77 @@ def test_every_width_on_the_table(width: str) -> None:
     assert python(code, MANYHEADS_WIDTH=width, OMP_NUM_THREADS="2").startswith(f"{width} of ")
 
 
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a library whose tiles are plain loops: the build for AMX on any processor."""
+    if "avx2" not in library.runs:
+        pytest.skip("the build for AMX needs vectors of AVX2")
+    folder = tmp_path_factory.mktemp("emulated")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MANYHEADS_TILES", "emulated")
+        patch.chdir(ROOT)
+        left_out = runpy.run_path("setup.py")["compile_to"](folder / "native.so", folder / "objects")
+    assert left_out == {}
+    return {"MANYHEADS_LIBRARY": str(folder / "native.so"), "MANYHEADS_WIDTH": "amx", "OMP_NUM_THREADS": "2"}
+
+
+def test_emulated_tiles_on_the_table(emulated: dict[str, str]) -> None:
+    code = "import test_native as t; t.within_budget(t.HERE); print(t.native.built())"
+    assert python(code, **emulated).startswith("amx of portable, amx, ")
+
+
+def test_emulated_tiles_give_every_pass_the_same_scores(emulated: dict[str, str]) -> None:
+    """The weights of huge scores are 0 or 1 only if output, gradient, statistics and map share their bits."""
+    code = """
+import torch, test_native as t
+for dtype, size in t.HUGE:
+    for n in (1, 5, 13, 64, 150):
+        t.test_huge_scores_cancel_their_log_sum_exp(dtype, size, n)
+"""
+    python(code, **emulated)
+
+
+# A library that only says that the processor has tiles, which Linux doesn't let this process use.
+NO_PERMISSION = """
+extern "C" {
+long manyheads_interface() { return %dL; }
+int manyheads_runs(int level) { return level < 4; }
+int manyheads_tiles() { return 1; }
+int manyheads_begin(int) { return 0; }
+void manyheads_attend() {} void manyheads_differentiate() {} void manyheads_scores() {}
+void manyheads_spin() {} void manyheads_read() {}
+}
+"""
+
+
+def test_tiles_that_linux_does_not_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (library.LOOK.size * 1000 + library.GRADIENT.size) * 1000 + library.PROBLEM.size
+    (tmp_path / "none.cpp").write_text(NO_PERMISSION % (library.INTERFACE * 10**9 + sizes))
+    file = str(tmp_path / "none.so")
+    subprocess.run(["c++", "-shared", "-fPIC", str(tmp_path / "none.cpp"), "-o", file], check=True)
+    usual = loaded(monkeypatch, LIBRARY=file, WIDTH="")
+    assert usual["missing"] is None
+    assert usual["WIDTHS"][usual["width"]] == "avx512bf16"
+    assert usual["has_tiles"]
+    why = usual["left_out"]["amx"]
+    assert why == "Linux doesn't let this process use AMX tiles (it does since version 5.16)"
+    assert (
+        loaded(monkeypatch, LIBRARY=file, WIDTH="amx")["missing"] == f"MANYHEADS_WIDTH=amx is set, and {why}"
+    )
+
+
+@pytest.mark.skipif("amx" in library.runs, reason="this processor has tiles")
+def test_a_width_that_this_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = loaded(monkeypatch, WIDTH="amx")["missing"]
+    assert missing.startswith("MANYHEADS_WIDTH=amx is set, and ")
+
+
 def test_a_width_that_is_none_is_a_reason_to_refuse() -> None:
     code = "import torch, manyheads; q = torch.randn(1, 1, 2, 4); manyheads.explain(q, q, q)"
     printed = python(code, MANYHEADS_WIDTH="avx1024")
     assert (
-        "MANYHEADS_WIDTH must be one of portable, avx2, avx512, avx512bf16, amx, and 'avx1024' is set" in printed
+        "MANYHEADS_WIDTH must be one of portable, avx2, avx512, avx512bf16, amx, and 'avx1024' is set"
+        in printed
     )
     assert "sdpa       yes" in printed
 
@@ -284,7 +350,7 @@ def test_a_width_that_does_not_compile_is_left_out(
         "from manyheads.kernels import native; print(native.__file__, native.built())",
         PYTHONPATH=str(installed[0]),
     )
-    runs = [name for name in library.runs if name != "avx512bf16"]
+    runs = [name for name in library.runs if name not in ("avx512bf16", "amx")]  # which needs that flag too
     assert str(installed[0]) in printed
     assert f"{runs[-1]} of {', '.join(runs)} (avx512bf16 wasn't built: {why}" in printed
     (file,) = installed[0].rglob("native.so")

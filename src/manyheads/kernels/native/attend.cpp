@@ -103,6 +103,7 @@ template <class T, class Op> struct Call {
 
     // Packs a panel of keys, and of values, of one head; what isn't finite in a value is 0 in its panel.
     void pack(int64_t head, int64_t panel) {
+        TIME(PACKING);
         int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, p.s - first);
         const T *k = key_at(head, first), *v = value_at(head, first);
         int64_t place = head - from;
@@ -340,9 +341,14 @@ template <class T, class Op> struct Call {
     // Columns first … first + count of a block: scores, weights, and what they add to the output.
     void step(const Block &k, int64_t first, int64_t count, bool plain) const {
         if (given) return step_given(k, first, count);
-        R factor = plain ? unit : (R)1;
-        int64_t place = k.head - from, used = up(count, Op::DEPTH);
-        const E *panel = keys + (place * panels * PANEL + first) * depth;
+        multiply_keys(k, first, count);
+        weigh_all(k, first, up(count, 2 * W), plain);
+        multiply_values(k, first, up(count, Op::DEPTH));
+    }
+
+    void multiply_keys(const Block &k, int64_t first, int64_t count) const {
+        TIME(TIMES_KEYS);
+        const E *panel = keys + ((k.head - from) * panels * PANEL + first) * depth;
         for (int row = 0; row < k.rows; row++) k.top[row] = all(-INF);
         for (int64_t c = 0; c < count; c += PANEL) {
             int64_t columns = smaller<int64_t>(PANEL, count - c);
@@ -352,21 +358,29 @@ template <class T, class Op> struct Call {
             else
                 columns_of<Op, false, true>(k.rows, columns, k.q, depth, panel + c * depth, score, line, depth, k.top);
         }
-        count = up(count, 2 * W);
+    }
+
+    void weigh_all(const Block &k, int64_t first, int64_t count, bool plain) const {
+        TIME(SOFTMAX);
+        R factor = plain ? unit : (R)1;
         if (!plain)
             for (int row = 0; row < k.rows; row++) finish(k, row, first, count);
         if (!k.all_bounded || y) find_peaks(k);
-        bool some = false;
-        for (int64_t c = 0; c < count; c += PANEL) some |= infinite[place * panels + (first + c) / PANEL];
+        bool some = false;  // is a value infinite or NaN?
+        for (int64_t c = 0; c < count; c += PANEL) some |= infinite[(k.head - from) * panels + (first + c) / PANEL];
         for (int row = 0; row < k.rows; row++) {
             if (some && !k.bounded[row]) weigh_infinite(k, row, first, count, factor);
             else weigh(k, row, first, count, factor, plain);
         }
+    }
+
+    void multiply_values(const Block &k, int64_t first, int64_t count) const {
+        TIME(TIMES_VALUES);
         for (int64_t a = 0; a < across; a++)
             columns_of<Op, true, false>(k.rows, smaller<int64_t>(PANEL, p.w - a * PANEL), weights(k, 0, first),
                                         Op::PAIR == 1 ? line : KEYS,
-                                        values + ((place * across + a) * panels * PANEL + first) * PANEL,
-                                        k.out + a * PANEL, across * PANEL, used, k.top);
+                                        values + (((k.head - from) * across + a) * panels * PANEL + first) * PANEL,
+                                        k.out + a * PANEL, across * PANEL, count, k.top);
     }
 
     // The highest score of each row of a step: of several rows at once, so that none waits for itself.

@@ -74,9 +74,9 @@ def _load() -> None:
     runs.extend(name for n, name in enumerate(WIDTHS) if library.manyheads_runs(n))
     tiles = library.manyheads_tiles()
     if tiles == 1 and "amx" not in left_out:
-        left_out["amx"] = "Linux doesn't let this process use AMX tiles (it does since 5.16)"
+        left_out["amx"] = "Linux doesn't let this process use AMX tiles (it does since version 5.16)"
     if wanted and wanted not in runs:
-        why = left_out.get(wanted, "this processor can't run that build")
+        why = left_out.get(wanted, "this processor lacks instructions that this build needs")
         missing = f"MANYHEADS_WIDTH={wanted} is set, and {why}"
         return
     shares_threads = bool(library.manyheads_begin(_own_threads()))

@@ -73,3 +73,19 @@ struct Look {
 
 // Runs work(data) on so many threads at once, this one among them; returns when all are done.
 void parallel(int64_t threads, void (*work)(void *data), void *data);
+
+// Where the time of a forward pass on one thread goes: measured only in a library that is compiled with TIMED
+// (benchmarks/parts.py).
+enum Part { PACKING, TIMES_KEYS, SOFTMAX, TIMES_VALUES, PARTS };
+#if defined(TIMED)
+#include <chrono>
+extern double part_seconds[PARTS];
+struct Timer {
+    Part part;
+    std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
+    ~Timer() { part_seconds[part] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); }
+};
+#define TIME(part) Timer timer{part}
+#else
+#define TIME(part) (void)0
+#endif

@@ -160,6 +160,10 @@ void parallel(int64_t threads, void (*work)(void *), void *data) {
     for (std::thread &one : others) one.join();
 }
 
+#if defined(TIMED)
+double part_seconds[PARTS];
+#endif
+
 // -- what Python calls -----------------------------------------------------------------------------
 
 extern "C" {
@@ -233,6 +237,13 @@ __attribute__((visibility("default"))) int manyheads_differentiate(const Problem
         return 1;
     }
 }
+
+#if defined(TIMED)
+// Seconds of each `Part` since the last call.
+__attribute__((visibility("default"))) void manyheads_parts(double *seconds) {
+    for (int part = 0; part < PARTS; part++) seconds[part] = part_seconds[part], part_seconds[part] = 0;
+}
+#endif
 
 // For benchmarks. Operations of so many rounds of multiply-adds on each of the threads, 0 where the build has none;
 // pairs: of bfloat16, else of float32.
