@@ -13,6 +13,14 @@
 
 namespace {
 
+// Eight whole tiles, as LDTILECFG reads it; the places of further ones must be 0.
+struct alignas(64) Configuration {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(Configuration) == 64);
+
 #if defined(EMULATE_TILES)
 
 thread_local struct {
@@ -20,9 +28,14 @@ thread_local struct {
     alignas(64) uint8_t bytes[8][16][64];
 } registers;
 
-// Eight whole tiles, as long as this lives; a thread holds one at a time.
+// Holds tiles as long as it lives; a thread has one at a time.
 struct TilesReady {
-    TilesReady() { registers.ready = true; }
+    TilesReady() {
+        Configuration all;
+        for (int n = 0; n < 16; n++)
+            if (all.rows[n] != (n < 8 ? 16 : 0) || all.row_bytes[n] != 4 * all.rows[n]) abort();
+        registers.ready = true;
+    }
     ~TilesReady() { registers.ready = false; }
 };
 
@@ -59,11 +72,7 @@ template <int TO, int A, int B> INLINE void tile_multiply() {
 
 struct TilesReady {
     TilesReady() {
-        struct alignas(64) {
-            uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } all;
+        Configuration all;
         __asm__ volatile("ldtilecfg %0" ::"m"(all));
     }
     ~TilesReady() { __asm__ volatile("tilerelease"); }
