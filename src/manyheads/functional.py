@@ -62,8 +62,9 @@ def attention(
         TypeError: for what is no tensor of floats, mask, bias or number.
         ValueError: for shapes, dtypes, devices or numbers that don't go together.
     """
-    problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
-                       dropout_p=dropout_p, offset=offset)  # fmt: skip
+    q, k, v = autocast(q, k, v)
+    problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
+                         dropout_p=dropout_p, offset=offset)  # fmt: skip
     return _run(problem, kernel).out
 
 
@@ -95,8 +96,9 @@ def attention_with_map(
     tensor, which may change; TypeError for other arguments.
     """
     asked = _asked(statistics)
-    problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
-                       dropout_p=dropout_p, offset=offset)  # fmt: skip
+    q, k, v = autocast(q, k, v)
+    problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
+                         dropout_p=dropout_p, offset=offset)  # fmt: skip
     compiling = torch.compiler.is_compiling()
     out, lse, kept = _run_and_look(problem, kernel, {} if compiling else asked)
     amap = AttentionMap.of(problem, lse)
@@ -126,8 +128,9 @@ def explain(
     computed and no data is looked at. Returns the table as a dict: a kernel's name and its reasons to
     refuse, none if it can.
     """
-    problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
-                       dropout_p=dropout_p, offset=offset)  # fmt: skip
+    q, k, v = autocast(q, k, v)
+    problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
+                         dropout_p=dropout_p, offset=offset)  # fmt: skip
     print(kernels.table(problem))
     if kernel != "auto":
         kernels.load(kernel)
@@ -209,10 +212,6 @@ def _run(problem: Problem, kernel: str, look: Look | None = None) -> Result:
 
     out = looked_at(problem, own, lambda: found[0].lse_of_map(problem))
     return found[0]._replace(out=out)
-
-
-def _problem(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Problem:
-    return Problem.of(*autocast(q, k, v), **rest)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

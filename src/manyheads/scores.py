@@ -114,15 +114,18 @@ class Problem:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
         """The same problem with `change` applied to every tensor inside, always in the same order."""
-        return replace(
-            self,
-            q=change(self.q),
-            k=change(self.k),
-            v=change(self.v),
-            mask=None if self.mask is None else self.mask.map(change),
-            bias=None if self.bias is None else self.bias.map(change),
-            sink=None if self.sink is None else change(self.sink),
-            offset=change(self.offset) if isinstance(self.offset, Tensor) else self.offset,
+        return Problem(  # `replace` would take longer than a small problem's gradient
+            change(self.q),
+            change(self.k),
+            change(self.v),
+            None if self.mask is None else self.mask.map(change),
+            None if self.bias is None else self.bias.map(change),
+            self.scale,
+            self.softcap,
+            None if self.sink is None else change(self.sink),
+            change(self.offset) if isinstance(self.offset, Tensor) else self.offset,
+            self.dropout_p,
+            self.shape,
         )
 
     def detach(self) -> Problem:

@@ -38,7 +38,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manyheads.kernels import native
 from manyheads.scores import Problem, exactly, finite
 from manyheads.shapes import can_read
 
@@ -54,10 +53,11 @@ def check(name: str) -> str:
 
 def load(name: str) -> Any:
     """The kernel of this name."""
-    if name == "native":
-        return native
-    check(name)
     # Imported one by one, when asked for, in words that torch.compile can follow.
+    if name == "native":
+        from manyheads.kernels import native
+
+        return native
     if name == "sdpa":
         from manyheads.kernels import sdpa
 
@@ -70,6 +70,7 @@ def load(name: str) -> Any:
         from manyheads.kernels import chunked
 
         return chunked
+    check(name)
     from manyheads.kernels import reference
 
     return reference
@@ -110,6 +111,7 @@ def reader(problem: Problem) -> Any:
     0.1, so scores are summed in the order in which the log-sum-exp was: both by `native` where it supports
     the problem, else both by `chunked`.
     """
+    native = load("native")
     return native if native.reads(problem) else load("chunked")
 
 
@@ -122,6 +124,7 @@ class Result(NamedTuple):
 
     def lse_of_map(self, problem: Problem) -> Tensor | None:
         """Return the log-sum-exp if it belongs to the scores that a map reads (see `reader`)."""
+        native = load("native")
         return self.lse if native.reads(problem) == (self.kernel == native.NAME) else None
 
 
@@ -146,6 +149,7 @@ def run(problem: Problem, kernel: str = "auto", look: Any = None) -> Result:
         if not watched:
             return Result(chosen.NAME, *chosen.run(problem))
         if kernel == "auto" and _may_be_large(problem):
+            native = load("native")
             chosen = load("chunked") if native.refuse(problem) else native
             return Result(chosen.NAME, *chosen.run(problem))
         if all(finite(x) for x in (problem.q, problem.k, problem.v)):
@@ -221,7 +225,7 @@ def table(problem: Problem) -> str:
 def _gives_lse_of_map(kernel: Any, problem: Problem) -> bool:
     """Does a kernel give the log-sum-exp by which a map reads weights?"""
     gives = kernel.gives_lse(problem) if hasattr(kernel, "gives_lse") else kernel.GIVES_LSE
-    return gives and native.reads(problem) == (kernel.NAME == native.NAME)
+    return gives and load("native").reads(problem) == (kernel.NAME == "native")
 
 
 def _leaks(problem: Problem) -> str:

@@ -33,7 +33,6 @@ LIMIT = sdpa.LIMIT
 CHUNKS = 16  # of a gradient's keys, over all heads: as many threads have something to do
 FEW_QUERIES = 12  # of a head of keys, for which packing keys isn't paid back (`attend.cpp`)
 WHOLE = 1 << 15  # keys, beyond which a look doesn't keep whole rows of weights: they would fill the caches
-FEW = 65_536  # scores, below which a gradient's call costs more than what it computes
 
 
 def refuse(problem: Problem, values: bool = True) -> list[str]:
@@ -66,20 +65,15 @@ def defers(problem: Problem) -> list[str]:
     """Why `auto` goes on, though this kernel could; empty if it doesn't."""
     if problem.q.dtype == torch.float64:
         return ["in float64 it is there to be compared with, and slower than PyTorch's products"]
-    # An exported graph has one kernel for all lengths: a choice by size would restrict its lengths.
-    exporting = torch.compiler.is_exporting()
     if (
         library.has_tiles
         and problem.q.dtype == torch.bfloat16
-        and (exporting or _many(problem))  # a few wait for memory, and not for products
+        # A few wait for memory, and not for products. An exported graph has one kernel for all lengths: a
+        # choice by size would restrict its lengths.
+        and (torch.compiler.is_exporting() or _many(problem))
         and not sdpa.refuse(problem)
     ):
         return ["PyTorch multiplies bfloat16 in this processor's AMX tiles, and this kernel doesn't yet"]
-    if exporting or problem.q.dtype != torch.float32 or not problem.wants_gradient():
-        return []
-    n = problem.shape
-    if n.b * n.h * n.t * n.s < FEW and not sdpa.refuse(problem):
-        return [f"PyTorch's backward is faster for fewer than {FEW:,} scores"]
     return []
 
 
@@ -261,9 +255,9 @@ def _forward(p: Problem, look: Look | None = None, again: bool = True) -> tuple[
 
     again: will the scores be computed again, to be weights by this log-sum-exp?
     """
-    n = p.shape
-    out = p.q.new_empty(n.b, n.h, n.t, n.w)
-    lse = p.q.new_empty(n.b, n.h, n.t, dtype=p.dtype)
+    b, h, _, t, _, _, w = p.shape
+    out = p.q.new_empty(b, h, t, w)
+    lse = p.q.new_empty(b, h, t, dtype=p.dtype)
     _attend_and_look(p, out, lse, look, known=False, again=again)
     return out, lse
 
@@ -271,11 +265,11 @@ def _forward(p: Problem, look: Look | None = None, again: bool = True) -> tuple[
 def _attend_and_look(
     p: Problem, out: Tensor, lse: Tensor, look: Look | None, known: bool, again: bool = True
 ) -> None:
-    n = p.shape
     data, _held = _packed(p, out, lse, again)
     asked, _also_held = (None, None) if look is None else look.packed(p, lse, known)
     assert library.attend is not None
     if library.attend(data, asked, library.width):
+        n = p.shape
         size = amount(n.b * n.g * n.s * (n.d + n.w) * p.q.element_size())
         raise MemoryError(
             f"the kernel packs keys and values, {size} or a little more, and there is no room for them."
@@ -308,7 +302,7 @@ def _own_backward(
 ) -> list[Tensor | None] | None:
     """The same by the library, with the gradient of a bias, if any; None where some number isn't finite."""
     n = p.shape
-    dq = p.q.new_empty(n.b, n.h, n.t, n.d)
+    dq = p.q.new_empty(n.b, n.h, n.t, n.d)  # which is faster than of a shape
     dk = p.q.new_empty(n.b, n.g, n.s, n.d)
     dv = p.q.new_empty(n.b, n.g, n.s, n.w)
     delta = torch.empty_like(lse)
@@ -325,7 +319,8 @@ def _own_backward(
         slopes = p.q.new_zeros(n.b, n.h, chunks, dtype=p.dtype)
     if d_lse is not None:
         d_lse = d_lse.to(p.dtype).contiguous()
-    d_out = d_out.resolve_neg()
+    if d_out.is_neg():
+        d_out = d_out.resolve_neg()
     data, _held = _packed(p, out, lse)
     assert library.differentiate is not None
     failed = library.differentiate(
@@ -354,8 +349,7 @@ def _own_backward(
 
 def _packed(p: Problem, out: Tensor, lse: Tensor | None, again: bool = True) -> tuple[bytes, list[Tensor]]:
     """A problem as the library reads it, and the tensors that its addresses point into."""
-    n = p.shape
-    q, k, v = p.q, p.k, p.v
+    n, q, k, v = p.shape, p.q, p.k, p.v
     held: list[Tensor] = []
 
     def at(tensor: Tensor) -> int:
