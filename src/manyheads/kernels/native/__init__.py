@@ -431,10 +431,10 @@ torch.library.register_autograd("manyheads::native_backward", batched.refuse_twi
 
 
 class _Differentiable(torch.autograd.Function):
-    """The same where nobody has to see an operator: calling one takes longer than a small problem.
+    """The same without an operator, whose call takes longer than a small problem.
 
-    The problem itself travels to the gradient, and its tensors beside it as saved tensors, so that PyTorch
-    notices where one was changed in place, and hooks on saved tensors see them.
+    The problem is kept for the gradient, and its tensors are saved tensors: PyTorch then raises where one was
+    changed in place, and hooks on saved tensors (activation checkpointing) apply to all of them.
     """
 
     @staticmethod
@@ -466,10 +466,10 @@ class _Differentiable(torch.autograd.Function):
         def gradients_in_graph(d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
             return batched.Once.apply(gradients, d_out, d_lse, out, lse, *saved)
 
-        # With a graph somebody may want a gradient of this one.
+        # With create_graph=True a gradient of this gradient may be asked for, which `Once` refuses.
         backward = gradients_in_graph if torch.is_grad_enabled() else gradients
         grads = iter(batched.one_by_one(backward, d_out, d_lse))
         return (None, *(next(grads) if need else None for need in needs))
 
 
-_SAVED = torch.empty(0)  # where a tensor was, in a problem whose tensors are saved beside it
+_SAVED = torch.empty(0)  # stands for each tensor of a problem whose tensors are saved beside it
