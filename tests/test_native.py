@@ -12,6 +12,8 @@ import runpy
 import shutil
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -750,6 +752,78 @@ def test_what_changed_since_and_a_second_gradient_are_refused() -> None:
         k.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+B, H, T, S = 2, 4, 7, 9
+PARTS: dict[str, Callable[[], tuple[Tensor, dict[str, Any]]]] = {  # a tensor that a problem holds, and where
+    "keep": lambda: holding(torch.rand(B, 1, T, S) < 0.8, lambda x: {"mask": mh.Causal() & mh.Keep(x)}),
+    "lengths": lambda: holding(torch.tensor([5, 9]), lambda x: {"mask": mh.Lengths(x)}),
+    "ids": lambda: holding(torch.arange(S) // 3, lambda x: {"mask": mh.Documents(x)}),
+    "queries": lambda: holding(
+        torch.arange(T) // 3, lambda x: {"mask": mh.SameToken(torch.arange(S) // 3, queries=x)}
+    ),
+    "dense": lambda: holding(torch.randn(H, T, S), lambda x: {"bias": mh.Dense(x)}),
+    "slopes": lambda: holding(torch.rand(H), lambda x: {"bias": mh.ALiBi(x)}),
+    "relative": lambda: holding(torch.randn(H, 5), lambda x: {"bias": mh.Relative(x)}),
+    "sink": lambda: holding(torch.randn(H), lambda x: {"sink": x}),
+    "offset": lambda: holding(torch.tensor([0, 2]), lambda x: {"offset": x, "mask": mh.Causal()}),
+}
+
+
+def holding(x: Tensor, rest: Callable[[Tensor], dict[str, Any]]) -> tuple[Tensor, dict[str, Any]]:
+    return x, rest(x)
+
+
+def few() -> tuple[Tensor, ...]:
+    return tuple(x.requires_grad_() for x in heads(B, H, 2, T, S))
+
+
+@pytest.mark.parametrize("name", [*PARTS, "q", "k", "v"])
+def test_every_tensor_that_changed_before_the_gradient_is_noticed(name: str) -> None:
+    q, k, v = few()
+    part, rest = PARTS[name]() if name in PARTS else ({"q": q, "k": k, "v": v}[name], {})
+    out = mh.attention(q, k, v, **rest, kernel="native")
+    out.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        part.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_graph_holds_tensors_as_saved_ones_alone(name: str) -> None:
+    """Else activation checkpointing would free nothing, and hooks on saved tensors would move nothing."""
+    leaves = few()
+    part, rest = PARTS[name]()
+    expected = torch.autograd.grad(mh.attention(*leaves, **rest, kernel="native").square().sum(), leaves)
+    q, k, v = (x * 1 for x in leaves)  # the graph holds leaves themselves
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+        out = mh.attention(q, k, v, **rest, kernel="native")
+    held = [weakref.ref(x) for x in (q, k, v, part)]
+    del q, k, v, part, rest
+    assert [x() for x in held] == [None] * 4
+    found = torch.autograd.grad(out.square().sum(), leaves)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", HERE, ids=str)
+def test_a_direct_call_gives_the_bits_of_the_operator(case: Case) -> None:
+    """The same kernel reached in two ways: the operator takes masks and biases as text."""
+    inputs = make(case)
+    problem = Problem.of(inputs.q, inputs.k, inputs.v, **inputs.arguments())
+    if native.refuse(problem):
+        return
+    leaves = list(inputs.leaves().values())
+    answers = []
+    for out, lse in (native.run(problem), torch.ops.manyheads.native(*chunked.arguments(problem))):
+        grads = torch.autograd.grad(
+            (out.float() * inputs.upstream).sum() + lse.nan_to_num(neginf=0).sum(), leaves, allow_unused=True
+        )
+        answers.append([out, lse, *grads])
+    for x, y in zip(*answers, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 def test_threads_of_its_own_when_asked() -> None:
