@@ -16,7 +16,7 @@ from torch import Tensor
 from manyheads import scores
 from manyheads.biases import ALiBi, Bias, Dense
 from manyheads.kernels import batched, chunked, sdpa
-from manyheads.kernels.native import library
+from manyheads.kernels.native import library, rules
 from manyheads.kernels.native.look import Look
 from manyheads.masks import FAR, Documents, Drop, Keep, Lengths, Mask, Normal
 from manyheads.scores import ALL, Problem, Rows
@@ -31,9 +31,7 @@ WIDEST = 256
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 LIMIT = sdpa.LIMIT
 CHUNKS = 16  # of a gradient's keys, over all heads: as many threads have something to do
-FEW_QUERIES = 12  # of a head of keys, for which packing keys isn't paid back (`attend.cpp`)
 WHOLE = 1 << 15  # keys, beyond which a look doesn't keep whole rows of weights: they would fill the caches
-FEW = 65_536  # scores, below which a gradient's call costs more than what it computes
 
 
 def refuse(problem: Problem, values: bool = True) -> list[str]:
@@ -63,24 +61,8 @@ def refuse(problem: Problem, values: bool = True) -> list[str]:
 
 
 def defers(problem: Problem) -> list[str]:
-    """Why `auto` goes on, though this kernel could; empty if it doesn't."""
-    if problem.q.dtype == torch.float64:
-        return ["in float64 it is there to be compared with, and slower than PyTorch's products"]
-    # An exported graph has one kernel for all lengths: a choice by size would restrict its lengths.
-    exporting = torch.compiler.is_exporting()
-    if (
-        library.has_tiles
-        and problem.q.dtype == torch.bfloat16
-        and (exporting or _many(problem))  # a few wait for memory, and not for products
-        and not sdpa.refuse(problem)
-    ):
-        return ["PyTorch multiplies bfloat16 in this processor's AMX tiles, and this kernel doesn't yet"]
-    if exporting or problem.q.dtype != torch.float32 or not problem.wants_gradient():
-        return []
-    n = problem.shape
-    if n.b * n.h * n.t * n.s < FEW and not sdpa.refuse(problem):
-        return [f"PyTorch's backward is faster for fewer than {FEW:,} scores"]
-    return []
+    """Return why `auto` passes over this kernel; empty if it doesn't."""
+    return rules.defers(problem)
 
 
 def built() -> str:
@@ -114,13 +96,7 @@ def run(problem: Problem, asked: Look | None = None) -> tuple[Tensor, Tensor | N
 
 def gives_lse(problem: Problem) -> bool:
     """Return True if `run` gives the log-sum-exp without being asked for statistics."""
-    return _many(problem) or problem.wants_gradient() or not _direct(problem)
-
-
-def _many(problem: Problem) -> bool:
-    """Do more than a few queries share a head of keys?"""
-    n = problem.shape
-    return n.h // n.g * n.t > FEW_QUERIES
+    return rules.many_queries(problem) or problem.wants_gradient() or not _direct(problem)
 
 
 def reads(problem: Problem) -> bool:

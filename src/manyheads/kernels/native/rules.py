@@ -1,0 +1,96 @@
+"""Where another kernel is faster than this one: the rules of `kernel="auto"` for each family of processors.
+
+A family is named by the library's build that runs on it. A rule gets a problem that this kernel supports and
+returns why `auto` passes over it, or None. `manyheads bench --kind choice` measures whether they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from manyheads.kernels import sdpa
+from manyheads.kernels.native import library
+from manyheads.scores import Problem
+
+Rule = Callable[[Problem], str | None]
+
+FEW_QUERIES = 12  # of a head of keys, for which packing keys isn't paid back (`attend.cpp`)
+FEW_SCORES = 65_536  # below which the calls of a gradient take longer than its products
+TILES = "amx"  # the build that multiplies bfloat16 in tiles
+
+
+def many_queries(problem: Problem) -> bool:
+    """Return True if more than a few queries share a head of keys."""
+    n = problem.shape
+    return n.h // n.g * n.t > FEW_QUERIES
+
+
+def float64(problem: Problem) -> str | None:
+    """Pass over float64, for which the library has only its portable build."""
+    if problem.q.dtype == torch.float64:
+        return "in float64 it is there to be compared with, and slower than PyTorch's products"
+    return None
+
+
+def short_gradients(problem: Problem) -> str | None:
+    """Pass over gradients of short inputs, unless a mask tensor for PyTorch has to be built."""
+    if problem.q.dtype != torch.float32 or not problem.wants_gradient() or torch.compiler.is_exporting():
+        return None  # an exported graph has one kernel: a choice by size would restrict its lengths
+    n = problem.shape
+    if n.b * n.h * n.t * n.s >= FEW_SCORES or sdpa.needs_tensor(problem) or sdpa.refuse(problem):
+        return None
+    return f"PyTorch's backward is faster for fewer than {FEW_SCORES:,} scores"
+
+
+def unused_tiles(problem: Problem) -> str | None:
+    """Pass over bfloat16 where PyTorch multiplies it in tiles and this build doesn't."""
+    if problem.q.dtype != torch.bfloat16:
+        return None
+    # A few queries wait for memory, and not for products. An exported graph has one kernel for all lengths.
+    if not (torch.compiler.is_exporting() or many_queries(problem)) or sdpa.refuse(problem):
+        return None
+    return f"PyTorch multiplies bfloat16 in this processor's AMX tiles, and this kernel doesn't: {_unused()}"
+
+
+# By the build in use; `UNUSED` for one that leaves the processor's tiles unused. The rules were measured with
+# AVX2 (Zen 4, 2 threads) and AVX-512 with bfloat16 products (Zen 5); other families share them.
+UNUSED = "tiles unused"
+FAMILIES: dict[str, tuple[Rule, ...]] = {
+    "portable": (float64, short_gradients),
+    "avx2": (float64, short_gradients),
+    "avx512": (float64, short_gradients),
+    "avx512bf16": (float64, short_gradients),
+    TILES: (float64, short_gradients),
+    UNUSED: (float64, short_gradients, unused_tiles),
+}
+
+
+def defers(problem: Problem) -> list[str]:
+    """Return why `auto` passes over this kernel, though it supports the problem; empty if it doesn't."""
+    for rule in FAMILIES[_family()]:
+        reason = rule(problem)
+        if reason is not None:
+            return [reason]
+    return []
+
+
+def missing_tiles() -> str | None:
+    """Return why the library can't multiply in the processor's tiles; None if it can, or there are none."""
+    if not library.has_tiles or TILES in library.runs:
+        return None
+    if TILES in library.left_out:
+        return f"its {TILES} build wasn't made ({library.left_out[TILES]})"
+    return f"the system doesn't let it run its {TILES} build"
+
+
+def _family() -> str:
+    """Return the key in FAMILIES of this processor and the build in use."""
+    build = "portable" if library.width is None else library.WIDTHS[library.width]
+    return UNUSED if library.has_tiles and build != TILES else build
+
+
+def _unused() -> str:
+    """Return why the build in use isn't the one with tiles."""
+    return missing_tiles() or f"MANYHEADS_WIDTH chooses {library.WIDTHS[library.width or 0]}"
