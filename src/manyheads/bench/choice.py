@@ -73,7 +73,7 @@ class Case:
         mask = {"window": f"window of {self.visible:,}", "padding": f"padding to {self.visible:,}"}
         heads = "1 head" if self.heads == 1 else f"{self.heads} heads"
         shared = f" ({self.groups} of keys)" if self.groups < self.heads else ""
-        tokens = f"{self.keys:,} tokens"
+        tokens = "1 token" if self.keys == 1 else f"{self.keys:,} tokens"
         if self.queries < self.keys:
             tokens = f"{self.queries:,} of {self.keys:,} tokens"
         batch = f"batch {self.batch}, " if self.batch > 1 else ""
