@@ -96,7 +96,10 @@ def run(problem: Problem, asked: Look | None = None) -> tuple[Tensor, Tensor | N
 
 def gives_lse(problem: Problem) -> bool:
     """Return True if `run` gives the log-sum-exp without being asked for statistics."""
-    return rules.many_queries(problem) or problem.wants_gradient() or not _direct(problem)
+    return _many(problem) or problem.wants_gradient() or not _direct(problem)
+
+
+_many = rules.many_queries
 
 
 def reads(problem: Problem) -> bool:
