@@ -439,22 +439,6 @@ def test_bfloat16_goes_to_pytorch_where_the_build_leaves_tiles_unused(
     assert chosen(q, k) == "native"
 
 
-def test_short_gradients_go_to_pytorch_unless_it_needs_a_mask_tensor(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if library.missing is not None:
-        pytest.skip(library.missing)
-    q = torch.randn(1, 2, 40, 8, requires_grad=True)
-    longer = torch.randn(1, 2, 200, 8, requires_grad=True)
-    for mask, kernel in ((None, "sdpa"), (mh.Causal(), "sdpa"), (mh.Window(left=5), "native")):
-        assert chosen(q, q, mask=mask) == kernel
-        assert chosen(longer, longer, mask=mask) == "native"
-        assert chosen(q.detach(), q.detach(), mask=mask) == "native"
-        assert chosen(q.bfloat16(), q.bfloat16(), mask=mask) == "native"
-    mh.explain(q, q, q)
-    assert "not auto: PyTorch's backward is faster for fewer than 65,536 scores" in capsys.readouterr().out
-
-
 def test_every_build_has_its_rules() -> None:
     assert {*library.WIDTHS, rules.TILES, rules.UNUSED} == set(rules.FAMILIES)
 

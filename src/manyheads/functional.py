@@ -62,8 +62,9 @@ def attention(
         TypeError: for what is no tensor of floats, mask, bias or number.
         ValueError: for shapes, dtypes, devices or numbers that don't go together.
     """
-    problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
-                       dropout_p=dropout_p, offset=offset)  # fmt: skip
+    q, k, v = autocast(q, k, v)
+    problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
+                         dropout_p=dropout_p, offset=offset)  # fmt: skip
     return _run(problem, kernel).out
 
 
@@ -95,8 +96,9 @@ def attention_with_map(
     tensor, which may change; TypeError for other arguments.
     """
     asked = _asked(statistics)
-    problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
-                       dropout_p=dropout_p, offset=offset)  # fmt: skip
+    q, k, v = autocast(q, k, v)
+    problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
+                         dropout_p=dropout_p, offset=offset)  # fmt: skip
     compiling = torch.compiler.is_compiling()
     out, lse, kept = _run_and_look(problem, kernel, {} if compiling else asked)
     amap = AttentionMap.of(problem, lse)
@@ -126,8 +128,9 @@ def explain(
     computed and no data is looked at. Returns the table as a dict: a kernel's name and its reasons to
     refuse, none if it can.
     """
-    problem = _problem(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
-                       dropout_p=dropout_p, offset=offset)  # fmt: skip
+    q, k, v = autocast(q, k, v)
+    problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
+                         dropout_p=dropout_p, offset=offset)  # fmt: skip
     print(kernels.table(problem))
     if kernel != "auto":
         kernels.load(kernel)
@@ -144,9 +147,15 @@ def looked_at(
     problem: Problem, own: Callable[[], Tensor], lse: Callable[[], Tensor | None], heads: int | None = 1
 ) -> Tensor:
     """What `own` computes for a problem, heads along one axis, with whoever observes looking on."""
-    if torch.compiler.is_compiling() or onlooker is None:  # in this order: no graph depends on the global
+    if not observed():
         return own()
+    assert onlooker is not None
     return onlooker(problem, own, heads, lse)
+
+
+def observed() -> bool:
+    """Return True if `observe` records what is computed."""
+    return not torch.compiler.is_compiling() and onlooker is not None  # so no graph depends on the global
 
 
 def without_removed(x: Tensor) -> Tensor:
@@ -193,6 +202,8 @@ def _run_and_look(
 
 
 def _run(problem: Problem, kernel: str, look: Look | None = None) -> Result:
+    if not observed():
+        return kernels.run(problem, kernel, look)
     found: list[Result] = []
 
     def own() -> Tensor:
@@ -203,12 +214,10 @@ def _run(problem: Problem, kernel: str, look: Look | None = None) -> Result:
     return found[0]._replace(out=out)
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Problem:
-    return Problem.of(*autocast(q, k, v), **rest)
-
-
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as PyTorch's own attention casts them under autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return q, k, v
     device = q.device.type if isinstance(q, Tensor) else "meta"
     if device == "meta" or not torch.is_autocast_enabled(device):
         return q, k, v

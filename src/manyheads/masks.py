@@ -374,6 +374,10 @@ class Band(Mask):
     def only(self, batch: Tensor, heads: Tensor) -> Mask:
         return self
 
+    def normal(self) -> Normal:
+        low, high = self.band()
+        return Normal((None if low <= -FAR else low, None if high >= FAR else high), (), (), ())
+
     def span(self, rows: range) -> Span:
         if not rows:
             return Span(NOTHING, EVERYTHING)

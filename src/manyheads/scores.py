@@ -31,9 +31,9 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, tor
 FARTHEST = FAR // 4  # position of a row 0: its sum with the side of a band is below FAR, "no bound"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen, which makes the creation take four times as long
 class Problem:
-    """Everything that decides an attention output; made by `Problem.of`, which checks it.
+    """Everything that decides an attention output; made by `Problem.of`, which checks it, and never changed.
 
     q `[b, h, t, d]`, k `[b, g, s, d]`, v `[b, g, s, w]`; sink `[h]`; offset is the position of row 0,
     an int or one per sequence `[b]`; mask and bias are bound to it.
@@ -76,9 +76,12 @@ class Problem:
             softcap = real(softcap, "softcap", lambda cap: 0 < cap < math.inf, "a positive number or None")
         dropout_p = real(dropout_p, "dropout_p", lambda p: 0 <= p <= 1, "a number between 0 and 1")
         place = shape.s - shape.t if offset is None else _checked_offset(offset, shape, q.device)
-        _check_sink(sink, shape, q.device)
-        _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", q.device)
-        _check_part(bias, Bias, "bias", "Dense(t)", q.device)
+        if sink is not None:
+            _check_sink(sink, shape, q.device)
+        if mask is not None:
+            _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", q.device)
+        if bias is not None:
+            _check_part(bias, Bias, "bias", "Dense(t)", q.device)
         if mask is not None:
             mask.check(shape)
             mask = mask.bind(place, shape.s)
@@ -101,35 +104,37 @@ class Problem:
 
     def wants_gradient(self) -> bool:
         """Return True if autograd records what is computed from these tensors."""
-        if not torch.is_grad_enabled():
-            return False
-        parts = [self.q, self.k, self.v, self.sink, None if self.bias is None else self.bias.tensor()]
-        return any(x is not None and x.requires_grad for x in parts)
+        return torch.is_grad_enabled() and (
+            self.q.requires_grad
+            or self.k.requires_grad
+            or self.v.requires_grad
+            or (self.sink is not None and self.sink.requires_grad)
+            or (self.bias is not None and self.bias.tensor().requires_grad)
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
+        """The same problem with `change` applied to every tensor inside, always in the same order."""
+        return Problem(  # `replace` would take longer than a small problem's gradient
+            change(self.q),
+            change(self.k),
+            change(self.v),
+            None if self.mask is None else self.mask.map(change),
+            None if self.bias is None else self.bias.map(change),
+            self.scale,
+            self.softcap,
+            None if self.sink is None else change(self.sink),
+            change(self.offset) if isinstance(self.offset, Tensor) else self.offset,
+            self.dropout_p,
+            self.shape,
+        )
 
     def detach(self) -> Problem:
         """The same problem with every tensor cut from its graph."""
-        return replace(
-            self,
-            q=self.q.detach(),
-            k=self.k.detach(),
-            v=self.v.detach(),
-            mask=None if self.mask is None else self.mask.detach(),
-            bias=None if self.bias is None else self.bias.detach(),
-            sink=None if self.sink is None else self.sink.detach(),
-        )
+        return self.map(lambda tensor: tensor.detach())
 
     def to(self, device: torch.device | str) -> Problem:
         """The same problem with every tensor on another device."""
-        return replace(
-            self,
-            q=self.q.to(device),
-            k=self.k.to(device),
-            v=self.v.to(device),
-            mask=None if self.mask is None else self.mask.to(device),
-            bias=None if self.bias is None else self.bias.to(device),
-            sink=None if self.sink is None else self.sink.to(device),
-            offset=self.offset if isinstance(self.offset, int) else self.offset.to(device),
-        )
+        return self.map(lambda tensor: tensor.to(device))
 
     def cast(self, dtype: torch.dtype) -> Problem:
         """The same problem with q, k and v in another dtype."""
@@ -155,8 +160,8 @@ class Problem:
 
     def under(self, mask: Mask | None) -> Problem:
         """The same problem under another mask."""
-        _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", self.q.device)
         if mask is not None:
+            _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", self.q.device)
             mask.check(self.shape)
             mask = mask.bind(self.offset, self.shape.s)
         return replace(self, mask=mask)
@@ -285,8 +290,6 @@ def _checked_offset(offset: Any, shape: Shape, device: torch.device) -> Any:
 
 
 def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
-    if sink is None:
-        return
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
         raise TypeError(f"sink must be a tensor of floats [h], one logit per head, and {kind(sink)} came.")
     if tuple(sink.shape) != (shape.h,):
@@ -298,8 +301,6 @@ def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
 
 
 def _check_part(part: Any, kind_of: type[Value], name: str, wrap: str, device: torch.device) -> None:
-    if part is None:
-        return
     if not isinstance(part, kind_of):
         hint = f": wrap it as {wrap}" if isinstance(part, Tensor) else ""
         raise TypeError(f"{name} must be a {name} of manyheads or None, and {kind(part)} came{hint}.")
@@ -316,6 +317,8 @@ _NOTHING = nullcontext()
 
 def exactly(device: torch.device) -> AbstractContextManager[Any]:
     """Where no autocast rounds what is computed: scores and weights stay in their own dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return _NOTHING
     on = device.type
     if on == "meta" or not torch.is_autocast_enabled(on):
         return _NOTHING

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 REALS = (float, int, torch.SymFloat)
 PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors whose operators are PyTorch's own
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Shape(NamedTuple):
@@ -86,18 +86,20 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     ):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor {letters}, and {kind(x)} came.")
-        check_padded(x, name, letters)
+        if x.is_nested:
+            check_padded(x, name, letters)
         if x.dim() != 4:
             raise ValueError(f"{name} must be {letters}, four dimensions, and {sizes(x)} came.")
         if x.dtype not in DTYPES:
             raise TypeError(
                 f"{name} must be float16, bfloat16, float32 or float64, and {x.dtype} came: convert it."
             )
+    dtype, device = q.dtype, q.device
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"q is {q.dtype} and {name} is {x.dtype}: convert them to one dtype.")
-        if x.device != q.device:
-            raise ValueError(f"q is on {q.device} and {name} is on {x.device}: move them together.")
+        if x.dtype != dtype:
+            raise ValueError(f"q is {dtype} and {name} is {x.dtype}: convert them to one dtype.")
+        if x.device != device:
+            raise ValueError(f"q is on {device} and {name} is on {x.device}: move them together.")
     (b, h, t, d), (sequences, g, s, width), (*of_values, w) = q.shape, k.shape, v.shape
     if sequences != b:
         raise ValueError(

@@ -86,7 +86,12 @@ class Value:
     def tensors(self) -> list[Tensor]:
         """The tensors inside, of any shapes `[...]`, in the order of the fields."""
         found: list[Tensor] = []
-        write(self, found)
+        for name in self.names:
+            part = None if name in self.unbound else getattr(self, name)
+            if isinstance(part, Tensor):
+                found.append(part)
+            elif isinstance(part, Value):
+                found += part.tensors()
         return found
 
 

@@ -28,13 +28,13 @@ def one_by_one(backward: Backward, d_out: Tensor, d_lse: Tensor | None) -> Seque
 
     d_out is `[b, h, t, w]`, d_lse `[b, h, t]` or None. Without vmap there is one call.
     """
-    given = [x for x in (d_out, d_lse) if x is not None]
-    if any(_functorch.is_legacy_batchedtensor(x) for x in given):
+    legacy = _functorch.is_legacy_batchedtensor
+    if legacy(d_out) or (d_lse is not None and legacy(d_lse)):
         with _outside_legacy_vmap() as level:
-            return _stacked(backward, d_out, d_lse, level, _functorch.is_legacy_batchedtensor, torch)
+            return _stacked(backward, d_out, d_lse, level, legacy, torch)
     if torch.compiler.is_compiling() or not transforms():
         return backward(d_out, d_lse)
-    if any(_functorch.is_gradtrackingtensor(x) for x in given):
+    if any(x is not None and _functorch.is_gradtrackingtensor(x) for x in (d_out, d_lse)):
         refuse_twice()
     level = _functorch.current_level()
 

@@ -87,9 +87,9 @@ def run(problem: Problem, asked: Look | None = None) -> tuple[Tensor, Tensor | N
     if not _direct(problem):
         return torch.ops.manyheads.native(*chunked.arguments(problem))
     if problem.wants_gradient():
-        table = None if problem.bias is None else problem.bias.tensor()
-        return _Differentiable.apply(table, *chunked.arguments(problem))
-    again = asked is not None or gives_lse(problem)
+        p, table = problem, None if problem.bias is None else problem.bias.tensor()
+        return _Differentiable.apply(problem, p.q, p.k, p.v, p.sink, table)
+    again = asked is not None or _many(problem)
     out, lse = _forward(problem, asked if problem.shape.s <= WHOLE else None, again)
     return out, lse if again else None
 
@@ -240,9 +240,9 @@ def _forward(p: Problem, look: Look | None = None, again: bool = True) -> tuple[
 
     again: will the scores be computed again, to be weights by this log-sum-exp?
     """
-    n = p.shape
-    out = p.q.new_empty(n.b, n.h, n.t, n.w)
-    lse = p.q.new_empty(n.b, n.h, n.t, dtype=p.dtype)
+    b, h, _, t, _, _, w = p.shape
+    out = p.q.new_empty(b, h, t, w)
+    lse = p.q.new_empty(b, h, t, dtype=p.dtype)
     _attend_and_look(p, out, lse, look, known=False, again=again)
     return out, lse
 
@@ -250,11 +250,11 @@ def _forward(p: Problem, look: Look | None = None, again: bool = True) -> tuple[
 def _attend_and_look(
     p: Problem, out: Tensor, lse: Tensor, look: Look | None, known: bool, again: bool = True
 ) -> None:
-    n = p.shape
     data, _held = _packed(p, out, lse, again)
     asked, _also_held = (None, None) if look is None else look.packed(p, lse, known)
     assert library.attend is not None
     if library.attend(data, asked, library.width):
+        n = p.shape
         size = amount(n.b * n.g * n.s * (n.d + n.w) * p.q.element_size())
         raise MemoryError(
             f"the kernel packs keys and values, {size} or a little more, and there is no room for them."
@@ -263,8 +263,8 @@ def _attend_and_look(
 
 def _backward(
     p: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Sequence[bool]
-) -> list[Tensor]:
-    """Gradients of q, k, v, sink and the bias's tensor; those not needed are empty tensors."""
+) -> Sequence[Tensor | None]:
+    """Gradients of q, k, v, sink and the bias's tensor; of those not needed, None or an empty tensor."""
     n = p.shape
     bias = p.bias if needs[4] else None
     known = (
@@ -273,21 +273,21 @@ def _backward(
         or (isinstance(bias, Dense) and bias.values.shape[-1:] == (n.s,))
     )
     found = _own_backward(p, out, lse, d_out, d_lse, bias) if known else None
-    if found is None:
-        nothing = torch.zeros_like(lse) if d_lse is None else d_lse
-        # Its scores are summed in another order, to which this log-sum-exp doesn't belong.
-        with torch.no_grad(), scores.exactly(p.q.device):
-            out, lse = chunked._forward(p, None)
-            found = chunked._backward(p, out, lse, d_out, nothing, None, list(needs))
-    return found
+    if found is not None:
+        return found
+    nothing = torch.zeros_like(lse) if d_lse is None else d_lse
+    # Its scores are summed in another order, to which this log-sum-exp doesn't belong.
+    with torch.no_grad(), scores.exactly(p.q.device):
+        out, lse = chunked._forward(p, None)
+        return chunked._backward(p, out, lse, d_out, nothing, None, list(needs))
 
 
 def _own_backward(
     p: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, bias: Bias | None
-) -> list[Tensor] | None:
+) -> list[Tensor | None] | None:
     """The same by the library, with the gradient of a bias, if any; None where some number isn't finite."""
     n = p.shape
-    dq = p.q.new_empty(n.b, n.h, n.t, n.d)
+    dq = p.q.new_empty(n.b, n.h, n.t, n.d)  # which is faster than of a shape
     dk = p.q.new_empty(n.b, n.g, n.s, n.d)
     dv = p.q.new_empty(n.b, n.g, n.s, n.w)
     delta = torch.empty_like(lse)
@@ -304,7 +304,8 @@ def _own_backward(
         slopes = p.q.new_zeros(n.b, n.h, chunks, dtype=p.dtype)
     if d_lse is not None:
         d_lse = d_lse.to(p.dtype).contiguous()
-    d_out = d_out.resolve_neg()
+    if d_out.is_neg():
+        d_out = d_out.resolve_neg()
     data, _held = _packed(p, out, lse)
     assert library.differentiate is not None
     failed = library.differentiate(
@@ -322,8 +323,8 @@ def _own_backward(
         raise MemoryError(
             "the kernel's gradient packs queries and sums, several times their size, and there is no room."
         )
-    d_sink = chunked.sink_gradient(p, lse, delta)
-    own = p.q.new_empty(0)
+    d_sink = None if p.sink is None else chunked.sink_gradient(p, lse, delta)
+    own = None
     if table is not None and bias is not None:
         own = table.to(bias.tensor().dtype).reshape(bias.tensor().shape)
     elif slopes is not None and bias is not None:
@@ -333,8 +334,7 @@ def _own_backward(
 
 def _packed(p: Problem, out: Tensor, lse: Tensor | None, again: bool = True) -> tuple[bytes, list[Tensor]]:
     """A problem as the library reads it, and the tensors that its addresses point into."""
-    n = p.shape
-    q, k, v = p.q, p.k, p.v
+    n, q, k, v = p.shape, p.q, p.k, p.v
     held: list[Tensor] = []
 
     def at(tensor: Tensor) -> int:
@@ -349,10 +349,10 @@ def _packed(p: Problem, out: Tensor, lse: Tensor | None, again: bool = True) -> 
     bias: tuple[int, ...] = (0,) * 5
     if p.mask is not None:
         normal = p.mask.normal()
-        low, high = (
-            far if side is None else min(max(side, -FAR), FAR)
-            for side, far in zip(normal.band, (low, high), strict=True)
-        )
+        if normal.band[0] is not None:
+            low = min(normal.band[0], FAR)
+        if normal.band[1] is not None:
+            high = max(normal.band[1], -FAR)
         if normal.lengths:
             first, last = _real(p, normal.lengths)
             real = (at(first.contiguous()), at(last.contiguous()))
@@ -370,7 +370,7 @@ def _packed(p: Problem, out: Tensor, lse: Tensor | None, again: bool = True) -> 
         tensor = _bias(p)
         bias = (at(tensor), *tensor.stride())
     if isinstance(p.offset, int):
-        offset = (min(max(p.offset, -FAR // 4), FAR // 4), 0)  # no sum with a band's end is beyond FAR
+        offset = (p.offset, 0)
     else:
         offset = (0, at(p.offset.to(torch.int64).clamp(-FAR // 4, FAR // 4).contiguous()))
     sink = 0 if p.sink is None else at(p.sink.detach().to(p.dtype).contiguous())
@@ -398,7 +398,8 @@ def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _attend_backward(
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
 ) -> list[Tensor]:
-    return _backward(chunked.problem_of(*arguments), out, lse, d_out, d_lse, needs)
+    grads = _backward(chunked.problem_of(*arguments), out, lse, d_out, d_lse, needs)
+    return [out.new_empty(0) if grad is None else grad for grad in grads]
 
 
 _library.impl("native", _attend, "CPU")
@@ -417,28 +418,43 @@ torch.library.register_autograd("manyheads::native_backward", batched.refuse_twi
 class _Differentiable(torch.autograd.Function):
     """The same where nobody has to see an operator: calling one takes longer than a small problem.
 
-    Its arguments are an operator's, with the bias's tensor before the lists, in which a gradient isn't seen.
+    The problem itself travels to the gradient, and its tensors beside it as saved tensors, so that PyTorch
+    notices where one was changed in place, and hooks on saved tensors see them.
     """
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _attend(*arguments)
+    def forward(ctx: Any, problem: Problem, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(problem)
+        saved = [out, lse]
+
+        def save(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return _SAVED
+
         ctx.set_materialize_grads(False)
-        chunked.remember(ctx, arguments, (out, lse))
+        ctx.problem = problem.map(save)
+        ctx.save_for_backward(*saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        out, lse, *arguments = chunked.remembered(ctx)
+        out, lse, *saved = ctx.saved_tensors
+        tensors = iter(saved)
+        problem = ctx.problem.map(lambda _: next(tensors))
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        needs = [*ctx.needs_input_grad[1:5], ctx.needs_input_grad[0]]
+        _, *needs = ctx.needs_input_grad
 
-        def gradients(d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
-            given = (out, lse, d_out, d_lse, needs, *arguments)
-            if torch.is_grad_enabled():  # somebody may want a gradient of this one
-                return batched.Once.apply(_attend_backward, *given)
-            return _attend_backward(*given)
+        def gradients(d_out: Tensor, d_lse: Tensor | None, *_: Tensor) -> list[Any]:
+            grads = _backward(problem, out, lse, d_out, d_lse, needs)
+            return [grad for grad, need in zip(grads, needs, strict=True) if need]
 
-        grads = batched.one_by_one(gradients, d_out, d_lse)
-        dq, dk, dv, d_sink, table = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-        return (table, dq, dk, dv, d_sink, *[None] * (4 + len(ctx.numbers)))
+        def gradients_in_graph(d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
+            return batched.Once.apply(gradients, d_out, d_lse, out, lse, *saved)
+
+        # With a graph somebody may want a gradient of this one.
+        backward = gradients_in_graph if torch.is_grad_enabled() else gradients
+        grads = iter(batched.one_by_one(backward, d_out, d_lse))
+        return (None, *(next(grads) if need else None for need in needs))
+
+
+_SAVED = torch.empty(0)  # where a tensor was, in a problem whose tensors are saved beside it

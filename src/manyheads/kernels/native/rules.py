@@ -17,7 +17,6 @@ from manyheads.scores import Problem
 Rule = Callable[[Problem], str | None]
 
 FEW_QUERIES = 12  # of a head of keys, for which packing keys isn't paid back (`attend.cpp`)
-FEW_SCORES = 65_536  # below which the calls of a gradient take longer than its products
 TILES = "amx"  # the build that multiplies bfloat16 in tiles
 
 
@@ -34,16 +33,6 @@ def float64(problem: Problem) -> str | None:
     return None
 
 
-def short_gradients(problem: Problem) -> str | None:
-    """Pass over gradients of short inputs, unless a mask tensor for PyTorch has to be built."""
-    if problem.q.dtype != torch.float32 or not problem.wants_gradient() or torch.compiler.is_exporting():
-        return None  # an exported graph has one kernel: a choice by size would restrict its lengths
-    n = problem.shape
-    if n.b * n.h * n.t * n.s >= FEW_SCORES or sdpa.needs_tensor(problem) or sdpa.refuse(problem):
-        return None
-    return f"PyTorch's backward is faster for fewer than {FEW_SCORES:,} scores"
-
-
 def unused_tiles(problem: Problem) -> str | None:
     """Pass over bfloat16 where PyTorch multiplies it in tiles and this build doesn't."""
     if problem.q.dtype != torch.bfloat16:
@@ -54,16 +43,15 @@ def unused_tiles(problem: Problem) -> str | None:
     return f"PyTorch multiplies bfloat16 in this processor's AMX tiles, and this kernel doesn't: {_unused()}"
 
 
-# By the build in use; `UNUSED` for one that leaves the processor's tiles unused. The rules were measured with
-# AVX2 (Zen 4, 2 threads) and AVX-512 with bfloat16 products (Zen 5); other families share them.
+# By the build in use; `UNUSED` for one that leaves the processor's tiles unused.
 UNUSED = "tiles unused"
 FAMILIES: dict[str, tuple[Rule, ...]] = {
-    "portable": (float64, short_gradients),
-    "avx2": (float64, short_gradients),
-    "avx512": (float64, short_gradients),
-    "avx512bf16": (float64, short_gradients),
-    TILES: (float64, short_gradients),
-    UNUSED: (float64, short_gradients, unused_tiles),
+    "portable": (float64,),
+    "avx2": (float64,),
+    "avx512": (float64,),
+    "avx512bf16": (float64,),
+    TILES: (float64,),
+    UNUSED: (float64, unused_tiles),
 }
 
 
