@@ -226,9 +226,9 @@ def grid(dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ..
         kind = (dtype, mask, training, tokens)
         for size in sizes if tokens <= 512 else sizes[:1]:
             yield _case(*kind, heads=1, groups=1, size=size)
-            if tokens <= 2048 or mask == "causal":
+            if tokens <= 1024 or (mask == "causal" and tokens <= (2048 if training else 8192)):
                 yield _case(*kind, heads=8, groups=8, size=size)
-        if tokens <= 2048:
+        if tokens <= 1024:
             yield _case(*kind, heads=8, groups=2, size=sizes[0])
         for queries in QUERIES:
             if queries >= tokens or training or mask == "window":
