@@ -439,6 +439,22 @@ def test_bfloat16_goes_to_pytorch_where_the_build_leaves_tiles_unused(
     assert chosen(q, k) == "native"
 
 
+def test_gradients_of_a_few_queries_go_to_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
+    if library.missing is not None:
+        pytest.skip(library.missing)
+    q, k = torch.randn(1, 2, 8, 8, requires_grad=True), torch.randn(1, 2, 256, 8)
+    assert chosen(q, k) == "sdpa"
+    assert chosen(q[:, :, :1], k, mask=mh.Causal()) == "sdpa"  # which sees all keys
+    assert chosen(q, k, mask=mh.Causal()) == "native"  # where PyTorch needs a mask tensor
+    assert chosen(q, k[:, :, :255]) == "native"
+    assert chosen(q.repeat(1, 1, 2, 1), k) == "native"
+    assert chosen(q.detach(), k) == "native"
+    assert chosen(q.bfloat16(), k.bfloat16()) == "native"
+    mh.explain(q, k, k)
+    words = "not auto: PyTorch's backward is faster for at most 8 queries of at least 512 keys in all heads"
+    assert words in capsys.readouterr().out
+
+
 def test_every_build_has_its_rules() -> None:
     assert {*library.WIDTHS, rules.TILES, rules.UNUSED} == set(rules.FAMILIES)
 
