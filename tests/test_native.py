@@ -29,7 +29,7 @@ from waiting import HANG
 import manyheads as mh
 from manyheads import kernels, scores
 from manyheads.kernels import chunked, native
-from manyheads.kernels.native import library
+from manyheads.kernels.native import library, rules
 from manyheads.kernels.native.look import Look
 from manyheads.scores import Problem
 
@@ -459,16 +459,21 @@ def test_kernels_says_what_runs() -> None:
 # -- processors with AMX ---------------------------------------------------------------------------
 
 
-def test_bfloat16_goes_to_pytorch_where_it_has_tiles(
+def chosen(q: Tensor, k: Tensor, **more: Any) -> str:
+    """Return the name of the kernel that `auto` takes."""
+    name: str = kernels.choose(Problem.of(q, k, k, **more)).NAME
+    return name
+
+
+def test_bfloat16_goes_to_pytorch_where_the_build_leaves_tiles_unused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """PyTorch's attention multiplies bfloat16 in AMX tiles, several times as fast as vectors do."""
     monkeypatch.setattr(library, "has_tiles", True)
+    monkeypatch.setattr(library, "WIDTHS", ("portable", "amx"))
+    monkeypatch.setattr(library, "width", 0)
+    monkeypatch.setattr(library, "runs", ["portable"])
     q, k = torch.randn(1, 4, 64, 32).bfloat16(), torch.randn(1, 2, 64, 32).bfloat16()
-
-    def chosen(q: Tensor, k: Tensor, **more: Any) -> str:
-        return kernels.choose(Problem.of(q, k, k, **more)).NAME
-
     for more in ({}, {"mask": mh.Causal()}, {"mask": mh.Window(left=5)}):
         assert chosen(q, k, **more) == "sdpa"
     assert chosen(q[:, :, :7], k) == "sdpa"  # 14 queries for each head of keys
@@ -478,11 +483,48 @@ def test_bfloat16_goes_to_pytorch_where_it_has_tiles(
     for dtype in (torch.float32, torch.float16):
         assert chosen(q.to(dtype), k.to(dtype)) == "native"
     assert chosen(q.requires_grad_(), k) == "sdpa"
-    mh.explain(q, k, k)
-    assert "native     yes: a map is free; not auto: PyTorch multiplies bfloat16" in capsys.readouterr().out
+    compiled = torch.compile(lambda q, k: mh.attention(q, k, k), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k), mh.attention(q, k, k))
+
+    def reason() -> str:
+        mh.explain(q, k, k)
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  native"))
+        return line
+
+    words = (
+        "  native     yes: a map is free; not auto: PyTorch multiplies bfloat16 in this processor's AMX tiles"
+    )
+    assert reason() == f"{words}, and this kernel doesn't: the system doesn't let it run its amx build"
+    monkeypatch.setattr(library, "left_out", {"amx": "too old"})
+    assert reason() == f"{words}, and this kernel doesn't: its amx build wasn't made (too old)"
+    monkeypatch.setattr(library, "runs", ["portable", "amx"])
+    assert reason() == f"{words}, and this kernel doesn't: MANYHEADS_WIDTH chooses portable"
+    monkeypatch.setattr(library, "width", 1)
+    assert reason().endswith("← auto")
+    monkeypatch.setattr(library, "width", 0)
     assert mh.attention(q, k, k, kernel="native").isfinite().all()  # asked for by name
     monkeypatch.setattr(library, "has_tiles", False)
     assert chosen(q, k) == "native"
+
+
+def test_gradients_of_a_few_queries_go_to_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
+    if library.missing is not None:
+        pytest.skip(library.missing)
+    q, k = torch.randn(1, 2, 8, 8, requires_grad=True), torch.randn(1, 2, 256, 8)
+    assert chosen(q, k) == "sdpa"
+    assert chosen(q[:, :, :1], k, mask=mh.Causal()) == "sdpa"  # which sees all keys
+    assert chosen(q, k, mask=mh.Causal()) == "native"  # where PyTorch needs a mask tensor
+    assert chosen(q, k[:, :, :255]) == "native"
+    assert chosen(q.repeat(1, 1, 2, 1), k) == "native"
+    assert chosen(q.detach(), k) == "native"
+    assert chosen(q.bfloat16(), k.bfloat16()) == "native"
+    mh.explain(q, k, k)
+    words = "not auto: PyTorch's backward is faster for at most 8 queries of at least 512 keys in all heads"
+    assert words in capsys.readouterr().out
+
+
+def test_every_build_has_its_rules() -> None:
+    assert {*library.WIDTHS, rules.TILES, rules.UNUSED} == set(rules.FAMILIES)
 
 
 # -- huge scores -------------------------------------------------------------------------------------

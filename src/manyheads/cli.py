@@ -414,11 +414,14 @@ def bench(
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="forward|causal|training|look|decode|layer", help="What to measure. Repeatable."
+            metavar="forward|causal|training|look|decode|layer|choice",
+            help="What to measure. Repeatable, except choice: it runs every kernel on a grid of cases and on "
+            "200 random ones, and prints those in which kernel='auto' is slower than the fastest.",
         ),
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(metavar="float32|bfloat16", help="Number format. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="float32|bfloat16", help="Number format; float16 for choice. Repeatable."),
     ] = None,
     size: Annotated[list[int] | None, typer.Option(metavar="N", help="Head size. Repeatable.")] = None,
     length: Annotated[
@@ -427,19 +430,34 @@ def bench(
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Measured runs of each, after a warm-up run.")
     ] = 7,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Random seed of the cases of choice. The default is another in each run."
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", parser=path, help="Folder for the table and the plot.")
     ] = Path("manyheads-bench"),
 ) -> None:
     """Measure the speed of attention on this machine.
 
-    The kernels of manyheads run beside PyTorch's attention and other libraries.
+    The kernels of manyheads run beside PyTorch's attention and other libraries. With --kind choice, cases in
+    which kernel='auto' looks slower than the fastest by more than 5 % and 15 µs are measured five times more
+    after all others, and the smallest median of each kernel counts. Exit code 1: some stay slower.
     """
     from rich.progress import Progress
 
     from manyheads import bench
     from manyheads.files import folder_for
 
+    if "choice" in (kind or ()):
+        if len(kind or ()) > 1:
+            raise ValueError("Expected --kind choice alone, got other kinds beside it. Run them one by one.")
+        bench_choice(tuple(dtype or ()), tuple(size or ()), tuple(length or ()), rounds, seed, out)
+        return
+    if seed is not None:
+        raise ValueError("Expected --seed with --kind choice only: other kinds draw no cases.")
     todo = bench.problems(
         tuple(kind or bench.KINDS),
         tuple(dtype or bench.DTYPES),
@@ -465,6 +483,46 @@ def bench(
         raise typer.Exit(130) from None
     print(report.markdown(), end="")
     print(f"\nwritten to {folder}: {', '.join(file.name for file in files)}")
+
+
+def bench_choice(
+    dtypes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    lengths: tuple[int, ...],
+    rounds: int,
+    seed: int | None,
+    out: Path,
+) -> None:
+    """Print the cases in which `auto` doesn't choose the fastest kernel; exit code 1 if there are some."""
+    from random import SystemRandom
+
+    from rich.progress import Progress
+
+    from manyheads.bench import choice, describe_machine
+    from manyheads.files import folder_for
+
+    seed = SystemRandom().randrange(1 << 32) if seed is None else seed
+    todo = choice.cases(dtypes, sizes, lengths, seed)
+    folder = folder_for(out, "--out")
+    report = choice.Report(describe_machine(), seed)
+    try:
+        with Progress(transient=True) as progress:
+            for case in progress.track(todo, description="measuring"):
+                report.keep(choice.measure(case, rounds), folder)
+            for _ in range(choice.AGAIN):
+                for outcome in progress.track(report.slower, description="measuring slower ones again"):
+                    outcome.improve(choice.measure(outcome.case, rounds * choice.THOROUGH))
+    except KeyboardInterrupt:
+        where = "nothing was measured"
+        if report.outcomes:
+            where = f"written to {folder}: {', '.join(file.name for file in report.save(folder))}"
+        after = f"after {len(report.outcomes):,} of {len(todo):,} cases"
+        print(f"manyheads: interrupted {after}, {where}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    files = report.save(folder)
+    print(report.text(), end="")
+    print(f"\nwritten to {folder}: {', '.join(file.name for file in files)}")
+    raise typer.Exit(1 if report.slower else 0)
 
 
 def main() -> None:

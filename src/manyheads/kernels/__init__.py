@@ -31,7 +31,6 @@ all its reasons. Nothing falls back in silence.
 
 from __future__ import annotations
 
-import math
 import platform
 from typing import Any, NamedTuple
 
@@ -174,8 +173,14 @@ def _may_be_large(problem: Problem) -> bool:
     """Is a gradient wanted, of scores |scale|·Σ|q||k| that may be above `LARGE` or aren't finite?"""
     if not problem.wants_gradient():
         return False
-    q, k = (float(torch.linalg.vector_norm(x.detach(), math.inf)) for x in (problem.q, problem.k))
+    q, k = (_largest(x.detach()) for x in (problem.q, problem.k))
     return not abs(problem.scale) * problem.shape.d * q * k <= LARGE[problem.q.dtype]
+
+
+def _largest(x: Tensor) -> float:
+    """Return the largest magnitude, NaN if there is a NaN."""
+    low, high = x.aminmax()  # a norm of order inf takes 4 to 30 times as long
+    return max(-float(low), float(high))
 
 
 def processor() -> str:

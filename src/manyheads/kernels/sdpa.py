@@ -57,7 +57,7 @@ def refuse(problem: Problem) -> list[str]:
             reasons.append("it gives no gradient to a bias")
         if p.q.dtype in (torch.float16, torch.bfloat16) and not _exact(p):
             reasons.append(f"it would round the bias to {p.q.dtype}")
-    if _needs_tensor(p) and not _given_as_tensor(p):
+    if needs_tensor(p) and not _given_as_tensor(p):
         size = _mask_bytes(p)
         if size > LIMIT:
             reasons.append(
@@ -76,7 +76,7 @@ def _refuse_on_cuda(p: Problem) -> list[str]:
         reasons.append("PyTorch has no fused kernel for float64 on CUDA")
     if p.shape.d > 256:
         reasons.append(f"head size {p.shape.d} is above 256")
-    if p.shape.h != p.shape.g and (p.q.dtype == torch.float32 or _needs_tensor(p)):
+    if p.shape.h != p.shape.g and (p.q.dtype == torch.float32 or needs_tensor(p)):
         reasons.append("with grouped heads PyTorch fuses only 16-bit problems without a mask tensor on CUDA")
     return reasons
 
@@ -85,7 +85,7 @@ def run(problem: Problem) -> tuple[Tensor, None]:
     """The output `[b, h, t, w]`; no log-sum-exp."""
     p, n = problem, problem.shape
     tensor, causal = None, False
-    if _needs_tensor(p):
+    if needs_tensor(p):
         tensor = _tensor(p)
         if not can_read(p.q) or p.q.device.type != "cpu":
             p = p.without_unseen(tensor if p.bias is None else tensor != -math.inf)
@@ -140,7 +140,8 @@ def _sees_all(p: Problem) -> bool:
     return (low is None or bottom + low <= 0) and (high is None or top + high >= p.shape.s - 1)
 
 
-def _needs_tensor(p: Problem) -> bool:
+def needs_tensor(p: Problem) -> bool:
+    """Return True if PyTorch takes the mask and bias of a problem as a tensor, which has to be built."""
     return p.bias is not None or not (_sees_all(p) or _is_causal(p))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from manyheads import scores
 from manyheads.biases import ALiBi, Bias, Dense
 from manyheads.kernels import batched, chunked, sdpa
-from manyheads.kernels.native import library
+from manyheads.kernels.native import library, rules
 from manyheads.kernels.native.look import Look
 from manyheads.masks import FAR, Documents, Drop, Keep, Lengths, Mask, Normal
 from manyheads.scores import ALL, Problem, Rows
@@ -31,7 +31,6 @@ WIDEST = 256
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 LIMIT = sdpa.LIMIT
 CHUNKS = 16  # of a gradient's keys, over all heads: as many threads have something to do
-FEW_QUERIES = 12  # of a head of keys, for which packing keys isn't paid back (`attend.cpp`)
 WHOLE = 1 << 15  # keys, beyond which a look doesn't keep whole rows of weights: they would fill the caches
 
 
@@ -62,19 +61,8 @@ def refuse(problem: Problem, values: bool = True) -> list[str]:
 
 
 def defers(problem: Problem) -> list[str]:
-    """Why `auto` goes on, though this kernel could; empty if it doesn't."""
-    if problem.q.dtype == torch.float64:
-        return ["in float64 it is there to be compared with, and slower than PyTorch's products"]
-    if (
-        library.has_tiles
-        and problem.q.dtype == torch.bfloat16
-        # A few wait for memory, and not for products. An exported graph has one kernel for all lengths: a
-        # choice by size would restrict its lengths.
-        and (torch.compiler.is_exporting() or _many(problem))
-        and not sdpa.refuse(problem)
-    ):
-        return ["PyTorch multiplies bfloat16 in this processor's AMX tiles, and this kernel doesn't yet"]
-    return []
+    """Return why `auto` passes over this kernel; empty if it doesn't."""
+    return rules.defers(problem)
 
 
 def built() -> str:
@@ -111,10 +99,7 @@ def gives_lse(problem: Problem) -> bool:
     return _many(problem) or problem.wants_gradient() or not _direct(problem)
 
 
-def _many(problem: Problem) -> bool:
-    """Do more than a few queries share a head of keys?"""
-    n = problem.shape
-    return n.h // n.g * n.t > FEW_QUERIES
+_many = rules.many_queries
 
 
 def reads(problem: Problem) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor
 from manyheads.files import replacing
 from manyheads.functional import attention, attention_with_map
 from manyheads.kernels import load, processor
-from manyheads.kernels.native import library
+from manyheads.kernels.native import library, rules
 from manyheads.layers import MultiHeadAttention
 from manyheads.masks import Causal
 from manyheads.scores import Problem as Posed
@@ -43,10 +43,6 @@ PACKAGES = ("torch", "manyheads", "x-transformers", "transformers")
 ROOM = 4e9  # bytes: what builds more weights than this is left out
 SAMPLE = 0.02  # seconds that one measurement takes at least
 IMPOSSIBLE = 1.05  # a share of the peak that says that the peak is wrong
-DISTURBED = (
-    f"Nothing is faster than {IMPOSSIBLE:.0%} of a peak: it was measured while the machine was disturbed (or "
-    "leaves out matrix units that it has), so shares of it are wrong here; run again on a quiet machine."
-)
 
 Run = Callable[[], object]
 
@@ -141,19 +137,20 @@ class Report:
         """The machine, and a table for each kind, dtype and head size: times, and ratios to PyTorch's."""
         one = self.machine
         lines = [
-            f"{one['processor']}, {one['threads']} threads, {one['date']}; "
-            + ", ".join(f"{name} {number}" for name, number in one["versions"].items()),
+            describe_versions(one),
             "",
             f"Peak {limit(one, 'float32')} in float32, {limit(one, 'bfloat16')} in bfloat16; "
             f"memory is read at {one['read'] / 1e9:.0f} GB/s.",
         ]
+        lines += [f"\nThe peak in {dtype} isn't known: {why}." for dtype, why in self._unknown().items()]
         for kind, dtype, size in self._groups():
             own = self._of(kind, dtype, size)
             names = list(dict.fromkeys(t.name for r in own for t in r.timings))
             what = f"**{kind}, {dtype}, {HEADS} heads of {size}**"
             limit_of = "memory's rate" if kind == "decode" else "the peak"
+            share = f"; % of {limit_of}" if self._limit(kind, dtype) else ""
             if names:
-                lines += ["", f"{what}, median time (times as fast as {names[0]}; % of {limit_of})", ""]
+                lines += ["", f"{what}, median time (times as fast as {names[0]}{share})", ""]
                 lines += [f"| tokens | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
             else:
                 lines += ["", f"{what}: nothing could compute it"]
@@ -163,28 +160,42 @@ class Report:
                     lines.append(f"| {result.problem.tokens:,} | {cells} |")
             left = {name: why for r in own for name, why in r.left_out.items()}
             lines += [f"\n{name} is left out: {why}." for name, why in left.items()]
-        bound = [r for r in self.results if r.problem.kind != "decode"]  # which may read from a cache
-        if any(self._share(r.problem, t.median) > IMPOSSIBLE for r in bound for t in r.timings):
-            lines += ["", DISTURBED]
         return "\n".join(lines) + "\n"
 
-    def _share(self, problem: Problem, seconds: float) -> float:
-        """The part of the machine's peak, or of its rate of reading memory; 0 where that isn't known."""
-        if problem.kind == "decode":
-            return problem.bytes / seconds / self.machine["read"] if self.machine["read"] else 0.0
-        peak = self.machine["peak"].get(problem.dtype)
-        return problem.operations / seconds / peak if peak else 0.0
+    def _unknown(self) -> dict[str, str]:
+        """Return the dtypes whose peak isn't known, and why; those with a peak that was surpassed too."""
+        found: dict[str, str] = dict(self.machine.get("unknown", {}))
+        for result in self.results:
+            dtype = result.problem.dtype
+            peak = self.machine["peak"].get(dtype)
+            if result.problem.kind == "decode" or not peak:  # decoding may read from a cache
+                continue
+            if any(result.problem.operations / t.median > IMPOSSIBLE * peak for t in result.timings):
+                found[dtype] = (
+                    f"something here is faster than {limit(self.machine, dtype)}, which were measured while "
+                    "the machine was disturbed, or leave out matrix units that it has. Run again on a quiet "
+                    "machine"
+                )
+        return found
+
+    def _limit(self, kind: str, dtype: str) -> float:
+        """Return the operations (for decoding, the bytes) per second that the machine can do, or 0."""
+        if kind == "decode":
+            return float(self.machine["read"])
+        return 0.0 if dtype in self._unknown() else float(self.machine["peak"].get(dtype, 0))
 
     def _cells(self, result: Result, names: list[str]) -> Iterator[str]:
         times = {timing.name: timing.median for timing in result.timings}
+        problem = result.problem
+        limit = self._limit(problem.kind, problem.dtype)
+        work = problem.bytes if problem.kind == "decode" else problem.operations
         for name in names:
             if name not in times:
                 yield ""
                 continue
-            share = self._share(result.problem, times[name])
             parts = [f"{times[names[0]] / times[name]:.2f}×"] if names[0] in times else []
-            parts += [f"{share:.0%}"] if share else []
-            yield _time(times[name]) + (f" ({', '.join(parts)})" if parts else "")
+            parts += [f"{work / times[name] / limit:.0%}"] if limit else []
+            yield describe_time(times[name]) + (f" ({', '.join(parts)})" if parts else "")
 
     def plot(self) -> Any:
         """Rates against lengths, one panel for each kind, dtype and head size, as a matplotlib figure."""
@@ -202,7 +213,7 @@ class Report:
             axes = figure.add_subplot(down, across, n + 1)
             own = self._of(*group)
             decode = group[0] == "decode"
-            highest = (self.machine["read"] if decode else self.machine["peak"].get(group[1], 0)) / 1e9
+            highest = self._limit(group[0], group[1]) / 1e9
             if highest:
                 axes.axhline(highest, color="#555555", linestyle=":", linewidth=1.2)
                 axes.text(1.01, highest, "memory" if decode else "peak", va="center", fontsize=9,
@@ -244,7 +255,14 @@ def limit(machine: dict[str, Any], dtype: str) -> str:
     return f"{peak / 1e9:.0f} GFLOP/s" if peak else "not measured"
 
 
-def _time(seconds: float) -> str:
+def describe_versions(machine: dict[str, Any]) -> str:
+    """Return the processor, its threads, the date and what is installed, in one line."""
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return f"{machine['processor']}, {machine['threads']} threads, {machine['date']}; {versions}"
+
+
+def describe_time(seconds: float) -> str:
+    """Return a time as people say it: 1.2 s, 340 ms, 15 µs."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -263,21 +281,36 @@ def timed(run: Run, times: int = 1) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """This machine and what it can do: its `limits`, its processor, and what is installed."""
+    """Return what this machine is and what it can do: `describe_machine` and its `limits`."""
     peak, read = limits()
+    return describe_machine() | {"peak": peak, "unknown": unknown(), "read": read}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the processor, its threads, the build of the native library, and what is installed."""
     return {
         "processor": processor(),
         "threads": torch.get_num_threads(),
         "width": None if library.width is None else library.WIDTHS[library.width],
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {name: number for name in PACKAGES if (number := _version(name))},
-        "peak": peak,
-        "read": read,
     }
 
 
+def unknown() -> dict[str, str]:
+    """Return the dtypes whose peak can't be measured here, and why.
+
+    A processor with tiles (AMX) multiplies bfloat16 many times as fast as its vector registers do: without a
+    build that uses the tiles, a peak would be that of the vector registers.
+    """
+    why = rules.missing_tiles()
+    if why is None:
+        return {}
+    return {"bfloat16": f"this processor has AMX tiles, and the native library can't use them: {why}"}
+
+
 def limits() -> tuple[dict[str, float], float]:
-    """Operations per second by dtype, on vector registers, and bytes read per second.
+    """Operations per second by dtype, on registers or tiles, and bytes read per second.
 
     The best of several tries; without the native library nothing is measured: no dtype, and 0.
     """
@@ -288,6 +321,8 @@ def limits() -> tuple[dict[str, float], float]:
     width, threads = library.WIDTHS.index(library.runs[-1]), torch.get_num_threads()
     peak = {}
     for name, pairs in (("float32", 0), ("bfloat16", 1)):
+        if name in unknown():
+            continue
         rates = []
         for _ in range(7):
             start = time.perf_counter()
@@ -347,10 +382,10 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
         del found["FlexAttention"], found["x-transformers"]  # which are made for many queries
     if problem.kind != "training":
         return dict(found)
-    return {name: run if isinstance(run, str) else _step(run, q, k, v) for name, run in found.items()}
+    return {name: run if isinstance(run, str) else training_step(run, q, k, v) for name, run in found.items()}
 
 
-def _step(run: Callable[[], Tensor], *leaves: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+def training_step(run: Callable[[], Tensor], *leaves: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     """Forward and backward: the gradients of the leaves."""
     for leaf in leaves:
         leaf.requires_grad_()

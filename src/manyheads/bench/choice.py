@@ -1,0 +1,359 @@
+"""Does `kernel="auto"` choose the fastest? A grid of cases runs on every kernel, and random cases off it.
+
+In each case `attention(kernel="auto")`, PyTorch's own call and every kernel that supports the case are
+interleaved. The cases in which `auto` looks slower are measured again after all others, several times, and
+the smallest median of each contestant counts: other processes can only slow a run down.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyheads.bench import ROOM, Run, describe_time, describe_versions, timed, training_step
+from manyheads.files import replacing
+from manyheads.functional import attention
+from manyheads.kernels import ORDER, choose, load
+from manyheads.masks import Causal, Lengths, Mask, Window
+from manyheads.scores import Problem
+from manyheads.shapes import amount
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SIZES = (64, 32, 80, 128)  # of heads; the first also in what is measured for one size only
+LENGTHS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+MASKS = ("full", "causal", "window", "padding")
+QUERIES = (1, 4, 16)  # that attend to the keys of a cache
+RANDOM = 200  # cases off the grid
+LARGEST = 1 << 26  # scores of a random case: 4 heads of 4,096 tokens
+
+SLOWER, LATER = 1.05, 15e-6  # times the fastest, and seconds after it, that count as slower
+SAMPLE = 1e-3  # seconds that one measurement takes at least: shorter than what a scheduler gives a process
+LONG = 5.0  # seconds of a case, beyond which it has two rounds
+HOPELESS = 3.0  # times the fastest, at which a contestant isn't run again
+AGAIN = 5  # times that the cases in which `auto` looks slower are measured again,
+THOROUGH = 3  # each with so many times the rounds
+SAVED = 10.0  # seconds between two writes of what there is so far
+COPIES = 5  # of all weights, that the reference kernel holds at once
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem: `heads` query heads that share `groups` heads of keys, of `size` numbers each.
+
+    mask: "full"; "causal", where the last query stands at the last key; "window", which is causal and sees
+    `visible` keys; or "padding", where the last sequence of the batch has `visible` keys, and those between
+    have lengths between.
+    """
+
+    dtype: str
+    mask: str
+    training: bool
+    batch: int
+    heads: int
+    groups: int
+    queries: int
+    keys: int
+    size: int
+    visible: int
+
+    def __str__(self) -> str:
+        mask = {"window": f"window of {self.visible:,}", "padding": f"padding to {self.visible:,}"}
+        heads = "1 head" if self.heads == 1 else f"{self.heads} heads"
+        shared = f" ({self.groups} of keys)" if self.groups < self.heads else ""
+        tokens = "1 token" if self.keys == 1 else f"{self.keys:,} tokens"
+        if self.queries < self.keys:
+            tokens = f"{self.queries:,} of {self.keys:,} tokens"
+        batch = f"batch {self.batch}, " if self.batch > 1 else ""
+        parts = (self.dtype, mask.get(self.mask, self.mask), *["training"] * self.training)
+        return f"{', '.join(parts)}, {batch}{heads} of {self.size}{shared}, {tokens}"
+
+    @property
+    def scores(self) -> int:
+        """The number of scores."""
+        return self.batch * self.heads * self.queries * self.keys
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return random q `[b, h, t, d]`, k and v `[b, g, s, d]`."""
+        dtype = DTYPES[self.dtype]
+        q = torch.randn(self.batch, self.heads, self.queries, self.size).to(dtype)
+        k, v = (torch.randn(self.batch, self.groups, self.keys, self.size).to(dtype) for _ in range(2))
+        return q, k, v
+
+    def rule(self) -> Mask | None:
+        """Return the mask as `attention` takes it."""
+        if self.mask == "causal":
+            return Causal()
+        if self.mask == "window":
+            return Window(left=self.visible - 1, right=0)
+        return Lengths(self._lengths()) if self.mask == "padding" else None
+
+    def options(self) -> dict[str, Any]:
+        """Return the mask and the groups as PyTorch's function takes them."""
+        chosen: dict[str, Any] = {"enable_gqa": True} if self.groups < self.heads else {}
+        if self.mask == "padding":
+            keep = torch.arange(self.keys) < self._lengths()[:, None]  # [b, s]
+            return chosen | {"attn_mask": keep[:, None, None, :]}
+        if self.mask == "full" or (self.mask == "causal" and self.queries == 1):
+            return chosen
+        if self.mask == "causal" and self.queries == self.keys:
+            return chosen | {"is_causal": True}
+        keep = torch.ones(self.queries, self.keys, dtype=torch.bool).tril(self.keys - self.queries)
+        if self.mask == "window":
+            keep &= ~keep.tril(self.keys - self.queries - self.visible)
+        return chosen | {"attn_mask": keep}
+
+    def _lengths(self) -> Tensor:
+        """Return the number of real keys of each sequence, `[b]`."""
+        if self.batch == 1:
+            return torch.tensor([self.visible])
+        return torch.linspace(self.keys, self.visible, self.batch).round().to(torch.int64)
+
+
+@dataclass
+class Outcome:
+    """What was measured in a case: the kernel that `auto` chose, and each contestant's median in seconds."""
+
+    case: Case
+    kernel: str
+    times: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def fastest(self) -> str:
+        """The name of the fastest contestant, `auto` included."""
+        return min(self.times, key=lambda name: self.times[name])
+
+    @property
+    def is_slower(self) -> bool:
+        """Return True if `auto` is slower than the fastest, by a share and by a time that matter."""
+        best = self.times[self.fastest]
+        return self.times[AUTO] > SLOWER * best and self.times[AUTO] > best + LATER
+
+    def improve(self, other: Outcome) -> None:
+        """Take over the times of another measurement of the case where they are smaller."""
+        for name, seconds in other.times.items():
+            self.times[name] = min(self.times.get(name, seconds), seconds)
+            self.left_out.pop(name, None)
+
+    def __str__(self) -> str:
+        auto, best = self.times[AUTO], self.times[self.fastest]
+        return (
+            f"{self.case}: auto ({self.kernel}) {describe_time(auto)}, "
+            f"{self.fastest} {describe_time(best)} ({auto / best:.2f}×)"
+        )
+
+
+@dataclass
+class Report:
+    """All outcomes of a run, with the machine and the seed of the random cases."""
+
+    machine: dict[str, Any]
+    seed: int
+    outcomes: list[Outcome] = field(default_factory=list)
+    saved: float = -math.inf  # when, by time.monotonic()
+
+    @property
+    def slower(self) -> list[Outcome]:
+        """The cases in which `auto` is slower than the fastest."""
+        return [outcome for outcome in self.outcomes if outcome.is_slower]
+
+    def text(self) -> str:
+        """Return a line for each case in which `auto` is slower, and a sentence about all."""
+        within = f"{SLOWER - 1:.0%} and {LATER * 1e6:.0f} µs"
+        found = f"In {len(self.slower):,}" if self.slower else "In none"
+        lines = [str(outcome) for outcome in self.slower] + [""] * bool(self.slower)
+        lines.append(
+            f"{found} of {len(self.outcomes):,} cases (random ones of seed {self.seed}), "
+            f'kernel="auto" is more than {within} slower than the fastest.'
+        )
+        return "\n".join(lines) + "\n"
+
+    def markdown(self) -> str:
+        """Return the machine and the text."""
+        text = self.text().replace("\n", "\n\n").rstrip()
+        return f"{describe_versions(self.machine)}\n\n{text}\n"
+
+    def keep(self, outcome: Outcome, folder: Path) -> None:
+        """Add an outcome, and write what there is so far, unless that was done just now."""
+        self.outcomes.append(outcome)
+        if time.monotonic() > self.saved + SAVED:
+            self.save(folder)
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write choice.json and choice.md; return the files."""
+        written = {"machine": self.machine, "seed": self.seed, "outcomes": list(map(asdict, self.outcomes))}
+        with replacing(folder / "choice.json") as file:
+            file.write(json.dumps(written, indent=1).encode())
+        with replacing(folder / "choice.md") as file:
+            file.write(self.markdown().encode())
+        self.saved = time.monotonic()
+        return [folder / "choice.json", folder / "choice.md"]
+
+
+# -- the cases ---------------------------------------------------------------------------------------
+
+
+def cases(dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...], seed: int) -> list[Case]:
+    """Return the grid and the random cases; ValueError for an unknown dtype, a size or length below 1."""
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"Expected dtype to be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    for name, numbers in (("size", sizes), ("length", lengths)):
+        for number in numbers:
+            if number < 1:
+                raise ValueError(f"Expected {name} to be at least 1, got {number}.")
+    drawn = draw(random.Random(seed), dtypes or tuple(DTYPES), sizes, lengths)
+    grid_of = grid(dtypes or tuple(DTYPES), sizes or SIZES, lengths or LENGTHS)
+    return list(dict.fromkeys(grid_of)) + list(itertools.islice(drawn, RANDOM))
+
+
+def grid(dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]) -> Iterator[Case]:
+    """Yield every combination of short lengths; of long ones, what takes minutes and not hours."""
+    for tokens, mask, training, dtype in itertools.product(lengths, MASKS, (False, True), dtypes):
+        kind = (dtype, mask, training, tokens)
+        for size in sizes if tokens <= 512 else sizes[:1]:
+            yield _case(*kind, heads=1, groups=1, size=size)
+            if tokens <= 1024 or (mask == "causal" and tokens <= (2048 if training else 8192)):
+                yield _case(*kind, heads=8, groups=8, size=size)
+        if tokens <= 1024:
+            yield _case(*kind, heads=8, groups=2, size=sizes[0])
+        for queries in QUERIES:
+            if queries >= tokens or training or mask == "window":
+                continue
+            for size in sizes if mask == "full" else sizes[:1]:
+                yield _case(*kind, heads=8, groups=8, size=size, queries=queries)
+            yield _case(*kind, heads=1, groups=1, size=sizes[0], queries=queries)
+            yield _case(*kind, heads=8, groups=2, size=sizes[0], queries=queries)
+
+
+def _case(
+    dtype: str,
+    mask: str,
+    training: bool,
+    tokens: int,
+    *,
+    heads: int,
+    groups: int,
+    size: int,
+    queries: int | None = None,
+) -> Case:
+    """Return a case of the grid: a window sees a quarter of the keys, padding leaves three quarters."""
+    visible = max({"window": tokens // 4, "padding": 3 * tokens // 4}.get(mask, tokens), 1)
+    batch = 2 if mask == "padding" else 1
+    return Case(dtype, mask, training, batch, heads, groups, queries or tokens, tokens, size, visible)
+
+
+def draw(
+    random: random.Random, dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]
+) -> Iterator[Case]:
+    """Yield random cases without end, of these sizes and lengths where some are given."""
+    while True:
+        keys = random.choice(lengths) if lengths else _spread(random, 8192)
+        queries = keys if random.random() < 0.7 else min(_spread(random, 64), keys)
+        groups = random.randint(1, 8)
+        mask = random.choice(MASKS)
+        case = Case(
+            dtype=random.choice(dtypes),
+            mask=mask,
+            training=random.random() < 0.4,
+            batch=_spread(random, 8),
+            heads=groups * random.choice((1, 1, 1, 2, 4)),
+            groups=groups,
+            queries=queries,
+            keys=keys,
+            size=random.choice(sizes) if sizes else random.randint(8, 256),
+            visible=random.randint(1, keys) if mask in ("window", "padding") else keys,
+        )
+        if case.scores <= LARGEST or lengths:
+            yield case
+
+
+def _spread(random: random.Random, most: int) -> int:
+    """Return a number from 1 to most, each power of two as likely as the next."""
+    return round(math.exp(random.uniform(0, math.log(most))))
+
+
+# -- running -----------------------------------------------------------------------------------------
+
+
+def contestants(case: Case) -> dict[str, Run | str]:
+    """Return what computes a case: `auto`, PyTorch's call, each kernel; a string says why one is left out."""
+    q, k, v = case.tensors()
+    mask, options = case.rule(), case.options()
+    problem = Problem.of(q, k, v, mask=mask)
+
+    def ours(kernel: str) -> Callable[[], Tensor]:
+        return lambda: attention(q, k, v, mask=mask, kernel=kernel)
+
+    found: dict[str, Callable[[], Tensor] | str] = {
+        AUTO: ours(AUTO),
+        "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, **options),
+    }
+    for kernel in ORDER:
+        found[kernel] = "; ".join(load(kernel).refuse(problem)) or ours(kernel)
+    size = COPIES * case.scores * torch.float32.itemsize
+    if size > ROOM:
+        found["reference"] = f"its weights would take {amount(size)}"
+    if not case.training:
+        return dict(found)
+    return {name: run if isinstance(run, str) else training_step(run, q, k, v) for name, run in found.items()}
+
+
+def measure(case: Case, rounds: int) -> Outcome:
+    """Run the contestants of a case, interleaved, and return their medians."""
+    outcome = Outcome(case, _chosen(case))
+    with torch.set_grad_enabled(case.training):
+        running: dict[str, Run] = {}
+        for name, run in contestants(case).items():
+            if isinstance(run, str):
+                outcome.left_out[name] = run
+            else:
+                running[name] = run
+        first: dict[str, float] = {}
+        for name, run in running.items():
+            try:
+                first[name] = _first(run)
+            except RuntimeError as error:  # there may be too little memory
+                if name == AUTO:
+                    raise
+                outcome.left_out[name] = str(error).partition("\n")[0]
+        for name, seconds in list(first.items()):
+            if name != AUTO and seconds > HOPELESS * min(first.values()):
+                outcome.left_out[name] = f"its first run took {describe_time(seconds)}"
+                del first[name]
+        again = {name: math.ceil(SAMPLE / max(seconds, SAMPLE / 1000)) for name, seconds in first.items()}
+        times: dict[str, list[float]] = {name: [] for name in first}
+        fitting = int(LONG / max(sum(first.values()), SAMPLE))
+        for _ in range(min(rounds, max(fitting, 2))):
+            for name in first:
+                times[name].append(timed(running[name], again[name]))
+    outcome.times = {name: statistics.median(spent) for name, spent in times.items()}
+    return outcome
+
+
+def _chosen(case: Case) -> str:
+    """Return the name of the kernel that `auto` chooses."""
+    q, k, v = (x.requires_grad_(case.training) for x in case.tensors())
+    name: str = choose(Problem.of(q, k, v, mask=case.rule())).NAME
+    return name
+
+
+def _first(run: Run) -> float:
+    """Warm up; return about how many seconds a run takes."""
+    seconds = timed(run)
+    if seconds < 10 * SAMPLE:  # which may have loaded or allocated something
+        seconds = min(timed(run) for _ in range(3))
+    return seconds
