@@ -86,9 +86,8 @@ def missing_tiles() -> str | None:
     """Return why the library can't multiply in the processor's tiles; None if it can, or there are none."""
     if not library.has_tiles or TILES in library.runs:
         return None
-    if TILES in library.left_out:
-        return f"its {TILES} build wasn't made ({library.left_out[TILES]})"
-    return f"the system doesn't let it run its {TILES} build"
+    reason = library.left_out.get(TILES, "this processor lacks other instructions that it needs")
+    return f"its {TILES} build isn't available ({reason})"
 
 
 def _family() -> str:
