@@ -100,7 +100,7 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
             raise ValueError(f"q is {dtype} and {name} is {x.dtype}: convert them to one dtype.")
         if x.device != device:
             raise ValueError(f"q is on {device} and {name} is on {x.device}: move them together.")
-    (b, h, t, d), (sequences, g, s, width), (*of_values, w) = q.shape, k.shape, v.shape
+    (b, h, t, d), (sequences, g, s, width), (of_b, of_g, of_s, w) = q.shape, k.shape, v.shape
     if sequences != b:
         raise ValueError(
             f"q {sizes(q)} and k {sizes(k)} must share the batch b, and {b} and {sequences} came."
@@ -109,7 +109,7 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
         raise ValueError(
             f"q {sizes(q)} and k {sizes(k)} must share the head size d, and {d} and {width} came."
         )
-    if of_values != [sequences, g, s]:
+    if of_b != b or of_g != g or of_s != s:
         raise ValueError(
             f"k {sizes(k)} and v {sizes(v)} must share b, g and s: one value for each key of each head."
         )

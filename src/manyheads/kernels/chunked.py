@@ -33,9 +33,11 @@ BLOCK = 1 << 19  # scores in a block, over all heads: 2 MiB in float32, so that 
 
 def refuse(problem: Problem) -> list[str]:
     """What the operator doesn't carry: forward-mode derivatives and torch.func's transforms."""
+    if torch.compiler.is_compiling():
+        return []
     if problem.forward_mode():
         return ["it has no forward-mode derivative"]
-    if not torch.compiler.is_compiling() and transforms():
+    if transforms():
         return ["torch.func's transforms (grad, vmap, …) don't see through it"]
     return []
 

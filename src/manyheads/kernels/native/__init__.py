@@ -18,7 +18,7 @@ from manyheads.biases import ALiBi, Bias, Dense
 from manyheads.kernels import batched, chunked, sdpa
 from manyheads.kernels.native import library, rules
 from manyheads.kernels.native.look import Look
-from manyheads.masks import FAR, Documents, Drop, Keep, Lengths, Mask, Normal
+from manyheads.masks import FAR, Band, Documents, Drop, Keep, Lengths, Mask, Normal
 from manyheads.scores import ALL, Problem, Rows
 from manyheads.shapes import PLAIN, amount
 
@@ -174,7 +174,7 @@ def _rest(normal: Normal) -> Mask | None:
 def made(p: Problem) -> int:
     """Bytes of the tensors that would have to be made of a problem's rules, at most."""
     size, pairs = 0, p.shape.t * p.shape.s
-    rest = None if p.mask is None else _rest(p.mask.normal())
+    rest = None if p.mask is None or isinstance(p.mask, Band) else _rest(p.mask.normal())
     if rest is not None and not isinstance(rest, Keep):  # or a Drop, which is one
         b, h = p.apart(rest)
         size += b * h * pairs
