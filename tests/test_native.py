@@ -494,9 +494,10 @@ def test_bfloat16_goes_to_pytorch_where_the_build_leaves_tiles_unused(
     words = (
         "  native     yes: a map is free; not auto: PyTorch multiplies bfloat16 in this processor's AMX tiles"
     )
-    assert reason() == f"{words}, and this kernel doesn't: the system doesn't let it run its amx build"
+    lacks = "this processor lacks other instructions that it needs"
+    assert reason() == f"{words}, and this kernel doesn't: its amx build isn't available ({lacks})"
     monkeypatch.setattr(library, "left_out", {"amx": "too old"})
-    assert reason() == f"{words}, and this kernel doesn't: its amx build wasn't made (too old)"
+    assert reason() == f"{words}, and this kernel doesn't: its amx build isn't available (too old)"
     monkeypatch.setattr(library, "runs", ["portable", "amx"])
     assert reason() == f"{words}, and this kernel doesn't: MANYHEADS_WIDTH chooses portable"
     monkeypatch.setattr(library, "width", 1)

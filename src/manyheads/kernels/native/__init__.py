@@ -90,8 +90,11 @@ def run(problem: Problem, asked: Look | None = None) -> tuple[Tensor, Tensor | N
         p, table = problem, None if problem.bias is None else problem.bias.tensor()
         return _Differentiable.apply(problem, p.q, p.k, p.v, p.sink, table)
     again = asked is not None or _many(problem)
-    out, lse = _forward(problem, asked if problem.shape.s <= WHOLE else None, again)
-    return out, lse if again else None
+    if again:
+        return _forward(problem, asked if problem.shape.s <= WHOLE else None)
+    out = problem.q.new_empty(*problem.shape[:2], problem.shape.t, problem.shape.w)
+    _attend_and_look(problem, out, None, None, known=False)
+    return out, None
 
 
 def gives_lse(problem: Problem) -> bool:
@@ -235,23 +238,19 @@ def _ids(p: Problem, documents: Documents) -> tuple[Tensor, Tensor]:
     return torch.where(here, queries, none).contiguous(), torch.where(there, keys, none + 1).contiguous()
 
 
-def _forward(p: Problem, look: Look | None = None, again: bool = True) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp, and what a look finds beside them.
-
-    again: will the scores be computed again, to be weights by this log-sum-exp?
-    """
+def _forward(p: Problem, look: Look | None = None) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, and what a look finds beside them."""
     b, h, _, t, _, _, w = p.shape
     out = p.q.new_empty(b, h, t, w)
     lse = p.q.new_empty(b, h, t, dtype=p.dtype)
-    _attend_and_look(p, out, lse, look, known=False, again=again)
+    _attend_and_look(p, out, lse, look, known=False)
     return out, lse
 
 
-def _attend_and_look(
-    p: Problem, out: Tensor, lse: Tensor, look: Look | None, known: bool, again: bool = True
-) -> None:
-    data, _held = _packed(p, out, lse, again)
-    asked, _also_held = (None, None) if look is None else look.packed(p, lse, known)
+def _attend_and_look(p: Problem, out: Tensor, lse: Tensor | None, look: Look | None, known: bool) -> None:
+    """Fill out and lse, or read a given lse; without one (None), nothing computes the scores again."""
+    data, _held = _packed(p, out, lse)
+    asked, _also_held = (None, None) if look is None or lse is None else look.packed(p, lse, known)
     assert library.attend is not None
     if library.attend(data, asked, library.width):
         n = p.shape
@@ -332,7 +331,7 @@ def _own_backward(
     return [dq, dk, dv, d_sink, own]
 
 
-def _packed(p: Problem, out: Tensor, lse: Tensor | None, again: bool = True) -> tuple[bytes, list[Tensor]]:
+def _packed(p: Problem, out: Tensor, lse: Tensor | None) -> tuple[bytes, list[Tensor]]:
     """A problem as the library reads it, and the tensors that its addresses point into."""
     n, q, k, v = p.shape, p.q, p.k, p.v
     held: list[Tensor] = []
@@ -379,7 +378,7 @@ def _packed(p: Problem, out: Tensor, lse: Tensor | None, again: bool = True) -> 
         *q.stride(), *k.stride(), *v.stride(), *out.stride(),
         out.data_ptr(), 0 if lse is None else lse.data_ptr(),
         p.scale, p.softcap or 0.0, sink, *offset, low, high, *real, *ids, *keep, *bias, *slopes,
-        again, torch.get_num_threads(),
+        lse is not None, torch.get_num_threads(),
     )  # fmt: skip
     return data, held
 

@@ -271,7 +271,7 @@ template <class T, class Op> struct Decode {
             R by = total == 0 ? (R)0 : (R)(1 / total);
             T *out = (T *)p.out + b * p.out_stride[0] + h * p.out_stride[1] + t * p.out_stride[2];
             each(p.w, p.out_stride[3], [&](int64_t x, int64_t at) { narrow(by * part[x], out[at]); });
-            ((R *)p.lse)[(b * p.h + h) * p.t + t] = total == 0 ? -INF : (R)(top + std::log(total));
+            if (p.lse) ((R *)p.lse)[(b * p.h + h) * p.t + t] = total == 0 ? -INF : (R)(top + std::log(total));
         }
     }
 

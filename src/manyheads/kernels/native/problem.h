@@ -16,7 +16,7 @@ struct Problem {
     const void *q, *k, *v;                   // [b, h, t, d], [b, g, s, d], [b, g, s, w]
     int64_t q_stride[4], k_stride[4], v_stride[4], out_stride[4];
     void *out;                               // [b, h, t, w]
-    void *lse;                               // [b, h, t], contiguous: natural logarithms
+    void *lse;                               // [b, h, t], contiguous: natural logarithms; may be null without `again`
     double scale, softcap;                   // softcap 0: none
     const void *sink;                        // [h] or null
     int64_t offset;                          // the position of row 0
