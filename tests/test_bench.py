@@ -289,9 +289,10 @@ def test_operations_are_counted() -> None:
     [
         (
             ("--kind", "backward"),
-            "kind must be one of forward, causal, training, look, decode, layer, and 'backward' came",
+            "Expected kind to be one of forward, causal, training, look, decode, layer, choice, "
+            "got 'backward'.",
         ),
-        (("--dtype", "int8"), "dtype must be one of float32, bfloat16, and 'int8' came"),
+        (("--dtype", "int8"), "Expected dtype to be one of float32, bfloat16, got 'int8'."),
         (("--length", "0"), "length must be at least 1, and 0 came"),
         (("--size", "-3"), "size must be at least 1, and -3 came"),
     ],

@@ -559,6 +559,55 @@ def test_a_single_key_weighs_exactly_one(d: int, dtype: torch.dtype) -> None:
         assert amap[0, 0, 0, 0] == 1
 
 
+# Queries and what they are multiplied by, beside keys or values that a bound on scores must not hide.
+EXTREME = {
+    "zero": (0.0, 1.0, None),
+    "zero, softcap": (0.0, 1.0, 30.0),
+    "scale 0": (1.0, 0.0, None),
+    "tiny": (1e-25, 1.0, None),
+    "denormal": (1e-42, 1.0, 30.0),
+}
+
+
+@each_width
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("query", EXTREME)
+@pytest.mark.parametrize("what", ["k", "v"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e35, 1e-35])
+def test_what_is_extreme_stays_so_beside_queries_of_zero(
+    value: float, what: str, query: str, dtype: torch.dtype
+) -> None:
+    """Rows of 0 are what padding is; whatever a visible key or value holds must still be seen."""
+    factor, scale, softcap = EXTREME[query]
+    q, k, v = heads(1, 2, 1, 40, 70, 16, 16)
+    q[:, :, 1::2] *= factor
+    changed = k if what == "k" else v
+    changed[:, :, 5] = value
+    alone = what == "v" and math.isfinite(value)  # then the output is of its size
+    if alone:
+        changed[:] = value
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    arguments: dict[str, Any] = {"scale": scale, "softcap": softcap, "mask": mh.Causal(), "offset": 0}
+    wanted = right(q, k, v, **arguments)
+    out, amap = mh.attention_with_map(q, k, v, kernel="native", statistics={"entropy": ()}, **arguments)
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    near["atol"] *= not alone
+    for found in (mh.attention(q, k, v, kernel="native", **arguments), out):
+        torch.testing.assert_close(found, wanted, equal_nan=True, **near)
+    seen = ~wanted.isnan().any(-1)
+    assert amap.entropy()[seen].isfinite().all()
+
+
+@each_width
+@pytest.mark.parametrize(("small", "large"), [(1e-23, 1e25), (1e-30, 1e31), (1e25, 1e-23), (1e-24, 1e18)])
+def test_squares_that_overflow_or_vanish_bound_nothing(small: float, large: float) -> None:
+    """Their scores are of ordinary size."""
+    q, k, v = heads(1, 2, 1, 40, 70, 16, 16)
+    q, k = q * small, k * large
+    found = mh.attention(q, k, v, scale=1.0, kernel="native")
+    torch.testing.assert_close(found, right(q, k, v, scale=1.0), rtol=1e-3, atol=1e-3)
+
+
 HUGE = [(torch.float32, 2e3), (torch.float32, 2e4), (torch.float32, 1e5), (torch.bfloat16, 2e3)]
 HUGE += [(torch.bfloat16, 3e4), (torch.bfloat16, 1e5), (torch.float16, 1e3)]
 

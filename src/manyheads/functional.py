@@ -85,8 +85,9 @@ def attention_with_map(
 ) -> tuple[Tensor, AttentionMap]:
     """`attention`, and beside its output `[b, h, t, w]` the `AttentionMap`, `[b, h, t, s]`.
 
-    Arguments as `attention`, same output, same errors (TypeError, ValueError). Kernels that work tile by tile
-    leave the log-sum-exp of each row, from which the map finds weights again (Dao et al. 2022,
+    Arguments as `attention`, same errors (TypeError, ValueError), and the same output; with statistics or a
+    gradient a few queries sum it in another order, so that the last bits may differ. Kernels that work tile
+    by tile leave the log-sum-exp of each row, from which the map finds weights again (Dao et al. 2022,
     arXiv:2205.14135).
 
     statistics: what will be asked of the map, by name and with arguments as `AttentionMap.statistics` takes

@@ -535,10 +535,11 @@ def problems(
     kinds: tuple[str, ...], dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]
 ) -> list[Problem]:
     """All combinations; ValueError for a kind or dtype that isn't known, a size or length below 1."""
-    for name, given, known in (("kind", kinds, KINDS), ("dtype", dtypes, tuple(DTYPES))):
+    for name, given, known in (("kind", kinds, (*KINDS, "choice")), ("dtype", dtypes, tuple(DTYPES))):
         for one in given:
             if one not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, and {one!r} came.")
+                also = " (float16 only with --kind choice)" if one == "float16" else ""
+                raise ValueError(f"Expected {name} to be one of {', '.join(known)}{also}, got {one!r}.")
     for name, numbers in (("size", sizes), ("length", lengths)):
         for number in numbers:
             if number < 1:

@@ -255,7 +255,7 @@ template <class T, class Op> struct Call {
     void find_bounded(Block &k) const {
         memset(k.bounded, 0, sizeof(bool) * k.rows), k.all_bounded = false;
 #if defined(HAS_EXP)
-        const R most = 40;  // e^40 · 2^32 · 2^31 keys is below 2^126, and e^-40 · 2^-32 above 2^-102
+        const R LEAST_SQUARE = 1e-35f, most = 40;  // e^40 · 2^32 · 2^31 keys is below 2^126, and e^-40 · 2^-32 above 2^-102
         if (given || known || p.bias || p.keep || p.key_ids) return;
         const R *square = squares + (k.head - from) * panels * PANEL;
         R sink = p.sink ? std::fabs(((const R *)p.sink)[k.h]) : 0, slope = p.slopes ? slope_of(k) : 0, largest = 0;
@@ -268,11 +268,16 @@ template <class T, class Op> struct Call {
                 largest = larger(largest, largest_of(square + over.end, keys.end - over.end));
                 over = keys;
             }
+            // A square below what the format holds may be 0: with `LEAST_SQUARE` the bound holds all the same, and what
+            // isn't finite stays so beside a query of zeros.
+            R reach = (R)1.001 * unit * std::sqrt(largest + LEAST_SQUARE) *
+                      std::sqrt(squared<Op>(k.q + row * depth, p.d) + LEAST_SQUARE);
+            bool fits = finite(reach);
             int64_t i = k.position + row;
-            R reach = (R)1.001 * unit * std::sqrt(largest * squared<Op>(k.q + row * depth, p.d));
-            if (finite(reach) && p.softcap) reach = smaller(reach, (R)p.softcap);
+            if (p.softcap) reach = smaller(reach, (R)p.softcap);
             if (p.slopes) reach += std::fabs(slope) * (R)larger(std::llabs(keys.begin - i), std::llabs(keys.end - i));
-            k.bounded[row] = keys.end - keys.begin > 1 && larger(reach, sink) <= most;  // one key weighs exactly 1
+            // One key weighs exactly 1 only with a maximum.
+            k.bounded[row] = fits && reach <= most && sink <= most && keys.end - keys.begin > 1;
             bounded += k.bounded[row];
         }
         k.all_bounded = bounded == k.rows;

@@ -76,7 +76,7 @@ def _load() -> None:
     if tiles == 1 and "amx" not in left_out:
         left_out["amx"] = "Linux doesn't let this process use AMX tiles (it does since version 5.16)"
     if wanted and wanted not in runs:
-        why = left_out.get(wanted, "this processor lacks instructions that this build needs")
+        why = left_out.get(wanted, "the library has no such build that this processor can run")
         missing = f"MANYHEADS_WIDTH={wanted} is set, and {why}"
         return
     shares_threads = bool(library.manyheads_begin(_own_threads()))
