@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 REALS = (float, int, torch.SymFloat)
 PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors whose operators are PyTorch's own
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Shape(NamedTuple):
