@@ -506,14 +506,15 @@ def measure(problem: Problem, rounds: int) -> Result:
         return _measure(problem, rounds)
 
 
+def split(found: dict[str, Run | str]) -> tuple[dict[str, Run], dict[str, str]]:
+    """Return the contestants that run, and those that are left out, with the reasons."""
+    running = {name: run for name, run in found.items() if not isinstance(run, str)}
+    return running, {name: why for name, why in found.items() if isinstance(why, str)}
+
+
 def _measure(problem: Problem, rounds: int) -> Result:
-    result = Result(problem)
-    running: dict[str, Run] = {}
-    for name, run in contestants(problem).items():
-        if isinstance(run, str):
-            result.left_out[name] = run
-        else:
-            running[name] = run
+    running, left_out = split(contestants(problem))
+    result = Result(problem, left_out=left_out)
     for name, run in list(running.items()):
         try:
             run()

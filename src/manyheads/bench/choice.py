@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyheads.bench import ROOM, Run, describe_time, describe_versions, timed, training_step
+from manyheads.bench import ROOM, Run, describe_time, describe_versions, split, timed, training_step
 from manyheads.files import replacing
 from manyheads.functional import attention
 from manyheads.kernels import ORDER, choose, load
@@ -314,14 +314,9 @@ def contestants(case: Case) -> dict[str, Run | str]:
 
 def measure(case: Case, rounds: int) -> Outcome:
     """Run the contestants of a case, interleaved, and return their medians."""
-    outcome = Outcome(case, _chosen(case))
     with torch.set_grad_enabled(case.training):
-        running: dict[str, Run] = {}
-        for name, run in contestants(case).items():
-            if isinstance(run, str):
-                outcome.left_out[name] = run
-            else:
-                running[name] = run
+        running, left_out = split(contestants(case))
+        outcome = Outcome(case, _chosen(case), left_out=left_out)
         first: dict[str, float] = {}
         for name, run in running.items():
             try:
