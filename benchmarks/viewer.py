@@ -25,7 +25,7 @@ from playwright.sync_api import Page, sync_playwright
 
 import manyheads
 from manyheads.masks import Causal
-from manyheads.viewer.tiles import Head
+from manyheads.viewer.pyramid import Head
 
 FLAGS = [
     "--no-sandbox",

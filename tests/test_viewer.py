@@ -26,11 +26,11 @@ from waiting import HANG, wait_until
 import manyheads as mh
 from manyheads import cli, scores
 from manyheads.observe import Seen
-from manyheads.viewer import View, tiles
-from manyheads.viewer.desk import LATER, NOW, Desk, Kept
+from manyheads.viewer import View, pyramid
+from manyheads.viewer.api import Gallery, Gone, Run, measures
 from manyheads.viewer.export import planned
-from manyheads.viewer.gallery import Gallery, Gone, Run, measures
-from manyheads.viewer.tiles import SCALE, Head
+from manyheads.viewer.pyramid import SCALE, Head
+from manyheads.viewer.worker import LATER, NOW, Desk, Kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,7 +81,7 @@ def test_every_tile_of_every_level_is_the_map_s(t: int, s: int, mask: Any, biase
     amap = a_map(t, s, mask(t, s), bias=bias)
     with pytest.MonkeyPatch.context() as patch:  # as if 150 tokens were many
         for name, value in {"SIDE": 16, "MOST": 2**12, "COARSE": 3, "STEP": 2**12, "BLOCK": 2**10}.items():
-            patch.setattr(tiles, name, value)
+            patch.setattr(pyramid, name, value)
         head = Head(amap)
         for passed in (False, True):
             for level in range(head.top + 3):
@@ -108,7 +108,7 @@ def test_every_tile_of_every_level_is_the_map_s(t: int, s: int, mask: Any, biase
 def test_a_tile_of_one_query_in_so_many_says_so_and_is_that_query_s() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"SIDE": 16, "MOST": 2**12, "COARSE": 3}.items():
-            patch.setattr(tiles, name, value)
+            patch.setattr(pyramid, name, value)
         amap = a_map(128, 128, mh.Causal())
         tile = Head(amap).tile(3, 0, 0)
         assert tile.sampled == 8
@@ -130,7 +130,7 @@ def test_numbers_are_sent_as_float16_times_32768() -> None:
 
 
 def test_a_weight_of_a_hundred_thousand_keeps_its_digits() -> None:
-    tile = tiles.Tile(torch.tensor([[[1e-5, 1e-8]]]))
+    tile = pyramid.Tile(torch.tensor([[[1e-5, 1e-8]]]))
     np.testing.assert_allclose(
         np.frombuffer(tile.packed(), "<f2").astype(float) / SCALE, [1e-5, 1e-8], rtol=1e-3
     )
@@ -189,16 +189,16 @@ def test_queries_of_another_text_have_no_names_of_keys() -> None:
 
 
 def test_measures_of_some_queries_are_near_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyheads.viewer import gallery
+    from manyheads.viewer import api
 
     amap, ids = a_map(300, 300, mh.Causal(), heads=2), torch.arange(300) % 7
     *_, (every, one) = measures(amap, ids)
-    monkeypatch.setattr(gallery, "EXACT", 0)
+    monkeypatch.setattr(api, "EXACT", 0)
     *_, (some, step) = measures(amap, ids)
     assert (one, step) == (1, 3)
     for name in ("previous_token", "first_token", "induction", "entropy"):
         torch.testing.assert_close(some[name], every[name], rtol=0.2, atol=0.05)
-    monkeypatch.setattr(gallery, "SOME", 300)
+    monkeypatch.setattr(api, "SOME", 300)
     *_, (whole, step) = measures(amap, ids)
     assert step == 1
     for name in ("previous_token", "first_token", "induction", "entropy"):
@@ -274,9 +274,9 @@ def test_statistics_alone_have_measures_and_no_weights() -> None:
 
 
 def test_a_pass_rests_when_nobody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyheads.viewer import gallery as module
+    from manyheads.viewer import api as module
 
-    monkeypatch.setattr(tiles, "STEP", 2**10)
+    monkeypatch.setattr(pyramid, "STEP", 2**10)
     monkeypatch.setattr(module, "WAITS", 0.0)
     gallery = Gallery(a_map(600, 600, mh.Causal()))
     assert asked(gallery, "pass/0/0/0/0") == {"progress": 0.0, "whole": False}
@@ -551,9 +551,9 @@ def test_a_page_holds_no_script_but_its_own(tmp_path: Path) -> None:
 
 
 def test_the_page_is_under_a_megabyte() -> None:
-    from manyheads.viewer import page
+    from manyheads.viewer import assets
 
-    assert sum(len(page.read(name)) for name in page.ASSETS) < 1e6
+    assert sum(len(assets.read(name)) for name in assets.ASSETS) < 1e6
 
 
 def test_nan_is_masked_and_nothing_else_is() -> None:

@@ -14,8 +14,8 @@ from waiting import HANG
 
 import manyheads as mh
 from manyheads.viewer import View
+from manyheads.viewer.api import Gallery
 from manyheads.viewer.export import planned
-from manyheads.viewer.gallery import Gallery
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "<script>alert(1)</script>", "&amp;", "dog"]
 

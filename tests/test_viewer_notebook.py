@@ -23,8 +23,8 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 from waiting import HANG, wait_until
 
 import manyheads as mh
-from manyheads.viewer import notebook
-from manyheads.viewer.gallery import Gallery
+from manyheads.viewer import widget as module
+from manyheads.viewer.api import Gallery
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,16 +61,16 @@ class Sent(list[tuple[dict[str, Any], list[bytes]]]):
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, mh.AttentionMap, Sent]]:
     """A widget, its map, and what it sends."""
-    monkeypatch.setattr(notebook, "SMALL", 0)
+    monkeypatch.setattr(module, "SMALL", 0)
     amap, sent = a_map(), Sent()
-    widget = notebook.shown(Gallery(amap))
+    widget = module.shown(Gallery(amap))
     monkeypatch.setattr(widget, "send", lambda message, buffers=(): sent.append((message, list(buffers))))
     yield widget, amap, sent
     widget.close()
 
 
 def test_a_small_map_is_a_page_in_a_frame_with_a_picture_behind_it() -> None:
-    bundle = notebook.shown(Gallery(a_map().labelled(WORDS)))._repr_mimebundle_()
+    bundle = module.shown(Gallery(a_map().labelled(WORDS)))._repr_mimebundle_()
 
     assert set(bundle) == {"text/html", "text/plain", "image/png"}
     assert bundle["image/png"].startswith(b"\x89PNG")
@@ -97,9 +97,9 @@ def test_a_large_one_is_a_widget_with_a_picture_beside_it(large: tuple[Any, mh.A
 
 
 def test_what_would_take_long_to_draw_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "DRAWN", 10)
+    monkeypatch.setattr(module, "DRAWN", 10)
 
-    bundle = notebook.shown(Gallery(a_map()))._repr_mimebundle_()
+    bundle = module.shown(Gallery(a_map()))._repr_mimebundle_()
 
     assert set(bundle) == {"text/html", "text/plain"}
     assert "<img" not in bundle["text/html"]
@@ -169,26 +169,26 @@ def test_its_worker_is_there_while_somebody_looks(large: tuple[Any, mh.Attention
 
 
 def test_without_anywidget_a_large_map_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "SMALL", 0)
+    monkeypatch.setattr(module, "SMALL", 0)
     monkeypatch.setitem(sys.modules, "anywidget", None)
-    notebook._widget.cache_clear()
+    module._widget.cache_clear()
 
     with pytest.raises(
         ImportError, match=r"anywidget, which isn't installed\. Run pip install '\.\[view\]' in a clone"
     ):
-        notebook.shown(Gallery(a_map()))
+        module.shown(Gallery(a_map()))
 
 
 def test_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not notebook.here()
+    assert not module.here()
     monkeypatch.setitem(sys.modules, "IPython", None)
-    assert not notebook.here()
+    assert not module.here()
 
 
 def test_ipython_without_a_kernel_is_no_notebook() -> None:
     code = (
         "from IPython.core.interactiveshell import InteractiveShell; InteractiveShell.instance(); "
-        "from manyheads.viewer import notebook; print(notebook.here())"
+        "from manyheads.viewer import widget; print(widget.here())"
     )
     told = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=True
@@ -203,7 +203,7 @@ def test_nbconvert_writes_the_page_and_where_there_is_no_kernel_the_picture(
 
     widget, amap, _ = large
     monkeypatch.undo()
-    small = notebook.shown(Gallery(amap))
+    small = module.shown(Gallery(amap))
     cells = []
     for one in (small, widget):
         bundle = one._repr_mimebundle_()

@@ -17,7 +17,7 @@ import typer
 from manyheads import __version__
 
 if TYPE_CHECKING:
-    from manyheads.viewer.gallery import Gallery
+    from manyheads.viewer.api import Gallery
 
 app = typer.Typer(
     name="manyheads",
@@ -142,7 +142,7 @@ def show(
     else:
         show.named(files)
     if browser:
-        from manyheads.viewer.gallery import Gallery
+        from manyheads.viewer.api import Gallery
 
         serve(Gallery(reading.seen))
 
@@ -174,7 +174,7 @@ def view(
     """Open saved attention maps in the interactive viewer."""
     from rich.progress import Progress
 
-    from manyheads.viewer.gallery import Gallery
+    from manyheads.viewer.api import Gallery
 
     if export is None and (layer is not None or head):
         raise ValueError("--layer and --head say what to --export: the page shows every head.")

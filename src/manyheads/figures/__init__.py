@@ -29,10 +29,10 @@ from matplotlib.lines import Line2D
 from torch import Tensor
 
 from manyheads import scores
-from manyheads.figures import cells, page
+from manyheads.figures import cells, heatmaps
 from manyheads.figures.cells import Labels, Layers, Names, Panel, Visible, Weights
 from manyheads.figures.difference import difference
-from manyheads.figures.page import MOST, WEIGHT, Picture, Strip
+from manyheads.figures.heatmaps import MOST, WEIGHT, Picture, Strip
 from manyheads.figures.positions import curves, image
 from manyheads.maps import AttentionMap
 from manyheads.reductions import Entropy, Received
@@ -87,12 +87,12 @@ def head(
     line = cells.one_head(weights, batch, head, keep)
     if title is None:
         title = f"head {cells.heads(line)[0]}" if isinstance(weights, AttentionMap) else ""
-    labels, box = cells.labels(line, tokens, keys), page.box(*cells.size(line))
+    labels, box = cells.labels(line, tokens, keys), heatmaps.box(*cells.size(line))
     if max(cells.size(line)) <= MOST:
-        return page.row(cells.panels(line, box, ["max"]), ["attention weight"], labels, [title], None)
+        return heatmaps.row(cells.panels(line, box, ["max"]), ["attention weight"], labels, [title], None)
     titles = [f"{how} weight of each cell" for how in cells.WAYS.values()]
     groups = cells.panels(line, box, list(cells.WAYS))
-    return page.row(groups, ["attention weight"] * 2, labels, titles, title)
+    return heatmaps.row(groups, ["attention weight"] * 2, labels, titles, title)
 
 
 def beside(
@@ -125,10 +125,10 @@ def beside(
     if sizes[0] != sizes[1]:
         shapes = " and ".join(str(list(size)) for size in sizes)
         raise ValueError(f"both sides must have one shape, and {shapes} came: draw them with head().")
-    box, ways = page.box(*sizes[0]), [cells.way(reduce)]
+    box, ways = heatmaps.box(*sizes[0]), [cells.way(reduce)]
     panels = [panel for line in lines for panel in cells.panels(line, box, ways)[0]]
     labels = cells.labels(lines[0], tokens, keys)
-    return page.row([panels], [page.weight(reduce, panels)], labels, titles, title)
+    return heatmaps.row([panels], [heatmaps.weight(reduce, panels)], labels, titles, title)
 
 
 def grid(
@@ -161,13 +161,15 @@ def grid(
     each = cells.each(tokens, down)
     labels = [cells.labels(line, own) for line, own in zip(lines.values(), each, strict=True)]
     t, s = (max(sides) for sides in zip(*map(cells.size, lines.values()), strict=True))
-    box = page.small(t, s, down, across)
+    box = heatmaps.small(t, s, down, across)
     strips = []
     for name, line, numbers, names in zip(rows, lines.values(), heads, labels, strict=True):
         titles = (columns or [f"head {n}" for n in numbers])[: len(numbers)]
         strips.append(Strip(name, titles, cells.panels(line, box, ways)[0], names, box[0]))
     panels = [panel for strip in strips for panel in strip.panels]
-    return page.sheet(strips, box[1], page.scale(panels), page.weight(reduce, panels), "query", title)
+    return heatmaps.sheet(
+        strips, box[1], heatmaps.scale(panels), heatmaps.weight(reduce, panels), "query", title
+    )
 
 
 def visible(amap: AttentionMap, batch: int, head: int) -> Tensor:
@@ -202,8 +204,8 @@ def received(
     ValueError for labels that don't fit, TypeError for what are no maps.
     """
     layers = cells.layers(maps, batch)
-    height = float(np.clip(page.PAGE / sum(amap.shape[1] for amap in layers.values()), 0.02, 0.25))
-    _, width = page.box(1, max(amap.shape[3] for amap in layers.values()))
+    height = float(np.clip(heatmaps.PAGE / sum(amap.shape[1] for amap in layers.values()), 0.02, 0.25))
+    _, width = heatmaps.box(1, max(amap.shape[3] for amap in layers.values()))
     strips, total, keys, pooled = [], 0.0, 0, False
     for name, amap in layers.items():
         _, h, _, s = amap.shape
@@ -216,9 +218,9 @@ def received(
         pooled = pooled or shown < s
         panel = cells.pool(strip, (h, shown), "max")
         strips.append(Strip(name, [""], [panel], labels, h * height))
-    norm = page.decades([strip.panels[0] for strip in strips], total / max(keys, 1))
+    norm = heatmaps.decades([strip.panels[0] for strip in strips], total / max(keys, 1))
     means = RECEIVED[normalize] + (", the largest of a cell's keys" if pooled else "")
-    return page.sheet(strips, width, norm, means, "head", title)
+    return heatmaps.sheet(strips, width, norm, means, "head", title)
 
 
 def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure:
@@ -230,9 +232,9 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
     as in `received`. Raises ValueError without maps or that sequence, TypeError for what are no maps.
     """
     layers = cells.layers(maps, batch)
-    inches = float(np.clip(page.PAGE / len(layers), 0.4, 1.6))  # of one layer
+    inches = float(np.clip(heatmaps.PAGE / len(layers), 0.4, 1.6))  # of one layer
     names = list(layers) if isinstance(maps, Mapping) else None
-    marks = page.marks(names, len(layers), len(layers) * inches)
+    marks = heatmaps.marks(names, len(layers), len(layers) * inches)
     size = max(4.5, len(layers) * inches + 1), 4.5 + marks.height
     figure = Picture(figsize=size, dpi=cells.DPI, layout="constrained")
     axes = figure.subplots()
@@ -252,9 +254,9 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
             if len(values):
                 axes.vlines(place, *np.quantile(values, (0.25, 0.75)), color=HEAD, linewidth=0.7, alpha=0.6)
                 axes.plot(place, values.mean(), "o", color=HEAD, markersize=dot, clip_on=False)
-    page.ticks(axes.xaxis, marks)
+    heatmaps.ticks(axes.xaxis, marks)
     axes.tick_params(labelsize=8)
-    if 0.8 * inches * len(layers) / len(numbers) >= page.LINE:  # room for a number under each dot
+    if 0.8 * inches * len(layers) / len(numbers) >= heatmaps.LINE:  # room for a number under each dot
         axes.xaxis.remove_overlapping_locs = False
         axes.set_xticks(list(numbers), [str(n) for n in numbers.values()], minor=True)
         axes.tick_params(axis="x", which="minor", labelsize=6, length=0, pad=4)
@@ -273,7 +275,7 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
         frameon=False,
     )
     if title:
-        page.text(axes.set_title, title, 11, figure.get_figwidth())
+        heatmaps.text(axes.set_title, title, 11, figure.get_figwidth())
     return figure
 
 
@@ -302,23 +304,23 @@ def measures(
     shares = (numbers[order] - low) / np.where(high > low, high - low, 1)  # [shown, measures]
     digits = [0 if top >= 100 else 1 if top >= 10 else 2 for top in np.maximum(-low, high)]
 
-    labels = [page.legible(f"{table[n]['layer']}   head {table[n]['head']}") for n in order]
-    columns = [page.legible(name.replace("_", " ") + UNITS.get(name, "")) for name in names]
-    size = 0.7 * len(names) + page.LETTER * max(map(len, labels)) + 0.5, 0.22 * len(order) + 1.4
+    labels = [heatmaps.legible(f"{table[n]['layer']}   head {table[n]['head']}") for n in order]
+    columns = [heatmaps.legible(name.replace("_", " ") + UNITS.get(name, "")) for name in names]
+    size = 0.7 * len(names) + heatmaps.LETTER * max(map(len, labels)) + 0.5, 0.22 * len(order) + 1.4
     figure = Picture(figsize=size, dpi=cells.DPI, layout="constrained")
     axes = figure.subplots()
-    drawn = page.heat(axes, Panel(shares, *shares.shape), Normalize(0, 1), (0, 0))
+    drawn = heatmaps.heat(axes, Panel(shares, *shares.shape), Normalize(0, 1), (0, 0))
     for (i, j), share in np.ma.ndenumerate(shares):
-        page.write(axes, i, j, f"{numbers[order[i], j]:,.{digits[j]}f}", drawn.cmap(share))
+        heatmaps.write(axes, i, j, f"{numbers[order[i], j]:,.{digits[j]}f}", drawn.cmap(share))
     axes.set_yticks(range(len(order)), labels, parse_math=False)
     axes.set_xticks(range(len(names)), columns, parse_math=False, rotation=40, ha="left")
     axes.tick_params(labelsize=8, length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
     axes.get_xticklabels()[names.index(by)].set_fontweight("bold")
     shown = f"{len(order):,} of {len(table):,} heads" if len(order) < len(table) else f"{len(order):,} heads"
     said = f"{shown}, by {by.replace('_', ' ')}; colours: 0 to the column's largest"
-    page.text(figure.supxlabel, said, 8)
+    heatmaps.text(figure.supxlabel, said, 8)
     if title:
-        page.text(figure.suptitle, title, 11, figure.get_figwidth())
+        heatmaps.text(figure.suptitle, title, 11, figure.get_figwidth())
     return figure
 
 

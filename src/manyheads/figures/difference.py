@@ -7,7 +7,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from manyheads.figures import page
+from manyheads.figures import heatmaps
 from manyheads.shapes import sizes
 
 DIGITS = 12  # rows and columns up to which numbers fit into cells
@@ -28,7 +28,7 @@ def difference(want: Tensor, got: Tensor, *, what: str = "weights", title: str |
     apart = b - a
     t, s = a.shape
     size = float(np.clip(3.6 * max(1.0, s / max(t, 1)), 3.0, 6.5)), 3.4
-    figure = Figure(figsize=(3 * size[0] + 2.4, size[1] + 1.1), dpi=page.DPI, layout="constrained")
+    figure = Figure(figsize=(3 * size[0] + 2.4, size[1] + 1.1), dpi=heatmaps.DPI, layout="constrained")
     every = figure.subplots(1, 3, squeeze=False)[0].tolist()
     finite = np.concatenate([x[np.isfinite(x)] for x in (a, b)])
     most = float(np.abs(finite).max()) if finite.size else 1.0
@@ -50,7 +50,7 @@ def difference(want: Tensor, got: Tensor, *, what: str = "weights", title: str |
         if max(t, s) <= DIGITS:
             for i, j in np.ndindex(t, s):
                 ground = drawn.cmap(norm(x[i, j])) if np.isfinite(x[i, j]) else (0.0, 0.0, 0.0, 1.0)
-                page.write(axes, i, j, f"{round(float(x[i, j]), 2) + 0.0:.2f}", ground)
+                heatmaps.write(axes, i, j, f"{round(float(x[i, j]), 2) + 0.0:.2f}", ground)
         if name != "expected":
             bar = figure.colorbar(drawn, ax=every[:2] if name == "given" else axes, pad=0.02)
             bar.ax.tick_params(labelsize=8)
@@ -60,5 +60,5 @@ def difference(want: Tensor, got: Tensor, *, what: str = "weights", title: str |
             )
     every[0].set_ylabel("query", fontsize=10)
     if title:
-        page.text(figure.suptitle, title, 12, figure.get_figwidth())
+        heatmaps.text(figure.suptitle, title, 12, figure.get_figwidth())
     return figure

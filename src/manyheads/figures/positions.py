@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from manyheads.figures.cells import DPI
-from manyheads.figures.page import WEIGHT, Picture, text
+from manyheads.figures.heatmaps import WEIGHT, Picture, text
 from manyheads.shapes import kind, sizes
 
 VALUE = "PuOr"  # diverging around zero, and legible without colour vision

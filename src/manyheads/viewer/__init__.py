@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manyheads.viewer.gallery import Gallery
+    from manyheads.viewer.api import Gallery
     from manyheads.viewer.server import Server
 
 
@@ -79,12 +79,12 @@ def view(*shown: Any, port: int = 0, browser: bool = True) -> Any:
     else, ValueError where there is nothing to see or a file is broken, OSError where it can't be read or the
     port is taken, ImportError where what the viewer needs isn't installed.
     """
-    from manyheads.viewer import notebook
-    from manyheads.viewer.gallery import Gallery
+    from manyheads.viewer import widget
+    from manyheads.viewer.api import Gallery
 
     gallery = Gallery(*shown)
-    if notebook.here():
-        return notebook.shown(gallery)
+    if widget.here():
+        return widget.shown(gallery)
     served = View.served(gallery, port)
     if not (browser and served.open()):
         print(f"open this link in a browser: {served.url}")

@@ -19,9 +19,9 @@ from secrets import token_hex
 from manyheads.files import replacing
 from manyheads.observe.reduced import Reduced
 from manyheads.shapes import amount
-from manyheads.viewer import page
-from manyheads.viewer.gallery import Gallery, Layer, Run, edges, packed
-from manyheads.viewer.tiles import SIDE, Head
+from manyheads.viewer import assets
+from manyheads.viewer.api import Gallery, Layer, Run, edges, packed
+from manyheads.viewer.pyramid import SIDE, Head
 
 PAGE = 40e6  # bytes of weights, up to which they go into the page itself
 Progress = Callable[[float], None]
@@ -44,7 +44,7 @@ class Export:
     @property
     def told(self) -> str:
         """What will be written, and how large it is, before it is."""
-        size = amount(self.weights + len(page.script()) + 30_000)
+        size = amount(self.weights + len(assets.script()) + 30_000)
         where = f"{self.path} and the folder {self.folder.name} beside it" if self.beside else str(self.path)
         return f"{where} will take about {size}"
 
@@ -196,13 +196,13 @@ def _bytes(head: Head, single: int) -> int:
 
 def document(answers: dict[str, str], folder: str | None = None, picture: bytes | None = None) -> str:
     """A page with its answers, base64 by address, and a picture (PNG) for where scripts don't run."""
-    script = page.script() + (
+    script = assets.script() + (
         "const answers = JSON.parse(document.getElementById('answers').textContent);\n"
         f"const source = new Written(answers, {json.dumps(folder)});\n"
         "const app = show(document.body, source, location.protocol !== 'about:');\n"
         "addEventListener('message', ({ source, data }) => source === parent && app.follow(data?.ink));\n"
     )
-    style = page.read("viewer.css")
+    style = assets.read("viewer.css")
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
         for text in (script, style)

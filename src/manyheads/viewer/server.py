@@ -25,8 +25,8 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manyheads.viewer import page
-from manyheads.viewer.gallery import Gallery, Gone
+from manyheads.viewer import assets
+from manyheads.viewer.api import Gallery, Gone
 
 HOST = "127.0.0.1"
 LEFT = 499  # nobody is there to read it
@@ -92,10 +92,10 @@ def app(gallery: Gallery, port: int, token: str) -> Starlette:
 
     async def asset(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
-        found = page.ASSETS.get(name)
+        found = assets.ASSETS.get(name)
         if found is None:
             return PlainTextResponse("there is no such page.\n", 404)
-        return Response(page.read(name), media_type=found)
+        return Response(assets.read(name), media_type=found)
 
     async def data(request: Request) -> Response:
         try:

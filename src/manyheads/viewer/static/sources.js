@@ -1,4 +1,4 @@
-// Where answers come from: a server, or the page itself. Their addresses are the same: see gallery.py.
+// Where answers come from: a server, or the page itself. Their addresses are the same: see api.py.
 
 class Problem extends Error {}
 

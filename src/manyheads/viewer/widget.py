@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from manyheads.maps import AttentionMap
-from manyheads.viewer import page
+from manyheads.viewer import assets
+from manyheads.viewer.api import Answer, Gallery, Run
 from manyheads.viewer.export import planned
-from manyheads.viewer.gallery import Answer, Gallery, Run
 
 SMALL = 6e6  # bytes of weights in the notebook itself
 HIGH = 640  # pixels
@@ -131,8 +131,8 @@ def _widget() -> Any:
         A gallery, and with it its worker, is there while somebody looks: a cell that runs again leaves none.
         """
 
-        _esm = page.script() + (
-            f"{page.read('notebook.js')}const style = {json.dumps(page.read('viewer.css'))};\n"
+        _esm = assets.script() + (
+            f"{assets.read('widget.js')}const style = {json.dumps(assets.read('viewer.css'))};\n"
             f"export default {{ render: ({{ model, el }}) => below(model, el, style, {HIGH}) }};\n"
         )
 

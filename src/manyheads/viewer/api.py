@@ -41,8 +41,8 @@ from manyheads.observe import Seen, open_run
 from manyheads.observe.reduced import Reduced, mean
 from manyheads.observe.seen import measured
 from manyheads.shapes import kind
-from manyheads.viewer.desk import LATER, NOW, SOON, Desk, Kept
-from manyheads.viewer.tiles import MOST, SIDE, Head, Tile
+from manyheads.viewer.pyramid import MOST, SIDE, Head, Tile
+from manyheads.viewer.worker import LATER, NOW, SOON, Desk, Kept
 
 HEADS = 192 * 2**20  # bytes of heads that are kept, with what passes found
 TILES = 24 * 2**20  # bytes of tiles

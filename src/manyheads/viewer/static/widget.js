@@ -10,7 +10,7 @@ function below(model, el, style, high) {
   });
   el.append(host);
   const app = show(root, channel, false), follow = () => app.follow(getComputedStyle(host).color);
-  const marks = new MutationObserver(follow), sight = new IntersectionObserver(follow); // see notebook.py, of frames
+  const marks = new MutationObserver(follow), sight = new IntersectionObserver(follow); // see widget.py, of frames
   for (const one of [document.documentElement, document.body]) marks.observe(one, { attributes: true });
   sight.observe(host);
   // JupyterLab may hear keys before anybody else does: those without ctrl or the like are the viewer's, as `x` would cut the cell.
