@@ -25,7 +25,7 @@ from playwright.sync_api import Page, sync_playwright
 
 import manyheads
 from manyheads.masks import Causal
-from manyheads.viewer.pyramid import Head
+from manyheads.viewer.pyramid import Pyramid
 
 FLAGS = [
     "--no-sandbox",
@@ -93,7 +93,7 @@ def main(
             one.statistics("entropy", "received", pooled=[(512, 512), (512, 512, "max")])
             looks.append(time.perf_counter() - start)
             start = time.perf_counter()
-            for _ in Head(one).passing():
+            for _ in Pyramid(one).scan():
                 pass
             passes.append(time.perf_counter() - start)
         command = [sys.executable, "-m", "manyheads", "view", str(path), "--no-open"]
@@ -108,7 +108,7 @@ def main(
                 page.goto(f"{link}#page=head")
                 page.wait_for_selector(".note[data-missing='0']")
                 first = time.perf_counter() - start
-                page.wait_for_selector(".note[data-whole='true']", timeout=300_000)
+                page.wait_for_selector(".note[data-complete='true']", timeout=300_000)
                 whole = time.perf_counter() - start
                 page.goto("about:blank")  # nothing else is asked for
                 page.goto(f"{link.partition('?')[0]}")

@@ -1,165 +1,177 @@
-"""What a viewer shows: runs, their layers and heads; and an answer for every address that a page asks for.
+"""The viewer's data: the runs that it shows, and an answer to every address that a page requests.
 
-    runs                                   what there is to see, JSON
-    tokens/RUN/LAYER/BATCH                 labels, JSON: "queries" and "keys", lists or null; and the key
-                                           where the "first" query stands, null if they are of another text
-    measures/RUN/LAYER/BATCH               of every head, JSON
-    tiles/RUN/LAYER/HEAD/LEVEL/X/Y/BATCH   numbers (`tiles.Tile`)
-    edges/RUN/LAYER/HEAD/BATCH             what keys receive [s] and entropies [t], when a pass has found them
-    pass/RUN/LAYER/HEAD/BATCH              begin or go on with that pass, JSON: how far it is
-    value/RUN/LAYER/HEAD/I/J/BATCH         one weight, JSON
-    row/RUN/LAYER/HEADS/I/BATCH            where a query looks, averaged over heads ("0,3" or "all"), JSON
-    column/RUN/LAYER/HEADS/J/BATCH         who looks at a key
+    runs                                     what there is to show, JSON
+    tokens/RUN/LAYER/BATCH                   labels of "queries" and "keys", lists or null, and the key at the
+                                             "first" query's position, null in cross-attention; JSON
+    scores/RUN/LAYER/BATCH                   head scores of every head, JSON
+    tiles/RUN/LAYER/HEAD/LEVEL/X/Y/BATCH     cells of weights (`pyramid.Tile`), binary
+    marginals/RUN/LAYER/HEAD/BATCH           what each key receives [s] and each query's entropy [t], binary
+    scan/RUN/LAYER/HEAD/BATCH                start or continue the scan that computes both, JSON: its progress
+    weight/RUN/LAYER/HEAD/I/J/BATCH          one weight, JSON
+    row/RUN/LAYER/HEADS/I/BATCH              a query's weights, averaged over heads ("0,3" or "all"), JSON
+    column/RUN/LAYER/HEADS/J/BATCH           a key's weights, likewise
 
-Over HTTP they lie below `data/`. RUN, LAYER, HEAD and BATCH are counted from 0. Numbers come as four
-little-endian uint32 (sampled, planes, rows, columns) and then float16 times 2^15, or float32 as they are in
-`edges` and in a page that was exported; nothing follows where all of a tile is masked. An address is numbers
-and one of these words, never a path.
+Over HTTP they are below `data/`. RUN, LAYER, HEAD and BATCH count from 0. Binary answers are four
+little-endian uint32 (sampled, planes, rows, columns), then float16 times 2^15, or plain float32 in
+`marginals` and in exported pages; nothing follows where a tile is masked entirely, or a scan isn't complete.
+An address holds numbers and one of these words, never a path.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from os import PathLike, fspath, stat, stat_result
+from functools import partial
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from manyheads import scores
-from manyheads.kernels import native
 from manyheads.maps import AttentionMap
-from manyheads.masks import AfterSameToken, Diagonal, Mask
+from manyheads.masks import AfterSameToken
 from manyheads.observe import Seen, open_run
-from manyheads.observe.reduced import Reduced, mean
+from manyheads.observe.reduced import BY_MASK, Reduced
 from manyheads.observe.seen import measured
 from manyheads.shapes import kind
-from manyheads.viewer.pyramid import MOST, SIDE, Head, Tile
-from manyheads.viewer.worker import LATER, NOW, SOON, Desk, Kept
+from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile, has_fast_statistics
+from manyheads.viewer.worker import BACKGROUND, NORMAL, URGENT, Worker
 
-HEADS = 192 * 2**20  # bytes of heads that are kept, with what passes found
-TILES = 24 * 2**20  # bytes of tiles
-EXACT = 2**27  # weights of a layer that are all measured; of more, some queries
-SOME = 128  # of them
-WAITS = 3.0  # seconds without a question after which a pass rests
-BESIDE = 4096  # weights that go with a token
-TOP = 12  # the largest weights of a token, and whose they are
+PYRAMID_BYTES = 192 * 2**20  # of the cache of heads, with the results of their scans
+TILE_BYTES = 24 * 2**20  # of the cache of tiles
+EXACT_WEIGHTS = 2**27  # head scores of a layer with more are estimated from some queries
+SAMPLES = 128  # of them
+SCAN_TIMEOUT = 3.0  # seconds after the last request for a scan until it stops
+LINE = 4096  # weights around a token that a row or column holds
+LARGEST = 12  # the largest weights of a row or column
 
-Answer = bytes | str  # numbers, or JSON
+Answer = bytes | str  # binary, or JSON
+Steps = Generator[None, None, Any]  # yields where other requests may be served, and returns an answer
 
 
-class Gone(Exception):
-    """The file of a run is gone or was changed: what is mapped into memory isn't there any more."""
+class FileChanged(Exception):
+    """The file of a run was removed or changed, so that what was mapped into memory is gone."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A call of a layer: a map, or the statistics that were kept of it; number: its place among all calls."""
+    """One attention call: its map or the statistics kept of it, and its number among all calls."""
 
     name: str
     call: AttentionMap | Reduced
     number: int = 0
 
     @property
+    def has_weights(self) -> bool:
+        """Return True unless only statistics were kept."""
+        return isinstance(self.call, AttentionMap)
+
+    @property
     def map(self) -> AttentionMap:
-        """Its map; LookupError where none was kept."""
-        if isinstance(self.call, Reduced):
-            raise LookupError(
-                f'of {self.name} only statistics were kept: observe with keep="maps" to see weights.'
-            )
-        return self.call
+        """The map.
+
+        Raises:
+            LookupError: Only statistics were kept.
+        """
+        if isinstance(self.call, AttentionMap):
+            return self.call
+        raise LookupError(f'{self.name} has only statistics. Use observe(..., keep="maps") to see weights.')
 
 
-class Run:
-    """What one file or object holds, layer by layer."""
+class ViewedRun:
+    """A run as the viewer shows it: what one object or file holds, layer by layer."""
 
     def __init__(
-        self, title: str, layers: Sequence[Layer], provenance: Mapping[str, Any], path: Path | None
+        self, title: str, layers: list[Layer], provenance: Mapping[str, Any], path: Path | None = None
     ) -> None:
-        self.title, self.layers, self.provenance, self.path = title, list(layers), provenance, path
-        self._stamp = None if path is None else _stamp(stat(path))
+        self.title, self.layers, self.provenance, self.path = title, layers, provenance, path
+        self._stamp = _stamp(path)
 
     @classmethod
-    def of(cls, shown: Seen | AttentionMap | str | PathLike[str]) -> Run:
-        """A run of what `observe` saw, of one map, or of a file of either.
+    def of(cls, source: Seen | AttentionMap | str | PathLike[str]) -> ViewedRun:
+        """Return a run of recorded attention, of one map, or of a file of either.
 
-        TypeError for anything else, ValueError where there is nothing to see or the file is broken, OSError
-        where it can't be read.
+        Raises:
+            TypeError: The source is something else.
+            ValueError: It has nothing to show, or the file is broken.
+            OSError: The file can't be read.
         """
-        path = None
-        title = "attention"
-        if isinstance(shown, str | PathLike):
-            path = Path(fspath(shown))
-            title, shown = path.stem, open_run(path)
-        if isinstance(shown, AttentionMap):
-            if not all(shown.shape):
-                raise ValueError(f"a map of shape {tuple(shown.shape)} has no weight to look at.")
-            return cls(title, [Layer("attention", _here(shown))], shown.provenance, path)
-        if not isinstance(shown, Seen):
-            raise TypeError(
-                f"a viewer shows a Seen, an AttentionMap or a file of them, and {kind(shown)} came."
-            )
-        layers: list[Layer] = []
-        for name in shown:
-            calls = shown.calls(name)
-            for n, call in enumerate(calls):
+        path, title = None, "attention"
+        if isinstance(source, str | PathLike):
+            path = Path(fspath(source))
+            title, source = path.stem, open_run(path)
+        calls: list[tuple[str, Any]]
+        if isinstance(source, AttentionMap):
+            calls = [("attention", source)]
+        elif isinstance(source, Seen):
+            calls = []
+            for name in source:
+                several = source.calls(name)
                 label = name or "attention"
-                label = label if len(calls) == 1 else f"{label}, call {n}"
-                if all(call.shape):
-                    layers.append(Layer(label, _here(call), len(layers)))
-        if not layers:
-            raise ValueError("nothing was seen, so there is nothing to look at.")
-        return cls(str(shown.provenance.get("model", title)), layers, shown.provenance, path)
+                calls += [
+                    (label if len(several) == 1 else f"{label}, call {n}", c) for n, c in enumerate(several)
+                ]
+            title = str(source.provenance.get("model", title))
+        else:
+            raise TypeError(
+                f"Expected {Seen.__name__}, AttentionMap or a path to a file of either, got {kind(source)}."
+            )
+        calls = [(label, call) for label, call in calls if all(call.shape)]
+        if not calls:
+            raise ValueError("Nothing to show: expected an attention call with a query and a key, got none.")
+        layers = [Layer(label, _on_cpu(call), n) for n, (label, call) in enumerate(calls)]
+        return cls(title, layers, source.provenance, path)
 
-    def check(self) -> None:
-        """Raise Gone unless the file is what it was when it was opened."""
-        if self.path is None:
-            return
-        try:
-            same = _stamp(stat(self.path)) == self._stamp
-        except OSError:
-            same = False
-        if not same:
-            raise Gone(f"{self.path.name} is gone or was changed since it was opened: open the viewer again.")
+    def check_file(self) -> None:
+        """Raise FileChanged unless the file is as it was when it was opened."""
+        if self.path is not None and _stamp(self.path) != self._stamp:
+            raise FileChanged(f"{self.path.name} was removed or changed since it was opened. Open it again.")
 
     def ids(self, amap: AttentionMap) -> Tensor | None:
-        """The tokens of one sequence as numbers, `[s]`: as they were, or by their labels; None if unknown."""
+        """Return the token ids of one sequence, `[s]`: as recorded, else from labels; None if unknown."""
         ids, s = self.provenance.get("ids"), amap.shape[3]
         if isinstance(ids, list | tuple) and len(ids) == s and all(isinstance(n, int) for n in ids):
             return torch.tensor(ids)
-        keys = labels(amap, 0)
+        keys = key_labels(amap, 0)
         if keys is None:
             return None
         numbers: dict[str, int] = {}
         return torch.tensor([numbers.setdefault(label, len(numbers)) for label in keys])
 
 
-def _stamp(found: stat_result) -> tuple[int, ...]:
-    return found.st_ino, found.st_size, found.st_mtime_ns
+def _stamp(path: Path | None) -> tuple[int, ...] | None:
+    """Return what changes when a file does; None if there is none."""
+    try:
+        found = None if path is None else path.stat()
+    except OSError:
+        return None
+    return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
-def _here(call: Any) -> Any:
-    """The call with its numbers on the CPU."""
-    return call.to("cpu") if isinstance(call, AttentionMap) and call.problem.q.device.type != "cpu" else call
+def _on_cpu(call: Any) -> Any:
+    is_elsewhere = isinstance(call, AttentionMap) and call.problem.q.device.type != "cpu"
+    return call.to("cpu") if is_elsewhere else call
 
 
-def labels(call: AttentionMap | Reduced, batch: int) -> list[str] | None:
-    """The labels of the keys of one sequence."""
+def key_labels(call: AttentionMap | Reduced, batch: int) -> list[str] | None:
+    """Return the labels of one sequence's keys; None without labels."""
     tokens = call.tokens
-    if tokens is None or (tokens and isinstance(tokens[0], str)):
+    if not tokens or isinstance(tokens[0], str):
         return None if tokens is None else [str(label) for label in tokens]
     return list(tokens[batch])
 
 
-def beginning(amap: AttentionMap, batch: int) -> int | None:
-    """Which key the first query of a sequence stands at; None where queries are of another text."""
+def first_position(amap: AttentionMap, batch: int) -> int | None:
+    """Return the key at the first query's position; None in cross-attention."""
     *_, t, s = amap.shape
     mask, offset = amap.problem.mask, amap.problem.offset
     if t != s and (mask is None or mask.normal().band[1] != 0):
@@ -167,267 +179,257 @@ def beginning(amap: AttentionMap, batch: int) -> int | None:
     return offset if isinstance(offset, int) else int(offset[batch])
 
 
-class Gallery:
-    """Runs, and the answers to what a page asks of them; everything is computed by one worker.
+class Api:
+    """Answers the addresses that pages request; one worker computes all answers.
 
-    shown: what `Run.of` takes, one or several of them; ValueError for none.
+    Args:
+        sources: One or several of what `ViewedRun.of` takes.
+
+    Raises:
+        ValueError: No source was given.
     """
 
-    def __init__(self, *shown: Any) -> None:
-        if not shown:
-            raise ValueError("nothing was given to look at: give a Seen, an AttentionMap or a file of them.")
-        self.runs = [one if isinstance(one, Run) else Run.of(one) for one in shown]
+    def __init__(self, *sources: Any) -> None:
+        if not sources:
+            raise ValueError(f"Expected a {Seen.__name__}, an AttentionMap or a path, got nothing to show.")
+        self.runs = [x if isinstance(x, ViewedRun) else ViewedRun.of(x) for x in sources]
         titles = [run.title for run in self.runs]
         for n, run in enumerate(self.runs):
             if titles.count(run.title) > 1:
                 file = "" if run.path is None or run.path.stem == run.title else f": {run.path.stem}"
                 run.title = f"{run.title}{file} ({n})"
-        self.desk = Desk()
-        self._heads, self._tiles = Kept(HEADS), Kept(TILES)
-        self._passes: dict[tuple[int, ...], float] = {}  # by head: when it was last asked for
-        self._words: dict[str, tuple[Callable[..., Any], int, int]] = {  # by word: how many parts, how urgent
-            "runs": (self._runs, 0, NOW),
-            "tokens": (self._tokens, 3, NOW),
-            "value": (self._value, 6, NOW),
-            "row": (self._row, 5, NOW),
-            "column": (self._column, 5, NOW),
-            "pass": (self._pass, 4, NOW),
-            "edges": (self._edges, 4, NOW),
-            "tiles": (self._tile, 7, SOON),
-            "measures": (self._measures, 3, LATER),
+        self.worker = Worker()
+        # What alone exceeds a cache is kept as its only entry.
+        self._pyramids: LRUCache[tuple[int, ...], Pyramid] = LRUCache(
+            PYRAMID_BYTES, lambda pyramid: min(pyramid.nbytes, PYRAMID_BYTES)
+        )
+        self._tiles: LRUCache[tuple[str, ...], bytes] = LRUCache(TILE_BYTES, len)
+        self._scans: dict[tuple[int, ...], float] = {}  # by head: time of the last request
+        self._handlers: dict[str, tuple[Callable[..., Answer | Steps], int]] = {
+            "runs": (self._runs, URGENT),
+            "tokens": (self._tokens, URGENT),
+            "weight": (self._weight, URGENT),
+            "row": (partial(self._line, "query"), URGENT),
+            "column": (partial(self._line, "key"), URGENT),
+            "scan": (self._scan, URGENT),
+            "marginals": (self._marginals, URGENT),
+            "tiles": (self._tile, NORMAL),
+            "scores": (self._scores, BACKGROUND),
         }
 
-    def ask(self, address: str) -> Future[Answer]:
-        """The answer to an address, when it is there: bytes, or JSON as text.
+    def request(self, address: str) -> Future[Answer]:
+        """Return a future of the answer to an address, which may be cancelled.
 
-        Raises LookupError for an address that leads nowhere; the future raises LookupError for a run, layer,
-        head, … that isn't there, and Gone where a file is.
+        Raises:
+            LookupError: There is no such address, at once or from the future; FileChanged too.
         """
         word, *parts = address.split("/")
-        answer, count, urgency = self._words.get(word, (None, 0, 0))
-        if answer is None or len(parts) != count:
-            raise LookupError(f"there is nothing at {address[:80]!r}.")
-        if word == "measures":
-            return self.desk.ask_in_steps(self._measures(*parts), urgency)
-        return self.desk.ask(lambda: answer(*parts), urgency)
+        handler, priority = self._handlers.get(word, (None, 0))
+        if handler is None or len(parts) != len(inspect.signature(handler).parameters):
+            raise LookupError(f"Unknown address {address[:80]!r}.")
+        return self.worker.submit(lambda: handler(*parts), priority)
 
     def close(self) -> None:
-        """Compute nothing more."""
-        self.desk.close()
+        """Stop computing."""
+        self.worker.close()
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- runs, layers and heads --------------------------------------------------------------------
 
-    def _run(self, run: str) -> Run:
-        found = self.runs[number(run, len(self.runs), "run")]
-        found.check()
+    def _run(self, run: str) -> ViewedRun:
+        found = self.runs[parse_index(run, len(self.runs), "run")]
+        found.check_file()
         return found
 
     def _layer(self, run: str, layer: str) -> Layer:
         layers = self._run(run).layers
-        return layers[number(layer, len(layers), "layer")]
+        return layers[parse_index(layer, len(layers), "layer")]
 
-    def _head(self, run: str, layer: str, head: str, batch: str) -> Head:
+    def _pyramid(self, run: str, layer: str, head: str, batch: str) -> Pyramid:
         amap = self._layer(run, layer).map
-        h, b = number(head, amap.shape[1], "head"), number(batch, amap.shape[0], "batch entry")
+        h = parse_index(head, amap.shape[1], "head")
+        b = parse_index(batch, amap.shape[0], "batch entry")
         key = int(run), int(layer), h, b
-        found = self._heads.get(key)
-        if found is None:
-            found = Head(amap.only(b, h))
-        self._heads.put(key, found, lambda one: one.nbytes)  # it may have grown
+        found = self._pyramids.get(key) or Pyramid(amap.only(b, h))
+        self._pyramids[key] = found  # it may have grown since it was last used
         return found
 
     def _runs(self) -> str:
         runs = []
         for run in self.runs:
-            layers = []
-            for layer in run.layers:
-                call, (b, h, t, s) = layer.call, layer.call.shape
-                problem = None if isinstance(call, Reduced) else call.problem
-                layers.append(
-                    {
-                        "name": layer.name,
-                        "number": layer.number,
-                        "heads": list(call.heads),
-                        "shape": [b, h, t, s],
-                        "mask": "no mask" if problem is None or problem.mask is None else str(problem.mask),
-                        "weights": problem is not None,
-                        "labelled": call.tokens is not None,
-                    }
-                )
-            beyond = run.provenance.get("extrapolated_from")
+            trained = run.provenance.get("extrapolated_from")
             runs.append(
                 {
                     "title": run.title,
-                    "layers": layers,
-                    "extrapolated_from": beyond if isinstance(beyond, int) else None,
+                    "layers": [_describe(layer) for layer in run.layers],
+                    "extrapolated_from": trained if isinstance(trained, int) else None,
                 }
             )
-        return json.dumps({"runs": runs, "side": SIDE, "most": MOST, "ramp": _ramp()})
+        return json.dumps({"runs": runs, "side": SIDE, "max_weights": MAX_WEIGHTS, "colors": _colors()})
 
     def _tokens(self, run: str, layer: str, batch: str) -> str:
         call = self._layer(run, layer).call
-        b = number(batch, call.shape[0], "batch entry")
-        keys, queries, first = labels(call, b), None, None
+        b = parse_index(batch, call.shape[0], "batch entry")
+        keys, queries, first = key_labels(call, b), None, None
         if isinstance(call, AttentionMap):
-            first = beginning(call, b)
+            first = first_position(call, b)
         if keys is not None and first is not None:
-            places = range(first, first + call.shape[2])
-            queries = [keys[n] if 0 <= n < len(keys) else "" for n in places]
+            positions = range(first, first + call.shape[2])
+            queries = [keys[n] if 0 <= n < len(keys) else "" for n in positions]
         return json.dumps({"queries": queries, "keys": keys, "first": first})
 
-    def _measures(self, run: str, layer: str, batch: str) -> Iterator[str | None]:
+    def _scores(self, run: str, layer: str, batch: str) -> Steps:
         call = self._layer(run, layer).call
-        b = number(batch, call.shape[0], "batch entry")
-        if isinstance(call, Reduced):
-            columns, sampled = {name: x[b] for name, x in call.columns().items()}, 1
-        else:
+        b = parse_index(batch, call.shape[0], "batch entry")
+        if isinstance(call, AttentionMap):
             amap = call if call.shape[0] == 1 else call.only(batch=b)
-            for found in measures(amap, self.runs[int(run)].ids(amap)):
-                if found is None:
-                    yield None
-                else:
-                    columns, sampled = found
+            columns, sampled = yield from head_scores(amap, self.runs[int(run)].ids(amap))
+        else:
+            columns, sampled = {name: x[b] for name, x in call.columns().items()}, 1
         plain = {name: [None if x != x else x for x in column.tolist()] for name, column in columns.items()}
-        yield json.dumps({"measures": plain, "sampled": sampled})
+        return json.dumps({"scores": plain, "sampled": sampled})
 
-    # -- numbers -----------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def _tile(self, run: str, layer: str, head: str, level: str, x: str, y: str, batch: str) -> bytes:
-        key = run, layer, head, level, x, y, batch
         self._run(run)
-        found = self._tiles.get(key)
-        if found is None:
-            place = (number(part, 2**31, "place") for part in (level, x, y))
-            tile = self._head(run, layer, head, batch).tile(*place)
-            found = packed(tile)
-            if tile.sampled == 1:
-                self._tiles.put(key, found)
-        return found
+        key = run, layer, head, level, x, y, batch
+        if key in self._tiles:
+            return self._tiles[key]
+        place = (parse_index(part, 2**31, "tile") for part in (level, x, y))
+        tile = self._pyramid(run, layer, head, batch).tile(*place)
+        packed = pack_tile(tile)
+        if tile.sampled == 1:
+            self._tiles[key] = packed
+        return packed
 
-    def _edges(self, run: str, layer: str, head: str, batch: str) -> bytes:
-        return edges(self._head(run, layer, head, batch))
+    def _marginals(self, run: str, layer: str, head: str, batch: str) -> bytes:
+        return pack_marginals(self._pyramid(run, layer, head, batch))
 
-    def _pass(self, run: str, layer: str, head: str, batch: str) -> str:
-        found = self._head(run, layer, head, batch)
+    def _scan(self, run: str, layer: str, head: str, batch: str) -> str:
+        pyramid = self._pyramid(run, layer, head, batch)
         key = int(run), int(layer), int(head), int(batch)
-        if not found.whole:
-            begun = key in self._passes
-            self._passes[key] = time.monotonic()
-            if not begun:
-                self.desk.ask_in_steps(self._passing(key, found))
-        return json.dumps({"progress": found.progress, "whole": found.whole})
+        if not pyramid.is_complete:
+            is_running = key in self._scans
+            self._scans[key] = time.monotonic()
+            if not is_running:
+                self.worker.submit(lambda: self._scan_steps(key, pyramid), BACKGROUND)
+        return json.dumps({"progress": pyramid.progress, "complete": pyramid.is_complete})
 
-    def _passing(self, key: tuple[int, ...], head: Head) -> Iterator[bool | None]:
-        """A pass over a head, in steps, while somebody asks for it."""
-        steps = head.passing()
-        while time.monotonic() - self._passes[key] <= WAITS:
-            self.runs[key[0]].check()
+    def _scan_steps(self, key: tuple[int, ...], pyramid: Pyramid) -> Steps:
+        """Scan a head for as long as pages request its progress."""
+        steps = pyramid.scan()
+        while time.monotonic() - self._scans[key] <= SCAN_TIMEOUT:
+            self.runs[key[0]].check_file()
             if next(steps, None) is None:
                 break
-            yield None
+            yield
         else:
-            head.progress = 0.0  # it begins again when it is asked for again
-        self._passes.pop(key)
-        yield True
+            pyramid.progress = 0.0  # the next scan starts over
+        del self._scans[key]
 
-    def _value(self, run: str, layer: str, head: str, i: str, j: str, batch: str) -> str:
-        found = self._head(run, layer, head, batch)
-        weight = found.value(number(i, found.t, "query"), number(j, found.s, "key"))
+    def _weight(self, run: str, layer: str, head: str, i: str, j: str, batch: str) -> str:
+        pyramid = self._pyramid(run, layer, head, batch)
+        weight = pyramid.weight(parse_index(i, pyramid.t, "query"), parse_index(j, pyramid.s, "key"))
         return json.dumps({"weight": None if math.isnan(weight) else weight})
 
-    def _row(self, run: str, layer: str, heads: str, i: str, batch: str) -> str:
-        return self._line(run, layer, heads, i, batch, row=True)
-
-    def _column(self, run: str, layer: str, heads: str, j: str, batch: str) -> str:
-        return self._line(run, layer, heads, j, batch, row=False)
-
-    def _line(self, run: str, layer: str, heads: str, place: str, batch: str, *, row: bool) -> str:
-        """A row or column of weights, averaged over heads: those beside it, and the largest of all."""
-        amap = self._layer(run, layer).map
+    def _line(self, axis: str, run: str, layer: str, heads: str, index: str, batch: str) -> str:
+        """Return the weights of a query or key, averaged over heads: those around it, and the largest."""
+        amap, is_row = self._layer(run, layer).map, axis == "query"
         _, h, t, s = amap.shape
-        b = number(batch, amap.shape[0], "batch entry")
-        chosen = range(h) if heads == "all" else [number(one, h, "head") for one in heads.split(",")]
-        at = number(place, t if row else s, "query" if row else "key")
-        weights = torch.zeros(s if row else t)
-        for one in chosen:  # each by itself, as all of them may take much memory
-            weights += (amap[b, one, at] if row else amap[b, one, :, at]) / len(chosen)
-        first, begins = 0, beginning(amap, b)
-        if begins is not None:
-            at += begins if row else -begins  # as a place among the others
-        if len(weights) > BESIDE:
-            first = max(0, min(at - BESIDE // 2, len(weights) - BESIDE))
-        largest = weights.topk(min(TOP, len(weights)))
+        b = parse_index(batch, amap.shape[0], "batch entry")
+        chosen = range(h) if heads == "all" else [parse_index(part, h, "head") for part in heads.split(",")]
+        place = parse_index(index, t if is_row else s, axis)
+        weights = torch.zeros(s if is_row else t)
+        for head in chosen:  # one by one, as all of them may take much memory
+            weights += (amap[b, head, place] if is_row else amap[b, head, :, place]) / len(chosen)
+        start, first = 0, first_position(amap, b)
+        if first is not None:
+            place += first if is_row else -first  # its position along the other axis
+        if len(weights) > LINE:
+            start = max(0, min(place - LINE // 2, len(weights) - LINE))
+        top = weights.topk(min(LARGEST, len(weights)))
+        largest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         return json.dumps(
             {
-                "first": first,
-                "weights": weights[first : first + BESIDE].tolist(),
-                "top": [
-                    [j, w]
-                    for j, w in zip(largest.indices.tolist(), largest.values.tolist(), strict=True)
-                    if w
-                ],
+                "first": start,
+                "weights": weights[start : start + LINE].tolist(),
+                "top": [[n, weight] for n, weight in largest if weight],
             }
         )
 
 
-def packed(tile: Tile, exact: bool = False) -> bytes:
-    """A tile as it is sent, exact in float32; without numbers where all of it is masked."""
-    planes, r, c = tile.numbers.shape
-    head = struct.pack("<4I", tile.sampled, planes, r, c)
-    if bool(tile.numbers.isnan().all()):
-        return head
-    return head + (tile.numbers.contiguous().numpy().tobytes() if exact else tile.packed())
+def _describe(layer: Layer) -> dict[str, Any]:
+    """Return what a page knows of a layer from the start."""
+    call = layer.call
+    mask = call.problem.mask if isinstance(call, AttentionMap) else None
+    return {
+        "name": layer.name,
+        "number": layer.number,
+        "heads": list(call.heads),
+        "shape": list(call.shape),
+        "mask": "no mask" if mask is None else str(mask),
+        "has_weights": layer.has_weights,
+    }
 
 
-def edges(head: Head) -> bytes:
-    """What keys receive [s] and entropies [t], as they are sent; without numbers until a pass ended."""
-    if head.received is None or head.entropy is None:
-        return struct.pack("<4I", 0, 0, head.t, head.s)
-    numbers = torch.cat((head.received, head.entropy)).float().numpy()
-    return struct.pack("<4I", 1, 1, head.t, head.s) + numbers.tobytes()
+def _colors() -> str:
+    """Return the colours from 0 to 1 as 256 × rrggbb: viridis, legible without colour vision."""
+    from matplotlib import colormaps
+
+    return bytes(colormaps["viridis"](range(256), bytes=True)[:, :3]).hex()
 
 
-def number(text: str, size: int, what: str) -> int:
-    """One of so many, counted from 0; LookupError for another one."""
+def pack_tile(tile: Tile, exact: bool = False) -> bytes:
+    """Return a tile as it is sent, in float32 if exact; without cells if all of them are masked."""
+    header = struct.pack("<4I", tile.sampled, *tile.cells.shape)
+    if bool(tile.cells.isnan().all()):
+        return header
+    return header + (tile.cells.contiguous().numpy().tobytes() if exact else tile.to_float16())
+
+
+def pack_marginals(pyramid: Pyramid) -> bytes:
+    """Return what keys receive [s] and entropies [t] as they are sent; without numbers before a scan."""
+    if pyramid.received is None or pyramid.entropy is None:
+        return struct.pack("<4I", 0, 0, pyramid.t, pyramid.s)
+    numbers = torch.cat((pyramid.received, pyramid.entropy)).float().numpy()
+    return struct.pack("<4I", 1, 1, pyramid.t, pyramid.s) + numbers.tobytes()
+
+
+def parse_index(text: str, size: int, name: str) -> int:
+    """Return an index below a size; LookupError for any other text."""
     if not (text.isascii() and text.isdecimal()) or len(text) > 10 or not int(text) < size:
-        raise LookupError(f"{what} must lie between 0 and {size - 1}, and {text[:20]!r} was asked for.")
+        raise LookupError(f"Expected {name} between 0 and {size - 1}, got {text[:20]!r}.")
     return int(text)
 
 
-def measures(amap: AttentionMap, ids: Tensor | None) -> Iterator[tuple[dict[str, Tensor], int] | None]:
-    """The measures of every head of one sequence, `[h]` each, and of how many queries one was looked at.
+def head_scores(
+    amap: AttentionMap, ids: Tensor | None
+) -> Generator[None, None, tuple[dict[str, Tensor], int]]:
+    """Compute the scores of every head of one sequence, `[h]` each, in steps.
 
-    They come last; None before them says that others may have their turn.
+    Returns:
+        The scores by name, and 1; of a large layer the scores of one query in so many, and that number.
     """
     _, h, t, s = amap.shape
-    if h * t * s <= (EXACT if native.looks(amap.problem) else EXACT // 16):  # about as long
-        yield {name: x[0] for name, x in measured(amap, ids).items()}, 1
-        return
-    step = -(-t // SOME)
     problem = amap.problem
-    masks: dict[str, Mask] = {"previous_token": Diagonal(-1), "current_token": Diagonal(0)}
-    masks["first_token"] = amap.first_key()
+    if h * t * s <= (EXACT_WEIGHTS if has_fast_statistics(problem) else EXACT_WEIGHTS // 16):
+        return {name: x[0] for name, x in measured(amap, ids).items()}, 1
+    stride = -(-t // SAMPLES)
+    masks = {name: mask_of(amap) for name, mask_of in BY_MASK.items()}
     if ids is not None:
         masks["induction"] = AfterSameToken(ids)
-    bound = {name: mask.bind(problem.offset, s) for name, mask in masks.items()}
+    masks = {name: mask.bind(problem.offset, s) for name, mask in masks.items()}
     names = (*masks, "entropy")
-    mass, could = ({name: torch.zeros(h, -(-t // step)) for name in names} for _ in range(2))
-    for column, row in enumerate(range(step // 2, t, step)):
+    total, count = ({name: torch.zeros(h) for name in names} for _ in range(2))
+    for row in range(stride // 2, t, stride):
         index = torch.tensor([row])
-        weights = torch.stack([amap[0, n, row] for n in range(h)])  # [h, s]
-        seen = scores.visible(problem, index)[0, :, 0]  # [h or 1, s]
-        for name, mask in bound.items():
-            keep = problem.keep(mask, index, slice(None))[0, :, 0] & seen
-            mass[name][:, column] = (weights * keep).sum(-1)
-            could[name][:, column] = keep.any(-1)
-        mass["entropy"][:, column] = -torch.special.xlogy(weights, weights).sum(-1)
-        could["entropy"][:, column] = seen.any(-1)
-        yield None
-    yield {name: mean(mass[name], could[name] > 0) for name in names}, step
-
-
-def _ramp() -> str:
-    """The colours from 0 to 1, as 256 × rrggbb: viridis, legible without colour vision."""
-    from matplotlib import colormaps
-
-    return "".join(f"{part:02x}" for n in range(256) for part in colormaps["viridis"](n, bytes=True)[:3])
+        weights = torch.stack([amap[0, head, row] for head in range(h)])  # [h, s]
+        visible = scores.visible(problem, index)[0, :, 0]  # [h or 1, s]
+        for name, mask in masks.items():
+            keep = problem.keep(mask, index, slice(None))[0, :, 0] & visible
+            total[name] += (weights * keep).sum(-1)
+            count[name] += keep.any(-1)
+        total["entropy"] -= torch.special.xlogy(weights, weights).sum(-1)
+        count["entropy"] += visible.any(-1)
+        yield
+    return {name: total[name] / count[name].clamp(min=1) for name in names}, stride

@@ -1,6 +1,6 @@
-"""The viewer below a cell: small runs as a page of their own, larger ones over the kernel's own channel.
+"""The viewer below a notebook's cell: a page for small runs, a widget on the kernel's own channel for others.
 
-No port is opened, so that it works wherever the notebook does: JupyterLab, VS Code, Colab, a remote hub.
+No port is opened, so it works wherever the notebook does: JupyterLab, VS Code, Colab, a remote hub.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from manyheads.maps import AttentionMap
 from manyheads.viewer import assets
-from manyheads.viewer.api import Answer, Gallery, Run
-from manyheads.viewer.export import planned
+from manyheads.viewer.api import Answer, Api, ViewedRun
+from manyheads.viewer.export import plan_export
 
-SMALL = 6e6  # bytes of weights in the notebook itself
-HIGH = 640  # pixels
-DRAWN = 2**26  # weights that a still picture is drawn of
-# A page in a frame knows no theme: it is told the colour of the ink around it when it comes into sight and
-# when a notebook changes what its document is marked with, as all do with their theme.
-TELLS = (
-    "const tell = () => this.isConnected ? "
-    "this.contentWindow.postMessage({ ink: getComputedStyle(this).color }, '*') : marks.disconnect(), "
-    "marks = new MutationObserver(tell); "
-    "for (const one of [document.documentElement, document.body]) marks.observe(one, { attributes: true }); "
-    "new IntersectionObserver(tell).observe(this)"
+EMBEDDED_BYTES = 6e6  # of weights in the notebook itself
+HEIGHT = 640  # pixels
+PICTURE_WEIGHTS = 2**26  # of which a picture is drawn; more would take long
+# A page in a frame does not know the notebook's theme. It gets the text colour around the frame when it becomes
+# visible, and when attributes of the document change, as they do with the theme of every notebook.
+SEND_THEME = (
+    "const send = () => this.isConnected ? "
+    "this.contentWindow.postMessage({ ink: getComputedStyle(this).color }, '*') : changes.disconnect(), "
+    "changes = new MutationObserver(send); "
+    "for (const x of [document.documentElement, document.body]) changes.observe(x, { attributes: true }); "
+    "new IntersectionObserver(send).observe(this)"
 )
 
 
-def here() -> bool:
-    """Does this code run in a notebook?"""
+def in_notebook() -> bool:
+    """Return True if this code runs in a notebook's kernel."""
     try:
         from IPython import get_ipython
     except ImportError:
@@ -43,80 +42,77 @@ def here() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
 
 
-def shown(gallery: Gallery) -> Any:
-    """What a notebook shows of a gallery; ImportError where it is large and anywidget isn't installed.
+def display(api: Api) -> Any:
+    """Return what a notebook displays of an API's runs, and close the API.
 
-    The gallery is closed: a page needs none, and a widget opens one while somebody looks at it.
+    Raises:
+        ImportError: The runs are large and anywidget isn't installed.
     """
-    gallery.close()
+    api.close()  # a page needs none, and a widget has one only while it is visible
     try:
-        plan = planned(gallery, Path("page.html"))
-    except ValueError:  # all of it is too much for a page
-        return _widget()(gallery.runs)
+        plan = plan_export(api, Path("page.html"))
+    except ValueError:  # too much for a page
+        return _widget_class()(api.runs)
     try:
-        if plan.weights > SMALL:
-            return _widget()(gallery.runs)
-        picture = still(gallery.runs[0])
-        return Page(plan.page(picture), picture, told(gallery.runs))
+        if plan.weight_bytes > EMBEDDED_BYTES:
+            return _widget_class()(api.runs)
+        picture = draw_heads(api.runs[0])
+        return EmbeddedPage(plan.page(picture), picture, describe(api.runs))
     finally:
-        plan.gallery.close()
+        plan.api.close()
 
 
-def told(runs: Sequence[Run]) -> str:
-    """What is shown, in words, for where nothing else can be."""
+def describe(runs: Sequence[ViewedRun]) -> str:
+    """Return the plain text of a viewer."""
     return f"a viewer of {', '.join(run.title for run in runs)}"
 
 
-class Page:
-    """A whole page in a frame of its own, which keeps working where the notebook is read without a kernel."""
+class EmbeddedPage:
+    """A whole page in a frame, which works without a kernel too."""
 
-    def __init__(self, text: str, picture: bytes | None, words: str) -> None:
-        self.text, self.picture, self.words = text, picture, words
+    def __init__(self, page: str, picture: bytes | None, description: str) -> None:
+        self.page, self.picture, self.description = page, picture, description
 
     def __repr__(self) -> str:
-        return self.words
+        return self.description
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         frame = (
-            f'<iframe srcdoc="{html.escape(self.text)}" sandbox="allow-scripts allow-downloads" '
-            f'title="{html.escape(self.words)}" onload="{html.escape(TELLS)}" style="position: absolute; '
-            'inset: 0; width: 100%; height: 100%; border: 0"></iframe>'
+            f'<iframe srcdoc="{html.escape(self.page)}" sandbox="allow-scripts allow-downloads" '
+            f'title="{html.escape(self.description)}" onload="{html.escape(SEND_THEME)}" style="position: '
+            'absolute; inset: 0; width: 100%; height: 100%; border: 0"></iframe>'
         )
-        behind = ""  # what a notebook that isn't trusted, and so loses its frames, still shows
+        picture = ""  # behind the frame: notebooks that aren't trusted remove frames
         if self.picture is not None:
-            drawn = base64.b64encode(self.picture).decode()
-            behind = f'<img alt="{html.escape(self.words)}" src="data:image/png;base64,{drawn}">'
-        around = f"height: {HIGH}px; border: 1px solid #8888; box-sizing: border-box"
+            data = base64.b64encode(self.picture).decode()
+            picture = f'<img alt="{html.escape(self.description)}" src="data:image/png;base64,{data}">'
         text = (
-            f'<div style="position: relative; {around}; overflow: hidden; resize: vertical">'
-            f"{behind}{frame}</div>"
+            f'<div style="position: relative; height: {HEIGHT}px; border: 1px solid #8888; '
+            f'box-sizing: border-box; overflow: hidden; resize: vertical">{picture}{frame}</div>'
         )
-        return {"text/html": text, "text/plain": self.words} | _png(self.picture)
+        return {"text/html": text, "text/plain": self.description} | _png(self.picture)
 
 
 def _png(picture: bytes | None) -> dict[str, bytes]:
     return {} if picture is None else {"image/png": picture}
 
 
-def still(run: Run) -> bytes | None:
-    """Every head of a run as a PNG, for where scripts can't run; None where that takes long."""
+def draw_heads(run: ViewedRun) -> bytes | None:
+    """Return every head of a run as a PNG, for where scripts can't run; None if drawing takes long."""
     from manyheads import figures
 
-    maps = {
-        f"{layer.number}: {layer.name}": layer.call
-        for layer in run.layers
-        if isinstance(layer.call, AttentionMap)
-    }
-    if not maps or sum(amap.shape[1] * amap.shape[2] * amap.shape[3] for amap in maps.values()) > DRAWN:
+    maps = {f"{layer.number}: {layer.name}": layer.map for layer in run.layers if layer.has_weights}
+    weights = sum(h * t * s for _, h, t, s in (amap.shape for amap in maps.values()))
+    if not maps or weights > PICTURE_WEIGHTS:
         return None
-    drawn = BytesIO()
-    figures.grid(maps).savefig(drawn, format="png", bbox_inches="tight", dpi=80)
-    return drawn.getvalue()
+    file = BytesIO()
+    figures.grid(maps).savefig(file, format="png", bbox_inches="tight", dpi=80)
+    return file.getvalue()
 
 
 @cache
-def _widget() -> Any:
-    """The widget's class, which needs anywidget."""
+def _widget_class() -> Any:
+    """Return the class of widgets, which needs anywidget."""
     try:
         import anywidget
     except ImportError:
@@ -126,81 +122,81 @@ def _widget() -> Any:
         ) from None
 
     class Widget(anywidget.AnyWidget):
-        """A viewer whose answers come over the notebook's own channel.
+        """A viewer whose answers are sent over the notebook's own channel.
 
-        A gallery, and with it its worker, is there while somebody looks: a cell that runs again leaves none.
+        It has an API, and with it a worker, only while a page shows it.
         """
 
         _esm = assets.script() + (
             f"{assets.read('widget.js')}const style = {json.dumps(assets.read('viewer.css'))};\n"
-            f"export default {{ render: ({{ model, el }}) => below(model, el, style, {HIGH}) }};\n"
+            f"export default {{ render: ({{ model, el }}) => showBelow(model, el, style, {HEIGHT}) }};\n"
         )
 
-        def __init__(self, runs: Sequence[Run]) -> None:
+        def __init__(self, runs: Sequence[ViewedRun]) -> None:
             super().__init__()
             self._runs = runs
-            self._gallery: Gallery | None = None
-            self._asked: dict[str, dict[int, Future[Answer]]] = {}  # by view, then by number
-            self.on_msg(self._heard)
+            self._api: Api | None = None
+            self._pending: dict[str, dict[int, Future[Answer]]] = {}  # by view, then by number
+            self.on_msg(self._receive)
 
         def close(self) -> None:
-            """Show nothing more."""
+            """Close the widget."""
             super().close()
-            self._rest()
+            self._close_api()
 
         def __repr__(self) -> str:
-            return told(self._runs)
+            return describe(self._runs)
 
-        def _heard(self, _: Any, message: dict[str, Any], __: Any) -> None:
+        def _receive(self, _: Any, message: dict[str, Any], __: Any) -> None:
+            """Handle a message of a view: a request, its cancellation, or that the view was closed."""
             view = message["view"]
-            if message.get("left"):
-                for asked in self._asked.pop(view, {}).values():
-                    asked.cancel()
-                if not self._asked:
-                    self._rest()
-            elif message.get("dropped"):
-                self._asked.get(view, {}).pop(message["number"], Future()).cancel()
+            if message.get("closed"):
+                for future in self._pending.pop(view, {}).values():
+                    future.cancel()
+                if not self._pending:
+                    self._close_api()
+            elif message.get("cancelled"):
+                self._pending.get(view, {}).pop(message["number"], Future()).cancel()
             else:
-                self._ask(view, message["number"], message["address"])
+                self._request(view, message["number"], message["address"])
 
-        def _ask(self, view: str, number: int, address: str) -> None:
-            if self._gallery is None:
-                self._gallery = Gallery(*self._runs)
-            waiting = self._asked.setdefault(view, {})
+        def _request(self, view: str, number: int, address: str) -> None:
+            if self._api is None:
+                self._api = Api(*self._runs)
+            pending = self._pending.setdefault(view, {})
             try:
-                asked = self._gallery.ask(address)
+                pending[number] = self._api.request(address)
             except LookupError as error:
-                self._fail(view, number, error)
-                return
-            waiting[number] = asked
-            asked.add_done_callback(lambda done: self._tell(view, number, done))
+                self._send_error(view, number, error)
+            else:
+                pending[number].add_done_callback(lambda future: self._send_answer(view, number, future))
 
-        def _tell(self, view: str, number: int, done: Future[Answer]) -> None:
-            """Send an answer, from the worker itself: a kernel's messages may come from any thread."""
-            self._asked.get(view, {}).pop(number, None)
-            if done.cancelled():
+        def _send_answer(self, view: str, number: int, future: Future[Answer]) -> None:
+            """Send an answer from the worker's thread: a kernel's messages may come from any."""
+            self._pending.get(view, {}).pop(number, None)
+            if future.cancelled():
                 return
-            error = done.exception()
+            error = future.exception()
             if error is not None:
-                self._fail(view, number, error)
+                self._send_error(view, number, error)
                 return
-            answer = done.result()
-            found = answer.encode() if isinstance(answer, str) else answer
-            self.send({"view": view, "number": number}, [found])
+            answer = future.result()
+            data = answer.encode() if isinstance(answer, str) else answer
+            self.send({"view": view, "number": number}, [data])
 
-        def _fail(self, view: str, number: int, error: BaseException) -> None:
-            words = str(error.args[0] if error.args else error)
-            self.send({"view": view, "number": number, "error": words or type(error).__name__})
+        def _send_error(self, view: str, number: int, error: BaseException) -> None:
+            text = str(error.args[0] if error.args else error) or type(error).__name__
+            self.send({"view": view, "number": number, "error": text})
 
-        def _rest(self) -> None:
-            """Let the worker go, and what it kept."""
-            gallery, self._gallery = self._gallery, None
-            if gallery is not None:
-                gallery.close()
+        def _close_api(self) -> None:
+            """End the worker, and empty the caches."""
+            api, self._api = self._api, None
+            if api is not None:
+                api.close()
 
         def _repr_mimebundle_(self, **kwargs: Any) -> Any:
             bundle = super()._repr_mimebundle_(**kwargs)
-            picture = _png(still(self._runs[0]))
+            picture = _png(draw_heads(self._runs[0]))
             if isinstance(bundle, tuple):
                 return {**bundle[0], **picture}, bundle[1]
             return None if bundle is None else {**bundle, **picture}
