@@ -1,4 +1,4 @@
-"""Pictures, read back from the matplotlib objects that draw them."""
+"""Figures, read back from the matplotlib objects that draw them."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def test_a_head_shows_the_weights_themselves_and_says_what_they_are() -> None:
 def test_zero_and_masked_are_told_apart() -> None:
     weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     keep = torch.tensor([[True, False], [True, True]])
-    assert "may not" not in words(figures.head(weights))
+    assert "masked" not in words(figures.head(weights))
     figure = figures.head(weights, keep=keep)
     assert drawn(figure).mask.tolist() == [[False, True], [False, False]]
-    assert "may not\nattend" in words(figure)
+    assert "masked" in words(figure)
     assert figure.axes[0].patch.get_hatch()
 
 
@@ -295,10 +295,12 @@ def test_cells_are_those_of_the_full_matrix(case: Case, monkeypatch: pytest.Monk
     weights = oracle(inputs).values["weights"].astype(float)  # [b, h, t, s]
     seen = np.broadcast_to(inputs.keep & (bias_numbers(inputs) != -np.inf), weights.shape)
     _, amap = attention_with_map(inputs.q, inputs.k, inputs.v, **inputs.arguments())
-    line, inches = cells.one_head(amap, amap.shape[0] - 1, amap.shape[1] - 1, None), 0.08
-    (largest,), (mean,) = cells.panels(line, (inches, inches), ["max", "mean"])
+    line, inches = cells.select_head(amap, amap.shape[0] - 1, amap.shape[1] - 1, None), 0.08
+    (largest,), (mean,) = cells.pool_heads(line, (inches, inches), ["max", "mean"])
     rows, cols = largest.cells.shape
-    assert (rows, cols) == tuple(cells.count(n, inches) for n in weights.shape[2:])  # up to 6 are not pooled
+    assert (rows, cols) == tuple(
+        cells.count_cells(n, inches) for n in weights.shape[2:]
+    )  # up to 6 are not pooled
     assert np.array_equal(largest.cells.mask, ~binned(seen[-1, -1], rows, cols, np.any))
     assert np.array_equal(mean.cells.mask, largest.cells.mask)
     assert np.allclose(largest.cells.filled(0), binned(weights[-1, -1], rows, cols, np.max), atol=1e-12)
@@ -307,7 +309,7 @@ def test_cells_are_those_of_the_full_matrix(case: Case, monkeypatch: pytest.Monk
 
 @given(st.integers(1, 400), st.floats(0.02, 6.0))
 def test_cells_are_as_many_as_can_be_seen(size: int, inches: float) -> None:
-    found = cells.count(size, inches)
+    found = cells.count_cells(size, inches)
     if size <= inches * cells.SHARP:
         assert found == size
     elif found < size:
@@ -320,8 +322,8 @@ def test_cells_are_as_many_as_can_be_seen(size: int, inches: float) -> None:
 def test_a_tensor_is_pooled_as_a_map_is(t: int, s: int, inches: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     weights, keep = torch.tensor(rng.random((t, s))), torch.tensor(rng.random((t, s)) < 0.5)
-    line = cells.one_head(weights, 0, 0, keep)
-    (largest,), (mean,) = cells.panels(line, (inches, inches), ["max", "mean"])
+    line = cells.select_head(weights, 0, 0, keep)
+    (largest,), (mean,) = cells.pool_heads(line, (inches, inches), ["max", "mean"])
     rows, cols = largest.cells.shape
     kept = np.where(keep, weights, 0)
     assert np.array_equal(largest.cells.mask, ~binned(keep.numpy(), rows, cols, np.any))
@@ -429,7 +431,7 @@ def test_received_attention_is_the_sum_of_columns(normalize: str | None) -> None
     assert {None: "summed over queries", "age": "mean weight received"}[
         normalize
     ] in bar.get_ylabel().replace("\n", " ")
-    assert "may not\nattend" in words(figure)
+    assert "masked" in words(figure)
 
 
 def test_received_attention_of_a_long_text_is_the_largest_of_each_cell() -> None:
@@ -653,60 +655,60 @@ EYE = torch.eye(3)
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: figures.head(EYE, ["a"]), "tokens must be 3 labels, one for each, and 1 came"),
-        (lambda: figures.head(EYE, keys=["a"]), "keys must be 3 labels"),
+        (lambda: figures.head(EYE, ["a"]), "Expected tokens to be 3 labels, got 1"),
+        (lambda: figures.head(EYE, keys=["a"]), "Expected keys to be 3 labels"),
         (lambda: figures.head(EYE[None]), r"\[t, s\].*\[1, 3, 3\]"),
         (lambda: figures.head(EYE.long()), "torch.int64"),
-        (lambda: figures.head([[1.0]]), "an AttentionMap or a tensor.*a list came"),  # type: ignore[arg-type]
+        (lambda: figures.head([[1.0]]), "an AttentionMap or a tensor, got a list"),  # type: ignore[arg-type]
         (lambda: figures.head(EYE / 0), "finite"),
         (lambda: figures.head(EYE, keep=EYE), "boolean"),
         (lambda: figures.head(EYE, keep=torch.ones(2, 2).bool()), r"\[3, 3\].*\[2, 2\]"),
-        (lambda: figures.head(torch.zeros(0, 3)), r"\[0, 3\] came"),
-        (lambda: figures.received([]), "at least one row of heads, and none came"),
-        (lambda: figures.received(made_map(), ["a"]), "keys must be 7 labels"),
-        (lambda: figures.received(made_map(), normalize="yes"), "'yes' came"),
-        (lambda: figures.entropy(made_map(), batch=1), "between 0 and 0, and 1 came"),
-        (lambda: figures.entropy({"a": EYE}), "a Tensor of torch.float32 came among them"),  # type: ignore[dict-item]
-        (lambda: figures.grid(made_map(h=0)), "a row without one came"),
-        (lambda: figures.grid([made_map()], reduce="sum"), '"max" or "mean", and \'sum\' came'),
-        (lambda: figures.beside(EYE, EYE, reduce="sum"), "'sum' came"),
-        (lambda: figures.measures([]), "no row came"),
-        (lambda: figures.measures([3]), "named tuples or mappings, and an int came"),
-        (lambda: figures.measures([{"layer": 0, "head": 0}]), r"\(layer, head\) came"),
-        (lambda: figures.measures([*ROWS, {"layer": 0, "head": 0, "x": 1}]), r"\(layer, head, x\) came"),
-        (lambda: figures.measures(ROWS, by="x"), "induction, distance, and 'x' came"),
+        (lambda: figures.head(torch.zeros(0, 3)), r"got \[t, s\] = \[0, 3\]"),
+        (lambda: figures.received([]), "at least one row of heads, got none"),
+        (lambda: figures.received(made_map(), ["a"]), "Expected keys to be 7 labels"),
+        (lambda: figures.received(made_map(), normalize="yes"), "'yes'"),
+        (lambda: figures.entropy(made_map(), batch=1), "batch between 0 and 0, got 1"),
+        (lambda: figures.entropy({"a": EYE}), "only AttentionMaps, got a Tensor of torch.float32"),  # type: ignore[dict-item]
+        (lambda: figures.grid(made_map(h=0)), "got a row with none"),
+        (lambda: figures.grid([made_map()], reduce="sum"), '"max" or "mean", got \'sum\''),
+        (lambda: figures.beside(EYE, EYE, reduce="sum"), "got 'sum'"),
+        (lambda: figures.measures([]), "got no row"),
+        (lambda: figures.measures([3]), "named tuples or mappings, got an int"),
+        (lambda: figures.measures([{"layer": 0, "head": 0}]), r"got \(layer, head\)"),
+        (lambda: figures.measures([*ROWS, {"layer": 0, "head": 0, "x": 1}]), r"and \(layer, head, x\)"),
+        (lambda: figures.measures(ROWS, by="x"), "induction, distance, got 'x'"),
         (
             lambda: figures.measures([{"layer": 0, "head": 0, "x": "much"}]),
-            "x must be a number or None, and 'much'",
+            "x to be a number or None, got 'much'",
         ),
-        (lambda: figures.measures(ROWS, most=0), "most must be at least 1, and 0 came"),
-        (lambda: figures.head(made_map(), head=2), "head must lie between 0 and 1, and 2 came"),
-        (lambda: figures.head(made_map(), batch=-1), "batch must lie between 0 and 0, and -1 came"),
-        (lambda: figures.grid([made_map()], batch=1.5), "batch must be a whole number, 0 to 0, and 1.5 came"),  # type: ignore[arg-type]
-        (lambda: figures.head(made_map(), head=True), "head must be a whole number, 0 to 1, and True came"),
-        (lambda: figures.grid(-EYE[None, None]), "weights must be at least 0, and -1 came among them"),
-        (lambda: figures.head(EYE - 0.5), "weights must be at least 0, and -0.5 came among them"),
-        (lambda: figures.grid(made_map(), title=3), "a title must be a string, and 3 came"),  # type: ignore[arg-type]
-        (lambda: figures.head(EYE, title=3), "a title must be a string, and 3 came"),  # type: ignore[arg-type]
-        (lambda: figures.image(EYE, title=3), "a title must be a string, and 3 came"),  # type: ignore[arg-type]
+        (lambda: figures.measures(ROWS, most=0), "most .*at least 1"),
+        (lambda: figures.head(made_map(), head=2), "head between 0 and 1, got 2"),
+        (lambda: figures.head(made_map(), batch=-1), "batch between 0 and 0, got -1"),
+        (lambda: figures.grid([made_map()], batch=1.5), "batch to be an int between 0 and 0, got 1.5"),  # type: ignore[arg-type]
+        (lambda: figures.head(made_map(), head=True), "head to be an int between 0 and 1, got True"),
+        (lambda: figures.grid(-EYE[None, None]), "weights of at least 0, got -1"),
+        (lambda: figures.head(EYE - 0.5), "weights of at least 0, got -0.5"),
+        (lambda: figures.grid(made_map(), title=3), "title to be a string, got 3"),  # type: ignore[arg-type]
+        (lambda: figures.head(EYE, title=3), "title to be a string, got 3"),  # type: ignore[arg-type]
+        (lambda: figures.image(EYE, title=3), "title to be a string, got 3"),  # type: ignore[arg-type]
         (lambda: figures.beside(EYE, torch.eye(2)), r"\[3, 3\] and \[2, 2\]"),
-        (lambda: figures.beside(EYE, EYE, keep=EYE.bool()), "a pair of masks.*a Tensor.*came"),  # type: ignore[arg-type]
+        (lambda: figures.beside(EYE, EYE, keep=EYE.bool()), "a pair of masks.*got a Tensor"),  # type: ignore[arg-type]
         (lambda: figures.beside(EYE, EYE, keep=(None, EYE)), "boolean"),
-        (lambda: figures.head(made_map(), keep=EYE.bool()), "a map knows its own mask"),
+        (lambda: figures.head(made_map(), keep=EYE.bool()), "a map knows its mask"),
         (lambda: figures.grid(EYE), r"\[b, h, t, s\]"),
-        (lambda: figures.grid([]), "at least one row of heads, and none came"),
-        (lambda: figures.grid([EYE]), "AttentionMaps, and a Tensor of torch.float32 came among them"),  # type: ignore[list-item]
-        (lambda: figures.grid(None), "a NoneType came"),  # type: ignore[arg-type]
-        (lambda: figures.grid(made_map(), keep=EYE.bool()), "a map knows its own mask"),
-        (lambda: figures.grid(made_map(), rows=["a", "b"]), "1 sequences.*and 2 came"),
-        (lambda: figures.grid(made_map(), [["a"], ["b"]]), "one for each of 1 rows, and 2 came"),
-        (lambda: figures.curves(EYE, [3]), "between 0 and 2, and 3 came"),
-        (lambda: figures.curves(EYE, [0], counted_from=1), "between 1 and 3, and 0 came"),
-        (lambda: figures.curves(EYE, []), "none came"),
-        (lambda: figures.image(torch.zeros(3)), r"\[positions, d\].*\[3\] came"),
+        (lambda: figures.grid([]), "at least one row of heads, got none"),
+        (lambda: figures.grid([EYE]), "only AttentionMaps, got a Tensor of torch.float32"),  # type: ignore[list-item]
+        (lambda: figures.grid(None), "got a NoneType"),  # type: ignore[arg-type]
+        (lambda: figures.grid(made_map(), keep=EYE.bool()), "a map knows its mask"),
+        (lambda: figures.grid(made_map(), rows=["a", "b"]), "1 sequences, got 2"),
+        (lambda: figures.grid(made_map(), [["a"], ["b"]]), "one per row, got 2"),
+        (lambda: figures.curves(EYE, [3]), "between 0 and 2, got 3"),
+        (lambda: figures.curves(EYE, [0], counted_from=1), "between 1 and 3, got 0"),
+        (lambda: figures.curves(EYE, []), "got none"),
+        (lambda: figures.image(torch.zeros(3)), r"\[positions, d\], got \[3\]"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_in_one_sentence(call: Callable[[], Figure], says: str) -> None:
+def test_what_cannot_be_drawn_raises_one_sentence(call: Callable[[], Figure], says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says) as caught:
         call()
     assert "\n" not in str(caught.value)

@@ -22,8 +22,8 @@ from manyheads.viewer.export import plan_export
 EMBEDDED_BYTES = 6e6  # of weights in the notebook itself
 HEIGHT = 640  # pixels
 PICTURE_WEIGHTS = 2**26  # of which a picture is drawn; more would take long
-# A page in a frame does not know the notebook's theme. It gets the text colour around the frame when it becomes
-# visible, and when attributes of the document change, as they do with the theme of every notebook.
+# A page in a frame does not know the notebook's theme. It receives the text colour around the frame when it
+# becomes visible, and when attributes of the document change, as they do with every notebook's theme.
 SEND_THEME = (
     "const send = () => this.isConnected ? "
     "this.contentWindow.postMessage({ ink: getComputedStyle(this).color }, '*') : changes.disconnect(), "
