@@ -87,6 +87,9 @@ def head(
         head: The map's head.
         title: Title of the figure.
 
+    Returns:
+        The figure.
+
     Raises:
         ValueError: Labels or mask don't fit the weights.
         TypeError: The weights are neither a map nor a tensor.
@@ -132,6 +135,9 @@ def beside(
         titles: Titles of the two sides.
         title: Title of the figure.
 
+    Returns:
+        The figure.
+
     Raises:
         ValueError: The sides differ in shape, or labels or masks don't fit.
         TypeError: The weights are neither maps nor tensors.
@@ -174,6 +180,9 @@ def grid(
         columns: Names of the columns.
         title: Title of the figure.
 
+    Returns:
+        The figure.
+
     Raises:
         ValueError: Names, labels or mask don't fit the weights.
         TypeError: The weights are neither maps nor a tensor.
@@ -199,12 +208,15 @@ def grid(
 
 
 def visible(amap: AttentionMap, batch: int, head: int) -> Tensor:
-    """Return which keys the queries of one head may attend to: boolean, `[t, s]`.
+    """Return which keys the queries of one head may attend to.
 
     Args:
         amap: The map.
         batch: The batch entry.
         head: The head.
+
+    Returns:
+        A boolean mask `[t, s]` (True = may attend).
 
     Raises:
         TypeError: amap is not an AttentionMap.
@@ -238,6 +250,9 @@ def received(
         batch: The batch entry.
         normalize: "age" for the mean over the queries that may attend to the key, as in `AttentionMap`.
         title: Title of the figure.
+
+    Returns:
+        The figure.
 
     Raises:
         ValueError: Labels don't fit.
@@ -273,6 +288,9 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
         maps: One AttentionMap, a list of them or a dict by name.
         batch: The batch entry.
         title: Title of the figure.
+
+    Returns:
+        The figure.
 
     Raises:
         ValueError: There is no map, or no such batch entry.
@@ -339,6 +357,9 @@ def measures(
         by: The score to sort by. Default: the first one.
         most: The largest number of heads to show.
         title: Title of the figure.
+
+    Returns:
+        The figure.
 
     Raises:
         ValueError: The rows have different scores, or none of this name.

@@ -44,11 +44,13 @@ class Visible(Reduction):
         self.rows, self.cols = rows, cols
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
+        """Find the edges of the cells."""
         n = problem.shape
         self.down, self.across = edges(n.t, self.rows), edges(n.s, self.cols)
         self.count = lse.new_zeros(n.b, n.h, self.rows, self.cols, dtype=torch.int64)
 
     def take(self, tile: Tile) -> None:
+        """Add the visible pairs of a tile."""
         down, across = Bins(self.down, tile.rows), Bins(self.across, tile.cols)
         part = self.count[:, :, down.cells, across.cells]  # a view
         if tile.seen is None:
@@ -57,6 +59,7 @@ class Visible(Reduction):
             part += down.sum(across.sum(tile.seen.long()).mT).mT
 
     def end(self) -> Tensor:
+        """Return the counts."""
         return self.count
 
 

@@ -24,6 +24,9 @@ def difference(want: Tensor, got: Tensor, *, what: str = "weights", title: str |
         what: "weights" of queries and keys, or "output" of queries and columns.
         title: Title of the figure.
 
+    Returns:
+        The figure.
+
     Raises:
         ValueError: The two differ in shape.
     """

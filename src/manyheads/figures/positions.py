@@ -26,6 +26,9 @@ def curves(encoding: Tensor, dimensions: Sequence[int], *, counted_from: int = 0
         counted_from: The number of the first position and dimension: textbooks that call the first sine
             and cosine dimensions 1 and 2 count from 1.
 
+    Returns:
+        The figure.
+
     Raises:
         ValueError: A dimension is outside d, or none is given.
         TypeError: The encoding is not a tensor.
@@ -67,6 +70,9 @@ def image(encoding: Tensor, *, counted_from: int = 0, title: str = "positional e
         encoding: The encoding `[positions, d]`.
         counted_from: The number of the first position and dimension.
         title: Title of the figure.
+
+    Returns:
+        The figure.
 
     Raises:
         TypeError: The encoding is not a tensor.

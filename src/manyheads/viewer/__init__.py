@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def require_server() -> type[Server]:
-    """Return the class of servers.
-
-    Raises:
-        ImportError: A package that it needs isn't installed.
-    """
+    """Return the class of servers; ImportError if a package that it needs isn't installed."""
     try:
         from manyheads.viewer.server import Server
     except ImportError as error:
@@ -37,7 +33,7 @@ def view(*sources: Any, port: int = 0, browser: bool = True) -> Any:
     """Show recorded attention or maps in a browser, or below the cell in a notebook.
 
     Args:
-        sources: Recorded attention, an AttentionMap or the path of a file of either; several to compare.
+        *sources: Recorded attention, an AttentionMap or the path of a file of either; several to compare.
         port: Port to listen on (0 picks a free one). Notebooks need none.
         browser: Open a browser; else print the link.
 

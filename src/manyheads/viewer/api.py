@@ -98,7 +98,13 @@ class ViewedRun:
 
     @classmethod
     def of(cls, source: Seen | AttentionMap | str | PathLike[str]) -> ViewedRun:
-        """Return a run of recorded attention, of one map, or of a file of either.
+        """Return a run.
+
+        Args:
+            source: Recorded attention, one map, or the path of a file of either.
+
+        Returns:
+            The run, with all numbers on the CPU.
 
         Raises:
             TypeError: The source is something else.
@@ -183,7 +189,7 @@ class Api:
     """Answers the addresses that pages request; one worker computes all answers.
 
     Args:
-        sources: One or several of what `ViewedRun.of` takes.
+        *sources: One or several of what `ViewedRun.of` takes.
 
     Raises:
         ValueError: No source was given.
@@ -218,10 +224,16 @@ class Api:
         }
 
     def request(self, address: str) -> Future[Answer]:
-        """Return a future of the answer to an address, which may be cancelled.
+        """Request the answer to an address.
+
+        Args:
+            address: One of those listed above.
+
+        Returns:
+            A future, which may be cancelled. It raises LookupError for an index out of range, and FileChanged.
 
         Raises:
-            LookupError: There is no such address, at once or from the future; FileChanged too.
+            LookupError: There is no such address.
         """
         word, *parts = address.split("/")
         handler, priority = self._handlers.get(word, (None, 0))
@@ -405,10 +417,9 @@ def parse_index(text: str, size: int, name: str) -> int:
 def head_scores(
     amap: AttentionMap, ids: Tensor | None
 ) -> Generator[None, None, tuple[dict[str, Tensor], int]]:
-    """Compute the scores of every head of one sequence, `[h]` each, in steps.
+    """Compute the scores of every head of one sequence in steps: `[h]` by name, and how queries were sampled.
 
-    Returns:
-        The scores by name, and 1; of a large layer the scores of one query in so many, and that number.
+    That number is 1 if all queries were read; of a large layer the scores are those of 1 query in so many.
     """
     _, h, t, s = amap.shape
     problem = amap.problem

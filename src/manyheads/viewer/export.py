@@ -50,11 +50,7 @@ class Export:
         return f"{self.path}{beside} will take about {size}"
 
     def write(self, progress: Progress = lambda share: None) -> list[Path]:
-        """Write it, whole or not at all, and return the paths.
-
-        Raises:
-            OSError: The disk is full, …, or the folder exists already.
-        """
+        """Write it, whole or not at all, and return the paths; OSError if the folder exists already."""
         if not self.has_folder:
             with replacing(self.path) as file:
                 file.write(self.page(progress=progress).encode())
@@ -112,7 +108,16 @@ class Export:
 
 
 def plan_export(api: Api, path: Path, layer: int | None = None, heads: Sequence[int] | None = None) -> Export:
-    """Return what to write for some layers and heads (None: all).
+    """Return what to write for some layers and heads.
+
+    Args:
+        api: What to export.
+        path: The page, in an existing folder.
+        layer: A layer of each run, counted from 0. Default: all.
+        heads: Heads of each layer, counted from 0. Default: all.
+
+    Returns:
+        The export, with an API of its own.
 
     Raises:
         ValueError: The path isn't a page in an existing folder, a layer or head doesn't exist, or all heads
@@ -199,6 +204,9 @@ def build_page(answers: dict[str, str], folder: str | None = None, picture: byte
         answers: Base64 by address.
         folder: The folder of tiles beside the page.
         picture: A PNG shown where scripts don't run.
+
+    Returns:
+        The page as HTML.
     """
     script = assets.script() + (
         "const answers = JSON.parse(document.getElementById('answers').textContent);\n"

@@ -80,11 +80,7 @@ class Pyramid:
         return self.entropy is not None
 
     def span(self, level: int, x: int, y: int) -> tuple[range, range]:
-        """Return the queries and keys of the tile in column x and row y.
-
-        Raises:
-            IndexError: There is no such tile.
-        """
+        """Return the queries and keys of the tile in column x and row y; IndexError if there is none."""
         highest = self.top + 8  # where all of the head is one cell
         if not 0 <= level <= highest:
             raise IndexError(f"Expected a level between 0 and {highest}, got {level}.")

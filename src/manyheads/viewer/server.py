@@ -52,6 +52,8 @@ class TokenMiddleware:
         self.app, self.cookie, self.token = app, cookie, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(SECURITY_HEADERS)

@@ -43,11 +43,7 @@ def in_notebook() -> bool:
 
 
 def display(api: Api) -> Any:
-    """Return what a notebook displays of an API's runs, and close the API.
-
-    Raises:
-        ImportError: The runs are large and anywidget isn't installed.
-    """
+    """Close an API and return what a notebook displays of its runs; ImportError if that needs anywidget."""
     api.close()  # a page needs none, and a widget has one only while it is visible
     try:
         plan = plan_export(api, Path("page.html"))

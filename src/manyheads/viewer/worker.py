@@ -34,12 +34,15 @@ class Worker:
         atexit.register(self.close)  # a kernel that still runs while the process exits would crash it
 
     def submit(self, work: Callable[[], Any], priority: int = NORMAL) -> Future[Any]:
-        """Queue work and return a future of its result, which is cancelled if the worker is closed.
+        """Queue work.
 
         Args:
             work: Returns the result, or a generator that returns it and yields wherever other requests may
                 be served first.
             priority: `URGENT`, `NORMAL` or `BACKGROUND`.
+
+        Returns:
+            A future of the result, which is cancelled if the worker is closed.
         """
 
         def steps() -> Generator[None, None, Any]:
