@@ -16,9 +16,10 @@ from nbclient import NotebookClient
 from typer.testing import CliRunner
 from waiting import HANG
 
-from manyheads import checker, lessons
+from manyheads import checker
 from manyheads.checker.subject import find
 from manyheads.cli import app
+from manyheads.text import lessons
 
 FOLDER = Path(__file__).parents[1] / "docs" / "lessons"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

@@ -8,12 +8,13 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
+import make_shipped_model as recipe
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyheads.lm import data, recipe
+from manyheads.lm import data
 
 DOCUMENTS = [data.Document(f"d{i}", f"document number {i} says hello {i}") for i in range(200)]
 

@@ -75,14 +75,14 @@ def test_no_token_sees_a_later_one(model: lm.LanguageModel) -> None:
 
 
 @torch.no_grad()
-def test_stretched_it_reads_on_and_is_saved_as_it_was(model: lm.LanguageModel, tmp_path: Path) -> None:
-    longer, ids = model.stretched(96), ids_of(1, 96)
+def test_scaled_it_reads_on_and_is_saved_as_it_was(model: lm.LanguageModel, tmp_path: Path) -> None:
+    longer, ids = model.scaled(96), ids_of(1, 96)
     assert longer(ids).isfinite().all()
     with pytest.raises(ValueError, match="context is 96 tokens, and 97 came"):
         longer(ids_of(1, 97))
     with pytest.raises(ValueError, match="context is 24 tokens, and 96 came"):
         model(ids)
-    assert torch.equal(model.stretched(24)(ids[:, :24]), model(ids[:, :24]))
+    assert torch.equal(model.scaled(24)(ids[:, :24]), model(ids[:, :24]))
     assert not torch.allclose(longer(ids[:, :24]), model(ids[:, :24]))  # all is scaled, wherever it stands
     lm.save(tmp_path, longer, TOKENIZER)
     assert torch.equal(lm.load(tmp_path)[0](ids[:, :24]), model(ids[:, :24]))
@@ -290,8 +290,8 @@ def test_load_refuses_weights_that_are_not_finite(saved: Path) -> None:
         lm.load(saved)
 
 
-def test_stretched_it_generates_beyond_the_trained_context(model: lm.LanguageModel) -> None:
-    longer, greedy = model.stretched(96), lm.Sampling(temperature=0)
+def test_scaled_it_generates_beyond_the_trained_context(model: lm.LanguageModel) -> None:
+    longer, greedy = model.scaled(96), lm.Sampling(temperature=0)
     longer.logits = lambda x: torch.nn.functional.one_hot(torch.tensor([[7]]), SMALL.vocab)  # type: ignore
     assert list(lm.generate(longer, ids_of(1, 20), 76, greedy)) == [7] * 76
     assert lm.complete(longer, TOKENIZER, "hello", 1000, greedy).end == "context"

@@ -7,12 +7,13 @@ import math
 import re
 from pathlib import Path
 
+import make_shipped_model as recipe
 import numpy as np
 import pytest
 import torch
 
 from manyheads import lm
-from manyheads.lm import checkpoint, data, recipe
+from manyheads.lm import checkpoint, data
 from manyheads.lm.folder import LOG
 from manyheads.lm.train import held_out_loss
 

@@ -64,11 +64,11 @@ def turned(x: list[float], position: float, dim: int, base: float, layout: str, 
 
 @pytest.mark.parametrize("times", [1, 2.0, 8, 64])
 @pytest.mark.parametrize(("dim", "base"), [(16, 1000.0), (4, 10000.0), (128, 500.0)])
-def test_stretched_rotary_slows_the_slowest_pair_as_much_and_the_fastest_not_at_all(
+def test_scaled_rotary_slows_the_slowest_pair_as_much_and_the_fastest_not_at_all(
     dim: int, base: float, times: float
 ) -> None:
     """Pair n turns by base^(−2n/dim) · times^(−2n/(dim − 2)): the second formula of the same thing."""
-    rotary = mh.Rotary(dim, base=base).stretched(times)
+    rotary = mh.Rotary(dim, base=base).scaled(times)
     for n in range(dim // 2):
         x = torch.zeros(1, 1, 1, dim, dtype=torch.float64)
         x[..., n] = 1.0
@@ -76,7 +76,7 @@ def test_stretched_rotary_slows_the_slowest_pair_as_much_and_the_fastest_not_at_
         angle = base ** (-2 * n / dim) * times ** (-2 * n / (dim - 2))
         assert y[n] == pytest.approx(math.cos(angle), abs=1e-12)
         assert y[n + dim // 2] == pytest.approx(math.sin(angle), abs=1e-12)
-    assert mh.Rotary(2).stretched(times).base == 10000.0  # one pair is the fastest and the slowest
+    assert mh.Rotary(2).scaled(times).base == 10000.0  # one pair is the fastest and the slowest
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 from tokenizers import Tokenizer
 
-from manyheads import AttentionMap, Causal, attention_with_map, cli, lm, open_run, show
-from manyheads.findings import (
+from manyheads import AttentionMap, Causal, attention_with_map, cli, lm, open_run
+from manyheads.lm.data import Document, train_tokenizer
+from manyheads.text import report as show
+from manyheads.text.highlights import (
     Finding,
     candidates,
     characteristic,
@@ -33,8 +35,7 @@ from manyheads.findings import (
     sentence,
     usual,
 )
-from manyheads.lm.data import Document, train_tokenizer
-from manyheads.tokens import Token, tokens, words
+from manyheads.text.tokens import Token, tokens, words
 
 SENTENCE = "the train left the station on time"
 CONTEXT = 48
@@ -220,7 +221,7 @@ def test_in_a_long_text_findings_are_sought_at_the_start(monkeypatch: pytest.Mon
     ids = [n % 7 for n in range(30)]
     short = attention_with_map(q[:, :, :20], k[:, :, :20], k[:, :, :20], mask=Causal())[1]
     alone = candidates([short], ids[:20])
-    monkeypatch.setattr("manyheads.findings.SOUGHT", 20)
+    monkeypatch.setattr("manyheads.text.highlights.SOUGHT", 20)
     within = candidates([attention_with_map(q, k, k, mask=Causal())[1]], ids)
     assert [(one.head, one.query, one.key, one.reason) for one in within] == [
         (one.head, one.query, one.key, one.reason) for one in alone

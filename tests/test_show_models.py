@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import manyheads
-from manyheads import cli, show
-from manyheads import models as readers
+from manyheads import cli
+from manyheads.text import models as readers
+from manyheads.text import report as show
 
 tf = pytest.importorskip("transformers")
 

@@ -112,8 +112,8 @@ def show(
 
     Prints findings as sentences, a table of head scores and a heat map, and draws pictures.
     """
-    from manyheads import show
     from manyheads.files import file_for, folder_for
+    from manyheads.text import report as show
 
     if browser and json:
         raise ValueError("--json prints and ends, and --open serves a page until it is interrupted: use one.")
@@ -387,7 +387,7 @@ def lessons(
     start: Annotated[bool, typer.Option("--start/--no-start", help="Start JupyterLab in the folder.")] = True,
 ) -> None:
     """Copy the four lessons to a folder and open them in JupyterLab. Existing files are kept."""
-    from manyheads import lessons
+    from manyheads.text import lessons
 
     made = lessons.copy(out)
     print(f"{out}: {len(made)} files copied" if made else f"{out}: all files are there, and stay as they are")

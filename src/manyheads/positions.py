@@ -93,7 +93,7 @@ class Rotary(Value):
                 f'the layout of Rotary must be "half" or "interleaved", and {self.layout!r} came.'
             )
 
-    def stretched(self, times: float) -> Rotary:
+    def scaled(self, times: float) -> Rotary:
         """For texts `[t]` so many times as long as those of training: its base · times^(dim / (dim − 2)).
 
         The slowest pair turns so many times slower, and meets no angle that training didn't; the fastest
@@ -103,7 +103,7 @@ class Rotary(Value):
         """
         _positive(times, "how many times as long texts are")
         if times < 1:
-            raise ValueError(f"Rotary is stretched for longer texts, at least 1 times, and {times!r} came.")
+            raise ValueError(f"Rotary is scaled for longer texts, at least 1 times, and {times!r} came.")
         return self if self.dim < 4 else replace(self, base=self.base * times ** (self.dim / (self.dim - 2)))
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -193,10 +193,10 @@ class LanguageModel(nn.Module):
         """
         return [Cache(self.context if length is None else length) for _ in self.blocks]
 
-    def stretched(self, context: int) -> LanguageModel:
+    def scaled(self, context: int) -> LanguageModel:
         """A copy that reads ids `[b, t]` up to `context` tokens, beyond those it was trained on.
 
-        Its rotary positions are `Rotary.stretched` by as much as that takes (Peng et al. 2023,
+        Its rotary positions are `Rotary.scaled` by as much as that takes (Peng et al. 2023,
         arXiv:2309.00071); its config, and so what is saved of it, stays. The shipped model's loss in nats on
         held-out documentation, a text of L tokens (its context is 512, where the loss is 3.3):
 
@@ -217,7 +217,7 @@ class LanguageModel(nn.Module):
         for block in longer.blocks:
             assert isinstance(block, Block)
             assert block.attention.position is not None
-            block.attention.position = block.attention.position.stretched(context / self.config.context)
+            block.attention.position = block.attention.position.scaled(context / self.config.context)
         return longer
 
     def check(self, ids: Tensor, caches: Sequence[Cache] | None) -> None:

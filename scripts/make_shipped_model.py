@@ -1,4 +1,4 @@
-"""How the shipped model was made: `python -m manyheads.lm.recipe --out DIR`.
+"""How the shipped model was made: `python scripts/make_shipped_model.py --out DIR`.
 
 It trains (or goes on, if DIR holds the run already), measures, and leaves in DIR/shipped what ships:
 the weights, the tokenizer, the log and a model card. Exit code 1 if the model missed a bar.
@@ -166,7 +166,7 @@ def card(run: Run, result: Result) -> str:
 A causal transformer on this library's own attention, small enough to look at every head. It is made
 to show what attention does, not to be relied on for what it writes.
 
-Made by `python -m manyheads.lm.recipe --out DIR`; nothing was downloaded.
+Made by `python scripts/make_shipped_model.py --out DIR`; nothing was downloaded.
 
 ## What it is
 

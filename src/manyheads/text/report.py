@@ -32,8 +32,12 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from manyheads import figures, models, scores
-from manyheads.findings import (
+from manyheads import figures, scores
+from manyheads.maps import AttentionMap
+from manyheads.observe import Seen
+from manyheads.reductions import Pooled, edges
+from manyheads.text import models
+from manyheads.text.highlights import (
     SOUGHT,
     Finding,
     Habits,
@@ -44,10 +48,7 @@ from manyheads.findings import (
     habits,
     sentence,
 )
-from manyheads.maps import AttentionMap
-from manyheads.observe import Seen
-from manyheads.reductions import Pooled, edges
-from manyheads.tokens import Token
+from manyheads.text.tokens import Token
 
 FORMATS = ("png", "svg", "pdf")
 WHAT_IF = "what if nothing were masked"
@@ -187,7 +188,7 @@ def read(
     """Let a model (None: the shipped one; else see `models.load`) read a text.
 
     With `long` a model of ours reads up to `LONGEST` tokens: beyond its context its rotary frequencies are
-    scaled, as much as the text needs (`lm.LanguageModel.stretched`), and the time that takes is told first.
+    scaled, as much as the text needs (`lm.LanguageModel.scaled`), and the time that takes is told first.
     bar: where it is printed, and layers are counted.
 
     Raises ValueError where the text is longer than can be read, unless `truncate` cuts it, where `long` is
@@ -195,7 +196,7 @@ def read(
     `models.load` raises.
     """
     reader = models.load(model)
-    if long and reader.stretched is None:
+    if long and reader.scaled is None:
         raise ValueError(
             f"--long scales the rotary frequencies of a model of ours, and {reader.name} is one of Hugging "
             "Face: leave --long out."
@@ -213,8 +214,8 @@ def read(
     trained = reader.context
     beyond = trained is not None and len(kept) > trained
     if beyond:
-        assert reader.stretched is not None
-        reader = reader.stretched(len(kept))
+        assert reader.scaled is not None
+        reader = reader.scaled(len(kept))
         notes.append(
             f"tokens from {trained} on lie beyond the model's trained context of {trained}: what heads do "
             "there is extrapolated"
@@ -265,7 +266,7 @@ def too_long(tokens: int, reader: models.Model, long: bool) -> str:
             f"the text has {tokens} tokens, and --long reads {most} at most: shorten it, or keep its first "
             f"{most} tokens with --truncate."
         )
-    further = "" if reader.stretched is None else f"read up to {LONGEST} tokens with --long, "
+    further = "" if reader.scaled is None else f"read up to {LONGEST} tokens with --long, "
     return (
         f"the text has {tokens} tokens, and the model's context is {reader.context}: {further}shorten it, or "
         f"keep its first {reader.context} tokens with --truncate."

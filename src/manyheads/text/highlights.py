@@ -17,7 +17,7 @@ from torch import Tensor
 from manyheads import scores
 from manyheads.maps import AttentionMap
 from manyheads.masks import AfterSameToken, Diagonal, Keys, Mask, SameToken
-from manyheads.tokens import Token
+from manyheads.text.tokens import Token
 
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
 PER_HEAD = 20  # the candidates that each head may enter

@@ -26,7 +26,7 @@ from torch import nn
 from manyheads import lm
 from manyheads.lm.checkpoint import is_ours
 from manyheads.observe import Seen, observe
-from manyheads.tokens import Token, covered, printable, tokens, words
+from manyheads.text.tokens import Token, covered, printable, tokens, words
 
 SHIPPED = "shipped"  # the name of the model that comes with the package
 # What configurations call the longest text that a model reads.
@@ -43,7 +43,7 @@ class Model:
     context: the most tokens that it reads; None where there is no such number.
     encode: a function that gives a text as tokens, at most so many; None is all.
     notes: what to know about what is shown.
-    stretched: a function that gives the same model for texts of so many tokens, beyond its context; None
+    scaled: a function that gives the same model for texts of so many tokens, beyond its context; None
         where there is none.
     layers: the modules that run one after another, where they are known.
     """
@@ -54,7 +54,7 @@ class Model:
     context: int | None
     encode: Callable[[str, int | None], list[Token]]
     notes: tuple[str, ...] = ()
-    stretched: Callable[[int], Model] | None = None
+    scaled: Callable[[int], Model] | None = None
     layers: tuple[nn.Module, ...] = ()
 
     def read(self, ids: Sequence[int], after: Callable[[], object] = lambda: None) -> Seen:
@@ -145,7 +145,7 @@ def _ours(name: str, folder: Path | None) -> Model:
             model,
             model.context,
             encode,
-            stretched=lambda context: of(model.stretched(context)),
+            scaled=lambda context: of(model.scaled(context)),
             layers=tuple(model.blocks),
         )
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from manyheads.files import replacing
 
-CLONE = Path(__file__).parents[2] / "docs" / "lessons"
-INSTALLED = Path(__file__).parent / "notebooks"
+CLONE = Path(__file__).parents[3] / "docs" / "lessons"
+INSTALLED = Path(__file__).parents[1] / "notebooks"
 
 
 def source() -> Path:
