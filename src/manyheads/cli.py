@@ -113,38 +113,38 @@ def show(
     Prints findings as sentences, a table of head scores and a heat map, and draws pictures.
     """
     from manyheads.files import file_for, folder_for
-    from manyheads.text import report as show
+    from manyheads.text import report, terminal
 
     if browser and json:
-        raise ValueError("--json prints and ends, and --open serves a page until it is interrupted: use one.")
+        raise ValueError("Expected --json or --open, got both.")
     if browser:
         from manyheads import viewer
 
         viewer.require_server()
-    show.format_of(format)
-    given = show.text_of(text, text_file)
+    report.check_format(format)
+    given = report.read_text(text, text_file)
     run = None if save is None else file_for(save, "--save")
-    with show.progress() as bar:
-        reading = show.read(given, model, truncate=truncate, long=long, bar=bar)
-    chosen = show.pick(reading, layer, head)
+    with terminal.progress() as progress:
+        reading = report.read(given, model, truncate=truncate, long=long, progress=progress)
+    chosen = report.choose_head(reading, layer, head)
     folder = folder_for(out, "--out")
     if run is not None:
-        show.save(reading, run)
-    with show.busy("measuring"):
-        show.measure(reading)
+        report.save(reading, run)
+    with terminal.busy("measuring"):
+        _ = reading.scores, reading.uniform  # which are kept
     if not json:
-        show.words(reading, *chosen, masked=not no_mask)
-    with show.busy("drawing"):
-        files = show.write(show.pictures(reading, *chosen, masked=not no_mask), folder, format)
+        terminal.show(reading, *chosen, masked=not no_mask)
+    with terminal.busy("drawing"):
+        files = report.write(report.draw(reading, *chosen, masked=not no_mask), folder, format)
     files += [] if run is None else [run]
     if json:
-        show.machine(reading, *chosen, files, masked=not no_mask)
+        print(report.to_json(reading, *chosen, files, masked=not no_mask))
     else:
-        show.named(files)
+        terminal.list_files(files)
     if browser:
         from manyheads.viewer.gallery import Gallery
 
-        serve(Gallery(reading.seen))
+        serve(Gallery(reading.recording))
 
 
 @app.command()

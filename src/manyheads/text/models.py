@@ -1,7 +1,7 @@
-"""A model that reads text, with its tokenizer: one of ours, or one of Hugging Face's.
+"""Models that read text, with their tokenizers: checkpoints of `manyheads train` and Hugging Face models.
 
-Theirs are read from a folder or from the local cache. Nothing is downloaded, no code that comes with a
-model is run, and what transformers prints meanwhile is kept from the page.
+Hugging Face models are loaded from a folder or from the local cache. Nothing is downloaded, no code that
+comes with a model is run, and the messages of transformers are suppressed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 from manyheads import lm
 from manyheads.lm.checkpoint import is_ours
 from manyheads.observe import Seen, observe
-from manyheads.text.tokens import Token, covered, printable, tokens, words
+from manyheads.text.tokens import Token, align, printable
 
 SHIPPED = "shipped"  # the name of the model that comes with the package
 # What configurations call the longest text that a model reads.
@@ -37,15 +37,16 @@ CONTEXTS = ("max_position_embeddings", "max_encoder_position_embeddings", "n_pos
 class Model:
     """A model that reads text, one sequence at a time, on the CPU.
 
-    name: as the caller wrote it.
-    module: the model itself.
-    reader: the part of it that reads text, from ids `[1, t]`.
-    context: the most tokens that it reads; None where there is no such number.
-    encode: a function that gives a text as tokens, at most so many; None is all.
-    notes: what to know about what is shown.
-    scaled: a function that gives the same model for texts of so many tokens, beyond its context; None
-        where there is none.
-    layers: the modules that run one after another, where they are known.
+    Attributes:
+        name: The name that the caller used.
+        module: The model.
+        reader: The part of it that reads text, called with ids `[1, t]`.
+        context: The largest number of tokens that it reads; None if there is no limit.
+        encode: A function of a text and the largest number of tokens (None: no limit), which returns tokens.
+        notes: Sentences to show with its maps.
+        scaled: A function of a number of tokens beyond the context, which returns the model with its rotary
+            frequencies scaled for so many; None if the model has no such variant.
+        layers: The modules that run one after another, if they are known.
     """
 
     name: str
@@ -57,61 +58,77 @@ class Model:
     scaled: Callable[[int], Model] | None = None
     layers: tuple[nn.Module, ...] = ()
 
-    def read(self, ids: Sequence[int], after: Callable[[], object] = lambda: None) -> Seen:
-        """The attention of the model while it reads ids; `after` is called when one of its layers is done.
+    def read(self, ids: Sequence[int], on_layer: Callable[[], object] = lambda: None) -> Seen:
+        """Record the attention of the model while it reads a text.
 
-        ValueError where it can't, where no attention is seen, and where NaN or infinity is computed.
+        Args:
+            ids: The tokens.
+            on_layer: A function that is called after each layer.
+
+        Returns:
+            The recording.
+
+        Raises:
+            ValueError: If the model can't read a text, calls no attention, or computes NaN or infinity.
         """
 
-        def done(*_: object) -> None:
-            after()
+        def hook(*_: object) -> None:
+            on_layer()
 
         with ExitStack() as stack:
             for module in self.layers:
-                stack.callback(module.register_forward_hook(done).remove)
-            seen = stack.enter_context(observe(self.module))
+                stack.callback(module.register_forward_hook(hook).remove)
+            recording = stack.enter_context(observe(self.module))
             stack.enter_context(torch.no_grad())
             try:
                 with _quiet():
                     self.reader(torch.tensor([ids]))
-            except Exception as error:  # whatever a model of others raises
-                raise ValueError(f"{self.name} can't read a text alone: {_brief(error)}.") from None
-        for layer in seen:
-            if any(bool((call.lse.isnan() | call.lse.isposinf()).any()) for call in seen.calls(layer)):
+            except Exception as error:  # whatever a Hugging Face model raises
+                raise ValueError(f"{self.name} can't read a text alone: {_first_sentence(error)}.") from None
+        for layer in recording:
+            if any(bool((call.lse.isnan() | call.lse.isposinf()).any()) for call in recording.calls(layer)):
                 raise ValueError(f"{self.name} computes NaN or infinity in {layer}: its weights are broken.")
-        return seen
+        return recording
 
 
 def load(name: str | os.PathLike[str] | None = None) -> Model:
-    """The model in a folder, a checkpoint of `manyheads train` or a model of Hugging Face; None is ours.
+    """Load a model that reads text.
 
-    A name that is no folder is looked up in the local cache of Hugging Face.
+    Args:
+        name: A folder with a checkpoint of `manyheads train` or a Hugging Face model, or a name in the local
+            cache of Hugging Face. None is the model that ships with manyheads.
 
-    Raises FileNotFoundError where there is none, ValueError for one that can't be loaded or reads no
-    text, ImportError without transformers for one of theirs.
+    Returns:
+        The model with its tokenizer.
+
+    Raises:
+        FileNotFoundError: If there is no such model.
+        ValueError: If it can't be loaded, or doesn't read text.
+        ImportError: If it is a Hugging Face model and transformers isn't installed.
     """
     if name is None:
-        return _ours(SHIPPED, None)
-    folder = Path(name) if Path(name).exists() else _cached(os.fspath(name))
-    return _theirs(os.fspath(name), folder) if _is_theirs(folder) else _ours(os.fspath(name), folder)
+        return _load_checkpoint(SHIPPED, None)
+    folder = Path(name) if Path(name).exists() else _find_cached(os.fspath(name))
+    load_from = _load_hugging_face if _is_hugging_face(folder) else _load_checkpoint
+    return load_from(os.fspath(name), folder)
 
 
-def _cached(name: str) -> Path:
-    """The folder of a model in the local cache of Hugging Face."""
+def _find_cached(name: str) -> Path:
+    """Return the folder of a model in the local cache of Hugging Face."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    missing = f"a model is a folder or a name in the local cache of Hugging Face, and {name} is neither"
+    expected = f"Expected a folder or a name in the local cache of Hugging Face, got {name}."
     try:
         return Path(snapshot_download(name, local_files_only=True))
-    except HFValidationError:
-        raise FileNotFoundError(f"{missing}.") from None
+    except HFValidationError:  # it can't be a name
+        raise FileNotFoundError(expected) from None
     except OSError:
-        raise FileNotFoundError(f"{missing}: if it is a name, get it first, hf download {name}.") from None
+        raise FileNotFoundError(f"{expected} If it is a name, run hf download {name}.") from None
 
 
-def _is_theirs(folder: Path) -> bool:
-    """Is this a model of transformers? Its config says of which type it is, and its weights aren't ours."""
+def _is_hugging_face(folder: Path) -> bool:
+    """Return True if a folder holds a transformers model: its config has a type, its weights aren't ours."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -121,41 +138,40 @@ def _is_theirs(folder: Path) -> bool:
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
             ours = is_ours(file.metadata())
-    except (OSError, SafetensorError):  # theirs may have other files
+    except (OSError, SafetensorError):  # its weights may be in other files
         ours = False
     return isinstance(config, dict) and "model_type" in config and not ours
 
 
-# -- ours ------------------------------------------------------------------------------------------
+# -- checkpoints of manyheads ----------------------------------------------------------------------
 
 
-def _ours(name: str, folder: Path | None) -> Model:
-    """A checkpoint of `lm`. A text that begins with a word gets a space before it, as within a longer
-    text: so its first "the" is the same token as its second."""
+def _load_checkpoint(name: str, folder: Path | None) -> Model:
     model, tokenizer = lm.load(folder)
 
     def encode(text: str, most: int | None) -> list[Token]:
-        ids = tokenizer.encode(text if text[:1].isspace() else f" {text}").ids
-        return tokens(tokenizer, ids[:most])
+        # With a space before it, a first "the" is the same token as a later one.
+        text = text if text[:1].isspace() else f" {text}"
+        return align(text, tokenizer.encode(text))[:most]
 
-    def of(model: lm.LanguageModel) -> Model:
+    def wrap(model: lm.LanguageModel) -> Model:
         return Model(
             name,
             model,
             model,
             model.context,
             encode,
-            scaled=lambda context: of(model.scaled(context)),
+            scaled=lambda context: wrap(model.scaled(context)),
             layers=tuple(model.blocks),
         )
 
-    return of(model)
+    return wrap(model)
 
 
-# -- theirs ----------------------------------------------------------------------------------------
+# -- Hugging Face models ---------------------------------------------------------------------------
 
 
-def _theirs(name: str, folder: Path) -> Model:
+def _load_hugging_face(name: str, folder: Path) -> Model:
     try:
         import transformers  # noqa: F401
     except ImportError:
@@ -164,27 +180,27 @@ def _theirs(name: str, folder: Path) -> Model:
             "Run pip install '.[hf]' in a clone of manyheads."
         ) from None
     with _quiet():
-        model = _model(name, folder)
-        tokenizer = _tokenizer(name, folder)
-    reader, known = _reader(model), _vocabulary(model)
+        model = _load_weights(name, folder)
+        tokenizer = _load_tokenizer(name, folder)
+    reader, vocabulary = _find_reader(model), _vocabulary_size(model)
 
     def encode(text: str, most: int | None) -> list[Token]:
         with _quiet():
-            found = _tokens(tokenizer, text, most)
-        for token in found:
-            if known is not None and token.id >= known:
-                raise ValueError(
-                    f"{name}: the model knows {known} tokens, and its tokenizer gives number {token.id}: "
-                    "they don't belong together."
-                )
-        return found
+            tokens = _encode(tokenizer, text, most)
+        largest = max((token.id for token in tokens), default=0)
+        if vocabulary is not None and largest >= vocabulary:
+            raise ValueError(
+                f"{name}: the tokenizer returned the id {largest}, and the model has {vocabulary} tokens. "
+                "They belong to different models."
+            )
+        return tokens
 
-    notes = () if reader is model else ("of an encoder-decoder model the encoder is shown",)
-    return Model(name, model, reader, _context(reader, tokenizer), encode, notes)
+    notes = () if reader is model else ("the encoder of an encoder-decoder model is shown",)
+    return Model(name, model, reader, _find_context(reader, tokenizer), encode, notes)
 
 
-def _model(name: str, folder: Path) -> Any:
-    """The weights in a folder as a model for evaluation, without any head."""
+def _load_weights(name: str, folder: Path) -> Any:
+    """Return the model of a folder, without its head, in evaluation mode."""
     from transformers import AutoModel
 
     try:
@@ -194,44 +210,44 @@ def _model(name: str, folder: Path) -> Any:
             trust_remote_code=False,
             dtype=torch.float32,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told of below
+            ignore_mismatched_sizes=True,  # they are reported below
         )
-    except Exception as error:  # of many kinds
-        raise ValueError(f"{name} can't be loaded as a model of Hugging Face: {_brief(error)}.") from None
+    except Exception as error:  # of many types
+        raise ValueError(f"{name} can't be loaded by transformers: {_first_sentence(error)}.") from None
     if model.main_input_name != "input_ids":
-        raise ValueError(f"{name} reads {model.main_input_name}, and show needs a model that reads text.")
-    # What isn't there is made up: no harm behind the last layer, in a decoder, or in a constant.
-    reads = {id(x) for x in _reader(model).parameters()}
-    lost = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
-    made_up = [
+        raise ValueError(f"Expected a model of text, got {name}, which reads {model.main_input_name}.")
+    # transformers initializes missing weights at random. That does no harm in a decoder, in a pooler after
+    # the last layer, and to sinusoidal tables.
+    reads = {id(x) for x in _find_reader(model).parameters()}
+    absent = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
+    random = [
         path
         for path, x in model.named_parameters()
-        if path in lost and id(x) in reads and "pooler" not in path
+        if path in absent and id(x) in reads and "pooler" not in path
         if "Sinusoid" not in type(model.get_submodule(path.rpartition(".")[0])).__name__
     ]
-    if made_up:
+    if random:
         raise ValueError(
-            f"{name}: {len(made_up)} of the weights that its config.json speaks of aren't there, or of "
-            f"another size, {made_up[0]} for one: the files belong to different models."
+            f"{name}: {len(random)} of the weights that config.json describes are missing or of another "
+            f"size, the first is {random[0]}. The files belong to different models."
         )
     return model.eval()
 
 
-def _reader(model: Any) -> Any:
-    """What reads a text: the encoder, where the model wants another text for its decoder; else the model."""
+def _find_reader(model: Any) -> Any:
+    """Return the part that reads a text: the encoder, if the decoder needs a text of its own."""
     return model.get_encoder() if "decoder_input_ids" in signature(model.forward).parameters else model
 
 
-def _vocabulary(model: Any) -> int | None:
-    """How many tokens a model knows, if it says."""
+def _vocabulary_size(model: Any) -> int | None:
     try:
         return len(model.get_input_embeddings().weight)
     except (AttributeError, NotImplementedError):
         return None
 
 
-def _tokenizer(name: str, folder: Path) -> Any:
-    """The tokenizer in a folder, which must be there: transformers would make an empty one."""
+def _load_tokenizer(name: str, folder: Path) -> Any:
+    """Return the tokenizer of a folder; without its files transformers would create an empty one."""
     from transformers import AutoTokenizer
 
     try:
@@ -241,43 +257,38 @@ def _tokenizer(name: str, folder: Path) -> Any:
         files = type(tokenizer).vocab_files_names.values()
         if files and not any((folder / file).exists() for file in {*files, "tokenizer.json"}):
             raise ValueError(f"there is no {' or '.join(sorted({*files, 'tokenizer.json'}))}")
-    except Exception as error:  # of many kinds
-        raise ValueError(f"{name} has no tokenizer that can be loaded: {_brief(error)}.") from None
+    except Exception as error:  # of many types
+        raise ValueError(f"{name} has no tokenizer that can be loaded: {_first_sentence(error)}.") from None
     return tokenizer
 
 
-def _tokens(tokenizer: Any, text: str, most: int | None) -> list[Token]:
-    """A text as the tokens that its model reads, special ones included, with the tokenizer's labels."""
+def _encode(tokenizer: Any, text: str, most: int | None) -> list[Token]:
+    """Return a text as the tokens that its model reads, special tokens included."""
     encoded = tokenizer(text, truncation=most is not None, max_length=most, return_special_tokens_mask=True)
-    ids = encoded["input_ids"]
-    labels = [printable(label) for label in tokenizer.convert_ids_to_tokens(ids)]
-    if not encoded.is_fast:  # it doesn't say where in the text a token stands
-        special = encoded["special_tokens_mask"]
-        texts = ["" if special[n] else tokenizer.decode([i]) or labels[n] for n, i in enumerate(ids)]
-        return [Token(*one, None) for one in zip(ids, texts, labels, strict=True)]
-    spans, parts = encoded.encodings[0].offsets, encoded.encodings[0].word_ids
-    return [
-        Token(i, text[slice(*span)], label, printable(covered(text, spans, run)) if len(run) > 1 else None)
-        for i, span, label, run in zip(ids, spans, labels, words(text, spans, parts), strict=True)
-    ]
+    if encoded.is_fast:
+        return align(text, encoded.encodings[0], own_spelling=True)
+    tokens = []  # a tokenizer in Python reports no offsets
+    for i, special in zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
+        label = printable(tokenizer.convert_ids_to_tokens(i))
+        tokens.append(Token(i, "" if special else tokenizer.decode([i]) or label, label, None))
+    return tokens
 
 
-def _context(reader: Any, tokenizer: Any) -> int | None:
-    """The most tokens that a model reads: what it says, or what its tables of positions hold; if it has
-    neither, what its tokenizer says."""
+def _find_context(reader: Any, tokenizer: Any) -> int | None:
+    """Return the largest number of tokens by the config or the position embeddings, else by the tokenizer."""
     config = reader.config.get_text_config()
-    most = [getattr(config, name) for name in CONTEXTS if isinstance(getattr(config, name, None), int)]
+    limits = [getattr(config, name) for name in CONTEXTS if isinstance(getattr(config, name, None), int)]
     for path, part in reader.named_modules():
         if f".{path}".endswith(".position_embeddings") and isinstance(part, nn.Embedding):
-            # With a padding token, positions begin behind its number: so do RoBERTa's.
-            most.append(part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1))
-    most = most or [tokenizer.model_max_length]
-    return min(most) if 0 < min(most) < 10**9 else None
+            # With a padding token, as in RoBERTa, the first position is the index after it.
+            limits.append(part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1))
+    limit = min(limits or [tokenizer.model_max_length])
+    return limit if 0 < limit < 10**9 else None
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A time in which transformers prints and logs nothing, and nobody warns."""
+    """Suppress the log, the progress bars and the warnings of transformers."""
     if sys.modules.get("transformers") is None:
         yield
         return
@@ -296,7 +307,7 @@ def _quiet() -> Iterator[None]:
             theirs.enable_progress_bar()
 
 
-def _brief(error: Exception) -> str:
-    """The first sentence of an error of others, without its full stop."""
-    said = shorten(str(error), 300, placeholder=" …") or type(error).__name__
-    return re.split(r"(?<=[.!]) ", said)[0].rstrip(".! ")
+def _first_sentence(error: Exception) -> str:
+    """Return the first sentence of another library's error, without its full stop."""
+    message = shorten(str(error), 300, placeholder=" …") or type(error).__name__
+    return re.split(r"(?<=[.!]) ", message)[0].rstrip(".! ")

@@ -1,33 +1,28 @@
-"""Tokens as people read them: what a byte-level BPE's tokens stand for, and how to show them.
-
-Byte-level BPE (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners") spells
-every byte as a visible character, so that its tokens look like `Ġthe`; a character outside ASCII may
-be cut in two.
-"""
+"""Tokens as people read them, aligned with their text by the offsets that tokenizers report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding
+
+BLANKS = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥"})
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a text.
+    """A token of a text.
 
-    `text` is what it stands for, where bytes that are no whole character are written as `\\xe2`.
-    `label` is how it is shown: without the space before a word, other blanks as ␣ ⏎ ⇥, and with …
-    on the side where it goes on within its word or its character. `word` is the whole word that it is
-    a piece of, or None if it is no piece.
-
-    Of a model of Hugging Face, `text` are the characters that it covers, and `label` is what its own
-    tokenizer calls it.
+    Attributes:
+        id: The number of the token in the vocabulary.
+        text: The characters that it covers, empty for a special token.
+        label: The token as it is displayed: without the space before a word, with other blanks as ␣ ⏎ ⇥, and
+            with … on the side where its word continues. For a Hugging Face model it is the tokenizer's own
+            spelling.
+        word: The whole word if the token is a piece of one, else None.
     """
 
     id: int
@@ -36,81 +31,59 @@ class Token:
     word: str | None
 
 
-def tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[Token]:
-    """The tokens that these ids are, of a byte-level BPE."""
-    data = [_bytes(tokenizer.id_to_token(i) or "") for i in ids]
-    text = b"".join(data).decode("utf-8", "surrogateescape")  # a stray byte becomes a character
-    within = [n for n, c in enumerate(text) for _ in c.encode("utf-8", "surrogateescape")]  # per byte
-    ends = list(accumulate(len(piece) for piece in data))
-    spans = [
-        (within[start], within[end - 1] + 1) if end > start else (0, 0) for start, end in pairwise([0, *ends])
-    ]
-    found = []
-    for n, run in enumerate(words(text, spans)):
-        shown = printable(_bare(text[slice(*spans[n])]))
-        label = ("…" if n > run[0] else "") + shown + ("…" if n < run[-1] else "")
-        word = printable(_bare(covered(text, spans, run))) if len(run) > 1 else None
-        found.append(Token(ids[n], data[n].decode("utf-8", "backslashreplace"), label, word))
-    return found
+def align(text: str, encoding: Encoding, *, own_spelling: bool = False) -> list[Token]:
+    """Return the tokens of an encoded text.
+
+    Args:
+        text: The text that was encoded.
+        encoding: The tokenizer's answer, with the offsets of its tokens.
+        own_spelling: Label tokens as the tokenizer spells them, such as `##tion`, and let no word continue
+            in another part of the text as the tokenizer splits it.
+
+    Returns:
+        One `Token` for each id of the encoding.
+    """
+    spans = encoding.offsets
+    tokens = []
+    for n, run in enumerate(group_words(text, spans, encoding.word_ids if own_spelling else None)):
+        covered = text[slice(*spans[n])]
+        word = printable(text[spans[run[0]][0] : spans[run[-1]][1]]) if len(run) > 1 else None
+        label = ("…" if n > run[0] else "") + printable(covered) + ("…" if n < run[-1] else "")
+        if own_spelling:
+            label = printable(encoding.tokens[n])
+        tokens.append(Token(encoding.ids[n], covered, label, word))
+    return tokens
 
 
-def words(
+def group_words(
     text: str, spans: Sequence[tuple[int, int]], parts: Sequence[int | None] | None = None
 ) -> list[range]:
-    """For each token the tokens that its word is made of, itself alone if it is no piece of one.
+    """Return, for each token, the range of tokens that form its word.
 
-    spans: the characters of the text that each token covers, from the first to behind the last; none
-    for a token that stands for nothing in it. parts: the part of the text that each token is of, if
-    the tokenizer cuts it into parts; no word is in two of them.
+    Args:
+        text: The text.
+        spans: The characters of each token, as (start, stop); empty for a special token.
+        parts: The part of the text that each token belongs to. A word never spans two parts.
+
+    Returns:
+        A range for each token: the pieces of its word, or the token alone.
     """
-    found: list[range] = []
-    for n, (start, end) in enumerate(spans):
-        after = spans[n + 1] if n + 1 < len(spans) else (0, 0)
-        one_part = parts is None or parts[n : n + 1] == parts[n + 1 : n + 2]
-        if one_part and start < end and after[0] < after[1] and _goes_on(text, end, after[0]):
-            continue
-        run = range(len(found), n + 1)
-        found += [run] * len(run)
-    return found
-
-
-def _goes_on(text: str, end: int, start: int) -> bool:
-    """Does a character, or a word, go on from a token that ends here to the next, which starts there?"""
-    return start < end or (start == end and text[end - 1].isalnum() and text[end].isalnum())
-
-
-def covered(text: str, spans: Sequence[tuple[int, int]], run: range) -> str:
-    """The characters that some tokens cover together."""
-    return text[spans[run[0]][0] : spans[run[-1]][1]]
-
-
-def _bytes(token: str) -> bytes:
-    """What a token stands for, from its spelling."""
-    alphabet = _alphabet()
-    return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in token)
-
-
-@cache
-def _alphabet() -> dict[str, int]:
-    """The byte of each character: visible Latin-1 stands for itself, U+0100 and on for the rest."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
-
-
-def _bare(text: str) -> str:
-    """A text without the space before a word."""
-    return text[1:] if text.startswith(" ") and text.strip(" ") else text
+    words: list[range] = []
+    for n, (start, stop) in enumerate(spans):
+        following = spans[n + 1] if n + 1 < len(spans) else (0, 0)
+        same_part = parts is None or parts[n : n + 1] == parts[n + 1 : n + 2]
+        if same_part and start < stop and following[0] < following[1]:
+            overlaps = following[0] < stop  # two pieces of one character
+            adjacent = following[0] == stop and text[stop - 1].isalnum() and text[stop].isalnum()
+            if overlaps or adjacent:
+                continue
+        run = range(len(words), n + 1)
+        words += [run] * len(run)
+    return words
 
 
 def printable(text: str) -> str:
-    """A text with its blanks, and what can't be printed, made visible."""
-    text = text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
-    return "".join(c if c.isprintable() else _escaped(c) for c in text)
-
-
-def _escaped(c: str) -> str:
-    """A character that can't be shown, or a stray byte, as its escape."""
-    if "\udc80" <= c <= "\udcff":
-        return f"\\x{ord(c) - 0xDC00:x}"
-    return c.encode("unicode_escape").decode()
+    """Return a text with blanks and unprintable characters made visible, without the space before a word."""
+    bare = text[1:] if text.startswith(" ") and text.strip(" ") else text
+    visible = bare.translate(BLANKS)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in visible)
