@@ -46,12 +46,12 @@ def test_append_returns_everything_so_far(steps: list[int], room: int, seed: int
 def test_a_full_cache_raises_and_is_unchanged() -> None:
     cache = mh.Cache(5)
     held, _ = cache.append(*kv(4))
-    with pytest.raises(ValueError, match=r"4 of 5 tokens, and 2 more"):
+    with pytest.raises(ValueError, match=r"4 of 5 tokens, got 2 more"):
         cache.append(*kv(2))
     assert cache.offset == 4
     again, _ = cache.append(*kv(1))
     assert torch.equal(again[:, :, :4], held)
-    with pytest.raises(ValueError, match=r"5 of 5 tokens, and 1 more"):
+    with pytest.raises(ValueError, match=r"5 of 5 tokens, got 1 more"):
         cache.append(*kv(1))
 
 
