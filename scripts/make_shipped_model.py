@@ -11,7 +11,7 @@ import lzma
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from manyheads import measures
 from manyheads.kernels import processor
 from manyheads.lm import checkpoint, data
-from manyheads.lm.folder import HELD_OUT, LOG, TRAINING
+from manyheads.lm.checkpoint import HELD_OUT, LOG, TRAINING
 from manyheads.lm.generate import complete
 from manyheads.lm.model import LanguageModel
 from manyheads.lm.train import Run, held_out_loss, train
@@ -42,6 +42,18 @@ PREVIOUS, INDUCTION = 0.5, 0.4  # the bars: what the best head's measure must be
 TEXTS, LENGTH = 50, 256  # how many texts, and random sequences, of how many tokens
 UNSEEN = 20_260_101  # the seed of the random sequences; training draws from [seed, step]
 PROMPT = "Return the"
+
+
+def split(documents: Sequence[data.Document]) -> tuple[list[data.Document], list[data.Document]]:
+    """Split documents into (training, held out)."""
+    places = data.held_out_places([document.name for document in documents])
+    training = [document for i, document in enumerate(documents) if i not in places]
+    return training, [document for i, document in enumerate(documents) if i in places]
+
+
+def byte_count(documents: Iterable[data.Document]) -> int:
+    """Return the bytes of the texts in UTF-8."""
+    return sum(len(document.text.encode()) for document in documents)
 
 
 @torch.no_grad()
@@ -73,7 +85,7 @@ def xz_bits(documents: Sequence[data.Document], before: Sequence[data.Document] 
         joined = "\0".join(document.text for document in some).encode()
         return len(lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME)) if some else 0
 
-    return 8 * (size([*before, *documents]) - size(before)) / data.byte_count(documents)
+    return 8 * (size([*before, *documents]) - size(before)) / byte_count(documents)
 
 
 def bigram_bits(training: data.Tokens, held_out: data.Tokens, vocab: int, bytes_: int) -> float:
@@ -127,10 +139,10 @@ class Result:
 
 def measure(run: Run) -> Result:
     """All that the card tells of a run on Python's own text."""
-    training, held_out = data.split(data.python_documents())
+    training, held_out = split(data.python_documents())
     model, _ = checkpoint.load(run.out)
     ids, held_ids = data.read_tokens(run.out / TRAINING), data.read_tokens(run.out / HELD_OUT)
-    size = data.byte_count(held_out)
+    size = byte_count(held_out)
 
     def as_bytes(side: Sequence[data.Document]) -> data.Tokens:
         joined = "\0".join(["", *(document.text for document in side), ""])

@@ -242,32 +242,32 @@ def overriding(name, returned):
     [
         (lambda: MultiHeadAttention(5, 12), "heads = 5, d_model = 12 came"),
         (lambda: MultiHeadAttention(3, 0), "d_model must be at least 1, and 0 came"),
-        (lambda: call(query=X[..., :8]), r"query must be \[seq_q, batch, 12\], and \[4, 2, 8\] came"),
-        (lambda: call(key=X[0]), r"key must be \[seq_k, batch, 12\], and \[2, 12\] came"),
-        (lambda: call(key=X[:3]), r"key \[3, 2, 12\], value \[4, 2, 12\] came"),
-        (lambda: call(query=X[:, :1]), r"must share the batch.*query \[4, 1, 12\]"),
+        (lambda: call(query=X[..., :8]), r"Expected query to be \[seq_q, batch, 12\], got \[4, 2, 8\]"),
+        (lambda: call(key=X[0]), r"Expected key to be \[seq_k, batch, 12\], got \[2, 12\]"),
+        (lambda: call(key=X[:3]), r"key \[3, 2, 12\], value \[4, 2, 12\]"),
+        (lambda: call(query=X[:, :1]), r"the same batch in query, key and value.*query \[4, 1, 12\]"),
         (
             lambda: call(mask=torch.ones(4, 4)),
-            r"mask must be .* = \[4 or 1, 4, 2 or 1\], and \[4, 4\] came",
+            r"Expected mask to be .* = \[4 or 1, 4, 2 or 1\], got \[4, 4\]",
         ),
-        (lambda: call(mask=torch.ones(3, 4, 1)), r"and \[3, 4, 1\] came"),
-        (lambda: call(mask=torch.ones(4, 1, 1)), r"and \[4, 1, 1\] came"),
-        (lambda: call(mask=torch.ones(4, 4, 3)), r"and \[4, 4, 3\] came"),
+        (lambda: call(mask=torch.ones(3, 4, 1)), r"got \[3, 4, 1\]"),
+        (lambda: call(mask=torch.ones(4, 1, 1)), r"got \[4, 1, 1\]"),
+        (lambda: call(mask=torch.ones(4, 4, 3)), r"got \[4, 4, 3\]"),
         (
             lambda: call(overriding("get_scores", torch.zeros(2, 3, 4, 4))),
-            r"get_scores must return .* = \[4, 4, 2, 3\], and \[2, 3, 4, 4\] came",
+            r"Expected get_scores to return .* = \[4, 4, 2, 3\], got \[2, 3, 4, 4\]",
         ),
         (
             lambda: call(overriding("prepare_mask", torch.ones(4, 4, 2)), mask=torch.ones(4, 4, 1)),
-            r"prepare_mask must return .* = \[4, 4, 2, 3\], and \[4, 4, 2\] came",
+            r"Expected prepare_mask to return .* = \[4, 4, 2, 3\], got \[4, 4, 2\]",
         ),
         (
             lambda: call(overriding("get_scores", torch.full((4, 4, 2, 3), INF))),
-            "get_scores may return numbers and -inf .* and NaN or .inf came",
+            "numbers or -inf .* from get_scores, got NaN or .inf",
         ),
         (
             lambda: PrepareForMultiHeadAttention(12, 3, 4, True)(X[..., :8]),
-            r"x must be \[seq, batch, 12\], and \[4, 2, 8\] came",
+            r"Expected x to be \[seq, batch, 12\], got \[4, 2, 8\]",
         ),
     ],
 )
@@ -279,5 +279,5 @@ def test_bad_input(make, says):
 def test_arguments_go_by_name_and_a_mask_is_a_tensor():
     with pytest.raises(TypeError):
         MultiHeadAttention(3, 12)(X, X, X)
-    with pytest.raises(TypeError, match=r"mask must be a tensor \[seq_q, seq_k, batch\], and a list came"):
+    with pytest.raises(TypeError, match=r"Expected mask to be a tensor \[seq_q, seq_k, batch\], got a list"):
         call(mask=[[1]])

@@ -144,10 +144,10 @@ def test_it_is_one_of_theirs_with_their_attributes():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((8, 3), "num_heads must divide embed_dim, and num_heads = 3, embed_dim = 8 came."),
+        ((8, 3), "Expected num_heads to divide embed_dim, got num_heads = 3 and embed_dim = 8."),
         ((8, 0), "num_heads must be at least 1, and 0 came."),
         ((0, 1), "embed_dim must be at least 1, and 0 came."),
-        ((8, 2, 1.5), "dropout must be between 0 and 1, and 1.5 came."),
+        ((8, 2, 1.5), "Expected dropout to be between 0 and 1, got 1.5."),
         ((8, 2, 0.0, True, False, False, 0), "kdim must be at least 1, and 0 came."),
     ],
 )
@@ -432,7 +432,7 @@ def test_low_precision_and_autocast(dtype):
         assert out.dtype == dtype
         close(out.float(), want, 0.1)
     with pytest.raises(
-        Refused, match=r"query is torch.float64 and the module's parameters are torch.float32"
+        Refused, match=r"Expected query to be torch.float32 like the module's parameters, got torch.float64"
     ):
         mine(*[x.double()] * 3)
     assert w is None
@@ -449,21 +449,21 @@ MASK = torch.zeros(5, 5, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("inputs", "options", "says"),
     [
-        ((X,) * 3, {"is_causal": True}, "no attn_mask came: pass the mask too, .*subsequent_mask.5."),
-        ((X[..., :7], X, X), {}, r"query must be \[t, b, 8\], or \[t, 8\] unbatched, and \[5, 3, 7\]"),
-        ((X, X[..., :7], X), {}, r"key must be \[s, b, 8\].* and \[5, 3, 7\] came"),
-        ((X, X, X[..., :7]), {}, r"value must be \[s, b, 8\].* and \[5, 3, 7\] came"),
-        ((X[None],) * 3, {}, r"query must be .* and \[1, 5, 3, 8\] came"),
-        ((X, X[:, :2], X[:, :2]), {}, r"must share the batch.*query \[5, 3, 8\], key \[5, 2, 8\]"),
-        ((X, X, X[:4]), {}, r"key and value their length.*value \[4, 3, 8\]"),
-        ((X[:, 0], X, X), {}, r"must share the batch.*query \[5, 8\], key \[5, 3, 8\]"),
-        ((X,) * 3, {"attn_mask": MASK[:4]}, r"\[t, s\] = \[5, 5\] or .*= \[6, 5, 5\], and \[4, 5\] came"),
-        ((X,) * 3, {"attn_mask": MASK.expand(3, 5, 5)}, r"= \[6, 5, 5\], and \[3, 5, 5\] came"),
-        ((X,) * 3, {"key_padding_mask": MASK}, r"must be \[b, s\] = \[3, 5\], and \[5, 5\] came"),
-        ((X[:, 0],) * 3, {"key_padding_mask": MASK[:3]}, r"must be \[s\] = \[5\], and \[3, 5\] came"),
-        ((X,) * 3, {"attn_mask": MASK.long()}, "torch.int64 came: write attn_mask != 0 if 1 hides"),
-        ((X,) * 3, {"attn_mask": MASK.float() * float("nan")}, "attn_mask may hold .* NaN or .inf came"),
-        ((X,) * 3, {"attn_mask": MASK.float() + INF}, "attn_mask may hold numbers and -inf"),
+        ((X,) * 3, {"is_causal": True}, "Expected an attn_mask with is_causal=True.*subsequent_mask.5."),
+        ((X[..., :7], X, X), {}, r"query to be \[t, b, 8\], or \[t, 8\] unbatched, got \[5, 3, 7\]"),
+        ((X, X[..., :7], X), {}, r"Expected key to be \[s, b, 8\].*, got \[5, 3, 7\]"),
+        ((X, X, X[..., :7]), {}, r"Expected value to be \[s, b, 8\].*, got \[5, 3, 7\]"),
+        ((X[None],) * 3, {}, r"Expected query to be .*, got \[1, 5, 3, 8\]"),
+        ((X, X[:, :2], X[:, :2]), {}, r"the same batch .*query \[5, 3, 8\], key \[5, 2, 8\]"),
+        ((X, X, X[:4]), {}, r"the same length in key and value.*value \[4, 3, 8\]"),
+        ((X[:, 0], X, X), {}, r"the same batch .*query \[5, 8\], key \[5, 3, 8\]"),
+        ((X,) * 3, {"attn_mask": MASK[:4]}, r"\[t, s\] = \[5, 5\] or .*= \[6, 5, 5\], got \[4, 5\]"),
+        ((X,) * 3, {"attn_mask": MASK.expand(3, 5, 5)}, r"= \[6, 5, 5\], got \[3, 5, 5\]"),
+        ((X,) * 3, {"key_padding_mask": MASK}, r"to be \[b, s\] = \[3, 5\], got \[5, 5\]"),
+        ((X[:, 0],) * 3, {"key_padding_mask": MASK[:3]}, r"to be \[s\] = \[5\], got \[3, 5\]"),
+        ((X,) * 3, {"attn_mask": MASK.long()}, "got torch.int64. Write attn_mask != 0 if 1 means masked"),
+        ((X,) * 3, {"attn_mask": MASK.float() * float("nan")}, "in attn_mask, got NaN or .inf"),
+        ((X,) * 3, {"attn_mask": MASK.float() + INF}, "numbers or -inf .masked. in attn_mask"),
     ],
 )
 @pytest.mark.parametrize("caught", [ValueError, AssertionError, RuntimeError])
@@ -477,9 +477,9 @@ def test_bad_input_in_one_sentence(inputs, options, says, caught):
 
 def test_what_is_no_tensor():
     module = MultiheadAttention(8, 2)
-    with pytest.raises(TypeError, match=r"key must be a tensor \[s, b, 8\], and a list came"):
+    with pytest.raises(TypeError, match=r"Expected key to be a tensor \[s, b, 8\], got a list"):
         module(X, [1.0], X)
-    with pytest.raises(TypeError, match=r"attn_mask must be a tensor, boolean .* and a list came"):
+    with pytest.raises(TypeError, match=r"Expected attn_mask to be a tensor of booleans .*, got a list"):
         module(X, X, X, attn_mask=[[True]])
 
 
@@ -652,11 +652,11 @@ def test_nested_tensors():
     other = torch.nested.nested_tensor(keys)
     out, _ = mine(nested, other, other, need_weights=False)
     close(out.unbind()[2], theirs(rows[2], keys[2], keys[2])[0], 1e-5)
-    with pytest.raises(Refused, match="without masks"):
+    with pytest.raises(Refused, match="and no masks"):
         mine(nested, nested, nested, key_padding_mask=MASK[:3])
     with pytest.raises(Refused, match=r"nested = \[True, False, False\]"):
         mine(nested, X.transpose(0, 1), X.transpose(0, 1))
-    with pytest.raises(Refused, match="attend takes no nested tensors"):
+    with pytest.raises(Refused, match="got a nested one"):
         mine.attend(nested, nested, nested)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from manyheads import lm
 from manyheads.lm import checkpoint, data
-from manyheads.lm.folder import LOG
+from manyheads.lm.checkpoint import LOG
 from manyheads.lm.train import held_out_loss
 
 CARD = (checkpoint.SHIPPED / "card.md").read_text("utf-8")
@@ -28,7 +28,7 @@ def shipped() -> lm.LanguageModel:
 @pytest.fixture(scope="module")
 def held_out() -> list[data.Document]:
     """What training never saw: names decide the split, so this holds for every version of Python."""
-    return data.split(data.python_documents())[1]
+    return recipe.split(data.python_documents())[1]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_it_foretells_held_out_text_better_than_xz(
     shipped: lm.LanguageModel, held_out: list[data.Document], held_ids: data.Tokens
 ) -> None:
     nats = held_out_loss(shipped, held_ids) * (len(held_ids) - 1)
-    bits = nats / math.log(2) / data.byte_count(held_out)
+    bits = nats / math.log(2) / recipe.byte_count(held_out)
     assert bits < recipe.xz_bits(held_out)
     assert bits > 0.5  # a model that has seen the text would do better than this
 
