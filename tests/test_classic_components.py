@@ -201,7 +201,7 @@ X = torch.zeros(2, 5, 8)
         (lambda: PositionalEncoder(0), "d_model must be at least 2, and 0 came"),
         (
             lambda: PositionalEncoder(8, max_seq_len=4)(X),
-            r"at most max_seq_len = 4 positions, got x \[2, 5, 8\]. Use PositionalEncoder\(8, max_seq_len=5\)",
+            r"max_seq_len = 4 positions, got x \[2, 5, 8\]. Use PositionalEncoder\(8, max_seq_len=5\)",
         ),
         (lambda: PositionalEncoder(6)(X), r"Expected x to be \[N, L, 6\], got \[2, 5, 8\]"),
         (lambda: attention(X, X[..., :6], X), r"got 8 in q \[2, 5, 8\] and 6 in k \[2, 5, 6\]"),

@@ -392,7 +392,7 @@ def lessons(
     made = lessons.copy(out)
     print(f"{out}: {len(made)} files copied" if made else f"{out}: all files are there, and stay as they are")
     words = shlex.join(lessons.command(out))
-    if not lessons.startable():
+    if not lessons.can_start():
         print(f"to run them: pip install jupyterlab transformers && {words}")
     elif not start:
         print(f"to run them: {words}")

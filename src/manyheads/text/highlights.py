@@ -295,7 +295,7 @@ def quote(text: str) -> str:
 
 
 def ordinal(n: int) -> str:
-    """Return first … tenth, 11th, 12th, …, 21st, …"""
+    """Return a number as first, second, …, tenth, 11th, …, 21st and so on."""
     if n <= len(ORDINALS):
         return ORDINALS[n - 1]
     ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
