@@ -134,7 +134,7 @@ def test_the_plot_holds_all(kinds: tuple[str, ...], dtypes: tuple[str, ...], siz
 
 
 def test_shares_of_a_peak_that_was_surpassed_are_left_out() -> None:
-    words = "something here is faster than 100 GFLOP/s"
+    words = "a contestant is faster than 100 GFLOP/s"
     possible = made_up(("forward", "decode"), ("float32", "bfloat16"), (64,), 1.04)
     assert words not in possible.markdown()
     assert "2.08×, 104%" in possible.markdown()
@@ -229,7 +229,7 @@ def test_who_fails_is_left_out_and_nobody_is_compared_with_it(
     assert "one is left out: there is no compiler" in report.markdown()
     report.results = report.results[2:]
     report.machine["peak"] = {}
-    assert "8 heads of 64**: nothing could compute it" in report.markdown()
+    assert "8 heads of 64**: no contestant supports it" in report.markdown()
     report.save(tmp_path)
 
 
@@ -293,8 +293,8 @@ def test_operations_are_counted() -> None:
             "got 'backward'.",
         ),
         (("--dtype", "int8"), "Expected dtype to be one of float32, bfloat16, got 'int8'."),
-        (("--length", "0"), "length must be at least 1, and 0 came"),
-        (("--size", "-3"), "size must be at least 1, and -3 came"),
+        (("--length", "0"), "Expected length to be at least 1, got 0"),
+        (("--size", "-3"), "Expected size to be at least 1, got -3"),
     ],
 )
 def test_the_command_says_what_it_takes(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_command_starts_jupyter_or_says_how(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: user, raising=False)
-    monkeypatch.setattr(lessons, "startable", lambda: installed)
+    monkeypatch.setattr(lessons, "can_start", lambda: installed)
     monkeypatch.setattr(subprocess, "run", run)
     unstarted = CliRunner().invoke(app, ["lessons", "my lessons", "--no-start"])
     assert (unstarted.exit_code, ran) == (0, [])
@@ -159,7 +159,7 @@ def test_a_file_in_the_way_is_named_and_nothing_is_copied(blocked: str, tmp_path
     file = tmp_path / blocked.removesuffix("/mine")
     file.parent.mkdir(exist_ok=True)
     file.write_text("something")
-    with pytest.raises(NotADirectoryError, match="can't be one, as a file stands there or above it"):
+    with pytest.raises(NotADirectoryError, match="where a file is in its path"):
         lessons.copy(tmp_path / ("above/mine" if blocked.startswith("above") else "mine"))
     assert not list(tmp_path.rglob("*.ipynb"))
     assert file.read_text() == "something"

@@ -408,8 +408,7 @@ def held_out_loss(model: LanguageModel, ids: data.Tokens, most: int | None = Non
 
     Args:
         model: The model.
-        ids: The text, ids `[n]`. Every token except the first is predicted from those before it in its
-        window.
+        ids: The text, ids `[n]`. Every token but the first is predicted from earlier ones in its window.
         most: The largest number of windows, which are spread evenly over the text; all if None.
 
     Returns:
