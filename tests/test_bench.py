@@ -252,7 +252,7 @@ def test_what_is_done_when_interrupted_is_kept(
         app(["bench", "--kind", "causal", "--dtype", "float32", "--out", "here"])
     assert stopped.value.code == 130
     where = "written to here: bench.json, bench.md, bench.png" if done else "nothing was measured"
-    assert capsys.readouterr().err == f"manyheads: interrupted after {done} of 14 problems, {where}\n"
+    assert capsys.readouterr().err == f"manyheads: interrupted after {done} of 14 cases, {where}\n"
     names = {file.name for file in (tmp_path / "here").iterdir()}
     assert names == ({"bench.json", "bench.md", "bench.png"} if done else set())
 
