@@ -98,7 +98,7 @@ def test_clear_removes_all_tokens() -> None:
     assert "3 tokens" in repr(cache)
 
 
-def test_what_was_appended_is_a_copy() -> None:
+def test_appended_tensors_are_copied() -> None:
     cache = mh.Cache()
     k, v = kv(2)
     held, _ = cache.append(k, v)
@@ -187,7 +187,7 @@ def test_maps_of_earlier_steps_stay_readable() -> None:
                 assert torch.equal(amap.dense(), before)
 
 
-def test_a_caches_own_mask() -> None:
+def test_the_mask_of_a_cache() -> None:
     """Not causal, if said so: a prefix that is read in one step sees itself whole."""
     model, x = layer(), torch.randn(1, 5, E, dtype=torch.float64)
     with torch.no_grad():

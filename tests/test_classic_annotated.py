@@ -103,7 +103,7 @@ def test_it_is_the_textbooks(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64])
-def test_zero_of_any_dtype_hides_and_anything_else_shows(dtype):
+def test_zero_of_any_dtype_is_masked_and_anything_else_visible(dtype):
     model, x = made(), draw(3, 1, 12)
     mask = torch.tensor([[1, 0, 0], [2, 1, 0], [1, 1, 0]]).to(dtype)[:, :, None]
     if dtype.is_floating_point:
@@ -113,7 +113,7 @@ def test_zero_of_any_dtype_hides_and_anything_else_shows(dtype):
     assert ((model.attn[:, :, 0] > 0) == shown[:, :, None]).all()
 
 
-def test_a_query_that_sees_nothing_gets_zeros():
+def test_a_query_without_visible_keys_gets_zeros():
     model, x = made(), draw(3, 2, 12)
     mask = torch.ones(3, 3, 2)
     mask[1, :, 0] = 0
@@ -122,7 +122,7 @@ def test_a_query_that_sees_nothing_gets_zeros():
     assert (model.attn[1, :, 0] == 0).all()
 
 
-def test_the_tracker_sees_the_weights_before_dropout_and_attn_keeps_them_after():
+def test_the_tracker_gets_weights_before_dropout_and_attn_those_after():
     model, x = made(dropout_prob=0.5), draw(5, 2, 12)
     seen = {}
     model.tracker = seen.__setitem__
@@ -207,7 +207,7 @@ def test_an_overridden_mask_may_differ_by_head():
 
 
 @pytest.mark.parametrize("kind", [MultiHeadAttention, Relative])
-def test_a_hidden_nan_does_not_leak(kind):
+def test_a_masked_nan_does_not_leak(kind):
     model, x = made(kind=kind), draw(4, 2, 12)
     mask = torch.ones(4, 4, 1)
     mask[:, 3] = 0

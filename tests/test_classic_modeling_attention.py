@@ -119,7 +119,7 @@ def test_heads_are_those_of_the_textbook(causal):
         close(mine_grad, other_grad)
 
 
-def test_causal_sees_itself_and_what_precedes_it():
+def test_causal_attends_to_itself_and_earlier_tokens():
     torch.manual_seed(0)
     model = MultiHeadSelfAttention(7, 9, 3, causal=True)
     x = torch.randn(2, 5, 7)
@@ -131,7 +131,7 @@ def test_causal_sees_itself_and_what_precedes_it():
     close(model(x)[:, -1], out[:, -1], 1e-6)  # for the last one nothing is hidden
 
 
-def test_dropout_is_on_the_probabilities_that_come_back():
+def test_the_returned_probabilities_are_after_dropout():
     torch.manual_seed(0)
     model = MultiHeadSelfAttention(7, 9, 3, dropout=0.5)
     x = torch.randn(2, 5, 7)
@@ -150,7 +150,7 @@ def test_dropout_is_on_the_probabilities_that_come_back():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_padding_is_masked_in_what_is_shown(causal):
+def test_padding_is_masked_in_the_map(causal):
     """The presentation's picture: three sequences of lengths 3, 4 and 7, padded to 7."""
     torch.manual_seed(0)
     model = MultiHeadSelfAttention(input_size=11, hidden=15, num_heads=3, causal=causal)

@@ -134,7 +134,7 @@ def test_state_dicts_go_both_ways(options):
         assert torch.equal(fresh.state_dict()[name], tensor)
 
 
-def test_it_is_one_of_theirs_with_their_attributes():
+def test_it_is_a_torch_module_with_its_attributes():
     module = MultiheadAttention(6, 3, 0.1, kdim=4, batch_first=True)
     assert isinstance(module, nn.MultiheadAttention)
     assert (module.embed_dim, module.num_heads, module.head_dim) == (6, 3, 2)
@@ -292,7 +292,7 @@ def test_the_fast_path_runs_without_weights_and_not_with_them(monkeypatch):
     assert asked == ["auto"]
 
 
-def test_dropout_draws_as_theirs_does_and_its_weights_come_after_it():
+def test_dropout_draws_as_in_torch_and_weights_are_after_it():
     theirs, mine = pair(8, 2, dropout=0.4)
     x = torch.randn(5, 3, 8)
     results = []
@@ -334,7 +334,7 @@ def test_a_row_with_nothing_to_see_is_zeros(need_weights, kind):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_a_hidden_nan_does_not_leak(need_weights):
+def test_a_masked_nan_does_not_leak(need_weights):
     _, mine = pair(8, 2, batch_first=True)
     x = torch.randn(2, 4, 8)
     padding = torch.zeros(2, 4, dtype=torch.bool)
@@ -347,7 +347,7 @@ def test_a_hidden_nan_does_not_leak(need_weights):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_the_mask_counts_whatever_the_hint_says(need_weights):
+def test_the_mask_is_used_whatever_the_hint(need_weights):
     """A wrong hint, and masks that only look causal: one answer, with weights and without."""
     _, mine = pair(8, 2, batch_first=True)
     x = torch.randn(2, 5, 8)
@@ -360,7 +360,7 @@ def test_the_mask_counts_whatever_the_hint_says(need_weights):
         close(out, want, 1e-5)
 
 
-def test_the_hint_spares_the_mask_where_it_is_right():
+def test_a_correct_hint_replaces_the_mask():
     triangle = torch.ones(5, 7, dtype=torch.bool).triu(1)
     assert ours._is_triangle(triangle)
     assert ours._is_triangle(torch.full((5, 7), 1.0).masked_fill(triangle, -INF))
@@ -475,7 +475,7 @@ def test_bad_input_in_one_sentence(inputs, options, says, caught):
     assert "\n" not in str(error.value)
 
 
-def test_what_is_no_tensor():
+def test_inputs_that_are_not_tensors_raise():
     module = MultiheadAttention(8, 2)
     with pytest.raises(TypeError, match=r"Expected key to be a tensor \[s, b, 8\], got a list"):
         module(X, [1.0], X)
@@ -599,7 +599,7 @@ def test_inside_a_transformer(mode, calls, monkeypatch):
     both(theirs, mine, mode, calls, monkeypatch, 4, x, y, **masks)
 
 
-def test_it_trains_inside_a_layer_as_theirs_does():
+def test_it_trains_inside_a_layer_as_in_torch():
     torch.manual_seed(0)
     theirs = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, dtype=torch.float64)
     mine = replace(copy.deepcopy(theirs))

@@ -97,7 +97,7 @@ def test_an_exercise_fails_and_leads_on_and_its_solution_passes(stem: str) -> No
         assert any(LEADS[stem] in words for words in told), told
 
 
-def test_the_command_copies_and_keeps_what_is_there(tmp_path: Path) -> None:
+def test_the_command_copies_files_and_keeps_existing_ones(tmp_path: Path) -> None:
     def run() -> str:
         done = subprocess.run(
             [sys.executable, "-m", "manyheads", "lessons", "mine", "--no-start"],
@@ -120,7 +120,7 @@ def test_the_command_copies_and_keeps_what_is_there(tmp_path: Path) -> None:
     ("user", "says"), [(0, "jupyter lab 'my lessons' --allow-root"), (1000, "jupyter lab 'my lessons'")]
 )
 @pytest.mark.parametrize("installed", [True, False])
-def test_the_command_starts_jupyter_or_says_how(
+def test_the_command_starts_jupyter_or_prints_how(
     user: int, says: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[list[str], str]] = []

@@ -106,7 +106,7 @@ def tokenizer() -> Tokenizer:
 
 
 @given(st.text())
-def test_tokens_say_their_text_and_their_labels_can_be_printed(tokenizer: Tokenizer, text: str) -> None:
+def test_tokens_cover_the_text_and_their_labels_are_printable(tokenizer: Tokenizer, text: str) -> None:
     said = align(text, tokenizer.encode(text))
     if all(tokenizer.decode([token.id]) == token.text for token in said):  # no character is cut in two
         assert "".join(token.text for token in said) == text
@@ -116,14 +116,14 @@ def test_tokens_say_their_text_and_their_labels_can_be_printed(tokenizer: Tokeni
         assert " " not in token.label
 
 
-def test_a_character_cut_in_two_is_shown_in_each_piece(tokenizer: Tokenizer) -> None:
+def test_each_piece_of_a_character_is_labelled_with_it(tokenizer: Tokenizer) -> None:
     labels = [token.label for token in align("漢", tokenizer.encode("漢"))]
     assert labels == ["漢…", "…漢…", "…漢"]
     labels = [token.label for token in align("né on", tokenizer.encode("né on"))]
     assert labels == ["n…", "…é…", "…é", "on"]
 
 
-def test_a_word_is_where_letters_go_on_within_one_part() -> None:
+def test_words_are_adjacent_letters_within_one_part() -> None:
     text = "The stations, 漢字"
     spans = [(0, 0), (0, 3), (4, 9), (9, 12), (12, 13), (14, 15), (15, 16), (0, 0)]
     runs = [[0], [1], [2, 3], [2, 3], [4], [5, 6], [5, 6], [7]]
@@ -452,7 +452,7 @@ def test_the_words_agree_with_the_model(run: Any, checkpoint: Path) -> None:
         assert row["first_token"] == pytest.approx(float(weights[:, 0].mean()), abs=1e-6)
 
 
-def test_json_is_all_there_is_on_standard_output(run: Any) -> None:
+def test_json_is_the_only_output(run: Any) -> None:
     ran = run(SENTENCE, "--json", "--out", "here/below", "--format", "svg", "--layer", "1", "--head", "0")
     assert (ran.code, ran.err) == (0, "")
     found = json.loads(ran.out)
@@ -493,7 +493,7 @@ def test_formats(run: Any, format: str, magic: bytes) -> None:
         assert Path(f"manyheads-out/{name}.{format}").read_bytes().startswith(magic)
 
 
-def test_what_is_left_open_goes_to_the_most_telling_head(checkpoint: Path) -> None:
+def test_the_default_head_has_the_most_interesting_finding(checkpoint: Path) -> None:
     reading = report.read(SENTENCE, checkpoint)
     first = reading.findings[0]
     assert report.choose_head(reading) == (first.layer, first.head)
@@ -517,7 +517,7 @@ def test_a_file_and_standard_input(run: Any) -> None:
     assert piped["tokens"] == from_file["tokens"]
 
 
-def test_truncate_keeps_the_first_tokens_and_says_so(run: Any) -> None:
+def test_truncate_keeps_the_first_tokens_with_a_note(run: Any) -> None:
     long = "the station " * 60
     ran = run(long, "--truncate")
     assert ran.code == 0
@@ -551,14 +551,14 @@ def test_a_single_token(run: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["$x$ [bold]:smile: \x1b[31m", "漢字 🙂 é \u202e \u200b", "'\"'", "-- ---", "a\x07b\r\x00c"]
 )
-def test_any_text_is_shown_and_none_of_it_is_obeyed(run: Any, text: str) -> None:
+def test_any_text_is_printed_without_markup_or_escapes(run: Any, text: str) -> None:
     Path("text.txt").write_text(text, "utf-8")
     ran = run("--text-file", "text.txt", "--truncate")
     assert (ran.code, ran.err) == (0, "")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e\u200b]", ran.out)
 
 
-def test_where_only_ascii_can_be_written_only_ascii_is(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ascii_output_gets_ascii_only(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     paper = BytesIO()
     monkeypatch.setattr(sys, "stdout", TextIOWrapper(paper, encoding="ascii"))
     assert run("the ␣ ⏎ left").code == 0
@@ -601,7 +601,7 @@ def test_a_long_text_is_read_and_labelled_and_its_time_estimated(run: Any) -> No
     assert amap.shape[3] == len(found["tokens"])
 
 
-def test_what_is_beyond_is_marked_in_every_picture(checkpoint: Path) -> None:
+def test_extrapolated_tokens_are_marked_in_every_picture(checkpoint: Path) -> None:
     reading = report.read(f"{SENTENCE} " * 10, checkpoint, long=True)
     assert reading.trained == CONTEXT < len(reading.ids)
     for figure in report.draw(reading, 1, 0).values():
@@ -620,7 +620,7 @@ def test_a_text_within_the_context_is_read_as_ever(run: Any) -> None:
     assert reading.trained is None
 
 
-def test_what_is_longer_still_is_refused_or_cut(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_texts_raise_or_are_truncated(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "LONGEST", 100)
     long = "the station " * 60
     refused(
@@ -711,7 +711,7 @@ def test_wrong_use_exits_with_2(run: Any, arguments: list[str]) -> None:
     assert "Traceback" not in ran.err
 
 
-def test_models_that_are_none(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_invalid_models_raise(run: Any, checkpoint: Path, tmp_path: Path) -> None:
     refused(run(SENTENCE, model="absent"), "absent")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         for kind, harm in {

@@ -215,7 +215,7 @@ def test_the_maps_and_labels_are_the_models_own(name: str, folders: Callable[[st
         assert one.weight == pytest.approx(weight, abs=1e-5)
 
 
-def test_tokens_of_theirs_say_what_they_cover_and_of_which_word_they_are(
+def test_hugging_face_tokens_have_text_and_words(
     folders: Callable[[str], Path],
 ) -> None:
     read = report.read("the station, the Train", folders("bert")).tokens
@@ -230,7 +230,7 @@ def test_tokens_of_theirs_say_what_they_cover_and_of_which_word_they_are(
     assert "ĉ" in [token.label for token in read]  # a tab, as GPT-2 prints it
 
 
-def test_a_tokenizer_that_does_not_say_where_its_tokens_are(tmp_path: Path) -> None:
+def test_a_tokenizer_without_offsets(tmp_path: Path) -> None:
     config = tf.BertConfig(**{**SIZES, "vocab_size": 400})
     folder = saved(tmp_path / "bytes", tf.BertModel(config), tf.ByT5Tokenizer())
     read = report.read("on é", folder).tokens
@@ -240,14 +240,14 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_are(tmp_path: Path) -> N
     assert len(read) == 6
 
 
-def test_a_model_with_a_decoder_shows_its_encoder_and_says_so(folders: Callable[[str], Path]) -> None:
+def test_of_an_encoder_decoder_model_the_encoder_is_shown(folders: Callable[[str], Path]) -> None:
     reading = report.read(TEXT, folders("t5"))
     assert reading.notes == ["the encoder of an encoder-decoder model is shown"]
     assert reading.layers[1] == "encoder.block.1.layer.0.SelfAttention"
     assert all(amap.problem.mask is None for amap in reading.maps)
 
 
-def test_layers_are_counted_where_not_all_have_attention_and_where_all_are_one(
+def test_layers_are_numbered_if_some_have_no_attention_or_share_a_module(
     folders: Callable[[str], Path],
 ) -> None:
     some, one = report.read(TEXT, folders("jamba")), report.read(TEXT, folders("albert"))
@@ -314,14 +314,14 @@ def test_from_a_text_to_words_and_pictures(name: str, run: Any, folders: Callabl
         assert found["tokens"][one["query"]]["label"] in one["sentence"]
 
 
-def test_the_command_prints_nothing_but_its_own_page(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_command_prints_only_its_own_output(folders: Callable[[str], Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyheads", "show", "--model", str(folders("bert")), TEXT, "--json"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert json.loads(ran.stdout)["model"] == str(folders("bert"))
 
 
-def test_what_transformers_prints_comes_back(folders: Callable[[str], Path]) -> None:
+def test_the_log_of_transformers_is_restored(folders: Callable[[str], Path]) -> None:
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -367,7 +367,7 @@ def test_a_name_in_the_local_cache_and_no_network(
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["shipped", "llama", "t5"])
-def test_a_saved_run_opens_as_what_was_shown(name: str, run: Any, folders: Callable[[str], Path]) -> None:
+def test_a_saved_recording_equals_the_reading(name: str, run: Any, folders: Callable[[str], Path]) -> None:
     arguments = [] if name == "shipped" else ["--model", folders(name)]
     code, out, err = run(*arguments, TEXT, "--save", "run.safetensors")
     assert (code, err) == (0, "")
@@ -394,7 +394,7 @@ def test_a_saved_run_opens_as_what_was_shown(name: str, run: Any, folders: Calla
         ("/proc/none/run", "--save /proc/none/run can't be written: No such file or directory."),
     ],
 )
-def test_a_run_that_cannot_be_written_is_refused_before_anything_is_read(
+def test_an_unwritable_file_raises_before_the_text_is_read(
     path: str, says: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("folder").mkdir()
@@ -551,7 +551,7 @@ def test_models_that_read_no_text_or_not_alone(tmp_path: Path) -> None:
         report.read(TEXT, tmp_path / "clip")
 
 
-def test_models_without_attention_that_can_be_seen(tmp_path: Path) -> None:
+def test_models_without_recorded_attention(tmp_path: Path) -> None:
     config = tf.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4)
     saved(tmp_path / "mamba", tf.MambaModel(config), plain_words())
     with pytest.raises(ValueError, match="no attention was seen"):
@@ -595,7 +595,7 @@ def test_a_trained_encoder(minilm: Path) -> None:
     assert said == 'Layer 1, head 11: "for" attends to "asked" (0.99), the token before it.'
 
 
-def test_a_trained_encoder_looks_at_the_same_word_on_either_side(minilm: Path) -> None:
+def test_a_trained_encoder_attends_to_the_same_word_on_either_side(minilm: Path) -> None:
     reading = report.read("Paris is the capital of France and Berlin is the capital of Germany.", minilm)
     found = [one for one in reading.candidates if one.reason == "same token" and one.weight > 0.5]
     assert {one.key > one.query for one in found} == {True, False}

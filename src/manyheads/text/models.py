@@ -128,7 +128,7 @@ def _find_cached(name: str) -> Path:
 
 
 def _is_hugging_face(folder: Path) -> bool:
-    """Return True if a folder holds a transformers model: its config has a type, its weights aren't ours."""
+    """Return True if a folder holds a transformers model: its config has a type, its weights aren't from manyheads."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -137,10 +137,10 @@ def _is_hugging_face(folder: Path) -> bool:
         return False
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
-            ours = is_ours(file.metadata())
+            is_checkpoint = is_ours(file.metadata())
     except (OSError, SafetensorError):  # its weights may be in other files
-        ours = False
-    return isinstance(config, dict) and "model_type" in config and not ours
+        is_checkpoint = False
+    return isinstance(config, dict) and "model_type" in config and not is_checkpoint
 
 
 # -- checkpoints of manyheads ----------------------------------------------------------------------
@@ -292,19 +292,19 @@ def _quiet() -> Iterator[None]:
     if sys.modules.get("transformers") is None:
         yield
         return
-    from transformers.utils import logging as theirs
+    from transformers.utils import logging as log
 
-    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
-    theirs.set_verbosity(logging.CRITICAL)
-    theirs.disable_progress_bar()
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(logging.CRITICAL)
+    log.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        theirs.set_verbosity(level)
+        log.set_verbosity(level)
         if bars:
-            theirs.enable_progress_bar()
+            log.enable_progress_bar()
 
 
 def _first_sentence(error: Exception) -> str:
