@@ -128,7 +128,7 @@ def _find_cached(name: str) -> Path:
 
 
 def _is_hugging_face(folder: Path) -> bool:
-    """Return True if a folder holds a transformers model: its config has a type, its weights aren't from manyheads."""
+    """Return True if a folder holds a transformers model, not a checkpoint of manyheads."""
     from safetensors import SafetensorError, safe_open
 
     try:

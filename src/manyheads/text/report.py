@@ -28,6 +28,7 @@ from manyheads.maps import AttentionMap
 from manyheads.observe import Seen
 from manyheads.text import models
 from manyheads.text.highlights import (
+    MASKS,
     SEARCHED,
     Finding,
     HeadScores,
@@ -46,17 +47,6 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 COUNTERFACTUAL = "what if nothing were masked"
-# The head scores in the order of the table, by their names in JSON.
-HEADINGS = {
-    "previous_token": "previous token",
-    "next_token": "next token",
-    "first_token": "first token",
-    "last_token": "last token",
-    "same_token": "same token",
-    "after_same_token": "after the same token",
-    "itself": "itself",
-    "entropy": "entropy",
-}
 AHEAD = {"next_token", "last_token"}  # which no causal head has
 LONGEST = 32_768  # tokens that --long reads
 CELLS = 128  # about the cells on a side of a small picture
@@ -136,7 +126,7 @@ class Reading:
     def columns(self) -> list[str]:
         """Return the names of the scores that heads under these masks can have."""
         ahead = any(scores["next_token"] is not None for heads in self.uniform for scores in heads)
-        return [name for name in HEADINGS if ahead or name not in AHEAD]
+        return [name for name in (*MASKS, "entropy") if ahead or name not in AHEAD]
 
     def unmasked(self) -> Reading:
         """Return the reading with the weights that the same q and k give without a mask."""

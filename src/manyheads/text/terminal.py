@@ -20,7 +20,7 @@ from manyheads import figures
 from manyheads.maps import AttentionMap
 from manyheads.reductions import Pooled, edges
 from manyheads.text.highlights import HeadScores, name_head
-from manyheads.text.report import COUNTERFACTUAL, HEADINGS, Reading, hides_keys
+from manyheads.text.report import COUNTERFACTUAL, Reading, hides_keys
 
 SHADES, ASCII = "·░▒▓█", ".-+*#"  # a weight of about 0, ¼, ½, ¾, 1
 
@@ -109,7 +109,7 @@ def make_table(reading: Reading, columns: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("layer", justify="right")
     table.add_column("head", justify="right", no_wrap=True)
-    for heading in (HEADINGS[name] for name in columns):
+    for heading in (name.replace("_", " ") for name in columns):
         table.add_column(heading, justify="right", width=max(map(len, heading.split())), overflow="fold")
 
     def cells(scores: HeadScores, marked: str | None = None) -> list[Text]:
