@@ -240,8 +240,8 @@ def overriding(name, returned):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: MultiHeadAttention(5, 12), "heads = 5, d_model = 12 came"),
-        (lambda: MultiHeadAttention(3, 0), "d_model must be at least 1, and 0 came"),
+        (lambda: MultiHeadAttention(5, 12), "heads = 5.* d_model = 12"),
+        (lambda: MultiHeadAttention(3, 0), "d_model .*at least 1, .*0"),
         (lambda: call(query=X[..., :8]), r"Expected query to be \[seq_q, batch, 12\], got \[4, 2, 8\]"),
         (lambda: call(key=X[0]), r"Expected key to be \[seq_k, batch, 12\], got \[2, 12\]"),
         (lambda: call(key=X[:3]), r"key \[3, 2, 12\], value \[4, 2, 12\]"),

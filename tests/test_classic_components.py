@@ -198,7 +198,7 @@ X = torch.zeros(2, 5, 8)
     ("make", "says"),
     [
         (lambda: PositionalEncoder(7), "Expected d_model to be even, .* got 7. Use 8"),
-        (lambda: PositionalEncoder(0), "d_model must be at least 2, and 0 came"),
+        (lambda: PositionalEncoder(0), "d_model .*at least 2, .*0"),
         (
             lambda: PositionalEncoder(8, max_seq_len=4)(X),
             r"max_seq_len = 4 positions, got x \[2, 5, 8\]. Use PositionalEncoder\(8, max_seq_len=5\)",

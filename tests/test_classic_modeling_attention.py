@@ -168,10 +168,10 @@ def test_padding_is_masked_in_the_map(causal):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: MultiHeadSelfAttention(7, 9, 2), "num_heads = 2, hidden = 9 came"),
-        (lambda: MultiHeadSelfAttention(7, 9, 0), "num_heads = 0, hidden = 9 came"),
-        (lambda: MultiHeadSelfAttention(7, 9, 3, dropout=-1), "dropout must be between 0 and 1, and -1 came"),
-        (lambda: SelfAttention(0, 9), "input_size must be at least 1, and 0 came"),
+        (lambda: MultiHeadSelfAttention(7, 9, 2), "num_heads = 2.* hidden = 9"),
+        (lambda: MultiHeadSelfAttention(7, 9, 0), "num_heads = 0.* hidden = 9"),
+        (lambda: MultiHeadSelfAttention(7, 9, 3, dropout=-1), "dropout .*between 0 and 1, .*-1"),
+        (lambda: SelfAttention(0, 9), "input_size .*at least 1, .*0"),
         (lambda: SelfAttention(7, 9)(torch.zeros(5, 7)), r"Expected x to be \[batch, seq, 7\], got \[5, 7\]"),
         (
             lambda: MultiHeadSelfAttention(7, 9, 3)(torch.zeros(2, 5, 9)),
