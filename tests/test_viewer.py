@@ -517,7 +517,7 @@ def test_wrong_input_to_the_command_raises_one_sentence(
     for arguments, words in (
         ((tmp_path / "none.safetensors",), "there is no file"),
         ((broken,), "broken.safetensors"),
-        ((good, "--layer", "0"), "--layer and --head select what to --export"),
+        ((good, "--layer", "0"), "Expected --layer and --head with --export only"),
         ((good, "--export", tmp_path / "x.png"), "Expected --export to end in .html"),
         ((good, "--export", tmp_path / "no" / "x.html"), "doesn't exist. Create it first."),
         ((good, "--export", folder), f"--export {folder} can't be written: Is a directory."),

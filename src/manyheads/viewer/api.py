@@ -230,7 +230,7 @@ class Api:
             address: One of those listed above.
 
         Returns:
-            A future, which may be cancelled. It raises LookupError for an index out of range, and FileChanged.
+            A future, which may be cancelled. It may raise LookupError for an index, or FileChanged.
 
         Raises:
             LookupError: There is no such address.

@@ -212,7 +212,7 @@ def build_page(answers: dict[str, str], folder: str | None = None, picture: byte
         "const answers = JSON.parse(document.getElementById('answers').textContent);\n"
         f"const client = new PageClient(answers, {json.dumps(folder)});\n"
         "const app = show(document.body, client, location.protocol !== 'about:');\n"
-        "addEventListener('message', ({ source, data }) => source === parent && app.adaptTo(data?.ink));\n"
+        "addEventListener('message', ({ source, data }) => source === parent && app.adaptTo(data?.color));\n"
     )
     style = assets.read("viewer.css")
     script_hash, style_hash = (

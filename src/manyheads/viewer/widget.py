@@ -26,7 +26,7 @@ PICTURE_WEIGHTS = 2**26  # of which a picture is drawn; more would take long
 # becomes visible, and when attributes of the document change, as they do with every notebook's theme.
 SEND_THEME = (
     "const send = () => this.isConnected ? "
-    "this.contentWindow.postMessage({ ink: getComputedStyle(this).color }, '*') : changes.disconnect(), "
+    "this.contentWindow.postMessage({ color: getComputedStyle(this).color }, '*') : changes.disconnect(), "
     "changes = new MutationObserver(send); "
     "for (const x of [document.documentElement, document.body]) changes.observe(x, { attributes: true }); "
     "new IntersectionObserver(send).observe(this)"

@@ -5,8 +5,8 @@ const START = {
   second: null, heads: "all", token: null, sort: "", score: "", minimum: 0,
 };
 const THEMES = {
-  light: { ground: "#ffffff", unknown: "#f3f5f7", ink: "#1b1f24", quiet: "#5b6570", line: "#c9d1d9", outline: "#00000088", accent: "#b3261e", bars: "#4a6fa5", hatch: ["#eef0f2", "#d5dade"] },
-  dark: { ground: "#14171a", unknown: "#1b1f23", ink: "#e8eaed", quiet: "#9aa4af", line: "#3a4149", outline: "#ffffff88", accent: "#ff9e80", bars: "#8ab4f8", hatch: ["#24282d", "#343a41"] },
+  light: { background: "#ffffff", loading: "#f3f5f7", text: "#1b1f24", muted: "#5b6570", line: "#c9d1d9", outline: "#00000088", accent: "#b3261e", bars: "#4a6fa5", hatch: ["#eef0f2", "#d5dade"] },
+  dark: { background: "#14171a", loading: "#1b1f23", text: "#e8eaed", muted: "#9aa4af", line: "#3a4149", outline: "#ffffff88", accent: "#ff9e80", bars: "#8ab4f8", hatch: ["#24282d", "#343a41"] },
 };
 const KEYS = [
   ["arrows", "move"], ["shift + arrows", "move the crosshair by one weight"], ["+  −", "zoom"], ["0", "fit the matrix"],
@@ -26,7 +26,7 @@ class App {
   async start() {
     this.root.classList.add("manyheads");
     this.root.dataset.theme = this.themeName();
-    this.root.replaceChildren(make("p", { class: "quiet opening" }, "Loading …"));
+    this.root.replaceChildren(make("p", { class: "muted opening" }, "Loading …"));
     const info = await json(this.client, "runs"), { signal } = this.removed;
     if (signal.aborted) return;
     this.info = info, this.colors = new ColorScale(info.colors);
@@ -288,8 +288,8 @@ class App {
   }
 
   // Adapt to the notebook's theme, by its text colour, "rgb(…)".
-  adaptTo(ink) {
-    const parts = String(ink).match(/[\d.]+/g)?.slice(0, 3).map(Number);
+  adaptTo(color) {
+    const parts = String(color).match(/[\d.]+/g)?.slice(0, 3).map(Number);
     const theme = parts?.length === 3 ? (parts[0] + parts[1] + parts[2] > 383 ? "dark" : "light") : this.notebookTheme;
     if (theme === this.notebookTheme) return;
     this.notebookTheme = theme, this.root.dataset.theme = this.themeName();
@@ -311,10 +311,10 @@ class App {
   hatch(context) {
     const name = this.themeName();
     if (!this.hatches[name]) {
-      const tile = document.createElement("canvas"), [ground, line] = THEMES[name].hatch;
+      const tile = document.createElement("canvas"), [background, line] = THEMES[name].hatch;
       tile.width = tile.height = 8;
       const own = tile.getContext("2d");
-      own.fillStyle = ground, own.fillRect(0, 0, 8, 8);
+      own.fillStyle = background, own.fillRect(0, 0, 8, 8);
       own.strokeStyle = line, own.lineWidth = 1.5;
       own.beginPath();
       for (const shift of [-8, 0, 8]) own.moveTo(shift, 8), own.lineTo(shift + 8, 0);

@@ -180,7 +180,7 @@ class HeadPane {
     const theme = this.app.theme(), level = this.level, visible = this.inView(level);
     this.tiles.request([`${this.tiles.top}/0/0`, ...visible.map(([x, y]) => `${level}/${x}/${y}`), ...this.pinned(level)]);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    context.fillStyle = theme.ground;
+    context.fillStyle = theme.background;
     context.fillRect(0, 0, this.canvas.clientWidth, this.canvas.clientHeight);
     this.top = this.scaleTop(level, visible);
     context.save();
@@ -211,7 +211,7 @@ class HeadPane {
     context.beginPath();
     context.rect(x, y, k * this.s, v * this.t);
     context.clip();
-    context.fillStyle = theme.unknown;
+    context.fillStyle = theme.loading;
     context.fillRect(this.left, this.above, this.wide, this.high);
     context.imageSmoothingEnabled = false;
     context.strokeStyle = theme.line;
@@ -301,7 +301,7 @@ class HeadPane {
   rulers(context, theme) {
     const { x: dx, y: dy, k, v } = this.at, { keys, queries } = this.tokens;
     context.save();
-    context.fillStyle = theme.ground;
+    context.fillStyle = theme.background;
     context.fillRect(0, 0, this.left, this.canvas.clientHeight);
     context.fillRect(0, 0, this.canvas.clientWidth, this.above);
     context.font = "12px system-ui, sans-serif";
@@ -319,7 +319,7 @@ class HeadPane {
     const [i0, i1] = this.between(this.above, this.high, dy, this.t, v);
     for (let i = Math.ceil(i0 / rows) * rows; i < i1; i += rows) {
       const y = dy + v * (i + 0.5), text = y < this.above ? y : Math.max(y, this.above + 7);
-      context.fillStyle = chosen?.[0] === i ? theme.accent : theme.ink;
+      context.fillStyle = chosen?.[0] === i ? theme.accent : theme.text;
       context.fillText(label(queries, i, rows === 1), this.left - STRIP - 6, text, this.left - STRIP - 8);
       line(this.left - STRIP - 4, y, 3, 1);
     }
@@ -328,7 +328,7 @@ class HeadPane {
     const [j0, j1] = this.between(this.left, this.wide, dx, this.s), upright = cols === 1 && (keys !== null || k < 40);
     for (let j = Math.ceil(j0 / cols) * cols; j < j1; j += cols) {
       const x = dx + k * (j + 0.5);
-      context.fillStyle = chosen?.[1] === j ? theme.accent : theme.ink;
+      context.fillStyle = chosen?.[1] === j ? theme.accent : theme.text;
       context.save();
       context.translate(x, this.above - STRIP - 6);
       context.textAlign = upright ? "left" : "center";
@@ -341,7 +341,7 @@ class HeadPane {
     }
     context.restore();
     context.save();
-    context.fillStyle = theme.quiet, context.font = "11px system-ui, sans-serif";
+    context.fillStyle = theme.muted, context.font = "11px system-ui, sans-serif";
     context.textAlign = "left", context.textBaseline = "middle";
     context.fillText("queries ↓", 6, this.above - STRIP - 6);
     context.textAlign = "right";
@@ -352,7 +352,7 @@ class HeadPane {
   // What each key receives, at the top, and each query's entropy, at the left: the largest in each pixel.
   strips(context, theme) {
     const { x: dx, y: dy } = this.at;
-    context.fillStyle = theme.quiet, context.font = "11px system-ui, sans-serif", context.textBaseline = "middle";
+    context.fillStyle = theme.muted, context.font = "11px system-ui, sans-serif", context.textBaseline = "middle";
     context.textAlign = "left";
     if (!this.marginals) {
       context.fillText("received: …", this.left + 4, this.above - STRIP / 2);
@@ -378,7 +378,7 @@ class HeadPane {
       context.fillRect(at, this.above - 2 - high, thick, high));
     const entropy = strip(this.marginals.entropy, dy, this.above, this.high, this.at.v, (at, thick, wide) =>
       context.fillRect(this.left - 2 - wide, at, wide, thick));
-    context.fillStyle = theme.quiet;
+    context.fillStyle = theme.muted;
     context.fillText("received,", this.left + this.wide + 4, this.above - STRIP + 8, BAR - 6);
     context.fillText(`to ${format(received)}`, this.left + this.wide + 4, this.above - STRIP + 22, BAR - 6);
     context.textAlign = "right";
@@ -400,7 +400,7 @@ class HeadPane {
     context.font = "11px system-ui, sans-serif", context.textBaseline = "top", context.textAlign = "left";
     const text = `extrapolated from token ${count(from)} on`, wide = context.measureText(text).width;
     const at = [Math.max(x, this.left) + 4, Math.max(y, this.above) + 4];
-    context.fillStyle = theme.ground, context.fillRect(at[0] - 2, at[1] - 2, wide + 4, 15);
+    context.fillStyle = theme.background, context.fillRect(at[0] - 2, at[1] - 2, wide + 4, 15);
     context.fillStyle = theme.accent, context.fillText(text, ...at);
     context.restore();
   }
@@ -429,7 +429,7 @@ class HeadPane {
   bar(context, theme) {
     const { scale } = this.app.state, x = this.left + this.wide + 12, high = Math.min(220, this.high), y = this.above;
     for (let n = 0; n < high; n++) context.fillStyle = this.app.colors.css(1 - n / high), context.fillRect(x, y + n, 12, 1);
-    context.fillStyle = theme.ink, context.font = "11px system-ui, sans-serif";
+    context.fillStyle = theme.text, context.font = "11px system-ui, sans-serif";
     context.textAlign = "left", context.textBaseline = "middle";
     const parts = scale === "log" ? [0, 1, 2, 3, 4].map((n) => [n / DECADES, this.top * 10 ** (n - DECADES)])
       : [0, 0.25, 0.5, 0.75, 1].map((n) => [n, n * this.top]);
@@ -438,7 +438,7 @@ class HeadPane {
       context.fillText(label, x + 16, Math.min(y + high - 5, Math.max(y + 5, y + high * (1 - at))), BAR - 30);
     }
     context.fillStyle = this.app.hatch(context), context.fillRect(x, y + high + 14, 12, 12);
-    context.fillStyle = theme.quiet, context.fillText("masked", x + 16, y + high + 20, BAR - 30);
+    context.fillStyle = theme.muted, context.fillText("masked", x + 16, y + high + 20, BAR - 30);
   }
 
   // -- text -------------------------------------------------------------------------------------
@@ -513,10 +513,10 @@ class HeadPane {
     const head = 22, foot = 40;
     canvas.width = this.canvas.width, canvas.height = this.canvas.height + (head + foot) * ratio;
     const theme = this.app.theme();
-    context.fillStyle = theme.ground, context.fillRect(0, 0, canvas.width, canvas.height);
+    context.fillStyle = theme.background, context.fillRect(0, 0, canvas.width, canvas.height);
     context.drawImage(this.canvas, 0, head * ratio);
     context.scale(ratio, ratio);
-    context.fillStyle = theme.ink, context.font = "14px system-ui, sans-serif", context.textBaseline = "middle";
+    context.fillStyle = theme.text, context.font = "14px system-ui, sans-serif", context.textBaseline = "middle";
     context.fillText(this.title.textContent, 8, head / 2);
     context.font = "12px system-ui, sans-serif";
     context.fillText(this.reading.dataset.weight ? this.reading.textContent : "", 8, canvas.height / ratio - 28);

@@ -17,7 +17,7 @@ class Overview {
       make("option", { value: "" }, none), ...SCORES.map((value) => make("option", { value }, label(value))));
     this.sort = select("sort", "layer and head"), this.score = select("score", "all heads");
     this.minimum = make("input", { id: "minimum", type: "number", min: 0, step: 0.05, value: app.state.minimum, oninput: () => app.change({ minimum: Number(this.minimum.value) || 0 }) });
-    this.summary = make("span", { class: "quiet" });
+    this.summary = make("span", { class: "muted" });
     this.list = make("div", { class: "cards" });
     this.element.append(
       make("form", { class: "tools", onsubmit: (event) => event.preventDefault() },
@@ -60,7 +60,7 @@ class Overview {
 
   async drawThumbnail(card) {
     const { run, layer, head, batch } = card.place, { shape, has_weights } = this.app.layer(card.place);
-    if (!has_weights) return card.canvas.replaceWith(make("span", { class: "quiet nothing" }, "statistics only"));
+    if (!has_weights) return card.canvas.replaceWith(make("span", { class: "muted nothing" }, "statistics only"));
     const size = Math.max(shape[2], shape[3]), { side } = this.app.info, { pooling, scale } = this.app.state;
     const level = size <= side ? 0 : Math.ceil(Math.log2(size / 64));
     try {

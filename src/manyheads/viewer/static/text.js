@@ -115,7 +115,7 @@ class TextPage {
         offset === null ? make("b", {}, `query ${count(n)}`)
           : make("button", { type: "button", onclick: () => this.app.change({ token: n + offset }) }, make("bdi", {}, short(this.names[n + offset], 24)), ` ${count(n + offset)}`),
         make("span", { class: "value", "data-weight": weight }, format(weight, 4))));
-      return [make("h3", {}, title), items.length ? make("ol", {}, ...items) : make("p", { class: "quiet" }, none)];
+      return [make("h3", {}, title), items.length ? make("ol", {}, ...items) : make("p", { class: "muted" }, none)];
     };
     this.aside.replaceChildren(
       make("h2", {}, make("bdi", {}, short(this.names[token], 60)), ` ${count(token)}`),
