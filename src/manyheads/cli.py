@@ -19,7 +19,7 @@ import typer
 from manyheads import __version__
 
 if TYPE_CHECKING:
-    from manyheads.viewer.gallery import Gallery
+    from manyheads.viewer.api import Api
 
 app = typer.Typer(
     name="manyheads",
@@ -145,9 +145,9 @@ def show(
     else:
         terminal.list_files(files)
     if browser:
-        from manyheads.viewer.gallery import Gallery
+        from manyheads.viewer.api import Api
 
-        serve(Gallery(reading.recording))
+        serve(Api(reading.recording))
 
 
 @app.command()
@@ -174,7 +174,7 @@ def view(
     """Open saved attention maps in the interactive viewer."""
     from rich.progress import Progress
 
-    from manyheads.viewer.gallery import Gallery
+    from manyheads.viewer.api import Api
 
     if export is None and (layer is not None or head):
         raise ValueError("Expected --layer and --head with --export only: the viewer shows every head.")
@@ -182,31 +182,33 @@ def view(
         from manyheads import viewer
 
         viewer.require_server()
-        serve(Gallery(*runs), port, browser)
+        serve(Api(*runs), port, browser)
         return
     from manyheads.files import file_for
-    from manyheads.viewer.export import planned
+    from manyheads.viewer.export import plan_export
 
-    plan = planned(Gallery(*runs), export, layer, head)
+    plan = plan_export(Api(*runs), export, layer, head)
     file_for(export, "--export")
-    print(plan.told, flush=True)
+    print(plan.description, flush=True)
     with Progress(transient=True) as progress:
         task = progress.add_task("exporting", total=1.0)
         files = plan.write(lambda share: progress.update(task, completed=share))
     print(f"wrote {' and '.join(map(str, files))}")
 
 
-def serve(gallery: Gallery, port: int = 0, browser: bool = True) -> None:
-    """Serve the viewer until interrupted."""
-    from manyheads.viewer import View
+def serve(api: Api, port: int = 0, browser: bool = True) -> None:
+    """Open the viewer and serve it until interrupted."""
+    from manyheads.viewer import require_server
 
-    shown = View.served(gallery, port)
-    opened = browser and shown.open()
-    print(f"{'opened' if opened else 'open this link in a browser:'} {shown.url}\nCtrl-C ends it", flush=True)
+    server = require_server()(api, port)
+    opened = browser and server.open_browser()
+    print(
+        f"{'opened' if opened else 'open this link in a browser:'} {server.url}\nCtrl-C ends it", flush=True
+    )
     try:
-        shown.wait()
+        server.wait()
     finally:
-        shown.close()
+        server.close()
 
 
 @app.command()
