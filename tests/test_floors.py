@@ -33,7 +33,6 @@ FLOORS = (
         "figures",
         "viewer",
         "checker",
-        "huggingface",
         "show",
         "lessons",
         "bench",
@@ -44,7 +43,6 @@ FLOORS = (
 
 # Calls that point upward, or from a leaf to a leaf: inside a function, and only these.
 UPWARD = {
-    ("observe", "huggingface"),
     ("observe", "figures"),
     ("observe", "viewer"),
     ("maps", "viewer"),
@@ -52,7 +50,7 @@ UPWARD = {
     ("viewer", "figures"),
 }
 
-LEAVES = {"figures", "viewer", "checker", "huggingface"}
+LEAVES = {"figures", "viewer", "checker"}
 ORDER = [entry for floor in FLOORS for entry in floor]
 
 

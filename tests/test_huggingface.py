@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import manyheads
-from manyheads import huggingface
-from manyheads.huggingface import calls
 from manyheads.observe import observe
+from manyheads.observe import transformers as huggingface
+from manyheads.observe.transformers import calls
 
 tf = pytest.importorskip("transformers")
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from manyheads import functional, reductions
 from manyheads.observe.here import attend, without
-from manyheads.observe.reduced import BY_MASK, USUAL, Reduced
-from manyheads.observe.seen import NoSuchLayer, Seen, Table, open_run
-from manyheads.observe.watch import Watch, listed, removable
+from manyheads.observe.recorder import Watch, listed, removable
+from manyheads.observe.recording import NoSuchLayer, Seen, Table, open_run
+from manyheads.observe.summaries import BY_MASK, USUAL, Reduced
 from manyheads.shapes import DTYPES, kind, most_bytes, whole
 
 __all__ = ["NoSuchLayer", "Reduced", "Seen", "Table", "attend", "observe", "open_run"]

@@ -23,7 +23,7 @@ from manyheads.scores import Problem
 from manyheads.shapes import kind, sizes
 
 if TYPE_CHECKING:
-    from manyheads.observe.watch import Watch
+    from manyheads.observe.recorder import Watch
 
 
 KERNEL, COMPILE = F.scaled_dot_product_attention, torch.compile
@@ -47,7 +47,7 @@ def enter(watch: Watch, path: str) -> None:
     with _lock:
         watch.active += 1
     if _here.mode is None:
-        from manyheads.observe.routes import Stand
+        from manyheads.observe.intercept import Stand
 
         _here.mode = Stand()
         _here.mode.__enter__()

@@ -17,7 +17,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from manyheads.files import replacing
-from manyheads.observe.reduced import Reduced
+from manyheads.observe.summaries import Reduced
 from manyheads.shapes import amount
 from manyheads.viewer import page
 from manyheads.viewer.gallery import Gallery, Layer, Run, edges, packed

@@ -38,8 +38,8 @@ from manyheads.kernels import native
 from manyheads.maps import AttentionMap
 from manyheads.masks import AfterSameToken, Diagonal, Mask
 from manyheads.observe import Seen, open_run
-from manyheads.observe.reduced import Reduced, mean
-from manyheads.observe.seen import measured
+from manyheads.observe.recording import measured
+from manyheads.observe.summaries import Reduced, mean
 from manyheads.shapes import kind
 from manyheads.viewer.desk import LATER, NOW, SOON, Desk, Kept
 from manyheads.viewer.tiles import MOST, SIDE, Head, Tile

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from manyheads import kernels, scores
 from manyheads.biases import Dense
-from manyheads.huggingface.masks import origin, padding, split, together
 from manyheads.masks import Causal, Keep, Mask, Window
 from manyheads.observe.here import check
-from manyheads.observe.routes import shown, triangle
+from manyheads.observe.intercept import shown, triangle
+from manyheads.observe.transformers.masks import origin, padding, split, together
 from manyheads.scores import Problem
 from manyheads.shapes import kind, shape_of, sizes
 

@@ -29,9 +29,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyheads.huggingface.calls import Call, Kernel, name_of
-from manyheads.huggingface.masks import remembering
 from manyheads.observe import attend
+from manyheads.observe.transformers.calls import Call, Kernel, name_of
+from manyheads.observe.transformers.masks import remembering
 
 OLDEST = (5, 21)  # the oldest with which the tests pass: before it, observing Gemma 2 fails
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from manyheads import files, measures, reductions
 from manyheads.maps import AttentionMap
-from manyheads.observe.reduced import BY_MASK, Reduced, mean
-from manyheads.observe.steps import Print, joined
+from manyheads.observe.generation import Print, joined
+from manyheads.observe.summaries import BY_MASK, Reduced, mean
 from manyheads.shapes import amount, kind, sizes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from manyheads.masks import Causal, Documents, Full, Mask, Window
-from manyheads.observe.routes import known
+from manyheads.observe.intercept import known
 
 _made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a mask → what it was made from
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from manyheads.biases import Bias
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Drop, Full, Keep, Keys, Lengths, Mask, Only, Window
-from manyheads.observe.reduced import Reduced
+from manyheads.observe.summaries import Reduced
 from manyheads.scores import Problem
 
 Edges = tuple[int | None, int | None]  # of a band, low ≤ j − i ≤ high; None: no bound

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.maps import AttentionMap
-from manyheads.observe import fused, here
-from manyheads.observe.reduced import Reduced
-from manyheads.observe.seen import Call, Seen, near, within
+from manyheads.observe import fastpath as fused
+from manyheads.observe import here
+from manyheads.observe.recording import Call, Seen, near, within
+from manyheads.observe.summaries import Reduced
 from manyheads.scores import Problem
 from manyheads.shapes import amount, kind, whole
 
@@ -137,7 +138,7 @@ class Watch:
         """Hooks on every module, while the block runs; and what the model's library needs beside them."""
         with ExitStack() as stack:
             if "transformers" in sys.modules:
-                from manyheads import huggingface
+                from manyheads.observe import transformers as huggingface
 
                 if huggingface.present(self.model):
                     stack.enter_context(huggingface.attached(self.model))
@@ -208,7 +209,7 @@ class Watch:
 
     def account(self) -> None:
         """Raise where nothing was seen, or not what was asked for."""
-        from manyheads.observe.routes import LOOKED_FOR
+        from manyheads.observe.intercept import LOOKED_FOR
 
         if not self.ran:
             raise ValueError("no forward of the model ran inside observe(...): call it there, model(inputs).")
