@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import manyheads as mh
 from manyheads import checker, classic, figures, files, lm, measures, models, reductions
 from manyheads.classic import annotated, components, modeling_attention, torch_multihead
-from manyheads.observe import NoSuchLayer, Reduced, Seen, attend
+from manyheads.observe import NoSuchLayer, Recording, Reduced, record_attention
 from manyheads.scores import Problem
 from manyheads.shapes import Shape
 
@@ -250,7 +250,7 @@ UNITS = {
     "measures.local": SHARE,
     "measures.rollout": SHARE,
     "observe.summaries.Reduced.columns": "nats",
-    "observe.recording.Seen.table": "nats",
+    "observe.recording.Recording.table": "nats",
     "figures.head": "weight",
     "figures.beside": "weight",
     "figures.grid": "weight",
@@ -320,7 +320,7 @@ def amap() -> mh.AttentionMap:
 
 
 @cache
-def seen() -> Seen:
+def seen() -> Recording:
     with torch.no_grad(), mh.observe(MANY) as found:
         MANY(X)
     return found
@@ -349,7 +349,7 @@ def attending(q: Tensor, k: Tensor, **options: Any) -> None:
 
     class Telling(nn.Module):
         def forward(self) -> Tensor:
-            return attend(Problem.of(q, k, k), lambda: q)
+            return record_attention(Problem.of(q, k, k), lambda: q)
 
     model = Telling()
     with mh.observe(model, **options):
@@ -361,8 +361,8 @@ def values_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return v
 
 
-def ruled_run() -> Seen:
-    found = Seen()
+def ruled_run() -> Recording:
+    found = Recording()
     found.add("layer", ruled(), K)
     return found
 
@@ -514,7 +514,7 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("maps.AttentionMap.statistics", ValueError, lambda: amap().statistics(BAD)),
     ("maps.AttentionMap.save", ValueError, lambda: in_a_folder(lambda folder: ruled().save(folder / "map"))),
     ("maps.AttentionMap.view", TypeError, lambda: amap().view(3)),
-    ("maps.AttentionMap.view", ValueError, lambda: amap().view(Seen())),
+    ("maps.AttentionMap.view", ValueError, lambda: amap().view(Recording())),
     ("maps.AttentionMap.view", OSError, lambda: amap().view(port=70_000)),
     ("maps.AttentionMap.save", OSError, lambda: amap().save(ABSENT)),
     ("maps.AttentionMap.open", ValueError, lambda: mh.AttentionMap.open(__file__)),
@@ -542,23 +542,23 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("observe.observe", MemoryError, lambda: observing(max_bytes=10)),
     ("observe.recording.open_run", ValueError, lambda: mh.open_run(__file__)),
     ("observe.recording.open_run", OSError, lambda: mh.open_run(ABSENT)),
-    ("observe.recording.Seen.calls", NoSuchLayer, lambda: seen().calls(BAD)),
-    ("observe.recording.Seen.calls", TypeError, lambda: seen().calls(cast(Any, 1.5))),
-    ("observe.recording.Seen.__getitem__", NoSuchLayer, lambda: seen()[BAD]),
-    ("observe.recording.Seen.__getitem__", TypeError, lambda: seen()[cast(Any, 1.5)]),
-    ("observe.recording.Seen.label", TypeError, lambda: seen().label(BAD)),
-    ("observe.recording.Seen.label", ValueError, lambda: seen().label(["a"])),
-    ("observe.recording.Seen.table", TypeError, lambda: seen().table(BAD)),
-    ("observe.recording.Seen.table", ValueError, lambda: seen().table(IDS[:, :2])),
-    ("observe.recording.Seen.view", TypeError, lambda: seen().view(3)),
-    ("observe.recording.Seen.view", ValueError, lambda: Seen().view()),
-    ("observe.recording.Seen.view", OSError, lambda: seen().view(port=70_000)),
-    ("observe.recording.Seen.plot", ValueError, lambda: Seen().plot()),
-    ("observe.recording.Seen.save", ValueError,
+    ("observe.recording.Recording.calls", NoSuchLayer, lambda: seen().calls(BAD)),
+    ("observe.recording.Recording.calls", TypeError, lambda: seen().calls(cast(Any, 1.5))),
+    ("observe.recording.Recording.__getitem__", NoSuchLayer, lambda: seen()[BAD]),
+    ("observe.recording.Recording.__getitem__", TypeError, lambda: seen()[cast(Any, 1.5)]),
+    ("observe.recording.Recording.label", TypeError, lambda: seen().label(BAD)),
+    ("observe.recording.Recording.label", ValueError, lambda: seen().label(["a"])),
+    ("observe.recording.Recording.table", TypeError, lambda: seen().table(BAD)),
+    ("observe.recording.Recording.table", ValueError, lambda: seen().table(IDS[:, :2])),
+    ("observe.recording.Recording.view", TypeError, lambda: seen().view(3)),
+    ("observe.recording.Recording.view", ValueError, lambda: Recording().view()),
+    ("observe.recording.Recording.view", OSError, lambda: seen().view(port=70_000)),
+    ("observe.recording.Recording.plot", ValueError, lambda: Recording().plot()),
+    ("observe.recording.Recording.save", ValueError,
      lambda: in_a_folder(lambda folder: ruled_run().save(folder / "run"))),
-    ("observe.recording.Seen.save", OSError, lambda: seen().save(ABSENT)),
-    ("observe.recording.Table.sorted", ValueError, lambda: seen().table().sorted(BAD)),
-    ("observe.recording.Table.to_pandas", ImportError, without_pandas),
+    ("observe.recording.Recording.save", OSError, lambda: seen().save(ABSENT)),
+    ("observe.table.Table.sorted", ValueError, lambda: seen().table().sorted(BAD)),
+    ("observe.table.Table.to_pandas", ImportError, without_pandas),
     ("observe.summaries.Reduced.of", TypeError, lambda: Reduced.of(amap(), {"top": ()})),
     ("observe.summaries.Reduced.of", ValueError, lambda: Reduced.of(amap(), {BAD: ()})),
     ("observe.summaries.Reduced.labelled", TypeError,
@@ -568,8 +568,8 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("observe.summaries.Reduced.stored", ValueError,
      lambda: Reduced.of(amap(), {"mass": mh.Causal()}).stored()),
     ("observe.summaries.Reduced.restored", ValueError, lambda: Reduced.restored(files.Kept({}, {}))),
-    ("observe.here.attend", ValueError, lambda: attending(Q.to("meta"), K.to("meta"))),
-    ("observe.here.attend", MemoryError, lambda: attending(Q, K, max_bytes=10)),
+    ("observe.intercept.record_attention", ValueError, lambda: attending(Q.to("meta"), K.to("meta"))),
+    ("observe.intercept.record_attention", MemoryError, lambda: attending(Q, K, max_bytes=10)),
     # figures
     ("figures.head", TypeError, lambda: figures.head(BAD)),
     ("figures.head", ValueError, lambda: figures.head(Q)),
@@ -739,16 +739,16 @@ NEVER = {
     # Our own code gives it values that it has checked.
     "values.Value.but",
     "values.Value.map",
-    "observe.recording.Seen.add",
-    "observe.recording.Table.of",
+    "observe.recording.Recording.add",
+    "observe.table.Table.of",
     "observe.summaries.Reduced.followed_by",
     "lm.model.LanguageModel.embed",
     "lm.model.LanguageModel.logits",
     # Containers, which the library fills.
     "observe.summaries.Reduced",
-    "observe.recording.Seen",
-    "observe.recording.Table",
-    "observe.recording.Table.__getitem__",
+    "observe.recording.Recording",
+    "observe.table.Table",
+    "observe.table.Table.__getitem__",
     "lm.generate.Text",
     "models.Model",
     "checker.questions.Check",

@@ -194,7 +194,7 @@ def test_the_face_names_each_module_once_for_people_and_once_for_type_checkers()
 
 LAZY = {
     "the subpackage observe doesn't take the function's place": """
-        from manyheads.observe import Seen
+        from manyheads.observe import Recording
         import manyheads.observe as bound
         from manyheads import observe
         assert m.observe is bound is observe and callable(observe)

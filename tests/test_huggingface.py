@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import manyheads
-from manyheads.observe import observe
-from manyheads.observe import transformers as huggingface
+from manyheads.observe import observe, transformers
 from manyheads.observe.transformers import calls
 
 tf = pytest.importorskip("transformers")
@@ -395,7 +394,7 @@ def test_blocks_that_see_each_other(implementation: str) -> None:
     """As images do in PaliGemma and Gemma 3: causal, or of one block."""
     model, given = build("llama", implementation), inputs("llama", "left")
     blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1, -1], [-2] * 12])
-    with huggingface.attached(model):
+    with transformers.attached(model):
         given["attention_mask"] = made(model, given, block_sequence_ids=blocks)
     either = "(Causal() | Documents([2, 12], queries=[2, 12]))"
     assert masks_of(model, **given) == [f"Lengths([12, 8], left=True) & {either}"] * 2
@@ -405,7 +404,7 @@ def test_blocks_that_see_each_other(implementation: str) -> None:
 def test_mask_functions_that_nobody_knows(implementation: str) -> None:
     """What a caller adds to a mask isn't read off: the tensor is the mask, as where nobody looked on."""
     model, given = build("llama", implementation), inputs("llama")
-    with huggingface.attached(model):
+    with transformers.attached(model):
         mask = made(model, given, and_mask_function=lambda b, h, i, j: (i - j) % 3 == 0)
     b = 1 if implementation == "sdpa" else 2  # one mask, expanded over the batch, is held once
     assert masks_of(model, **given, attention_mask=mask) == [f"Keep([{b}, 1, 12, 12])"] * 2
@@ -419,7 +418,7 @@ def test_mask_functions_that_nobody_knows(implementation: str) -> None:
 def test_a_mask_that_is_edited_in_place(implementation: str, inference: bool) -> None:
     """What was asked for is believed only where it is still what the tensor says."""
     model, given = build("llama", implementation), inputs("llama", "left")
-    with huggingface.attached(model), torch.inference_mode(inference):
+    with transformers.attached(model), torch.inference_mode(inference):
         mask = made(model, given)
         if not inference:  # where changes are counted, also one after a first look
             with observe(model) as seen:
@@ -475,7 +474,7 @@ def test_ours_computes_what_eager_has_no_room_for(
     with torch.no_grad():
         plain = model(**given)
         told = model(**given, output_attentions=True)
-        monkeypatch.setattr(calls, "ROOM", 0)
+        monkeypatch.setattr(calls, "MAX_EAGER_BYTES", 0)
         home = sys.modules[type(model).__module__]
         eager, asked = home.eager_attention_forward, []
 
@@ -544,7 +543,7 @@ def test_training_under_observation(name: str, implementation: str) -> None:
 def test_a_head_that_is_removed(implementation: str) -> None:
     """It adds nothing to what the others add: the projection after it gets zeros in its place."""
     model, given = build("llama", implementation), inputs("llama", "left")
-    with torch.no_grad(), observe(model, without=[("layers.1.self_attn", 2)]):
+    with torch.no_grad(), observe(model, ablate=[("layers.1.self_attn", 2)]):
         watched = model(**given).logits
     only = torch.ones(32).index_fill(0, torch.arange(16, 24), 0.0)  # head 2 of 4, of size 8
     model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda module, args: (args[0] * only,))
@@ -712,7 +711,7 @@ def test_what_a_kernel_is_told_beside(monkeypatch: pytest.MonkeyPatch) -> None:
         model(**given, leaning=3)
     assert len(seen) == 2
     with (
-        pytest.raises(ValueError, match="its kernel is given tilt, which manyheads doesn't know"),
+        pytest.raises(ValueError, match="its kernel is given tilt, which manyheads doesn't support"),
         observe(model),
     ):
         model(**given, tilt=3)
@@ -722,28 +721,29 @@ def call(name: str = "eager", **options: Any) -> calls.Call:
     """A call of no model's."""
     mask = options.pop("mask", None)
     q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8)
-    return calls.Call(own_kernel, name, nn.Identity(), q, k, k, mask, options, frozenset(options))
+    kernel = calls.Kernel(own_kernel, name, tuple(options), {})
+    return calls.Call(kernel, nn.Identity(), q, k, k, mask, options)
 
 
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        (call(s_aux=torch.zeros(3)), r"its sinks are \[3\], and one for each of 4 heads was expected"),
-        (call(scaling=torch.ones(4)), r"its scaling is a tensor \[4\], and a number was expected"),
+        (call(s_aux=torch.zeros(3)), r"expected one sink for each of 4 heads, got \[3\]"),
+        (call(scaling=torch.ones(4)), r"expected its scaling to be a number, got a tensor \[4\]"),
         (
             call(mask=torch.ones(2, 1, 6, 9, dtype=torch.int64)),
-            "its mask is a Tensor of torch.int64, and a tensor of bool",
+            "expected its mask to be a tensor of bool or floats, got a Tensor of torch.int64",
         ),
-        (call(mask="causal"), "its mask is a str"),
+        (call(mask="causal"), "expected its mask to be .*, got a str"),
         (
             call("flash", mask=torch.ones(2, 1, 6, 9)),
-            "its flash kernel's mask is a Tensor of torch.float32, and padding",
+            r"expected its flash kernel's mask to be padding \[b, s\], got a Tensor of torch.float32",
         ),
         (call("flash", cu_seq_lens_q=torch.tensor([0, 6])), "its kernel is given cu_seq_lens_q"),
     ],
 )
 def test_refusals(made: calls.Call, told: str) -> None:
-    with pytest.raises(ValueError, match="the attention of Identity can't be observed: " + told):
+    with pytest.raises(ValueError, match="The attention of Identity can't be observed: " + told):
         made.problem()
 
 
@@ -755,7 +755,7 @@ def test_shapes_that_do_not_go_together() -> None:
 
 def test_tensors_without_numbers() -> None:
     model, ids = build("llama", "sdpa").to("meta"), torch.zeros(1, 4, dtype=torch.long, device="meta")
-    told = "LlamaAttention's query can't be observed, as it has a shape but no numbers"
+    told = "LlamaAttention's query can't be observed, because it has a shape but no numbers"
     with pytest.raises(ValueError, match=told), observe(model):
         model(ids)
 
@@ -764,14 +764,16 @@ def test_options_of_a_call() -> None:
     """What each kernel reads, and what it ignores."""
     assert call(s_aux=torch.ones(1, 4, 1, 1)).problem().sink.shape == (4,)
     assert call("sdpa", s_aux=torch.ones(4)).problem().sink is not None
-    ignored = replace(call("sdpa", s_aux=torch.ones(4)), named=frozenset({"scaling"}))
+    ignored = replace(call("sdpa"), options={"s_aux": torch.ones(4)})  # which its kernel doesn't name
     assert ignored.problem().sink is None
     assert call(scaling=torch.tensor(0.5)).problem().scale == 0.5
     assert call(dropout=0.5).problem().dropout_p == 0.5  # of a module that trains
     idle = call(dropout=0.5)
     idle.module.eval()
     assert idle.problem().dropout_p == 0.0
-    assert replace(idle, name="sdpa").problem().dropout_p == 0.5  # told to, it drops
+    assert (
+        replace(idle, kernel=replace(idle.kernel, name="sdpa")).problem().dropout_p == 0.5
+    )  # told to, it drops
     shared = call()
     assert replace(shared, query=shared.query[:1]).problem().shape.b == 2
     bias = torch.randn(1, 4, 6, 9)
@@ -798,7 +800,7 @@ def test_options_of_a_call() -> None:
 def test_a_mask_of_one_row_for_all() -> None:
     """It was asked for the last query, and is used for six: then it is what it says, and no longer causal."""
     real = torch.arange(9).lt(torch.tensor([9, 5])[:, None])
-    with huggingface.attached(nn.Identity()):
+    with transformers.attached(nn.Identity()):
         mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
             batch_size=2, q_length=1, kv_length=9, q_offset=8, attention_mask=real, allow_is_causal_skip=False
         )
@@ -873,17 +875,17 @@ def interfaces() -> tuple[Any, ...]:
 def test_everything_is_put_back() -> None:
     before, one, other = interfaces(), build("llama", "sdpa"), build("bert", "eager")
     config = one.config.to_dict() | {"told": one.config._attn_implementation}
-    with huggingface.attached(one):
+    with transformers.attached(one):
         assert interfaces()[:3] != before[:3]
         assert one.config.to_dict() | {"told": one.config._attn_implementation} == config
-        with huggingface.attached(one), huggingface.attached(other):
+        with transformers.attached(one), transformers.attached(other):
             pass
         assert interfaces()[:3] != before[:3]
     assert interfaces() == before
-    with pytest.raises(ZeroDivisionError), huggingface.attached(one), huggingface.attached(other):
+    with pytest.raises(ZeroDivisionError), transformers.attached(one), transformers.attached(other):
         1 / 0  # noqa: B018
     assert interfaces() == before
-    first, second = huggingface.attached(one), huggingface.attached(other)  # left in the other order
+    first, second = transformers.attached(one), transformers.attached(other)  # left in the other order
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -892,8 +894,8 @@ def test_everything_is_put_back() -> None:
     assert len(seen) == 2
     second.__exit__(None, None, None)
     assert interfaces() == before
-    assert not huggingface._attached
-    assert not huggingface._undo
+    assert not transformers._attached
+    assert not transformers._undo
 
 
 def test_models_that_nobody_observes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -936,9 +938,9 @@ def test_threads() -> None:
 
 
 def test_present() -> None:
-    assert huggingface.present(build("llama", "sdpa"))
-    assert huggingface.present(nn.Sequential(build("llama", "sdpa").model.layers[0].self_attn))
-    assert not huggingface.present(nn.TransformerEncoderLayer(8, 2))
+    assert transformers.is_present(build("llama", "sdpa"))
+    assert transformers.is_present(nn.Sequential(build("llama", "sdpa").model.layers[0].self_attn))
+    assert not transformers.is_present(nn.TransformerEncoderLayer(8, 2))
 
 
 def test_a_part_of_a_model() -> None:
@@ -956,10 +958,10 @@ def test_a_part_of_a_model() -> None:
 
 
 def test_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "OLDEST", (99, 0))
+    monkeypatch.setattr(transformers, "OLDEST", (99, 0))
     model, before = build("llama", "sdpa"), interfaces()
-    told = f"takes version 99.0 or later, and {tf.__version__} is installed: upgrade it."
-    with pytest.raises(ImportError, match=told), huggingface.attached(model):
+    told = f"needs version 99.0 or later, and {tf.__version__} is installed. Upgrade it."
+    with pytest.raises(ImportError, match=told), transformers.attached(model):
         pass
     assert interfaces() == before
-    assert not huggingface._attached
+    assert not transformers._attached

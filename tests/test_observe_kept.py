@@ -50,7 +50,7 @@ from watched import (
 import manyheads as mh
 from manyheads import measures, observe, open_run
 from manyheads.classic.torch_multihead import MultiheadAttention
-from manyheads.observe import Reduced, Seen
+from manyheads.observe import Recording, Reduced
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,7 +150,9 @@ ASKED: dict[str, Any] = {
 }
 
 
-def every_statistic(model: nn.Module, *args: Any, keep: Any = None, **kwargs: Any) -> tuple[Seen, Seen]:
+def every_statistic(
+    model: nn.Module, *args: Any, keep: Any = None, **kwargs: Any
+) -> tuple[Recording, Recording]:
     maps = same(model, *args, **kwargs)
     return maps, same(model, *args, **kwargs, observing={"keep": ASKED if keep is None else keep})
 
@@ -197,13 +199,13 @@ def test_the_usual_statistics_and_names_of_statistics():
     named = same(model, x, observing={"keep": ["row_max", "first_token"]})
     assert list(named[0].values) == ["row_max", "first_token"]
     agree([list(row[2:]) for row in usual.table()], [list(row[2:]) for row in maps.table()])
-    with says(ValueError, "entropy wasn't kept of layers.0.attn, but row_max, first_token: … keep="):
+    with says(ValueError, "entropy of layers.0.attn wasn't kept, but row_max, first_token. … keep="):
         named[0].entropy()
-    with says(ValueError, "top of layers.0.attn was kept with the arguments 3, and … 4 … came"):
+    with says(ValueError, "top of layers.0.attn was kept with the arguments 3, and … 4 … is asked for"):
         same(model, x, observing={"keep": {"top": 3}})[0].top(4)
-    with says(AttributeError, "Reduced has no 'problem'"):
+    with says(AttributeError, "Reduced has no attribute 'problem'"):
         named[0].problem  # noqa: B018
-    with says(ValueError, 'observed with keep="statistics", which leaves no weights to draw'):
+    with says(ValueError, 'observed with keep="statistics", which keeps no weights to draw'):
         named.plot()
 
 
@@ -229,7 +231,7 @@ def test_max_bytes_is_what_is_held_in_the_end():
     model, x = GPT(), randn(2, 5, E)
     enough = same(model, x).nbytes
     assert same(model, x, observing={"max_bytes": enough}).nbytes == enough
-    with says(MemoryError, "layers.1.attn … 2.56 kB, and max_bytes is 2.56 kB: name fewer"):
+    with says(MemoryError, "layers.1.attn … 2.56 kB, and max_bytes is 2.56 kB. Name fewer"):
         same(model, x, observing={"max_bytes": enough - 1})
     assert not any(hooks(model))
     same(model, x, observing={"max_bytes": enough // 2, "layers": [1]})
@@ -308,9 +310,9 @@ def test_removed_heads_and_their_gradients():
     for handle in handles:
         handle.remove()
     assert (model(x) - expected).abs().max() > 1e-3
-    with observe(model, without=pairs) as seen:
+    with observe(model, ablate=pairs) as seen:
         identical(model(x), expected)
-    identical(gradients(model, x, True, without=pairs), slopes)
+    identical(gradients(model, x, True, ablate=pairs), slopes)
     assert list(seen) == [f"layers.{n}.attn" for n in range(3)]
     assert seen["layers.1"].shape[1] == H  # what it looked at is seen all the same
     shows_gpt(same(model, x), model, x)
@@ -320,14 +322,14 @@ def test_removed_heads_and_their_gradients():
 def test_removed_heads_stay_removed_in_a_recomputation(how: str):
     model, x = GPT(dropout=0.3), randn(2, 5, E)
     pairs = [("layers.0", 1), ("layers.1", 3)]
-    slopes = gradients(model, x, True, without=pairs)
+    slopes = gradients(model, x, True, ablate=pairs)
     model.how = how
-    identical(gradients(model, x, True, without=pairs), slopes)
+    identical(gradients(model, x, True, ablate=pairs), slopes)
 
 
 def test_all_heads_removed_leave_the_projection_s_bias():
     attn, x = CausalAttention(), randn(2, 5, E)
-    with observe(attn, without=[("", n) for n in range(H)]):
+    with observe(attn, ablate=[("", n) for n in range(H)]):
         identical(attn(x), attn.c_proj.bias.expand(2, 5, E).contiguous())
 
 
@@ -336,16 +338,16 @@ def test_removed_heads_of_our_layers():
     handle = without_slice(layer.o, [1, 2])
     expected = layer(x, mask=mh.Causal())
     handle.remove()
-    with observe(layer, without=[(0, 1), (0, 2)]):
+    with observe(layer, ablate=[(0, 1), (0, 2)]):
         identical(layer(x, mask=mh.Causal()), expected)
     single, context = mh.CrossAttention(E), randn(2, 7, E)
-    with observe(single, without=[("", 0)]):
+    with observe(single, ablate=[("", 0)]):
         assert not single(x, context).any()
 
 
 def test_removed_heads_of_calls_without_an_axis_of_heads():
     q = randn(3, 5, 8)
-    with observe(model := Call(), without=[("", 0)]):
+    with observe(model := Call(), ablate=[("", 0)]):
         assert not model(q, q, q).any()
 
 
@@ -360,7 +362,7 @@ def test_removed_heads_of_multihead_attention(wants: dict[str, Any], ours: bool,
     with torch.no_grad():
         by_hand.out_proj.weight.view(E, H, D)[:, [1, 3]] = 0.0
     out, found = by_hand(x, x, x, attn_mask=hidden, **wants)
-    with observe(layer, without=[("", 1), ("", 3)]) as seen:
+    with observe(layer, ablate=[("", 1), ("", 3)]) as seen:
         mine, weighed = layer(x, x, x, attn_mask=hidden, **wants)
     agree(mine, out)
     assert (weighed is None) == (found is None)
@@ -391,8 +393,8 @@ def test_removed_heads_of_a_transformer_encoder(nesting: bool, train: bool):
         for padding in (None, hidden):
             expected = by_hand(x, src_key_padding_mask=padding)
             leaves_padding_out = padding is not None and nesting and not train
-            refused = says(ValueError, "leaves padding out, and can't be observed with … a head removed")
-            with refused if leaves_padding_out else nullcontext(), observe(model, without=[("layers.1", 2)]):
+            refused = says(ValueError, "skips padding, and can't be observed with … an ablated head")
+            with refused if leaves_padding_out else nullcontext(), observe(model, ablate=[("layers.1", 2)]):
                 agree(model(x, src_key_padding_mask=padding), expected)
 
 
@@ -401,9 +403,9 @@ def test_nested_observations_each_remove_their_own():
     handles = [without_slice(model.layers[0].attn.c_proj, [1, 2])]
     expected = model(x)
     handles[0].remove()
-    with observe(model, without=[("layers.0", 1)]) as outer, observe(model.layers[0], without=[("attn", 2)]):
+    with observe(model, ablate=[("layers.0", 1)]) as outer, observe(model.layers[0], ablate=[("attn", 2)]):
         identical(model(x), expected)
-    with observe(model) as plain, observe(model.layers[0], without=[("attn", 2)]):
+    with observe(model) as plain, observe(model.layers[0], ablate=[("attn", 2)]):
         model(x)
     identical(plain[0].dense(), outer[0].dense())
 
@@ -509,7 +511,7 @@ def test_steps_of_our_layers(sort: str, mask: mh.Mask | None, length: int | None
     agree(seen[0].dense(), alone.dense())
 
 
-def right_whatever_was_joined(seen: Seen, model: Cached) -> None:
+def right_whatever_was_joined(seen: Recording, model: Cached) -> None:
     """Each row of all the calls is one that was computed, in order; keys that came later weigh nothing."""
     true = [w[:, :, r] for w in (weights(*call)[0] for call in model.log) for r in range(w.shape[2])]
     shown = [w[:, :, r] for w in (call.dense() for call in seen.calls(0)) for r in range(w.shape[2])]
@@ -669,7 +671,7 @@ def test_a_table_is_a_sequence_that_sorts_converts_and_prints():
     assert text.count("layers.1.attn") == H
     assert f"{table[0].entropy:.2f}" in text
     assert "previous token" in text
-    with says(ValueError, "the table has the columns layer, head, … and 'entropie' came"):
+    with says(ValueError, "Expected one of the columns layer, head, … got 'entropie'"):
         table.sorted("entropie")
 
 
@@ -687,7 +689,7 @@ def test_a_table_of_layers_that_kept_different_things():
         maps.plot()
 
 
-def equal_runs(one: Seen, other: Seen) -> None:
+def equal_runs(one: Recording, other: Recording) -> None:
     assert list(one) == list(other)
     assert one.provenance == other.provenance
     for name in one:
@@ -703,7 +705,7 @@ def equal_runs(one: Seen, other: Seen) -> None:
                 identical(x.dense(), y.dense())
             else:
                 assert x.values.keys() == y.values.keys()
-                assert x.asked == y.asked
+                assert x.arguments == y.arguments
                 for key in x.values:
                     identical(x.values[key], y.values[key])
     assert list(one.table()) == list(other.table())
@@ -765,7 +767,7 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path):
 
     with says(ValueError, "Rule"):
         same(Ruled(), q).save(tmp_path / "run.safetensors")
-    with says(ValueError, "mass was kept with a Window, which can't be written"):
+    with says(ValueError, "mass was kept with a Window, which a file can't hold"):
         same(Call(), q, q, q, observing={"keep": {"mass": mh.Window(left=1)}}).save(
             tmp_path / "run.safetensors"
         )
@@ -783,10 +785,10 @@ def test_labels():
     assert [call.tokens for call in seen.calls(1)] == [(tuple("abc"), tuple("xyz")), tuple("abcd")]
     identical(seen[0].dense(), seen.calls(0)[1].dense())
     for wrong, error, message in (
-        (list("abcde"), ValueError, "as many as a layer's keys, 3 or 4 here, and 5 came"),
-        ([], ValueError, "as many as a layer's keys, 3 or 4 here, and 0 came"),
-        ("abcd", TypeError, "a list of strings, and a str came"),
-        (7, TypeError, "a list of strings, and an int came"),
+        (list("abcde"), ValueError, "as many tokens as a layer has keys, which is 3 or 4, got 5"),
+        ([], ValueError, "as many tokens as a layer has keys, which is 3 or 4, got 0"),
+        ("abcd", TypeError, "a list of strings, got a str"),
+        (7, TypeError, "a list of strings, got an int"),
         ([1, 2, 3, 4], TypeError, "tokens must be a list of … strings"),
         ([list("abc")] * 3, ValueError, "b = 2 such lists, and 3 lists came"),
         ([list("abc"), list("abcd")], ValueError, "and 4 came"),

@@ -48,7 +48,7 @@ from watched import (
 
 import manyheads as mh
 from manyheads import observe
-from manyheads.observe import NoSuchLayer, Seen, here
+from manyheads.observe import NoSuchLayer, Recording, intercept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,12 +75,12 @@ class Written(nn.Module):
 def test_attention_written_out_by_hand_is_named() -> None:
     model, x = Half(), randn(2, 4, 6, 8)
     with (
-        pytest.warns(UserWarning, match=r"isn't seen: written \[2, 4, 6, 6\]\."),
+        pytest.warns(UserWarning, match=r"isn't recorded: written \[2, 4, 6, 6\]\."),
         mh.observe(model) as seen,
     ):
         model(x)
     assert (list(seen), seen.missed) == (["fused"], {"written": (2, 4, 6, 6)})
-    assert "written: not seen, a softmax of [2, 4, 6, 6]" in repr(seen)
+    assert "written: not recorded, a softmax of [2, 4, 6, 6]" in repr(seen)
 
 
 # -- what was seen, as a mapping -------------------------------------------------------------------
@@ -118,16 +118,16 @@ def test_names_in_part():
     seen = same(model, randn(1, 3, E))
     assert seen["layers.1"] is seen["layers.1.attn"]  # whole parts before letters: not layers.10
     assert seen["10"] is seen[10] is seen["layers.10.attn"]
-    with says(NoSuchLayer, "'attn' may be 11 of the layers seen: layers.0.attn, … , …. Say more"):
+    with says(NoSuchLayer, "'attn' matches 11 of the recorded layers: layers.0.attn, … , …. Give more"):
         seen["attn"]
-    with says(NoSuchLayer, "no layer 'layer.3.attn' was seen; near it: … layers.3.attn"):
+    with says(NoSuchLayer, "No layer 'layer.3.attn' was recorded; similar: … layers.3.attn"):
         seen["layer.3.attn"]
-    with says(NoSuchLayer, "there is no layer 11: 11 were seen"):
+    with says(NoSuchLayer, "There is no layer 11: 11 were recorded"):
         seen[11]
-    with says(NoSuchLayer, "there is no layer -12: 11 were seen"):
+    with says(NoSuchLayer, "There is no layer -12: 11 were recorded"):
         seen.calls(-12)
     for wrong, kind in ((1.5, "float"), (True, "bool"), (None, "NoneType")):
-        with says(TypeError, f"by its path or its number, and a {kind} came"):
+        with says(TypeError, f"Expected a layer's path or number, got a {kind}"):
             seen[wrong]
 
 
@@ -178,7 +178,7 @@ def test_attention_outside_the_model_is_not_its_own():
         mh.attention(q, q, q)
         GPT()(mh.MultiHeadAttention(E, H)(x))
         assert len(seen) == 0
-        assert "nothing seen yet" in repr(seen)
+        assert "nothing recorded yet" in repr(seen)
         model(x)
     assert list(seen) == KEYS
 
@@ -188,7 +188,7 @@ def test_forward_called_directly():
     with observe(model) as seen:
         identical(model.forward(x), model(x))
     assert [len(seen.calls(name)) for name in KEYS] == [2, 2]
-    with says(ValueError, "no forward of the model ran"), observe(model.layers[0].attn):
+    with says(ValueError, "No forward of the model ran"), observe(model.layers[0].attn):
         model.layers[0].attn.c_attn.forward(x)
 
 
@@ -253,7 +253,7 @@ def test_a_generator_that_observes_and_is_dropped():
     model, x = GPT(), randn(1, 3, E)
     before = hooks(model)
 
-    def steps() -> Iterator[Seen]:
+    def steps() -> Iterator[Recording]:
         with observe(model) as seen:
             while True:
                 model(x)
@@ -323,7 +323,7 @@ def test_hooks_of_the_user_in_a_transformer_encoder(nesting: bool, grad: bool):
         same(model, x)
         assert len(called) == 2  # alone, and observed
         leaves_padding_out = nesting and not grad
-        refused = says(ValueError, "leaves padding out, and can't be observed with other hooks")
+        refused = says(ValueError, "skips padding, and can't be observed with other hooks")
         with refused if leaves_padding_out else nullcontext():
             same(model, x, src_key_padding_mask=PADDING["right"])
         assert leaves_padding_out or len(called) == 4
@@ -412,12 +412,12 @@ def test_functional_call():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_cannot_be_observed_says_so():
     model, x = GPT(), randn(2, 5, E)
-    with says(ValueError, "is inside a torch.func transform: call the model plainly"), observe(model):
+    with says(ValueError, "is inside a torch.func transform: call the model without one"), observe(model):
         torch.func.vmap(model)(x[None])
     with says(ValueError, "has a shape but no numbers"), observe(nowhere := GPT().to("meta")):
         nowhere(x.to("meta"))
     traced = torch.jit.trace(nn.Linear(2, 2), randn(1, 2))
-    with says(TypeError, "is a TorchScript module, … : observe the model that it was made from"):
+    with says(TypeError, "is a TorchScript module, … . Observe the model that it was made from"):
         observe(traced).__enter__()
     with says(TypeError, "part is a TorchScript module"):
         observe(nn.ModuleDict({"part": traced})).__enter__()
@@ -608,7 +608,7 @@ def test_each_thread_may_observe_for_itself():
     for model in models:
         model.layers[1].attn.midway = lambda: together.wait(HANG)
 
-    def work(model: nn.Module) -> Seen:
+    def work(model: nn.Module) -> Recording:
         model(x)
         with observe(model) as seen:
             model(x)
@@ -639,7 +639,7 @@ def test_a_thread_that_outlives_the_block():
 
     def work() -> tuple[Tensor, list[Any]]:
         out = model(x)
-        return out, [*_get_current_function_mode_stack(), *here._here.running]
+        return out, [*_get_current_function_mode_stack(), *intercept._thread.running]
 
     with ThreadPoolExecutor(1) as pool:
         with observe(model) as seen:
@@ -708,11 +708,11 @@ def test_other_threads_attention_is_their_own_affair():
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"keep": "entropy"}, ValueError, "keep must be … and 'entropy' came"),
-    ({"keep": 3}, TypeError, "keep must be … and an int came"),
-    ({"keep": None}, TypeError, "keep must be … and a NoneType came"),
+    ({"keep": "entropy"}, ValueError, 'Expected keep to be … got \'entropy\''),
+    ({"keep": 3}, TypeError, "Expected keep to be … got an int"),
+    ({"keep": None}, TypeError, "Expected keep to be … got a NoneType"),
     ({"keep": []}, ValueError, "keep"),
-    ({"keep": ["entropie"]}, ValueError, "there is no statistic 'entropie' to keep, but entropy, "),
+    ({"keep": ["entropie"]}, ValueError, "There is no statistic 'entropie' to keep, but entropy, "),
     ({"keep": ["top"]}, TypeError, "the statistic top takes k"),
     ({"keep": {"entropy": 3}}, TypeError, "the statistic entropy takes no arguments"),
     ({"keep": {"previous_token": 4}}, TypeError, "previous_token"),
@@ -720,32 +720,32 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep": {"pooled": (6, 6)}}, ValueError, "at most 5 rows of cells … and 6 came"),
     ({"keep": "statistics", "dtype": torch.float16}, ValueError, "dtype"),
     ({"keep": "statistics", "device": "cpu"}, ValueError, "device"),
-    ({"dtype": torch.int8}, TypeError, "dtype must be one of … and torch.int8 came"),
+    ({"dtype": torch.int8}, TypeError, "Expected dtype to be one of … got torch.int8"),
     ({"device": "nowhere"}, ValueError, "'nowhere' is none here"),
     ({"device": "meta"}, ValueError, "meta"),
     ({"max_bytes": "1GB"}, TypeError, "max_bytes must be a whole number, and '1GB' came"),
     ({"max_bytes": -1}, ValueError, "max_bytes must be at least 0, and -1 came"),
-    ({"layers": "layers.7"}, ValueError, "no module 'layers.7'; near it: layers.1"),
-    ({"layers": "0.mlp"}, ValueError, "layers names '0.mlp', where no attention was seen; "),
-    ({"layers": [0, 2]}, ValueError, "layers names 2, where no attention was seen"),
+    ({"layers": "layers.7"}, ValueError, "no module 'layers.7'; similar: layers.1"),
+    ({"layers": "0.mlp"}, ValueError, "layers names '0.mlp', which made no attention call; "),
+    ({"layers": [0, 2]}, ValueError, "layers names 2, which made no attention call"),
     ({"layers": -1}, ValueError, "at least 0, and -1 came"),
     ({"layers": []}, ValueError, "layers"),
-    ({"layers": [None]}, TypeError, "by a module's path or by a number, and None came"),
-    ({"layers": 1.5}, TypeError, "layers= takes … and a float came"),
+    ({"layers": [None]}, TypeError, "to be a module's path or a number, got None"),
+    ({"layers": 1.5}, TypeError, "Expected layers to be … got a float"),
     ({"heads": [1, 4]}, ValueError, "layers.0.attn has 4 heads, and heads= names head 4"),
     ({"heads": -5}, ValueError, "layers.0.attn has 4 heads, and heads= names head -5"),
     ({"heads": []}, ValueError, "heads"),
     ({"heads": [True]}, TypeError, "a head in heads must be a whole number, and True came"),
-    ({"heads": torch.tensor([1])}, TypeError, "heads= takes head numbers, and a Tensor"),
-    ({"without": ("layers.0.attn", 1)}, TypeError, 'pairs (layer, head) such as ("layers.3.attn", 5), and'),
-    ({"without": [("layers.0",)]}, TypeError, "takes pairs … and ('layers.0',) came"),
-    ({"without": 3}, TypeError, "takes pairs … and 3 came"),
-    ({"without": [("layer.0", 1)]}, ValueError, "no module 'layer.0'; near it: layers.0"),
-    ({"without": [("mlp", 0)]}, ValueError, "without names 'mlp', where no attention was seen"),
-    ({"without": [(2, 0)]}, ValueError, "without names 2, where no attention was seen"),
-    ({"without": [("layers.1", 4)]}, ValueError, "layers.1.attn has 4 heads, … and without= names head 4"),
-    ({"without": [("layers.1", -1)]}, ValueError, "at least 0, and -1 came"),
-    ({"without": [("layers.1", "2")]}, TypeError, "a whole number, and '2' came"),
+    ({"heads": torch.tensor([1])}, TypeError, "Expected heads to be head numbers, got a Tensor"),
+    ({"ablate": ("layers.0.attn", 1)}, TypeError, 'pairs (layer, head) such as ("layers.3.attn", 5), got'),
+    ({"ablate": [("layers.0",)]}, TypeError, "to be pairs … got ('layers.0',)"),
+    ({"ablate": 3}, TypeError, "to be pairs … got 3"),
+    ({"ablate": [("layer.0", 1)]}, ValueError, "no module 'layer.0'; similar: layers.0"),
+    ({"ablate": [("mlp", 0)]}, ValueError, "ablate names 'mlp', which made no attention call"),
+    ({"ablate": [(2, 0)]}, ValueError, "ablate names 2, which made no attention call"),
+    ({"ablate": [("layers.1", 4)]}, ValueError, "layers.1.attn has 4 heads, … and ablate= names head 4"),
+    ({"ablate": [("layers.1", -1)]}, ValueError, "at least 0, and -1 came"),
+    ({"ablate": [("layers.1", "2")]}, TypeError, "a whole number, and '2' came"),
 ]  # fmt: skip
 
 
@@ -759,7 +759,7 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
 
 @pytest.mark.parametrize("model", [None, "gpt2", GPT, lambda x: x, [GPT()]])
 def test_only_modules_are_observed(model: Any):
-    with says(TypeError, f"observe takes a torch.nn.Module, and a {type(model).__name__} came"):
+    with says(TypeError, f"Expected observe to get a torch.nn.Module, got a {type(model).__name__}"):
         observe(model).__enter__()
 
 
@@ -776,11 +776,12 @@ class HandMadeAttention(ByHand):
     "model", [nn.Linear(E, E), nn.GRU(E, E), ByHand()], ids=lambda model: type(model).__name__
 )
 def test_a_model_without_attention_that_can_be_seen(model: nn.Module):
-    looked_for = (
-        "scaled_dot_product_attention, … MultiheadAttention … Hugging Face … manyheads … were looked for."
-    )
+    intercepted = "scaled_dot_product_attention, … MultiheadAttention … Hugging Face … manyheads"
     with (
-        says(ValueError, f"{type(model).__name__} ran, and no attention was seen: … {looked_for}"),
+        says(
+            ValueError,
+            f"{type(model).__name__} ran without an attention call that can be recorded, … {intercepted}",
+        ),
         observe(model),
     ):
         model(randn(2, 5, E))
@@ -788,10 +789,10 @@ def test_a_model_without_attention_that_can_be_seen(model: nn.Module):
 
 def test_a_model_whose_attention_is_made_by_hand():
     model = nn.Sequential(nn.Linear(E, E), HandMadeAttention())
-    with says(ValueError, "compute it by themselves: 1 (HandMadeAttention)."), observe(model):
+    with says(ValueError, "may compute it by themselves: 1 (HandMadeAttention)."), observe(model):
         model(randn(2, 5, E))
     with (
-        says(ValueError, "compute it by themselves: HandMadeAttention (HandMadeAttention)."),
+        says(ValueError, "may compute it by themselves: HandMadeAttention (HandMadeAttention)."),
         observe(model[1]),
     ):
         model[1](randn(2, 5, E))
@@ -800,22 +801,22 @@ def test_a_model_whose_attention_is_made_by_hand():
 def test_no_forward_within_the_block():
     model = GPT()
     with (
-        says(ValueError, "no forward of the model ran inside observe … : call it there"),
+        says(ValueError, "No forward of the model ran inside observe … : call it there"),
         observe(model),
     ):
         pass
-    with says(ValueError, "no forward of the model ran"), observe(model):
+    with says(ValueError, "No forward of the model ran"), observe(model):
         GPT()(randn(1, 3, E))
 
 
 CALLS: list[tuple[dict[str, Any], Any, str]] = [
-    ({"attn_mask": torch.tensor(torch.nan).expand(5, 7)}, ValueError, "attn_mask may hold numbers … NaN"),
-    ({"attn_mask": torch.full((5, 7), torch.inf)}, ValueError, "attn_mask may hold numbers … +inf came"),
-    ({"attn_mask": torch.ones(5, 7, dtype=torch.int64)}, TypeError, "attn_mask must be boolean or of floats"),
+    ({"attn_mask": torch.tensor(torch.nan).expand(5, 7)}, ValueError, "attn_mask to hold numbers … NaN"),
+    ({"attn_mask": torch.full((5, 7), torch.inf)}, ValueError, "Expected attn_mask to hold numbers … +inf"),
+    ({"attn_mask": torch.ones(5, 7, dtype=torch.int64)}, TypeError, "attn_mask to be boolean or of floats"),
     ({"attn_mask": torch.ones(5, 6)}, (ValueError, RuntimeError), "6"),
     ({"query": [1.0]}, TypeError, "query"),
     ({"value": None}, TypeError, "value"),
-    ({"query": randn(8)}, ValueError, "query must be [..., length, width], and [8] came"),
+    ({"query": randn(8)}, ValueError, "query to be [..., length, width], got [8]"),
 ]  # fmt: skip
 
 
@@ -829,13 +830,13 @@ def test_calls_that_are_not_understood_raise(arguments: dict[str, Any], error: A
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_refused():
     q = torch.nested.nested_tensor([randn(H, 3, 8), randn(H, 4, 8)])
-    with says(ValueError, "is a nested tensor, … : pad it and give a mask"), observe(model := Call()):
+    with says(ValueError, "is a nested tensor, … : pad it and pass a mask"), observe(model := Call()):
         model(q, q, q)
 
 
 def test_ids_that_do_not_fit():
     seen = same(GPT(), randn(2, 5, E))
-    with says(TypeError, "ids must be the tokens, … and an int came"):
+    with says(TypeError, "Expected ids to be the tokens, … got an int"):
         seen.table(ids=3)
-    with says(ValueError, "ids must be one for each of s = 5 keys, and [4] came"):
+    with says(ValueError, "Expected one id for each of s = 5 keys, got [4]"):
         seen.table(ids=torch.arange(4))

@@ -25,7 +25,7 @@ from waiting import HANG, wait_until
 
 import manyheads as mh
 from manyheads import cli, scores
-from manyheads.observe import Seen
+from manyheads.observe import Recording
 from manyheads.viewer import View, tiles
 from manyheads.viewer.desk import LATER, NOW, Desk, Kept
 from manyheads.viewer.export import planned
@@ -249,11 +249,11 @@ def test_a_file_that_goes_or_changes_is_not_read_any_more(tmp_path: Path) -> Non
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(
-        TypeError, match="a viewer shows a Seen, an AttentionMap or a file of them, and an int"
+        TypeError, match="a viewer shows a Recording, an AttentionMap or a file of them, and an int"
     ):
         Run.of(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing was seen"):
-        Run.of(Seen())
+        Run.of(Recording())
     with pytest.raises(ValueError, match="nothing was given to look at"):
         Gallery()
     with pytest.raises(ValueError, match=r"a map of shape \(1, 1, 0, 9\) has no weight to look at"):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import manyheads as mh
 from manyheads import observe
-from manyheads.observe import Seen, here
+from manyheads.observe import Recording, intercept
 
 E, H, D = 16, 4, 4
 Q, K, V = (2, H, 5, 8), (2, H, 7, 8), (2, H, 7, 8)
@@ -47,8 +47,8 @@ def nothing_stays() -> Iterator[None]:
     assert _get_current_function_mode_stack() == []
     assert F.scaled_dot_product_attention is KERNEL
     assert stance() == "default"
-    assert here._here.running == []
-    assert here._here.mode is None
+    assert intercept._thread.running == []
+    assert intercept._thread.mode is None
 
 
 def hooks(model: nn.Module) -> list[int]:
@@ -74,7 +74,7 @@ def identical(one: Any, other: Any) -> None:
         assert one == other
 
 
-def same(model: nn.Module, *args: Any, observing: dict[str, Any] | None = None, **kwargs: Any) -> Seen:
+def same(model: nn.Module, *args: Any, observing: dict[str, Any] | None = None, **kwargs: Any) -> Recording:
     """What is seen of one call, whose output is what it is unobserved, and after which no hook is left."""
     before = hooks(model)
     torch.manual_seed(1)
@@ -208,7 +208,7 @@ def inputs_of(model: nn.Module, names: Sequence[str], *args: Any) -> dict[str, T
     return found
 
 
-def shows_gpt(seen: Seen, model: nn.Module, x: Tensor) -> None:
+def shows_gpt(seen: Recording, model: nn.Module, x: Tensor) -> None:
     for name, given_ in inputs_of(model, list(seen), x).items():
         q, k, _ = model.get_submodule(name).heads(given_)
         shows(seen[name], q, k, causal=True)

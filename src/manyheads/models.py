@@ -25,7 +25,7 @@ from torch import nn
 
 from manyheads import lm
 from manyheads.lm.checkpoint import is_ours
-from manyheads.observe import Seen, observe
+from manyheads.observe import Recording, observe
 from manyheads.tokens import Token, covered, printable, tokens, words
 
 SHIPPED = "shipped"  # the name of the model that comes with the package
@@ -57,7 +57,7 @@ class Model:
     stretched: Callable[[int], Model] | None = None
     layers: tuple[nn.Module, ...] = ()
 
-    def read(self, ids: Sequence[int], after: Callable[[], object] = lambda: None) -> Seen:
+    def read(self, ids: Sequence[int], after: Callable[[], object] = lambda: None) -> Recording:
         """The attention of the model while it reads ids; `after` is called when one of its layers is done.
 
         ValueError where it can't, where no attention is seen, and where NaN or infinity is computed.

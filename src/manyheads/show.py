@@ -45,7 +45,7 @@ from manyheads.findings import (
     sentence,
 )
 from manyheads.maps import AttentionMap
-from manyheads.observe import Seen
+from manyheads.observe import Recording
 from manyheads.reductions import Pooled, edges
 from manyheads.tokens import Token
 
@@ -74,7 +74,7 @@ class Reading:
     model: str
     tokens: list[Token]
     left_out: int  # how many tokens were cut off at the end
-    seen: Seen  # all attention of the model, with labels
+    seen: Recording  # all attention of the model, with labels
     layers: list[str]  # those with self-attention, by their paths in the model
     maps: list[AttentionMap]  # one for each of them
     candidates: list[Finding]  # of every head, the most telling one first
@@ -315,7 +315,7 @@ def _counted(bar: Progress | None, layers: int) -> Callable[[], object]:
     return lambda: bar.advance(task)
 
 
-def _calls(seen: Seen) -> list[tuple[str, AttentionMap]]:
+def _calls(seen: Recording) -> list[tuple[str, AttentionMap]]:
     """All calls, with their layers. A layer that is called again and again, as all of ALBERT's are, counts
     each time."""
     return [(layer, amap) for layer in seen for amap in seen.calls(layer)]

@@ -1,8 +1,8 @@
-"""PyTorch's own transformer layers, which in evaluation without gradients take a path of their own.
+"""The fast path of PyTorch's own transformer layers, in evaluation without gradients.
 
-On that path nobody can stand, and hooks keep the layers from it; an encoder even leaves padding out there
-and gives zeros in its place, or what its norm makes of them. So that outputs stay what they were, the
-output is computed once more, by the same modules without hooks.
+On it attention is one fused kernel that can't be intercepted; hooks on a layer keep PyTorch from taking it.
+An encoder skips padding there, and gives zeros in its place, or what its norm makes of zeros. So that
+outputs stay the same under observation, they are computed once more, by the same modules without the hooks.
 """
 
 from __future__ import annotations
@@ -18,46 +18,52 @@ from torch import nn
 LAYERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
-def able(module: nn.Module) -> bool:
-    """Is it one of these layers, with PyTorch's own forward?"""
-    return any(isinstance(module, one) and type(module).forward is one.forward for one in LAYERS)
+def has_fastpath(module: nn.Module) -> bool:
+    """Return True for one of these layers with PyTorch's own forward."""
+    return any(isinstance(module, layer) and type(module).forward is layer.forward for layer in LAYERS)
 
 
-def takes(module: nn.Module) -> bool:
-    """Might PyTorch take the fused path with it now?"""
-    if not able(module):
+def is_taken(module: nn.Module) -> bool:
+    """Return True if PyTorch would take the fast path with it now, without hooks."""
+    if not has_fastpath(module):
         return False
-    graph = torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())
-    one = next(iter(module.layers), module) if isinstance(module, nn.TransformerEncoder) else module
-    return not one.training and not graph and torch.backends.mha.get_fastpath_enabled()
+    layer = next(iter(module.layers), module) if isinstance(module, nn.TransformerEncoder) else module
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())
+    return not layer.training and not needs_gradient and torch.backends.mha.get_fastpath_enabled()
 
 
-def leaves_padding_out(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Would an encoder that takes it leave out padding that came?"""
+def skips_padding(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if the module is an encoder that would skip the padding of this call."""
     if not isinstance(module, nn.TransformerEncoder) or not getattr(module, "use_nested_tensor", False):
         return False
     return kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None) is not None
 
 
-def hooked(module: nn.Module) -> bool:
-    """Has it, or a module in it, hooks that somebody else put there, which mustn't run twice?"""
-    return any(
-        not getattr(hook, "__module__", "").startswith("manyheads.")
-        for one in module.modules()
-        for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values())
+def _is_from(package: str, hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith(package)
+
+
+def has_other_hooks(module: nn.Module) -> bool:
+    """Return True if it, or a module in it, has hooks of a user, which mustn't run twice."""
+    return not all(
+        _is_from("manyheads.", hook)
+        for part in module.modules()
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     )
 
 
-def bare(module: nn.Module) -> nn.Module:
-    """The same modules, sharing all that they hold, without the hooks of `observe`."""
+def without_hooks(module: nn.Module) -> nn.Module:
+    """Return a shallow copy of the modules, sharing everything they hold, without the hooks of `observe`."""
     plain = copy(module)
-    children = {name: None if child is None else bare(child) for name, child in module._modules.items()}
+    children = {
+        name: None if child is None else without_hooks(child) for name, child in module._modules.items()
+    }
     plain.__dict__ |= {"_modules": children}
-    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
-        kept = {
-            key: hook
-            for key, hook in getattr(module, hooks).items()
-            if not getattr(hook, "__module__", "").startswith("manyheads.observe")
-        }
-        plain.__dict__[hooks] = OrderedDict(kept)
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = [
+            (key, hook)
+            for key, hook in getattr(module, name).items()
+            if not _is_from("manyheads.observe", hook)
+        ]
+        plain.__dict__[name] = OrderedDict(hooks)
     return plain

@@ -1,4 +1,4 @@
-"""Generation, step by step: calls whose keys continue each other's, joined into one."""
+"""Join the steps of a generation: calls whose keys continue each other's become one call."""
 
 from __future__ import annotations
 
@@ -7,144 +7,140 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from manyheads.biases import Bias
+from manyheads.biases import ALiBi, Bias, Relative
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Drop, Full, Keep, Keys, Lengths, Mask, Only, Window
-from manyheads.observe.summaries import Reduced
+from manyheads.observe.summaries import Call, Reduced
 from manyheads.scores import Problem
 
-Edges = tuple[int | None, int | None]  # of a band, low ≤ j − i ≤ high; None: no bound
+Band = tuple[int | None, int | None]  # low ≤ j − i ≤ high; None: no bound
 
 
-class Print(NamedTuple):
-    """A sum of the bits of each key, by which the keys are known again when the next step comes."""
+class KeyFingerprint(NamedTuple):
+    """A checksum of each key, which tells whether a later call's keys begin with the same ones."""
 
-    sums: Tensor  # [b, g, s so far]
+    checksums: Tensor  # [b, g, s so far]
 
     @classmethod
-    def of(cls, k: Tensor, call: AttentionMap | Reduced) -> Print:
-        """The print of keys k `[b, g, s, d]`, as far as the call's queries reach."""
+    def of(cls, k: Tensor, call: Call) -> KeyFingerprint:
+        """Return the fingerprint of keys k `[b, g, s, d]`, as far as the call's queries reach."""
         offset = call.offset if isinstance(call, Reduced) else call.problem.offset
         end = min(offset + call.shape[2], k.shape[2]) if isinstance(offset, int) else 0
-        return cls(_bits(k.detach()[:, :, : max(end, 0)]))
+        return cls(_checksums(k.detach()[:, :, : max(end, 0)]))
 
-    def in_front_of(self, k: Tensor) -> bool:
-        """Do these keys begin with those of the print?"""
-        end = self.sums.shape[2]
-        return end > 0 and torch.equal(_bits(k.detach()[:, :, :end]), self.sums)
-
-
-def _bits(k: Tensor) -> Tensor:
-    """The bits of each key as integers, times drawn odd numbers, added up past all overflow: `[b, g, s]`."""
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
-    drawn = torch.randint(1 << 62, (k.shape[3],), generator=torch.Generator().manual_seed(0))
-    return (k.contiguous().view(whole).long() * (drawn | 1).to(k.device)).sum(-1)
+    def begins(self, k: Tensor) -> bool:
+        """Return True if keys k begin with these."""
+        end = self.checksums.shape[2]
+        return end > 0 and torch.equal(_checksums(k.detach()[:, :, :end]), self.checksums)
 
 
-def joined(
-    old: AttentionMap | Reduced, new: AttentionMap | Reduced, before: Print, k: Tensor
-) -> AttentionMap | Reduced | None:
-    """One call of two, if the new one's keys k are the old one's and then its own; else None."""
-    together: AttentionMap | Reduced | None = None
-    if before.in_front_of(k):
-        if isinstance(old, Reduced) and isinstance(new, Reduced):
-            together = (
-                old.followed_by(new) if _follows(old.shape, old.offset, new.shape, new.offset) else None
-            )
-        elif isinstance(old, AttentionMap) and isinstance(new, AttentionMap):
-            together = _together(old, new)
-    return together
+def _checksums(k: Tensor) -> Tensor:
+    """Return the sum of each key's bits, as integers times random odd numbers, modulo 2^64: `[b, g, s]`."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
+    factors = torch.randint(1 << 62, (k.shape[3],), generator=torch.Generator().manual_seed(0))
+    return (k.contiguous().view(integers).long() * (factors | 1).to(k.device)).sum(-1)
 
 
-def _follows(old: tuple[int, ...], first: int | Tensor, new: tuple[int, ...], second: int | Tensor) -> bool:
-    """Do the new queries stand just behind the old ones, with keys that reach as far?"""
+def join(old: Call, new: Call) -> Call | None:
+    """Return one call of two whose keys continue each other's, or None if they can't be expressed as one."""
+    if isinstance(old, Reduced) and isinstance(new, Reduced):
+        return old.followed_by(new) if _continues(old.shape, old.offset, new.shape, new.offset) else None
+    if isinstance(old, AttentionMap) and isinstance(new, AttentionMap):
+        return _join_maps(old, new)
+    return None
+
+
+def _continues(old: tuple[int, ...], first: int | Tensor, new: tuple[int, ...], second: int | Tensor) -> bool:
+    """Return True if the new queries follow directly on the old ones, with keys that reach as far."""
     if not isinstance(first, int) or not isinstance(second, int):
         return False
     return old[:2] == new[:2] and second == first + old[2] and new[3] >= max(second + new[2], old[3])
 
 
-def _together(old: AttentionMap, new: AttentionMap) -> AttentionMap | None:
-    p, n = old.problem, new.problem
-    if not _follows(old.shape, p.offset, new.shape, n.offset) or (p.scale, p.softcap) != (n.scale, n.softcap):
-        return None
-    if old.heads != new.heads or not _same(p.sink, n.sink) or not _same_bias(p.bias, n.bias):
-        return None
-    if p.q.dtype != n.q.dtype or p.shape.d != n.shape.d:
-        return None
-    mask = _mask(p, n)
+def _join_maps(old: AttentionMap, new: AttentionMap) -> AttentionMap | None:
+    before, after = old.problem, new.problem
+    same = (
+        _continues(old.shape, before.offset, new.shape, after.offset)
+        and (before.scale, before.softcap, old.heads) == (after.scale, after.softcap, new.heads)
+        and (before.q.dtype, before.shape.d) == (after.q.dtype, after.shape.d)
+        and _equal(before.sink, after.sink)
+        and _equal_biases(before.bias, after.bias)
+    )
+    mask = _join_masks(before, after) if same else None
     if mask is None:
         return None
     problem = Problem.of(
-        torch.cat((p.q, n.q), 2),
-        n.k,
-        n.v,
+        torch.cat((before.q, after.q), 2),
+        after.k,
+        after.v,
         mask=mask,
-        bias=n.bias,
-        scale=n.scale,
-        softcap=n.softcap,
-        sink=n.sink,
-        offset=p.offset,
+        bias=after.bias,
+        scale=after.scale,
+        softcap=after.softcap,
+        sink=after.sink,
+        offset=before.offset,
     )
     lse = torch.cat((old.lse, new.lse), 2) if old.knows_lse and new.knows_lse else None
     return new.again(problem, lse)
 
 
-def _mask(p: Problem, n: Problem) -> Mask | None:
-    """The mask of both steps' queries over the later keys, if it can be said: a band and some keys."""
-    (old_band, old_keys), (new_band, new_keys) = _band_and_keys(p), _band_and_keys(n)
-    if old_keys is None or new_keys is None or not isinstance(p.offset, int):
+def _join_masks(before: Problem, after: Problem) -> Mask | None:
+    """Return the mask of both steps' queries over the later keys, if it is a band and some keys."""
+    (old_band, old_keys), (new_band, new_keys) = _band_and_keys(before), _band_and_keys(after)
+    if old_keys is None or new_keys is None or not isinstance(before.offset, int):
         return None
-    if old_band != new_band:  # a last query that sees all up to its own is causal, whatever it was called
-        causal = (None, 0)
-        old_band = causal if _sees_all_before(p, old_band) and new_band == causal else old_band
-        new_band = causal if _sees_all_before(n, new_band) and old_band == causal else new_band
-    elif _sees_all_before(p, old_band) and _sees_all_before(n, new_band):
-        old_band = new_band = (None, 0)
+    # A single query at the last key under no band is causal, whatever its mask says.
+    causal: Band = (None, 0)
+    old_is_last, new_is_last = _is_last_key(before, old_band), _is_last_key(after, new_band)
+    if old_is_last and (new_is_last or new_band == causal):
+        old_band = causal
+    if new_is_last and old_band == causal:
+        new_band = causal
     low, high = old_band
-    last = p.offset + p.shape.t - 1
-    if old_band != new_band or high is None or last + high >= p.shape.s:
-        return None  # the old queries would see the later keys
-    reach = last + high + 1  # what lies beyond it the old queries don't see, whatever their mask says of it
+    last = before.offset + before.shape.t - 1
+    if old_band != new_band or high is None or last + high >= before.shape.s:
+        return None  # the old queries would attend to the later keys
+    reach = last + high + 1  # the old queries attend to no key beyond it, whatever their mask keeps
     if not torch.equal(old_keys[:, :reach], new_keys[:, :reach].expand(old_keys[:, :reach].shape)):
         return None
-    band: Mask = Causal() if (low, high) == (None, 0) else Window(None if low is None else -low, high)
+    band: Mask = Causal() if (low, high) == causal else Window(None if low is None else -low, high)
     return band if bool(new_keys.all()) else band & Keep(new_keys[:, None, None])
 
 
-def _sees_all_before(p: Problem, band: Edges) -> bool:
-    """Is it a single query at the last key, under no band?"""
-    return p.shape.t == 1 and band == (None, None) and isinstance(p.offset, int) and p.offset == p.shape.s - 1
+def _is_last_key(problem: Problem, band: Band) -> bool:
+    """Return True for a single query at the position of the last key, under no band."""
+    return problem.shape.t == 1 and band == (None, None) and bool(problem.offset == problem.shape.s - 1)
 
 
-def _band_and_keys(p: Problem) -> tuple[Edges, Tensor | None]:
-    """A mask as a band, and the keys `[b, s]` that all queries may see; None where it is more than that."""
-    everything = torch.ones(p.shape.b, p.shape.s, dtype=torch.bool, device=p.q.device)
-    if p.mask is None:
-        return (None, None), everything
-    band, segments, lengths, rest = p.mask.normal()
-    if segments or not all(map(_for_all, rest)):
+def _band_and_keys(problem: Problem) -> tuple[Band, Tensor | None]:
+    """Return a mask as a band and the keys `[b, s]` that all queries see, or None if it is more."""
+    n = problem.shape
+    keys = torch.ones(n.b, n.s, dtype=torch.bool, device=problem.q.device)
+    if problem.mask is None:
+        return (None, None), keys
+    band, segments, lengths, rest = problem.mask.normal()
+    if segments or not all(map(_same_for_all_queries, rest)):
         return band, None
-    keys = everything
     for part in (*lengths, *rest):
-        keys = keys & p.keep(part, slice(0, 1), slice(None))[:, 0, 0]  # [b, s]
+        keys = keys & problem.keep(part, slice(0, 1), slice(None))[:, 0, 0]  # [b, s]
     return band, keys
 
 
-def _for_all(mask: Mask) -> bool:
-    """Does a mask show all queries of all heads the same keys?"""
+def _same_for_all_queries(mask: Mask) -> bool:
+    """Return True if a mask keeps the same keys for all queries of all heads."""
     if isinstance(mask, Only):
-        return _for_all(mask.mask)
+        return _same_for_all_queries(mask.mask)
     if isinstance(mask, Keep | Drop):
         return mask.tensor.shape[1:3] == (1, 1)
     return isinstance(mask, Keys | Full | Lengths)
 
 
-def _same(x: Tensor | None, y: Tensor | None) -> bool:
-    return (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
+def _equal(x: Tensor | None, y: Tensor | None) -> bool:
+    return x is y or (x is not None and y is not None and torch.equal(x, y))
 
 
-def _same_bias(x: Bias | None, y: Bias | None) -> bool:
-    """Biases that depend on positions alone go on as they are; a dense one has no further columns."""
+def _equal_biases(x: Bias | None, y: Bias | None) -> bool:
+    """Return True for equal biases that depend on positions alone; a dense one has no further columns."""
     if x is None or y is None:
         return x is y
-    return type(x) is type(y) and type(x).__name__ in ("ALiBi", "Relative") and _same(x.tensor(), y.tensor())
+    return type(x) is type(y) and isinstance(x, ALiBi | Relative) and _equal(x.tensor(), y.tensor())

@@ -1,4 +1,4 @@
-"""One observation: hooks on a model's modules, and what to keep of the attention calls they meet."""
+"""`Recorder`: the hooks of one observation, and what it records of each attention call."""
 
 from __future__ import annotations
 
@@ -13,271 +13,244 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.maps import AttentionMap
-from manyheads.observe import fastpath as fused
-from manyheads.observe import here
-from manyheads.observe.recording import Call, Seen, near, within
+from manyheads.observe import fastpath, intercept, transformers
+from manyheads.observe.recording import Call, Recording, close_matches, paths_within
 from manyheads.observe.summaries import Reduced
 from manyheads.scores import Problem
-from manyheads.shapes import amount, kind, whole
+from manyheads.shapes import amount, whole
 
-COMPILED = "_orig_mod"  # what torch.compile puts into the paths of a model's modules
+COMPILED = "_orig_mod"  # what torch.compile adds to the paths of a model's modules
 
 
-class Watch:
-    """What one `observe` wants of a model, and the hooks that serve it."""
+class Recorder:
+    """What one `observe` records of a model, and the hooks by which it learns of its calls."""
 
     def __init__(
         self,
         model: nn.Module,
-        seen: Seen,
+        recording: Recording,
         *,
         keep: Mapping[str, Any] | None,
         layers: Sequence[str | int] | None,
         heads: Sequence[int] | None,
         max_bytes: int | None,
         store: Sequence[torch.device | str | torch.dtype],
-        without: Sequence[tuple[str | int, int]],
+        ablate: Sequence[tuple[str | int, int]],
     ) -> None:
-        self.model, self.seen, self.keep = model, seen, keep
+        self.model, self.recording, self.keep = model, recording, keep
         self.layers, self.heads, self.max_bytes, self.store = layers, heads, max_bytes, store
-        self.modules = [(_plain(path), module) for path, module in model.named_modules()]
-        self.paths, self.at = [path for path, _ in self.modules], dict(self.modules)
-        self.without = [(self._path(layer), whole(head, "a head in without")) for layer, head in without]
+        self.modules = {_uncompiled(path): module for path, module in model.named_modules()}
+        self.ablate = [(self._check_layer(layer), whole(head, "a head in ablate")) for layer, head in ablate]
         for layer in layers or ():
-            self._path(layer)
-        self.met: dict[str, int] = {}  # paths of attention modules, in order of first call: their heads
+            self._check_layer(layer)
+        self.attended: dict[str, int] = {}  # the number of heads by module path, in order of first call
         self.ran = self.closed = False
         self.active = 0  # modules that run now, on all threads
-        self.strays = 0  # attention calls on threads where none does
-        self.ends: list[Any] = []  # the hooks that say when a module ends
+        self.strays = 0  # attention calls on threads where no module runs
+        self.end_hooks: list[Any] = []
         self.lock = threading.RLock()
 
-    # -- what is wanted ----------------------------------------------------------------------------
+    # -- which layers and heads --------------------------------------------------------------------
 
-    def _path(self, layer: str | int) -> str | int:
-        """A layer as it was named, if the model has a module that it could be."""
+    def _check_layer(self, layer: str | int) -> str | int:
+        """Check that the model has a module that `layer` may name."""
         if isinstance(layer, int) and not isinstance(layer, bool):
             return whole(layer, "a layer's number, counted in order of first call,")
         if not isinstance(layer, str):
-            raise TypeError(f"a layer is named by a module's path or by a number, and {layer!r} came.")
-        if not within(layer, self.paths):
-            raise ValueError(f"the model has no module {layer!r}{near(layer, self.paths)}.")
+            raise TypeError(f"Expected a layer to be a module's path or a number, got {layer!r}.")
+        if not paths_within(layer, self.modules):
+            raise ValueError(f"The model has no module {layer!r}{close_matches(layer, self.modules)}.")
         return layer
 
-    def _is(self, layer: str | int, path: str) -> bool:
-        if isinstance(layer, int):
-            met = list(self.met)
-            return layer == (met.index(path) if path in self.met else len(met))
-        return path in within(layer, self.paths)
+    def _matches(self, layer: str | int, path: str) -> bool:
+        if isinstance(layer, str):
+            return path in paths_within(layer, self.modules)
+        attended = list(self.attended)
+        return layer == (attended.index(path) if path in self.attended else len(attended))
 
-    def _wanted(self, path: str) -> bool:
-        return self.layers is None or any(self._is(layer, path) for layer in self.layers)
+    def is_ablated(self, path: str) -> bool:
+        """Return True if a head of this module is to be ablated."""
+        return any(self._matches(layer, path) for layer, _ in self.ablate)
 
-    def removes(self, path: str) -> bool:
-        """Is a head of this module to be removed?"""
-        return any(self._is(layer, path) for layer, _ in self.without)
-
-    def removed(self, path: str, h: int) -> list[int]:
-        """The heads of this module that are to be removed; ValueError for one that it doesn't have."""
-        gone = [head for layer, head in self.without if self._is(layer, path)]
-        for head in gone:
+    def ablated(self, path: str, h: int) -> list[int]:
+        """Return which of the h heads of this module are to be ablated."""
+        heads = [head for layer, head in self.ablate if self._matches(layer, path)]
+        for head in heads:
             if head >= h:
                 raise ValueError(
-                    f"{self._name(path)} has {h} heads, 0 to {h - 1}, and without= names head {head}."
+                    f"{self._name(path)} has {h} heads, 0 to {h - 1}, and ablate= names head {head}."
                 )
-        return gone
+        return heads
 
-    # -- what is met -------------------------------------------------------------------------------
+    # -- recording ---------------------------------------------------------------------------------
 
     def record(self, path: str, problem: Problem, lse: Tensor | None) -> None:
-        """Keep what is wanted of an attention call."""
+        """Record what is wanted of an attention call."""
         with self.lock, torch.no_grad():
-            self.met.setdefault(path, problem.shape.h)
-            if not self._wanted(path):
+            self.attended.setdefault(path, problem.shape.h)
+            if self.layers is not None and not any(self._matches(layer, path) for layer in self.layers):
                 return
-            where = {"model": type(self.model).__name__, "layer": path}
-            amap = AttentionMap.of(problem, lse, provenance=where)
+            amap = AttentionMap.of(
+                problem, lse, provenance={"model": type(self.model).__name__, "layer": path}
+            )
             if self.heads is not None:
+                h = problem.shape.h
                 for head in self.heads:
-                    if not -problem.shape.h <= head < problem.shape.h:
-                        raise ValueError(
-                            f"{self._name(path)} has {problem.shape.h} heads, and heads= names head {head}."
-                        )
+                    if not -h <= head < h:
+                        raise ValueError(f"{self._name(path)} has {h} heads, and heads= names head {head}.")
                 amap = amap.only(heads=self.heads)
             k = amap.problem.k
             if self.keep is None:
                 for place in self.store:
                     amap = amap.to(place)
-                # Numbers of its own: the model may write into these again, a cache of a fixed size does,
-                # and in inference mode nobody counts it.
+                # A copy, because a model may write into q and k again: a cache of fixed size does, and in
+                # inference mode changes in place aren't counted.
                 call: Call = amap.compact(always=True)
             else:
                 call = Reduced.of(amap, self.keep)
-            self.seen.add(path, call, k)
-            if self.max_bytes is not None and self.seen.nbytes > self.max_bytes:
+            self.recording.add(path, call, k)
+            if self.max_bytes is not None and self.recording.nbytes > self.max_bytes:
                 raise MemoryError(
-                    f"what was seen up to {self._name(path)} holds {amount(self.seen.nbytes)}, and max_bytes "
-                    f"is {amount(self.max_bytes)}: name fewer layers= or heads=, store less "
+                    f"The recording up to {self._name(path)} holds {amount(self.recording.nbytes)}, and "
+                    f"max_bytes is {amount(self.max_bytes)}. Name fewer layers= or heads=, store less "
                     '(dtype=torch.float16), or keep="statistics".'
                 )
 
-    def note(self, path: str, scores: Tensor) -> None:
-        """A module took a softmax by itself: of `[b, h, t, s]`, or of `[b, t, s]` where its name says so."""
-        if scores.dim() > 3 or (scores.dim() == 3 and _sounds(self.at[path])):
+    def note_softmax(self, path: str, scores: Tensor) -> None:
+        """Note a softmax that a module takes by itself, if its input may be scores `[b, h, t, s]`."""
+        if scores.dim() > 3 or (scores.dim() == 3 and _sounds_like_attention(self.modules[path])):
             with self.lock:
-                self.seen.missed.setdefault(path, tuple(scores.shape))
+                self.recording.missed.setdefault(path, tuple(scores.shape))
 
     def _name(self, path: str) -> str:
-        """A module's path in a sentence; the model itself has none."""
         return path or type(self.model).__name__
 
     # -- hooks -------------------------------------------------------------------------------------
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
-        """Hooks on every module, while the block runs; and what the model's library needs beside them."""
+    def attached(self) -> Iterator[None]:
+        """Attach hooks to every module, and intercept what the model's library adds to them."""
         with ExitStack() as stack:
-            if "transformers" in sys.modules:
-                from manyheads.observe import transformers as huggingface
-
-                if huggingface.present(self.model):
-                    stack.enter_context(huggingface.attached(self.model))
-            stack.enter_context(here.overheard(self))
+            if "transformers" in sys.modules and transformers.is_present(self.model):
+                stack.enter_context(transformers.attached(self.model))
+            stack.enter_context(intercept.listening(self))
             stack.callback(self._close)
-            for path, module in self.modules:
+            for path, module in self.modules.items():
                 for handle in self._hooks(path, module):
                     stack.callback(handle.remove)
             yield
 
     def _hooks(self, path: str, module: nn.Module) -> Iterable[Any]:
+        has_fastpath = fastpath.has_fastpath(module)
+
         def begin(running: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            # A copy of the model takes its hooks along, and is another model; a replica for one pass isn't.
+            # Hooks of deep copies of the model, which aren't observed, end here; DataParallel's replicas are.
             if running is module or getattr(running, "_is_replica", False):
-                if fused.able(running):  # it would say that its fast path, which takes them, isn't taken
+                if has_fastpath:  # which takes nested tensors; its error would name the fast path only
                     for x in (*args, *kwargs.values()):
                         if isinstance(x, Tensor) and x.is_nested:
-                            here.check(x, f"the input of {self._name(path)}")
+                            intercept.check_readable(x, f"the input of {self._name(path)}")
                 self.ran = True
-                here.enter(self, path)
+                intercept.enter(self, path)
 
         def end(running: nn.Module, args: Any, out: Any) -> None:
-            here.leave(self, path)
-            self._drop_ends()
+            intercept.leave(self, path)
+            if self.closed:
+                self._remove_end_hooks()
 
         yield module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-        if fused.able(module):
-            yield module.register_forward_hook(self._as_fused(path), with_kwargs=True)
-        self.ends.append(module.register_forward_hook(end, always_call=True))
+        if has_fastpath:
+            yield module.register_forward_hook(self._fastpath_hook(path), with_kwargs=True)
+        self.end_hooks.append(module.register_forward_hook(end, always_call=True))
 
     def _close(self) -> None:
-        """The block is over: nothing more is recorded, though another thread's forward may still run."""
+        """Record nothing more, though a forward on another thread may still run."""
         self.closed = True
-        here.forget(self)
-        self._drop_ends()
+        intercept.forget(self)
+        self._remove_end_hooks()
 
-    def _drop_ends(self) -> None:
-        if self.closed and self.active <= 0:
-            for handle in self.ends:
+    def _remove_end_hooks(self) -> None:
+        if self.active <= 0:
+            for handle in self.end_hooks:
                 handle.remove()
 
-    def _as_fused(self, path: str) -> Callable[..., Any]:
-        """A hook that gives one of PyTorch's layers the output that its fused path gives: see `fused`."""
+    def _fastpath_hook(self, path: str) -> Callable[..., Any]:
+        """Return a hook that gives one of PyTorch's layers the output of its fast path (see `fastpath`)."""
 
-        def again(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-            above = [other for one, other in self.modules if one != path and here.runs(self, one)]
-            if not fused.takes(module) or any(fused.takes(one) and not self._touched(one) for one in above):
-                return None  # or what is above it does this for it
-            if self._touched(module):
-                if fused.leaves_padding_out(module, args, kwargs):
-                    raise ValueError(
-                        f"{self._name(path)} leaves padding out, and can't be observed with other hooks or a "
-                        "head removed: build it with enable_nested_tensor=False, or observe it in training."
-                    )
-                return None
-            with here.unseen():
-                return fused.bare(module)(*args, **kwargs)
+        def recompute(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+            around = [
+                other
+                for name, other in self.modules.items()
+                if name != path and intercept.is_running(self, name)
+            ]
+            if not fastpath.is_taken(module) or any(
+                fastpath.is_taken(other) and not self._is_changed(other) for other in around
+            ):
+                return None  # or the hook of a module around this one does it
+            if not self._is_changed(module):
+                with intercept.paused():
+                    return fastpath.without_hooks(module)(*args, **kwargs)
+            if fastpath.skips_padding(module, args, kwargs):
+                raise ValueError(
+                    f"{self._name(path)} skips padding, and can't be observed with other hooks or an "
+                    "ablated head: build it with enable_nested_tensor=False, or observe it in training."
+                )
+            return None
 
-        return again
+        return recompute
 
-    def _touched(self, module: nn.Module) -> bool:
-        """Does somebody change what it computes: by a hook, or by removing a head?"""
-        below = {id(one) for one in module.modules()}
-        inside = [path for path, one in self.modules if id(one) in below and path in self.met]
-        return fused.hooked(module) or any(map(self.removes, inside))
+    def _is_changed(self, module: nn.Module) -> bool:
+        """Return True if a user's hook or an ablated head changes what the module computes."""
+        inside = {id(part) for part in module.modules()}
+        paths = [path for path, part in self.modules.items() if id(part) in inside and path in self.attended]
+        return fastpath.has_other_hooks(module) or any(map(self.is_ablated, paths))
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def account(self) -> None:
-        """Raise where nothing was seen, or not what was asked for."""
-        from manyheads.observe.intercept import LOOKED_FOR
-
+    def check(self) -> None:
+        """Raise if nothing was recorded, or not what was named; warn of calls that may be missing."""
         if not self.ran:
-            raise ValueError("no forward of the model ran inside observe(...): call it there, model(inputs).")
+            raise ValueError("No forward of the model ran inside observe(...): call it there, model(inputs).")
         if self.strays:
             warnings.warn(
-                f"{self.strays} attention calls ran on threads where no module of the model did, so whose "
-                "they are can't be told, and they weren't recorded: call modules there, not functions.",
+                f"{self.strays} attention calls ran on threads where no module of the model did, so they "
+                "can't be assigned to one and weren't recorded: call modules there, not functions.",
                 stacklevel=4,
             )
-        if not self.met:
-            alike = [f"{self._name(path)} ({type(m).__name__})" for path, m in self.modules if _sounds(m)]
-            hint = (
-                f" Modules that sound like it compute it by themselves: {', '.join(alike[:4])}."
-                if alike
-                else ""
-            )
+        if not self.attended:
+            similar = [
+                f"{self._name(path)} ({type(module).__name__})"
+                for path, module in self.modules.items()
+                if _sounds_like_attention(module)
+            ]
+            names = ", ".join(similar[:4])
+            hint = f" These modules may compute it by themselves: {names}." if similar else ""
             raise ValueError(
-                f"{type(self.model).__name__} ran, and no attention was seen: {LOOKED_FOR} were looked "
-                f"for.{hint}"
+                f"{type(self.model).__name__} ran without an attention call that can be recorded, which are "
+                f"those of {intercept.INTERCEPTED}.{hint}"
             )
-        if self.seen.missed:
-            missed = [f"{self._name(path)} {list(shape)}" for path, shape in self.seen.missed.items()]
+        if self.recording.missed:
+            missed = [f"{self._name(path)} {list(shape)}" for path, shape in self.recording.missed.items()]
             some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
             warnings.warn(
-                f"modules took a softmax that is no attention call, which may be attention written out by "
-                f"hand, and isn't seen: {some}.",
+                "Modules took a softmax outside of any attention call. It may be attention written out by "
+                f"hand, which isn't recorded: {some}.",
                 stacklevel=4,
             )
-        named = [("layers", layer) for layer in self.layers or ()] + [
-            ("without", one) for one, _ in self.without
-        ]
-        for option, layer in named:
-            if not any(self._is(layer, path) for path in self.met):
-                raise ValueError(
-                    f"{option} names {layer!r}, where no attention was seen{near(str(layer), self.met)}."
-                )
+        for option, layers in (("layers", self.layers or ()), ("ablate", [pair[0] for pair in self.ablate])):
+            for layer in layers:
+                if not any(self._matches(layer, path) for path in self.attended):
+                    raise ValueError(
+                        f"{option} names {layer!r}, which made no attention call"
+                        f"{close_matches(str(layer), self.attended)}."
+                    )
 
 
-def _sounds(module: nn.Module) -> bool:
-    """Does it sound like attention?"""
+def _sounds_like_attention(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     return "atten" in name or "head" in name
 
 
-def _plain(path: str) -> str:
-    """A module's path as it would be if nothing were compiled."""
+def _uncompiled(path: str) -> str:
+    """Return a module's path as it would be if nothing were compiled."""
     return ".".join(part for part in path.split(".") if part != COMPILED)
-
-
-def removable(without: Any) -> list[tuple[str | int, int]]:
-    """The pairs (layer, head) of `without=`, checked."""
-    pairs = list(without) if isinstance(without, Iterable) and not isinstance(without, str) else [without]
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(
-                f'without= takes pairs (layer, head) such as ("layers.3.attn", 5), and {pair!r} came.'
-            )
-    return pairs
-
-
-def listed(value: Any, option: str, what: str) -> list[Any] | None:
-    """A list of layers or heads; one alone will do; None is all."""
-    if value is None:
-        return None
-    values = [value] if isinstance(value, str | int) else value
-    if not isinstance(values, Iterable) or isinstance(values, Tensor):
-        raise TypeError(f"{option}= takes {what}, and {kind(value)} came.")
-    chosen = list(values)
-    if not chosen:
-        raise ValueError(f"{option}= takes {what}, None for all, and an empty list came.")
-    return chosen

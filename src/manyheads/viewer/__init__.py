@@ -74,7 +74,7 @@ class View:
 def view(*shown: Any, port: int = 0, browser: bool = True) -> Any:
     """Show a run, a map or a file of either, or several to compare, in a browser or in this notebook.
 
-    shown: each a Seen, an AttentionMap or the path of a file. port: of this machine, 0 being any free one;
+    shown: each a Recording, AttentionMap or path of a file. port: of this machine, 0 being any free one;
     browser: open one? In a notebook neither matters, as there it needs no port. Raises TypeError for anything
     else, ValueError where there is nothing to see or a file is broken, OSError where it can't be read or the
     port is taken, ImportError where what the viewer needs isn't installed.

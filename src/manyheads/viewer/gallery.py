@@ -37,9 +37,9 @@ from manyheads import scores
 from manyheads.kernels import native
 from manyheads.maps import AttentionMap
 from manyheads.masks import AfterSameToken, Diagonal, Mask
-from manyheads.observe import Seen, open_run
-from manyheads.observe.recording import measured
-from manyheads.observe.summaries import Reduced, mean
+from manyheads.observe import Recording, open_run
+from manyheads.observe.summaries import Reduced, mean_where
+from manyheads.observe.table import score_heads
 from manyheads.shapes import kind
 from manyheads.viewer.desk import LATER, NOW, SOON, Desk, Kept
 from manyheads.viewer.tiles import MOST, SIDE, Head, Tile
@@ -87,7 +87,7 @@ class Run:
         self._stamp = None if path is None else _stamp(stat(path))
 
     @classmethod
-    def of(cls, shown: Seen | AttentionMap | str | PathLike[str]) -> Run:
+    def of(cls, shown: Recording | AttentionMap | str | PathLike[str]) -> Run:
         """A run of what `observe` saw, of one map, or of a file of either.
 
         TypeError for anything else, ValueError where there is nothing to see or the file is broken, OSError
@@ -102,9 +102,9 @@ class Run:
             if not all(shown.shape):
                 raise ValueError(f"a map of shape {tuple(shown.shape)} has no weight to look at.")
             return cls(title, [Layer("attention", _here(shown))], shown.provenance, path)
-        if not isinstance(shown, Seen):
+        if not isinstance(shown, Recording):
             raise TypeError(
-                f"a viewer shows a Seen, an AttentionMap or a file of them, and {kind(shown)} came."
+                f"a viewer shows a Recording, an AttentionMap or a file of them, and {kind(shown)} came."
             )
         layers: list[Layer] = []
         for name in shown:
@@ -175,7 +175,9 @@ class Gallery:
 
     def __init__(self, *shown: Any) -> None:
         if not shown:
-            raise ValueError("nothing was given to look at: give a Seen, an AttentionMap or a file of them.")
+            raise ValueError(
+                "nothing was given to look at: give a Recording, AttentionMap or a file of them."
+            )
         self.runs = [one if isinstance(one, Run) else Run.of(one) for one in shown]
         titles = [run.title for run in self.runs]
         for n, run in enumerate(self.runs):
@@ -401,7 +403,7 @@ def measures(amap: AttentionMap, ids: Tensor | None) -> Iterator[tuple[dict[str,
     """
     _, h, t, s = amap.shape
     if h * t * s <= (EXACT if native.looks(amap.problem) else EXACT // 16):  # about as long
-        yield {name: x[0] for name, x in measured(amap, ids).items()}, 1
+        yield {name: x[0] for name, x in score_heads(amap, ids).items()}, 1
         return
     step = -(-t // SOME)
     problem = amap.problem
@@ -423,7 +425,7 @@ def measures(amap: AttentionMap, ids: Tensor | None) -> Iterator[tuple[dict[str,
         mass["entropy"][:, column] = -torch.special.xlogy(weights, weights).sum(-1)
         could["entropy"][:, column] = seen.any(-1)
         yield None
-    yield {name: mean(mass[name], could[name] > 0) for name in names}, step
+    yield {name: mean_where(mass[name], could[name] > 0) for name in names}, step
 
 
 def _ramp() -> str:

@@ -1,21 +1,21 @@
-"""How `observe` sees the models of Hugging Face transformers: it stands behind their two interfaces.
+"""Observe models of Hugging Face transformers, through the two interfaces by which they compute attention.
 
-A module of transformers asks `ALL_ATTENTION_FUNCTIONS` for the function that computes its attention, and
-a model asks `ALL_MASK_ATTENTION_FUNCTIONS` for the one that makes its masks. While a model is attached,
-both still answer with the model's own functions, but watched: what a mask function was asked for is
-remembered beside what it made (`masks`), and what an attention function gets is read as a `Problem`
-(`calls`). No config is touched: models branch on the name of their implementation, and under another
-name would compute something else.
+A module of transformers looks up `ALL_ATTENTION_FUNCTIONS` for the function that computes its attention, and
+a model looks up `ALL_MASK_ATTENTION_FUNCTIONS` for the one that makes its masks. While a model is attached,
+both return the model's own functions, wrapped: the arguments of a mask function are remembered beside the
+mask that it made (`masks`), and a call of an attention function is read as a `Problem` (`calls`). The config
+isn't changed, because models branch on the name of their implementation, and would compute something else
+under another name.
 
-Nothing is guessed. A mask becomes a value, `Causal() & Lengths(…)`, only where it agrees with the tensor
-that the kernel gets, entry by entry; elsewhere the tensor itself is the mask. And of every call a few
-rows are computed by the formula and compared with what the model's own kernel computed: a call that was
-misread raises.
+Nothing is guessed. A mask becomes a value, `Causal() & Lengths(…)`, only if it agrees with the tensor that
+the kernel gets, entry by entry; otherwise the tensor itself is the mask. And a few rows of every call are
+computed by the formula and compared with what the model's own kernel computed: a call that was misread
+raises.
 
-The model's own kernel computes its output. One exception: softcaps and sinks leave a model nothing but its
-eager kernel, and where that would build more than 2 GiB of weights (`calls.ROOM`), ours computes instead.
-A query that may see nothing, as padding on the left, has weights of zero here, where eager attention
-spreads its weight evenly over all keys.
+The model's own kernel computes its output, with one exception: models with softcaps or sinks have only an
+eager kernel, and where that would build more than 2 GiB of weights (`calls.MAX_EAGER_BYTES`), manyheads
+computes the output. A query that is fully masked, such as left padding, has weights of zero here, where eager
+attention gives all keys the same weight.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manyheads.observe import attend
-from manyheads.observe.transformers.calls import Call, Kernel, name_of
-from manyheads.observe.transformers.masks import remembering
+from manyheads.observe import intercept
+from manyheads.observe.transformers.calls import Call, Function, Kernel, shared_name
+from manyheads.observe.transformers.masks import remember_origins
 
-OLDEST = (5, 21)  # the oldest with which the tests pass: before it, observing Gemma 2 fails
+OLDEST = (5, 21)  # the oldest version with which the tests pass: before it, observing Gemma 2 fails
 
 _lock = RLock()
 _attached: Counter[nn.Module] = Counter()
 _undo: list[Callable[[], None]] = []
+_wrapped: dict[tuple[int, str | None], Function] = {}  # by the id of a function, which its wrapper holds
 
 
-def present(model: nn.Module) -> bool:
-    """Is any part of the model one of transformers? Asked without importing it."""
+def is_present(model: nn.Module) -> bool:
+    """Return True if any part of the model is of transformers, without importing that."""
     return any(
         base.__module__.startswith("transformers.") for part in model.modules() for base in type(part).__mro__
     )
@@ -49,12 +50,12 @@ def present(model: nn.Module) -> bool:
 
 @contextmanager
 def attached(model: nn.Module) -> Iterator[None]:
-    """Watch the attention of a model of transformers: its calls reach `observe.attend`.
+    """Record the attention calls of a model of transformers.
 
-    Nests, with the same model or another, in this thread or another; with the last one everything is as
-    it was. Models that aren't attached run as if nothing were.
+    It may be nested, with the same model or another, on this thread or another; the last exit undoes every
+    change. Models that aren't attached run as usual.
 
-    Raises ImportError where transformers is older than 5.21.
+    Raises ImportError if transformers is older than 5.21.
     """
     parts = list(model.modules())
     with _lock:
@@ -72,31 +73,34 @@ def attached(model: nn.Module) -> Iterator[None]:
             if not _attached:
                 while _undo:
                     _undo.pop()()
+                _wrapped.clear()
 
 
 def _install() -> None:
-    """Put ours before the methods by which transformers looks up its functions."""
+    """Replace the methods by which transformers looks up its functions."""
     import transformers
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
         raise ImportError(
-            f"observing a model of transformers takes version {'.'.join(map(str, OLDEST))} or later, and "
-            f"{transformers.__version__} is installed: upgrade it."
+            f"Observing a model of transformers needs version {'.'.join(map(str, OLDEST))} or later, and "
+            f"{transformers.__version__} is installed. Upgrade it."
         )
-    shared, choose = AttentionInterface.__getitem__, AttentionInterface.get_interface
-    mask = AttentionMaskInterface.__getitem__
+    look_up, get_interface = AttentionInterface.__getitem__, AttentionInterface.get_interface
+    look_up_mask = AttentionMaskInterface.__getitem__
 
-    def get_interface(self: Any, attn_implementation: str, default: Kernel) -> Kernel:
-        return choose(self, attn_implementation, _watched(default, "eager"))
+    def get_wrapped(self: Any, attn_implementation: str, default: Function) -> Function:
+        return get_interface(self, attn_implementation, _wrap(default, "eager"))
 
-    _swap(AttentionInterface, "get_interface", get_interface)
-    _swap(AttentionInterface, "__getitem__", lambda self, key: _watched(shared(self, key)))
-    _swap(AttentionMaskInterface, "__getitem__", lambda self, key: remembering(mask(self, key)))
+    _replace(AttentionInterface, "get_interface", get_wrapped)
+    _replace(AttentionInterface, "__getitem__", lambda self, key: _wrap(look_up(self, key)))
+    _replace(
+        AttentionMaskInterface, "__getitem__", lambda self, key: remember_origins(look_up_mask(self, key))
+    )
 
 
-def _swap(cls: type, name: str, new: Callable[..., Any]) -> None:
+def _replace(cls: type, name: str, new: Callable[..., Any]) -> None:
     if name in vars(cls):
         old = vars(cls)[name]
         _undo.append(lambda: setattr(cls, name, old))
@@ -105,25 +109,29 @@ def _swap(cls: type, name: str, new: Callable[..., Any]) -> None:
     setattr(cls, name, new)
 
 
-def _watched(kernel: Kernel, name: str | None = None) -> Kernel:
-    """The same attention function, whose calls by attached modules are read and handed to who observes."""
+def _wrap(function: Function, name: str | None = None) -> Function:
+    """Return an attention function whose calls by attached modules are recorded."""
+    key = id(function), name
+    if key not in _wrapped:
+        _wrapped[key] = _recorded(Kernel.of(function, name or shared_name(function)))
+    return _wrapped[key]
 
-    @wraps(kernel)
+
+def _recorded(kernel: Kernel) -> Function:
+    @wraps(kernel.function)
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        if (*args, kwargs.get("module"))[0] not in _attached:
-            return kernel(*args, **kwargs)
-        call = Call.of(kernel, name or name_of(kernel), args, kwargs)
-        problem = call.problem()
-        weights: Tensor | None = None
-
-        def own() -> Tensor:
-            nonlocal weights
-            if call.ours(problem):
-                return call.compute(problem)
-            out, weights = kernel(*args, **kwargs)
-            call.agree(problem, out)
-            return out
-
-        return attend(problem, own, heads=2), weights  # [b, t, h, w]
+        module = args[0] if args else kwargs.get("module")
+        if module not in _attached or not intercept.is_recording():
+            return kernel.function(*args, **kwargs)
+        call = Call.of(kernel, args, kwargs)
+        with intercept.paused(call.query.device):
+            problem = call.problem()
+            if call.is_too_large(problem):
+                out, weights = call.compute(problem), None
+            else:
+                out, weights = kernel.function(*args, **kwargs)
+                call.compare(problem, out)
+            intercept.record(problem)
+            return intercept.ablate(out, 2), weights  # [b, t, h, w]
 
     return forward

@@ -1,4 +1,4 @@
-"""A call of an attention function, as transformers makes it, read as a `Problem`."""
+"""Read a call of an attention function of transformers as a `Problem`."""
 
 from __future__ import annotations
 
@@ -12,88 +12,106 @@ import torch
 from torch import Tensor, nn
 
 from manyheads import kernels, scores
-from manyheads.biases import Dense
+from manyheads.functional import autocast
 from manyheads.masks import Causal, Keep, Mask, Window
-from manyheads.observe.here import check
-from manyheads.observe.intercept import shown, triangle
-from manyheads.observe.transformers.masks import origin, padding, split, together
+from manyheads.observe.intercept import check_readable
+from manyheads.observe.recognize import first_position, split_masks, visible
+from manyheads.observe.transformers.masks import combine, find_origin, padding_mask
 from manyheads.scores import Problem
 from manyheads.shapes import kind, shape_of, sizes
 
-Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+Function = Callable[..., tuple[Tensor, Tensor | None]]
 
 FIRST = ("module", "query", "key", "value", "attention_mask")
 
-# What a kernel may name among its parameters beside module, query, key, value and mask; and what makes a
-# flash kernel read its input in another way.
-UNDERSTOOD = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
+# The options of a kernel that are understood here; and those that change how a flash kernel reads its input.
+SUPPORTED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
 PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "block_table"}
 
-ROOM = 2**31  # bytes of weights that an eager kernel may build where ours could compute instead
+MAX_EAGER_BYTES = 2**31  # of weights that an eager kernel may build where manyheads could compute instead
 
 
-def name_of(kernel: Kernel) -> str:
-    """The name of a kernel that belongs to no model, by where it is written; "" for one not known here."""
-    home = getattr(kernel, "__module__", "")
-    shared = {f"transformers.integrations.{name}_attention": name for name in ("sdpa", "flash", "flex")}
-    return shared.get(home, "")
+def shared_name(function: Function) -> str:
+    """Return the name of a kernel that belongs to no model, by its module; "" for an unknown one."""
+    home = getattr(function, "__module__", "")
+    names = {f"transformers.integrations.{name}_attention": name for name in ("sdpa", "flash", "flex")}
+    return names.get(home, "")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An attention function of transformers, and the parameters that it names after `FIRST`.
+
+    name is "sdpa", "flash", "flex", "eager" for a model's own function, or "" for an unknown one.
+    """
+
+    function: Function
+    name: str
+    options: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, function: Function, name: str) -> Kernel:
+        """Read a function's parameters; it starts with those of `FIRST`, by whatever names."""
+        variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        options = [each for each in signature(function).parameters.values() if each.kind not in variable][5:]
+        defaults = {each.name: each.default for each in options if each.default is not Parameter.empty}
+        return cls(function, name, tuple(each.name for each in options), defaults)
+
+    def reads(self, option: str) -> bool:
+        """Return True if it may use an option. A model's own kernel may find it in its `**kwargs`."""
+        return option in self.options or self.name in ("eager", "")
 
 
 @dataclass(frozen=True)
 class Call:
     """One call of an attention function.
 
-    query `[b, h, t, d]`, key `[b, g, s, d]`, value `[b, g, s, w]`; given is the mask, in whatever form the
-    kernel reads; name is "sdpa", "flash", "flex", "eager" for a model's own, or "" for an unknown kernel.
+    query `[b, h, t, d]`, key `[b, g, s, d]`, value `[b, g, s, w]`; mask is in whatever form the kernel takes.
     """
 
     kernel: Kernel
-    name: str
     module: nn.Module
     query: Tensor
     key: Tensor
     value: Tensor
-    given: Any
+    mask: Any
     options: Mapping[str, Any]
-    named: frozenset[str]  # the options that the kernel names among its parameters
 
     @classmethod
-    def of(cls, kernel: Kernel, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        told = (*args, *(kwargs.get(name) for name in FIRST[len(args) :]))
-        module, query, key, value, given = told[:5]
-        variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-        # A kernel starts with these five, by whatever names; what follows them are its options.
-        own = [one for one in signature(kernel).parameters.values() if one.kind not in variable][5:]
-        options = {one.name: one.default for one in own if one.default is not Parameter.empty}
-        options |= dict(zip((one.name for one in own), args[5:], strict=False))
-        options |= {option: value for option, value in kwargs.items() if option not in FIRST}
-        named = frozenset(one.name for one in own)
-        return cls(kernel, name, module, query, key, value, given, options, named)
+    def of(cls, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Sort the arguments of a call."""
+        module, query, key, value, mask = (*args, *map(kwargs.get, FIRST[len(args) :]))[:5]
+        options = {**kernel.defaults, **dict(zip(kernel.options, args[5:], strict=False)), **kwargs}
+        for name in FIRST:
+            options.pop(name, None)
+        return cls(kernel, module, query, key, value, mask, options)
 
     def problem(self) -> Problem:
-        """What is asked, as a problem; raises ValueError where something isn't understood."""
-        strange = self.named - UNDERSTOOD | (PACKED if self.name == "flash" else set())
-        asked = sorted(option for option in strange if self.options.get(option) is not None)
-        if asked:
-            raise self._refusal(f"its kernel is given {', '.join(asked)}, which manyheads doesn't know")
-        for which, x in (("query", self.query), ("key", self.key), ("value", self.value)):
-            check(x, f"{type(self.module).__name__}'s {which}")
-        q, k, v = _autocast(self.query, self.key, self.value)
+        """Return the call as a problem; ValueError if a part of it isn't supported."""
+        self._check_options()
+        for name, x in (("query", self.query), ("key", self.key), ("value", self.value)):
+            check_readable(x, f"{type(self.module).__name__}'s {name}")
+        q, k, v = autocast(self.query, self.key, self.value)
         if q.dim() == 4 and q.shape[0] == 1:
             q = q.expand(k.shape[0], -1, -1, -1)  # learned queries, shared by the batch
         n = shape_of(q, k, v)
-        mask, bias, offset = self._mask(n.t, n.s)
-        if (position := self.options.get("position_bias")) is not None and self._reads("position_bias"):
-            hidden, position = split(position, offset, n.t)
-            mask = together(mask, hidden)
-            bias = position if bias is None else bias if position is None else bias + position
-        drops = self.name != "eager" or self.module.training  # the others drop whatever they are told
+        mask, tensors, offset = self._read_mask(n.t, n.s)
+        position_bias = self.options.get("position_bias")
+        if position_bias is not None and self.kernel.reads("position_bias"):
+            tensors["position_bias"] = position_bias
+        bias = None
+        if tensors:
+            dense, bias = split_masks(tensors, offset, n.t)
+            mask = combine(mask, dense)
+        # In evaluation an eager kernel drops nothing; the others drop whatever they are told.
+        drops = self.kernel.name != "eager" or self.module.training
         return Problem.of(
             q,
             k,
             v,
             mask=mask,
-            bias=None if bias is None else Dense(bias),
+            bias=bias,
             scale=self._number("scaling"),
             softcap=self._number("softcap"),
             sink=self._sink(n.h),
@@ -101,164 +119,169 @@ class Call:
             offset=offset,
         )
 
-    def _refusal(self, why: str) -> ValueError:
-        return ValueError(f"the attention of {type(self.module).__name__} can't be observed: {why}.")
+    def _error(self, why: str) -> ValueError:
+        return ValueError(f"The attention of {type(self.module).__name__} can't be observed: {why}.")
 
-    def _reads(self, option: str) -> bool:
-        """Shared kernels ignore what they don't name; a model's own may find it in its keywords."""
-        return option in self.named or self.name in ("eager", "")
+    def _check_options(self) -> None:
+        unsupported = []
+        for option in (*self.kernel.options, *(PACKED if self.kernel.name == "flash" else ())):
+            if option not in SUPPORTED and self.options.get(option) is not None:
+                unsupported.append(option)
+        if unsupported:
+            names = ", ".join(sorted(unsupported))
+            raise self._error(f"its kernel is given {names}, which manyheads doesn't support")
 
     def _number(self, option: str) -> float | None:
         value = self.options.get(option)
         if not isinstance(value, Tensor):
             return value
         if value.numel() != 1:
-            raise self._refusal(f"its {option} is a tensor {sizes(value)}, and a number was expected")
+            raise self._error(f"expected its {option} to be a number, got a tensor {sizes(value)}")
         return value.item()
 
     def _sink(self, h: int) -> Tensor | None:
-        sink = self.options.get("s_aux") if self._reads("s_aux") else None
-        if sink is not None and sink.numel() != h:
-            raise self._refusal(f"its sinks are {sizes(sink)}, and one for each of {h} heads was expected")
-        return None if sink is None else sink.reshape(h)
+        sink = self.options.get("s_aux")
+        if sink is None or not self.kernel.reads("s_aux"):
+            return None
+        if sink.numel() != h:
+            raise self._error(f"expected one sink for each of {h} heads, got {sizes(sink)}")
+        return sink.reshape(h)
 
-    # -- masks: what the kernel hides, what it adds, and the position of row 0 -----------------------
+    # -- masks: a value, tensors that are still to be read, and the position of row 0 -----------------
 
-    @property
-    def _causal(self) -> bool:
-        """Does a kernel hide what comes later, if it gets no mask?"""
-        told = self.options.get("is_causal")
-        return bool(getattr(self.module, "is_causal", True) if told is None else told)
+    def _is_causal(self) -> bool:
+        """Return True if the kernel masks later keys when it gets no mask."""
+        option = self.options.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if option is None else option)
 
-    def _mask(self, t: int, s: int) -> tuple[Mask | None, Tensor | None, int]:
-        given, offset = self.given, s - t if self._causal else 0
-        if self.name == "flash":
-            return self._flash(t, s)
-        if given is None:
-            return self._unmasked(t, s)
-        entries = isinstance(given, Tensor) and (given.dtype == torch.bool or given.is_floating_point())
-        if not entries and not hasattr(given, "mask_mod"):
-            raise self._refusal(f"its mask is {kind(given)}, and a tensor of bool or floats was expected")
-        if (made := origin(given, t, s)) is not None:
-            offset = made.offset
-            if (mask := made.mask(given)) is not None:
-                return together(mask), None, offset
-        elif entries and self._causal and given.dim() == 4:  # of a cache of a fixed size, perhaps
-            offset = triangle(shown(given), t, offset)
-        if not entries:  # flex's BlockMask
+    def _read_mask(self, t: int, s: int) -> tuple[Mask | None, dict[str, Tensor], int]:
+        mask, is_causal = self.mask, self._is_causal()
+        if self.kernel.name == "flash":
+            return self._flash_mask(t, s, is_causal)
+        if mask is None:
+            if not self.kernel.name:
+                name = getattr(self.kernel.function, "__name__", self.kernel.function)
+                raise self._error(
+                    f"its kernel {name} isn't one of transformers' own and got no mask, which can mean "
+                    "causal too"
+                )
+            # sdpa goes by is_causal then, which counts from the top left, except for a single query.
+            if self.kernel.name == "sdpa" and is_causal and t > 1:
+                return Causal(), {}, 0
+            return None, {}, s - t if is_causal else 0
+        is_tensor = isinstance(mask, Tensor) and (mask.dtype == torch.bool or mask.is_floating_point())
+        if not is_tensor and not hasattr(mask, "mask_mod"):
+            raise self._error(f"expected its mask to be a tensor of bool or floats, got {kind(mask)}")
+        offset = s - t if is_causal else 0
+        origin = find_origin(mask, t, s)
+        if origin is not None:
+            offset = origin.offset
+            value = origin.mask(mask)
+            if value is not None:
+                return combine(value), {}, offset
+        elif is_tensor and is_causal and mask.dim() == 4:  # perhaps of a cache of fixed size
+            offset = first_position(visible(mask), t, offset)
+        if not is_tensor:  # flex's BlockMask
             from torch.nn.attention.flex_attention import create_mask
 
-            b = self.key.shape[0]
-            given = create_mask(given.mask_mod, b, 1, t, s, device=str(self.query.device))  # [b, 1, t, s]
-        return *split(given, offset, t), offset
+            b, device = self.key.shape[0], str(self.query.device)
+            mask = create_mask(mask.mask_mod, b, 1, t, s, device=device)  # [b, 1, t, s]
+        return None, {"attention_mask": mask}, offset
 
-    def _unmasked(self, t: int, s: int) -> tuple[Mask | None, None, int]:
-        """No mask: sdpa then goes by `is_causal`, from the top left, but for a single query."""
-        if not self.name:
-            name = getattr(self.kernel, "__name__", self.kernel)
-            raise self._refusal(
-                f"its kernel {name} isn't one of transformers' own and got no mask, which can mean causal too"
-            )
-        if self.name == "sdpa" and self._causal and t > 1:
-            return Causal(), None, 0
-        return None, None, s - t if self._causal else 0
-
-    def _flash(self, t: int, s: int) -> tuple[Mask | None, None, int]:
-        """Flash kernels get padding `[b, s]`, and make the rest themselves: causal from the bottom right."""
-        given, window = self.given, self.options.get("sliding_window")
-        if given is not None and (not isinstance(given, Tensor) or given.dim() != 2):
-            raise self._refusal(f"its flash kernel's mask is {kind(given)}, and padding [b, s] was expected")
-        n = s if given is None else given.shape[1]  # of a static cache, only so many keys are read
-        mask: Mask | None = Causal() if self._causal else None
+    def _flash_mask(self, t: int, s: int, is_causal: bool) -> tuple[Mask | None, dict[str, Tensor], int]:
+        """Read the mask of a flash kernel: padding `[b, s]`; the kernel is causal from the bottom right."""
+        padding, window = self.mask, self.options.get("sliding_window")
+        if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
+            raise self._error(f"expected its flash kernel's mask to be padding [b, s], got {kind(padding)}")
+        n = s if padding is None else padding.shape[1]  # of a static cache, only so many keys are read
+        parts: list[Mask] = [Causal()] if is_causal else []
         if window is not None:
-            mask = together(mask, Window(left=window - 1, right=window - 1))
-        if given is not None:
-            mask = together(mask, padding(given.bool(), s))
+            parts.append(Window(left=window - 1, right=window - 1))
+        if padding is not None:
+            parts.append(padding_mask(padding.bool(), s))
             if t > 1:  # queries of padding are left out too, and get zeros
-                mask = together(mask, Keep(given.bool()[:, None, -t:, None]))
-        return mask, None, n - t if self._causal else 0
+                parts.append(Keep(padding.bool()[:, None, -t:, None]))
+        return combine(*parts), {}, n - t if is_causal else 0
 
-    # -- a softcap or a sink leaves a model nothing but its eager kernel, which builds every weight ---
+    # -- models with a softcap or a sink have only an eager kernel, which builds every weight ---------
 
-    def ours(self, problem: Problem) -> bool:
-        """Is it for us to compute? Softcaps and sinks are, where eager would build more than `ROOM`."""
+    def is_too_large(self, problem: Problem) -> bool:
+        """Return True if manyheads should compute the output, because eager would build too many weights."""
         n = problem.shape
-        room = n.b * n.h * n.t * n.s * problem.q.element_size()
-        eager_only = self.name == "eager" and (problem.softcap is not None or problem.sink is not None)
+        if n.b * n.h * n.t * n.s * problem.q.element_size() <= MAX_EAGER_BYTES:
+            return False
+        eager_only = self.kernel.name == "eager" and (problem.softcap is not None or problem.sink is not None)
         config = getattr(self.module, "config", None)
-        wanted = self.options.get("output_attentions", getattr(config, "output_attentions", False))
-        return room > ROOM and eager_only and not wanted and not problem.dropout_p
+        returns_weights = self.options.get("output_attentions", getattr(config, "output_attentions", False))
+        return eager_only and not returns_weights and not problem.dropout_p
 
     def compute(self, problem: Problem) -> Tensor:
-        """The output `[b, t, h, w]` in O(L) memory, compared in a few rows with the eager kernel's."""
-        rows = _rows(problem)
+        """Compute the output `[b, t, h, w]` in O(L) memory; compare a few rows with the eager kernel's."""
+        rows = _some_rows(problem)
         options = dict(self.options)
         if "position_bias" in options:
-            options["position_bias"] = _take(options["position_bias"], rows)
-        few, mask = self.query[:, :, rows], _take(self.given, rows)
-        eager, _ = self.kernel(self.module, few, self.key, self.value, mask, **options)  # [b, r, h, w]
-        self.agree(problem, eager, some=True)
+            options["position_bias"] = _take_rows(options["position_bias"], rows)
+        some, mask = self.query[:, :, rows], _take_rows(self.mask, rows)
+        eager, _ = self.kernel.function(self.module, some, self.key, self.value, mask, **options)
+        self.compare(problem, eager, only_rows=True)  # [b, r, h, w]
         _, out, lse = kernels.run(problem)  # [b, h, t, w], [b, h, t]
-        if lse is not None:  # where all is masked, eager weighs all keys alike, and its output stays
-            even = problem.v.mean(2, keepdim=True)  # [b, g, 1, w]
-            even = even.repeat_interleave(problem.shape.h // problem.shape.g, 1)  # [b, h, 1, w]
-            out = torch.where(lse[..., None] == -math.inf, even, out)
+        if lse is not None:  # eager gives all keys the same weight in fully masked rows, and so its output
+            mean = problem.v.mean(2, keepdim=True)  # [b, g, 1, w]
+            mean = mean.repeat_interleave(problem.shape.h // problem.shape.g, 1)  # [b, h, 1, w]
+            out = torch.where(lse[..., None] == -math.inf, mean, out)
         return out.transpose(1, 2).contiguous()
 
-    # -- the proof -----------------------------------------------------------------------------------
+    # -- the check that the call was read correctly --------------------------------------------------
 
     @torch.no_grad()
-    def agree(self, problem: Problem, out: Tensor, some: bool = False) -> None:
-        """Raise unless the model's output `[b, t, h, w]` is what the formula gives, in a few rows.
+    def compare(self, problem: Problem, out: Tensor, only_rows: bool = False) -> None:
+        """Raise unless a few rows of the model's output are what the formula gives.
 
-        With `some`, out holds only those rows. The difference is taken on the whole, relative to what
-        the weights make of |v|; what isn't finite, and rows that see nothing, don't count.
+        The norm of the difference is compared with that of what the weights make of |v|. Numbers that aren't
+        finite and rows that are fully masked don't count.
+
+        Args:
+            problem: The call, as it was read.
+            out: The model's output `[b, t, h, w]`.
+            only_rows: Whether out holds only these rows.
         """
-        n, rows = problem.shape, _rows(problem)
+        n, rows = problem.shape, _some_rows(problem)
         if not n.b * n.h * n.s * n.w * len(rows) or problem.dropout_p:
             return
-        theirs = (out if some else out[:, rows]).transpose(1, 2).to(problem.dtype)  # [b, h, r, w]
+        theirs = (out if only_rows else out[:, rows]).transpose(1, 2).to(problem.dtype)  # [b, h, r, w]
         score = scores.tile(problem, rows)  # [b, h, r, s]
-        seen = score != -math.inf
+        kept = score != -math.inf
         lse = score.logsumexp(-1)  # [b, h, r]
         if problem.sink is not None:
             lse = torch.logaddexp(lse, problem.sink.to(lse.dtype)[:, None])
         weight = scores.fold(scores.weights(score, lse), n.g)  # [b, g, (h/g)·r, s]
         v = problem.v.to(problem.dtype)  # [b, g, s, w]
         with scores.exactly(v.device):
-            ours, most = (scores.unfold(weight @ x, n.h) for x in (v, v.abs()))  # [b, h, r, w]
-        told = ours.isfinite() & theirs.isfinite() & seen.any(-1, keepdim=True)
-        apart = float((theirs - ours)[told].norm() / most[told].norm().clamp(min=1e-30))
-        largest = float(score[seen & score.isfinite()].abs().amax()) if told.any() else 0.0
-        if apart > max(1e-3, 4 * _rounding(problem, out) * (1 + largest)):
-            raise self._refusal(
-                f"in rows {rows.tolist()} its output is {apart:.1%} away from what its queries, keys, values "
-                "and mask give, so its kernel does something that manyheads doesn't know"
+            ours = scores.unfold(weight @ v, n.h)  # [b, h, r, w]
+            largest = scores.unfold(weight @ v.abs(), n.h)
+        counts = ours.isfinite() & theirs.isfinite() & kept.any(-1, keepdim=True)
+        difference = float((theirs - ours)[counts].norm() / largest[counts].norm().clamp(min=1e-30))
+        score_size = float(score[kept & score.isfinite()].abs().amax()) if counts.any() else 0.0
+        if difference > max(1e-3, 4 * _rounding(problem, out) * (1 + score_size)):
+            raise self._error(
+                f"in rows {rows.tolist()} its output differs by {difference:.1%} from what its queries, "
+                "keys, values and mask give, so its kernel computes something that manyheads doesn't know"
             )
 
 
-def _rows(problem: Problem) -> Tensor:
-    """A few rows, from the first to the last."""
+def _some_rows(problem: Problem) -> Tensor:
+    """Return a few rows, from the first to the last."""
     t = problem.shape.t
     return torch.linspace(0, t - 1, min(t, 5), device=problem.q.device).round().long().unique()
 
 
-def _take(x: Any, rows: Tensor) -> Any:
-    """Some rows of a mask or a bias `[…, t or 1, s]`."""
+def _take_rows(x: Any, rows: Tensor) -> Any:
+    """Return some rows of a mask or a bias `[…, t or 1, s]`."""
     return x if x is None or x.shape[-2] == 1 else x[..., rows, :]
 
 
 def _rounding(problem: Problem, out: Tensor) -> float:
-    """The eps of the lowest precision that the model may have computed in."""
+    """Return the eps of the lowest precision that the model may have computed in."""
     if problem.q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return torch.finfo(torch.bfloat16).eps
-    return max(torch.finfo(x.dtype).eps for x in (problem.q, out))
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v as PyTorch's own kernels cast them under autocast."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    low = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(low) for x in tensors)
+    return max(torch.finfo(problem.q.dtype).eps, torch.finfo(out.dtype).eps)
