@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from manyheads import kernels, reductions
 from manyheads.biases import Bias
+from manyheads.kernels import plans
 from manyheads.kernels.native.look import Look
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
@@ -67,9 +68,15 @@ def attention(
             attention, (q, k, v), q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
             dropout_p=dropout_p, offset=offset, kernel=kernel,
         )  # fmt: skip
+    layout = plans.layout(q, k, v, mask, bias, scale, softcap, sink, dropout_p, offset, kernel)
+    call = plans.find(layout)
+    if call is not None:
+        return call(q, k, v)
     q, k, v = autocast(q, k, v)
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                          dropout_p=dropout_p, offset=offset)  # fmt: skip
+    if layout is not None:
+        plans.remember(layout, problem, kernel)
     return kernels.run(problem, kernel).out
 
 

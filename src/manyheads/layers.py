@@ -20,7 +20,7 @@ from manyheads.functional import attention, attention_with_map
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
 from manyheads.positions import Rotary
-from manyheads.shapes import check_padded, divide, kind, real, sizes, whole
+from manyheads.shapes import check_dense, divide, kind, real, sizes, whole
 
 Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
 
@@ -388,7 +388,7 @@ def _kernel_repr(kernel: str) -> str:
 def _check_input(x: Any, width: int, name: str, length: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor [b, {length}, {width}], and {kind(x)} came.")
-    check_padded(x, name, f"[b, {length}, {width}]")
+    check_dense(x, name, f"[b, {length}, {width}]")
     if x.dim() != 3 or x.shape[-1] != width:
         raise ValueError(f"{name} must be [b, {length}, {width}], batch first, and {sizes(x)} came.")
 

@@ -607,7 +607,8 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
     both = replace(problem.within(mask), sink=None)
     # The log-sum-exp belongs to the kernel that reads the problem itself.
-    if native.looks(problem) and native.looks(both) and not native.made(both) and bool(lse.amax() < math.inf):
+    fast = native.looks(problem) and native.looks(both) and not native.tensor_bytes(both)
+    if fast and bool(lse.amax() < math.inf):
         native.look(both, lse, look := Look(rows=True))
         return look.found["total"].clamp_(max=1.0), look.found["best"] != -math.inf
     found = _by_token(problem, both, lse)

@@ -86,8 +86,8 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     ):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor {letters}, and {kind(x)} came.")
-        if x.is_nested:
-            check_padded(x, name, letters)
+        if x.is_nested or x.layout != torch.strided:
+            check_dense(x, name, letters)
         if x.dim() != 4:
             raise ValueError(f"{name} must be {letters}, four dimensions, and {sizes(x)} came.")
         if x.dtype not in DTYPES:
@@ -121,12 +121,16 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     return Shape(b, h, g, t, s, d, w)
 
 
-def check_padded(x: Tensor, name: str, letters: str) -> None:
-    """Raise TypeError for a nested tensor."""
+def check_dense(x: Tensor, name: str, letters: str) -> None:
+    """Raise TypeError for a nested or sparse tensor."""
     if x.is_nested:
         raise TypeError(
             f"Expected {name} to be a padded tensor {letters}, got a nested tensor. Pad it with "
             "torch.nested.to_padded_tensor and mask the padding with Lengths(n)."
+        )
+    if x.layout != torch.strided:
+        raise TypeError(
+            f"Expected {name} to be a dense tensor {letters}, got one of {x.layout}. Convert it with to_dense()."
         )
 
 

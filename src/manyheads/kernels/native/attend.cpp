@@ -527,7 +527,7 @@ template <class T, class Op> struct Call {
                 T *out = (T *)p.out + k.b * p.out_stride[0] + k.h * p.out_stride[1] + t * p.out_stride[2];
                 const R *from = k.out + row * across * PANEL;
                 each(p.w, p.out_stride[3], [&](int64_t x, int64_t at) { narrow(by * from[x], out[at]); });
-                lse_of(k)[row] = total == 0 ? -INF : (R)(top + std::log((Wide)total));
+                if (p.lse) lse_of(k)[row] = total == 0 ? -INF : (R)(top + std::log((Wide)total));
             }
             if (y) tell(k, row, seen, known ? (R)1 : total);
         }
