@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from inspect import signature
@@ -67,7 +67,8 @@ class Observer(Protocol):
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.running: list[tuple[Observer, str]] = []  # observed modules and their paths, the innermost last
+        # Observed modules and their paths, the innermost last. Its `dict` is the innermost of each observer.
+        self.running: list[tuple[Observer, str]] = []
         self.mode: TorchFunctionMode | None = None
         self.paused = False
 
@@ -88,10 +89,12 @@ def enter(observer: Observer, path: str) -> None:
 
 def leave(observer: Observer, path: str) -> None:
     """Note that it ends, and with it those that began in it and were interrupted by an exception."""
-    if not is_running(observer, path):
-        return
-    first = len(_thread.running) - 1 - _thread.running[::-1].index((observer, path))
-    _end(_thread.running[first:], _thread.running[:first])
+    running = list(_thread.running)
+    if (observer, path) in running:
+        ended = [running.pop()]
+        while ended[-1] != (observer, path):
+            ended.append(running.pop())
+        _end(ended, running)
 
 
 def is_running(observer: Observer, path: str) -> bool:
@@ -113,11 +116,6 @@ def _end(ended: list[tuple[Observer, str]], running: list[tuple[Observer, str]])
     if not running and _thread.mode is not None:
         mode, _thread.mode = _thread.mode, None
         mode.__exit__(None, None, None)
-
-
-def _innermost() -> Iterable[tuple[Observer, str]]:
-    """Return every observer of what runs here, with the innermost of its modules."""
-    return dict(_thread.running).items()
 
 
 def is_recording() -> bool:
@@ -162,7 +160,8 @@ def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis:
     """
     if not is_recording():
         return compute()
-    with paused(_readable(problem).q.device):
+    check_readable("attention", q=problem.q, k=problem.k)
+    with paused(problem.q.device):
         out = compute()
     record(problem)
     return out if head_axis is None else ablate(out, head_axis)
@@ -172,35 +171,36 @@ def record(problem: Problem, lse: Tensor | None = None) -> None:
     """Record a call that was computed; lse `[b, h, t]` if its kernel found it."""
     if torch._C._current_graph_task_id() != -1:
         return  # a recomputation within backward
-    for observer, path in _innermost():
+    for observer, path in dict(_thread.running).items():
         if not observer.closed:
             observer.record(path, problem, lse)
 
 
 def ablate(x: Tensor, head_axis: int = 1) -> Tensor:
     """Return x with zeros for the heads that are ablated in the module that runs here."""
-    for observer, path in _innermost():
+    for observer, path in dict(_thread.running).items():
         heads = observer.ablated(path, x.shape[head_axis])
         if heads:
             x = x.index_fill(head_axis, torch.tensor(heads, device=x.device), 0.0)
     return x
 
 
-def check_readable(x: Any, name: str) -> None:
-    """Check that x is a tensor `[..., length, width]` whose numbers can be kept."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"Expected {name} to be a tensor, got {kind(x)}.")
-    why = None
-    if x.is_nested:
-        why = "is a nested tensor, whose sequences have no common length: pad it and pass a mask"
-    elif torch._C._functorch.is_functorch_wrapped_tensor(x):
-        why = "is inside a torch.func transform: call the model without one"
-    elif x.is_meta or isinstance(x, FakeTensor):
-        why = "has a shape but no numbers: observe a model on a real device"
-    if why:
-        raise ValueError(f"{name} can't be observed, because it {why}.")
-    if x.dim() < 2:
-        raise ValueError(f"Expected {name} to be [..., length, width], got {sizes(x)}.")
+def check_readable(owner: str, **inputs: Any) -> None:
+    """Check that the inputs of a call are tensors `[..., length, width]` whose numbers can be kept."""
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"Expected {owner}'s {name} to be a tensor, got {kind(x)}.")
+        why = None
+        if x.is_nested:
+            why = "is a nested tensor, whose sequences have no common length: pad it and pass a mask"
+        elif torch._C._functorch.is_functorch_wrapped_tensor(x):
+            why = "is inside a torch.func transform: call the model without one"
+        elif x.is_meta or isinstance(x, FakeTensor):
+            why = "has a shape but no numbers: observe a model on a real device"
+        if why:
+            raise ValueError(f"{owner}'s {name} can't be observed, because it {why}.")
+        if x.dim() < 2:
+            raise ValueError(f"Expected {owner}'s {name} to be [..., length, width], got {sizes(x)}.")
 
 
 # -- while anything is observed --------------------------------------------------------------------
@@ -307,7 +307,7 @@ def _handler(func: Any) -> Callable[..., Any] | None:
 def _softmax(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     scores = args[0] if args else kwargs.get("input")
     if isinstance(scores, Tensor):
-        for observer, path in _innermost():
+        for observer, path in dict(_thread.running).items():
             observer.note_softmax(path, scores)
     return func(*args, **kwargs)
 
@@ -332,16 +332,11 @@ def _fused_kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
 # -- manyheads -------------------------------------------------------------------------------------
 
 
-def _readable(problem: Problem) -> Problem:
-    for x in (problem.q, problem.k):
-        check_readable(x, "the input of attention")
-    return problem
-
-
 def _attention(
     func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Any
 ) -> Tensor:
-    problem = _readable(Problem.of(*autocast(q, k, v), **options))
+    problem = Problem.of(*autocast(q, k, v), **options)
+    check_readable("attention", q=q, k=k)
     with paused(problem.q.device):
         result = kernels.run(problem, kernel)  # as `func` does, but this gives the log-sum-exp too
     record(problem, result.lse_of_map(problem))
@@ -358,7 +353,8 @@ def _attention_with_map(
     statistics: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Tensor, AttentionMap]:
-    problem = _readable(Problem.of(*autocast(q, k, v), **options))
+    problem = Problem.of(*autocast(q, k, v), **options)
+    check_readable("attention", q=q, k=k)
     with paused(problem.q.device):
         out, amap = func(q, k, v, kernel=kernel, statistics=statistics, **options)
     record(problem, amap.lse if amap.knows_lse else None)
@@ -388,11 +384,9 @@ def _scaled_dot_product_attention(
     is_causal: bool = False,
     **options: Any,  # scale, enable_gqa
 ) -> Tensor:
-    tensors = {"query": query, "key": key, "value": value}
-    for name, x in tensors.items():
-        check_readable(x, f"scaled_dot_product_attention's {name}")
-    dims = max(x.dim() for x in tensors.values())
-    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors.values()))
+    check_readable("scaled_dot_product_attention", query=query, key=key, value=value)
+    dims = max(x.dim() for x in (query, key, value))
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
     q, k, v = (_four_axes(x, batch, dims) for x in autocast(query, key, value))
     h = max(q.shape[1], k.shape[1], v.shape[1])
     q = q.expand(-1, h, -1, -1)
@@ -439,7 +433,7 @@ def _multi_head(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Te
     bound.apply_defaults()
     options = bound.arguments
     problem = _multi_head_problem(options)
-    if not any(observer.ablated(path, problem.shape.h) for observer, path in _innermost()):
+    if not any(observer.ablated(path, problem.shape.h) for observer, path in dict(_thread.running).items()):
         results: tuple[Tensor, Tensor | None] = func(*args, **kwargs)
         record(problem)
         return results
@@ -463,8 +457,7 @@ def _multi_head(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Te
 def _multi_head_problem(options: dict[str, Any]) -> Problem:
     """Return the problem that F.multi_head_attention_forward computes with these arguments."""
     query, key, value = options["query"], options["key"], options["value"]
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_readable(x, f"nn.MultiheadAttention's {name}")
+    check_readable("nn.MultiheadAttention", query=query, key=key, value=value)
     if options["static_k"] is not None or options["static_v"] is not None:
         raise ValueError(
             "static_k and static_v of multi_head_attention_forward can't be observed: pass key and value."
@@ -500,8 +493,7 @@ def _multi_head_problem(options: dict[str, Any]) -> Problem:
 
 def _flex_attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     query, key, value, score_mod, block_mask, scale, *_ = args
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_readable(x, f"flex_attention's {name}")
+    check_readable("flex_attention", query=query, key=key, value=value)
     if getattr(score_mod, "__name__", "") != "_identity":
         raise ValueError(
             "flex_attention with a score_mod can't be observed, because that may be any function: use a "

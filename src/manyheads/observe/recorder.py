@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from manyheads.maps import AttentionMap
 from manyheads.observe import fastpath, intercept, transformers
-from manyheads.observe.recording import Call, Recording, close_matches, paths_within
+from manyheads.observe.recording import Recording, close_matches, paths_within
 from manyheads.observe.summaries import Reduced
 from manyheads.scores import Problem
 from manyheads.shapes import amount, whole
@@ -74,12 +75,14 @@ class Recorder:
 
     def ablated(self, path: str, h: int) -> list[int]:
         """Return which of the h heads of this module are to be ablated."""
-        heads = [head for layer, head in self.ablate if self._matches(layer, path)]
-        for head in heads:
-            if head >= h:
-                raise ValueError(
-                    f"{self._name(path)} has {h} heads, 0 to {h - 1}, and ablate= names head {head}."
-                )
+        heads = []
+        for layer, head in self.ablate:
+            if self._matches(layer, path):
+                if head >= h:
+                    raise ValueError(
+                        f"{self._name(path)} has {h} heads, 0 to {h - 1}, and ablate= names head {head}."
+                    )
+                heads.append(head)
         return heads
 
     # -- recording ---------------------------------------------------------------------------------
@@ -90,25 +93,26 @@ class Recorder:
             self.attended.setdefault(path, problem.shape.h)
             if self.layers is not None and not any(self._matches(layer, path) for layer in self.layers):
                 return
-            amap = AttentionMap.of(
-                problem, lse, provenance={"model": type(self.model).__name__, "layer": path}
-            )
-            if self.heads is not None:
-                h = problem.shape.h
-                for head in self.heads:
-                    if not -h <= head < h:
-                        raise ValueError(f"{self._name(path)} has {h} heads, and heads= names head {head}.")
-                amap = amap.only(heads=self.heads)
-            k = amap.problem.k
-            if self.keep is None:
-                for place in self.store:
-                    amap = amap.to(place)
+            where = {"model": type(self.model).__name__, "layer": path}
+            h = problem.shape.h
+            for head in self.heads or ():
+                if not -h <= head < h:
+                    raise ValueError(f"{self._name(path)} has {h} heads, and heads= names head {head}.")
+            if self.keep is not None:
+                amap = AttentionMap.of(problem, lse, provenance=where)
+                amap = amap if self.heads is None else amap.only(heads=self.heads)
+                self.recording.add(path, Reduced.of(amap, self.keep), amap.problem.k)
+            else:
                 # A copy, because a model may write into q and k again: a cache of fixed size does, and in
                 # inference mode changes in place aren't counted.
-                call: Call = amap.compact(always=True)
-            else:
-                call = Reduced.of(amap, self.keep)
-            self.recording.add(path, call, k)
+                copied = replace(problem, q=problem.q.clone(), k=problem.k.clone())
+                amap = AttentionMap.of(copied, lse, provenance=where)
+                if self.heads is not None:
+                    amap = amap.only(heads=self.heads).compact()
+                k = amap.problem.k
+                for place in self.store:
+                    amap = amap.to(place)
+                self.recording.add(path, amap, k)
             if self.max_bytes is not None and self.recording.nbytes > self.max_bytes:
                 raise MemoryError(
                     f"The recording up to {self._name(path)} holds {amount(self.recording.nbytes)}, and "
@@ -149,7 +153,7 @@ class Recorder:
                 if has_fastpath:  # which takes nested tensors; its error would name the fast path only
                     for x in (*args, *kwargs.values()):
                         if isinstance(x, Tensor) and x.is_nested:
-                            intercept.check_readable(x, f"the input of {self._name(path)}")
+                            intercept.check_readable(self._name(path), input=x)
                 self.ran = True
                 intercept.enter(self, path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import Parameter, signature
 from typing import Any
 
@@ -38,7 +39,7 @@ def shared_name(function: Function) -> str:
     return names.get(home, "")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kernel:
     """An attention function of transformers, and the parameters that it names after `FIRST`.
 
@@ -49,6 +50,11 @@ class Kernel:
     name: str
     options: tuple[str, ...]
     defaults: Mapping[str, Any]
+
+    @cached_property
+    def unsupported(self) -> set[str]:
+        """The options whose meaning isn't known."""
+        return set(self.options) - SUPPORTED | (PACKED if self.name == "flash" else set())
 
     @classmethod
     def of(cls, function: Function, name: str) -> Kernel:
@@ -89,9 +95,10 @@ class Call:
 
     def problem(self) -> Problem:
         """Return the call as a problem; ValueError if a part of it isn't supported."""
-        self._check_options()
-        for name, x in (("query", self.query), ("key", self.key), ("value", self.value)):
-            check_readable(x, f"{type(self.module).__name__}'s {name}")
+        for option in sorted(self.kernel.unsupported):
+            if self.options.get(option) is not None:
+                raise self._error(f"its kernel is given {option}, which manyheads doesn't support")
+        check_readable(type(self.module).__name__, query=self.query, key=self.key, value=self.value)
         q, k, v = autocast(self.query, self.key, self.value)
         if q.dim() == 4 and q.shape[0] == 1:
             q = q.expand(k.shape[0], -1, -1, -1)  # learned queries, shared by the batch
@@ -104,58 +111,35 @@ class Call:
         if tensors:
             dense, bias = split_masks(tensors, offset, n.t)
             mask = combine(mask, dense)
-        # In evaluation an eager kernel drops nothing; the others drop whatever they are told.
-        drops = self.kernel.name != "eager" or self.module.training
-        return Problem.of(
-            q,
-            k,
-            v,
-            mask=mask,
-            bias=bias,
-            scale=self._number("scaling"),
-            softcap=self._number("softcap"),
-            sink=self._sink(n.h),
-            dropout_p=(self._number("dropout") or 0.0) if drops else 0.0,
-            offset=offset,
-        )
+        sink = self.options.get("s_aux")
+        if sink is not None:
+            if sink.numel() != n.h:
+                raise self._error(f"expected one sink for each of {n.h} heads, got {sizes(sink)}")
+            sink = sink.reshape(n.h) if self.kernel.reads("s_aux") else None
+        scale, softcap, dropout_p = self._numbers("scaling", "softcap", "dropout")
+        if dropout_p is None or (self.kernel.name == "eager" and not self.module.training):
+            dropout_p = 0.0  # the other kernels drop in evaluation too, if they are told to
+        return Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
+                          dropout_p=dropout_p, offset=offset)  # fmt: skip
 
     def _error(self, why: str) -> ValueError:
         return ValueError(f"The attention of {type(self.module).__name__} can't be observed: {why}.")
 
-    def _check_options(self) -> None:
-        unsupported = []
-        for option in (*self.kernel.options, *(PACKED if self.kernel.name == "flash" else ())):
-            if option not in SUPPORTED and self.options.get(option) is not None:
-                unsupported.append(option)
-        if unsupported:
-            names = ", ".join(sorted(unsupported))
-            raise self._error(f"its kernel is given {names}, which manyheads doesn't support")
-
-    def _number(self, option: str) -> float | None:
-        value = self.options.get(option)
-        if not isinstance(value, Tensor):
-            return value
-        if value.numel() != 1:
-            raise self._error(f"expected its {option} to be a number, got a tensor {sizes(value)}")
-        return value.item()
-
-    def _sink(self, h: int) -> Tensor | None:
-        sink = self.options.get("s_aux")
-        if sink is None or not self.kernel.reads("s_aux"):
-            return None
-        if sink.numel() != h:
-            raise self._error(f"expected one sink for each of {h} heads, got {sizes(sink)}")
-        return sink.reshape(h)
+    def _numbers(self, *options: str) -> list[Any]:
+        values = list(map(self.options.get, options))
+        for n, value in enumerate(values):
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise self._error(f"expected its {options[n]} to be a number, got a tensor {sizes(value)}")
+                values[n] = value.item()
+        return values
 
     # -- masks: a value, tensors that are still to be read, and the position of row 0 -----------------
 
-    def _is_causal(self) -> bool:
-        """Return True if the kernel masks later keys when it gets no mask."""
-        option = self.options.get("is_causal")
-        return bool(getattr(self.module, "is_causal", True) if option is None else option)
-
     def _read_mask(self, t: int, s: int) -> tuple[Mask | None, dict[str, Tensor], int]:
-        mask, is_causal = self.mask, self._is_causal()
+        mask, is_causal = self.mask, self.options.get("is_causal")
+        if is_causal is None:  # whether the kernel masks later keys when it gets no mask
+            is_causal = getattr(self.module, "is_causal", True)
         if self.kernel.name == "flash":
             return self._flash_mask(t, s, is_causal)
         if mask is None:
@@ -255,10 +239,9 @@ class Call:
         if problem.sink is not None:
             lse = torch.logaddexp(lse, problem.sink.to(lse.dtype)[:, None])
         weight = scores.fold(scores.weights(score, lse), n.g)  # [b, g, (h/g)·r, s]
-        v = problem.v.to(problem.dtype)  # [b, g, s, w]
+        v = problem.v.to(theirs.dtype)  # [b, g, s, w]
         with scores.exactly(v.device):
-            ours = scores.unfold(weight @ v, n.h)  # [b, h, r, w]
-            largest = scores.unfold(weight @ v.abs(), n.h)
+            ours, largest = scores.unfold(weight @ torch.cat((v, v.abs()), -1), n.h).chunk(2, -1)
         counts = ours.isfinite() & theirs.isfinite() & kept.any(-1, keepdim=True)
         difference = float((theirs - ours)[counts].norm() / largest[counts].norm().clamp(min=1e-30))
         score_size = float(score[kept & score.isfinite()].abs().amax()) if counts.any() else 0.0
