@@ -23,14 +23,13 @@ FLOORS = (
     ("scores",),
     ("kernels",),
     ("files", "reductions", "maps", "measures", "cache"),
-    ("functional", "layers", "classic"),
+    ("functional", "layers", "classic", "figures"),
     ("observe", "lm"),
     # Leaves that don't import each other, but for what a page or a command puts together.
     (
         "tokens",
         "models",
         "findings",
-        "figures",
         "viewer",
         "checker",
         "show",
@@ -43,14 +42,11 @@ FLOORS = (
 
 # Calls that point upward, or from a leaf to a leaf: inside a function, and only these.
 UPWARD = {
-    ("observe", "figures"),
     ("observe", "viewer"),
     ("maps", "viewer"),
-    ("checker", "figures"),
-    ("viewer", "figures"),
 }
 
-LEAVES = {"figures", "viewer", "checker"}
+LEAVES = {"viewer", "checker"}
 ORDER = [entry for floor in FLOORS for entry in floor]
 
 

@@ -729,7 +729,7 @@ def call(name: str = "eager", **options: Any) -> calls.Call:
     ("made", "told"),
     [
         (call(s_aux=torch.zeros(3)), r"expected one sink for each of 4 heads, got \[3\]"),
-        (call(scaling=torch.ones(4)), r"expected its scaling to be a number, got a tensor \[4\]"),
+        (call(scaling=torch.ones(4)), r"expected its scaling to be a number, got \[4\]"),
         (
             call(mask=torch.ones(2, 1, 6, 9, dtype=torch.int64)),
             "expected its mask to be a tensor of bool or floats, got a Tensor of torch.int64",

@@ -381,6 +381,19 @@ def test_removed_heads_of_multihead_attention(wants: dict[str, Any], ours: bool,
     )
 
 
+@pytest.mark.parametrize("wants", [{"need_weights": False}, {}], ids=str)
+def test_removed_heads_of_multihead_attention_with_dropout(wants: dict[str, Any]):
+    layer, x = nn.MultiheadAttention(E, H, dropout=0.5, batch_first=True), randn(2, 5, E)
+    by_hand = copy.deepcopy(layer)
+    with torch.no_grad():
+        by_hand.out_proj.weight.view(E, H, D)[:, [1, 3]] = 0.0
+    torch.manual_seed(1)
+    expected = by_hand(x, x, x, **wants)
+    torch.manual_seed(1)
+    with observe(layer, ablate=[("", 1), ("", 3)]):
+        identical(layer(x, x, x, **wants), expected)
+
+
 @nested
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("nesting", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -16,29 +14,21 @@ from manyheads.scores import Problem
 Band = tuple[int | None, int | None]  # low ≤ j − i ≤ high; None: no bound
 
 
-class KeyFingerprint(NamedTuple):
-    """A checksum of each key, which tells whether a later call's keys begin with the same ones."""
+def checksums(k: Tensor, end: int) -> Tensor:
+    """Return a checksum of each key up to `end`, `[b, g, end]`, which tells whether a later call repeats it.
 
-    checksums: Tensor  # [b, g, s so far]
-
-    @classmethod
-    def of(cls, k: Tensor, call: Call) -> KeyFingerprint:
-        """Return the fingerprint of keys k `[b, g, s, d]`, as far as the call's queries reach."""
-        offset = call.offset if isinstance(call, Reduced) else call.problem.offset
-        end = min(offset + call.shape[2], k.shape[2]) if isinstance(offset, int) else 0
-        return cls(_checksums(k.detach()[:, :, : max(end, 0)]))
-
-    def begins(self, k: Tensor) -> bool:
-        """Return True if keys k begin with these."""
-        end = self.checksums.shape[2]
-        return end > 0 and torch.equal(_checksums(k.detach()[:, :, :end]), self.checksums)
-
-
-def _checksums(k: Tensor) -> Tensor:
-    """Return the sum of each key's bits, as integers times random odd numbers, modulo 2^64: `[b, g, s]`."""
+    It is the sum of the key's bits, read as integers, times random odd numbers, modulo 2^64.
+    """
+    k = k.detach()[:, :, :end]
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
     factors = torch.randint(1 << 62, (k.shape[3],), generator=torch.Generator().manual_seed(0))
     return (k.contiguous().view(integers).long() * (factors | 1).to(k.device)).sum(-1)
+
+
+def reached_keys(call: Call, s: int) -> int:
+    """Return how many of s keys a call's queries reach, counted from the first; 0 if it isn't one number."""
+    offset = call.offset if isinstance(call, Reduced) else call.problem.offset
+    return max(min(offset + call.shape[2], s), 0) if isinstance(offset, int) else 0
 
 
 def join(old: Call, new: Call) -> Call | None:
@@ -69,17 +59,9 @@ def _join_maps(old: AttentionMap, new: AttentionMap) -> AttentionMap | None:
     mask = _join_masks(before, after) if same else None
     if mask is None:
         return None
-    problem = Problem.of(
-        torch.cat((before.q, after.q), 2),
-        after.k,
-        after.v,
-        mask=mask,
-        bias=after.bias,
-        scale=after.scale,
-        softcap=after.softcap,
-        sink=after.sink,
-        offset=before.offset,
-    )
+    q = torch.cat((before.q, after.q), 2)
+    problem = Problem.of(q, after.k, after.v, mask=mask, bias=after.bias, scale=after.scale,
+                         softcap=after.softcap, sink=after.sink, offset=before.offset)  # fmt: skip
     lse = torch.cat((old.lse, new.lse), 2) if old.knows_lse and new.knows_lse else None
     return new.again(problem, lse)
 

@@ -35,7 +35,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from manyheads import kernels
 from manyheads.classic import common
 from manyheads.functional import attention, attention_with_map, autocast
-from manyheads.kernels import reference
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Rule
 from manyheads.observe.recognize import collapse, first_position, split_masks, visible
@@ -433,25 +432,12 @@ def _multi_head(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Te
     bound.apply_defaults()
     options = bound.arguments
     problem = _multi_head_problem(options)
-    if not any(observer.ablated(path, problem.shape.h) for observer, path in dict(_thread.running).items()):
-        results: tuple[Tensor, Tensor | None] = func(*args, **kwargs)
-        record(problem)
-        return results
-    if options["need_weights"] and problem.dropout_p:
-        raise ValueError(
-            "a head of nn.MultiheadAttention can't be ablated while it drops weights and returns them: "
-            "call model.eval(), or pass need_weights=False."
-        )
-    mixed = record_attention(problem, lambda: kernels.run(problem).out)  # [b, h, t, d]
-    query = options["query"]
-    out = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), options["out_proj_weight"], options["out_proj_bias"])
-    out = out if query.dim() == 3 else out.squeeze(1)  # [t, b, e]
-    if not options["need_weights"]:
-        return out, None
-    weights = reference.weights(problem)[0].to(out.dtype)  # [b, h, t, s]
-    if options["average_attn_weights"]:
-        weights = weights.mean(1)
-    return out, weights if query.dim() == 3 else weights.squeeze(0)
+    # Zero columns of the output projection ablate a head, whatever the rest of the layer computes.
+    columns = options["out_proj_weight"].unflatten(1, (problem.shape.h, -1))  # [e, h, d]
+    options["out_proj_weight"] = ablate(columns).flatten(1)
+    results: tuple[Tensor, Tensor | None] = func(**options)
+    record(problem)
+    return results
 
 
 def _multi_head_problem(options: dict[str, Any]) -> Problem:

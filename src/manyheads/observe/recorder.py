@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,45 +23,44 @@ from manyheads.shapes import amount, whole
 COMPILED = "_orig_mod"  # what torch.compile adds to the paths of a model's modules
 
 
+@dataclass(eq=False)
 class Recorder:
     """What one `observe` records of a model, and the hooks by which it learns of its calls."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        recording: Recording,
-        *,
-        keep: Mapping[str, Any] | None,
-        layers: Sequence[str | int] | None,
-        heads: Sequence[int] | None,
-        max_bytes: int | None,
-        store: Sequence[torch.device | str | torch.dtype],
-        ablate: Sequence[tuple[str | int, int]],
-    ) -> None:
-        self.model, self.recording, self.keep = model, recording, keep
-        self.layers, self.heads, self.max_bytes, self.store = layers, heads, max_bytes, store
-        self.modules = {_uncompiled(path): module for path, module in model.named_modules()}
-        self.ablate = [(self._check_layer(layer), whole(head, "a head in ablate")) for layer, head in ablate]
-        for layer in layers or ():
+    model: nn.Module
+    recording: Recording
+    keep: Mapping[str, Any] | None  # statistics; None for maps
+    layers: Sequence[str | int] | None
+    heads: Sequence[int] | None
+    max_bytes: int | None
+    store: Sequence[torch.device | str | torch.dtype]
+    ablate: Sequence[tuple[str | int, int]]
+    attended: dict[str, int] = field(default_factory=dict)  # heads by module path, in order of first call
+    ran: bool = False
+    closed: bool = False
+    active: int = 0  # modules that run now, on all threads
+    strays: int = 0  # attention calls on threads where no module runs
+    end_hooks: list[Any] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self.modules = {_uncompiled(path): module for path, module in self.model.named_modules()}
+        for layer, head in self.ablate:
             self._check_layer(layer)
-        self.attended: dict[str, int] = {}  # the number of heads by module path, in order of first call
-        self.ran = self.closed = False
-        self.active = 0  # modules that run now, on all threads
-        self.strays = 0  # attention calls on threads where no module runs
-        self.end_hooks: list[Any] = []
-        self.lock = threading.RLock()
+            whole(head, "a head in ablate")
+        for layer in self.layers or ():
+            self._check_layer(layer)
 
     # -- which layers and heads --------------------------------------------------------------------
 
-    def _check_layer(self, layer: str | int) -> str | int:
+    def _check_layer(self, layer: str | int) -> None:
         """Check that the model has a module that `layer` may name."""
-        if isinstance(layer, int) and not isinstance(layer, bool):
-            return whole(layer, "a layer's number, counted in order of first call,")
-        if not isinstance(layer, str):
+        if isinstance(layer, bool) or not isinstance(layer, int | str):
             raise TypeError(f"Expected a layer to be a module's path or a number, got {layer!r}.")
-        if not paths_within(layer, self.modules):
+        if isinstance(layer, int):
+            whole(layer, "a layer's number, counted in order of first call,")
+        elif not paths_within(layer, self.modules):
             raise ValueError(f"The model has no module {layer!r}{close_matches(layer, self.modules)}.")
-        return layer
 
     def _matches(self, layer: str | int, path: str) -> bool:
         if isinstance(layer, str):

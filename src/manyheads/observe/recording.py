@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from manyheads import files
 from manyheads.maps import AttentionMap
-from manyheads.observe.generation import KeyFingerprint, join
+from manyheads.observe.generation import checksums, join, reached_keys
 from manyheads.observe.summaries import Call, Reduced
 from manyheads.observe.table import Table, score_heads
 from manyheads.shapes import amount, kind
@@ -43,7 +44,7 @@ class Recording(Mapping[Any, Any]):
         self.provenance = dict(provenance or {})
         self.missed: dict[str, tuple[int, ...]] = {}
         self._calls: dict[str, list[Call]] = {}
-        self._fingerprints: dict[str, KeyFingerprint] = {}  # of the last call of each layer
+        self._checksums: dict[str, Tensor] = {}  # of the keys of the last call of each layer
 
     # -- the mapping -------------------------------------------------------------------------------
 
@@ -98,13 +99,15 @@ class Recording(Mapping[Any, Any]):
     def add(self, name: str, call: Call, k: Tensor) -> None:
         """Add a call with keys k `[b, g, s, d]`; a step that continues the last call is joined to it."""
         calls = self._calls.setdefault(name, [])
-        fingerprint = self._fingerprints.get(name)
-        joined = join(calls[-1], call) if fingerprint is not None and fingerprint.begins(k) else None
+        before = self._checksums.get(name)
+        joined = None
+        if before is not None and before.shape[2] and torch.equal(checksums(k, before.shape[2]), before):
+            joined = join(calls[-1], call)
         if joined is None:
             calls.append(call)
         else:
             calls[-1] = joined
-        self._fingerprints[name] = KeyFingerprint.of(k, call)
+        self._checksums[name] = checksums(k, reached_keys(call, k.shape[2]))
 
     # -- labels and table --------------------------------------------------------------------------
 

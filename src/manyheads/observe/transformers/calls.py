@@ -130,7 +130,7 @@ class Call:
         for n, value in enumerate(values):
             if isinstance(value, Tensor):
                 if value.numel() != 1:
-                    raise self._error(f"expected its {options[n]} to be a number, got a tensor {sizes(value)}")
+                    raise self._error(f"expected its {options[n]} to be a number, got {sizes(value)}")
                 values[n] = value.item()
         return values
 
