@@ -139,7 +139,7 @@ def paused(device: torch.device | None = None) -> Iterator[None]:
 
 
 def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis: int | None = 1) -> Tensor:
-    """Record an attention call for everyone who observes the module that runs here.
+    """Record an attention call in every observation of the module that runs here.
 
     Only computes if no observed module runs on this thread. What `compute` calls isn't recorded again, nor is
     a recomputation within backward (checkpointing).
@@ -259,7 +259,7 @@ def _compile(*args: Any, **kwargs: Any) -> Any:
 
 
 def _count_strays(*args: Any, **kwargs: Any) -> Tensor:
-    # Who imported the name meanwhile goes on calling this function after the block.
+    # A module imported in the block may hold this function, and call it after the block.
     listens = _open and not torch.compiler.is_compiling() and not _thread.running and not _thread.paused
     if listens and not _is_called_by_module():
         for observer in list(_open):

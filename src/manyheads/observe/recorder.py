@@ -181,15 +181,13 @@ class Recorder:
         """Return a hook that gives one of PyTorch's layers the output of its fast path (see `fastpath`)."""
 
         def recompute(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-            around = [
-                other
+            is_done_around = any(  # by the hook of a module that this one is a part of
+                fastpath.is_taken(other) and not self._is_changed(other)
                 for name, other in self.modules.items()
                 if name != path and intercept.is_running(self, name)
-            ]
-            if not fastpath.is_taken(module) or any(
-                fastpath.is_taken(other) and not self._is_changed(other) for other in around
-            ):
-                return None  # or the hook of a module around this one does it
+            )
+            if is_done_around or not fastpath.is_taken(module):
+                return None
             if not self._is_changed(module):
                 with intercept.paused():
                     return fastpath.without_hooks(module)(*args, **kwargs)

@@ -24,7 +24,7 @@ class Reduced:
     """Statistics of one attention call, without its weights.
 
     It has the methods of `AttentionMap` whose statistics were kept: `entropy()`, `received()`, `top(8)`, …,
-    each shaped as there (`[b, h, t]`, …); a call of another one says which were kept.
+    each shaped as there (`[b, h, t]`, …); a call of any other says which were kept.
 
     Attributes:
         shape: `(b, h, t, s)` of the call.
@@ -91,7 +91,7 @@ class Reduced:
             same = same or reductions.arguments(name, given) == reductions.arguments(name, kept)
         if not same:
             raise ValueError(
-                f"{name} of {self._layer()} was kept with the arguments {kept!r}, and {given!r} is asked for."
+                f"{name} of {self._layer()} was kept with the arguments {kept!r}, got {given!r}."
             )
         return self.values[name]
 

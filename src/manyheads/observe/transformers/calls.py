@@ -25,7 +25,7 @@ Function = Callable[..., tuple[Tensor, Tensor | None]]
 
 FIRST = ("module", "query", "key", "value", "attention_mask")
 
-# The options of a kernel that are understood here; and those that change how a flash kernel reads its input.
+# The options of a kernel that can be expressed in a Problem; and those of flash kernels for packed inputs.
 SUPPORTED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
 PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "block_table"}
 
@@ -118,7 +118,7 @@ class Call:
             sink = sink.reshape(n.h) if self.kernel.reads("s_aux") else None
         scale, softcap, dropout_p = self._numbers("scaling", "softcap", "dropout")
         if dropout_p is None or (self.kernel.name == "eager" and not self.module.training):
-            dropout_p = 0.0  # the other kernels drop in evaluation too, if they are told to
+            dropout_p = 0.0  # the other kernels drop in evaluation too
         return Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                           dropout_p=dropout_p, offset=offset)  # fmt: skip
 
