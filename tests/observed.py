@@ -1,4 +1,4 @@
-"""Models to observe, and what is said of them: outputs bit for bit, weights in float64."""
+"""Models to observe, and assertions: outputs bit for bit, weights against float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import manyheads as mh
 from manyheads import observe
-from manyheads.observe import Seen, here
+from manyheads.observe import Recording, intercept
 
 E, H, D = 16, 4, 4
 Q, K, V = (2, H, 5, 8), (2, H, 7, 8), (2, H, 7, 8)
@@ -24,8 +24,8 @@ randn = torch.randn
 
 
 @contextmanager
-def says(error: type[BaseException] | tuple[type[BaseException], ...], message: str) -> Iterator[None]:
-    """An error of one line that says this; " … " stands for anything."""
+def raises(error: type[BaseException] | tuple[type[BaseException], ...], message: str) -> Iterator[None]:
+    """Expect an error of one line with this message; " … " matches anything."""
     with pytest.raises(error) as raised:
         yield
     text = rest = str(raised.value)
@@ -36,23 +36,23 @@ def says(error: type[BaseException] | tuple[type[BaseException], ...], message: 
 
 
 def stance() -> str:
-    """What torch.compile does now: `default`, or `force_eager` while something is observed."""
+    """Return what torch.compile does now: `default`, or `force_eager` while something is observed."""
     return torch._dynamo.eval_frame._stance.stance
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    """After every test: no mode on this thread, PyTorch's functions its own, torch.compile compiles."""
+def nothing_left() -> Iterator[None]:
+    """Assert after every test: no mode here, PyTorch's functions unpatched, torch.compile compiles."""
     yield
     assert _get_current_function_mode_stack() == []
     assert F.scaled_dot_product_attention is KERNEL
     assert stance() == "default"
-    assert here._here.running == []
-    assert here._here.mode is None
+    assert intercept._thread.running == []
+    assert intercept._thread.mode is None
 
 
 def hooks(model: nn.Module) -> list[int]:
-    """How many hooks each module has, of each sort."""
+    """Return how many hooks each module has, of each kind."""
     names = (
         "_forward_hooks",
         "_forward_pre_hooks",
@@ -62,37 +62,37 @@ def hooks(model: nn.Module) -> list[int]:
     return [len(getattr(module, name)) for module in model.modules() for name in names]
 
 
-def identical(one: Any, other: Any) -> None:
+def assert_identical(one: Any, other: Any) -> None:
     """Bit for bit, in shape, dtype and strides."""
     if isinstance(one, Tensor):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, check_stride=True)
     elif isinstance(one, tuple | list):
         assert len(one) == len(other)
         for x, y in zip(one, other, strict=True):
-            identical(x, y)
+            assert_identical(x, y)
     else:
         assert one == other
 
 
-def same(model: nn.Module, *args: Any, observing: dict[str, Any] | None = None, **kwargs: Any) -> Seen:
-    """What is seen of one call, whose output is what it is unobserved, and after which no hook is left."""
+def record(model: nn.Module, *args: Any, observing: dict[str, Any] | None = None, **kwargs: Any) -> Recording:
+    """Record one call, and assert that its output is the same as without `observe` and no hook is left."""
     before = hooks(model)
     torch.manual_seed(1)
     alone = model(*args, **kwargs)
     torch.manual_seed(1)
-    with observe(model, **observing or {}) as seen:
+    with observe(model, **observing or {}) as recording:
         out = model(*args, **kwargs)
-    identical(out, alone)
+    assert_identical(out, alone)
     assert hooks(model) == before
-    return seen
+    return recording
 
 
 def weights(
     q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False, scale: float | None = None
 ):
-    """softmax(scale · q·kᵀ + mask) in float64, and how far from it a map may be.
+    """Return softmax(scale · q·kᵀ + mask) in float64, and the error that a map may have.
 
-    Of any number of dimensions; key heads are repeated for query heads; a row that sees nothing is 0.
+    Of any number of dimensions; key heads are repeated for query heads; a fully masked row is 0.
     The budget is that of docs/architecture.md, for scores in float32 (float64 for float64).
     """
 
@@ -102,8 +102,8 @@ def weights(
             y = y.repeat_interleave(x.shape[-3] // y.shape[-3], -3)
         score = x @ y.mT * (q.shape[-1] ** -0.5 if scale is None else scale)  # [..., t, s]
         if mask is not None:
-            hide = mask.dtype == torch.bool
-            score = score.masked_fill(~mask, -torch.inf) if hide else score + mask.to(dtype)
+            is_mask = mask.dtype == torch.bool
+            score = score.masked_fill(~mask, -torch.inf) if is_mask else score + mask.to(dtype)
         if causal:
             score = score.masked_fill(torch.ones(score.shape[-2:]).tril() == 0, -torch.inf)
         nothing = (score == -torch.inf).all(-1, keepdim=True)
@@ -118,8 +118,8 @@ def weights(
     return true, float(2 * plain + torch.finfo(compute).eps * (1 + most) * true.max())
 
 
-def shows(amap: mh.AttentionMap, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> None:
-    """The map's weights are those of q and k, whatever number of dimensions these have."""
+def assert_weights(amap: mh.AttentionMap, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Assert that the map's weights are those of q and k, which may have any number of dimensions."""
     true, budget = weights(q, k, *args, **kwargs)
     dense = amap.dense()
     assert dense.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -127,7 +127,7 @@ def shows(amap: mh.AttentionMap, q: Tensor, k: Tensor, *args: Any, **kwargs: Any
     torch.testing.assert_close(dense.double().reshape(true.shape), true, rtol=0, atol=budget)
 
 
-def agree(one: Any, other: Any) -> None:
+def assert_agree(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -193,7 +193,7 @@ KEYS = ["layers.0.attn", "layers.1.attn"]
 
 
 def inputs_of(model: nn.Module, names: Sequence[str], *args: Any) -> dict[str, Tensor]:
-    """What each of these modules is given first, in a forward of its own."""
+    """Return the first input of each of these modules in a forward."""
     found: dict[str, Tensor] = {}
     with torch.no_grad():
         handles = [
@@ -208,17 +208,17 @@ def inputs_of(model: nn.Module, names: Sequence[str], *args: Any) -> dict[str, T
     return found
 
 
-def shows_gpt(seen: Seen, model: nn.Module, x: Tensor) -> None:
-    for name, given_ in inputs_of(model, list(seen), x).items():
+def assert_gpt_weights(recording: Recording, model: nn.Module, x: Tensor) -> None:
+    for name, given_ in inputs_of(model, list(recording), x).items():
         q, k, _ = model.get_submodule(name).heads(given_)
-        shows(seen[name], q, k, causal=True)
+        assert_weights(recording[name], q, k, causal=True)
 
 
-def gradients(model: nn.Module, x: Tensor, watched: bool, **options: Any) -> list[Tensor]:
+def gradients(model: nn.Module, x: Tensor, observed: bool, **options: Any) -> list[Tensor]:
     x = x.detach().clone().requires_grad_()
     model.zero_grad()
     torch.manual_seed(1)
-    with observe(model, **options) if watched else nullcontext():
+    with observe(model, **options) if observed else nullcontext():
         model(x).square().sum().backward()
     return [x.grad, *(p.grad.clone() for p in model.parameters())]
 
