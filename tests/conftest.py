@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from manyheads.checker import questions
+from manyheads.checker import checks as questions
 
 # Several processes share the cores (pytest-xdist); threads that wait for each other would slow all of them.
 threads = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))

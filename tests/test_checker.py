@@ -22,9 +22,11 @@ from waiting import HANG
 
 import manyheads as mh
 from manyheads import checker, kernels, layers
-from manyheads.checker import command, names, reading
-from manyheads.checker.mistakes import FAMILY, HABITS
-from manyheads.checker.recipe import Inputs, Recipe, Weights, exact
+from manyheads.checker import command
+from manyheads.checker.bugs import FAMILY, HABITS
+from manyheads.checker.candidates import names
+from manyheads.checker.candidates import parameters as reading
+from manyheads.checker.oracle import Inputs, Recipe, Weights, exact
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
 

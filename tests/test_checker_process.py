@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from waiting import HANG, wait_until
 
-from manyheads.checker import process, wire
-from manyheads.checker.process import Process, open_subject
-from manyheads.checker.subject import Answer, Call, Foreign, Subject, Trouble, find, laid_out
+from manyheads.checker.isolation import process
+from manyheads.checker.isolation import protocol as wire
+from manyheads.checker.isolation.candidate import Answer, Call, Foreign, Subject, Trouble, find, laid_out
+from manyheads.checker.isolation.process import Process, open_subject
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 own_process = pytest.mark.skipif(os.name != "posix", reason="needs inherited pipes")
@@ -744,8 +745,8 @@ def test_a_call_that_comes_back_twice_answers_once(folder: Path) -> None:
 @linux
 def test_the_subject_ends_with_the_checker(folder: Path) -> None:
     code = (
-        "import sys, torch; from manyheads.checker.process import Process;"
-        "from manyheads.checker.subject import Call;"
+        "import sys, torch; from manyheads.checker.isolation.process import Process;"
+        "from manyheads.checker.isolation.candidate import Call;"
         "p = Process(sys.argv[1]);"
         "print(p._process.pid, p._output.parent, flush=True); p.call(Call((torch.ones(1),)))"
     )

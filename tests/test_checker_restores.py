@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from manyheads import checker
-from manyheads.checker.process import open_subject
-from manyheads.checker.snapshot import Snapshot
-from manyheads.checker.subject import Call
+from manyheads.checker.isolation.candidate import Call
+from manyheads.checker.isolation.process import open_subject
+from manyheads.checker.isolation.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
 

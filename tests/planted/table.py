@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from planted import matrix
 
-from manyheads.checker import names
-from manyheads.checker.mistakes import FAMILY
-from manyheads.checker.positions import SINES, turns
+from manyheads.checker.bugs import FAMILY
+from manyheads.checker.candidates import names
+from manyheads.checker.encodings import SINES, turns
 
 
 def lines() -> list[str]:

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.checker import likeness
-from manyheads.checker.candidate import Candidate, Odd
+from manyheads.checker import kinds as likeness
+from manyheads.checker.candidates.adapter import Candidate, Odd
+from manyheads.checker.candidates.parameters import KINDS, Unclear, arguments, kind_of
+from manyheads.checker.checks import LOST, Check, apart, ask_all, gather, smallest, unlike
 from manyheads.checker.diagnosis import Diagnosis, diagnose
-from manyheads.checker.positions import check_positions
-from manyheads.checker.process import open_subject
-from manyheads.checker.questions import LOST, Check, apart, ask_all, gather, smallest, unlike
-from manyheads.checker.reading import KINDS, Unclear, arguments, kind_of
-from manyheads.checker.recipe import exact
+from manyheads.checker.encodings import check_positions
+from manyheads.checker.isolation.candidate import Trouble
+from manyheads.checker.isolation.process import open_subject
+from manyheads.checker.oracle import exact
 from manyheads.checker.report import Report
-from manyheads.checker.subject import Trouble
 
 __all__ = ["KINDS", "Check", "Diagnosis", "Report", "Unclear", "assert_attention", "check"]
 

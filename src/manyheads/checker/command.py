@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from manyheads.checker import check
-from manyheads.checker.reading import Unclear
+from manyheads.checker.candidates.parameters import Unclear
 from manyheads.checker.report import Report
 
 EXIT_CODES = {"passed": 0, "failed": 1, "not judged": 2}  # by verdict

@@ -15,10 +15,10 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from manyheads.checker.candidate import Candidate
-from manyheads.checker.mistakes import FAMILY, HABITS, Change, Mistake
-from manyheads.checker.questions import Evidence, counted, emptied, gather, large, large_masked
-from manyheads.checker.recipe import Found, Recipe, Weights, distance, exact
+from manyheads.checker.bugs import FAMILY, HABITS, Change, Mistake
+from manyheads.checker.candidates.adapter import Candidate
+from manyheads.checker.checks import Evidence, counted, emptied, gather, large, large_masked
+from manyheads.checker.oracle import Found, Recipe, Weights, distance, exact
 from manyheads.shapes import sizes
 
 CLOSE = 2e-5  # relative to the largest number: float32 with the steps in another order

@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 
 from torch import Tensor
 
+from manyheads.checker.checks import Check
 from manyheads.checker.diagnosis import Diagnosis
-from manyheads.checker.questions import Check
 from manyheads.files import replacing
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.checker import reading
-from manyheads.checker.candidate import CUTS
+from manyheads.checker.candidates import parameters as reading
+from manyheads.checker.candidates.adapter import CUTS
+from manyheads.checker.candidates.names import WIDTH
+from manyheads.checker.candidates.parameters import Unclear
+from manyheads.checker.checks import LOST, Check, failed, passed
 from manyheads.checker.diagnosis import Diagnosis
-from manyheads.checker.names import WIDTH
-from manyheads.checker.questions import LOST, Check, failed, passed
-from manyheads.checker.reading import Unclear
-from manyheads.checker.recipe import distance
-from manyheads.checker.subject import Answer, Call, Trouble
+from manyheads.checker.isolation.candidate import Answer, Call, Trouble
+from manyheads.checker.oracle import distance
 from manyheads.shapes import sizes
 
 BASE = 10000.0

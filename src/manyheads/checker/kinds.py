@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from manyheads.checker.candidate import Candidate, Odd
-from manyheads.checker.questions import LOST, Check, failed, passed, skipped
-from manyheads.checker.reading import Unclear
-from manyheads.checker.recipe import allowed, distance
-from manyheads.checker.subject import Trouble
+from manyheads.checker.candidates.adapter import Candidate, Odd
+from manyheads.checker.candidates.parameters import Unclear
+from manyheads.checker.checks import LOST, Check, failed, passed, skipped
+from manyheads.checker.isolation.candidate import Trouble
+from manyheads.checker.oracle import allowed, distance
 
 # What each textbook class is called like; the others take modules or heads, and are checked as what they are.
 CLASSES: dict[str, tuple[str, str | None]] = {

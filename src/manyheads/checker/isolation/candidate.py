@@ -38,8 +38,8 @@ import torch
 from torch import Tensor, empty_strided, equal, initial_seed, manual_seed, nn
 from torch.random import fork_rng
 
-from ..masks import Keep
-from ..shapes import sizes
+from ...masks import Keep
+from ...shapes import sizes
 from .snapshot import GLOBALS, Snapshot
 
 PRINTED = 2000  # characters of what a call prints that are kept
@@ -272,7 +272,7 @@ def said(how: Callable[[Any], str], value: Any, most: int = 200) -> str:
 
 # --------------------------------------------------------------------------------------- troubles
 
-_OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen")
+_OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen")
 
 
 def trouble(kind: Kind, what: str, error: BaseException) -> Trouble:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.checker.candidate import Candidate, Odd
-from manyheads.checker.process import Process
-from manyheads.checker.recipe import Found, Inputs, Recipe, allowed, distance, exact
-from manyheads.checker.subject import Trouble
+from manyheads.checker.candidates.adapter import Candidate, Odd
+from manyheads.checker.isolation.candidate import Trouble
+from manyheads.checker.isolation.process import Process
+from manyheads.checker.oracle import Found, Inputs, Recipe, allowed, distance, exact
 
 DRAWS = 20  # inputs that values are compared on
 GROWTH = (256, 512, 1024, 2048)  # tokens that memory is measured at

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .subject import DEPTH, DTYPES, Answer, Argument, Call, Description, Foreign, Trouble, laid_out, raw
+from .candidate import DEPTH, DTYPES, Answer, Argument, Call, Description, Foreign, Trouble, laid_out, raw
 
 HEADER = 16 * 2**20  # bytes of JSON
 LEAVES = 2 * DEPTH  # nesting of a message: a tree inside a record inside a tuple

@@ -26,9 +26,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..shapes import amount
-from . import wire
-from .subject import Answer, BorrowedSubject, Call, Description, Subject, Trouble
+from ...shapes import amount
+from . import protocol as wire
+from .candidate import Answer, BorrowedSubject, Call, Description, Subject, Trouble
 
 POLL = 0.05  # seconds between two looks at the process
 START = 120.0  # seconds for Python and torch to load, which aren't the subject's
@@ -66,7 +66,7 @@ class Process:
         try:
             with self._output.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "manyheads.checker.child", str(theirs), str(theirs_out)],
+                    [sys.executable, "-m", "manyheads.checker.isolation.child", str(theirs), str(theirs_out)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -257,7 +257,7 @@ def _signal(number: int) -> str:
 def _environment(token: str) -> dict[str, str]:
     """The caller's, as it is from another folder; no GPU; marked; and one compiler at a time."""
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    home = str(Path(__file__).parents[2])  # for a manyheads that isn't installed
+    home = str(Path(__file__).parents[3])  # for a manyheads that isn't installed
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*paths, *([] if home.endswith("-packages") else [home])]),

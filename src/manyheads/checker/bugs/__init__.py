@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manyheads.checker.recipe import Recipe, linear
+from manyheads.checker.oracle import Recipe, linear
 
 Change = Callable[[Recipe], None]
 

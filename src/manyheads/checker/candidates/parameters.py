@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.checker import names
-from manyheads.checker.recipe import PROJECTIONS, Weights
-from manyheads.checker.subject import Argument, Description
+from manyheads.checker.candidates import names
+from manyheads.checker.isolation.candidate import Argument, Description
+from manyheads.checker.oracle import PROJECTIONS, Weights
 from manyheads.shapes import sizes
 
 KINDS = ("attention", "self", "cross", "multihead", "torch-mha", "sdpa", "hf", "positional", "rotary")

@@ -12,9 +12,9 @@ import threading
 import time
 from pathlib import Path
 
-from . import wire
+from . import protocol as wire
+from .candidate import Kind, Subject, Trouble, find, trouble
 from .process import TOKEN, end_tree
-from .subject import Kind, Subject, Trouble, find, trouble
 
 SLACK = 2 * 2**30  # bytes of address space that threads and libraries map and never touch
 HIGH = 200  # file descriptors from here on are ours

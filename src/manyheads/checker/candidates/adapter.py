@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.checker import names, reading
-from manyheads.checker.reading import PROJECTED, Unclear
-from manyheads.checker.recipe import Found, Inputs, Weights, exact
-from manyheads.checker.subject import Answer, Call, Description, Trouble, tensors
+from manyheads.checker.candidates import names
+from manyheads.checker.candidates import parameters as reading
+from manyheads.checker.candidates.parameters import PROJECTED, Unclear
+from manyheads.checker.isolation.candidate import Answer, Call, Description, Trouble, tensors
+from manyheads.checker.oracle import Found, Inputs, Weights, exact
 from manyheads.shapes import sizes
 
 B, T, S, D = 3, 5, 7, 6  # sizes of the tries; no two dimensions of a try are alike
