@@ -23,10 +23,10 @@ from waiting import HANG
 import manyheads as mh
 from manyheads import checker, kernels, layers
 from manyheads.checker import command
-from manyheads.checker.bugs import FAMILY, HABITS
+from manyheads.checker.bugs import CONVENTIONS, FAMILY, compose, family_of
 from manyheads.checker.candidates import names
-from manyheads.checker.candidates import parameters as reading
-from manyheads.checker.oracle import Inputs, Recipe, Weights, exact
+from manyheads.checker.candidates.construct import parse_arguments
+from manyheads.checker.oracle import Attention, Inputs, Weights, exact
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
 
@@ -55,14 +55,14 @@ def test_the_recipe_is_attention(causal: bool, sink: bool, scale: float | None) 
         offset=2,
         scale=scale,
         sink=sinks,
-        weights=True,
+        need_weights=True,
     )
     mask = mh.Keep(keep) & mh.Lengths(padding)
     mask = mask & mh.Causal() if causal else mask
     out, amap = mh.attention_with_map(
         q, k, v, mask=mask, bias=mh.Dense(bias), scale=scale, sink=sinks, offset=2, kernel="reference"
     )
-    found = Recipe()(x)
+    found = Attention()(x)
     torch.testing.assert_close(found.out, out)
     torch.testing.assert_close(found.weights, amap.dense())
 
@@ -72,10 +72,10 @@ def test_the_recipe_with_projections_is_our_layer() -> None:
     held = dict(layer.named_parameters())
     w = Weights(4, 4, {r: held[f"{r}.weight"] for r in "qkvo"}, {r: held[f"{r}.bias"] for r in "qkvo"})
     x = torch.randn(2, 5, 24, dtype=torch.float64)
-    torch.testing.assert_close(Recipe(w)(Inputs(x, x, x)).out, layer(x))
+    torch.testing.assert_close(Attention(w)(Inputs(x, x, x)).out, layer(x))
 
 
-def test_habits_change_nothing_and_every_mistake_changes_something() -> None:
+def test_conventions_change_nothing_and_every_bug_changes_something() -> None:
     """Among inputs of all kinds; a mistake that changes nothing could be named for anything."""
     torch.manual_seed(3)
     e, h = 24, 4
@@ -96,8 +96,8 @@ def test_habits_change_nothing_and_every_mistake_changes_something() -> None:
             for rest in (
                 {},
                 {"causal": True},
-                {"causal": True, "keep": keep, "weights": True},
-                {"weights": True, "average": True},
+                {"causal": True, "keep": keep, "need_weights": True},
+                {"need_weights": True, "average_weights": True},
                 {"padding": padding, "keep": keep, "bias": torch.randn(6, 6).double(), "scale": 0.4},
             ):
                 cases.append((w, Inputs(query, key, value, **rest)))
@@ -112,12 +112,12 @@ def test_habits_change_nothing_and_every_mistake_changes_something() -> None:
     ]
     cases.append((None, Inputs(q.float() * 40, k.float() * 40, v.float())))
     right = [exact(w, x) for w, x in cases]
-    for habit in HABITS:
+    for convention in CONVENTIONS[Attention]:
         for (w, x), told in zip(cases, right, strict=True):
             if x.keep is None or bool(x.keep.any(-1).all()):
-                found = exact(w, x, lambda r, habit=habit: [one(r) for one in habit])
+                found = exact(w, x, compose(Attention, *convention))
                 torch.testing.assert_close(found.out, told.out)
-    for mistake in FAMILY.values():
+    for mistake in family_of(Attention):
         changes = False
         for variant in mistake.variants:
             for (w, x), told in zip(cases, right, strict=True):
@@ -130,8 +130,8 @@ def test_habits_change_nothing_and_every_mistake_changes_something() -> None:
                     found.weights.shape == told.weights.shape and torch.allclose(found.weights, told.weights)
                 )
         assert changes or mistake.name == "key-bias-missing", mistake.name  # which softmax doesn't see
-        assert mistake.is_
-        assert mistake.mend
+        assert mistake.description
+        assert mistake.fix
 
 
 def test_the_family_is_as_large_as_it_is_said_to_be() -> None:
@@ -160,19 +160,19 @@ def test_the_family_is_as_large_as_it_is_said_to_be() -> None:
     ],
 )
 def test_names_of_parameters(path: str, role: Any) -> None:
-    assert names.parameter(path) == role
+    assert names.parameter_role(path) == role
 
 
 def test_constructor_arguments() -> None:
-    assert reading.arguments("hidden=16, num_heads=4, name='x', bias=False") == {
+    assert parse_arguments("hidden=16, num_heads=4, name='x', bias=False") == {
         "hidden": 16,
         "num_heads": 4,
         "name": "x",
         "bias": False,
     }
     for text in ("hidden", "hidden=torch.float", "**x", "hidden=", "hidden=1; x", "f(1)"):
-        with pytest.raises(checker.Unclear, match="--init takes names and plain values"):
-            reading.arguments(text)
+        with pytest.raises(checker.Unclear, match="names and plain values for --init"):
+            parse_arguments(text)
 
 
 class Plain(nn.Module):
@@ -197,7 +197,7 @@ def test_weights_that_no_name_tells_are_asked_for() -> None:
         checker.check(Plain)
     assert checker.check(Plain, weights=WEIGHTS).passed
     assert checker.check(Plain(24), weights=WEIGHTS).passed  # an instance
-    with pytest.raises(checker.Unclear, match="'epsilon' for q, and the parameters are alpha"):
+    with pytest.raises(checker.Unclear, match="'epsilon' for q, but the parameters are alpha"):
         checker.check(Plain, weights={**WEIGHTS, "q": "epsilon"})
 
 
@@ -223,7 +223,7 @@ def test_an_unknown_scale_is_told_to_the_digit() -> None:
         (lambda out, x: torch.cat((out[:, :1] * 2, out[:, 1:]), 1), "in query 0 only"),
         (
             lambda out, x: torch.cat((out[..., :3] + 1, out[..., 3:] + 0.1 * x[..., 3:] ** 2), -1),
-            "no known mistake explains it",
+            "no known bug explains it",
         ),
     ],
 )
@@ -242,9 +242,9 @@ def test_sides_of_a_name_that_are_kept() -> None:
     for like in ("selfish", "classic.components.Nothing", "classic."):
         with pytest.raises(checker.Unclear, match="--like"):
             checker.check(Plain, like=like)
-    with pytest.raises(checker.Unclear, match='layout is "batch"'):
+    with pytest.raises(checker.Unclear, match='Expected layout "batch"'):
         checker.check(Plain, layout="tokens")
-    with pytest.raises(checker.Unclear, match="no constructor argument 'width', but "):
+    with pytest.raises(checker.Unclear, match="no constructor argument 'width', only "):
         checker.check(Plain, init={"width": 3})
     with pytest.raises(checker.Unclear, match="is built already"):
         checker.check(Plain(24), init={"embed_dim": 24})
@@ -367,7 +367,7 @@ def test_a_configuration_object_is_filled() -> None:
 def test_a_failure_in_a_test_is_the_report() -> None:
     with pytest.raises(AssertionError, match="q-k-swapped") as caught:
         checker.assert_attention(Plain, weights={**WEIGHTS, "q": "beta", "k": "alpha"})
-    assert "To mend it" in str(caught.value)
+    assert "To fix it" in str(caught.value)
 
 
 # -- what newcomers write --------------------------------------------------------------------------
@@ -471,11 +471,11 @@ def test_the_weights_that_come_back_are_those_that_were_asked_for(
     [
         (
             lambda self, w, average: w.mean(-1) if average else w,
-            "[b, t, s] = [3, 5, 7], and [3, 4, 5] came back",
+            "[b, t, s] = [3, 5, 7], got [3, 4, 5]",
         ),
         (
             lambda self, w, average: w.mean(1, keepdim=True) if average else w,
-            "[b, t, s] = [3, 5, 7], and [3, 1, 5, 7] came back",
+            "[b, t, s] = [3, 5, 7], got [3, 1, 5, 7]",
         ),
     ],
 )
@@ -488,7 +488,7 @@ def test_where_only_the_weights_are_wrong_nothing_is_said_of_the_output() -> Non
     found = checked(Layer, shown=lambda self, w, average: w.mean(1) * 1.5 if average else w * 1.5)
     (one,) = found.diagnosis
     assert (
-        "the output is right, and the weights that come back are wrong: 1.5 times the right ones" in one.says
+        "the output is right, and the returned weights are wrong: 1.5 times the right ones" in one.says
     )
     assert "output is wrong" not in one.says
 
@@ -534,8 +534,8 @@ def test_heads_interleaved_is_the_network_with_its_weights_in_another_order() ->
 
 def test_mends_name_an_axis_only_with_the_layout_that_it_is_of() -> None:
     for one in FAMILY.values():
-        if "dim=" in one.mend or "transpose(" in one.mend or "permute(" in one.mend:
-            assert "[b, h, t, s]" in one.mend or "[t, b, e]" in one.mend, one
+        if "dim=" in one.fix or "transpose(" in one.fix or "permute(" in one.fix:
+            assert "[b, h, t, s]" in one.fix or "[t, b, e]" in one.fix, one
 
 
 class Tokens(nn.Module):
@@ -662,7 +662,7 @@ def test_an_output_of_another_shape_is_said_once() -> None:
     found = checked(Layer, merge=lambda self, x: x.transpose(1, 2).flatten(2))  # [b, t, e]
     failed = {one.name: one.reason for one in found.checks if one.status == "failed"}
     assert set(failed) <= {"shapes", "values", "mask", "added bias"}
-    assert "its first two axes the other way round" in failed["shapes"]
+    assert "with the first two axes swapped" in failed["shapes"]
 
 
 def test_a_gap_that_is_not_filled_is_said_to_be_one() -> None:
@@ -767,8 +767,8 @@ def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
     for words in (
         "unscaled",
         "are not divided by √d (d = 16)",
-        "To mend it",
-        "no sandbox",
+        "To fix it",
+        "not sandboxed",
         "expected",
         "got",
     ):
@@ -841,14 +841,14 @@ def test_a_call_that_never_ends_fails(tmp_path: Path) -> None:
     ("text", "size"), [("4G", 4 * 2**30), ("500M", 500 * 2**20), ("1.5g", 3 * 2**29), ("536870912", 2**29)]
 )
 def test_sizes(text: str, size: int) -> None:
-    assert command.amount(text) == size
+    assert command.parse_size(text) == size
 
 
 def test_roles() -> None:
-    assert command.roles("q=a, k=b.c,v=d") == {"q": "a", "k": "b.c", "v": "d"}
+    assert command.parse_weights("q=a, k=b.c,v=d") == {"q": "a", "k": "b.c", "v": "d"}
     for text in ("q", "q=", "=a", ","):
-        with pytest.raises(ValueError, match="--weights takes"):
-            command.roles(text)
+        with pytest.raises(ValueError, match="Expected roles and layers for --weights"):
+            command.parse_weights(text)
 
 
 @pytest.mark.parametrize("width", [40, 60, 72, 80, 200])

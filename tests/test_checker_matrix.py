@@ -12,7 +12,7 @@ import pytest
 from planted import matrix
 
 from manyheads import checker
-from manyheads.checker.isolation.candidate import find
+from manyheads.checker.isolation.target import find
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

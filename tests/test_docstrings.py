@@ -751,7 +751,7 @@ NEVER = {
     "observe.seen.Table.__getitem__",
     "lm.generate.Text",
     "models.Model",
-    "checker.checks.Check",
+    "checker.checks.registry.Check",
     "checker.diagnosis.Diagnosis",
     "checker.report.Report",
     # Any truth value, step or console will do.

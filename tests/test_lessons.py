@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from waiting import HANG
 
 from manyheads import checker, lessons
-from manyheads.checker.isolation.candidate import find
+from manyheads.checker.isolation.target import find
 from manyheads.cli import app
 
 FOLDER = Path(__file__).parents[1] / "docs" / "lessons"

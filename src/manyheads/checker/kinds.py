@@ -1,23 +1,23 @@
-"""`--like classic.MODULE.CLASS`: the candidate beside our own class of that name, with the same weights."""
+"""`--like classic.MODULE.CLASS`: compares a candidate with our own class of that name, with equal weights."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from manyheads.checker.candidates.adapter import Candidate, Odd
-from manyheads.checker.candidates.parameters import Unclear
-from manyheads.checker.checks import LOST, Check, failed, passed, skipped
-from manyheads.checker.isolation.candidate import Trouble
-from manyheads.checker.oracle import allowed, distance
+from manyheads.checker.candidates.adapter import Adapter
+from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.checks.registry import Check, failed, judge, skipped
+from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.oracle import largest_difference
 
-# What each textbook class is called like; the others take modules or heads, and are checked as what they are.
+# The kind and the layout of each textbook class; the others take modules or heads, and are checked as such.
 CLASSES: dict[str, tuple[str, str | None]] = {
     "annotated.MultiHeadAttention": ("multihead", "sequence"),
     "components.SelfAttention": ("self", "batch"),
@@ -37,55 +37,50 @@ class Classic:
     name: str
     kind: str
     layout: str | None
-    made: Callable[..., Any]
+    target: Callable[..., Any]
 
 
-def of(like: str) -> Classic:
-    """The class that `classic.MODULE.CLASS` names; Unclear where there is none."""
-    name = like.removeprefix("classic.")
+def find_classic(kind: str) -> Classic:
+    """Return the class that `classic.MODULE.CLASS` names; Unclear if there is none."""
+    name = kind.removeprefix("classic.")
     if name not in CLASSES:
-        raise Unclear(f"--like classic.MODULE.CLASS takes {', '.join(CLASSES)}, and {like!r} came.")
-    module, _, thing = name.partition(".")
-    kind, layout = CLASSES[name]
-    return Classic(like, kind, layout, getattr(importlib.import_module(f"manyheads.classic.{module}"), thing))
+        raise Unclear(f"Expected --like classic.MODULE.CLASS with one of {', '.join(CLASSES)}, got {kind!r}.")
+    module, _, attribute = name.partition(".")
+    target = getattr(importlib.import_module(f"manyheads.classic.{module}"), attribute)
+    return Classic(kind, *CLASSES[name], target)
 
 
-def compare(c: Candidate, classic: Classic) -> Check:
-    """Does the candidate, called as ours is, give what ours gives?"""
+def compare_with_classic(c: Adapter, classic: Classic) -> Check:
+    """Call the candidate as our class is called, and compare the outputs."""
     name = f"like {classic.name}"
-    if not inspect.isclass(classic.made):
+    if not inspect.isclass(classic.target):
         return skipped(name, "it is a function, compared by its values")
     try:
-        bound = inspect.signature(classic.made).bind(**c.init)
+        bound = inspect.signature(classic.target).bind(**c.init)
         with torch.random.fork_rng(devices=[]):
-            ours = cast(nn.Module, classic.made(*bound.args, **bound.kwargs)).eval()
+            ours = cast(nn.Module, classic.target(*bound.args, **bound.kwargs)).eval()
     except TypeError:
-        wanted = ", ".join(inspect.signature(classic.made).parameters)
+        expected = ", ".join(inspect.signature(classic.target).parameters)
         return skipped(
-            name, f"its constructor takes other arguments than {wanted}, so values alone are compared"
+            name, f"its constructor takes other arguments than {expected}, so only values are compared"
         )
-    held = dict(ours.named_parameters())
-    mine = {path: x for path, x in c.held.items() if path in held} if c.weights is not None else {}
-    if set(mine) != set(held) or any(held[path].shape != x.shape for path, x in mine.items()):
-        named = ", ".join(f"{path} {list(x.shape)}" for path, x in held.items())
-        return failed(name, f"its parameters must be named and shaped as ours: {named}.")
-    with torch.no_grad():
-        for path, x in mine.items():
-            held[path].copy_(x)
-    x = c.draw(torch.Generator().manual_seed(51), 2, 5, 7)
+    parameters = dict(ours.named_parameters())
+    held = c.candidate.weights()
+    if any(path not in held or held[path].shape != x.shape for path, x in parameters.items()):
+        listed = ", ".join(f"{path} {list(x.shape)}" for path, x in parameters.items())
+        return failed(name, f"its parameters must have our names and shapes: {listed}.")
+    x = c.draw(torch.Generator().manual_seed(51), 2, 5, 7).but(need_weights=False)
     try:
-        got = c.run(replace(x, weights=False))
-        call = c.call(replace(x, weights=False))
+        got, call = c.run(x), c.call(x)
         with torch.no_grad():
-            output = ours(*call.args, **call.kwargs)
-        want = c.read(output, x)
-    except (Odd, TypeError, ValueError) as odd:
-        return failed(name, f"it isn't called as ours is: {odd}")
-    except Trouble as trouble:
-        if trouble.kind in LOST:
+            for path, parameter in parameters.items():
+                parameter.copy_(held[path])
+            expected_out = c.read(ours(*call.args, **call.kwargs), x).out
+    except (UnexpectedOutput, TypeError, ValueError) as raised:
+        return failed(name, f"it isn't called as ours is: {raised}")
+    except CandidateError as raised:
+        if raised.ends_process:
             raise
-        return failed(name, str(trouble))
-    error, most = distance(got.out, want.out), 2 * allowed(c.weights, x)
-    return (
-        passed(name, "", error, most) if error <= most else failed(name, "it differs from ours.", error, most)
-    )
+        return failed(name, str(raised))
+    error, allowed = largest_difference(got.out, expected_out), 2 * c.allowed_error(x)
+    return judge(name, error, allowed, "", "it differs from ours.")

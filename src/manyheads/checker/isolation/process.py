@@ -1,11 +1,10 @@
-"""The subject in a process of its own: limited in time and memory, ended with all its descendants.
+"""A candidate in a process of its own, with limits on time and memory, ended with all its descendants.
 
-This is no sandbox: the subject has its user's files, network and rights. What is promised: a process
-spawned anew, with empty standard input and a temporary working folder; a time limit for each request;
-a memory limit on what its process tree holds resident (looked at every 50 ms), and on Linux on its
-address space; that it doesn't outlive the checker; and that it answers with data that are checked as
-they are read, so that no print, exit or patched function of its own can turn into a verdict. It sees
-no GPU: neither limit holds there.
+This is not a sandbox: the candidate has the user's files, network and rights. What holds: the process is
+spawned anew, with empty standard input and a temporary working folder; each request has a time limit; a
+memory limit applies to what its process tree holds resident (polled every 50 ms), and on Linux to its address
+space; it doesn't outlive the checker; and it answers with data that are checked as they are read, so that no
+print, exit or patched function of its own can become a verdict. It sees no GPU, where neither limit holds.
 """
 
 from __future__ import annotations
@@ -22,240 +21,260 @@ import time
 import uuid
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import psutil
 from torch import Tensor
 
-from ...shapes import amount
-from . import protocol as wire
-from .candidate import Answer, BorrowedSubject, Call, Description, Subject, Trouble
+from manyheads.checker.isolation import protocol
+from manyheads.checker.isolation.candidate import Answer, BorrowedCandidate, Call, Candidate
+from manyheads.checker.isolation.describe import Description
+from manyheads.checker.isolation.errors import CandidateError
+from manyheads.shapes import amount
 
-POLL = 0.05  # seconds between two looks at the process
-START = 120.0  # seconds for Python and torch to load, which aren't the subject's
-KEPT = 4000  # characters of its output that are read back
-WRITTEN = 64 * 2**20  # bytes of its output that are on the disk at any time, about
-TOKEN = "MANYHEADS_SUBJECT"  # the environment variable that marks its descendants
+POLL = 0.05  # seconds between two checks of the limits
+START = 120.0  # seconds for Python and torch to load, which the candidate isn't charged for
+TAIL = 4000  # characters of its output to report
+OUTPUT_LIMIT = 64 * 2**20  # bytes of its output on disk at any time, approximately
+CHILD = "manyheads.checker.isolation.child"
+TOKEN = "MANYHEADS_CANDIDATE"  # the environment variable that marks its descendants
 
 
-class Process:
-    """A subject in a process of its own; the methods are those of `Subject`.
+class CandidateProcess:
+    """A candidate in a process of its own, with the methods of `Candidate`.
 
-    `target` is what `find` takes, `timeout` the seconds that each request may take (the import is
-    the first one), `memory` the bytes that the process tree may hold. Beside what `Subject` raises,
-    a request raises Trouble("timeout"), ("memory"), ("crash") or ("protocol"). After one of these
-    the process is ended: open another.
+    Beside what `Candidate` raises, a request raises CandidateError of kind "timeout", "memory", "crash" or
+    "protocol", after which the process is ended: open another.
     """
 
     def __init__(self, target: str, timeout: float = 60.0, memory: int = 4 * 2**30) -> None:
+        """Start the process and import the target.
+
+        Args:
+            target: what `find` takes.
+            timeout: seconds for each request, the import included.
+            memory: bytes for the process tree.
+        """
         if os.name != "posix":
-            raise Trouble(
+            raise CandidateError(
                 "import",
-                f"a process of its own needs pipes that {sys.platform} lacks, and {target!r} came: "
-                "import the object, and check it in this process.",
+                f"{target!r} can't be checked in a separate process, which needs pipes that {sys.platform} "
+                "lacks. Import the object, and check it in this process.",
             )
         self.target, self.timeout, self.memory = target, timeout, memory
-        self._number = 0
-        self._request = "start"
-        self._look = 0.0
+        self._count = 0
+        self._next_check = 0.0
         token = uuid.uuid4().hex
         folder = Path(tempfile.mkdtemp(prefix="manyheads-"))
         self._output = folder / "output"
         (folder / "work").mkdir()
-        theirs, self._out = os.pipe()
-        self._in, theirs_out = os.pipe()
+        child_in, self._out = os.pipe()
+        self._in, child_out = os.pipe()
         try:
             with self._output.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "manyheads.checker.isolation.child", str(theirs), str(theirs_out)],
+                    [
+                        sys.executable,
+                        "-m",
+                        "manyheads.checker.isolation.child",
+                        str(child_in),
+                        str(child_out),
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     cwd=folder / "work",
-                    env=_environment(token),
-                    pass_fds=(theirs, theirs_out),
+                    env=child_environment(token),
+                    pass_fds=(child_in, child_out),
                     start_new_session=True,
                 )
         finally:
-            os.close(theirs)
-            os.close(theirs_out)
+            os.close(child_in)
+            os.close(child_out)
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
-        # Called when this object goes, and when Python ends, if nobody closed it.
-        self._finish = weakref.finalize(self, _end, self._process, token, folder, (self._in, self._out))
-        self._deadline = time.monotonic() + max(START, timeout)
+        # Also called when this object is deleted without close, and at Python's exit.
+        self._finish = weakref.finalize(
+            self, end_process, self._process, token, folder, (self._in, self._out)
+        )
+        self._begin("start", max(START, timeout))
         self._exchange(None)
         folders = [os.getcwd(), *(entry for entry in sys.path if entry)]
         try:
-            self._ask("import", target, os.getcwd(), folders, memory)
-        except Trouble:
+            self._request("import", None, target, os.getcwd(), folders, memory)
+        except CandidateError:
             self.close()
             raise
 
     def describe(self) -> Description:
-        return self._expect(Description, self._ask("describe"))
+        """Describe the candidate."""
+        return self._request("describe", Description)
 
-    def make(self, init: dict[str, Any]) -> Description:
-        return self._expect(Description, self._ask("make", init))
+    def build(self, init: dict[str, Any]) -> Description:
+        """Build the class."""
+        return self._request("build", Description, init)
 
     def weights(self) -> dict[str, Tensor]:
-        return self._expect(dict[str, Tensor], self._ask("weights"))
+        """Return copies of the parameters and buffers."""
+        return self._request("weights", dict[str, Tensor])
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        self._ask("load", tensors)
+        """Copy values into parameters and buffers."""
+        self._request("load", None, tensors)
 
     def call(self, call: Call) -> Answer:
-        return self._expect(Answer, self._ask("call", call))
+        """Call the candidate."""
+        return self._request("call", Answer, call)
 
     def close(self) -> None:
-        """End the process and its descendants, remove its folder; once more does nothing."""
+        """End the process and its descendants and remove its folder; idempotent."""
         self._finish()
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> CandidateProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------ one request
+    # -- one request -------------------------------------------------------------------------------
 
-    def _ask(self, request: str, *given: Any) -> Any:
-        """Send a request, and its answer's value; what the subject raised is raised here."""
+    def _begin(self, request: str, seconds: float) -> None:
+        self._current, self._limit, self._deadline = request, seconds, time.monotonic() + seconds
+
+    def _request(self, request: str, hint: Any, *args: Any) -> Any:
+        """Send a request and return its answer, of this type; raise what the candidate raised."""
         if not self._finish.alive:
-            raise Trouble(
-                "crash", f"the process of {self.target} is ended, and a {request} came: open another."
+            raise CandidateError(
+                "crash", f"The process of {self.target} is ended, and can't {request}. Open another."
             )
-        self._request = request
-        self._deadline = time.monotonic() + self.timeout
-        self._number += 1
-        reply = self._exchange((self._number, request, *given))
-        match reply:
-            case (self._number, "answer", value):
+        self._begin(request, self.timeout)
+        self._count += 1
+        match self._exchange((self._count, request, *args)):
+            case (self._count, "answer", value) if protocol.fits(value, hint):
                 return value
-            case (self._number, "trouble", str(kind), str(sentence), str(details), str(error)):
+            case (self._count, "error", str(kind), str(sentence), str(details), str(error)):
                 if kind == "memory":
-                    limit = f"{amount(self.memory)}: make less, or raise the memory limit."
-                    raise Trouble(
-                        "memory", f"{sentence.rstrip('.')}, and the limit is {limit}", details, error
-                    )
-                if kind in ("import", "init", "call"):
-                    raise Trouble(kind, sentence, details, error)  # type: ignore[arg-type]
+                    limit = f"{amount(self.memory)}: allocate less, or raise the memory limit."
+                    sentence = f"{sentence.rstrip('.')}, and the limit is {limit}"
+                if kind in ("import", "init", "call", "memory"):
+                    raise CandidateError(kind, sentence, details, error)  # type: ignore[arg-type]
         self.close()
-        wire.refuse(f"another reply to {request}")
+        protocol.reject(f"another reply to {request}")
 
     def _exchange(self, message: Any) -> Any:
-        """Write a message (none to begin with) and read one; whatever goes wrong ends the process."""
+        """Write a message, if any, and read one; end the process if anything goes wrong."""
         try:
             if message is not None:
-                wire.write(self._put, message)
-            return wire.read(self._take, self.memory)
+                protocol.write(self._put, message)
+            return protocol.read(self._take, self.memory)
         except BaseException:
             self.close()
             raise
 
-    def _expect(self, hint: Any, value: Any) -> Any:
-        if not wire.fits(value, hint):
-            self.close()
-            wire.refuse(f"a {type(value).__name__} in answer to {self._request}")
-        return value
-
     def _put(self, data: memoryview) -> None:
         while data:
-            self._wait(write=True)
+            self._wait(self._out)
             try:
                 data = data[os.write(self._out, data[: 2**20]) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                self._ended()
+                self._raise_crash()
 
     def _take(self, count: int) -> bytearray:
         data = bytearray()
         while len(data) < count:
-            self._wait(write=False)
+            self._wait(self._in)
             try:
                 chunk = os.read(self._in, min(count - len(data), 2**20))
             except BlockingIOError:
                 continue
             if not chunk:
-                self._ended()
+                self._raise_crash()
             data += chunk
         return data
 
-    def _wait(self, write: bool) -> None:
-        """Until the pipe is ready; meanwhile, that the process lives and keeps to its limits."""
+    def _wait(self, pipe: int) -> None:
+        """Wait until the pipe is ready, and check meanwhile that the process lives within its limits."""
+
+        def is_ready(seconds: float) -> bool:
+            pipes = ([pipe], []) if pipe == self._in else ([], [pipe])
+            return any(select.select(*pipes, [], seconds))
+
         while True:
-            pipes: tuple[list[int], list[int]] = ([], [self._out]) if write else ([self._in], [])
-            ready = any(select.select(*pipes, [], POLL))
+            ready = is_ready(POLL)
             now = time.monotonic()
-            if now >= self._look:
-                self._look = now + POLL
+            if now >= self._next_check:
+                self._next_check = now + POLL
                 self._check_limits(now)
             if ready:
                 return
-            # Not by the pipe's end alone: a forked child may hold the other side of it.
-            if self._process.poll() is not None and not any(select.select(*pipes, [], 0)):
-                self._ended()
+            # The pipe may stay open after the process ended: a forked child may hold its other end.
+            if self._process.poll() is not None and not is_ready(0):
+                self._raise_crash()
 
     def _check_limits(self, now: float) -> None:
         if now > self._deadline:
-            limit = self.timeout if self._request != "start" else max(START, self.timeout)
-            raise Trouble(
+            raise CandidateError(
                 "timeout",
-                f"{self._request} of {self.target} must end within {limit:g} s, and it didn't: "
-                "look for a loop that never ends, or raise the time limit.",
+                f"{self._current} of {self.target} didn't end within {self._limit:g} s. "
+                "Look for an endless loop, or raise the time limit.",
                 self._tail(),
             )
-        used = sum(resident for _, resident in _tree(self._process.pid))
+        used = 0
+        for process in process_tree(self._process.pid):
+            with contextlib.suppress(psutil.Error):
+                used += process.memory_info().rss
         if used > self.memory:
-            raise Trouble(
+            raise CandidateError(
                 "memory",
-                f"{self._request} of {self.target} must stay within {amount(self.memory)} of memory, and its "
-                f"processes held {amount(used)}: make less, or raise the memory limit.",
+                f"{self._current} of {self.target} held {amount(used)} of memory, and the limit is "
+                f"{amount(self.memory)}. Allocate less, or raise the memory limit.",
                 self._tail(),
             )
         with contextlib.suppress(OSError):
-            if self._output.stat().st_size > WRITTEN:
+            if self._output.stat().st_size > OUTPUT_LIMIT:
                 os.truncate(self._output, 0)
 
-    def _ended(self) -> None:
-        """The other side is closed: say how the process ended."""
+    def _raise_crash(self) -> NoReturn:
+        """Raise the error of a process that ended or closed its pipe."""
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
-            how = "closed the pipe that it answers through"
+            how = "closed its answer pipe"
         else:
-            how = f"exited with code {code}" if code >= 0 else f"was ended by {_signal(-code)}"
-        raise Trouble(
+            how = f"exited with code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
+        raise CandidateError(
             "crash",
-            f"the process of {self.target} must answer {self._request}, and it {how} in the middle of it: "
-            "call the object by itself to see why.",
+            f"The process of {self.target} {how} during {self._current}. Call it by itself to see why.",
             self._tail(),
         )
 
     def _tail(self) -> str:
-        """The last of what the process wrote to its standard output and error."""
+        """Return the end of what the process wrote to its standard output and error."""
         with contextlib.suppress(OSError), self._output.open("rb") as file:
-            file.seek(max(0, self._output.stat().st_size - 4 * KEPT))
-            return file.read(4 * KEPT).decode(errors="replace")[-KEPT:].strip()
+            file.seek(max(0, self._output.stat().st_size - 4 * TAIL))
+            return file.read(4 * TAIL).decode(errors="replace")[-TAIL:].strip()
         return ""
 
 
-def open_subject(target: Any, timeout: float = 60.0, memory: int = 4 * 2**30) -> Subject | Process:
-    """A target's name is opened in a process of its own; an object in this one, without limits, and restored
-    when the subject is closed.
-    """
-    return Process(target, timeout, memory) if isinstance(target, str) else BorrowedSubject(target)
+def open_candidate(
+    target: Any, timeout: float = 60.0, memory: int = 4 * 2**30
+) -> Candidate | CandidateProcess:
+    """Open a target's name in a process of its own, or an object in this one, restored when it is closed."""
+    return CandidateProcess(target, timeout, memory) if isinstance(target, str) else BorrowedCandidate(target)
 
 
-def _signal(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return the name of a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def _environment(token: str) -> dict[str, str]:
-    """The caller's, as it is from another folder; no GPU; marked; and one compiler at a time."""
+def child_environment(token: str) -> dict[str, str]:
+    """Return the caller's environment for another folder, without GPUs, with the token."""
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     home = str(Path(__file__).parents[3])  # for a manyheads that isn't installed
     return {
@@ -267,62 +286,42 @@ def _environment(token: str) -> dict[str, str]:
     }
 
 
-# ------------------------------------------------------------------------------- the process tree
+# -- the process tree ------------------------------------------------------------------------------
 
 
-def _processes() -> list[tuple[int, int, int, int]]:
-    """Every living process: its id, its parent's, its session's (its group's, off Linux), resident bytes."""
-    found = []
-    if Path("/proc/self/stat").exists():
-        page = os.sysconf("SC_PAGE_SIZE")
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                with contextlib.suppress(OSError, ValueError):  # ended meanwhile
-                    stat = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
-                    fields = stat.rpartition(")")[2].split()
-                    if fields[0] != "Z":
-                        found.append((int(entry), int(fields[1]), int(fields[3]), int(fields[21]) * page))
-        return found
-    listed = subprocess.run(
-        ["ps", "-axo", "pid=,ppid=,pgid=,rss="], capture_output=True, text=True, check=False
-    )
-    for line in listed.stdout.splitlines():
-        pid, parent, session, resident = line.split()
-        found.append((int(pid), int(parent), int(session), int(resident) * 1024))
-    return found
-
-
-def _tree(root: int, token: str = "") -> list[tuple[int, int]]:
-    """The processes of root's session, their descendants, and those that carry the token: (id, bytes)."""
-    everyone = _processes()
-    inside = {pid for pid, _, session, _ in everyone if session == root}
-    if token:
-        mark = f"{TOKEN}={token}".encode()
-        for pid, *_ in everyone:
-            with contextlib.suppress(OSError):
-                if mark in Path(f"/proc/{pid}/environ").read_bytes():
-                    inside.add(pid)
-    grown = True
-    while grown:
-        more = {pid for pid, parent, _, _ in everyone if parent in inside} - inside
+def process_tree(root: int, token: str = "") -> list[psutil.Process]:
+    """Return the living processes of root's session, their descendants, and those that carry the token."""
+    parents: dict[int, int] = {}
+    alive: dict[int, psutil.Process] = {}
+    inside: set[int] = set()
+    for process in psutil.process_iter():
+        # Some end meanwhile, and some belong to other users.
+        with contextlib.suppress(psutil.Error, OSError), process.oneshot():
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            parents[process.pid] = process.ppid()
+            alive[process.pid] = process
+            if os.getsid(process.pid) == root or (token and process.environ().get(TOKEN) == token):
+                inside.add(process.pid)
+    while more := {pid for pid in alive if parents[pid] in inside} - inside:
         inside |= more
-        grown = bool(more)
-    return [(pid, resident) for pid, _, _, resident in everyone if pid in inside]
+    return [alive[pid] for pid in inside]
 
 
 def end_tree(root: int, token: str) -> None:
-    """Kill root and all that it started; more than once over, for what was started meanwhile."""
+    """Kill root and all that it started; repeatedly, for what was started meanwhile."""
     for _ in range(100):
-        others = [pid for pid, _ in _tree(root, token) if pid != os.getpid()]
-        for pid in others:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        others = [process for process in process_tree(root, token) if process.pid != os.getpid()]
+        for process in others:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         if not others:
             return
         time.sleep(0.01)
 
 
-def _end(process: subprocess.Popen[bytes], token: str, folder: Path, pipes: tuple[int, int]) -> None:
+def end_process(process: subprocess.Popen[bytes], token: str, folder: Path, pipes: tuple[int, int]) -> None:
+    """End a process and its descendants, close its pipes and remove its folder."""
     end_tree(process.pid, token)
     process.wait()
     for pipe in pipes:

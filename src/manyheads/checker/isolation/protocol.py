@@ -1,16 +1,14 @@
-"""Messages between the checker and a subject in a process of its own: data, never pickled.
+"""Messages between the checker and a candidate's process: data, never pickles.
 
-One message is the header's length (8 bytes, big-endian), the header (JSON: a tree, and the dtype and
-shape of each tensor in it), and then each tensor's bytes in order. The reader believes nothing: what
-the header says is checked against the limit before memory is taken, memory is taken as bytes come,
-and a record's fields must be what its class says. A message that lies, ends early, nests too deep or
-holds what no message may is Trouble("protocol").
+A message is the length of the header (8 bytes, big-endian), the header (JSON: a tree, and the dtype, shape
+and strides of its tensors), and the bytes of each tensor. The reader trusts nothing: it checks the header
+against the limit before it allocates memory, allocates as bytes arrive, and checks the fields of each record
+against its class. A message that can't be read is a CandidateError of kind "protocol".
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import types
@@ -21,28 +19,29 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .candidate import DEPTH, DTYPES, Answer, Argument, Call, Description, Foreign, Trouble, laid_out, raw
+from manyheads.checker.isolation.candidate import Answer, Call, Change
+from manyheads.checker.isolation.describe import Argument, Description
+from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.trees import DEPTH, DTYPES, Foreign, to_bytes, with_strides
 
 HEADER = 16 * 2**20  # bytes of JSON
-LEAVES = 2 * DEPTH  # nesting of a message: a tree inside a record inside a tuple
+NESTING = 2 * DEPTH  # of a message: a tree inside a record inside a tuple
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-RECORDS = {record.__name__: record for record in (Call, Answer, Description, Argument, Foreign)}
+RECORDS = {record.__name__: record for record in (Call, Answer, Change, Description, Argument, Foreign)}
 
 
-def refuse(what: str) -> NoReturn:
-    raise Trouble("protocol", f"the process must answer with a message that can be read, and {what} came.")
+def reject(problem: str) -> NoReturn:
+    """Raise the error of a message that can't be read."""
+    raise CandidateError("protocol", f"Expected a message that can be read from the process, got {problem}.")
 
 
-# ----------------------------------------------------------------------------------------- writing
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def write(put: Callable[[memoryview], None], value: Any) -> None:
-    """Send a value: a tree of tensors and plain values, or one of the records, through `put`.
-
-    Raises TypeError for what no message may hold.
-    """
+    """Send a tree or a record through `put`; TypeError for anything else."""
     tensors: dict[int, Tensor] = {}
-    tree = _packed(value, tensors)
+    tree = pack(value, tensors)
     described = [
         {"dtype": NAMES[x.dtype], "shape": list(x.shape), "stride": None if x.is_contiguous() else x.stride()}
         for x in tensors.values()
@@ -50,135 +49,154 @@ def write(put: Callable[[memoryview], None], value: Any) -> None:
     header = json.dumps({"tree": tree, "tensors": described}, allow_nan=False).encode()
     put(memoryview(len(header).to_bytes(8, "big") + header))
     for tensor in tensors.values():
-        put(raw(tensor).numpy().data)
+        put(to_bytes(tensor).numpy().data)
 
 
-def _packed(value: Any, tensors: dict[int, Tensor]) -> Any:
-    pack = functools.partial(_packed, tensors=tensors)
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-        return value
-    if type(value) is float:
-        return {"float": str(value)}
+def pack(value: Any, tensors: dict[int, Tensor]) -> Any:
+    """Return a value as JSON, each tensor by its number; a tensor that occurs twice is sent once."""
     if isinstance(value, Tensor) and value.dtype in NAMES and value.layout == torch.strided:
         tensors[id(value)] = value
         return {"tensor": list(tensors).index(id(value))}
     if isinstance(value, torch.dtype) and value in NAMES:
         return {"dtype": NAMES[value]}
-    if type(value) is list:
-        return [pack(child) for child in value]
-    if type(value) is tuple:
-        return {"tuple": [pack(child) for child in value]}
-    if type(value) is dict and all(type(key) is str for key in value):
-        return {"dict": {key: pack(child) for key, child in value.items()}}
-    if type(value).__name__ in RECORDS and type(value) in RECORDS.values():
-        fields = {field.name: pack(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"record": [type(value).__name__, fields]}
-    raise TypeError(
-        f"a message holds tensors and plain values, and a {type(value).__name__} came: convert it."
-    )
+    kind = type(value)
+    if kind is float and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind in (list, tuple):
+        children = [pack(child, tensors) for child in value]
+        return children if kind is list else {"tuple": children}
+    if kind is dict and all(type(key) is str for key in value):
+        return {"dict": {key: pack(child, tensors) for key, child in value.items()}}
+    if kind in RECORDS.values():
+        return {
+            "record": [kind.__name__, {name: pack(child, tensors) for name, child in vars(value).items()}]
+        }
+    raise TypeError(f"Expected a tensor or a plain value for a message, got a {kind.__name__}. Convert it.")
 
 
-# ----------------------------------------------------------------------------------------- reading
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def read(take: Callable[[int], bytearray], limit: int) -> Any:
-    """The next message's value; `take(n)` returns the next n bytes.
-
-    `limit` is the most bytes that its tensors may need. Raises Trouble("protocol").
-    """
+    """Return the next message; `take(n)` returns n bytes, `limit` is the most that its tensors may need."""
     length = int.from_bytes(take(8), "big")
     if length > HEADER:
-        refuse(f"a header of {length} bytes (the limit is {HEADER})")
+        reject(f"a header of {length} bytes (the limit is {HEADER})")
     try:
-        header = json.loads(take(length).decode(), parse_constant=refuse)
+        header = json.loads(take(length).decode(), parse_constant=reject)
     except (ValueError, RecursionError) as error:
-        refuse(f"a header that is no JSON ({type(error).__name__})")
+        reject(f"a header that isn't JSON ({type(error).__name__})")
     if not isinstance(header, dict) or set(header) != {"tree", "tensors"}:
-        refuse("a header without a tree and tensors")
-    plans = [_plan(said) for said in _is(list, header["tensors"])]
-    needed = sum(size + span for _, _, _, size, span in plans)
+        reject("a header without a tree and tensors")
+    plans = [Plan.of(described) for described in expect(list, header["tensors"])]
+    needed = sum(plan.size + plan.span for plan in plans)
     if needed > limit:
-        refuse(f"a message of {needed} bytes (the limit is {limit})")
-    tensors = [_tensor(take(size), dtype, shape, stride) for dtype, shape, stride, size, _ in plans]
-    return _unpacked(header["tree"], tensors, LEAVES)
+        reject(f"a message of {needed} bytes (the limit is {limit})")
+    return unpack(header["tree"], [plan.read(take(plan.size)) for plan in plans], NESTING)
 
 
-def _is(kind: type, value: Any) -> Any:
+def expect(kind: type, value: Any) -> Any:
+    """Return a value of this type, reject any other."""
     if type(value) is not kind:
-        refuse(f"a {type(value).__name__} where a {kind.__name__} belongs")
+        reject(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
-def _plan(said: Any) -> tuple[torch.dtype, list[int], list[int] | None, int, int]:
-    """A tensor's dtype, shape and strides, the bytes of its values, and those of its strided layout."""
-    if set(_is(dict, said)) != {"dtype", "shape", "stride"} or _is(str, said["dtype"]) not in DTYPES:
-        refuse(f"a tensor described as {str(said)[:80]}")
-    dtype, shape, stride = DTYPES[said["dtype"]], _is(list, said["shape"]), said["stride"]
-    for sizes in (shape, shape if stride is None else _is(list, stride)):
-        if len(sizes) != len(shape) or len(sizes) > 64 or any(not 0 <= _is(int, n) < 2**40 for n in sizes):
-            refuse(f"a tensor of shape {str(shape)[:80]} and strides {str(stride)[:80]}")
-    if math.prod(max(n, 1) for n in shape) >= 2**60:  # empty, and yet more than torch counts
-        refuse(f"a tensor of shape {str(shape)[:80]}")
-    size = math.prod(shape) * dtype.itemsize
-    span = 0
-    if stride is not None and size:
-        span = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * dtype.itemsize
-    return dtype, shape, stride, size, span
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A tensor to be read; `size` is the bytes of its values, `span` those of its strided layout."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    stride: list[int] | None
+    size: int
+    span: int
+
+    @classmethod
+    def of(cls, described: Any) -> Plan:
+        """Check a description of the header."""
+        if (
+            set(expect(dict, described)) != {"dtype", "shape", "stride"}
+            or described["dtype"] not in NAMES.values()
+        ):
+            reject(f"a tensor described as {str(described)[:80]}")
+        dtype, shape, stride = (
+            DTYPES[described["dtype"]],
+            expect(list, described["shape"]),
+            described["stride"],
+        )
+        for numbers in (shape, shape if stride is None else expect(list, stride)):
+            if (
+                len(numbers) != len(shape)
+                or len(shape) > 64
+                or any(not 0 <= expect(int, n) < 2**40 for n in numbers)
+            ):
+                reject(f"a tensor of shape {str(shape)[:80]} and strides {str(stride)[:80]}")
+        if math.prod(max(n, 1) for n in shape) >= 2**60:  # more than torch counts, even if it is empty
+            reject(f"a tensor of shape {str(shape)[:80]}")
+        size = math.prod(shape) * dtype.itemsize
+        span = 0
+        if stride is not None and size:
+            span = (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * dtype.itemsize
+        return cls(dtype, shape, stride, size, span)
+
+    def read(self, data: bytearray) -> Tensor:
+        """Return the tensor of these bytes."""
+        if not data:
+            return torch.empty(self.shape, dtype=self.dtype)
+        is_bool = self.dtype == torch.bool  # whose bytes may only be 0 and 1
+        values = torch.frombuffer(data, dtype=torch.uint8 if is_bool else self.dtype)
+        values = (values != 0 if is_bool else values).reshape(self.shape)
+        return values if self.stride is None else with_strides(values, tuple(self.stride))
 
 
-def _tensor(data: bytearray, dtype: torch.dtype, shape: list[int], stride: list[int] | None) -> Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    if dtype == torch.bool:  # a byte that is neither 0 nor 1 is no bool
-        values = torch.frombuffer(data, dtype=torch.uint8) != 0
-    else:
-        values = torch.frombuffer(data, dtype=dtype)
-    values = values.reshape(shape)
-    return values if stride is None else laid_out(values, tuple(stride))
-
-
-def _unpacked(node: Any, tensors: list[Tensor], depth: int) -> Any:
+def unpack(node: Any, tensors: list[Tensor], depth: int) -> Any:
+    """Return the value of a node of the header's tree."""
     if depth == 0:
-        refuse("a tree that nests too deep")
-    unpack = functools.partial(_unpacked, tensors=tensors, depth=depth - 1)
+        reject("a tree that is nested too deeply")
+
+    def children(nodes: Any, kind: type) -> Any:
+        pairs = expect(kind, nodes).items() if kind is dict else enumerate(expect(kind, nodes))
+        return {key: unpack(child, tensors, depth - 1) for key, child in pairs}
+
     if type(node) is list:
-        return [unpack(child) for child in node]
+        return list(children(node, list).values())
     if type(node) is not dict:
         return node
-    if len(node) != 1:
-        refuse(f"a node {str(node)[:80]}")
-    [(tag, value)] = node.items()
-    if tag == "tuple":
-        return tuple(unpack(child) for child in _is(list, value))
-    if tag == "dict":
-        return {key: unpack(child) for key, child in _is(dict, value).items()}
-    if tag == "tensor" and 0 <= _is(int, value) < len(tensors):
-        return tensors[value]
-    if tag == "float" and value in ("nan", "inf", "-inf"):
-        return float(value)
-    if tag == "dtype" and _is(str, value) in DTYPES:
-        return DTYPES[value]
-    if tag == "record" and len(_is(list, value)) == 2 and _is(str, value[0]) in RECORDS:
-        return _record(RECORDS[value[0]], {key: unpack(child) for key, child in _is(dict, value[1]).items()})
-    refuse(f"a node {str(node)[:80]}")
+    match [*node.items()]:
+        case [("tuple", nodes)]:
+            return tuple(children(nodes, list).values())
+        case [("dict", nodes)]:
+            return children(nodes, dict)
+        case [("tensor", number)] if 0 <= expect(int, number) < len(tensors):
+            return tensors[number]
+        case [("float", "nan" | "inf" | "-inf" as text)]:
+            return float(text)
+        case [("dtype", str(name))] if name in DTYPES:
+            return DTYPES[name]
+        case [("record", [str(name), fields])] if name in RECORDS:
+            return make_record(RECORDS[name], children(fields, dict))
+    reject(f"a node {str(node)[:80]}")
 
 
-def _record(record: type, fields: dict[str, Any]) -> Any:
+def make_record(record: type, fields: dict[str, Any]) -> Any:
+    """Return a record whose fields have the types that its class declares."""
     hints = typing.get_type_hints(record)
     if set(fields) != set(hints):
-        refuse(f"a record {record.__name__} of {sorted(fields)}")
+        reject(f"a record {record.__name__} of {sorted(fields)}")
     for name, hint in hints.items():
         if not fits(fields[name], hint):
-            came = type(fields[name]).__name__
-            refuse(f"a record {record.__name__} whose {name} is a {came} and not {hint}")
+            reject(f"a record {record.__name__} whose {name} is a {type(fields[name]).__name__}, not {hint}")
     try:
         return record(**fields)
     except ValueError as error:
-        refuse(f"a record {record.__name__} ({error})")
+        reject(f"a record {record.__name__} ({error})")
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Is the value what a record's annotation says?"""
+    """Return True if a value has the type that an annotation declares."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# Taken by name before the subject is imported: one that patches torch doesn't patch these.
+# Imported by name before the candidate is: one that patches torch doesn't patch these.
 from torch import Tensor, equal, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
