@@ -128,7 +128,9 @@ class TableAdapter(EncodingAdapter):
         a, b = self._mean_output(x), self._mean_output(x * 0)
         if a.shape == x.shape and largest_difference(a, b) > 1e-6:
             self.added = float(((a - b) * x).sum() / (x * x).sum())
-            factor = f", multiplied by {self.added:.4g}" if abs(self.added - 1) > 1e-4 else ""
+            if abs(self.added - 1) < 0.02:  # as close as dropout allows
+                self.added = 1.0
+            factor = "" if self.added == 1 else f", multiplied by {self.added:.4g}"
             self.notes.append(f"adds its encoding to x{factor}")
         else:
             self.notes.append("returns its encoding alone")
