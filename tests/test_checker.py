@@ -1,4 +1,4 @@
-"""The checker: its recipe is attention, what it reads, what it says, and how the command ends."""
+"""The checker: its oracle, what it reads and reports, and the command's exit codes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from manyheads.checker.oracle import Attention, Inputs, Weights, exact
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
 
 
-# -- the recipe ------------------------------------------------------------------------------------
+# -- the oracle ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_the_recipe_is_attention(causal: bool, sink: bool, scale: float | None) -> None:
+def test_the_oracle_is_attention(causal: bool, sink: bool, scale: float | None) -> None:
     q, k, v = (torch.randn(2, n, s, 6, dtype=torch.float64) for n, s in ((4, 5), (2, 7), (2, 7)))
     keep = torch.rand(2, 1, 5, 7) < 0.6
-    keep[1, :, 2] = False  # a query that sees nothing
+    keep[1, :, 2] = False  # a fully masked row
     padding = torch.tensor([7, 4])
     bias = torch.randn(5, 7, dtype=torch.float64)
     sinks = torch.randn(4, dtype=torch.float64) if sink else None
@@ -67,7 +67,7 @@ def test_the_recipe_is_attention(causal: bool, sink: bool, scale: float | None) 
     torch.testing.assert_close(found.weights, amap.dense())
 
 
-def test_the_recipe_with_projections_is_our_layer() -> None:
+def test_the_oracle_with_projections_is_our_layer() -> None:
     layer = layers.MultiHeadAttention(24, 4).double()
     held = dict(layer.named_parameters())
     w = Weights(4, 4, {r: held[f"{r}.weight"] for r in "qkvo"}, {r: held[f"{r}.bias"] for r in "qkvo"})
@@ -76,7 +76,7 @@ def test_the_recipe_with_projections_is_our_layer() -> None:
 
 
 def test_conventions_change_nothing_and_every_bug_changes_something() -> None:
-    """Among inputs of all kinds; a mistake that changes nothing could be named for anything."""
+    """Among inputs of all kinds; a bug that changes nothing could be named for anything."""
     torch.manual_seed(3)
     e, h = 24, 4
     weight = {r: torch.randn(24 if r in "qo" else 12, e, dtype=torch.float64) for r in "qkvo"}
@@ -117,9 +117,9 @@ def test_conventions_change_nothing_and_every_bug_changes_something() -> None:
             if x.keep is None or bool(x.keep.any(-1).all()):
                 found = exact(w, x, compose(Attention, *convention))
                 torch.testing.assert_close(found.out, told.out)
-    for mistake in family_of(Attention):
+    for bug in family_of(Attention):
         changes = False
-        for variant in mistake.variants:
+        for variant in bug.variants:
             for (w, x), told in zip(cases, right, strict=True):
                 try:
                     found = exact(w, x, variant)
@@ -129,9 +129,9 @@ def test_conventions_change_nothing_and_every_bug_changes_something() -> None:
                 changes |= found.weights is not None and not (
                     found.weights.shape == told.weights.shape and torch.allclose(found.weights, told.weights)
                 )
-        assert changes or mistake.name == "key-bias-missing", mistake.name  # which softmax doesn't see
-        assert mistake.description
-        assert mistake.fix
+        assert changes or bug.name == "key-bias-missing", bug.name  # which the softmax cancels
+        assert bug.description
+        assert bug.fix
 
 
 def test_the_family_is_as_large_as_it_is_said_to_be() -> None:
@@ -206,8 +206,8 @@ def test_a_swap_of_queries_and_keys_does_not_pass() -> None:
     assert "q-k-swapped" in {one.mistake for one in found.diagnosis}
 
 
-def test_an_unknown_scale_is_told_to_the_digit() -> None:
-    """No mistake of the family, and still a true and useful sentence."""
+def test_an_unknown_scale_is_reported_to_the_digit() -> None:
+    """No bug of the family, and still a true and useful sentence."""
     found = checker.check(Plain, weights=WEIGHTS, init={"embed_dim": 24, "scale": 1.7})
     assert not found.passed
     (one,) = found.diagnosis
@@ -227,7 +227,7 @@ def test_an_unknown_scale_is_told_to_the_digit() -> None:
         ),
     ],
 )
-def test_what_is_said_where_no_mistake_fits(change: Any, says: str) -> None:
+def test_the_report_where_no_bug_fits(change: Any, says: str) -> None:
     class Odd(Plain):
         def forward(self, x: Tensor) -> Tensor:
             return change(super().forward(x), x)
@@ -238,7 +238,7 @@ def test_what_is_said_where_no_mistake_fits(change: Any, says: str) -> None:
     assert says in found.diagnosis[0].says, found.diagnosis[0].says
 
 
-def test_sides_of_a_name_that_are_kept() -> None:
+def test_invalid_options() -> None:
     for like in ("selfish", "classic.components.Nothing", "classic."):
         with pytest.raises(checker.Unclear, match="--like"):
             checker.check(Plain, like=like)
@@ -370,7 +370,7 @@ def test_a_failure_in_a_test_is_the_report() -> None:
     assert "To fix it" in str(caught.value)
 
 
-# -- what newcomers write --------------------------------------------------------------------------
+# -- layers like PyTorch's --------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -454,9 +454,7 @@ def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
         (Always, "weights-summed", lambda self, w, average: w.sum(1)),
     ],
 )
-def test_the_weights_that_come_back_are_those_that_were_asked_for(
-    base: type[Layer], name: str, shown: Any
-) -> None:
+def test_returned_weights_are_those_asked_for(base: type[Layer], name: str, shown: Any) -> None:
     found = checked(base, shown=shown)
     assert not found.passed
     assert [one.mistake for one in found.diagnosis] == [name]
@@ -484,12 +482,10 @@ def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, says: str)
     assert says in next(one.reason for one in found.checks if one.name == "shapes" and one.status == "failed")
 
 
-def test_where_only_the_weights_are_wrong_nothing_is_said_of_the_output() -> None:
+def test_where_only_the_weights_are_wrong_the_output_is_not_blamed() -> None:
     found = checked(Layer, shown=lambda self, w, average: w.mean(1) * 1.5 if average else w * 1.5)
     (one,) = found.diagnosis
-    assert (
-        "the output is right, and the returned weights are wrong: 1.5 times the right ones" in one.says
-    )
+    assert "the output is right, and the returned weights are wrong: 1.5 times the right ones" in one.says
     assert "output is wrong" not in one.says
 
 
@@ -532,7 +528,7 @@ def test_heads_interleaved_is_the_network_with_its_weights_in_another_order() ->
     )
 
 
-def test_mends_name_an_axis_only_with_the_layout_that_it_is_of() -> None:
+def test_fixes_name_an_axis_only_with_its_layout() -> None:
     for one in FAMILY.values():
         if "dim=" in one.fix or "transpose(" in one.fix or "permute(" in one.fix:
             assert "[b, h, t, s]" in one.fix or "[t, b, e]" in one.fix, one
@@ -635,7 +631,7 @@ def test_masks_that_go_wrong_in_some_rows_only(step: Any, names: list[str], fail
     assert "overflows" not in f"{found}"
 
 
-def test_what_follows_from_a_wrong_mask_is_not_judged() -> None:
+def test_checks_that_depend_on_a_wrong_mask_are_not_run() -> None:
     found = checker.check(masked(lambda scores, v, hidden: right(scores, v, ~hidden)), "attention")
     assert {one.mistake for one in found.diagnosis} == {"polarity-swapped"}
     status = {one.name: one.status for one in found.checks}
@@ -665,7 +661,7 @@ def test_an_output_of_another_shape_is_said_once() -> None:
     assert "with the first two axes swapped" in failed["shapes"]
 
 
-def test_a_gap_that_is_not_filled_is_said_to_be_one() -> None:
+def test_code_still_to_be_written_is_reported_as_such() -> None:
     class Gap(Plain):
         def forward(self, x: Tensor) -> Tensor:
             raise NotImplementedError("write it here")
@@ -692,7 +688,7 @@ def test_a_gap_that_is_not_filled_is_said_to_be_one() -> None:
         ("rotary-reflected", lambda a, b, c, s: (a * c + b * s, a * s + b * c)),
     ],
 )
-def test_slips_in_a_turn(name: str, turned: Any) -> None:
+def test_bugs_in_a_rotation(name: str, turned: Any) -> None:
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         """Neighbours, 2n and 2n + 1, are a pair."""
         a = positions[:, None] / 10000 ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
@@ -712,7 +708,7 @@ def test_slips_in_a_turn(name: str, turned: Any) -> None:
         ("angles-in-turns", lambda p, c, e: 2 * math.pi * p / 10000 ** (c / e)),
     ],
 )
-def test_slips_in_a_sinusoidal_table(name: str, angle: Any) -> None:
+def test_bugs_in_a_sinusoidal_table(name: str, angle: Any) -> None:
     def table(length: int, width: int) -> Tensor:
         p = torch.arange(length, dtype=torch.float64)[:, None]
         a = angle(p, torch.arange(0, width, 2, dtype=torch.float64), width)
@@ -749,7 +745,7 @@ class Attention(nn.Module):
 """
 
 
-def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
+def test_the_command_writes_its_files(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WRONG)
     done = run(
         tmp_path,
@@ -815,7 +811,7 @@ def test_the_command_passes_what_is_right(tmp_path: Path) -> None:
         (("mine.py:unfillable",), "--init"),
     ],
 )
-def test_the_command_says_what_it_cannot_do(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_the_command_reports_invalid_use(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         WRONG
         + "\nclass unfillable(nn.Module):\n    def __init__(self, zest): pass\n"

@@ -1,4 +1,4 @@
-"""The candidate called here and in a process of its own: the same answers, and limits that hold."""
+"""The candidate called in this process and in its own: the same answers, and limits that hold."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Head(nn.Module):
     def __init__(self, size, causal=False, *, scale: float = 0.5, act=torch.relu):
         super().__init__()
         if size % 2:
-            raise ValueError(f"size must be even,\\nand {size} came")
+            raise ValueError(f"size must be even,\\nnot {size}")
         self.q_proj = nn.Linear(size, size)
         self.register_buffer("steps", torch.zeros(1))
         self.unused = nn.Parameter(torch.ones(2))
