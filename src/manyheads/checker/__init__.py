@@ -19,20 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.checker.candidates.adapter import Adapter
+from manyheads.checker.candidates.adapter import Adapter, Options
 from manyheads.checker.candidates.construct import KINDS, find_kind, parse_arguments
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.candidates.probe import open_adapter
 from manyheads.checker.checks import Check, has_ended, is_random, run_checks
 from manyheads.checker.checks.evidence import gather, smallest_failure
 from manyheads.checker.diagnosis import EXPLAINED, Diagnosis, diagnose
-from manyheads.checker.isolation.candidate import Candidate
 from manyheads.checker.isolation.errors import CandidateError
-from manyheads.checker.isolation.process import CandidateProcess, open_candidate
+from manyheads.checker.isolation.process import open_candidate
 from manyheads.checker.kinds import compare_with_classic, find_classic
 from manyheads.checker.report import Report
 
 __all__ = ["KINDS", "Check", "Diagnosis", "Report", "Unclear", "assert_attention", "check"]
+
+Pair = tuple[Tensor, Tensor, str]  # the expected and the given map, and which they are
 
 
 def check(
@@ -82,7 +83,16 @@ def check(
                 candidate.describe()
             except CandidateError as error:
                 raise Unclear(str(error)) from None
-            return check_candidate(candidate, target, like, arguments, weights or {}, layout, progress)
+            classic = find_classic(like) if like is not None and like.startswith("classic.") else None
+            kind, guessed = find_kind(classic.kind if classic else like, candidate.describe())
+            layout = layout or (classic.layout if classic else None)
+            options = Options(kind, guessed, arguments, weights or {}, layout)
+            progress("reading")
+            c = open_adapter(candidate, options)
+            checks, diagnosis, pair = check_adapter(c, progress)
+            if classic is not None and not has_ended(checks):
+                checks.append(compare_with_classic(c, classic))
+            return Report(target, like or kind, guessed, checks, diagnosis, c.notes, pair)
     except CandidateError as error:
         if error.kind in ("import", "init"):
             raise Unclear(str(error)) from None
@@ -91,41 +101,25 @@ def check(
         torch.set_num_threads(threads)
 
 
-def check_candidate(
-    candidate: Candidate | CandidateProcess,
-    target: str,
-    like: str | None,
-    init: dict[str, Any],
-    weights: Mapping[str, str],
-    layout: str | None,
-    progress: Callable[[str], None],
-) -> Report:
-    """Run all checks on an opened candidate, and diagnose what is wrong."""
-    progress("reading")
-    classic = find_classic(like) if like is not None and like.startswith("classic.") else None
-    kind, guessed = find_kind(classic.kind if classic else like, candidate.describe())
-    layout = layout or (classic.layout if classic else None)
-    c = open_adapter(candidate, kind, guessed, init, weights, layout)
+def check_adapter(
+    c: Adapter, progress: Callable[[str], None]
+) -> tuple[list[Check], list[Diagnosis], Pair | None]:
+    """Run all checks, and return them, what is wrong, and a pair of maps that differ."""
     checks = run_checks(c, progress)
-    diagnosis: list[Diagnosis] = []
-    pair = None
     is_explained = any(one.status == "failed" and one.name in EXPLAINED for one in checks)
-    if is_explained and not is_random(checks) and not has_ended(checks):
-        progress("diagnosis")
-        try:
-            diagnosis = diagnose(c)
-            pair = find_pair(c)
-        except CandidateError as error:
-            if not error.ends_process:
-                raise
-            reason = f"its process ended before a diagnosis: {error}".rstrip(".")
-            diagnosis = [Diagnosis("", reason, "", False)]
-    if classic is not None and not has_ended(checks):
-        checks.append(compare_with_classic(c, classic))
-    return Report(target, like or kind, guessed, checks, diagnosis, c.notes, pair)
+    if not is_explained or is_random(checks) or has_ended(checks):
+        return checks, [], None
+    progress("diagnosis")
+    try:
+        return checks, diagnose(c), find_pair(c)
+    except CandidateError as error:
+        if not error.ends_process:
+            raise
+        reason = f"its process ended before a diagnosis: {error}".rstrip(".")
+        return checks, [Diagnosis("", reason, "", False)], None
 
 
-def find_pair(c: Adapter) -> tuple[Tensor, Tensor, str] | None:
+def find_pair(c: Adapter) -> Pair | None:
     """Return the expected and the given map of a small failing input: weights, or else outputs."""
     for one in gather(c, range(100, 103)):
         right = c.exact(one.x)

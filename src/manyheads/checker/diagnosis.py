@@ -15,8 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs import CONVENTIONS, FAMILY, Bug, compose, family_of, overridden_steps
-from manyheads.checker.bugs.family import override
+from manyheads.checker.bugs import CONVENTIONS, FAMILY, Bug, compose, family_of, overridden_steps, override
 from manyheads.checker.candidates.adapter import Adapter, D
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.checks.evidence import Evidence, gather

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-# Imported in the order of the published table.
-from manyheads.checker.bugs import scores  # isort: skip
-from manyheads.checker.bugs import masks  # isort: skip
-from manyheads.checker.bugs import softmax  # isort: skip
-from manyheads.checker.bugs import heads  # isort: skip
-from manyheads.checker.bugs import projections  # isort: skip
-from manyheads.checker.bugs import returned  # isort: skip
-from manyheads.checker.bugs import encodings  # isort: skip
+# Importing a module registers its bugs, in the order of the published table.
+from manyheads.checker.bugs import scores, masks, softmax, heads, projections, returned, encodings  # isort: skip
 from manyheads.checker.bugs.family import FAMILY, Bug, compose, overridden_steps, override
 from manyheads.checker.encodings import Interleaved, Rotary
 from manyheads.checker.oracle import Attention, Oracle
 
-__all__ = [
-    "CONVENTIONS",
-    "FAMILY",
-    "Bug",
-    "compose",
-    "encodings",
-    "family_of",
-    "heads",
-    "masks",
-    "overridden_steps",
-    "projections",
-    "returned",
-    "scores",
-    "softmax",
-]
+MODULES = (scores, masks, softmax, heads, projections, returned, encodings)
+__all__ = ["CONVENTIONS", "FAMILY", "Bug", "compose", "family_of", "overridden_steps", "override"]
 
 # Equally right ways to do a step, which differ only together with a bug, or in which entries they pair.
 UNMASKED = override(mask_weights=masks.same)

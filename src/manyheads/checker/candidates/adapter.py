@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,17 @@ from manyheads.shapes import sizes
 B, T, S, D = 3, 5, 7, 6  # sizes to probe with; no two dimensions of an input are the same
 
 
+@dataclass(frozen=True)
+class Options:
+    """The kind of a candidate, whether it was guessed, and what the user said about it."""
+
+    kind: str
+    guessed: bool
+    init: Mapping[str, Any]
+    weights: Mapping[str, str]
+    layout: str | None
+
+
 class Adapter:
     """A candidate and how to call it.
 
@@ -36,9 +48,11 @@ class Adapter:
 
     oracle: type[Oracle]
 
-    def __init__(self, candidate: Candidate | CandidateProcess, kind: str, guessed: bool) -> None:
-        self.candidate, self.kind, self.guessed = candidate, kind, guessed
-        self.notes = [guess_note(kind)] if guessed else []
+    def __init__(
+        self, candidate: Candidate | CandidateProcess, options: Options, same_width: bool = False
+    ) -> None:
+        self.candidate, self.options, self.kind = candidate, options, options.kind
+        self.notes = [guess_note(options.kind)] if options.guessed else []
         self.init: dict[str, Any] = {}
         self.weights: Weights | None = None
         self.features: set[str] = set()
@@ -46,9 +60,10 @@ class Adapter:
         self.judged: set[str] = set()  # mask arguments on which a compared output depends
         self.last_error: CandidateError | None = None  # of `attempt`
         self.width_error = ""  # why different widths for queries, keys and values failed
+        self._build(options.init, same_width)
+        self.layout = options.layout or "batch"
 
-    def build(self, init: Mapping[str, Any], same_width: bool = False) -> None:
-        """Build a class with the given constructor arguments and those of the table."""
+    def _build(self, init: Mapping[str, Any], same_width: bool) -> None:
         d = self.candidate.describe()
         if d.type == "class":
             self.init = fill_arguments(d, init, same_width)
@@ -123,7 +138,7 @@ class Adapter:
         reason = str(error).rstrip(".")
         if error.is_unwritten:
             return Unclear(f"{reason}. Write it, and check again.")
-        fix = "Give its kind with --like" if self.guessed else f"Fix that, if it is {self.kind}"
+        fix = "Give its kind with --like" if self.options.guessed else f"Fix that, if it is {self.kind}"
         return Unclear(f"{reason}: it was called with {self.show_call(x)}. {fix}, or write an adapter.")
 
     def show_call(self, x: Inputs) -> str:

@@ -43,18 +43,9 @@ class AttentionAdapter(Adapter):
     oracle = Attention
 
     def __init__(
-        self,
-        candidate: Candidate | CandidateProcess,
-        kind: str,
-        guessed: bool,
-        init: Mapping[str, Any],
-        weights: Mapping[str, str],
-        layout: str | None,
-        same_width: bool = False,
+        self, candidate: Candidate | CandidateProcess, options: Options, same_width: bool = False
     ) -> None:
-        super().__init__(candidate, kind, guessed)
-        self.build(init, same_width)
-        self.layout = layout or "batch"
+        super().__init__(candidate, options, same_width)
         self.head_layout = "[b, h, t, d]"  # without projections
         self.forms: dict[str, tuple[str, MaskForm]] = {}  # feature → the argument's meaning, and its form
         self.always_causal = self.always_weights = self.always_averaged = False
@@ -63,8 +54,8 @@ class AttentionAdapter(Adapter):
         self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that take no form of mask
         self.side_by_side = False  # how packed weights are ordered
         self._assign_arguments()
-        if kind in PROJECTED:
-            self._find_weights(weights)
+        if options.kind in PROJECTED:
+            self._find_weights(options.weights)
 
     # -- arguments and weights ---------------------------------------------------------------------
 
@@ -349,18 +340,20 @@ class AttentionAdapter(Adapter):
     def call(self, x: Inputs, **options: Any) -> Call:
         """Return the call for these inputs."""
         roles, dtype = self.arguments, x.query.dtype
-        values: dict[str, Any] = {}
         sequences = {"query": x.query, "x": x.query, "key": x.key, "value": x.value}
         if self.kind == "cross":
             sequences["context"] = x.key
-        values |= {role: self.to_layout(y) for role, y in sequences.items()}
+        kwargs: dict[str, Any] = {
+            roles[role]: self.to_layout(y) for role, y in sequences.items() if role in roles
+        }
         padding = None if x.padding is None else x.padding[:, None, None]
-        kwargs = {roles[role]: value for role, value in values.items() if role in roles}
         for feature, keep in (("mask", x.keep), ("padding", padding)):
             if keep is not None:
                 name, form = self.mask_form(feature)
                 kwargs[name] = form.write(keep.expand(-1, -1, x.t, -1) if form.is_general else keep, dtype)
         default_scale = x.query.shape[-1] ** -0.5
+        groups = x.query.shape[1] // x.key.shape[1]
+        module = {"training": False, "layer_idx": 0, "is_causal": False, "sinks": None}
         values = {
             "mask": x.bias,
             "causal": x.causal,
@@ -369,16 +362,7 @@ class AttentionAdapter(Adapter):
             "scale": default_scale if x.scale is None and self._is_required("scale") else x.scale,
             "sink": x.sink,
             "grouped": x.query.shape[1] != x.key.shape[1] or None,
-            "module": {
-                "__namespace__": {
-                    "num_key_value_groups": x.query.shape[1] // x.key.shape[1],
-                    "training": False,
-                    "layer_idx": 0,
-                    "is_causal": False,
-                    "sinks": None,
-                    "scaling": default_scale,
-                }
-            },
+            "module": {"__namespace__": {"num_key_value_groups": groups, "scaling": default_scale, **module}},
         }
         kwargs |= {
             roles[role]: value for role, value in values.items() if role in roles and value is not None

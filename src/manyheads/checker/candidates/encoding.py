@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,17 +36,8 @@ class EncodingAdapter(Adapter):
 
     oracle: type[Encoding]
 
-    def __init__(
-        self,
-        candidate: Candidate | CandidateProcess,
-        kind: str,
-        guessed: bool,
-        init: Mapping[str, Any],
-        layout: str | None,
-    ) -> None:
-        super().__init__(candidate, kind, guessed)
-        self.build(init, same_width=True)
-        self.layout = layout or "batch"
+    def __init__(self, candidate: Candidate | CandidateProcess, options: Options) -> None:
+        super().__init__(candidate, options, same_width=True)
         values = {**self.d.attributes, **self.init}
         widths = [values[n] for n in (*names.CONSTRUCTOR["the width of a head"][1],
                                       *names.CONSTRUCTOR["the model width"][1]) if n in values]  # fmt: skip

@@ -7,9 +7,7 @@ values right.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,27 +25,18 @@ from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.oracle import Inputs, Outputs
 
 
-def open_adapter(
-    candidate: Candidate | CandidateProcess,
-    kind: str,
-    guessed: bool,
-    init: Mapping[str, Any],
-    weights: Mapping[str, str],
-    layout: str | None,
-) -> Adapter:
+def open_adapter(candidate: Candidate | CandidateProcess, options: Options) -> Adapter:
     """Return the adapter of a candidate; Unclear if it can't be built or called."""
-    if kind in ("positional", "rotary"):
-        return (TableAdapter if kind == "positional" else RotaryAdapter)(
-            candidate, kind, guessed, init, layout
-        )
+    if options.kind in ("positional", "rotary"):
+        return (TableAdapter if options.kind == "positional" else RotaryAdapter)(candidate, options)
     try:
-        return fit(AttentionAdapter(candidate, kind, guessed, init, weights, layout), layout)
+        return fit(AttentionAdapter(candidate, options))
     except Unclear as error:
         d = candidate.describe()
-        if d.type != "class" or fill_arguments(d, init) == fill_arguments(d, init, same_width=True):
+        if d.type != "class" or fill_arguments(d, options.init) == fill_arguments(d, options.init, True):
             raise
         try:
-            adapter = fit(AttentionAdapter(candidate, kind, guessed, init, weights, layout, True), layout)
+            adapter = fit(AttentionAdapter(candidate, options, same_width=True))
         except Unclear:
             raise error from None
         adapter.width_error = str(error)
@@ -55,13 +44,13 @@ def open_adapter(
         return adapter
 
 
-def fit(c: AttentionAdapter, layout: str | None) -> AttentionAdapter:
+def fit(c: AttentionAdapter) -> AttentionAdapter:
     """Find out how the candidate is called and what it can be asked for."""
     g = torch.Generator().manual_seed(2)
     if c.weights is None:
         find_head_layout(c, g)
     else:
-        find_layout(c, g, layout)
+        find_layout(c, g)
     x = c.draw(g)
     plain: Outputs | None = None
     try:
@@ -117,9 +106,9 @@ def find_head_layout(c: AttentionAdapter, g: torch.Generator) -> None:
     c.head_layout = "[b, h, t, d]"
 
 
-def find_layout(c: AttentionAdapter, g: torch.Generator, layout: str | None) -> None:
+def find_layout(c: AttentionAdapter, g: torch.Generator) -> None:
     """Find out which axis is the batch, if it isn't given."""
-    if layout is not None:
+    if c.options.layout is not None:
         return
     batch_first = c.d.attributes.get("batch_first", c.init.get("batch_first"))
     if isinstance(batch_first, bool):

@@ -3,24 +3,8 @@
 from __future__ import annotations
 
 # Importing a module registers its checks.
-from manyheads.checker.checks import values  # isort: skip
-from manyheads.checker.checks import reach  # isort: skip
-from manyheads.checker.checks import weights  # isort: skip
-from manyheads.checker.checks import numerics  # isort: skip
-from manyheads.checker.checks import behavior  # isort: skip
-from manyheads.checker.checks import encodings  # isort: skip
-from manyheads.checker.checks.registry import CHECKS, Check, has_ended, is_random, run_checks
+from manyheads.checker.checks import values, reach, weights, numerics, behavior, encodings  # isort: skip
+from manyheads.checker.checks.registry import Check, has_ended, is_random, run_checks
 
-__all__ = [
-    "CHECKS",
-    "Check",
-    "behavior",
-    "encodings",
-    "has_ended",
-    "is_random",
-    "numerics",
-    "reach",
-    "run_checks",
-    "values",
-    "weights",
-]
+MODULES = (values, reach, weights, numerics, behavior, encodings)
+__all__ = ["Check", "has_ended", "is_random", "run_checks"]
