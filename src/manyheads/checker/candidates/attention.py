@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.candidates import names
-from manyheads.checker.candidates.adapter import Adapter, B, D, S, T
+from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
 from manyheads.checker.candidates.documentation import is_mask
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput

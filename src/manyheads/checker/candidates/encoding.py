@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.candidates import names
-from manyheads.checker.candidates.adapter import Adapter, B, S, T
+from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.candidates.forms import HEAD_LAYOUTS
 from manyheads.checker.encodings import Encoding, Interleaved, Rotary, Sinusoidal

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.candidates import documentation, names
-from manyheads.checker.candidates.adapter import Adapter, B, S, T
+from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.candidates.construct import fill_arguments
 from manyheads.checker.candidates.encoding import RotaryAdapter, TableAdapter
