@@ -6,7 +6,7 @@ inherits from both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,30 @@ def transform(base: type[Oracle] = Attention, /, **changes: Callable[..., Any]) 
         return lambda self, *args: change(self, getattr(super(oracle, self), step)(*args))
 
     oracle = type("Transform", (base,), {step: changed(step, change) for step, change in changes.items()})
+    return oracle
+
+
+def for_roles(roles: str, **changes: Callable[..., Any]) -> type[Oracle]:
+    """Return an oracle whose steps' results are changed for some roles, their first argument."""
+
+    def changed(step: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def result(self: Oracle, role: str, *args: Any) -> Any:
+            before = getattr(super(oracle, self), step)(role, *args)
+            return change(self, before) if role in roles else before
+
+        return result
+
+    oracle = type("ForRoles", (Attention,), {step: changed(step, change) for step, change in changes.items()})
+    return oracle
+
+
+def redirect(roles: Mapping[str, str], *steps: str) -> type[Oracle]:
+    """Return an oracle that takes other roles in these steps."""
+
+    def redirected(step: str) -> Callable[..., Any]:
+        return lambda self, role, *args: getattr(super(oracle, self), step)(roles.get(role, role), *args)
+
+    oracle = type("Redirect", (Attention,), {step: redirected(step) for step in steps})
     return oracle
 
 

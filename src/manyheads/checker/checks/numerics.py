@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,22 +16,20 @@ LARGE = 300.0  # e^300 is beyond float32
 
 
 @check("large scores", depends_on=("values", "causal mask", "mask", "mask of keys", "padding"))
-def check_large_scores(c: AttentionAdapter) -> Iterator[Check]:
+def check_large_scores(c: AttentionAdapter) -> Check:
     """Compare with scores of some hundreds, with and without masks."""
     name = "large scores"
     worst = (0.0, 1.0)
     for masked, x in (("", with_large_scores(c, 19)), *((" and a mask", x) for x in with_low_scores(c, 19))):
         got = c.run(x)
         if not bool(c.ignore_padding(x, got).out.isfinite().all()):
-            yield failed(name, f"scores of some hundreds{masked} give NaN or infinity.", math.inf, 0.0)
-            return
+            return failed(name, f"scores of some hundreds{masked} give NaN or infinity.", math.inf, 0.0)
         error, allowed, what = c.compare(x, got, c.exact(x))
         if not error <= 4 * allowed:
             reason = f"with scores of some hundreds{masked} the {what} differ{'s' * (what == 'output')}."
-            yield failed(name, reason, error, 4 * allowed)
-            return
+            return failed(name, reason, error, 4 * allowed)
         worst = max(worst, (error, 4 * allowed), key=lambda one: one[0] / one[1])
-    yield passed(name, "scores of some hundreds", *worst)
+    return passed(name, "scores of some hundreds", *worst)
 
 
 def scores(c: AttentionAdapter, x: Inputs) -> Tensor:
@@ -99,12 +96,12 @@ def check_half(c: AttentionAdapter, dtype: torch.dtype) -> Check:
 
 
 @check("float16", depends_on=("values", "mask"))
-def check_float16(c: AttentionAdapter) -> Iterator[Check]:
+def check_float16(c: AttentionAdapter) -> Check:
     """Run in float16."""
-    yield check_half(c, torch.float16)
+    return check_half(c, torch.float16)
 
 
 @check("bfloat16", depends_on=("values", "mask"))
-def check_bfloat16(c: AttentionAdapter) -> Iterator[Check]:
+def check_bfloat16(c: AttentionAdapter) -> Check:
     """Run in bfloat16."""
-    yield check_half(c, torch.bfloat16)
+    return check_half(c, torch.bfloat16)

@@ -21,12 +21,11 @@ UNDEFINED = (
 
 
 @check("causality")
-def check_causality(c: AttentionAdapter) -> Iterator[Check]:
+def check_causality(c: AttentionAdapter) -> Check:
     """Change each key, and compare the queries before it."""
     name = "causality"
     if "causal" not in c.features:
-        yield skipped(name, "it isn't causal, and has no argument for it")
-        return
+        return skipped(name, "it isn't causal, and has no argument for it")
     x = c.draw(torch.Generator().manual_seed(11), 2, 6).but(causal=True, offset=0)
     for y in [x, x.but(need_weights=True)] if "weights" in c.features else [x]:
         before = c.run(y)
@@ -36,11 +35,10 @@ def check_causality(c: AttentionAdapter) -> Iterator[Check]:
                 error = largest_difference(before.out[..., i, :], after.out[..., i, :])
                 if error > 1e-6 * (1 + float(before.out[..., i, :].abs().max())):
                     when = " when weights are asked for" if y.need_weights and not x.need_weights else ""
-                    yield failed(
+                    return failed(
                         name, f"query {i} depends on key {j}, which is its future{when}.", error, 0.0
                     )
-                    return
-    yield passed(name, "a change of key j affects no query before it", 0.0, 0.0)
+    return passed(name, "a change of key j affects no query before it", 0.0, 0.0)
 
 
 @check("hidden keys")
@@ -107,12 +105,11 @@ def check_mask_arguments(c: AttentionAdapter) -> Iterator[Check]:
 
 
 @check("permutation")
-def check_permutation(c: AttentionAdapter) -> Iterator[Check]:
+def check_permutation(c: AttentionAdapter) -> Check:
     """Permute keys, or all tokens."""
     name = "permutation"
     if c.always_causal:
-        yield skipped(name, "it is causal, so order matters")
-        return
+        return skipped(name, "it is causal, so order matters")
     g = torch.Generator().manual_seed(13)
     x = c.draw(g, 2, 5, 7)
     order = torch.randperm(x.s, generator=g)
@@ -127,16 +124,15 @@ def check_permutation(c: AttentionAdapter) -> Iterator[Check]:
             "permuted tokens don't give permuted outputs.",
         )
     error, allowed = largest_difference(c.run(y).out, expected), 2 * c.allowed_error(x)
-    yield judge(name, error, allowed, reason, f"without a mask or positions, {failure}")
+    return judge(name, error, allowed, reason, f"without a mask or positions, {failure}")
 
 
 @check("batch entries")
-def check_batch_entries(c: AttentionAdapter) -> Iterator[Check]:
+def check_batch_entries(c: AttentionAdapter) -> Check:
     """Change one batch entry, and compare the others."""
     name = "batch entries"
     if c.head_layout == "[t, d]":
-        yield skipped(name, "it takes one sequence")
-        return
+        return skipped(name, "it takes one sequence")
     g = torch.Generator().manual_seed(14)
     x, other = c.draw(g, 3, 5, 7), c.draw(g, 3, 5, 7)
     before = c.run(x)
@@ -144,24 +140,22 @@ def check_batch_entries(c: AttentionAdapter) -> Iterator[Check]:
     after = c.run(c.replace_sequences(x, **mixed))
     error = largest_difference(before.out[1:], after.out[1:])
     reason, failure = "entries are independent", "a change in batch entry 0 changes the others."
-    yield judge(name, error, c.allowed_error(x), reason, failure)
+    return judge(name, error, c.allowed_error(x), reason, failure)
 
 
 @check("heads")
-def check_heads(c: AttentionAdapter) -> Iterator[Check]:
+def check_heads(c: AttentionAdapter) -> Check:
     """Change head 0, and compare the others."""
     name = "heads"
     if c.heads == 1:
-        yield skipped(name, "it has one head")
-        return
+        return skipped(name, "it has one head")
     x = c.draw(torch.Generator().manual_seed(15), 2, 5, 7)
     if c.weights is not None:
-        yield check_projected_heads(c, x)
-        return
+        return check_projected_heads(c, x)
     y = x.but(query=torch.cat((x.query[:, :1] + 1, x.query[:, 1:]), 1))
     error = largest_difference(c.run(x).out[:, 1:], c.run(y).out[:, 1:])
     failure = "a change of head 0's queries changes other heads."
-    yield judge(name, error, c.allowed_error(x), "heads are independent", failure)
+    return judge(name, error, c.allowed_error(x), "heads are independent", failure)
 
 
 def check_projected_heads(c: AttentionAdapter, x: Inputs) -> Check:

@@ -56,7 +56,7 @@ def judge(name: str, error: float, allowed: float, reason: str, failure: str) ->
     return passed(name, reason, error, allowed) if error <= allowed else failed(name, failure, error, allowed)
 
 
-Function = Callable[[Any], Iterator[Check]]
+Function = Callable[[Any], Check | Iterator[Check]]
 
 
 class Entry(NamedTuple):
@@ -102,7 +102,8 @@ def run_checks(c: Any, progress: Callable[[str], None] = lambda name: None) -> l
             results.append(unchecked(name, f"{what} are wrong already, without it"))
         else:
             try:
-                results += run(c)
+                found = run(c)
+                results += [found] if isinstance(found, Check) else found
             except UnexpectedOutput as error:
                 is_reported = "shapes" in failures
                 results.append(

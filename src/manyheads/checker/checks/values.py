@@ -35,11 +35,10 @@ NAMES = {  # of the checks, by scenario
 
 
 @check("shapes", Attention, Encoding)
-def check_shapes(c: Adapter) -> Iterator[Check]:
+def check_shapes(c: Adapter) -> Check:
     """Run several sizes; `run` raises for an output of another shape."""
     if c.width_error:
-        yield failed("shapes", c.width_error)
-        return
+        return failed("shapes", c.width_error)
     g = torch.Generator().manual_seed(3)
     for b, t, s in ((3, 5, 7), (2, 7, 7), (1, 9, 3)):
         x = c.draw(g, b, t, s)
@@ -48,11 +47,11 @@ def check_shapes(c: Adapter) -> Iterator[Check]:
             c.run(x.but(need_weights=True))
             if isinstance(c, AttentionAdapter) and "average" in c.arguments:
                 c.run(x.but(need_weights=True, average_weights=True))
-    yield passed("shapes")
+    return passed("shapes")
 
 
 @check("determinism", Attention, Encoding)
-def check_determinism(c: Adapter) -> Iterator[Check]:
+def check_determinism(c: Adapter) -> Check:
     """Repeat a call with one seed."""
     name = "determinism"
     x = c.draw(torch.Generator().manual_seed(22), 2, 5)
@@ -60,11 +59,11 @@ def check_determinism(c: Adapter) -> Iterator[Check]:
     difference = max(largest_difference(c.run(x, seed=1).out, first) for _ in range(REPEATED))
     if difference:
         reason = f"{REPEATED + 1} equal calls with one seed don't all give the same output."
-        yield failed(name, reason, difference, 0.0)
+        return failed(name, reason, difference, 0.0)
     elif not bool(first.isfinite().any()):
-        yield failed(name, "its output isn't finite anywhere, so nothing else can be compared.", math.inf)
+        return failed(name, "its output isn't finite anywhere, so nothing else can be compared.", math.inf)
     else:
-        yield passed(name, "the same seed gives the same bits", 0.0, 0.0)
+        return passed(name, "the same seed gives the same bits", 0.0, 0.0)
 
 
 class Result(NamedTuple):
@@ -140,7 +139,7 @@ def summarize(c: Adapter, name: str, results: list[Result]) -> Check:
 
 
 @check("gradients", depends_on=("values", "causal mask"))
-def check_gradients(c: AttentionAdapter) -> Iterator[Check]:
+def check_gradients(c: AttentionAdapter) -> Check:
     """Compare the gradients of queries, keys and values with the oracle's."""
     name = "gradients"
     x = c.scenarios(7)["causal" if "causal" in c.features and not c.always_causal else "plain"]
@@ -165,8 +164,7 @@ def check_gradients(c: AttentionAdapter) -> Iterator[Check]:
     for path, roles in roles_of.items():
         got, what = answer.grads.get(path), " and ".join(roles)
         if got is None:
-            yield failed(name, f"no gradient reaches {what}.")
-            return
+            return failed(name, f"no gradient reaches {what}.")
         expected, low = (torch.stack([grads[role] for role in roles]).sum(0) for grads in (exact, plain))
         error = largest_difference(c.from_layout(got), expected)
         eps = torch.finfo(torch.float32).eps
@@ -176,9 +174,9 @@ def check_gradients(c: AttentionAdapter) -> Iterator[Check]:
     used = {part.path for parts in weights.values() for part in parts}
     missing = [path for path, grad in answer.weight_grads.items() if grad is None and path in used]
     if missing:
-        yield failed(name, f"no gradient reaches {', '.join(missing)}.")
+        return failed(name, f"no gradient reaches {', '.join(missing)}.")
     else:
-        yield judge(name, worst[0], worst[1], "", f"the gradient of {worst[2]} differs.")
+        return judge(name, worst[0], worst[1], "", f"the gradient of {worst[2]} differs.")
 
 
 def oracle_gradients(c: AttentionAdapter, x: Inputs, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
