@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from manyheads.checker.checks import registry
+from manyheads.kernels import plans
 
 # Several processes share the cores (pytest-xdist); threads that wait for each other would slow all of them.
 threads = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
@@ -35,6 +36,12 @@ def _seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _unplanned() -> None:
+    """No plans of earlier tests, which may have changed what kernels support."""
+    plans.forget()
 
 
 @pytest.fixture(scope="module")

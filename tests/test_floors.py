@@ -27,15 +27,11 @@ FLOORS = (
     ("observe", "lm"),
     # Leaves that don't import each other, but for what a page or a command puts together.
     (
-        "tokens",
-        "models",
-        "findings",
         "figures",
         "viewer",
         "checker",
         "huggingface",
-        "show",
-        "lessons",
+        "text",
         "bench",
     ),
     ("cli",),

@@ -486,7 +486,7 @@ def test_wrong_input_to_the_command_is_one_sentence(
     for arguments, words in (
         ((tmp_path / "none.safetensors",), "there is no file"),
         ((broken,), "broken.safetensors"),
-        ((good, "--layer", "0"), "--layer and --head say what to --export"),
+        ((good, "--layer", "0"), "Expected --layer and --head with --export only"),
         ((good, "--export", tmp_path / "x.png"), "doesn't end in .html"),
         ((good, "--export", tmp_path / "no" / "x.html"), "there is no folder"),
         ((good, "--export", folder), f"--export {folder} can't be written: Is a directory."),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manyheads import kernels, reductions
 from manyheads.biases import Bias
-from manyheads.kernels import Result
+from manyheads.kernels import Result, plans
 from manyheads.kernels.native.look import Look
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
@@ -62,9 +62,15 @@ def attention(
         TypeError: for what is no tensor of floats, mask, bias or number.
         ValueError: for shapes, dtypes, devices or numbers that don't go together.
     """
+    layout = plans.layout(q, k, v, mask, bias, scale, softcap, sink, dropout_p, offset, kernel)
+    call = plans.find(layout)
+    if call is not None and not observed():
+        return call(q, k, v)
     q, k, v = autocast(q, k, v)
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                          dropout_p=dropout_p, offset=offset)  # fmt: skip
+    if layout is not None:
+        plans.remember(layout, problem, kernel)
     return _run(problem, kernel).out
 
 
@@ -168,7 +174,7 @@ def _asked(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduct
     """What can be computed ahead, by its key."""
     if statistics is not None and not isinstance(statistics, Mapping):
         raise TypeError(
-            f'statistics must be a dict, {{"entropy": (), "top": 8}}, and {kind(statistics)} came.'
+            f'Expected statistics to be a dict, {{"entropy": (), "top": 8}}, got {kind(statistics)}.'
         )
     for name in ("mass", "value_norms"):
         if name in (statistics or {}):

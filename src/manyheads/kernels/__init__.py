@@ -20,6 +20,10 @@ and, if it reads statistics off the weights that it computes,
 
     LOOKS       and `run` takes a look, what is asked of them
 
+and, if a call can be shorter than `run` (see `plans`),
+
+    plan(p)     a function of q, k and v that computes every problem of p's layout, or None
+
 `native` and `chunked` also have
 
     lse(p)      the log-sum-exp alone, and
@@ -140,7 +144,11 @@ def run(problem: Problem, kernel: str = "auto", look: Any = None) -> Result:
     meet it on its way back, and answers with zeros to NaN among a few keys. Nor do the inputs:
     masked numbers may be so large that their products overflow.
     """
-    chosen = choose(problem, kernel)
+    return compute(problem, choose(problem, kernel), kernel, look)
+
+
+def compute(problem: Problem, chosen: Any, kernel: str, look: Any = None) -> Result:
+    """`run` by the kernel that was chosen for a problem; kernel is the name by which it was."""
     watched = not chosen.SHIELDS and problem.q.device.type == "cpu" and can_read(problem.q)
     with exactly(problem.q.device):
         if look is not None and hasattr(chosen, "LOOKS"):
@@ -160,8 +168,8 @@ def run(problem: Problem, kernel: str = "auto", look: Any = None) -> Result:
         if problem.mask is None and problem.bias is None:
             return Result(chosen.NAME, *chosen.run(problem))
         raise ValueError(
-            f"kernel=\"{kernel}\" met NaN or Inf and can't promise that what is masked doesn't leak: "
-            'use kernel="auto" or "chunked", or mend the input.'
+            f'kernel="{kernel}" found NaN or Inf and doesn\'t promise that masked ones can\'t leak: '
+            'use kernel="auto" or "chunked", or fix the input.'
         )
 
 

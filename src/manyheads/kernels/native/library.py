@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 ANOTHER = os.environ.get("MANYHEADS_LIBRARY")  # one with sanitizers, say
 FILE = Path(ANOTHER or HERE / "native.so")
 LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, isn't there
-INTERFACE = 7  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
+INTERFACE = 8  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq 2q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
 LOOK = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))

@@ -4,7 +4,7 @@
 
 extern "C" {
 
-constexpr int64_t INTERFACE = 7;  // counted up whenever a struct or function changes: Python asks before it calls
+constexpr int64_t INTERFACE = 8;  // counted up whenever a struct or function changes: Python asks before it calls
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 
@@ -16,7 +16,7 @@ struct Problem {
     const void *q, *k, *v;                   // [b, h, t, d], [b, g, s, d], [b, g, s, w]
     int64_t q_stride[4], k_stride[4], v_stride[4], out_stride[4];
     void *out;                               // [b, h, t, w]
-    void *lse;                               // [b, h, t], contiguous: natural logarithms; may be null without `again`
+    void *lse;                               // [b, h, t], contiguous: natural logarithms; null if not wanted
     double scale, softcap;                   // softcap 0: none
     const void *sink;                        // [h] or null
     int64_t offset;                          // the position of row 0
@@ -41,7 +41,7 @@ struct Gradient {
     int64_t d_out_stride[4];
     const void *d_lse;                       // [b, h, t], contiguous, or null
     void *dq, *dk, *dv;                      // [b, h, t, d], [b, g, s, d], [b, g, s, w], contiguous, of its dtype
-    void *delta;                             // [b, h, t], contiguous: of each row, d_out · out − d_lse
+    void *delta;                             // [b, h, t], contiguous: of each row, d_out · out − d_lse; null if not wanted
     void *d_bias;                            // zeros that are added to, or null; broadcast by strides of 0
     int64_t d_bias_stride[4];
     void *d_slopes;                          // [b, h, chunks] zeros that are added to, or null

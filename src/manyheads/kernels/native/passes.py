@@ -1,0 +1,135 @@
+"""The library's passes over a problem: forward, with statistics of the weights, and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from manyheads import scores
+from manyheads.biases import ALiBi, Bias, Dense
+from manyheads.kernels import chunked
+from manyheads.kernels.native import library
+from manyheads.kernels.native.look import Look
+from manyheads.kernels.native.packing import pack
+from manyheads.scores import Problem, Rows
+from manyheads.shapes import Shape, amount
+
+CHUNKS = 16  # of a gradient's keys, over all heads: the number of threads that have work
+
+
+def forward(p: Problem, look: Look | None = None) -> tuple[Tensor, Tensor]:
+    """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`; fill a look."""
+    b, h, _, t, _, _, w = p.shape
+    out = p.q.new_empty(b, h, t, w)
+    lse = p.q.new_empty(b, h, t, dtype=p.dtype)
+    attend(p, out, lse, look)
+    return out, lse
+
+
+def attend(
+    p: Problem, out: Tensor, lse: Tensor | None, look: Look | None = None, known: bool = False
+) -> None:
+    """Fill out and lse, or read an lse that is known; without lse, nothing computes the scores again."""
+    data, _held = pack(p, out, lse)
+    asked, _also_held = (None, None) if look is None or lse is None else look.packed(p, lse, known)
+    assert library.attend is not None
+    if library.attend(data, asked, library.width):
+        raise no_memory(p.shape, p.q.element_size())
+
+
+def no_memory(n: Shape, size: int) -> MemoryError:
+    """Return the error for a forward pass that finds no memory; size: bytes of a number."""
+    needed = amount(n.b * n.g * n.s * (n.d + n.w) * size)
+    return MemoryError(f"Expected {needed} of memory to pack keys and values, got none: free some memory.")
+
+
+def logits(problem: Problem, *part: Rows) -> Tensor:
+    """Return `scores.logits` as the library sums them: scale · q·k with softcap, `[b, h, r, c]`."""
+    q, k = (x.detach().resolve_neg() for x in scores.operands(problem, *part))
+    found = q.new_empty(*q.shape[:3], k.shape[2], dtype=problem.dtype)
+    if found.numel() == 0:
+        return found
+    tile = Problem.of(q, k, k[..., :0], scale=problem.scale, softcap=problem.softcap, offset=0)
+    data, _held = pack(tile, q[..., :0], None)
+    assert library.scores is not None
+    if library.scores(data, found.data_ptr(), library.width):
+        raise MemoryError("Expected memory for a panel of keys, got none: free some memory.")
+    return found
+
+
+def backward(
+    p: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    """Return the gradients of q, k, v, sink and the bias's tensor: None or empty where not needed.
+
+    Where some number isn't finite, and for a bias other than ALiBi and whole rows of a dense one, `chunked`
+    computes them.
+    """
+    n = p.shape
+    bias = p.bias if needs[4] else None
+    supported = (
+        bias is None
+        or isinstance(bias, ALiBi)
+        or (isinstance(bias, Dense) and bias.values.shape[-1:] == (n.s,))
+    )
+    found = _differentiate(p, out, lse, d_out, d_lse, bias) if supported else None
+    if found is not None:
+        return found
+    nothing = torch.zeros_like(lse) if d_lse is None else d_lse
+    # Its scores are summed in another order, to which this log-sum-exp doesn't belong.
+    with torch.no_grad(), scores.exactly(p.q.device):
+        out, lse = chunked._forward(p, None)
+        return chunked._backward(p, out, lse, d_out, nothing, None, list(needs))
+
+
+def _differentiate(
+    p: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, bias: Bias | None
+) -> list[Tensor | None] | None:
+    """Return the same by the library, for a bias that it supports; None where some number isn't finite."""
+    n = p.shape
+    lse = lse.contiguous()  # a hook on saved tensors may have given it other strides
+    dq = p.q.new_empty(n.b, n.h, n.t, n.d)  # which is faster than of a shape
+    dk = p.q.new_empty(n.b, n.g, n.s, n.d)
+    dv = p.q.new_empty(n.b, n.g, n.s, n.w)
+    delta = None if p.sink is None else torch.empty_like(lse)
+    d_bias: tuple[int, ...] = (0,) * 5
+    table, slopes, shared = None, None, False
+    chunks = max(CHUNKS // (n.b * n.g), 1)
+    if isinstance(bias, Dense):
+        table = bias.values.new_zeros(bias.values.shape, dtype=p.dtype)
+        view = table.expand(n.b, n.h, n.t, n.s)
+        shared = (view.stride(0) == 0 and n.b > 1) or (view.stride(1) == 0 and n.h > 1)
+        d_bias = (table.data_ptr(), *view.stride())
+        chunks = CHUNKS if shared else chunks
+    elif isinstance(bias, ALiBi):
+        slopes = p.q.new_zeros(n.b, n.h, chunks, dtype=p.dtype)
+    if d_lse is not None:
+        d_lse = d_lse.to(p.dtype).contiguous()
+    if d_out.is_neg():
+        d_out = d_out.resolve_neg()
+    data, _held = pack(p, out, lse)
+    assert library.differentiate is not None
+    failed = library.differentiate(
+        data,
+        library.GRADIENT.pack(
+            d_out.data_ptr(), *d_out.stride(), 0 if d_lse is None else d_lse.data_ptr(),
+            dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0 if delta is None else delta.data_ptr(),
+            *d_bias, 0 if slopes is None else slopes.data_ptr(), shared, chunks,
+        ),
+        library.width,
+    )  # fmt: skip
+    if failed == 2:
+        return None
+    if failed:
+        raise MemoryError(
+            "Expected memory to pack queries and sums, several times their size, got none: free some memory."
+        )
+    d_sink = None if delta is None else chunked.sink_gradient(p, lse, delta)
+    d_table = None
+    if table is not None and bias is not None:
+        d_table = table.to(bias.tensor().dtype).reshape(bias.tensor().shape)
+    elif slopes is not None and bias is not None:
+        d_table = slopes.sum((0, 2)).sum_to_size(bias.tensor().shape)
+    return [dq, dk, dv, d_sink, d_table]
