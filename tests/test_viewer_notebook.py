@@ -230,7 +230,7 @@ small.view()""",
 large = mh.attention_with_map(q, k, v, mask=mh.Causal())[1]
 large.view()""",
     """model = torch.nn.Sequential(mh.MultiHeadAttention(32, 4), torch.nn.Linear(32, 32))
-with mh.observe(model) as seen:
+with mh.observe(model) as recording:
     model(torch.randn(1, 40, 32))
 recording.view()""",
     "large.only(heads=[2, 3]).view()",

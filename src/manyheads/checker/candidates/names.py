@@ -1,6 +1,6 @@
-"""What the names in other people's attention mean: the tables that docs/checker.md shows.
+"""What names in attention code mean: the tables that docs/checker.md shows.
 
-A role is never guessed from which choice makes numbers agree, or a swap of queries and keys would pass.
+A role is never guessed from which choice makes numbers agree: otherwise a swap of queries and keys would pass.
 """
 
 # ruff: noqa: E501 (tables of sentences)
@@ -21,7 +21,7 @@ CONSTRUCTOR: dict[str, tuple[int | float | bool, tuple[str, ...]]] = {
         "embedding_size", "model_size", "input_size", "num_hiddens", "units", "query_dim", "q_dim", "d_x",
         "x_input_dim", "embed", "model", "hid_dim", "hidden_units", "num_hidden", "dmodel", "d", "emb", "k")),
     "the number of heads": (HEADS, ("num_heads", "n_heads", "heads", "n_head", "h", "nhead", "num_attention_heads",
-        "nheads", "n_h", "head_count", "number_of_heads", "attention_heads", "num_head", "head_num", "num_of_heads", "nb_heads", "heads_num")),
+        "nheads", "n_h", "head_count", "number_of_heads", "attention_heads", "num_head", "head_num", "num_of_heads", "nb_heads", "heads_num", "H")),
     "the number of key heads": (GROUPS, ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "kv_heads", "n_groups",
         "num_groups", "groups", "num_query_groups", "n_kv_head", "g")),
     "the width of a head": (KEY_WIDTH, ("head_size", "head_dim", "dim_head", "d_head", "d_k", "key_dim", "dim_k",
@@ -41,7 +41,8 @@ CONSTRUCTOR: dict[str, tuple[int | float | bool, tuple[str, ...]]] = {
     "causal": (True, ("causal", "is_causal", "masked", "autoregressive", "use_causal_mask")),
 }  # fmt: skip
 
-GIVEN_ANYWAY = ("dropout", "causal")  # in place of a default
+GIVEN_ANYWAY = ("dropout", "causal")  # even where there is a default
+CONFIGURATION = ("config", "cfg", "args", "conf", "params")
 
 # -- arguments of a call ---------------------------------------------------------------------------
 
@@ -91,68 +92,47 @@ PARAMETERS: dict[str, re.Pattern[str]] = {
 }
 
 
-PLAIN = ("linear", "lin", "layer", "proj", "net")  # what any layer may be called
+PLAIN = ("linear", "lin", "layer", "proj", "net")  # generic names of layers
+SINK = re.compile(r"(^|\.)(sinks?|attn_sinks?|sink_logits?|attention_sinks?)$")
 
 
-def argument(name: str) -> str | None:
-    """What an argument of a call means, or None."""
-    for role, names in CALL.items():
-        if name in names:
-            return role
-    return None
+def argument_role(name: str) -> str | None:
+    """Return what an argument of a call means by the table, or None."""
+    return next((role for role, names in CALL.items() if name in names), None)
 
 
-def sounds_like_mask(name: str) -> str | None:
-    """What an argument with "mask" in a name of its own means: padding of keys, or a mask."""
+def guess_mask_role(name: str) -> str | None:
+    """Return "padding" or "mask" for a name of its own that contains "mask", or None."""
     if "mask" not in name.lower():
         return None
     keys = ("pad", "key", "ctx", "context", "mem", "enc", "src", "cross", "kv")
     return "padding" if any(part in name.lower() for part in keys) else "mask"
 
 
-def constructed(name: str) -> tuple[str, int | float | bool] | None:
-    """What a constructor's argument means and the value it is given, or None."""
-    for what, (value, names) in CONSTRUCTOR.items():
-        if name in names:
-            return what, value
-    return None
+def constructor_value(name: str) -> tuple[str, int | float | bool] | None:
+    """Return what a constructor's argument means and its value, or None."""
+    return next(((what, value) for what, (value, names) in CONSTRUCTOR.items() if name in names), None)
 
 
-def parameter(path: str) -> tuple[str, str, int | None] | None:
-    """(role, "weight" or "bias", head) of a parameter by its path, or None.
+def parameter_role(path: str) -> tuple[str, str, int | None] | None:
+    """Return (role, "weight" or "bias", head) of a parameter by its path, or None.
 
     `heads.2.query.weight` is ("q", "weight", 2); `W_o` ("o", "weight", None); `b_q` ("q", "bias", None).
     """
     parts = path.split(".")
-    part = "weight"
-    if parts[-1] in ("weight", "bias"):
-        part = parts.pop()
+    part = parts.pop() if parts[-1] in ("weight", "bias") else "weight"
     numbers = [int(p) for p in parts if p.isdigit()]
-    words = [p for p in parts if not p.isdigit()]
-    if not words:
-        return None
-    trailing = parts and parts[-1].isdigit()
-    # query.linear.weight: its owner says what it is; where that says nothing, `linear` does.
-    order = sorted(range(len(words)), key=lambda n: (words[n].lower() in PLAIN and n > 0, -n))
-    for place in order:
-        word = words[place].lower()
-        here = part
-        for start in ("b_", "bias_"):
-            if word.startswith(start):
-                word, here = word.removeprefix(start), "bias"
-        for end in ("_bias", "_b", "bias"):
-            if word.endswith(end) and word != end:
-                word, here = word.removesuffix(end), "bias"
-        for end in ("_weight", "_weights", "_w", "_kernel"):
-            word = word.removesuffix(end)
-        if word.startswith("w_"):
-            word = word.removeprefix("w_")
-        plain = word.replace("_", "").replace("-", "")
+    words = [p.lower() for p in parts if not p.isdigit()]
+    is_list = bool(parts) and parts[-1].isdigit()
+    # query.linear.weight: `query` decides; only if it means nothing, `linear` does.
+    for place in sorted(range(len(words)), key=lambda n: (words[n] in PLAIN and n > 0, -n)):
+        affixes = re.fullmatch(r"(b_|bias_)?(.+?)(_bias|_b|bias)?(_weights?|_w|_kernel)?", words[place])
+        assert affixes is not None
+        name = re.sub(r"^w_|[_-]", "", affixes[2])
         for role, pattern in PARAMETERS.items():
-            if pattern.fullmatch(plain):
-                # The number of a head stands before its name; a number after it is a layer in a Sequential,
-                # or a list with a layer for each head.
-                after = trailing and place == len(words) - 1
-                head = numbers[0] if numbers and (not after or role not in ("o", "qkv")) else None
-                return role, here, head
+            if pattern.fullmatch(name):
+                # A number before the name is a head; after it, a layer of a Sequential or one of a head's list.
+                is_last = is_list and place == len(words) - 1
+                head = numbers[0] if numbers and (not is_last or role not in ("o", "qkv")) else None
+                return role, "bias" if affixes[1] or affixes[3] else part, head
     return None

@@ -1,15 +1,15 @@
 """A snapshot of an object and of the process's global state, to restore both after a check.
 
 Modules can't always be copied (a lock, a cache with a graph, a hook that refers to the module itself), so the
-checker works on the object itself and restores it. The snapshot walks everything that the object holds:
-attributes, containers, closures, bound arguments and attributes of its classes. It keeps the content of each
-mutable part and writes it back into the same part, so that identities, shared storages and tied weights stay.
+checker works on the object itself and restores it. The snapshot walks everything reachable from the object:
+attributes, containers, closures, bound arguments and attributes of its classes. It copies the content of each
+mutable part and writes it back into the same part, which preserves identities, shared storages and tied
+weights.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import random
 import signal
@@ -18,12 +18,13 @@ import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-# Taken by name before the subject is imported: one that patches torch doesn't patch these.
+# Imported by name before the candidate is: one that patches torch doesn't patch these.
 from torch import Tensor, equal, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -94,7 +95,7 @@ class Snapshot:
                     waiting += self._keep(part)
 
     def restore(self) -> None:
-        """Write everything back, once. An interrupt meanwhile is raised when that is done."""
+        """Write everything back, once. An interrupt is raised when that is done."""
         with _interrupts_deferred(), contextlib.ExitStack() as stack:
             # A stack calls the last one first, and goes on if one raises.
             stack.callback(self._globals)
@@ -120,7 +121,7 @@ class Snapshot:
             yield from (part.__defaults__, part.__kwdefaults__)
         elif isinstance(part, types.MethodType):
             yield from (part.__self__, part.__func__)
-        elif isinstance(part, functools.partial):
+        elif isinstance(part, partial):
             yield from (part.func, part.args, part.keywords)
         elif isinstance(part, staticmethod | classmethod):
             yield part.__func__
@@ -130,17 +131,34 @@ class Snapshot:
             yield from self._keep_container(part)
         elif (state := _state_of(part)) is not None:
             read, write = state
-            self._rest.append(functools.partial(write, read()))
+            self._rest.append(partial(write, read()))
         kinds = (Tensor, nn.Module, types.FunctionType)
         if isinstance(part, kinds) or not _is_shared(type(part)):
             yield from self._keep_attributes(part)
 
+    def _keep_value(
+        self,
+        read: Callable[[], Any],
+        write: Callable[[Any], None],
+        delete: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Keep a value that is compared by identity, and return it; `_MISSING` is deleted again."""
+        before = read()
+
+        def restore() -> None:
+            if read() is not before:
+                delete() if before is _MISSING else write(before)
+
+        self._rest.append(restore)
+        return before
+
     def _keep_tensor(self, tensor: Tensor) -> Iterator[Any]:
-        cls, is_leaf, requires_grad = type(tensor), tensor.grad_fn is None, tensor.requires_grad
+        is_leaf, requires_grad = tensor.grad_fn is None, tensor.requires_grad
         has_grad = is_leaf or tensor.retains_grad
         grad = tensor.grad if has_grad else None
-        hooks = {name: getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
-        yield from (grad, *hooks.values())
+        yield grad
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            yield self._keep_value(partial(getattr, tensor, name), partial(setattr, tensor, name))
         if not is_traceable_wrapper_subclass(tensor):  # the tensors inside of it are its attributes
             self._keep_values(tensor)
 
@@ -156,19 +174,12 @@ class Snapshot:
                 tensor.requires_grad_(requires_grad)
             if has_grad and tensor.grad is not grad:
                 tensor.grad = grad
-            for name, before in hooks.items():
-                if getattr(tensor, name) is not before:
-                    setattr(tensor, name, before)
-
-        def write_class() -> None:  # a lazy parameter becomes another class when it gets its shape
-            if type(tensor) is not cls:
-                tensor.__class__ = cls
 
         self._rest.append(write_flags)
-        self._pointers.append(write_class)
+        self._pointers.append(_class_writer(tensor))  # a lazy parameter changes its class with its shape
 
     def _keep_values(self, tensor: Tensor) -> None:
-        """Keep where a tensor points, and the bytes there."""
+        """Keep a tensor's view of its storage, and the bytes there."""
         if tensor.layout != torch.strided or tensor.is_meta:
             values = tensor.detach().clone()
             self._pointers.append(lambda: setattr(tensor, "data", values))
@@ -222,17 +233,9 @@ class Snapshot:
 
     def _keep_cells(self, cells: Iterable[types.CellType]) -> Iterator[Any]:
         for cell in cells:
-            before = _content(cell)
-
-            def write(cell: types.CellType = cell, before: Any = before) -> None:
-                if before is _MISSING:
-                    if _content(cell) is not _MISSING:
-                        del cell.cell_contents
-                elif _content(cell) is not before:
-                    cell.cell_contents = before
-
-            self._rest.append(write)
-            yield before
+            name = "cell_contents"
+            write, delete = partial(setattr, cell, name), partial(delattr, cell, name)
+            yield self._keep_value(partial(_content, cell), write, delete)
 
     def _keep_attributes(self, part: Any) -> Iterator[Any]:
         """Keep the attributes of an instance, its class, and those of the class."""
@@ -242,21 +245,10 @@ class Snapshot:
         slotted = (c for c in cls.__mro__ if "__slots__" in vars(c) and not _is_shared(c))
         for slot in (x for c in slotted for x in vars(c).values()):
             if isinstance(slot, types.MemberDescriptorType):
-                before = _slot(slot, part)
-
-                def write(slot: Any = slot, before: Any = before) -> None:
-                    if _slot(slot, part) is not before:
-                        slot.__delete__(part) if before is _MISSING else slot.__set__(part, before)
-
-                self._rest.append(write)
-                yield before
+                write, delete = partial(slot.__set__, part), partial(slot.__delete__, part)
+                yield self._keep_value(partial(_slot, slot, part), write, delete)
         if isinstance(part, nn.Module):
-
-            def write_class() -> None:  # a lazy module becomes another class when it gets its shapes
-                if type(part) is not cls:
-                    part.__class__ = cls
-
-            self._rest.append(write_class)
+            self._rest.append(_class_writer(part))  # a lazy module changes its class with its shapes
         if isinstance(part, torch.jit.ScriptModule):  # whose tensors aren't among its attributes
             yield from (*part.parameters(), *part.buffers())
         yield cls
@@ -300,6 +292,17 @@ def _global_state() -> Callable[[], None]:
     return write
 
 
+def _class_writer(part: Any) -> Callable[[], None]:
+    """Return a function that restores the class of an object."""
+    cls = type(part)
+
+    def write() -> None:
+        if type(part) is not cls:
+            part.__class__ = cls
+
+    return write
+
+
 def _state_of(part: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     """Return how to read and write the content of an object that holds it outside of Python, or None."""
     if isinstance(part, torch.Generator):
@@ -325,7 +328,7 @@ def _is_shared(thing: Any) -> bool:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a strided tensor points: its storage, and what it reads there."""
+    """Return a strided tensor's storage and its view of it."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
@@ -350,14 +353,14 @@ def _slot(slot: Any, part: Any) -> Any:
 
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """Tensors without gradients, subclasses' own functions and default devices."""
+    """Disable gradients, tensor subclasses' own functions and default devices."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Deliver an interrupt that comes meanwhile at the end; only the main thread gets any."""
+    """Deliver an interrupt at the end; only the main thread receives any."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
