@@ -2,8 +2,8 @@
 
     python benchmarks/observe.py --length 4096 [--length 32768 --no-eager] [--rounds 3]
 
-A Llama of random weights (4 layers, hidden 512, 8 heads), batch 1, float32. Every way runs in a process of
-its own, in turns; medians are printed, as ratios to the plain forward, and the peak of memory beyond the
+A Llama of random weights (4 layers, hidden 512, 8 heads), batch 1, float32. Each way runs in its own
+process, in turns; printed are medians, as ratios to the plain forward, and the peak of memory beyond the
 model. `statistics` reduces every head at once: entropy and received attention.
 """
 
@@ -45,14 +45,14 @@ def once(way: str, length: int) -> tuple[float, float]:
     model = LlamaModel(config).eval()
     ids = torch.randint(0, 1000, (1, length))
     with torch.no_grad():
-        model(ids[:, :64], use_cache=False)  # what loads at the first call
+        model(ids[:, :64], use_cache=False)  # so that everything is loaded
         before = peak()
         start = time.perf_counter()
-        looking = {
+        observing = {
             "maps": lambda: manyheads.observe(model),
             "statistics": lambda: manyheads.observe(model, keep=["entropy", "received"]),
         }.get(way, nullcontext)
-        with looking():
+        with observing():
             model(ids, use_cache=False, output_attentions=way == "eager")
         return time.perf_counter() - start, (peak() - before) / 1e6
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 import manyheads as mh
+from manyheads import kernels
 
-KERNELS = ("reference", "chunked", "native", "sdpa", "auto")
+KERNELS = (*(name for name in kernels.ORDER if name != "flex"), "auto")  # test_flex.py has flex's cases
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WIDE = np.longdouble
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from manyheads.checker import questions
+from manyheads.checker.checks import registry
 from manyheads.kernels import plans
 
 # Several processes share the cores (pytest-xdist); threads that wait for each other would slow all of them.
@@ -64,6 +64,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checker without its slow questions, which have tests of their own."""
+    """The checker without its slow checks, which have tests of their own."""
     slow = ("torch.compile", "memory growth")
-    monkeypatch.setattr(questions, "QUESTIONS", [one for one in questions.QUESTIONS if one[0] not in slow])
+    monkeypatch.setattr(registry, "CHECKS", [one for one in registry.CHECKS if one.name not in slow])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import KERNELS
 
 import manyheads as mh
 from manyheads.biases import Bias
@@ -128,7 +129,7 @@ def test_dense_broadcasts_as_tensors_do(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(each, weights @ v)  # by row, whatever the position
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "sdpa", "auto"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_dense_minus_infinity_masks(kernel: str) -> None:
     q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (4, 5, 5))
     keep = torch.rand(4, 5) < 0.5

@@ -1,4 +1,4 @@
-"""The checker: its recipe is attention, what it reads, what it says, and how the command ends."""
+"""The checker: its oracle, what it reads and reports, and the command's exit codes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from waiting import HANG
 
 import manyheads as mh
 from manyheads import checker, kernels, layers
-from manyheads.checker import command, names, reading
-from manyheads.checker.mistakes import FAMILY, HABITS
-from manyheads.checker.recipe import Inputs, Recipe, Weights, exact
+from manyheads.checker import command
+from manyheads.checker.bugs import CONVENTIONS, FAMILY, compose, family_of
+from manyheads.checker.candidates import names
+from manyheads.checker.candidates.construct import parse_arguments
+from manyheads.checker.oracle import Attention, Inputs, Weights, exact
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
 
 
-# -- the recipe ------------------------------------------------------------------------------------
+# -- the oracle ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_the_recipe_is_attention(causal: bool, sink: bool, scale: float | None) -> None:
+def test_the_oracle_is_attention(causal: bool, sink: bool, scale: float | None) -> None:
     q, k, v = (torch.randn(2, n, s, 6, dtype=torch.float64) for n, s in ((4, 5), (2, 7), (2, 7)))
     keep = torch.rand(2, 1, 5, 7) < 0.6
-    keep[1, :, 2] = False  # a query that sees nothing
+    keep[1, :, 2] = False  # a fully masked row
     padding = torch.tensor([7, 4])
     bias = torch.randn(5, 7, dtype=torch.float64)
     sinks = torch.randn(4, dtype=torch.float64) if sink else None
@@ -53,28 +55,28 @@ def test_the_recipe_is_attention(causal: bool, sink: bool, scale: float | None) 
         offset=2,
         scale=scale,
         sink=sinks,
-        weights=True,
+        need_weights=True,
     )
     mask = mh.Keep(keep) & mh.Lengths(padding)
     mask = mask & mh.Causal() if causal else mask
     out, amap = mh.attention_with_map(
         q, k, v, mask=mask, bias=mh.Dense(bias), scale=scale, sink=sinks, offset=2, kernel="reference"
     )
-    found = Recipe()(x)
+    found = Attention()(x)
     torch.testing.assert_close(found.out, out)
     torch.testing.assert_close(found.weights, amap.dense())
 
 
-def test_the_recipe_with_projections_is_our_layer() -> None:
+def test_the_oracle_with_projections_is_our_layer() -> None:
     layer = layers.MultiHeadAttention(24, 4).double()
     held = dict(layer.named_parameters())
     w = Weights(4, 4, {r: held[f"{r}.weight"] for r in "qkvo"}, {r: held[f"{r}.bias"] for r in "qkvo"})
     x = torch.randn(2, 5, 24, dtype=torch.float64)
-    torch.testing.assert_close(Recipe(w)(Inputs(x, x, x)).out, layer(x))
+    torch.testing.assert_close(Attention(w)(Inputs(x, x, x)).out, layer(x))
 
 
-def test_habits_change_nothing_and_every_mistake_changes_something() -> None:
-    """Among inputs of all kinds; a mistake that changes nothing could be named for anything."""
+def test_conventions_change_nothing_and_every_bug_changes_something() -> None:
+    """Among inputs of all kinds; a bug that changes nothing could be named for anything."""
     torch.manual_seed(3)
     e, h = 24, 4
     weight = {r: torch.randn(24 if r in "qo" else 12, e, dtype=torch.float64) for r in "qkvo"}
@@ -94,8 +96,8 @@ def test_habits_change_nothing_and_every_mistake_changes_something() -> None:
             for rest in (
                 {},
                 {"causal": True},
-                {"causal": True, "keep": keep, "weights": True},
-                {"weights": True, "average": True},
+                {"causal": True, "keep": keep, "need_weights": True},
+                {"need_weights": True, "average_weights": True},
                 {"padding": padding, "keep": keep, "bias": torch.randn(6, 6).double(), "scale": 0.4},
             ):
                 cases.append((w, Inputs(query, key, value, **rest)))
@@ -110,14 +112,14 @@ def test_habits_change_nothing_and_every_mistake_changes_something() -> None:
     ]
     cases.append((None, Inputs(q.float() * 40, k.float() * 40, v.float())))
     right = [exact(w, x) for w, x in cases]
-    for habit in HABITS:
+    for convention in CONVENTIONS[Attention]:
         for (w, x), told in zip(cases, right, strict=True):
             if x.keep is None or bool(x.keep.any(-1).all()):
-                found = exact(w, x, lambda r, habit=habit: [one(r) for one in habit])
+                found = exact(w, x, compose(Attention, *convention))
                 torch.testing.assert_close(found.out, told.out)
-    for mistake in FAMILY.values():
+    for bug in family_of(Attention):
         changes = False
-        for variant in mistake.variants:
+        for variant in bug.variants:
             for (w, x), told in zip(cases, right, strict=True):
                 try:
                     found = exact(w, x, variant)
@@ -127,9 +129,9 @@ def test_habits_change_nothing_and_every_mistake_changes_something() -> None:
                 changes |= found.weights is not None and not (
                     found.weights.shape == told.weights.shape and torch.allclose(found.weights, told.weights)
                 )
-        assert changes or mistake.name == "key-bias-missing", mistake.name  # which softmax doesn't see
-        assert mistake.is_
-        assert mistake.mend
+        assert changes or bug.name == "key-bias-missing", bug.name  # which the softmax cancels
+        assert bug.description
+        assert bug.fix
 
 
 def test_the_family_is_as_large_as_it_is_said_to_be() -> None:
@@ -158,19 +160,19 @@ def test_the_family_is_as_large_as_it_is_said_to_be() -> None:
     ],
 )
 def test_names_of_parameters(path: str, role: Any) -> None:
-    assert names.parameter(path) == role
+    assert names.parameter_role(path) == role
 
 
 def test_constructor_arguments() -> None:
-    assert reading.arguments("hidden=16, num_heads=4, name='x', bias=False") == {
+    assert parse_arguments("hidden=16, num_heads=4, name='x', bias=False") == {
         "hidden": 16,
         "num_heads": 4,
         "name": "x",
         "bias": False,
     }
     for text in ("hidden", "hidden=torch.float", "**x", "hidden=", "hidden=1; x", "f(1)"):
-        with pytest.raises(checker.Unclear, match="--init takes names and plain values"):
-            reading.arguments(text)
+        with pytest.raises(checker.Unclear, match="names and plain values for --init"):
+            parse_arguments(text)
 
 
 class Plain(nn.Module):
@@ -195,7 +197,7 @@ def test_weights_that_no_name_tells_are_asked_for() -> None:
         checker.check(Plain)
     assert checker.check(Plain, weights=WEIGHTS).passed
     assert checker.check(Plain(24), weights=WEIGHTS).passed  # an instance
-    with pytest.raises(checker.Unclear, match="'epsilon' for q, and the parameters are alpha"):
+    with pytest.raises(checker.Unclear, match="'epsilon' for q, but the parameters are alpha"):
         checker.check(Plain, weights={**WEIGHTS, "q": "epsilon"})
 
 
@@ -204,8 +206,8 @@ def test_a_swap_of_queries_and_keys_does_not_pass() -> None:
     assert "q-k-swapped" in {one.mistake for one in found.diagnosis}
 
 
-def test_an_unknown_scale_is_told_to_the_digit() -> None:
-    """No mistake of the family, and still a true and useful sentence."""
+def test_an_unknown_scale_is_reported_to_the_digit() -> None:
+    """No bug of the family, and still a true and useful sentence."""
     found = checker.check(Plain, weights=WEIGHTS, init={"embed_dim": 24, "scale": 1.7})
     assert not found.passed
     (one,) = found.diagnosis
@@ -221,11 +223,11 @@ def test_an_unknown_scale_is_told_to_the_digit() -> None:
         (lambda out, x: torch.cat((out[:, :1] * 2, out[:, 1:]), 1), "in query 0 only"),
         (
             lambda out, x: torch.cat((out[..., :3] + 1, out[..., 3:] + 0.1 * x[..., 3:] ** 2), -1),
-            "no known mistake explains it",
+            "no known bug explains it",
         ),
     ],
 )
-def test_what_is_said_where_no_mistake_fits(change: Any, says: str) -> None:
+def test_the_report_where_no_bug_fits(change: Any, says: str) -> None:
     class Odd(Plain):
         def forward(self, x: Tensor) -> Tensor:
             return change(super().forward(x), x)
@@ -236,13 +238,13 @@ def test_what_is_said_where_no_mistake_fits(change: Any, says: str) -> None:
     assert says in found.diagnosis[0].says, found.diagnosis[0].says
 
 
-def test_sides_of_a_name_that_are_kept() -> None:
+def test_invalid_options() -> None:
     for like in ("selfish", "classic.components.Nothing", "classic."):
         with pytest.raises(checker.Unclear, match="--like"):
             checker.check(Plain, like=like)
-    with pytest.raises(checker.Unclear, match='layout is "batch"'):
+    with pytest.raises(checker.Unclear, match='Expected layout "batch"'):
         checker.check(Plain, layout="tokens")
-    with pytest.raises(checker.Unclear, match="no constructor argument 'width', but "):
+    with pytest.raises(checker.Unclear, match="no constructor argument 'width', only "):
         checker.check(Plain, init={"width": 3})
     with pytest.raises(checker.Unclear, match="is built already"):
         checker.check(Plain(24), init={"embed_dim": 24})
@@ -365,10 +367,10 @@ def test_a_configuration_object_is_filled() -> None:
 def test_a_failure_in_a_test_is_the_report() -> None:
     with pytest.raises(AssertionError, match="q-k-swapped") as caught:
         checker.assert_attention(Plain, weights={**WEIGHTS, "q": "beta", "k": "alpha"})
-    assert "To mend it" in str(caught.value)
+    assert "To fix it" in str(caught.value)
 
 
-# -- what newcomers write --------------------------------------------------------------------------
+# -- layers like PyTorch's --------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -452,9 +454,7 @@ def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
         (Always, "weights-summed", lambda self, w, average: w.sum(1)),
     ],
 )
-def test_the_weights_that_come_back_are_those_that_were_asked_for(
-    base: type[Layer], name: str, shown: Any
-) -> None:
+def test_returned_weights_are_those_asked_for(base: type[Layer], name: str, shown: Any) -> None:
     found = checked(base, shown=shown)
     assert not found.passed
     assert [one.mistake for one in found.diagnosis] == [name]
@@ -469,11 +469,11 @@ def test_the_weights_that_come_back_are_those_that_were_asked_for(
     [
         (
             lambda self, w, average: w.mean(-1) if average else w,
-            "[b, t, s] = [3, 5, 7], and [3, 4, 5] came back",
+            "[b, t, s] = [3, 5, 7], got [3, 4, 5]",
         ),
         (
             lambda self, w, average: w.mean(1, keepdim=True) if average else w,
-            "[b, t, s] = [3, 5, 7], and [3, 1, 5, 7] came back",
+            "[b, t, s] = [3, 5, 7], got [3, 1, 5, 7]",
         ),
     ],
 )
@@ -482,12 +482,10 @@ def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, says: str)
     assert says in next(one.reason for one in found.checks if one.name == "shapes" and one.status == "failed")
 
 
-def test_where_only_the_weights_are_wrong_nothing_is_said_of_the_output() -> None:
+def test_where_only_the_weights_are_wrong_the_output_is_not_blamed() -> None:
     found = checked(Layer, shown=lambda self, w, average: w.mean(1) * 1.5 if average else w * 1.5)
     (one,) = found.diagnosis
-    assert (
-        "the output is right, and the weights that come back are wrong: 1.5 times the right ones" in one.says
-    )
+    assert "the output is right, and the returned weights are wrong: 1.5 times the right ones" in one.says
     assert "output is wrong" not in one.says
 
 
@@ -530,10 +528,10 @@ def test_heads_interleaved_is_the_network_with_its_weights_in_another_order() ->
     )
 
 
-def test_mends_name_an_axis_only_with_the_layout_that_it_is_of() -> None:
+def test_fixes_name_an_axis_only_with_its_layout() -> None:
     for one in FAMILY.values():
-        if "dim=" in one.mend or "transpose(" in one.mend or "permute(" in one.mend:
-            assert "[b, h, t, s]" in one.mend or "[t, b, e]" in one.mend, one
+        if "dim=" in one.fix or "transpose(" in one.fix or "permute(" in one.fix:
+            assert "[b, h, t, s]" in one.fix or "[t, b, e]" in one.fix, one
 
 
 class Tokens(nn.Module):
@@ -633,7 +631,7 @@ def test_masks_that_go_wrong_in_some_rows_only(step: Any, names: list[str], fail
     assert "overflows" not in f"{found}"
 
 
-def test_what_follows_from_a_wrong_mask_is_not_judged() -> None:
+def test_checks_that_depend_on_a_wrong_mask_are_not_run() -> None:
     found = checker.check(masked(lambda scores, v, hidden: right(scores, v, ~hidden)), "attention")
     assert {one.mistake for one in found.diagnosis} == {"polarity-swapped"}
     status = {one.name: one.status for one in found.checks}
@@ -660,10 +658,10 @@ def test_an_output_of_another_shape_is_said_once() -> None:
     found = checked(Layer, merge=lambda self, x: x.transpose(1, 2).flatten(2))  # [b, t, e]
     failed = {one.name: one.reason for one in found.checks if one.status == "failed"}
     assert set(failed) <= {"shapes", "values", "mask", "added bias"}
-    assert "its first two axes the other way round" in failed["shapes"]
+    assert "with the first two axes swapped" in failed["shapes"]
 
 
-def test_a_gap_that_is_not_filled_is_said_to_be_one() -> None:
+def test_code_still_to_be_written_is_reported_as_such() -> None:
     class Gap(Plain):
         def forward(self, x: Tensor) -> Tensor:
             raise NotImplementedError("write it here")
@@ -690,7 +688,7 @@ def test_a_gap_that_is_not_filled_is_said_to_be_one() -> None:
         ("rotary-reflected", lambda a, b, c, s: (a * c + b * s, a * s + b * c)),
     ],
 )
-def test_slips_in_a_turn(name: str, turned: Any) -> None:
+def test_bugs_in_a_rotation(name: str, turned: Any) -> None:
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         """Neighbours, 2n and 2n + 1, are a pair."""
         a = positions[:, None] / 10000 ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
@@ -710,7 +708,7 @@ def test_slips_in_a_turn(name: str, turned: Any) -> None:
         ("angles-in-turns", lambda p, c, e: 2 * math.pi * p / 10000 ** (c / e)),
     ],
 )
-def test_slips_in_a_sinusoidal_table(name: str, angle: Any) -> None:
+def test_bugs_in_a_sinusoidal_table(name: str, angle: Any) -> None:
     def table(length: int, width: int) -> Tensor:
         p = torch.arange(length, dtype=torch.float64)[:, None]
         a = angle(p, torch.arange(0, width, 2, dtype=torch.float64), width)
@@ -747,7 +745,7 @@ class Attention(nn.Module):
 """
 
 
-def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
+def test_the_command_writes_its_files(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WRONG)
     done = run(
         tmp_path,
@@ -765,8 +763,8 @@ def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
     for words in (
         "unscaled",
         "are not divided by √d (d = 16)",
-        "To mend it",
-        "no sandbox",
+        "To fix it",
+        "not sandboxed",
         "expected",
         "got",
     ):
@@ -813,7 +811,7 @@ def test_the_command_passes_what_is_right(tmp_path: Path) -> None:
         (("mine.py:unfillable",), "--init"),
     ],
 )
-def test_the_command_says_what_it_cannot_do(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_the_command_reports_invalid_use(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         WRONG
         + "\nclass unfillable(nn.Module):\n    def __init__(self, zest): pass\n"
@@ -839,14 +837,14 @@ def test_a_call_that_never_ends_fails(tmp_path: Path) -> None:
     ("text", "size"), [("4G", 4 * 2**30), ("500M", 500 * 2**20), ("1.5g", 3 * 2**29), ("536870912", 2**29)]
 )
 def test_sizes(text: str, size: int) -> None:
-    assert command.amount(text) == size
+    assert command.parse_size(text) == size
 
 
 def test_roles() -> None:
-    assert command.roles("q=a, k=b.c,v=d") == {"q": "a", "k": "b.c", "v": "d"}
+    assert command.parse_weights("q=a, k=b.c,v=d") == {"q": "a", "k": "b.c", "v": "d"}
     for text in ("q", "q=", "=a", ","):
-        with pytest.raises(ValueError, match="--weights takes"):
-            command.roles(text)
+        with pytest.raises(ValueError, match="Expected roles and layers for --weights"):
+            command.parse_weights(text)
 
 
 @pytest.mark.parametrize("width", [40, 60, 72, 80, 200])

@@ -1,7 +1,7 @@
-"""Modules written by somebody who hadn't read the family of mistakes, after it was frozen: `held_out/`.
+"""Modules by an author who hadn't seen the family of bugs, written after it was frozen: `held_out/`.
 
-None of the wrong ones is named falsely, and none of the right ones fails. Names that came into the family
-afterwards, because these showed that they were missing, are marked as such.
+None of the wrong ones is named falsely, and none of the right ones fails. Names that
+were added afterwards, because these showed that they were missing, are marked as such.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NAMED: dict[str, set[str]] = {
 
 # What the report says where it names nothing.
 SAID = {
-    "mistake_08": "several together are wrong, so entries of the batch are mixed up",
+    "mistake_08": "several together are wrong, so batch entries are mixed up",
     "mistake_12": "the output is wrong throughout",
     "mistake_13": "The values are right. What failed is: gradients",
     "mistake_14": "The values are right. What failed is: gradients, state",

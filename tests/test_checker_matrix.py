@@ -1,6 +1,6 @@
-"""Every planted mistake is named, none is named falsely, and what is right as it stands has none.
+"""Every planted bug is named, none is named falsely, and what is right as it stands has none.
 
-The ordinary run takes one cell of each mistake, in one style after the other; `-m slow` takes all.
+The ordinary run takes one cell of each bug, in one style after the other; `-m slow` takes all.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import pytest
 from planted import matrix
 
 from manyheads import checker
-from manyheads.checker.subject import find
+from manyheads.checker.isolation.target import find
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Mistakes that these styles can't carry as such, though the corpus holds the cell.
+# Bugs that these styles can't carry as such, though the corpus holds the cell.
 NOT_ONE = {
-    # PyTorch's own layers return weights after dropout in training: the report says so, and fails nobody.
+    # PyTorch's own layers return weights after dropout in training: the report says so, without a failure.
     (style, "weights-after-dropout")
     for style in matrix.PLANTS
 } | {
@@ -26,7 +26,7 @@ NOT_ONE = {
     ("annotated", "masked-ones-added"),
 }
 
-# Mistakes that are one and the same thing where queries, keys and values come from one sequence, or where
+# Bugs that are one and the same thing where queries, keys and values come from one sequence, or where
 # padding and mask are one argument: named together.
 ALIKE = {
     "q-k-swapped": {"scores-transposed", "q-k-arguments-swapped"},
@@ -47,46 +47,43 @@ ALIKE = {
 }
 
 CELLS = [
-    (style, mistake)
-    for style, plants in matrix.PLANTS.items()
-    for mistake in plants
-    if (style, mistake) not in NOT_ONE
+    (style, bug) for style, plants in matrix.PLANTS.items() for bug in plants if (style, bug) not in NOT_ONE
 ]
 
 
-def report(folder: Path, style: str, mistake: str | None) -> checker.Report:
-    return checker.check(find(matrix.write(folder, style, mistake)), like=matrix.KIND[style])
+def report(folder: Path, style: str, bug: str | None) -> checker.Report:
+    return checker.check(find(matrix.write(folder, style, bug)), like=matrix.KIND[style])
 
 
-def named(folder: Path, style: str, mistake: str) -> None:
-    found = report(folder, style, mistake)
+def named(folder: Path, style: str, bug: str) -> None:
+    found = report(folder, style, bug)
     names = [one.mistake for one in found.diagnosis]
-    assert not found.passed, (style, mistake)
-    assert mistake in names, (style, mistake, names, [one.says for one in found.diagnosis])
+    assert not found.passed, (style, bug)
+    assert bug in names, (style, bug, names, [one.says for one in found.diagnosis])
     assert all(one.verified for one in found.diagnosis)
-    # Beside it stand only what can't be told from it, and what a row that sees nothing then gives.
-    beside = {name for name in names if not name.startswith("empty-rows")} - {mistake}
-    assert beside <= ALIKE.get(mistake, set()), (style, mistake, names)
+    # Beside it only what can't be distinguished from it, and what a fully masked row then gives.
+    beside = {name for name in names if not name.startswith("empty-rows")} - {bug}
+    assert beside <= ALIKE.get(bug, set()), (style, bug, names)
 
 
 def some() -> list[tuple[str, str]]:
-    """One cell of each mistake, of the n-th style that carries it for the n-th mistake."""
+    """One cell of each bug, of the n-th style that carries it for the n-th bug."""
     carried: dict[str, list[str]] = {}
-    for style, mistake in CELLS:
-        carried.setdefault(mistake, []).append(style)
-    return [(styles[n % len(styles)], mistake) for n, (mistake, styles) in enumerate(carried.items())]
+    for style, bug in CELLS:
+        carried.setdefault(bug, []).append(style)
+    return [(styles[n % len(styles)], bug) for n, (bug, styles) in enumerate(carried.items())]
 
 
 def test_the_matrix_is_as_large_as_it_is_said_to_be() -> None:
     assert len(CELLS) > 780
-    assert len({mistake for _, mistake in CELLS}) >= 70
+    assert len({bug for _, bug in CELLS}) >= 70
     assert len({style for style, _ in some()}) >= 20
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("style", "mistake"), some(), ids=str)
-def test_a_planted_mistake_is_named(style: str, mistake: str, tmp_path: Path) -> None:
-    named(tmp_path, style, mistake)
+@pytest.mark.parametrize(("style", "bug"), some(), ids=str)
+def test_a_planted_bug_is_named(style: str, bug: str, tmp_path: Path) -> None:
+    named(tmp_path, style, bug)
 
 
 @pytest.mark.usefixtures("quick")
@@ -100,11 +97,11 @@ def test_what_is_right_passes(style: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("style", matrix.PLANTS)
-def test_every_planted_mistake_is_named(style: str, tmp_path: Path) -> None:
+def test_every_planted_bug_is_named(style: str, tmp_path: Path) -> None:
     wrong: list[Any] = []
-    for _, mistake in (cell for cell in CELLS if cell[0] == style):
+    for _, bug in (cell for cell in CELLS if cell[0] == style):
         try:
-            named(tmp_path, style, mistake)
+            named(tmp_path, style, bug)
         except AssertionError as error:
             wrong.append(str(error).splitlines()[0])
     assert not wrong

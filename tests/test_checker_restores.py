@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from manyheads import checker
-from manyheads.checker.process import open_subject
-from manyheads.checker.snapshot import Snapshot
-from manyheads.checker.subject import Call
+from manyheads.checker.isolation.candidate import Call
+from manyheads.checker.isolation.process import open_candidate
+from manyheads.checker.isolation.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
 
@@ -279,13 +279,13 @@ def test_an_interrupt_while_restoring_waits() -> None:
 
 def test_a_snapshot_restores_once() -> None:
     module = nn.Linear(2, 2)
-    with open_subject(module) as subject:
-        subject.load({"weight": torch.zeros(2, 2)})
+    with open_candidate(module) as candidate:
+        candidate.load({"weight": torch.zeros(2, 2)})
     kept = module.weight.detach().clone()
     assert kept.any()
     with torch.no_grad():
         module.weight.add_(1)
-    subject.close()
+    candidate.close()
     assert torch.equal(module.weight, kept + 1)
 
 
@@ -356,8 +356,8 @@ def test_a_factory_that_returns_what_it_holds() -> None:
 def test_a_function_around_a_module() -> None:
     module = prepared()
     parts = dict(everything(module))
-    with open_subject(functools.partial(lambda layer, x: layer(x), module)) as subject:
-        subject.call(Call((torch.randn(2, 5, WIDTH),)))
+    with open_candidate(functools.partial(lambda layer, x: layer(x), module)) as candidate:
+        candidate.call(Call((torch.randn(2, 5, WIDTH),)))
         assert dict(everything(module)) != parts
     assert dict(everything(module)) == parts
 
@@ -455,8 +455,8 @@ def test_a_scripted_module() -> None:
     with pytest.warns(DeprecationWarning, match="script"):
         module = torch.jit.script(Head())
     before = {name: x.clone() for name, x in module.state_dict().items()}
-    with open_subject(module) as subject:
-        subject.load({name: torch.zeros_like(x) for name, x in before.items()})
+    with open_candidate(module) as candidate:
+        candidate.load({name: torch.zeros_like(x) for name, x in before.items()})
     for name, x in module.state_dict().items():
         assert torch.equal(x, before[name])
     assert module.training

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import KERNELS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -21,7 +22,6 @@ from manyheads.kernels import chunked
 from manyheads.masks import Not  # what ~ makes: Dynamo can't trace ~ on a class of ours
 from manyheads.scores import Problem
 
-KERNELS = ("reference", "chunked", "native", "sdpa", "auto")
 T, S = 6, 9
 
 pytestmark = pytest.mark.usefixtures("one_thread")

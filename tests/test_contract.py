@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import KERNELS
 from hypothesis import given
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from manyheads.scores import Problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ALL = ("reference", "chunked", "native", "sdpa", "auto")
 OWN = (
     "reference",
     "chunked",
@@ -112,7 +112,7 @@ def test_the_order_of_the_formula(kernel: str) -> None:
         close(x, y)
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_true_may_attend(kernel: str) -> None:
     q, k, _ = heads()
     v = torch.eye(7, 8, dtype=torch.float64).expand(2, 2, 7, 8)
@@ -123,7 +123,7 @@ def test_true_may_attend(kernel: str) -> None:
         assert ((weights > 0) == keep).all()
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_query_head_i_uses_key_head_i_of_its_group(kernel: str) -> None:
     q, k, v = heads(h=6, g=2)
     spread = [x.detach().repeat_interleave(3, 1).requires_grad_() for x in (k, v)]
@@ -136,7 +136,7 @@ def test_query_head_i_uses_key_head_i_of_its_group(kernel: str) -> None:
 # -- position, not row number ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("t", "s"), [(3, 7), (5, 5), (7, 3)])
 @pytest.mark.parametrize("offset", [None, 0, 2, -1, -9, 9, [1, 3], [-2, 0]], ids=str)
 def test_a_querys_position_is_its_row_plus_the_offset(t: int, s: int, offset: Any, kernel: str) -> None:
@@ -158,7 +158,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, tor
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_offsets_are_integers_of_any_width(kernel: str, dtype: torch.dtype) -> None:
     """And no narrow one wraps around: 120 + 8 and 250 + 8 are positions like others."""
     first = 120 if dtype == torch.int8 else 250
@@ -179,7 +179,7 @@ def test_an_offset_may_be_numpys(kind: type) -> None:
 
 
 @pytest.mark.parametrize("offset", [2**58, -(2**58), 2**40, -(2**40)])
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_far_offsets_are_positions_like_others(kernel: str, offset: int) -> None:
     """Compared with Python's own integers, which don't wrap around."""
     q, k, v = heads(t=3, s=5)
@@ -198,7 +198,7 @@ def test_far_offsets_are_positions_like_others(kernel: str, offset: int) -> None
 
 
 @pytest.mark.parametrize("least", [-(2**63), -(2**63) + 1, 0])
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_documents_of_any_id(kernel: str, least: int) -> None:
     """A query or key outside the ids has no id, not even the smallest number there is."""
     q, k, v = heads(t=7, s=7)
@@ -214,7 +214,7 @@ def test_documents_of_any_id(kernel: str, least: int) -> None:
     close(mh.attention(q, k, v, mask=mh.Documents(ids, queries=queries), kernel=kernel), expected)
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_offset_0_is_pytorchs_is_causal(kernel: str) -> None:
     for t, s in ((3, 7), (7, 3), (5, 5)):
         q, k, v = heads(h=2, t=t, s=s)
@@ -222,7 +222,7 @@ def test_offset_0_is_pytorchs_is_causal(kernel: str) -> None:
         close(mh.attention(q, k, v, mask=mh.Causal(), offset=0, kernel=kernel), expected)
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_window_counts_the_other_keys(kernel: str) -> None:
     q, k, _ = heads(t=9, s=9, d=9)
     v = torch.eye(9, dtype=torch.float64).expand(2, 2, 9, 9)
@@ -235,7 +235,7 @@ def test_a_window_counts_the_other_keys(kernel: str) -> None:
     assert (mh.attention(q, k, v, mask=mh.Window(), kernel=kernel) > 0).all()
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_biases_go_by_position_too(kernel: str) -> None:
     """The last of 7 tokens alone, at its position, gets what it got beside the others."""
     q, k, v = (x.detach() for x in heads(t=7, s=7))
@@ -275,7 +275,7 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("why", EMPTY)
 @pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
 def test_a_row_that_sees_nothing_gives_zeros(why: str, with_sink: bool, kernel: str) -> None:
@@ -354,7 +354,7 @@ def test_a_sink_of_minus_infinity_is_no_sink(kernel: str) -> None:
 # -- weights, lse, entropy ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_the_weight_is_exp_of_score_less_lse(kernel: str) -> None:
     q, k, v = heads()
     _, amap = mh.attention_with_map(q, k, v, mask=mh.Causal(), kernel=kernel)
@@ -443,7 +443,7 @@ def poisoned(draw: st.DrawFn) -> dict[str, Any]:
     return {"tensors": tensors, "mask": mask, "offset": offset, "keep": keep, "rest": rest}
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 @given(case=poisoned())
 def test_nothing_leaks_through_a_mask(case: dict[str, Any], kernel: str) -> None:
     """Wherever gathering only the visible keys gives a number, so does the kernel, and the same one."""
@@ -670,7 +670,7 @@ def test_a_saturated_softcap_passes_no_gradient(kernel: str) -> None:
 # -- autocast ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_casts_as_pytorchs_attention_does(low: torch.dtype, kernel: str) -> None:
     mixed = [x.detach().float() for x in heads(h=2)]
@@ -690,7 +690,7 @@ def test_autocast_casts_as_pytorchs_attention_does(low: torch.dtype, kernel: str
         assert amap.mass(mh.Full()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_autocast_leaves_float64_alone(kernel: str) -> None:
     q, k, v = heads()
     expected = mh.attention(q, k, v, kernel=kernel)
@@ -700,7 +700,7 @@ def test_autocast_leaves_float64_alone(kernel: str) -> None:
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_through_autocast(kernel: str) -> None:
     q, k, v = (x.detach().float().requires_grad_() for x in heads())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -836,7 +836,7 @@ def test_the_reference_has_a_second_gradient() -> None:
     )
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_forward_mode_derivative_is_right_or_refused(kernel: str) -> None:
     """Never a silent zero: `auto` gives it, a kernel that can't says so."""
     q, k, v = (x.detach() for x in heads())
@@ -889,7 +889,7 @@ def test_rules_are_let_go() -> None:
     assert [ref() for ref in held] == [None] * 3
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_inputs_are_left_alone(kernel: str) -> None:
     q, k, v = (x.detach() for x in heads())
     copies, versions = [x.clone() for x in (q, k, v)], [x._version for x in (q, k, v)]

@@ -222,7 +222,7 @@ def test_rows_of_a_rollout_say_what_came(rows: Any) -> None:
 )
 def test_what_came_has_its_article(value: object, words: str) -> None:
     assert kind(value) == words
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises(TypeError, match=f"got {words} for layer 0"):
         figures.entropy([value])  # type: ignore[list-item]
 
 

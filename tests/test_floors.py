@@ -23,14 +23,12 @@ FLOORS = (
     ("scores",),
     ("kernels",),
     ("files", "reductions", "maps", "measures", "cache"),
-    ("functional", "layers", "classic"),
+    ("functional", "layers", "classic", "figures"),
     ("observe", "lm"),
     # Leaves that don't import each other, but for what a page or a command puts together.
     (
-        "figures",
         "viewer",
         "checker",
-        "huggingface",
         "text",
         "bench",
     ),
@@ -40,15 +38,11 @@ FLOORS = (
 
 # Calls that point upward, or from a leaf to a leaf: inside a function, and only these.
 UPWARD = {
-    ("observe", "huggingface"),
-    ("observe", "figures"),
     ("observe", "viewer"),
     ("maps", "viewer"),
-    ("checker", "figures"),
-    ("viewer", "figures"),
 }
 
-LEAVES = {"figures", "viewer", "checker", "huggingface"}
+LEAVES = {"viewer", "checker"}
 ORDER = [entry for floor in FLOORS for entry in floor]
 
 
@@ -192,7 +186,7 @@ def test_the_face_names_each_module_once_for_people_and_once_for_type_checkers()
 
 LAZY = {
     "the subpackage observe doesn't take the function's place": """
-        from manyheads.observe import Seen
+        from manyheads.observe import Recording
         import manyheads.observe as bound
         from manyheads import observe
         assert m.observe is bound is observe and callable(observe)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers, observed: outputs as they were, weights as eager attention has them.
+"""Models of Hugging Face transformers, observed: unchanged outputs, and the weights of eager attention.
 
 Random weights, tiny configurations, float32. What a map says is compared with what transformers itself
 returns from `attn_implementation="eager"` and `output_attentions=True`.
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import manyheads
-from manyheads import huggingface
-from manyheads.huggingface import calls
-from manyheads.observe import observe
+from manyheads.observe import observe, transformers
+from manyheads.observe.transformers import calls
 
 tf = pytest.importorskip("transformers")
 
@@ -213,7 +212,7 @@ def inputs(name: str, padding: str | None = None) -> dict[str, Tensor]:
 
 
 def answer(out: Any) -> list[Tensor]:
-    """What a model computed, but for its attentions."""
+    """Return what a model computed, without its attentions."""
     names = ("logits", "last_hidden_state", "logits_per_image", "text_embeds", "encoder_last_hidden_state")
     return [out[name] for name in names if out.get(name) is not None]
 
@@ -245,22 +244,22 @@ def kind_of(path: str, kinds: Any) -> str:
     return "encoder" if path.startswith(("encoder", "model.encoder")) else "decoder"
 
 
-def blind_rows(amap: manyheads.AttentionMap) -> Tensor:
-    """The rows that see nothing, `[b, h, t]`."""
+def fully_masked_rows(amap: manyheads.AttentionMap) -> Tensor:
+    """Return the fully masked rows, `[b, h, t]`."""
     return ~manyheads.scores.visible(amap.problem).expand(amap.shape).any(-1)
 
 
 def same_weights(amap: manyheads.AttentionMap, weights: Tensor, but: Tensor | None = None) -> None:
-    """Equal but in rows that see nothing, where eager's weights are even and ours are zero.
+    """Assert equal weights, except in fully masked rows, where eager's are all the same and ours are zero.
 
-    but: rows `[b, 1, t]` that saw nothing in an earlier layer, and go on differently by implementation.
+    but: rows `[b, 1, t]` that were fully masked in an earlier layer, and differ by implementation since.
     """
-    ours, blind = amap.dense(), blind_rows(amap)
+    ours, blind = amap.dense(), fully_masked_rows(amap)
     assert torch.equal(ours[blind], torch.zeros_like(ours[blind]))
     if amap.problem.sink is None:
         assert torch.allclose(weights[blind], torch.tensor(1 / weights.shape[-1]))
-    told = ~blind if but is None else ~(blind | but)
-    assert (ours - weights)[told].abs().max() < 1e-5
+    expected = ~blind if but is None else ~(blind | but)
+    assert (ours - weights)[expected].abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("padding", [None, "right", "left", "holes"])
@@ -272,28 +271,28 @@ def test_outputs_and_weights(name: str, implementation: str, padding: str | None
     model, eager = build(name, implementation), build(name, "eager")
     with torch.no_grad():
         plain = model(**given)
-        with observe(model) as seen:
-            watched = model(**given)
-        told = eager_weights(eager(**given, output_attentions=True))
-    for one, other in zip(answer(plain), answer(watched), strict=True):
+        with observe(model) as recording:
+            observed = model(**given)
+        expected = eager_weights(eager(**given, output_attentions=True))
+    for one, other in zip(answer(plain), answer(observed), strict=True):
         assert torch.equal(one, other)
-    assert len(seen) == sum(map(len, told.values()))
+    assert len(recording) == sum(map(len, expected.values()))
     blind: dict[str, Tensor] = {}
-    for path in seen:
-        (amap,) = seen.calls(path)
-        kind = kind_of(path, told)
-        same_weights(amap, told[kind].pop(0), blind.get(kind))
-        blind[kind] = blind.get(kind, torch.tensor(False)) | blind_rows(amap)[:, :1]
-    assert not any(told.values())
+    for path in recording:
+        (amap,) = recording.calls(path)
+        kind = kind_of(path, expected)
+        same_weights(amap, expected[kind].pop(0), blind.get(kind))
+        blind[kind] = blind.get(kind, torch.tensor(False)) | fully_masked_rows(amap)[:, :1]
+    assert not any(expected.values())
 
 
 def steps(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None, **options: Any) -> Any:
     """A prefill of six tokens, then three, then one by one: what the model gives at each step."""
     at = 0
     for n in (6, 3, 1, 1, 1):
-        seen = None if mask is None else mask[:, : at + n]
+        visible = None if mask is None else mask[:, : at + n]
         yield model(
-            ids[:, at : at + n], attention_mask=seen, past_key_values=cache, use_cache=True, **options
+            ids[:, at : at + n], attention_mask=visible, past_key_values=cache, use_cache=True, **options
         )
         at += n
 
@@ -312,23 +311,23 @@ def test_caches(name: str, implementation: str, kind: str, padding: str | None) 
 
     with torch.no_grad():
         plain = [out.logits for out in steps(model, cache(), ids, mask)]
-        told = [out.attentions for out in steps(eager, cache(), ids, mask, output_attentions=True)]
+        expected = [out.attentions for out in steps(eager, cache(), ids, mask, output_attentions=True)]
         running = steps(model, cache(), ids, mask)
-        for logits, layers in zip(plain, told, strict=True):
-            with observe(model) as seen:
+        for logits, layers in zip(plain, expected, strict=True):
+            with observe(model) as recording:
                 out = next(running)
             assert torch.equal(out.logits, logits)
-            for amap, weights in zip(seen.values(), layers, strict=True):
+            for amap, weights in zip(recording.values(), layers, strict=True):
                 same_weights(amap, weights)
                 last = amap.shape[3] - 1 if kind == "dynamic" else None
                 assert last is None or amap.problem.offset + amap.shape[2] - 1 == last
-                told = str(amap.problem.mask).replace("Keep([2, 1, 1, 16])", "")  # padded on both sides
-                assert "Keep" not in told
+                expected = str(amap.problem.mask).replace("Keep([2, 1, 1, 16])", "")  # padded on both sides
+                assert "Keep" not in expected
 
 
 def masks_of(model: nn.Module, **given: Any) -> list[str]:
     """The masks under observation, as they print; the weights are compared on the way."""
-    with torch.no_grad(), observe(model) as seen:
+    with torch.no_grad(), observe(model) as recording:
         model(**given)
     mask = given.get("attention_mask")
     if mask is not None and mask.dtype == torch.bool:  # eager adds what it gets
@@ -336,9 +335,9 @@ def masks_of(model: nn.Module, **given: Any) -> list[str]:
     with torch.no_grad():
         model.set_attn_implementation("eager")
         weights = model(**given, output_attentions=True).attentions
-    for amap, one in zip(seen.values(), weights, strict=True):
+    for amap, one in zip(recording.values(), weights, strict=True):
         same_weights(amap, one)
-    return [str(amap.problem.mask) for amap in seen.values()]
+    return [str(amap.problem.mask) for amap in recording.values()]
 
 
 def test_masks_are_values_where_the_pattern_is_known() -> None:
@@ -391,21 +390,21 @@ def made(model: nn.Module, given: dict[str, Tensor], **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_blocks_that_see_each_other(implementation: str) -> None:
+def test_blocks_that_attend_to_each_other(implementation: str) -> None:
     """As images do in PaliGemma and Gemma 3: causal, or of one block."""
     model, given = build("llama", implementation), inputs("llama", "left")
     blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1, -1], [-2] * 12])
-    with huggingface.attached(model):
+    with transformers.attached(model):
         given["attention_mask"] = made(model, given, block_sequence_ids=blocks)
     either = "(Causal() | Documents([2, 12], queries=[2, 12]))"
     assert masks_of(model, **given) == [f"Lengths([12, 8], left=True) & {either}"] * 2
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_mask_functions_that_nobody_knows(implementation: str) -> None:
-    """What a caller adds to a mask isn't read off: the tensor is the mask, as where nobody looked on."""
+def test_unknown_mask_functions(implementation: str) -> None:
+    """A function that a caller adds to a mask isn't translated: the tensor is the mask."""
     model, given = build("llama", implementation), inputs("llama")
-    with huggingface.attached(model):
+    with transformers.attached(model):
         mask = made(model, given, and_mask_function=lambda b, h, i, j: (i - j) % 3 == 0)
     b = 1 if implementation == "sdpa" else 2  # one mask, expanded over the batch, is held once
     assert masks_of(model, **given, attention_mask=mask) == [f"Keep([{b}, 1, 12, 12])"] * 2
@@ -417,83 +416,83 @@ def test_mask_functions_that_nobody_knows(implementation: str) -> None:
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_mask_that_is_edited_in_place(implementation: str, inference: bool) -> None:
-    """What was asked for is believed only where it is still what the tensor says."""
+    """The origin of a mask is used only while it agrees with the tensor."""
     model, given = build("llama", implementation), inputs("llama", "left")
-    with huggingface.attached(model), torch.inference_mode(inference):
+    with transformers.attached(model), torch.inference_mode(inference):
         mask = made(model, given)
-        if not inference:  # where changes are counted, also one after a first look
-            with observe(model) as seen:
+        if not inference:  # where changes are counted, also after the mask was read once
+            with observe(model) as recording:
                 model(given["input_ids"], attention_mask=mask)
-            assert str(seen[0].problem.mask) == "Causal() & Lengths([12, 8], left=True)"
+            assert str(recording[0].problem.mask) == "Causal() & Lengths([12, 8], left=True)"
         mask[:, :, 5, 9] = mask[:, :, 5, 5]
-        with observe(model) as seen:
+        with observe(model) as recording:
             model(given["input_ids"], attention_mask=mask)
-        if inference:  # where nobody counts, the map has its own
+        if inference:  # where changes aren't counted, the map has a copy
             mask[:, :, 5, 9] = mask[:, :, 0, 9]
-    for amap in seen.values():
+    for amap in recording.values():
         assert str(amap.problem.mask) == "Keep([2, 1, 12, 12])"
         assert amap[0, 0, 5, 9] > 0
 
 
 def test_masks_of_four_dimensions() -> None:
-    """The caller's own: booleans for sdpa, numbers that are added for both."""
+    """Masks of the caller: booleans for sdpa, floats that are added for both."""
     given = inputs("llama")
     keep = torch.rand(2, 1, 12, 12) > 0.4
     keep |= torch.eye(12, dtype=torch.bool)
     added = torch.randn(2, 1, 12, 12)
     lowest = added.masked_fill(~keep, torch.finfo(torch.float32).min)
-    gone = added.masked_fill(~keep, -math.inf)
+    infinite = added.masked_fill(~keep, -math.inf)
     for implementation, mask in (
         ("sdpa", keep),
         ("sdpa", lowest),
-        ("sdpa", gone),
+        ("sdpa", infinite),
         ("eager", lowest),
-        ("eager", gone),
+        ("eager", infinite),
     ):
         model, eager = build("llama", implementation), build("llama", "eager")
         with torch.no_grad():
-            with observe(model) as seen:
+            with observe(model) as recording:
                 model(**given, attention_mask=mask)
             if mask.dtype == torch.bool:
                 mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-            told = eager(**given, attention_mask=mask, output_attentions=True).attentions
-        for amap, weights in zip(seen.values(), told, strict=True):
+            expected = eager(**given, attention_mask=mask, output_attentions=True).attentions
+        for amap, weights in zip(recording.values(), expected, strict=True):
             same_weights(amap, weights)
             assert str(amap.problem.mask) == "Keep([2, 1, 12, 12])"
-            assert (amap.problem.bias is None) == (mask is not lowest and mask is not gone)
+            assert (amap.problem.bias is None) == (mask is not lowest and mask is not infinite)
 
 
-# -- the model's own answers -----------------------------------------------------------------------
+# -- the outputs of the model -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 @pytest.mark.parametrize("padding", [None, "left"])
-def test_ours_computes_what_eager_has_no_room_for(
+def test_manyheads_computes_what_is_too_large_for_eager(
     name: str, padding: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, given = build(name, "eager"), inputs(name, padding)
     with torch.no_grad():
         plain = model(**given)
-        told = model(**given, output_attentions=True)
-        monkeypatch.setattr(calls, "ROOM", 0)
+        expected = model(**given, output_attentions=True)
+        monkeypatch.setattr(calls, "MAX_EAGER_BYTES", 0)
         home = sys.modules[type(model).__module__]
-        eager, asked = home.eager_attention_forward, []
+        eager, queries_given = home.eager_attention_forward, []
 
         def counting(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-            asked.append(query.shape[2])
+            queries_given.append(query.shape[2])
             return eager(module, query, *args, **kwargs)
 
         monkeypatch.setattr(home, "eager_attention_forward", wraps(eager)(counting))
-        with observe(model) as seen:
-            watched = model(**given)
-        assert asked == [5, 5]  # a few rows, to compare with
-        assert torch.allclose(watched.logits, plain.logits, atol=2e-5, rtol=1e-5)  # where all is masked too
-        for amap, weights in zip(seen.values(), told.attentions, strict=True):
+        with observe(model) as recording:
+            observed = model(**given)
+        assert queries_given == [5, 5]  # a few rows, to compare with
+        assert torch.allclose(observed.logits, plain.logits, atol=2e-5, rtol=1e-5)  # where all is masked too
+        for amap, weights in zip(recording.values(), expected.attentions, strict=True):
             same_weights(amap, weights)
-        with observe(model):  # who asks for the weights gets the model's own
+        with observe(model):  # where weights are returned, the model computes
             again = model(**given, output_attentions=True)
-        assert asked == [5, 5, 12, 12]
-        assert all(torch.equal(*pair) for pair in zip(again.attentions, told.attentions, strict=True))
+        assert queries_given == [5, 5, 12, 12]
+        assert all(torch.equal(*pair) for pair in zip(again.attentions, expected.attentions, strict=True))
         assert torch.equal(again.logits, plain.logits)
         monkeypatch.setattr(
             home, "eager_attention_forward", lambda *args, **kwargs: (1.01 * eager(*args, **kwargs)[0], None)
@@ -510,10 +509,10 @@ def test_the_models_own_weights_stay(name: str, implementation: str) -> None:
     with torch.no_grad():
         plain = eager_weights(model(**given, output_attentions=True))
         with observe(model):
-            watched = eager_weights(model(**given, output_attentions=True))
-    assert plain.keys() == watched.keys()
+            observed = eager_weights(model(**given, output_attentions=True))
+    assert plain.keys() == observed.keys()
     for kind, layers in plain.items():
-        assert all(torch.equal(*pair) for pair in zip(layers, watched[kind], strict=True))
+        assert all(torch.equal(*pair) for pair in zip(layers, observed[kind], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -523,11 +522,11 @@ def test_training_under_observation(name: str, implementation: str) -> None:
     """The same dropout, loss and gradients; maps are from before the dropout."""
     given = inputs(name)
     grads = []
-    for watched in (False, True):
+    for observed in (False, True):
         model = build(name, implementation, attention_dropout=0.3).train()
         torch.manual_seed(7)
-        if watched:
-            with observe(model) as seen:
+        if observed:
+            with observe(model) as recording:
                 loss = model(**given, labels=given["input_ids"]).loss
         else:
             loss = model(**given, labels=given["input_ids"]).loss
@@ -535,21 +534,21 @@ def test_training_under_observation(name: str, implementation: str) -> None:
         grads.append({path: weight.grad for path, weight in model.named_parameters()})
     for path, grad in grads[0].items():
         assert grad is None or torch.equal(grad, grads[1][path]), path
-    for amap in seen.values():
+    for amap in recording.values():
         total = amap.dense().sum(-1) + amap.sink_weight()
         assert torch.allclose(total, torch.ones_like(total), atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_head_that_is_removed(implementation: str) -> None:
-    """It adds nothing to what the others add: the projection after it gets zeros in its place."""
+def test_an_ablated_head(implementation: str) -> None:
+    """The projection after it gets zeros in its place."""
     model, given = build("llama", implementation), inputs("llama", "left")
-    with torch.no_grad(), observe(model, without=[("layers.1.self_attn", 2)]):
-        watched = model(**given).logits
+    with torch.no_grad(), observe(model, ablate=[("layers.1.self_attn", 2)]):
+        observed = model(**given).logits
     only = torch.ones(32).index_fill(0, torch.arange(16, 24), 0.0)  # head 2 of 4, of size 8
     model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda module, args: (args[0] * only,))
     with torch.no_grad():
-        assert torch.equal(model(**given).logits, watched)
+        assert torch.equal(model(**given).logits, observed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -560,12 +559,13 @@ def test_other_dtypes(name: str, implementation: str, dtype: torch.dtype) -> Non
     model, given = build(name, implementation).to(dtype), inputs(name, "right")
     with torch.no_grad():
         plain = model(**given)
-        with observe(model) as seen:
-            watched = model(**given)
-    for one, other in zip(answer(plain), answer(watched), strict=True):
+        with observe(model) as recording:
+            observed = model(**given)
+    for one, other in zip(answer(plain), answer(observed), strict=True):
         assert torch.equal(one, other)
     assert all(
-        str(amap.problem.mask) != "None" and "Keep" not in str(amap.problem.mask) for amap in seen.values()
+        str(amap.problem.mask) != "None" and "Keep" not in str(amap.problem.mask)
+        for amap in recording.values()
     )
 
 
@@ -576,24 +576,24 @@ def test_autocast(name: str, implementation: str) -> None:
     model, given = build(name, implementation), inputs(name, "right")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         plain = model(**given)
-        with observe(model) as seen:
-            watched = model(**given)
-    assert all(torch.equal(*pair) for pair in zip(answer(plain), answer(watched), strict=True))
-    assert {amap.problem.q.dtype for amap in seen.values()} == {torch.bfloat16}
+        with observe(model) as recording:
+            observed = model(**given)
+    assert all(torch.equal(*pair) for pair in zip(answer(plain), answer(observed), strict=True))
+    assert {amap.problem.q.dtype for amap in recording.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "t5"])
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation(name: str, cache: str | None) -> None:
-    """The same tokens; and of each step, as long as nothing was overwritten, the weights that it had."""
+    """The same tokens as without `observe`."""
     model = build(name, "eager")
     given = inputs(name, "left")
     given = {key: value for key, value in given.items() if not key.startswith("decoder")}
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
     plain = model.generate(**given, **options)
-    with observe(model, keep="statistics") as seen:
+    with observe(model, keep="statistics") as recording:
         assert torch.equal(model.generate(**given, **options), plain)
-    assert len(seen) == (6 if name == "t5" else 2)
+    assert len(recording) == (6 if name == "t5" else 2)
 
 
 @pytest.mark.parametrize("heads", [None, [1, 0]])
@@ -603,10 +603,10 @@ def test_generation(name: str, cache: str | None) -> None:
 def test_the_steps_of_a_generation_are_one_map(
     name: str, cache: str | None, padding: str | None, heads: list[int] | None
 ) -> None:
-    """What one pass over the same tokens shows, whether the cache grows or is written in place."""
+    """The same as one pass over the tokens, whether the cache grows or is written in place."""
     model, given = build(name, "sdpa"), inputs(name, padding)
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
-    with observe(model, heads=heads) as seen:
+    with observe(model, heads=heads) as recording:
         ids = model.generate(**given, **options)[:, :-1]
     mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
     mask = torch.cat((mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])), 1)
@@ -614,39 +614,39 @@ def test_the_steps_of_a_generation_are_one_map(
     with torch.no_grad(), observe(model, heads=heads) as once:
         model(ids, attention_mask=mask, position_ids=positions)
     for layer, one in once.items():
-        assert len(seen.calls(layer)) == 1
-        torch.testing.assert_close(seen[layer].dense(), one.dense(), rtol=0, atol=1e-5)
+        assert len(recording.calls(layer)) == 1
+        torch.testing.assert_close(recording[layer].dense(), one.dense(), rtol=0, atol=1e-5)
         for name_of in ("distance", "entropy"):
-            found, told = (getattr(amap, name_of)() for amap in (seen[layer], one))
-            torch.testing.assert_close(found, told, rtol=1e-4, atol=1e-4)
+            found, expected = (getattr(amap, name_of)() for amap in (recording[layer], one))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, while it compiles, and where it doesn't
 @pytest.mark.slow
 def test_flex_attention() -> None:
-    """Its masks have no entries but a function, which is asked."""
+    """Its masks have a function in place of entries."""
     model = build("llama", "flex_attention")
-    for padding, told in (
+    for padding, expected in (
         ("left", "Causal() & Lengths([12, 8], left=True)"),
         ("holes", "Causal() & Keep([2, 1, 1, 12])"),
     ):
         given = inputs("llama", padding)
         with torch.no_grad():
             plain = model(**given)
-            with observe(model) as seen:
-                watched = model(**given)
-            assert torch.allclose(watched.logits, plain.logits, atol=1e-5)  # on the CPU it isn't compiled
+            with observe(model) as recording:
+                observed = model(**given)
+            assert torch.allclose(observed.logits, plain.logits, atol=1e-5)  # on the CPU it isn't compiled
             weights = build("llama", "eager")(**given, output_attentions=True).attentions
-        for amap, one in zip(seen.values(), weights, strict=True):
+        for amap, one in zip(recording.values(), weights, strict=True):
             same_weights(amap, one)
-            assert str(amap.problem.mask) == told
+            assert str(amap.problem.mask) == expected
 
 
-# -- what isn't understood -------------------------------------------------------------------------
+# -- what isn't supported --------------------------------------------------------------------------
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, kernel: Any, mask: Any = None) -> nn.Module:
-    """A model whose attention is somebody's own kernel."""
+    """Return a model whose attention is a kernel of the user."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "mine", kernel)
     if mask is not None:
         monkeypatch.setitem(AttentionMaskInterface._global_mapping, "mine", mask)
@@ -657,11 +657,11 @@ def own_kernel(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
 
-def test_a_kernel_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     model = registered(monkeypatch, own_kernel, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    with observe(model) as seen:
+    with observe(model) as recording:
         model(**inputs("llama", "left"))
-    assert str(seen[0].problem.mask) == "Causal() & Lengths([12, 8], left=True)"
+    assert str(recording[0].problem.mask) == "Causal() & Lengths([12, 8], left=True)"
     with (
         pytest.raises(ValueError, match="kernel own_kernel isn't one of transformers' own and got no mask"),
         observe(model),
@@ -689,7 +689,7 @@ def changed(change: Any) -> Any:
     ],
 )
 def test_a_kernel_that_does_something_else(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel computes is compared, so that nothing is misread in silence."""
+    """The output of the kernel is compared, so that a call that is misread raises."""
     model = registered(monkeypatch, changed(change), ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model(**inputs("llama"))
     with (
@@ -699,8 +699,8 @@ def test_a_kernel_that_does_something_else(change: Any, monkeypatch: pytest.Monk
         model(**inputs("llama"))
 
 
-def test_what_a_kernel_is_told_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option that the kernel names, and nobody here knows, is refused by name; what it ignores passes."""
+def test_unknown_options_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown option raises if the kernel names it; options that it ignores don't matter."""
 
     def kernel(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, tilt: Any = None, **kwargs: Any
@@ -708,42 +708,43 @@ def test_what_a_kernel_is_told_beside(monkeypatch: pytest.MonkeyPatch) -> None:
         return own_kernel(module, query, key, value, attention_mask, **kwargs)
 
     model, given = registered(monkeypatch, kernel, ALL_MASK_ATTENTION_FUNCTIONS["eager"]), inputs("llama")
-    with observe(model) as seen:
+    with observe(model) as recording:
         model(**given, leaning=3)
-    assert len(seen) == 2
+    assert len(recording) == 2
     with (
-        pytest.raises(ValueError, match="its kernel is given tilt, which manyheads doesn't know"),
+        pytest.raises(ValueError, match="its kernel is given tilt, which manyheads doesn't support"),
         observe(model),
     ):
         model(**given, tilt=3)
 
 
 def call(name: str = "eager", **options: Any) -> calls.Call:
-    """A call of no model's."""
+    """Return a call without a model."""
     mask = options.pop("mask", None)
     q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8)
-    return calls.Call(own_kernel, name, nn.Identity(), q, k, k, mask, options, frozenset(options))
+    kernel = calls.Kernel(own_kernel, name, tuple(options), {})
+    return calls.Call(kernel, nn.Identity(), q, k, k, mask, options)
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "expected"),
     [
-        (call(s_aux=torch.zeros(3)), r"its sinks are \[3\], and one for each of 4 heads was expected"),
-        (call(scaling=torch.ones(4)), r"its scaling is a tensor \[4\], and a number was expected"),
+        (call(s_aux=torch.zeros(3)), r"expected one sink for each of 4 heads, got \[3\]"),
+        (call(scaling=torch.ones(4)), r"expected its scaling to be a number, got \[4\]"),
         (
             call(mask=torch.ones(2, 1, 6, 9, dtype=torch.int64)),
-            "its mask is a Tensor of torch.int64, and a tensor of bool",
+            "expected its mask to be a tensor of bool or floats, got a Tensor of torch.int64",
         ),
-        (call(mask="causal"), "its mask is a str"),
+        (call(mask="causal"), "expected its mask to be .*, got a str"),
         (
             call("flash", mask=torch.ones(2, 1, 6, 9)),
-            "its flash kernel's mask is a Tensor of torch.float32, and padding",
+            r"expected its flash kernel's mask to be padding \[b, s\], got a Tensor of torch.float32",
         ),
         (call("flash", cu_seq_lens_q=torch.tensor([0, 6])), "its kernel is given cu_seq_lens_q"),
     ],
 )
-def test_refusals(made: calls.Call, told: str) -> None:
-    with pytest.raises(ValueError, match="the attention of Identity can't be observed: " + told):
+def test_unsupported_calls(made: calls.Call, expected: str) -> None:
+    with pytest.raises(ValueError, match="The attention of Identity can't be observed: " + expected):
         made.problem()
 
 
@@ -755,8 +756,8 @@ def test_shapes_that_do_not_go_together() -> None:
 
 def test_tensors_without_numbers() -> None:
     model, ids = build("llama", "sdpa").to("meta"), torch.zeros(1, 4, dtype=torch.long, device="meta")
-    told = "LlamaAttention's query can't be observed, as it has a shape but no numbers"
-    with pytest.raises(ValueError, match=told), observe(model):
+    expected = "LlamaAttention's query can't be observed, because it has a shape but no numbers"
+    with pytest.raises(ValueError, match=expected), observe(model):
         model(ids)
 
 
@@ -764,14 +765,16 @@ def test_options_of_a_call() -> None:
     """What each kernel reads, and what it ignores."""
     assert call(s_aux=torch.ones(1, 4, 1, 1)).problem().sink.shape == (4,)
     assert call("sdpa", s_aux=torch.ones(4)).problem().sink is not None
-    ignored = replace(call("sdpa", s_aux=torch.ones(4)), named=frozenset({"scaling"}))
+    ignored = replace(call("sdpa"), options={"s_aux": torch.ones(4)})  # which its kernel doesn't name
     assert ignored.problem().sink is None
     assert call(scaling=torch.tensor(0.5)).problem().scale == 0.5
     assert call(dropout=0.5).problem().dropout_p == 0.5  # of a module that trains
     idle = call(dropout=0.5)
     idle.module.eval()
     assert idle.problem().dropout_p == 0.0
-    assert replace(idle, name="sdpa").problem().dropout_p == 0.5  # told to, it drops
+    assert (
+        replace(idle, kernel=replace(idle.kernel, name="sdpa")).problem().dropout_p == 0.5
+    )  # it drops if it is told to
     shared = call()
     assert replace(shared, query=shared.query[:1]).problem().shape.b == 2
     bias = torch.randn(1, 4, 6, 9)
@@ -796,9 +799,9 @@ def test_options_of_a_call() -> None:
 
 
 def test_a_mask_of_one_row_for_all() -> None:
-    """It was asked for the last query, and is used for six: then it is what it says, and no longer causal."""
+    """It was made for the last query and is used for six, so it is no longer causal."""
     real = torch.arange(9).lt(torch.tensor([9, 5])[:, None])
-    with huggingface.attached(nn.Identity()):
+    with transformers.attached(nn.Identity()):
         mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
             batch_size=2, q_length=1, kv_length=9, q_offset=8, attention_mask=real, allow_is_causal_skip=False
         )
@@ -836,31 +839,31 @@ def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwar
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "bert"])
 def test_flash_attention(name: str, padding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none on the CPU: what it would be asked is answered by the function above."""
+    """There is none on the CPU: the function above takes its place."""
     from transformers.integrations import flash_attention
 
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", flash)
     model, given = build(name, "eager"), inputs(name, padding)
-    told = {None: "", "left": "Lengths([12, 8], left=True)", "right": "Lengths([12, 8])"}[padding]
+    expected = {None: "", "left": "Lengths([12, 8], left=True)", "right": "Lengths([12, 8])"}[padding]
     with torch.no_grad():
         weights = model(**given, output_attentions=True).attentions
         model.config._attn_implementation = "flash_attention_2"
         plain = model(**given)
-        with observe(model) as seen:
-            watched = model(**given)
-    assert all(torch.equal(*pair) for pair in zip(answer(plain), answer(watched), strict=True))
-    for amap, one in zip(seen.values(), weights, strict=True):
+        with observe(model) as recording:
+            observed = model(**given)
+    assert all(torch.equal(*pair) for pair in zip(answer(plain), answer(observed), strict=True))
+    for amap, one in zip(recording.values(), weights, strict=True):
         ours, real = amap.dense(), given.get("attention_mask", torch.ones(2, 12)).bool()
         one = one * real[:, None, :, None]  # rows of padding are empty
         assert (ours - one).abs().max() < 1e-5
-        assert told in str(amap.problem.mask)
+        assert expected in str(amap.problem.mask)
 
 
-# -- coming and going ------------------------------------------------------------------------------
+# -- attaching and detaching -----------------------------------------------------------------------
 
 
 def interfaces() -> tuple[Any, ...]:
-    """All that attaching changes."""
+    """Return everything that attaching changes."""
     return (
         vars(AttentionInterface).get("__getitem__"),
         vars(AttentionInterface)["get_interface"],
@@ -872,45 +875,45 @@ def interfaces() -> tuple[Any, ...]:
 
 def test_everything_is_put_back() -> None:
     before, one, other = interfaces(), build("llama", "sdpa"), build("bert", "eager")
-    config = one.config.to_dict() | {"told": one.config._attn_implementation}
-    with huggingface.attached(one):
+    config = one.config.to_dict() | {"implementation": one.config._attn_implementation}
+    with transformers.attached(one):
         assert interfaces()[:3] != before[:3]
-        assert one.config.to_dict() | {"told": one.config._attn_implementation} == config
-        with huggingface.attached(one), huggingface.attached(other):
+        assert one.config.to_dict() | {"implementation": one.config._attn_implementation} == config
+        with transformers.attached(one), transformers.attached(other):
             pass
         assert interfaces()[:3] != before[:3]
     assert interfaces() == before
-    with pytest.raises(ZeroDivisionError), huggingface.attached(one), huggingface.attached(other):
+    with pytest.raises(ZeroDivisionError), transformers.attached(one), transformers.attached(other):
         1 / 0  # noqa: B018
     assert interfaces() == before
-    first, second = huggingface.attached(one), huggingface.attached(other)  # left in the other order
+    first, second = transformers.attached(one), transformers.attached(other)  # left in the other order
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    with observe(other) as seen:
+    with observe(other) as recording:
         other(**inputs("bert"))
-    assert len(seen) == 2
+    assert len(recording) == 2
     second.__exit__(None, None, None)
     assert interfaces() == before
-    assert not huggingface._attached
-    assert not huggingface._undo
+    assert not transformers._attached
+    assert not transformers._undo
 
 
-def test_models_that_nobody_observes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even one that couldn't be read runs as it would have."""
-    odd = registered(monkeypatch, changed(lambda out, value: 2 * out), ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+def test_models_that_are_not_observed_run_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one that couldn't be observed."""
+    other = registered(monkeypatch, changed(lambda out, value: 2 * out), ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     given = inputs("llama")
     with torch.no_grad():
-        plain = odd(**given).logits
+        plain = other(**given).logits
         model = build("llama", "sdpa")
-        with observe(model) as seen:
+        with observe(model) as recording:
             model(**given)
-            assert torch.equal(odd(**given).logits, plain)
-    assert len(seen) == 2
+            assert torch.equal(other(**given).logits, plain)
+    assert len(recording) == 2
 
 
 def test_threads() -> None:
-    """Each thread's model is watched by its own observer, while others come and go."""
+    """Each thread observes its own model, while others begin and end."""
     models = {name: build(name, "sdpa") for name in ("llama", "bert", "gpt2", "t5")}
     given = {name: inputs(name, "right") for name in models}
     with torch.no_grad():
@@ -920,9 +923,11 @@ def test_threads() -> None:
     def work(name: str) -> None:
         with torch.no_grad():
             for _ in range(5):
-                with observe(models[name]) as seen:
+                with observe(models[name]) as recording:
                     out = answer(models[name](**given[name]))
-                if len(seen) != (6 if name == "t5" else 2) or not all(map(torch.equal, out, plain[name])):
+                if len(recording) != (6 if name == "t5" else 2) or not all(
+                    map(torch.equal, out, plain[name])
+                ):
                     wrong.append(name)
 
     before = interfaces()
@@ -936,9 +941,9 @@ def test_threads() -> None:
 
 
 def test_present() -> None:
-    assert huggingface.present(build("llama", "sdpa"))
-    assert huggingface.present(nn.Sequential(build("llama", "sdpa").model.layers[0].self_attn))
-    assert not huggingface.present(nn.TransformerEncoderLayer(8, 2))
+    assert transformers.is_present(build("llama", "sdpa"))
+    assert transformers.is_present(nn.Sequential(build("llama", "sdpa").model.layers[0].self_attn))
+    assert not transformers.is_present(nn.TransformerEncoderLayer(8, 2))
 
 
 def test_a_part_of_a_model() -> None:
@@ -946,20 +951,20 @@ def test_a_part_of_a_model() -> None:
     model, given = build("bert", "sdpa"), inputs("bert", "right")
     whole = nn.ModuleDict({"inner": model})
     with torch.no_grad():
-        with observe(whole, layers="inner") as seen:
+        with observe(whole, layers="inner") as recording:
             whole.forward = lambda **given: whole["inner"](**given)
             whole(**given)
-        assert [path.split(".")[0] for path in seen] == ["inner", "inner"]
-        with observe(model.encoder.layer[1]) as seen:
+        assert [path.split(".")[0] for path in recording] == ["inner", "inner"]
+        with observe(model.encoder.layer[1]) as recording:
             model(**given)
-    assert list(seen) == ["attention.self"]
+    assert list(recording) == ["attention.self"]
 
 
 def test_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "OLDEST", (99, 0))
+    monkeypatch.setattr(transformers, "OLDEST", (99, 0))
     model, before = build("llama", "sdpa"), interfaces()
-    told = f"takes version 99.0 or later, and {tf.__version__} is installed: upgrade it."
-    with pytest.raises(ImportError, match=told), huggingface.attached(model):
+    expected = f"needs version 99.0 or later, and {tf.__version__} is installed. Upgrade it."
+    with pytest.raises(ImportError, match=expected), transformers.attached(model):
         pass
     assert interfaces() == before
-    assert not huggingface._attached
+    assert not transformers._attached

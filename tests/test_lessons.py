@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from waiting import HANG
 
 from manyheads import checker
-from manyheads.checker.subject import find
+from manyheads.checker.isolation.target import find
 from manyheads.cli import app
 from manyheads.text import lessons
 

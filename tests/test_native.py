@@ -98,7 +98,10 @@ LARGE: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((2, 4, 2, 6, 1100, 16, 130), {"mask": mh.Lengths(torch.tensor([1090, 3]))}),
     ((1, 8, 2, 3, 1300, 64, 64), {"mask": mh.Documents(torch.arange(1300) // 600), "softcap": 2.0}),
     ((1, 24, 2, 2, 70, 24, 40), {"mask": mh.Causal(), "offset": torch.tensor([30]), "scale": -0.4}),
-    ((1, 2, 2, 12, 600, 5, 3), {"mask": mh.Keep((torch.arange(600) % 3 > 0).expand(12, 600)), "bias": mh.ALiBi(2)}),
+    (
+        (1, 2, 2, 12, 600, 5, 3),
+        {"mask": mh.Keep((torch.arange(600) % 3 > 0).expand(12, 600)), "bias": mh.ALiBi(2)},
+    ),
 ]
 
 

@@ -1,6 +1,6 @@
-"""`observe`: every route to an attention is seen, and nothing else changes.
+"""`observe`: attention calls of every kind are recorded, and nothing else changes.
 
-Every model runs alone and observed. Outputs and gradients are compared bit for bit, maps with weights
+Every model runs with and without `observe`. Outputs and gradients are compared bit for bit, maps with weights
 that are computed here, in float64, from what reached the attention. Hugging Face has a file of its own.
 """
 
@@ -16,10 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention as bound_at_import
-from torch.testing import assert_close as close
-from watched import (
+from observed import (
     GPT,
     KEYS,
     OURS,
@@ -31,19 +28,22 @@ from watched import (
     K,
     Q,
     V,
+    assert_gpt_weights,
+    assert_identical,
+    assert_weights,
     encoder,
     gradients,
-    identical,
     inputs_of,
     nested,
-    nothing_stays,  # noqa: F401
+    nothing_left,  # noqa: F401
+    raises,
     randn,
-    same,
-    says,
-    shows,
-    shows_gpt,
+    record,
     weights,
 )
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as bound_at_import
+from torch.testing import assert_close as close
 
 import manyheads as mh
 from manyheads import observe
@@ -56,16 +56,16 @@ from manyheads.lm.model import Config, LanguageModel
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# -- scaled_dot_product_attention, whoever calls it ------------------------------------------------
+# -- scaled_dot_product_attention ------------------------------------------------------------------
 
 
 def test_a_model_like_nanogpt_needs_no_change():
     model, x = GPT(), randn(2, 7, E)
-    seen = same(model, x)
-    assert list(seen) == KEYS
-    assert len(seen) == 2
-    assert [seen[name].shape for name in seen] == [(2, H, 7, 7)] * 2
-    shows_gpt(seen, model, x)
+    recording = record(model, x)
+    assert list(recording) == KEYS
+    assert len(recording) == 2
+    assert [recording[name].shape for name in recording] == [(2, H, 7, 7)] * 2
+    assert_gpt_weights(recording, model, x)
 
 
 CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
@@ -104,15 +104,15 @@ CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[s
 def test_calls_of_every_shape(case: str):
     q, k, v, kwargs = CALLS[case]
     q, k, v = randn(q), randn(k), randn(v)
-    seen = same(Call(), q, k, v, **kwargs)
-    assert list(seen) == [""]
-    assert len(seen.calls("")) == 1
+    recording = record(Call(), q, k, v, **kwargs)
+    assert list(recording) == [""]
+    assert len(recording.calls("")) == 1
     true, _ = weights(q, k)
     batch = torch.broadcast_shapes(true.shape[:-2], v.shape[:-2] if not kwargs.get("enable_gqa") else ())
     full = [
         x.expand(*batch, *x.shape[-2:]) if x.dim() > 2 and not kwargs.get("enable_gqa") else x for x in (q, k)
     ]
-    shows(seen[0], *full, causal=kwargs.get("is_causal", False), scale=kwargs.get("scale"))
+    assert_weights(recording[0], *full, causal=kwargs.get("is_causal", False), scale=kwargs.get("scale"))
 
 
 def with_infinities(x: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ def with_infinities(x: Tensor) -> Tensor:
 
 MASKS: dict[str, Callable[[Sequence[int]], Tensor]] = {
     "boolean": lambda shape: torch.rand(shape) < 0.6,
-    "all hidden": lambda shape: torch.zeros(shape, dtype=torch.bool),
-    "all seen": lambda shape: torch.ones(shape, dtype=torch.bool),
+    "all masked": lambda shape: torch.zeros(shape, dtype=torch.bool),
+    "all visible": lambda shape: torch.ones(shape, dtype=torch.bool),
     "numbers": lambda shape: randn(shape),
     "large numbers": lambda shape: torch.where(torch.rand(shape) < 0.6, 0.0, -1e9),
     "-inf and numbers": lambda shape: with_infinities(randn(shape)),
@@ -137,7 +137,7 @@ def test_masks_of_every_shape_that_broadcasts(sort: str, full: list[bool], witho
     q, k, v = randn(Q), randn(K), randn(V)
     shape = [n if keep else 1 for n, keep in zip((2, H, 5, 7), full, strict=True)][without:]
     mask = MASKS[sort](shape)
-    shows(same(Call(), q, k, v, mask)[0], q, k, mask)
+    assert_weights(record(Call(), q, k, v, mask)[0], q, k, mask)
 
 
 @pytest.mark.parametrize(
@@ -157,17 +157,17 @@ def test_masks_of_every_shape_that_broadcasts(sort: str, full: list[bool], witho
 @pytest.mark.parametrize("sort", ["boolean", "-inf and numbers"])
 def test_masks_beside_fewer_or_more_dimensions(q: Any, k: Any, mask: Any, sort: str):
     q, k, mask = randn(q), randn(k), MASKS[sort](mask)
-    shows(same(Call(), q, k, k, attn_mask=mask)[0], q, k, mask)
+    assert_weights(record(Call(), q, k, k, attn_mask=mask)[0], q, k, mask)
 
 
-def test_masks_that_are_known_are_values():
+def test_masks_that_are_recognized_are_values():
     q = randn(2, H, 6, 8)
     lengths = torch.tensor([[6], [4]])
     right = (torch.arange(6) < lengths)[:, None, None]
     triangle = torch.ones(6, 6, dtype=torch.bool).tril()
 
     def mask(given_: Any) -> str:
-        return type(same(Call(), q, q, q, given_)[0].problem.mask).__name__
+        return type(record(Call(), q, q, q, given_)[0].problem.mask).__name__
 
     assert mask(right) == mask(right.flip(-1)) == "Lengths"
     assert mask(triangle) == mask(torch.where(triangle, 0.0, -torch.inf)) == "Causal"
@@ -196,36 +196,36 @@ def test_every_way_to_call_it(route: str):
 
     q, k = randn(Q), randn(K)
     mask = torch.rand(5, 7) < 0.7
-    shows(same(Model(), q, k, k, mask, 0.0, False)[0], q, k, mask)
+    assert_weights(record(Model(), q, k, k, mask, 0.0, False)[0], q, k, mask)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_an_exported_program():
     model, x = GPT().eval(), randn(2, 7, E)
     program = torch.export.export(model, (x,)).module()
-    seen = same(program, x)
-    assert [len(seen.calls(name)) for name in seen] == [2]  # its modules are gone, its calls aren't
-    for call, name in zip(seen.calls(0), KEYS, strict=True):
+    recording = record(program, x)
+    assert [len(recording.calls(name)) for name in recording] == [2]  # its modules are gone, its calls aren't
+    for call, name in zip(recording.calls(0), KEYS, strict=True):
         q, k, _ = model.get_submodule(name).heads(inputs_of(model, KEYS, x)[name])
-        shows(call, q, k, causal=True)
+        assert_weights(call, q, k, causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype: torch.dtype):
     q, k, v = randn(Q).to(dtype), randn(K).to(dtype), randn(V).to(dtype)
     mask = randn(5, 7).to(dtype)
-    amap = same(Call(), q, k, v, mask)[0]
+    amap = record(Call(), q, k, v, mask)[0]
     assert amap.problem.q.dtype == dtype
-    shows(amap, q, k, mask)
+    assert_weights(amap, q, k, mask)
 
 
-def test_autocast_shows_what_the_kernel_computed_with():
+def test_autocast_records_what_the_kernel_computed_with():
     q, k, v = randn(Q), randn(K).bfloat16(), randn(V).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        shows(same(Call(), q, k, v)[0], q.bfloat16(), k)
-        shows(same(Call(), q, k.float(), v)[0], q.bfloat16(), k)
+        assert_weights(record(Call(), q, k, v)[0], q.bfloat16(), k)
+        assert_weights(record(Call(), q, k.float(), v)[0], q.bfloat16(), k)
         model = GPT()
-        assert all(amap.problem.q.dtype == torch.bfloat16 for amap in same(model, randn(2, 7, E)).values())
+        assert all(amap.problem.q.dtype == torch.bfloat16 for amap in record(model, randn(2, 7, E)).values())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
@@ -233,32 +233,32 @@ def test_autocast_shows_what_the_kernel_computed_with():
 def test_modes_of_gradients_and_training(mode: Callable[[], Any], train: bool):
     model, x = GPT(dropout=0.3).train(train), randn(2, 7, E)
     with mode():
-        seen = same(model, x)
+        recording = record(model, x)
     if not train:
-        shows_gpt(seen, model, x)
-    assert not any(amap.problem.q.requires_grad or amap.dense().requires_grad for amap in seen.values())
+        assert_gpt_weights(recording, model, x)
+    assert not any(amap.problem.q.requires_grad or amap.dense().requires_grad for amap in recording.values())
 
 
 def test_dropout_leaves_the_weights_as_they_are():
     q, k = randn(Q), randn(K)
-    shows(same(Call(), q, k, k, None, 0.5)[0], q, k)
+    assert_weights(record(Call(), q, k, k, None, 0.5)[0], q, k)
 
 
 def test_strided_inputs():
     q, k = randn(2, 5, H, 16).transpose(1, 2)[..., ::2], randn(H, 7, 2, 8).permute(2, 0, 1, 3)
-    shows(same(Call(), q, k, k)[0], q, k)
+    assert_weights(record(Call(), q, k, k)[0], q, k)
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
 def test_gradients_are_what_they_were_and_recomputation_is_no_call(how: str):
     model, x = GPT(dropout=0.3, how=how), randn(2, 7, E, requires_grad=True)
-    identical(gradients(model, x, True), gradients(model, x, False))
-    with observe(model) as seen:
+    assert_identical(gradients(model, x, True), gradients(model, x, False))
+    with observe(model) as recording:
         out = model(x).sum()
         out.backward(retain_graph=how == "plain")
-        assert [len(seen.calls(name)) for name in KEYS] == [1, 1]
+        assert [len(recording.calls(name)) for name in KEYS] == [1, 1]
         model(x)
-    assert [len(seen.calls(name)) for name in KEYS] == [2, 2]
+    assert [len(recording.calls(name)) for name in KEYS] == [2, 2]
 
 
 def test_gradients_of_a_learned_mask():
@@ -271,16 +271,16 @@ def test_gradients_of_a_learned_mask():
             return F.scaled_dot_product_attention(x, x, x, attn_mask=self.bias)
 
     model, x = Biased(), randn(Q)
-    identical(gradients(model, x, True), gradients(model, x, False))
-    shows(same(model, x)[0], x, x, model.bias.detach())
+    assert_identical(gradients(model, x, True), gradients(model, x, False))
+    assert_weights(record(model, x)[0], x, x, model.bias.detach())
 
 
 def test_backward_after_the_block():
     model, x = GPT(how="not reentrant"), randn(2, 7, E, requires_grad=True)
-    with observe(model) as seen:
+    with observe(model) as recording:
         out = model(x)
     out.sum().backward()
-    assert [len(seen.calls(name)) for name in KEYS] == [1, 1]
+    assert [len(recording.calls(name)) for name in KEYS] == [1, 1]
 
 
 # -- flex_attention --------------------------------------------------------------------------------
@@ -298,10 +298,10 @@ def test_flex_attention():
     band = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 3 + b), 2, None, 6, 6, device="cpu")
     i, j = torch.arange(6)[:, None], torch.arange(6)
     kept = (i >= j) & (i - j < 3 + torch.arange(2)[:, None, None, None])
-    shows(same(Model(), q, k, k, block_mask=band, enable_gqa=True)[0], q, k, kept)
-    shows(same(Model(), q, q, q, scale=0.5)[0], q, q, scale=0.5)
+    assert_weights(record(Model(), q, k, k, block_mask=band, enable_gqa=True)[0], q, k, kept)
+    assert_weights(record(Model(), q, q, q, scale=0.5)[0], q, q, scale=0.5)
     model = Model()
-    with says(ValueError, "flex_attention with a score_mod can't be observed"), observe(model):
+    with raises(ValueError, "flex_attention with a score_mod can't be observed"), observe(model):
         model(q, q, q, score_mod=lambda score, b, h, i, j: score + i)
 
 
@@ -357,12 +357,12 @@ def test_multihead_attention(
     q, k, v = randn(3, 5, E), randn(3, 7, layer.kdim), randn(3, 7, layer.vdim)
     kwargs: dict[str, Any] = {}
     if mask is not None:
-        hidden = torch.rand(3 * H if batched else H, 5, 7) < 0.4
+        masked = torch.rand(3 * H if batched else H, 5, 7) < 0.4
         kwargs["attn_mask"] = {
-            "boolean": hidden[0],
+            "boolean": masked[0],
             "numbers": randn(5, 7),
-            "per head": hidden,
-            "-inf": torch.where(hidden[0], -torch.inf, 0.5),
+            "per head": masked,
+            "-inf": torch.where(masked[0], -torch.inf, 0.5),
         }[mask]
     if padding is not None:
         ends = torch.arange(7) >= torch.tensor([[7], [4], [5]])
@@ -376,11 +376,11 @@ def test_multihead_attention(
         padding == "boolean" and mask in ("numbers", "-inf")
     )
     with torch.set_grad_enabled(grad), ignoring_mixed_masks(mixed and not ours):
-        seen = same(layer, q, k, v, **kwargs, **wants)
+        recording = record(layer, q, k, v, **kwargs, **wants)
         truth = heads_of(layer, q, k, v, **kwargs)
-    assert list(seen) == [""]
-    assert len(seen.calls(0)) == 1
-    torch.testing.assert_close(seen[0].dense().double(), truth, rtol=0, atol=2e-6)
+    assert list(recording) == [""]
+    assert len(recording.calls(0)) == 1
+    torch.testing.assert_close(recording[0].dense().double(), truth, rtol=0, atol=2e-6)
 
 
 def ignoring_mixed_masks(mixed: bool) -> Any:
@@ -392,27 +392,25 @@ def ignoring_mixed_masks(mixed: bool) -> Any:
 @pytest.mark.parametrize("wants", [True, False])
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "window", "nothing"])
-def test_a_hint_of_causality_shows_what_was_computed(
-    mask: str, extra: dict[str, Any], wants: bool, padded: bool
-):
-    """PyTorch may follow the hint in place of the mask, and hide what is appended."""
+def test_is_causal_records_what_was_computed(mask: str, extra: dict[str, Any], wants: bool, padded: bool):
+    """PyTorch may follow is_causal in place of the mask, and mask appended keys."""
     layer = nn.MultiheadAttention(E, H, batch_first=True, **extra).double().eval()
     x = randn(2, 6, E, dtype=torch.float64)
     after = torch.ones(6, 6, dtype=torch.bool).triu(1)
-    hidden = {
+    masked = {
         "causal": after,
         "window": after | after.T.triu(-6).tril(-3),
         "nothing": torch.zeros_like(after),
     }[mask]
     padding = torch.arange(6) >= torch.tensor([[6], [4]]) if padded else None
-    kwargs = {"attn_mask": hidden, "key_padding_mask": padding, "need_weights": wants, "is_causal": True}
-    seen = same(layer, x, x, x, **kwargs)
+    kwargs = {"attn_mask": masked, "key_padding_mask": padding, "need_weights": wants, "is_causal": True}
+    recording = record(layer, x, x, x, **kwargs)
     v = F.linear(x, layer.in_proj_weight[2 * E :], layer.in_proj_bias[2 * E :])
     if layer.bias_v is not None:
         v = torch.cat((v, layer.bias_v.expand(2, 1, -1)), 1)
     if layer.add_zero_attn:
         v = torch.cat((v, v.new_zeros(2, 1, E)), 1)
-    mixed = seen[0].dense() @ v.unflatten(-1, (H, D)).transpose(1, 2)  # [b, h, t, d]
+    mixed = recording[0].dense() @ v.unflatten(-1, (H, D)).transpose(1, 2)  # [b, h, t, d]
     rebuilt = layer.out_proj(mixed.transpose(1, 2).flatten(2))
     torch.testing.assert_close(rebuilt, layer(x, x, x, **kwargs)[0], rtol=0, atol=1e-12)
 
@@ -457,10 +455,10 @@ def test_multi_head_attention_forward_called_by_itself():
     flat = x.flatten(2).transpose(1, 2)
     full = torch.cat([flat.mean(1, keepdim=True), flat], 1) + model.positions  # [b, s, e]
     q, k = (part(full).unflatten(-1, (H, D)).transpose(1, 2) for part in (model.q_proj, model.k_proj))
-    shows(same(model, x)[0], q[:, :, :1], k)
-    hidden, padding = torch.arange(10)[None] == 4, torch.arange(10) >= torch.tensor([[10], [7]])
-    shown = ~hidden & ~padding[:, None, None]
-    shows(same(model, x, attn_mask=hidden, key_padding_mask=padding)[0], q[:, :, :1], k, shown)
+    assert_weights(record(model, x)[0], q[:, :, :1], k)
+    masked, padding = torch.arange(10)[None] == 4, torch.arange(10) >= torch.tensor([[10], [7]])
+    visible = ~masked & ~padding[:, None, None]
+    assert_weights(record(model, x, attn_mask=masked, key_padding_mask=padding)[0], q[:, :, :1], k, visible)
 
 
 @nested
@@ -469,15 +467,15 @@ def test_multi_head_attention_forward_called_by_itself():
 @pytest.mark.parametrize("norm", [None, nn.LayerNorm(E)], ids=["bare", "norm"])
 @pytest.mark.parametrize(("train", "grad"), [(False, False), (False, True), (True, True), (True, False)])
 def test_transformer_encoders(padding: str, nesting: bool, norm: nn.Module | None, train: bool, grad: bool):
-    """Also where PyTorch leaves padding out and gives zeros, or what its norm makes of them."""
+    """Also where PyTorch skips padding and gives zeros, or what its norm makes of them."""
     model = encoder(enable_nested_tensor=nesting, norm=norm).train(train)
-    x, hidden = randn(3, 6, E), PADDING[padding]
+    x, masked = randn(3, 6, E), PADDING[padding]
     with torch.set_grad_enabled(grad):
-        seen = same(model, x, src_key_padding_mask=hidden)
-        assert list(seen) == ["layers.0.self_attn", "layers.1.self_attn"]
-        assert [len(seen.calls(name)) for name in seen] == [1, 1]
-    truth = heads_of(model.layers[0].self_attn, x, x, x, key_padding_mask=hidden)
-    torch.testing.assert_close(seen[0].dense().double(), truth, rtol=0, atol=2e-6)
+        recording = record(model, x, src_key_padding_mask=masked)
+        assert list(recording) == ["layers.0.self_attn", "layers.1.self_attn"]
+        assert [len(recording.calls(name)) for name in recording] == [1, 1]
+    truth = heads_of(model.layers[0].self_attn, x, x, x, key_padding_mask=masked)
+    torch.testing.assert_close(recording[0].dense().double(), truth, rtol=0, atol=2e-6)
 
 
 @nested
@@ -486,26 +484,26 @@ def test_transformer_encoders(padding: str, nesting: bool, norm: nn.Module | Non
     "options", [{}, {"batch_first": False}, {"norm_first": True}, {"activation": "gelu"}], ids=str
 )
 @pytest.mark.parametrize("alone", [True, False], ids=["layer", "encoder"])
-def test_transformer_encoders_of_every_sort(options: dict[str, Any], alone: bool, mask: str | None):
+def test_transformer_encoders_of_every_kind(options: dict[str, Any], alone: bool, mask: str | None):
     model = encoder(**options).eval()
     model = model.layers[0] if alone else model
     x = randn(6, 6, E)
     given_ = None if mask is None else torch.ones(6, 6, dtype=torch.bool).triu(1)
     for mode in (torch.no_grad, torch.inference_mode, nullcontext):
         with mode():
-            seen = same(model, x, given_)
+            recording = record(model, x, given_)
             shape = (6, H, 6, 6)
-            assert [amap.shape for amap in seen.values()] == [shape] * (1 if alone else 2)
-            same(model, x, given_, src_key_padding_mask=torch.arange(6) >= torch.tensor([[6]] * 5 + [[3]]))
+            assert [amap.shape for amap in recording.values()] == [shape] * (1 if alone else 2)
+            record(model, x, given_, src_key_padding_mask=torch.arange(6) >= torch.tensor([[6]] * 5 + [[3]]))
 
 
-def test_the_layers_of_a_fused_encoder_show_what_the_unfused_ones_compute():
+def test_the_layers_of_a_fused_encoder_record_what_the_unfused_ones_compute():
     model, x = encoder().eval(), randn(3, 6, E)
     with torch.no_grad():
-        seen = same(model, x)
+        recording = record(model, x)
         inside = model.layers[0](x)
         truth = heads_of(model.layers[1].self_attn, inside, inside, inside)
-    torch.testing.assert_close(seen[1].dense().double(), truth, rtol=0, atol=2e-6)
+    torch.testing.assert_close(recording[1].dense().double(), truth, rtol=0, atol=2e-6)
 
 
 @nested
@@ -517,37 +515,37 @@ def test_a_whole_transformer(train: bool):
     kwargs = {"tgt_mask": causal, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
     for mode in (torch.no_grad, nullcontext):
         with mode():
-            seen = same(model, source, target, **kwargs)
-    assert list(seen) == [
+            recording = record(model, source, target, **kwargs)
+    assert list(recording) == [
         *(f"encoder.layers.{n}.self_attn" for n in range(2)),
         *(f"decoder.layers.{n}.{name}" for n in range(2) for name in ("self_attn", "multihead_attn")),
     ]
-    own, cross = seen["decoder.layers.0.self_attn"], seen["decoder.layers.0.multihead_attn"]
+    own, cross = recording["decoder.layers.0.self_attn"], recording["decoder.layers.0.multihead_attn"]
     truth = heads_of(model.decoder.layers[0].self_attn, target, target, target, attn_mask=causal)
     torch.testing.assert_close(own.dense().double(), truth, rtol=0, atol=2e-6)
     assert cross.shape == (3, H, 5, 6)
     assert not cross.dense()[padding[:, None, None].expand(3, H, 5, 6)].any()
 
 
-# -- our own layers, presentations and language model ----------------------------------------------
+# -- our own layers, classic presentations and language model ----------------------------------------------
 
 
 @pytest.mark.parametrize("sort", OURS)
 @pytest.mark.parametrize("mask", [None, mh.Causal(), mh.Causal() & mh.Window(left=2)], ids=str)
 def test_our_layers(sort: str, mask: mh.Mask | None):
     layer, x = OURS[sort](), randn(2, 6, E)
-    seen = same(layer, x, mask=mask)
-    assert list(seen) == [""]
-    assert len(seen.calls(0)) == 1
+    recording = record(layer, x, mask=mask)
+    assert list(recording) == [""]
+    assert len(recording.calls(0)) == 1
     truth = layer.eval().attend(x, mask=mask)[1]
-    close(seen[0].dense(), truth.dense())  # with dropout, another kernel gave the log-sum-exp
+    close(recording[0].dense(), truth.dense())  # with dropout, another kernel gave the log-sum-exp
 
 
-def test_our_layers_seen_by_attend_and_by_context():
+def test_our_layers_by_attend_and_by_context():
     layer, x, context = mh.MultiHeadAttention(E, H, context_dim=9), randn(2, 5, E), randn(2, 7, 9)
-    identical(same(layer, x, context)[0].dense(), layer.attend(x, context)[1].dense())
+    assert_identical(record(layer, x, context)[0].dense(), layer.attend(x, context)[1].dense())
     cross = mh.CrossAttention(E, 9)
-    identical(same(cross, x, context)[0].dense(), cross.attend(x, context)[1].dense())
+    assert_identical(record(cross, x, context)[0].dense(), cross.attend(x, context)[1].dense())
 
     class Attends(nn.Module):
         def __init__(self) -> None:
@@ -558,9 +556,9 @@ def test_our_layers_seen_by_attend_and_by_context():
             out, amap = self.inner.attend(x, context)
             return out, amap.dense()
 
-    seen = same(Attends(), x, context)
-    assert list(seen) == [""]
-    assert len(seen.calls("")) == 1
+    recording = record(Attends(), x, context)
+    assert list(recording) == [""]
+    assert len(recording.calls("")) == 1
 
 
 @pytest.mark.parametrize("kernel", ["auto", *(name for name in ORDER if name != "flex")])
@@ -573,9 +571,9 @@ def test_our_functions_within_a_module(kernel: str, with_map: bool):
             return mh.attention(q, k, v, mask=mh.Causal(), kernel=kernel)
 
     q, k = randn(2, H, 5, 8), randn(2, 2, 7, 8)
-    seen = same(Model(), q, k, k)
-    assert len(seen.calls(0)) == 1
-    shows(seen[0], q, k, torch.ones(5, 7, dtype=torch.bool).tril(2))
+    recording = record(Model(), q, k, k)
+    assert len(recording.calls(0)) == 1
+    assert_weights(recording[0], q, k, torch.ones(5, 7, dtype=torch.bool).tril(2))
 
 
 def test_everything_a_problem_may_hold():
@@ -592,47 +590,47 @@ def test_everything_a_problem_may_hold():
         "offset": torch.tensor([1, 2]),
         "scale": 0.7,
     }
-    seen = same(Model(), q, k, k, **kwargs)
-    identical(seen[0].dense(), mh.attention_with_map(q, k, k, **kwargs)[1].dense())
+    recording = record(Model(), q, k, k, **kwargs)
+    assert_identical(recording[0].dense(), mh.attention_with_map(q, k, k, **kwargs)[1].dense())
 
 
 @nested
 def test_our_multihead_attention_given_nested_tensors():
     layer, lengths = MultiheadAttention(E, H, batch_first=True).eval(), (3, 5)
     x = torch.nested.nested_tensor([randn(n, E) for n in lengths])
-    with torch.no_grad(), observe(layer) as seen:
+    with torch.no_grad(), observe(layer) as recording:
         out = layer(x, x, x, need_weights=False)[0]
         for n, (mine, alone) in enumerate(
             zip(out.unbind(), layer(x, x, x, need_weights=False)[0], strict=True)
         ):
-            identical(mine, alone)
-            assert not seen[0][n, :, :, lengths[n] :].any()
+            assert_identical(mine, alone)
+            assert not recording[0][n, :, :, lengths[n] :].any()
 
 
 def test_replaced_layers_of_a_transformer():
     model, x = replace(encoder()).eval(), randn(3, 6, E)
     with torch.no_grad():
-        seen = same(model, x, src_key_padding_mask=PADDING["right"])
-    assert [len(seen.calls(name)) for name in seen] == [1, 1]
+        recording = record(model, x, src_key_padding_mask=PADDING["right"])
+    assert [len(recording.calls(name)) for name in recording] == [1, 1]
     truth = model.layers[0].self_attn.attend(x, x, x, PADDING["right"])[1]
-    torch.testing.assert_close(seen[0].dense(), truth.dense())
+    torch.testing.assert_close(recording[0].dense(), truth.dense())
 
 
 def test_the_classic_presentations():
     x = randn(2, 5, E)
     model = modeling_attention.MultiHeadSelfAttention(E, E, H)
     truth = model.attend(x)[1].dense()
-    close(same(model, x)[0].dense(), truth)
-    close(same(model, x, return_attention=True)[0].dense(), truth)
+    close(record(model, x)[0].dense(), truth)
+    close(record(model, x, return_attention=True)[0].dense(), truth)
     heads = [components.SelfAttention(E, D, D) for _ in range(2)]
-    seen = same(components.MultiHeadedAttention(heads, E), x)
-    assert [len(seen.calls(name)) for name in seen] == [1, 1]
-    for head, amap in zip(heads, seen.values(), strict=True):
+    recording = record(components.MultiHeadedAttention(heads, E), x)
+    assert [len(recording.calls(name)) for name in recording] == [1, 1]
+    for head, amap in zip(heads, recording.values(), strict=True):
         close(amap.dense(), head.attend(x)[1].dense())
     model = annotated.MultiHeadAttention(H, E)
-    seen = same(model, query=x, key=x, value=x)
-    assert len(seen.calls(0)) == 1
-    close(seen[0].dense(), model.attend(query=x, key=x, value=x)[1].dense())
+    recording = record(model, query=x, key=x, value=x)
+    assert len(recording.calls(0)) == 1
+    close(recording[0].dense(), model.attend(query=x, key=x, value=x)[1].dense())
 
 
 def language_model() -> LanguageModel:
@@ -648,16 +646,16 @@ def test_the_language_model_and_its_generation():
         made = list(generate(model, prompt, 8, sampling))
     assert made == alone
     ids = torch.cat([prompt, torch.tensor([made])], 1)[:, :-1]
-    seen = same(model, ids)
-    assert list(steps) == list(seen) == ["blocks.0.attention", "blocks.1.attention"]
-    for name, amap in zip(seen, model.attend(ids)[1], strict=True):
-        identical(seen[name].dense(), amap.dense())
+    recording = record(model, ids)
+    assert list(steps) == list(recording) == ["blocks.0.attention", "blocks.1.attention"]
+    for name, amap in zip(recording, model.attend(ids)[1], strict=True):
+        assert_identical(recording[name].dense(), amap.dense())
         assert [call.shape for call in steps.calls(name)] == [(1, 2, 13, 13)]
         torch.testing.assert_close(steps[name].dense(), amap.dense(), rtol=0, atol=1e-6)
 
 
-def test_generation_that_reads_everything_anew_is_many_calls():
+def test_generation_without_a_cache_is_many_calls():
     model = language_model()
-    with observe(model) as seen:
+    with observe(model) as recording:
         list(generate(model, torch.randint(0, 40, (1, 3)), 4, Sampling(0.0), cached=False))
-    assert [call.shape[2] for call in seen.calls(0)] == [3, 4, 5, 6]
+    assert [call.shape[2] for call in recording.calls(0)] == [3, 4, 5, 6]

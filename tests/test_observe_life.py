@@ -1,4 +1,4 @@
-"""`observe` while a block runs, and after it: names, hooks, modes, compilers, threads, and bad input."""
+"""`observe` during and after its block: names, hooks, modes, compiled models, threads and bad input."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from waiting import HANG
-from watched import (
+from observed import (
     GPT,
     KERNEL,
     KEYS,
@@ -32,32 +29,35 @@ from watched import (
     K,
     Q,
     V,
+    assert_gpt_weights,
+    assert_identical,
+    assert_weights,
     encoder,
     hooks,
-    identical,
     inputs_of,
     nested,
-    nothing_stays,  # noqa: F401
+    nothing_left,  # noqa: F401
+    raises,
     randn,
-    same,
-    says,
-    shows,
-    shows_gpt,
+    record,
     stance,
 )
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from waiting import HANG
 
 import manyheads as mh
 from manyheads import observe
-from manyheads.observe import NoSuchLayer, Seen, here
+from manyheads.observe import NoSuchLayer, Recording, intercept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# -- what isn't seen -------------------------------------------------------------------------------
+# -- what isn't recorded ----------------------------------------------------------------------------
 
 
 class Half(nn.Module):
-    """Half of it PyTorch's attention, half of it written out; and a softmax that is none."""
+    """A call of PyTorch's attention, attention written out by hand, and a softmax that isn't attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,18 +75,18 @@ class Written(nn.Module):
 def test_attention_written_out_by_hand_is_named() -> None:
     model, x = Half(), randn(2, 4, 6, 8)
     with (
-        pytest.warns(UserWarning, match=r"isn't seen: written \[2, 4, 6, 6\]\."),
-        mh.observe(model) as seen,
+        pytest.warns(UserWarning, match=r"isn't recorded: written \[2, 4, 6, 6\]\."),
+        mh.observe(model) as recording,
     ):
         model(x)
-    assert (list(seen), seen.missed) == (["fused"], {"written": (2, 4, 6, 6)})
-    assert "written: not seen, a softmax of [2, 4, 6, 6]" in repr(seen)
+    assert (list(recording), recording.missed) == (["fused"], {"written": (2, 4, 6, 6)})
+    assert "written: not recorded, a softmax of [2, 4, 6, 6]" in repr(recording)
 
 
-# -- what was seen, as a mapping -------------------------------------------------------------------
+# -- the recording as a mapping --------------------------------------------------------------------
 
 
-def test_seen_is_a_mapping_in_order_of_first_call():
+def test_a_recording_is_a_mapping_in_order_of_first_call():
     class Backwards(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -96,18 +96,24 @@ def test_seen_is_a_mapping_in_order_of_first_call():
             return self.first(self.second(self.first(x)) if x.shape[1] > 3 else self.second(x))
 
     model = Backwards()
-    with observe(model) as seen:
+    with observe(model) as recording:
         model(randn(1, 3, E))
         model(randn(1, 4, E))
-    assert list(seen) == list(seen.keys()) == ["second.attn", "first.attn"]
-    assert [call.shape[3] for call in seen.calls("first.attn")] == [3, 4, 4]
-    assert seen["first.attn"] is seen.calls("first.attn")[-1] is seen["first"] is seen[1] is seen[-1]
-    assert [amap for _, amap in seen.items()] == [seen[0], seen[1]]
-    assert seen["sec"] is seen[0] is seen.get("second.attn")
-    assert "first.attn" in seen
-    assert "third" not in seen
-    assert seen.get("third") is None
-    text = repr(seen)
+    assert list(recording) == list(recording.keys()) == ["second.attn", "first.attn"]
+    assert [call.shape[3] for call in recording.calls("first.attn")] == [3, 4, 4]
+    assert (
+        recording["first.attn"]
+        is recording.calls("first.attn")[-1]
+        is recording["first"]
+        is recording[1]
+        is recording[-1]
+    )
+    assert [amap for _, amap in recording.items()] == [recording[0], recording[1]]
+    assert recording["sec"] is recording[0] is recording.get("second.attn")
+    assert "first.attn" in recording
+    assert "third" not in recording
+    assert recording.get("third") is None
+    text = repr(recording)
     assert text.index("second.attn") < text.index("first.attn")
     assert "[1, 4, 4, 4]" in text
     assert "3 calls" in text
@@ -115,20 +121,20 @@ def test_seen_is_a_mapping_in_order_of_first_call():
 
 def test_names_in_part():
     model = GPT(layers=11)
-    seen = same(model, randn(1, 3, E))
-    assert seen["layers.1"] is seen["layers.1.attn"]  # whole parts before letters: not layers.10
-    assert seen["10"] is seen[10] is seen["layers.10.attn"]
-    with says(NoSuchLayer, "'attn' may be 11 of the layers seen: layers.0.attn, … , …. Say more"):
-        seen["attn"]
-    with says(NoSuchLayer, "no layer 'layer.3.attn' was seen; near it: … layers.3.attn"):
-        seen["layer.3.attn"]
-    with says(NoSuchLayer, "there is no layer 11: 11 were seen"):
-        seen[11]
-    with says(NoSuchLayer, "there is no layer -12: 11 were seen"):
-        seen.calls(-12)
+    recording = record(model, randn(1, 3, E))
+    assert recording["layers.1"] is recording["layers.1.attn"]  # whole parts before letters: not layers.10
+    assert recording["10"] is recording[10] is recording["layers.10.attn"]
+    with raises(NoSuchLayer, "'attn' matches 11 of the recorded layers: layers.0.attn, … , …. Give more"):
+        recording["attn"]
+    with raises(NoSuchLayer, "No layer 'layer.3.attn' was recorded; similar: … layers.3.attn"):
+        recording["layer.3.attn"]
+    with raises(NoSuchLayer, "There is no layer 11: 11 were recorded"):
+        recording[11]
+    with raises(NoSuchLayer, "There is no layer -12: 11 were recorded"):
+        recording.calls(-12)
     for wrong, kind in ((1.5, "float"), (True, "bool"), (None, "NoneType")):
-        with says(TypeError, f"by its path or its number, and a {kind} came"):
-            seen[wrong]
+        with raises(TypeError, f"Expected a layer's path or number, got a {kind}"):
+            recording[wrong]
 
 
 def test_one_module_in_two_places_or_called_twice():
@@ -136,11 +142,11 @@ def test_one_module_in_two_places_or_called_twice():
     model = nn.ModuleDict({"one": attn, "two": attn})
     model.forward = lambda x: model["two"](model["one"](x))  # type: ignore[method-assign]
     x = randn(2, 5, E)
-    seen = same(model, x)
-    assert list(seen) == ["one"]
-    assert len(seen.calls("one")) == 2
-    for call, given_ in zip(seen.calls("one"), (x, attn(x)), strict=True):
-        shows(call, *attn.heads(given_)[:2], causal=True)
+    recording = record(model, x)
+    assert list(recording) == ["one"]
+    assert len(recording.calls("one")) == 2
+    for call, given_ in zip(recording.calls("one"), (x, attn(x)), strict=True):
+        assert_weights(call, *attn.heads(given_)[:2], causal=True)
 
 
 def test_two_calls_within_one_module():
@@ -150,45 +156,49 @@ def test_two_calls_within_one_module():
             return F.scaled_dot_product_attention(x, y, y)
 
     x, y = randn(Q), randn(K)
-    own, cross = same(Twice(), x, y).calls("")
-    shows(own, x, x)
-    shows(cross, F.scaled_dot_product_attention(x, x, x), y)
+    own, cross = record(Twice(), x, y).calls("")
+    assert_weights(own, x, x)
+    assert_weights(cross, F.scaled_dot_product_attention(x, x, x), y)
 
 
-def test_the_whole_model_may_be_the_attention_or_a_part_of_one():
+def test_the_observed_module_may_be_the_attention_or_a_part_of_a_model():
     model, x = GPT(), randn(2, 5, E)
-    assert list(same(model.layers[0].attn, x)) == [""]
-    with observe(model.layers[1]) as seen:
+    assert list(record(model.layers[0].attn, x)) == [""]
+    with observe(model.layers[1]) as recording:
         model(x)
-    assert list(seen) == ["attn"]
-    assert len(seen.calls(0)) == 1
-    shows(seen[0], *model.layers[1].attn.heads(inputs_of(model, KEYS, x)[KEYS[1]])[:2], causal=True)
+    assert list(recording) == ["attn"]
+    assert len(recording.calls(0)) == 1
+    assert_weights(
+        recording[0], *model.layers[1].attn.heads(inputs_of(model, KEYS, x)[KEYS[1]])[:2], causal=True
+    )
 
 
 def test_maps_say_where_they_come_from():
-    seen = same(GPT(), randn(2, 5, E))
-    assert seen.provenance == {"model": "GPT"}
-    assert [amap.provenance for amap in seen.values()] == [{"model": "GPT", "layer": name} for name in KEYS]
+    recording = record(GPT(), randn(2, 5, E))
+    assert recording.provenance == {"model": "GPT"}
+    assert [amap.provenance for amap in recording.values()] == [
+        {"model": "GPT", "layer": name} for name in KEYS
+    ]
 
 
-def test_attention_outside_the_model_is_not_its_own():
+def test_attention_outside_the_model_is_not_recorded():
     model, q, x = GPT(), randn(Q), randn(2, 5, E)
-    with observe(model) as seen:
+    with observe(model) as recording:
         F.scaled_dot_product_attention(q, q, q)
         mh.attention(q, q, q)
         GPT()(mh.MultiHeadAttention(E, H)(x))
-        assert len(seen) == 0
-        assert "nothing seen yet" in repr(seen)
+        assert len(recording) == 0
+        assert "nothing recorded yet" in repr(recording)
         model(x)
-    assert list(seen) == KEYS
+    assert list(recording) == KEYS
 
 
 def test_forward_called_directly():
     model, x = GPT(), randn(2, 5, E)
-    with observe(model) as seen:
-        identical(model.forward(x), model(x))
-    assert [len(seen.calls(name)) for name in KEYS] == [2, 2]
-    with says(ValueError, "no forward of the model ran"), observe(model.layers[0].attn):
+    with observe(model) as recording:
+        assert_identical(model.forward(x), model(x))
+    assert [len(recording.calls(name)) for name in KEYS] == [2, 2]
+    with raises(ValueError, "No forward of the model ran"), observe(model.layers[0].attn):
         model.layers[0].attn.c_attn.forward(x)
 
 
@@ -197,10 +207,10 @@ def test_a_module_that_calls_itself():
         def forward(self, x: Tensor, times: int = 3) -> Tensor:
             return super().forward(x if times == 1 else self(x, times - 1))
 
-    assert len(same(Again(), randn(2, 5, E)).calls("")) == 3
+    assert len(record(Again(), randn(2, 5, E)).calls("")) == 3
 
 
-# -- what is left behind: nothing ------------------------------------------------------------------
+# -- nothing is left behind ------------------------------------------------------------------------
 
 
 class Stop(Exception):
@@ -216,18 +226,18 @@ def test_an_exception_within_forward(error: type[BaseException]):
         raise error
 
     model.layers[1].attn.midway = stop
-    with pytest.raises(error), observe(model) as seen:
+    with pytest.raises(error), observe(model) as recording:
         model(x)
     assert hooks(model) == before
-    assert list(seen) == KEYS[:1]
-    with observe(model) as seen:  # again, and caught within
+    assert list(recording) == KEYS[:1]
+    with observe(model) as recording:  # again, and caught within
         with pytest.raises(error):
             model(x)
         model.layers[1].attn.midway = lambda: None
         model(x)
-    assert [len(seen.calls(name)) for name in seen] == [2, 1]
+    assert [len(recording.calls(name)) for name in recording] == [2, 1]
     assert hooks(model) == before
-    shows_gpt(same(model, x), model, x)
+    assert_gpt_weights(record(model, x), model, x)
 
 
 def test_an_exception_within_the_block():
@@ -240,7 +250,7 @@ def test_an_exception_within_the_block():
     assert hooks(model) == before
 
 
-def test_errors_of_the_model_stay_its_own():
+def test_errors_of_the_model_are_raised():
     model = Call()
     for arguments in ((randn(Q), randn(2, H, 7, 9), randn(V)), (randn(Q), randn(3, H, 7, 8), randn(V))):
         with pytest.raises((RuntimeError, ValueError)):
@@ -253,11 +263,11 @@ def test_a_generator_that_observes_and_is_dropped():
     model, x = GPT(), randn(1, 3, E)
     before = hooks(model)
 
-    def steps() -> Iterator[Seen]:
-        with observe(model) as seen:
+    def steps() -> Iterator[Recording]:
+        with observe(model) as recording:
             while True:
                 model(x)
-                yield seen
+                yield recording
 
     running = steps()
     next(running)
@@ -270,7 +280,7 @@ def test_nesting():
     model, other, x = GPT(), GPT(), randn(2, 5, E)
     with observe(model) as outer:
         with observe(model) as inner, observe(model.layers[1]) as part, observe(other) as another:
-            identical(model(x), model(x))
+            assert_identical(model(x), model(x))
             other(x)
         model(x)
     assert [len(outer.calls(name)) for name in KEYS] == [3, 3]
@@ -278,7 +288,7 @@ def test_nesting():
     assert [len(another.calls(name)) for name in KEYS] == [1, 1]
     assert list(part) == ["attn"]
     assert len(part.calls(0)) == 2
-    identical(outer[0].dense(), inner[0].dense())
+    assert_identical(outer[0].dense(), inner[0].dense())
 
 
 def test_blocks_that_end_in_another_order():
@@ -302,14 +312,14 @@ def test_hooks_of_the_user_are_kept_and_called_once():
     model.layers[1].attn.register_forward_hook(lambda _, args, out: out * 2)
     model.layers[1].attn.register_full_backward_hook(lambda *_: called.append("backward"))
     x.requires_grad_()
-    with observe(model) as seen:
+    with observe(model) as recording:
         model.layers[0].mlp.register_forward_hook(lambda *_: called.append("within"))
         model(x).sum().backward()
     assert sorted(called) == ["backward", "forward", "pre", "within"]
     model(x).sum().backward()
     assert len(called) == 8
-    assert len(seen.calls(0)) == 1
-    same(model, x)
+    assert len(recording.calls(0)) == 1
+    record(model, x)
 
 
 @nested
@@ -320,13 +330,13 @@ def test_hooks_of_the_user_in_a_transformer_encoder(nesting: bool, grad: bool):
     called: list[int] = []
     model.layers[1].linear1.register_forward_hook(lambda *_: called.append(1))
     with torch.set_grad_enabled(grad):
-        same(model, x)
+        record(model, x)
         assert len(called) == 2  # alone, and observed
-        leaves_padding_out = nesting and not grad
-        refused = says(ValueError, "leaves padding out, and can't be observed with other hooks")
-        with refused if leaves_padding_out else nullcontext():
-            same(model, x, src_key_padding_mask=PADDING["right"])
-        assert leaves_padding_out or len(called) == 4
+        skips_padding = nesting and not grad
+        error = raises(ValueError, "skips padding, and can't be observed with other hooks")
+        with error if skips_padding else nullcontext():
+            record(model, x, src_key_padding_mask=PADDING["right"])
+        assert skips_padding or len(called) == 4
 
 
 class Counting(TorchFunctionMode):
@@ -342,7 +352,7 @@ class Counting(TorchFunctionMode):
 def test_modes_of_the_user():
     model, x = GPT(), randn(2, 5, E)
     with Counting() as around, torch.device("cpu"):
-        shows_gpt(same(model, x), model, x)
+        assert_gpt_weights(record(model, x), model, x)
     assert around.met == 6  # alone, observed, and for its inputs; twice each
 
     def within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -356,29 +366,29 @@ def test_modes_of_the_user():
             return within(q, q, q)
 
     q = randn(Q)
-    shows(same(Model(), q)[0], q, q)
-    with observe(model) as seen, Counting() as inside:
+    assert_weights(record(Model(), q)[0], q, q)
+    with observe(model) as recording, Counting() as inside:
         model(x)
     assert inside.met == 2
-    assert len(seen.calls(0)) == 1
+    assert len(recording.calls(0)) == 1
 
 
 def test_copies_and_pickles_of_an_observed_model(tmp_path: Path):
     model, x = GPT(), randn(2, 5, E)
-    with observe(model) as seen:
+    with observe(model) as recording:
         out = model(x)
         twin = copy.deepcopy(model)
-        identical(twin(x), out)
-    assert len(seen.calls(0)) == 1
-    identical(twin(x), out)
-    identical(copy.deepcopy(twin)(x), out)
-    assert len(seen.calls(0)) == 1
+        assert_identical(twin(x), out)
+    assert len(recording.calls(0)) == 1
+    assert_identical(twin(x), out)
+    assert_identical(copy.deepcopy(twin)(x), out)
+    assert len(recording.calls(0)) == 1
     assert _get_current_function_mode_stack() == []
-    shows_gpt(same(twin, x), twin, x)
-    identical(copy.deepcopy(model)(x), out)
+    assert_gpt_weights(record(twin, x), twin, x)
+    assert_identical(copy.deepcopy(model)(x), out)
     attn = mh.MultiHeadAttention(E, H)
-    same(attn, x)
-    identical(pickle.loads(pickle.dumps(attn))(x), attn(x))
+    record(attn, x)
+    assert_identical(pickle.loads(pickle.dumps(attn))(x), attn(x))
 
 
 def test_replicas_of_data_parallel_are_the_model():
@@ -393,38 +403,38 @@ def test_replicas_of_data_parallel_are_the_model():
             setattr(twin, name, replica(child))
         return twin
 
-    with observe(model) as seen:
+    with observe(model) as recording:
         twins = [replica(model) for _ in range(2)]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda pair: pair[0](pair[1]), zip(twins, x[:, None], strict=True)))
-    assert [len(seen.calls(name)) for name in KEYS] == [2, 2]
+    assert [len(recording.calls(name)) for name in KEYS] == [2, 2]
 
 
 def test_functional_call():
     model, x = GPT(), randn(2, 5, E)
     parameters = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
-    with observe(model) as seen:
+    with observe(model) as recording:
         out = torch.func.functional_call(model, parameters, (x,))
-    identical(out, torch.func.functional_call(model, parameters, (x,)))
-    assert list(seen) == KEYS
+    assert_identical(out, torch.func.functional_call(model, parameters, (x,)))
+    assert list(recording) == KEYS
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_cannot_be_observed_says_so():
     model, x = GPT(), randn(2, 5, E)
-    with says(ValueError, "is inside a torch.func transform: call the model plainly"), observe(model):
+    with raises(ValueError, "is inside a torch.func transform: call the model without one"), observe(model):
         torch.func.vmap(model)(x[None])
-    with says(ValueError, "has a shape but no numbers"), observe(nowhere := GPT().to("meta")):
+    with raises(ValueError, "has a shape but no numbers"), observe(nowhere := GPT().to("meta")):
         nowhere(x.to("meta"))
     traced = torch.jit.trace(nn.Linear(2, 2), randn(1, 2))
-    with says(TypeError, "is a TorchScript module, … : observe the model that it was made from"):
+    with raises(TypeError, "is a TorchScript module, … . Observe the model that it was made from"):
         observe(traced).__enter__()
-    with says(TypeError, "part is a TorchScript module"):
+    with raises(TypeError, "part is a TorchScript module"):
         observe(nn.ModuleDict({"part": traced})).__enter__()
 
 
 class ByName(nn.Module):
-    """An attention that can be seen, and a kernel that is called by its name."""
+    """An attention call that can be recorded, and a kernel that is called by its name."""
 
     def __init__(self, kernel: str) -> None:
         super().__init__()
@@ -458,11 +468,11 @@ class ByName(nn.Module):
         "_transformer_encoder_layer_fwd",
     ],
 )
-def test_kernels_called_by_name_are_refused(kernel: str):
+def test_kernels_called_by_name_raise(kernel: str):
     model, x = ByName(kernel).eval(), randn(2, 5, E)
     with torch.no_grad():
         model(x)
-        with says(ValueError, f"calls the kernel {kernel} … by its name"), observe(model):
+        with raises(ValueError, f"calls the kernel {kernel} … by its name"), observe(model):
             model(x)
 
 
@@ -497,7 +507,7 @@ def function(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
 
 @pytest.mark.parametrize("compiled", [whole, in_place, parts, parts_in_place, function])
 @pytest.mark.parametrize("before", [True, False], ids=["run before", "not run before"])
-def test_compiled_models_run_as_written(
+def test_compiled_models_run_eagerly(
     compiled: Callable[[nn.Module], tuple[nn.Module, Callable[[Tensor], Tensor]]], before: bool
 ):
     torch._dynamo.reset()
@@ -506,18 +516,20 @@ def test_compiled_models_run_as_written(
     observable, run = compiled(model)
     if before:
         run(x)
-    with observe(observable) as seen:
-        identical(run(x), alone)
-    assert list(seen) == KEYS
-    assert [len(seen.calls(name)) for name in seen] == [1, 1]
+    with observe(observable) as recording:
+        assert_identical(run(x), alone)
+    assert list(recording) == KEYS
+    assert [len(recording.calls(name)) for name in recording] == [1, 1]
     assert not any(hooks(model))
     counted = torch._dynamo.testing.CompileCounter()
-    identical(torch.compile(lambda x: model.layers[0].mlp(x), backend=counted)(x), model.layers[0].mlp(x))
+    assert_identical(
+        torch.compile(lambda x: model.layers[0].mlp(x), backend=counted)(x), model.layers[0].mlp(x)
+    )
     assert counted.frame_count == 1
 
 
-def test_what_is_compiled_while_something_is_observed_is_seen():
-    """In a process that compiled nothing before, which doesn't even load PyTorch's compiler."""
+def test_what_is_compiled_in_the_block_is_recorded():
+    """In a process that compiled nothing before, and doesn't load PyTorch's compiler for `observe`."""
     code = """
 import sys
 import torch
@@ -554,19 +566,19 @@ def test_a_compiled_model_on_another_thread():
     model, x = GPT().requires_grad_(False), randn(2, 5, E)
     compiled = torch.compile(model, backend="eager")
     alone = compiled(x)
-    with observe(compiled) as seen:
-        identical(in_threads(lambda: compiled(x))[0], alone)
-    assert list(seen) == KEYS
+    with observe(compiled) as recording:
+        assert_identical(in_threads(lambda: compiled(x))[0], alone)
+    assert list(recording) == KEYS
 
 
 def test_a_compiled_attention_alone():
     attn, x = CausalAttention(), randn(2, 5, E)
     compiled = torch.compile(attn, backend="eager")
-    seen = same(compiled, x)
-    assert list(seen) == [""]
+    recording = record(compiled, x)
+    assert list(recording) == [""]
 
 
-def test_names_bound_while_something_is_observed_are_pytorchs_own():
+def test_names_imported_in_the_block_work_after_it():
     model, x = GPT(), randn(2, 5, E)
     with observe(model):
         from torch.nn.functional import scaled_dot_product_attention as bound
@@ -574,7 +586,7 @@ def test_names_bound_while_something_is_observed_are_pytorchs_own():
         model(x)
     q = randn(Q)
     run = torch.compile(lambda q: bound(q, q, q), backend="eager", fullgraph=True)
-    identical(run(q), KERNEL(q, q, q))
+    assert_identical(run(q), KERNEL(q, q, q))
 
 
 # -- threads ---------------------------------------------------------------------------------------
@@ -589,17 +601,17 @@ def test_calls_on_several_threads_at_once():
     model, inputs = GPT(), [randn(2, 5 + n, E) for n in range(4)]
     together = threading.Barrier(4)
     model.layers[0].attn.midway = lambda: together.wait(HANG)
-    with observe(model) as seen:
+    with observe(model) as recording:
         outs = in_threads(*(lambda x=x: model(x) for x in inputs))
     model.layers[0].attn.midway = lambda: None
     for x, out in zip(inputs, outs, strict=True):
-        identical(model(x), out)
+        assert_identical(model(x), out)
     for name in KEYS:
-        assert sorted(call.shape[3] for call in seen.calls(name)) == [5, 6, 7, 8]
-        for call in seen.calls(name):
+        assert sorted(call.shape[3] for call in recording.calls(name)) == [5, 6, 7, 8]
+        for call in recording.calls(name):
             x = inputs[call.shape[3] - 5]
             q, k, _ = model.get_submodule(name).heads(inputs_of(model, KEYS, x)[name])
-            shows(call, q, k, causal=True)
+            assert_weights(call, q, k, causal=True)
 
 
 def test_each_thread_may_observe_for_itself():
@@ -608,24 +620,24 @@ def test_each_thread_may_observe_for_itself():
     for model in models:
         model.layers[1].attn.midway = lambda: together.wait(HANG)
 
-    def work(model: nn.Module) -> Seen:
+    def work(model: nn.Module) -> Recording:
         model(x)
-        with observe(model) as seen:
+        with observe(model) as recording:
             model(x)
-        return seen
+        return recording
 
     found = in_threads(*(lambda model=model: work(model) for model in models))
-    for model, seen in zip(models, found, strict=True):
+    for model, recording in zip(models, found, strict=True):
         model.layers[1].attn.midway = lambda: None
-        assert [len(seen.calls(name)) for name in seen] == [1, 1]
-        shows_gpt(seen, model, x)
+        assert [len(recording.calls(name)) for name in recording] == [1, 1]
+        assert_gpt_weights(recording, model, x)
 
 
-def test_another_model_on_another_thread_is_not_this_one():
+def test_another_model_on_another_thread_is_not_recorded():
     model, other, x = GPT(), GPT(), randn(2, 5, E)
     model.layers[1].attn.midway = lambda: in_threads(lambda: other(x))
-    seen = same(model, x)
-    assert [len(seen.calls(name)) for name in seen] == [1, 1]
+    recording = record(model, x)
+    assert [len(recording.calls(name)) for name in recording] == [1, 1]
 
 
 def test_a_thread_that_outlives_the_block():
@@ -639,20 +651,20 @@ def test_a_thread_that_outlives_the_block():
 
     def work() -> tuple[Tensor, list[Any]]:
         out = model(x)
-        return out, [*_get_current_function_mode_stack(), *here._here.running]
+        return out, [*_get_current_function_mode_stack(), *intercept._thread.running]
 
     with ThreadPoolExecutor(1) as pool:
-        with observe(model) as seen:
+        with observe(model) as recording:
             model(x)
             model.layers[0].attn.midway = wait
             future = pool.submit(work)
             inside.wait(HANG)
         over.set()
         out, left = future.result(HANG)
-    identical(out, alone)
+    assert_identical(out, alone)
     assert left == []
     assert not any(hooks(model))
-    assert [len(seen.calls(name)) for name in KEYS] == [1, 1]
+    assert [len(recording.calls(name)) for name in KEYS] == [1, 1]
     assert stance() == "default"
 
 
@@ -670,16 +682,16 @@ def test_a_thread_that_began_before_the_block():
         future = pool.submit(lambda: (model(x), _get_current_function_mode_stack()))
         inside.wait(HANG)
         model.layers[0].attn.midway = lambda: None
-        with observe(model) as seen:
+        with observe(model) as recording:
             model(x)
             on.set()
             out, left = future.result(HANG)
-    identical(out, alone)
+    assert_identical(out, alone)
     assert left == []
-    assert len(seen.calls(KEYS[0])) >= 1
+    assert len(recording.calls(KEYS[0])) >= 1
 
 
-def test_threads_of_a_module_that_runs_functions_are_not_missed_in_silence():
+def test_functions_on_other_threads_of_a_module_give_a_warning():
     class Heads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -691,28 +703,28 @@ def test_threads_of_a_module_that_runs_functions_are_not_missed_in_silence():
 
     model, x = Heads(), randn(2, 5, E)
     with pytest.warns(UserWarning, match="2 attention calls ran on threads where no module of the model did"):
-        seen = same(model, x)
-    assert list(seen) == ["attn"]
+        recording = record(model, x)
+    assert list(recording) == ["attn"]
 
 
-def test_other_threads_attention_is_their_own_affair():
+def test_other_threads_attention_is_not_recorded():
     model, x = GPT(), randn(2, 5, E)
-    with observe(model) as seen:
+    with observe(model) as recording:
         model(x)
         in_threads(lambda: F.scaled_dot_product_attention(x, x, x))
         F.scaled_dot_product_attention(x, x, x)
-    assert [len(seen.calls(name)) for name in seen] == [1, 1]
+    assert [len(recording.calls(name)) for name in recording] == [1, 1]
 
 
 # -- bad input -------------------------------------------------------------------------------------
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"keep": "entropy"}, ValueError, "keep must be … and 'entropy' came"),
-    ({"keep": 3}, TypeError, "keep must be … and an int came"),
-    ({"keep": None}, TypeError, "keep must be … and a NoneType came"),
+    ({"keep": "entropy"}, ValueError, 'Expected keep to be … got \'entropy\''),
+    ({"keep": 3}, TypeError, "Expected keep to be … got an int"),
+    ({"keep": None}, TypeError, "Expected keep to be … got a NoneType"),
     ({"keep": []}, ValueError, "keep"),
-    ({"keep": ["entropie"]}, ValueError, "there is no statistic 'entropie' to keep, but entropy, "),
+    ({"keep": ["entropie"]}, ValueError, "There is no statistic 'entropie' to keep, but entropy, "),
     ({"keep": ["top"]}, TypeError, "the statistic top takes k"),
     ({"keep": {"entropy": 3}}, TypeError, "the statistic entropy takes no arguments"),
     ({"keep": {"previous_token": 4}}, TypeError, "previous_token"),
@@ -720,46 +732,46 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep": {"pooled": (6, 6)}}, ValueError, "at most 5 rows of cells … and 6 came"),
     ({"keep": "statistics", "dtype": torch.float16}, ValueError, "dtype"),
     ({"keep": "statistics", "device": "cpu"}, ValueError, "device"),
-    ({"dtype": torch.int8}, TypeError, "dtype must be one of … and torch.int8 came"),
+    ({"dtype": torch.int8}, TypeError, "Expected dtype to be one of … got torch.int8"),
     ({"device": "nowhere"}, ValueError, "'nowhere' is none here"),
     ({"device": "meta"}, ValueError, "meta"),
     ({"max_bytes": "1GB"}, TypeError, "max_bytes must be a whole number, and '1GB' came"),
     ({"max_bytes": -1}, ValueError, "max_bytes must be at least 0, and -1 came"),
-    ({"layers": "layers.7"}, ValueError, "no module 'layers.7'; near it: layers.1"),
-    ({"layers": "0.mlp"}, ValueError, "layers names '0.mlp', where no attention was seen; "),
-    ({"layers": [0, 2]}, ValueError, "layers names 2, where no attention was seen"),
+    ({"layers": "layers.7"}, ValueError, "no module 'layers.7'; similar: layers.1"),
+    ({"layers": "0.mlp"}, ValueError, "layers names '0.mlp', which made no attention call; "),
+    ({"layers": [0, 2]}, ValueError, "layers names 2, which made no attention call"),
     ({"layers": -1}, ValueError, "at least 0, and -1 came"),
     ({"layers": []}, ValueError, "layers"),
-    ({"layers": [None]}, TypeError, "by a module's path or by a number, and None came"),
-    ({"layers": 1.5}, TypeError, "layers= takes … and a float came"),
+    ({"layers": [None]}, TypeError, "to be a module's path or a number, got None"),
+    ({"layers": 1.5}, TypeError, "Expected layers to be … got a float"),
     ({"heads": [1, 4]}, ValueError, "layers.0.attn has 4 heads, and heads= names head 4"),
     ({"heads": -5}, ValueError, "layers.0.attn has 4 heads, and heads= names head -5"),
     ({"heads": []}, ValueError, "heads"),
     ({"heads": [True]}, TypeError, "a head in heads must be a whole number, and True came"),
-    ({"heads": torch.tensor([1])}, TypeError, "heads= takes head numbers, and a Tensor"),
-    ({"without": ("layers.0.attn", 1)}, TypeError, 'pairs (layer, head) such as ("layers.3.attn", 5), and'),
-    ({"without": [("layers.0",)]}, TypeError, "takes pairs … and ('layers.0',) came"),
-    ({"without": 3}, TypeError, "takes pairs … and 3 came"),
-    ({"without": [("layer.0", 1)]}, ValueError, "no module 'layer.0'; near it: layers.0"),
-    ({"without": [("mlp", 0)]}, ValueError, "without names 'mlp', where no attention was seen"),
-    ({"without": [(2, 0)]}, ValueError, "without names 2, where no attention was seen"),
-    ({"without": [("layers.1", 4)]}, ValueError, "layers.1.attn has 4 heads, … and without= names head 4"),
-    ({"without": [("layers.1", -1)]}, ValueError, "at least 0, and -1 came"),
-    ({"without": [("layers.1", "2")]}, TypeError, "a whole number, and '2' came"),
+    ({"heads": torch.tensor([1])}, TypeError, "Expected heads to be head numbers, got a Tensor"),
+    ({"ablate": ("layers.0.attn", 1)}, TypeError, 'pairs (layer, head) such as ("layers.3.attn", 5), got'),
+    ({"ablate": [("layers.0",)]}, TypeError, "to be pairs … got ('layers.0',)"),
+    ({"ablate": 3}, TypeError, "to be pairs … got 3"),
+    ({"ablate": [("layer.0", 1)]}, ValueError, "no module 'layer.0'; similar: layers.0"),
+    ({"ablate": [("mlp", 0)]}, ValueError, "ablate names 'mlp', which made no attention call"),
+    ({"ablate": [(2, 0)]}, ValueError, "ablate names 2, which made no attention call"),
+    ({"ablate": [("layers.1", 4)]}, ValueError, "layers.1.attn has 4 heads, … and ablate= names head 4"),
+    ({"ablate": [("layers.1", -1)]}, ValueError, "at least 0, and -1 came"),
+    ({"ablate": [("layers.1", "2")]}, TypeError, "a whole number, and '2' came"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "error", "message"), BAD, ids=str)
 def test_bad_input(options: dict[str, Any], error: type[Exception], message: str):
     model, x = GPT(), randn(2, 5, E)
-    with says(error, message), observe(model, **options):
+    with raises(error, message), observe(model, **options):
         model(x)
     assert not any(hooks(model))
 
 
 @pytest.mark.parametrize("model", [None, "gpt2", GPT, lambda x: x, [GPT()]])
 def test_only_modules_are_observed(model: Any):
-    with says(TypeError, f"observe takes a torch.nn.Module, and a {type(model).__name__} came"):
+    with raises(TypeError, f"Expected observe to get a torch.nn.Module, got a {type(model).__name__}"):
         observe(model).__enter__()
 
 
@@ -775,12 +787,13 @@ class HandMadeAttention(ByHand):
 @pytest.mark.parametrize(
     "model", [nn.Linear(E, E), nn.GRU(E, E), ByHand()], ids=lambda model: type(model).__name__
 )
-def test_a_model_without_attention_that_can_be_seen(model: nn.Module):
-    looked_for = (
-        "scaled_dot_product_attention, … MultiheadAttention … Hugging Face … manyheads … were looked for."
-    )
+def test_a_model_without_attention_that_can_be_recorded(model: nn.Module):
+    intercepted = "scaled_dot_product_attention, … MultiheadAttention … Hugging Face … manyheads"
     with (
-        says(ValueError, f"{type(model).__name__} ran, and no attention was seen: … {looked_for}"),
+        raises(
+            ValueError,
+            f"{type(model).__name__} ran without an attention call that can be recorded, … {intercepted}",
+        ),
         observe(model),
     ):
         model(randn(2, 5, E))
@@ -788,10 +801,10 @@ def test_a_model_without_attention_that_can_be_seen(model: nn.Module):
 
 def test_a_model_whose_attention_is_made_by_hand():
     model = nn.Sequential(nn.Linear(E, E), HandMadeAttention())
-    with says(ValueError, "compute it by themselves: 1 (HandMadeAttention)."), observe(model):
+    with raises(ValueError, "may compute it by themselves: 1 (HandMadeAttention)."), observe(model):
         model(randn(2, 5, E))
     with (
-        says(ValueError, "compute it by themselves: HandMadeAttention (HandMadeAttention)."),
+        raises(ValueError, "may compute it by themselves: HandMadeAttention (HandMadeAttention)."),
         observe(model[1]),
     ):
         model[1](randn(2, 5, E))
@@ -800,42 +813,42 @@ def test_a_model_whose_attention_is_made_by_hand():
 def test_no_forward_within_the_block():
     model = GPT()
     with (
-        says(ValueError, "no forward of the model ran inside observe … : call it there"),
+        raises(ValueError, "No forward of the model ran inside observe … : call it there"),
         observe(model),
     ):
         pass
-    with says(ValueError, "no forward of the model ran"), observe(model):
+    with raises(ValueError, "No forward of the model ran"), observe(model):
         GPT()(randn(1, 3, E))
 
 
 CALLS: list[tuple[dict[str, Any], Any, str]] = [
-    ({"attn_mask": torch.tensor(torch.nan).expand(5, 7)}, ValueError, "attn_mask may hold numbers … NaN"),
-    ({"attn_mask": torch.full((5, 7), torch.inf)}, ValueError, "attn_mask may hold numbers … +inf came"),
-    ({"attn_mask": torch.ones(5, 7, dtype=torch.int64)}, TypeError, "attn_mask must be boolean or of floats"),
+    ({"attn_mask": torch.tensor(torch.nan).expand(5, 7)}, ValueError, "attn_mask to hold numbers … NaN"),
+    ({"attn_mask": torch.full((5, 7), torch.inf)}, ValueError, "Expected attn_mask to hold numbers … +inf"),
+    ({"attn_mask": torch.ones(5, 7, dtype=torch.int64)}, TypeError, "attn_mask to be boolean or of floats"),
     ({"attn_mask": torch.ones(5, 6)}, (ValueError, RuntimeError), "6"),
     ({"query": [1.0]}, TypeError, "query"),
     ({"value": None}, TypeError, "value"),
-    ({"query": randn(8)}, ValueError, "query must be [..., length, width], and [8] came"),
+    ({"query": randn(8)}, ValueError, "query to be [..., length, width], got [8]"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), CALLS, ids=[message for *_, message in CALLS])
-def test_calls_that_are_not_understood_raise(arguments: dict[str, Any], error: Any, message: str):
+def test_unsupported_calls_raise(arguments: dict[str, Any], error: Any, message: str):
     whole_call = {"query": randn(Q), "key": randn(K), "value": randn(V)} | arguments
-    with says(error, message), observe(model := Call()):
+    with raises(error, message), observe(model := Call()):
         model(**whole_call)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused():
+def test_nested_tensors_raise():
     q = torch.nested.nested_tensor([randn(H, 3, 8), randn(H, 4, 8)])
-    with says(ValueError, "is a nested tensor, … : pad it and give a mask"), observe(model := Call()):
+    with raises(ValueError, "is a nested tensor, … : pad it and pass a mask"), observe(model := Call()):
         model(q, q, q)
 
 
 def test_ids_that_do_not_fit():
-    seen = same(GPT(), randn(2, 5, E))
-    with says(TypeError, "ids must be the tokens, … and an int came"):
-        seen.table(ids=3)
-    with says(ValueError, "ids must be one for each of s = 5 keys, and [4] came"):
-        seen.table(ids=torch.arange(4))
+    recording = record(GPT(), randn(2, 5, E))
+    with raises(TypeError, "Expected ids to be the tokens, … got an int"):
+        recording.table(ids=3)
+    with raises(ValueError, "Expected one id for each of s = 5 keys, got [4]"):
+        recording.table(ids=torch.arange(4))

@@ -1,4 +1,4 @@
-"""The corpus of planted mistakes: each style is right as it stands, and each plant makes it wrong."""
+"""The corpus of planted bugs: each style is right as it stands, and each plant makes it wrong."""
 
 from __future__ import annotations
 
@@ -592,21 +592,21 @@ STYLES = {
     "rotary_tables": Style(rotary_tables, {"plain": ((Q,), {})}, {"d": D}, tolerance=1e-5),
     "rotary_pairs": Style(rotary_pairs, {"plain": ((Q, K, torch.arange(T) + 3), {})}, tolerance=1e-5),
 }
-CELLS = [(style, mistake) for style, plants in matrix.PLANTS.items() for mistake in plants]
+CELLS = [(style, bug) for style, plants in matrix.PLANTS.items() for bug in plants]
 
 # -- running them --------------------------------------------------------------------------------------
 
 
-def load(style: str, mistake: str | None = None) -> Any:
+def load(style: str, bug: str | None = None) -> Any:
     """The class or the function that the text of a style defines."""
     namespace: dict[str, Any] = {"__name__": style}
-    exec(compile(matrix.source(style, mistake), f"{style}: {mistake}", "exec"), namespace)
+    exec(compile(matrix.source(style, bug), f"{style}: {bug}", "exec"), namespace)
     return namespace[matrix.target(style)]
 
 
-def build(style: str, mistake: str | None = None) -> Any:
+def build(style: str, bug: str | None = None) -> Any:
     """A module for evaluation in float64, or the function."""
-    made = load(style, mistake)
+    made = load(style, bug)
     arguments = STYLES[style].arguments
     return made if arguments is None else made(**arguments).double().eval()
 
@@ -657,9 +657,9 @@ def agree(style: str, got: list[Tensor], situation: str) -> bool:
     )
 
 
-def plant(style: str, mistake: str) -> Any:
-    """The style with a mistake, and with the same parameters as the unbroken one, but its own buffers."""
-    planted = build(style, mistake)
+def plant(style: str, bug: str) -> Any:
+    """The style with a bug, and with the same parameters as the unbroken one, but its own buffers."""
+    planted = build(style, bug)
     if isinstance(planted, torch.nn.Module):
         drawn, own = dict(right(style).named_parameters()), dict(planted.named_parameters())
         assert {name: x.shape for name, x in own.items()} == {name: x.shape for name, x in drawn.items()}
@@ -668,9 +668,9 @@ def plant(style: str, mistake: str) -> Any:
 
 
 @cache
-def results(style: str, mistake: str) -> dict[str, list[Tensor] | None]:
+def results(style: str, bug: str) -> dict[str, list[Tensor] | None]:
     """What a plant returns in each situation; None where it stops, as some do where the lengths differ."""
-    planted = plant(style, mistake)
+    planted = plant(style, bug)
     found: dict[str, list[Tensor] | None] = {}
     for situation in STYLES[style].calls:
         try:
@@ -698,12 +698,12 @@ def test_a_style_as_it_stands_is_right(style: str, situation: str) -> None:
     assert agree(style, got, situation)
 
 
-@pytest.mark.parametrize(("style", "mistake"), CELLS, ids=lambda part: part)
-def test_a_plant_changes_the_result(style: str, mistake: str) -> None:
-    found = results(style, mistake)
+@pytest.mark.parametrize(("style", "bug"), CELLS, ids=lambda part: part)
+def test_a_plant_changes_the_result(style: str, bug: str) -> None:
+    found = results(style, bug)
     shown = {x for x, got in found.items() if got is not None and not agree(style, got, x)}
-    if mistake in SHOWN_IN:
-        assert shown == {SHOWN_IN[mistake]}
+    if bug in SHOWN_IN:
+        assert shown == {SHOWN_IN[bug]}
         assert None not in found.values()
     else:
         assert shown - set(SHOWN_IN.values())
@@ -723,8 +723,8 @@ def test_no_two_plants_of_a_style_are_the_same(style: str) -> None:
 
 
 def test_a_written_plant_runs_from_its_file(tmp_path: Path) -> None:
-    for mistake, changed in ((None, False), ("scaled-by-d", True)):
-        path, name = matrix.write(tmp_path, "core", mistake).rsplit(":", 1)
+    for bug, changed in ((None, False), ("scaled-by-d", True)):
+        path, name = matrix.write(tmp_path, "core", bug).rsplit(":", 1)
         planted = runpy.run_path(path)[name]
         assert agree("core", run(planted, "core", "plain"), "plain") is not changed
 

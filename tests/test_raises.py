@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import manyheads as mh
 from manyheads import checker, figures, files, lm, measures
 from manyheads.classic import annotated, components, modeling_attention, torch_multihead
-from manyheads.observe import NoSuchLayer, Reduced, Seen, attend
+from manyheads.observe import NoSuchLayer, Recording, Reduced, record_attention
 from manyheads.scores import Problem
 from manyheads.shapes import Shape
 from manyheads.text import models
@@ -52,7 +52,7 @@ def amap() -> mh.AttentionMap:
 
 
 @cache
-def seen() -> Seen:
+def seen() -> Recording:
     with torch.no_grad(), mh.observe(MANY) as found:
         MANY(X)
     return found
@@ -81,7 +81,7 @@ def attending(q: Tensor, k: Tensor, **options: Any) -> None:
 
     class Telling(nn.Module):
         def forward(self) -> Tensor:
-            return attend(Problem.of(q, k, k), lambda: q)
+            return record_attention(Problem.of(q, k, k), lambda: q)
 
     model = Telling()
     with mh.observe(model, **options):
@@ -93,8 +93,8 @@ def values_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return v
 
 
-def ruled_run() -> Seen:
-    found = Seen()
+def ruled_run() -> Recording:
+    found = Recording()
     found.add("layer", ruled(), K)
     return found
 
@@ -246,7 +246,7 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("maps.AttentionMap.statistics", ValueError, lambda: amap().statistics(BAD)),
     ("maps.AttentionMap.save", ValueError, lambda: in_a_folder(lambda folder: ruled().save(folder / "map"))),
     ("maps.AttentionMap.view", TypeError, lambda: amap().view(3)),
-    ("maps.AttentionMap.view", ValueError, lambda: amap().view(Seen())),
+    ("maps.AttentionMap.view", ValueError, lambda: amap().view(Recording())),
     ("maps.AttentionMap.view", OSError, lambda: amap().view(port=70_000)),
     ("maps.AttentionMap.save", OSError, lambda: amap().save(ABSENT)),
     ("maps.AttentionMap.open", ValueError, lambda: mh.AttentionMap.open(__file__)),
@@ -272,36 +272,36 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("observe.observe", TypeError, lambda: observing(model=BAD)),
     ("observe.observe", ValueError, lambda: observing(keep=BAD)),
     ("observe.observe", MemoryError, lambda: observing(max_bytes=10)),
-    ("observe.seen.open_run", ValueError, lambda: mh.open_run(__file__)),
-    ("observe.seen.open_run", OSError, lambda: mh.open_run(ABSENT)),
-    ("observe.seen.Seen.calls", NoSuchLayer, lambda: seen().calls(BAD)),
-    ("observe.seen.Seen.calls", TypeError, lambda: seen().calls(cast(Any, 1.5))),
-    ("observe.seen.Seen.__getitem__", NoSuchLayer, lambda: seen()[BAD]),
-    ("observe.seen.Seen.__getitem__", TypeError, lambda: seen()[cast(Any, 1.5)]),
-    ("observe.seen.Seen.label", TypeError, lambda: seen().label(BAD)),
-    ("observe.seen.Seen.label", ValueError, lambda: seen().label(["a"])),
-    ("observe.seen.Seen.table", TypeError, lambda: seen().table(BAD)),
-    ("observe.seen.Seen.table", ValueError, lambda: seen().table(IDS[:, :2])),
-    ("observe.seen.Seen.view", TypeError, lambda: seen().view(3)),
-    ("observe.seen.Seen.view", ValueError, lambda: Seen().view()),
-    ("observe.seen.Seen.view", OSError, lambda: seen().view(port=70_000)),
-    ("observe.seen.Seen.plot", ValueError, lambda: Seen().plot()),
-    ("observe.seen.Seen.save", ValueError,
+    ("observe.recording.open_run", ValueError, lambda: mh.open_run(__file__)),
+    ("observe.recording.open_run", OSError, lambda: mh.open_run(ABSENT)),
+    ("observe.recording.Recording.calls", NoSuchLayer, lambda: seen().calls(BAD)),
+    ("observe.recording.Recording.calls", TypeError, lambda: seen().calls(cast(Any, 1.5))),
+    ("observe.recording.Recording.__getitem__", NoSuchLayer, lambda: seen()[BAD]),
+    ("observe.recording.Recording.__getitem__", TypeError, lambda: seen()[cast(Any, 1.5)]),
+    ("observe.recording.Recording.label", TypeError, lambda: seen().label(BAD)),
+    ("observe.recording.Recording.label", ValueError, lambda: seen().label(["a"])),
+    ("observe.recording.Recording.table", TypeError, lambda: seen().table(BAD)),
+    ("observe.recording.Recording.table", ValueError, lambda: seen().table(IDS[:, :2])),
+    ("observe.recording.Recording.view", TypeError, lambda: seen().view(3)),
+    ("observe.recording.Recording.view", ValueError, lambda: Recording().view()),
+    ("observe.recording.Recording.view", OSError, lambda: seen().view(port=70_000)),
+    ("observe.recording.Recording.plot", ValueError, lambda: Recording().plot()),
+    ("observe.recording.Recording.save", ValueError,
      lambda: in_a_folder(lambda folder: ruled_run().save(folder / "run"))),
-    ("observe.seen.Seen.save", OSError, lambda: seen().save(ABSENT)),
-    ("observe.seen.Table.sorted", ValueError, lambda: seen().table().sorted(BAD)),
-    ("observe.seen.Table.to_pandas", ImportError, without_pandas),
-    ("observe.reduced.Reduced.of", TypeError, lambda: Reduced.of(amap(), {"top": ()})),
-    ("observe.reduced.Reduced.of", ValueError, lambda: Reduced.of(amap(), {BAD: ()})),
-    ("observe.reduced.Reduced.labelled", TypeError,
+    ("observe.recording.Recording.save", OSError, lambda: seen().save(ABSENT)),
+    ("observe.table.Table.sorted", ValueError, lambda: seen().table().sorted(BAD)),
+    ("observe.table.Table.to_pandas", ImportError, without_pandas),
+    ("observe.summaries.Reduced.of", TypeError, lambda: Reduced.of(amap(), {"top": ()})),
+    ("observe.summaries.Reduced.of", ValueError, lambda: Reduced.of(amap(), {BAD: ()})),
+    ("observe.summaries.Reduced.labelled", TypeError,
      lambda: Reduced.of(amap(), {"entropy": ()}).labelled(BAD)),
-    ("observe.reduced.Reduced.labelled", ValueError,
+    ("observe.summaries.Reduced.labelled", ValueError,
      lambda: Reduced.of(amap(), {"entropy": ()}).labelled(["a"])),
-    ("observe.reduced.Reduced.stored", ValueError,
+    ("observe.summaries.Reduced.stored", ValueError,
      lambda: Reduced.of(amap(), {"mass": mh.Causal()}).stored()),
-    ("observe.reduced.Reduced.restored", ValueError, lambda: Reduced.restored(files.Kept({}, {}))),
-    ("observe.here.attend", ValueError, lambda: attending(Q.to("meta"), K.to("meta"))),
-    ("observe.here.attend", MemoryError, lambda: attending(Q, K, max_bytes=10)),
+    ("observe.summaries.Reduced.restored", ValueError, lambda: Reduced.restored(files.Kept({}, {}))),
+    ("observe.intercept.record_attention", ValueError, lambda: attending(Q.to("meta"), K.to("meta"))),
+    ("observe.intercept.record_attention", MemoryError, lambda: attending(Q, K, max_bytes=10)),
     # figures
     ("figures.head", TypeError, lambda: figures.head(BAD)),
     ("figures.head", ValueError, lambda: figures.head(Q)),

@@ -25,7 +25,7 @@ from waiting import HANG, wait_until
 
 import manyheads as mh
 from manyheads import cli, scores
-from manyheads.observe import Seen
+from manyheads.observe import Recording
 from manyheads.viewer import pyramid
 from manyheads.viewer.api import Api, FileChanged, ViewedRun, head_scores
 from manyheads.viewer.export import plan_export
@@ -262,7 +262,7 @@ def test_wrong_sources_raise_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="AttentionMap or a path to a file of either, got an int"):
         ViewedRun.of(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected an attention call with a query and a key, got none"):
-        ViewedRun.of(Seen())
+        ViewedRun.of(Recording())
     with pytest.raises(ValueError, match="got nothing to show"):
         Api()
     with pytest.raises(ValueError, match="expected an attention call with a query and a key"):

@@ -230,9 +230,9 @@ small.view()""",
 large = mh.attention_with_map(q, k, v, mask=mh.Causal())[1]
 large.view()""",
     """model = torch.nn.Sequential(mh.MultiHeadAttention(32, 4), torch.nn.Linear(32, 32))
-with mh.observe(model) as seen:
+with mh.observe(model) as recording:
     model(torch.randn(1, 40, 32))
-seen.view()""",
+recording.view()""",
     "large.only(heads=[2, 3]).view()",
     """print("workers:", sum(one.name == "manyheads viewer" for one in threading.enumerate()))
 print("weights:", [small[0, 1].flatten().tolist(), large[0, 1, 2000:2020, 850:880].tolist()])""",

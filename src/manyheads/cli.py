@@ -157,7 +157,7 @@ def view(
         typer.Argument(
             metavar="FILE...",
             parser=path,
-            help="Saved maps (of Seen.save or show --save); several to compare.",
+            help="Saved maps (of Recording.save or show --save); several to compare.",
         ),
     ],
     port: Annotated[int, option("N", "Port to listen on (0 picks a free one).")] = 0,
@@ -197,7 +197,7 @@ def view(
 
 
 def serve(api: Api, port: int = 0, browser: bool = True) -> None:
-    """Serve the viewer until interrupted."""
+    """Open the viewer and serve it until interrupted."""
     from manyheads.viewer import require_server
 
     server = require_server()(api, port)

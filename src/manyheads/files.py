@@ -517,7 +517,7 @@ def _check_calls(entries: Sequence[Entry]) -> None:
         whole(entry.call, "the number of a call")
         if entry[:2] in seen:
             raise ValueError(
-                f"every call stands once in a file, and call {entry.call} of {entry.name!r} twice."
+                f"Expected every call once in a file, got call {entry.call} of {entry.name!r} twice."
             )
         seen.add(entry[:2])
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from manyheads import kernels, reductions
 from manyheads.biases import Bias
-from manyheads.kernels import Result, plans
+from manyheads.kernels import plans
 from manyheads.kernels.native.look import Look
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
@@ -62,16 +63,21 @@ def attention(
         TypeError: for what is no tensor of floats, mask, bias or number.
         ValueError: for shapes, dtypes, devices or numbers that don't go together.
     """
+    if has_torch_function_variadic(q, k, v):
+        return handle_torch_function(
+            attention, (q, k, v), q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
+            dropout_p=dropout_p, offset=offset, kernel=kernel,
+        )  # fmt: skip
     layout = plans.layout(q, k, v, mask, bias, scale, softcap, sink, dropout_p, offset, kernel)
     call = plans.find(layout)
-    if call is not None and not observed():
+    if call is not None:
         return call(q, k, v)
     q, k, v = autocast(q, k, v)
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                          dropout_p=dropout_p, offset=offset)  # fmt: skip
     if layout is not None:
         plans.remember(layout, problem, kernel)
-    return _run(problem, kernel).out
+    return kernels.run(problem, kernel).out
 
 
 def attention_with_map(
@@ -102,6 +108,11 @@ def attention_with_map(
     it: `amap.entropy()` is free. ValueError for a name that isn't known, and for what takes a mask or a
     tensor, which may change; TypeError for other arguments.
     """
+    if has_torch_function_variadic(q, k, v):
+        return handle_torch_function(
+            attention_with_map, (q, k, v), q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap,
+            sink=sink, dropout_p=dropout_p, offset=offset, kernel=kernel, statistics=statistics,
+        )  # fmt: skip
     asked = _asked(statistics)
     q, k, v = autocast(q, k, v)
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
@@ -144,32 +155,6 @@ def explain(
     return kernels.verdicts(problem)
 
 
-# `observe` stands a floor above, and puts two functions here: one looks at what is computed, the other
-# takes heads away from it.
-onlooker: Callable[..., Tensor] | None = None
-remover: Callable[[Tensor], Tensor] | None = None
-
-
-def looked_at(
-    problem: Problem, own: Callable[[], Tensor], lse: Callable[[], Tensor | None], heads: int | None = 1
-) -> Tensor:
-    """What `own` computes for a problem, heads along one axis, with whoever observes looking on."""
-    if not observed():
-        return own()
-    assert onlooker is not None
-    return onlooker(problem, own, heads, lse)
-
-
-def observed() -> bool:
-    """Return True if `observe` records what is computed."""
-    return not torch.compiler.is_compiling() and onlooker is not None  # so no graph depends on the global
-
-
-def without_removed(x: Tensor) -> Tensor:
-    """x `[b, h, …]` with zeros for the heads that whoever observes removes."""
-    return x if torch.compiler.is_compiling() or remover is None else remover(x)
-
-
 def _asked(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduction]:
     """What can be computed ahead, by its key."""
     if statistics is not None and not isinstance(statistics, Mapping):
@@ -190,14 +175,14 @@ def _run_and_look(
 ) -> tuple[Tensor, Tensor | None, dict[tuple[Any, ...], Any]]:
     """The output, the log-sum-exp, and what was asked of the map, by its key."""
     if not asked:
-        result = _run(problem, kernel)
+        result = kernels.run(problem, kernel)
         return result.out, result.lse_of_map(problem), {}
     out: list[Tensor] = []
     gradients = torch.is_grad_enabled()
 
     def compute(look: Look | None) -> Tensor | None:
         with torch.set_grad_enabled(gradients):
-            result = _run(problem, kernel, look)
+            result = kernels.run(problem, kernel, look)
         out.append(result.out)
         lse = result.lse_of_map(problem)
         return None if lse is None else lse.detach()
@@ -206,19 +191,6 @@ def _run_and_look(
     lse = bare.q.new_empty(n.b, n.h, n.t, dtype=problem.dtype)
     results = reductions.reduce(bare, lse, list(asked.values()), compute)
     return out[0], lse, dict(zip(asked, results, strict=True))
-
-
-def _run(problem: Problem, kernel: str, look: Look | None = None) -> Result:
-    if not observed():
-        return kernels.run(problem, kernel, look)
-    found: list[Result] = []
-
-    def own() -> Tensor:
-        found.append(kernels.run(problem, kernel, look))
-        return found[0].out
-
-    out = looked_at(problem, own, lambda: found[0].lse_of_map(problem))
-    return found[0]._replace(out=out)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -474,7 +474,7 @@ class AttentionMap:
         return self.knows_lse and kernels.reader(problem) is kernels.reader(self.problem)
 
     def _fresh(self) -> None:
-        now = _versions(self.problem)  # None while compiling: there nobody counts
+        now = _versions(self.problem)  # None while compiling: versions aren't counted there
         if self._versions is not None and now is not None and self._versions != now:
             raise RuntimeError(
                 "q, k, mask or bias was changed in place since this map was made, so its weights are gone: "

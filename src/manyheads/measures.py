@@ -6,15 +6,26 @@ measure's mask. `ids` are the tokens, integers `[s]` or `[b, s]`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from manyheads import reductions
 from manyheads.maps import AttentionMap, picked_rows
-from manyheads.masks import AfterSameToken, Causal, Diagonal, SameToken, Window
+from manyheads.masks import AfterSameToken, Causal, Diagonal, Mask, SameToken, Window
 from manyheads.shapes import kind, sizes
+
+# The masks whose mean mass are head scores: those that the map alone tells, and those that need the tokens.
+MAP_MASKS: dict[str, Callable[[AttentionMap], Mask]] = {
+    "previous_token": lambda amap: Diagonal(-1),
+    "current_token": lambda amap: Diagonal(0),
+    "first_token": AttentionMap.first_key,
+}
+TOKEN_MASKS: dict[str, Callable[[Tensor], Mask]] = {
+    "duplicate_token": lambda ids: SameToken(ids) & Causal() & ~Diagonal(0),
+    "induction": AfterSameToken,
+}
 
 
 def previous_token(amap: AttentionMap) -> Tensor:
@@ -22,7 +33,7 @@ def previous_token(amap: AttentionMap) -> Tensor:
 
     What a previous-token head has (Clark et al. 2019, arXiv:1906.04341). TypeError for what is no map.
     """
-    return _map(amap).mass(Diagonal(-1), mean=True)
+    return _score(amap, "previous_token")
 
 
 def current_token(amap: AttentionMap) -> Tensor:
@@ -30,7 +41,7 @@ def current_token(amap: AttentionMap) -> Tensor:
 
     Clark et al. 2019 (arXiv:1906.04341). TypeError for what is no map.
     """
-    return _map(amap).mass(Diagonal(0), mean=True)
+    return _score(amap, "current_token")
 
 
 def first_token(amap: AttentionMap) -> Tensor:
@@ -38,7 +49,7 @@ def first_token(amap: AttentionMap) -> Tensor:
 
     An attention sink (Xiao et al. 2024, arXiv:2309.17453). TypeError for what is no map.
     """
-    return _map(amap).mass(amap.first_key(), mean=True)
+    return _score(amap, "first_token")
 
 
 def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
@@ -47,7 +58,7 @@ def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
     ids: the tokens, integers `[s]` or `[b, s]`. What a duplicate-token head has (Wang et al. 2023,
     arXiv:2211.00593). TypeError for what is no map or no tokens, ValueError for another number of them.
     """
-    return _map(amap).mass(SameToken(_one_for_each_key(ids, amap)) & Causal() & ~Diagonal(0), mean=True)
+    return _token_score(amap, "duplicate_token", ids)
 
 
 def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
@@ -56,7 +67,7 @@ def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
     ids: the tokens, integers `[s]` or `[b, s]`. What an induction head has (Elhage et al. 2021; Olsson et
     al. 2022, arXiv:2209.11895). TypeError for what is no map or no tokens, ValueError for another number.
     """
-    return _map(amap).mass(AfterSameToken(_one_for_each_key(ids, amap)), mean=True)
+    return _token_score(amap, "induction", ids)
 
 
 def local(amap: AttentionMap, width: int) -> Tensor:
@@ -66,6 +77,15 @@ def local(amap: AttentionMap, width: int) -> Tensor:
     or ValueError for what is no map or no width.
     """
     return _map(amap).mass(Window(left=width, right=width), mean=True)
+
+
+def _score(amap: AttentionMap, name: str) -> Tensor:
+    return _map(amap).mass(MAP_MASKS[name](amap), mean=True)
+
+
+def _token_score(amap: AttentionMap, name: str, ids: Tensor) -> Tensor:
+    mask = TOKEN_MASKS[name](_one_for_each_key(ids, _map(amap)))
+    return amap.mass(mask, mean=True)
 
 
 def _map(amap: object) -> AttentionMap:

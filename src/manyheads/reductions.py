@@ -702,7 +702,7 @@ def first_keys(problem: Problem) -> Tensor:
 
 
 class Mass(Reduction):
-    """`mass`, for whoever asks for it among others: it walks its own tiles."""
+    """`mass` as one of several statistics: it walks its own tiles."""
 
     def __init__(self, mask: Mask, mean: bool = False) -> None:
         self.mask, self.mean = mask, mean

@@ -1,4 +1,4 @@
-"""Frozen values that may hold tensors: the ground that masks and biases stand on.
+"""Frozen values that may hold tensors: the base of masks and biases.
 
 A value is a frozen dataclass; it compares by identity, moves with `.to`, and can be written down as
 plain text beside a list of its tensors and read back. The text is how a mask passes through an
@@ -32,7 +32,7 @@ _numbers = count()
 
 
 def number(function: Callable[..., Any]) -> int:
-    """A number by which a function can be written down, while somebody holds the function."""
+    """Return a number that stands for a function in text, as long as the function exists."""
     place = next(_numbers)
     _FUNCTIONS[place] = function
     return place

@@ -1,6 +1,6 @@
-"""Which mistakes are planted in which styles.
+"""Which bugs are planted in which styles.
 
-A style is an ordinary file in `styles/`, right as it stands. A mistake is planted by replacing pieces of
+A style is an ordinary file in `styles/`, right as it stands. A bug is planted by replacing pieces of
 its text, each of which stands in it once; the pieces are found in the whole text before any is replaced.
 """
 
@@ -59,23 +59,23 @@ def target(style: str) -> str:
     return TARGET[style]
 
 
-def source(style: str, mistake: str | None = None) -> str:
-    """The text of a style, with a mistake planted in it or as it stands."""
+def source(style: str, bug: str | None = None) -> str:
+    """The text of a style, with a bug planted in it or as it stands."""
     text = (STYLES / f"{style}.py").read_text(encoding="utf-8")
     places = []
-    for old, new in PLANTS[style][mistake] if mistake else []:
+    for old, new in PLANTS[style][bug] if bug else []:
         if text.count(old) != 1:
-            raise ValueError(f"{style}, {mistake}: expected {old!r} once, found it {text.count(old)} times.")
+            raise ValueError(f"{style}, {bug}: expected {old!r} once, found it {text.count(old)} times.")
         places.append((text.index(old), old, new))
     for start, old, new in sorted(places, reverse=True):  # from the end, so that the places stay right
         text = text[:start] + new + text[start + len(old) :]
     return text
 
 
-def write(folder: str | Path, style: str, mistake: str | None = None) -> str:
+def write(folder: str | Path, style: str, bug: str | None = None) -> str:
     """Write a style to a file of its own; returns `path.py:name`, as the command takes it."""
-    path = Path(folder) / f"{style}_{(mistake or 'right').replace('-', '_')}.py"
-    path.write_text(source(style, mistake), encoding="utf-8")
+    path = Path(folder) / f"{style}_{(bug or 'right').replace('-', '_')}.py"
+    path.write_text(source(style, bug), encoding="utf-8")
     return f"{path}:{target(style)}"
 
 

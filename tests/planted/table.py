@@ -1,4 +1,4 @@
-"""The published table: each mistake, what is said of it, and the styles it is planted in.
+"""The published table: each bug, its description, and the number of styles it is planted in.
 
     python tests/planted/table.py        # prints it, for docs/checker.md
 
@@ -14,20 +14,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from planted import matrix
 
-from manyheads.checker import names
-from manyheads.checker.mistakes import FAMILY
-from manyheads.checker.positions import SINES, turns
+from manyheads.checker.bugs import FAMILY
+from manyheads.checker.candidates import names
 
 
 def lines() -> list[str]:
-    says = {name: one.is_ for name, one in FAMILY.items()}
-    says |= {"dropout-left-on": "that drops weights in evaluation too"}
-    says |= {name: is_ for name, (is_, _, _) in {**SINES, **turns("half")}.items()}
-    says |= {"rotary-queries-only": "that turns queries and leaves keys"}
-    says |= {"rotary-keys-only": "that turns keys and leaves queries"}
-    styles = {name: [s for s, plants in matrix.PLANTS.items() if name in plants] for name in says}
-    rows = [f"| `{name}` | {is_} | {len(styles[name]) or '–'} |" for name, is_ in says.items()]
-    return ["| mistake | attention … | styles |", "|---|---|---|", *rows]
+    says = {name: one.description for name, one in FAMILY.items()}
+    says |= {"dropout-left-on": "that applies dropout in evaluation too"}
+    styles = {name: sum(name in plants for plants in matrix.PLANTS.values()) for name in says}
+    rows = [f"| `{name}` | {description} | {styles[name] or '–'} |" for name, description in says.items()]
+    return ["| bug | attention … | styles |", "|---|---|---|", *rows]
 
 
 def arguments() -> list[str]:

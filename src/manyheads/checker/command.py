@@ -1,4 +1,4 @@
-"""What `manyheads check` does beside checking: reads its options, shows progress, delivers the report."""
+"""What `manyheads check` does around a check: reads options, shows progress, writes the report."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import re
 from pathlib import Path
 
 from manyheads.checker import check
-from manyheads.checker.reading import Unclear
+from manyheads.checker.candidates.errors import Unclear
 from manyheads.checker.report import Report
 
 EXIT_CODES = {"passed": 0, "failed": 1, "not judged": 2}  # by verdict
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-LEAST = 256 * 2**20  # bytes that Python and torch take by themselves
+LEAST_MEMORY = 256 * 2**20  # bytes that Python and torch take by themselves
 
 
-def amount(text: str) -> int:
-    """`4G` as bytes; ValueError for what is no size, or less than a process needs to start."""
+def parse_size(text: str) -> int:
+    """Return `4G` in bytes; ValueError for another form, or less than a process needs to start."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ValueError(f"--memory takes a size such as 500M or 4G, and {text!r} came.")
+        raise ValueError(f"Expected a size such as 500M or 4G for --memory, got {text!r}.")
     size = int(float(match[1]) * UNITS[match[2].upper()])
-    if size < LEAST:
-        raise ValueError(f"--memory must be at least 256M, which Python and torch need, and {text!r} came.")
+    if size < LEAST_MEMORY:
+        raise ValueError(f"Expected --memory of at least 256M, which Python and torch need, got {text!r}.")
     return size
 
 
-def roles(text: str) -> dict[str, str]:
-    """`q=a,k=b,v=c,o=d` as a mapping; ValueError for anything else."""
+def parse_weights(text: str) -> dict[str, str]:
+    """Return `q=a,k=b,v=c,o=d` as a mapping; ValueError for another form."""
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
-    if not pairs or any(not role or not equals or not layer for role, equals, layer in pairs):
-        raise ValueError(f"--weights takes roles and layers, q=a,k=b,v=c,o=d, and {text!r} came.")
+    if not pairs or any(not role or not layer for role, _, layer in pairs):
+        raise ValueError(f"Expected roles and layers for --weights, such as q=a,k=b,v=c,o=d, got {text!r}.")
     return {role.strip(): layer.strip() for role, _, layer in pairs}
 
 
@@ -42,23 +42,21 @@ def run(
     timeout: float,
     memory: str,
 ) -> Report:
-    """The report on a target, with a line that says what is asked at the moment; ValueError for bad
-    options.
-    """
+    """Check a target, with a line that shows the current check; ValueError for invalid options."""
     from rich.console import Console
 
     if not timeout > 0:
-        raise ValueError(f"--timeout must be a positive number of seconds, and {timeout} came.")
-    size, named = amount(memory), roles(weights) if weights else None
+        raise ValueError(f"Expected a positive number of seconds for --timeout, got {timeout}.")
+    size, layers = parse_size(memory), parse_weights(weights) if weights else None
     if ":" not in target:
-        raise ValueError(f"a target must be module:name or path/to/file.py:name, and {target!r} came.")
+        raise ValueError(f"Expected a target module:name or path/to/file.py:name, got {target!r}.")
     try:
         with Console(stderr=True).status(f"checking {target}") as status:
             return check(
                 target,
                 like,
                 init=init,
-                weights=named,
+                weights=layers,
                 layout=layout,
                 timeout=timeout,
                 memory=size,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from manyheads import scores
-from manyheads.functional import looked_at, without_removed
 from manyheads.kernels import reference
 from manyheads.scores import Problem
 from manyheads.shapes import kind, sizes
@@ -34,13 +34,10 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
 
     The arguments are those of `manyheads.attention`.
     """
-    problem = Problem.of(q, k, v, **rest)
-
-    def own() -> Tensor:
-        with scores.exactly(q.device):
-            return reference.weights(problem)[0]
-
-    return looked_at(problem, own, lambda: None, heads=None)  # removed heads still have their weights
+    if has_torch_function_variadic(q, k, v):
+        return handle_torch_function(weigh, (q, k, v), q, k, v, **rest)
+    with scores.exactly(q.device):
+        return reference.weights(Problem.of(q, k, v, **rest))[0]
 
 
 def mix(weights: Tensor, v: Tensor) -> Tensor:
@@ -48,7 +45,9 @@ def mix(weights: Tensor, v: Tensor) -> Tensor:
 
     A value that isn't finite doesn't affect queries whose weight for it is 0.
     """
+    if has_torch_function_variadic(weights, v):
+        return handle_torch_function(mix, (weights, v), weights, v)
     with scores.exactly(v.device):
         wide = v.to(weights.dtype)
         out = weights @ wide if scores.finite(wide) else scores.mix(weights, weights != 0, wide)
-        return without_removed(out.to(v.dtype))
+        return out.to(v.dtype)

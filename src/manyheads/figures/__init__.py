@@ -352,8 +352,8 @@ def measures(
     The colours of a column go from 0 (or its smallest number, if negative) to its largest among all rows.
 
     Args:
-        rows: Named tuples or mappings as in `Seen.table()`: `layer`, `head` and scores by name. Scores are
-            weights, entropy in nats or distance in positions, None where there is nothing to measure.
+        rows: Named tuples or mappings as in `Recording.table()`: `layer`, `head` and scores by name. Scores
+            are weights, entropy in nats or distance in positions, None where there is nothing to measure.
         by: The score to sort by. Default: the first one.
         most: The largest number of heads to show.
         title: Title of the figure.

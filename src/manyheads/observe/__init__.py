@@ -1,32 +1,32 @@
-"""`observe`: the attention maps of a model that runs, ours or anyone's.
+"""`observe`: record the attention maps of a model that runs.
 
-    with manyheads.observe(model) as seen:
+    with manyheads.observe(model) as recording:
         model(**inputs)
-    seen["layers.3.attn"].entropy()
+    recording["layers.3.attn"].entropy()
 
-Every module of the model says when it runs (`watch`); attention calls are met on their way (`routes`,
-`huggingface`, and our own), and what was computed is kept beside the module's path (`seen`).
+Hooks on every module say when it runs (`recorder`), attention calls are intercepted on their way to PyTorch
+(`intercept`, `transformers`), and each is recorded under the path of the innermost module (`recording`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from manyheads import functional, reductions
-from manyheads.observe.here import attend, without
-from manyheads.observe.reduced import BY_MASK, USUAL, Reduced
-from manyheads.observe.seen import NoSuchLayer, Seen, Table, open_run
-from manyheads.observe.watch import Watch, listed, removable
+from manyheads import reductions
+from manyheads.measures import MAP_MASKS
+from manyheads.observe.intercept import record_attention
+from manyheads.observe.recorder import Recorder
+from manyheads.observe.recording import NoSuchLayer, Recording, open_run
+from manyheads.observe.summaries import STANDARD, Reduced
+from manyheads.observe.table import Table
 from manyheads.shapes import DTYPES, kind, most_bytes, whole
 
-__all__ = ["NoSuchLayer", "Reduced", "Seen", "Table", "attend", "observe", "open_run"]
-
-functional.onlooker, functional.remover = attend, without
+__all__ = ["NoSuchLayer", "Recording", "Reduced", "Table", "observe", "open_run", "record_attention"]
 
 
 @contextmanager
@@ -39,94 +39,112 @@ def observe(
     max_bytes: float | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    without: Sequence[tuple[str | int, int]] = (),
-) -> Iterator[Seen]:
-    """Record the attention maps of a model while the block runs; its outputs stay what they are.
+    ablate: Sequence[tuple[str | int, int]] = (),
+) -> Iterator[Recording]:
+    """Record the attention maps of a model while the block runs, without changing its outputs.
 
-    Seen are calls of `scaled_dot_product_attention`, `nn.MultiheadAttention` and what is built on it,
-    Hugging Face models, and our own layers, on any thread. The model's own kernel computes its output;
-    a log-sum-exp is computed when it is first needed. Compiled models run as they were written.
+    Recorded are calls of `scaled_dot_product_attention`, `nn.MultiheadAttention` and everything built on it,
+    Hugging Face models, and manyheads' own layers, on any thread. The model's own kernel computes its output;
+    a log-sum-exp that it doesn't give is computed when it is first needed. Compiled models run eagerly.
 
     Args:
-        keep: "maps" keeps q and k of every call; "statistics" reduces each call at once and keeps
-            nothing else: entropy, distance, row_max, received and the measures that need no tokens. Names of
-            statistics, or a mapping from names to arguments as `AttentionMap.statistics` takes them,
-            say which: `keep={"entropy": (), "top": 8}`.
-        layers: which modules, by path, by a part of it, or by number in order of first call.
-        heads: which query heads.
-        max_bytes: the bytes that maps may hold together, at most.
-        device, dtype: where and in which precision q and k are kept, e.g. "cpu", torch.float16.
-        without: (layer, head) pairs whose contribution is removed, to see what they were for.
+        model: The model, or a part of it.
+        keep: "maps" keeps q and k of every call. "statistics" reduces each call at once and keeps nothing
+            else: entropy, distance, row_max, received, and the head scores that need no tokens. Names of
+            statistics, or a mapping from names to arguments as `AttentionMap.statistics` takes them, choose
+            others: `keep={"entropy": (), "top": 8}`.
+        layers: Which modules to record: paths, parts of paths, or numbers in order of first call.
+        heads: Which query heads to record.
+        max_bytes: The most bytes that the recording may hold.
+        device: Where q and k are kept, e.g. "cpu".
+        dtype: The precision in which they are kept, e.g. torch.float16.
+        ablate: Pairs (layer, head) whose output is replaced by zeros, to see what the head contributes.
 
     Yields:
-        `Seen`, an ordered mapping from paths of attention modules to maps.
+        The `Recording`, an ordered mapping from paths of attention modules to maps.
 
     Raises:
-        TypeError, ValueError: for what can't be observed, for names that aren't there, and at the end
-            of the block if no forward ran or no attention was seen.
-        MemoryError: from the model's call that would exceed max_bytes.
+        TypeError, ValueError: For arguments that don't fit the model, for calls that can't be recorded, and
+            at the end of the block if no forward ran or no attention was called.
+        MemoryError: From the model's call that would exceed max_bytes.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"observe takes a torch.nn.Module, and {kind(model)} came.")
-    scripted = next(
-        (path for path, one in model.named_modules() if isinstance(one, torch.jit.ScriptModule)), None
-    )
-    if scripted is not None:
-        raise TypeError(
-            f"{scripted or type(model).__name__} is a TorchScript module, whose calls can't be met: observe "
-            "the model that it was made from."
-        )
+        raise TypeError(f"Expected observe to get a torch.nn.Module, got {kind(model)}.")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{path or type(model).__name__} is a TorchScript module, whose calls can't be intercepted. "
+                "Observe the model that it was made from."
+            )
     if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, and {dtype!r} came.")
-    kept = _kept(keep)
-    if kept is not None and (device is not None or dtype is not None):
-        raise ValueError('device= and dtype= say how maps are kept, and keep="statistics" keeps none.')
-    chosen = listed(heads, "heads", "head numbers")
-    for head in chosen or ():
+        raise TypeError(f"Expected dtype to be one of {', '.join(map(str, DTYPES))}, got {dtype!r}.")
+    statistics = None if keep == "maps" else _check_statistics(keep)
+    if statistics is not None and (device is not None or dtype is not None):
+        raise ValueError('device= and dtype= say how maps are kept, but keep="statistics" keeps none.')
+    head_numbers = _as_list(heads, "heads", "head numbers")
+    for head in head_numbers or ():
         whole(head, "a head in heads", least=-(1 << 30))
-    seen = Seen({"model": _name(model)})
-    watch = Watch(
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", "") or type(model).__name__
+    recording = Recording({"model": str(name)})
+    recorder = Recorder(
         model,
-        seen,
-        keep=kept,
-        layers=listed(layers, "layers", "paths or numbers of layers"),
-        heads=chosen,
+        recording,
+        keep=statistics,
+        layers=_as_list(layers, "layers", "paths or numbers of layers"),
+        heads=head_numbers,
         max_bytes=None if max_bytes is None else most_bytes(max_bytes),
         store=[place for place in (device, dtype) if place is not None],
-        without=removable(without),
+        ablate=_check_pairs(ablate),
     )
-    with watch.standing():
-        yield seen
-    watch.account()
+    with recorder.attached():
+        yield recording
+    recorder.check()
 
 
-def _kept(keep: Any) -> dict[str, Any] | None:
-    """The statistics to keep, with their arguments; None for maps."""
-    if keep == "maps":
-        return None
+def _check_statistics(keep: Any) -> dict[str, Any]:
+    """Return the statistics to keep, with their arguments."""
+    if keep == "statistics":
+        keep = STANDARD
+    expected = 'Expected keep to be "maps", "statistics" or names of statistics'
     if isinstance(keep, str):
-        if keep != "statistics":
-            raise ValueError(f'keep must be "maps", "statistics" or names of statistics, and {keep!r} came.')
-        keep = USUAL
+        raise ValueError(f"{expected}, got {keep!r}.")
     if not isinstance(keep, Sequence | Mapping):
-        raise TypeError(f'keep must be "maps", "statistics" or names of statistics, and {kind(keep)} came.')
-    asked = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep, ())
-    if not asked:
-        raise ValueError('keep must be "maps", "statistics" or names of statistics, and no name came.')
-    for name, given in asked.items():
-        if name not in reductions.BY_NAME and name not in BY_MASK:
-            raise ValueError(
-                f"there is no statistic {name!r} to keep, but {', '.join((*reductions.BY_NAME, *BY_MASK))}."
+        raise TypeError(f"{expected}, got {kind(keep)}.")
+    statistics = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep, ())
+    if not statistics:
+        raise ValueError(f"{expected}, got none.")
+    for name, given in statistics.items():
+        if name in MAP_MASKS:
+            if given != ():
+                raise TypeError(f"{name} takes no arguments, got {given!r}.")
+        elif name in reductions.BY_NAME:
+            for arguments in given if isinstance(given, list) else [given]:
+                reductions.make(name, arguments)
+        else:
+            names = ", ".join((*reductions.BY_NAME, *MAP_MASKS))
+            raise ValueError(f"There is no statistic {name!r} to keep, but {names}.")
+    return statistics
+
+
+def _check_pairs(ablate: Any) -> list[tuple[str | int, int]]:
+    pairs = list(ablate) if isinstance(ablate, Iterable) and not isinstance(ablate, str) else [ablate]
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(
+                f'Expected ablate to be pairs (layer, head) such as ("layers.3.attn", 5), got {pair!r}.'
             )
-        if name in BY_MASK and given != ():
-            raise TypeError(f"{name} takes no arguments, and {given!r} came.")
-        if name in reductions.BY_NAME:
-            for one in given if isinstance(given, list) else [given]:
-                reductions.make(name, one)
-    return asked
+    return pairs
 
 
-def _name(model: nn.Module) -> str:
-    """What a model is called: where it was loaded from, if it says so, else its class."""
-    config = getattr(model, "config", None)
-    return str(getattr(config, "_name_or_path", "") or type(model).__name__)
+def _as_list(value: Any, option: str, what: str) -> list[Any] | None:
+    """Return one or several layers or heads as a list; None for all of them."""
+    if value is None:
+        return None
+    values = [value] if isinstance(value, str | int) else value
+    if not isinstance(values, Iterable) or isinstance(values, Tensor):
+        raise TypeError(f"Expected {option} to be {what}, got {kind(value)}.")
+    values = list(values)
+    if not values:
+        raise ValueError(f"Expected {option} to be {what} (None for all), got an empty list.")
+    return values

@@ -25,7 +25,7 @@ from torch import nn
 
 from manyheads import lm
 from manyheads.lm.checkpoint import is_ours
-from manyheads.observe import Seen, observe
+from manyheads.observe import Recording, observe
 from manyheads.text.tokens import Token, align, printable
 
 SHIPPED = "shipped"  # the name of the model that comes with the package
@@ -58,7 +58,7 @@ class Model:
     scaled: Callable[[int], Model] | None = None
     layers: tuple[nn.Module, ...] = ()
 
-    def read(self, ids: Sequence[int], on_layer: Callable[[], object] = lambda: None) -> Seen:
+    def read(self, ids: Sequence[int], on_layer: Callable[[], object] = lambda: None) -> Recording:
         """Record the attention of the model while it reads a text.
 
         Args:

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from manyheads import figures, scores
 from manyheads.maps import AttentionMap
-from manyheads.observe import Seen
+from manyheads.observe import Recording
 from manyheads.text import models
 from manyheads.text.highlights import (
     MASKS,
@@ -70,7 +70,7 @@ class Reading:
     model: str
     tokens: list[Token]
     left_out: int
-    recording: Seen
+    recording: Recording
     layers: list[str]
     maps: list[AttentionMap]
     candidates: list[Finding]
@@ -311,7 +311,7 @@ def round_duration(seconds: float) -> str:
     return f"about {seconds / 60:.0f} minutes"
 
 
-def _list_calls(recording: Seen) -> list[tuple[str, AttentionMap]]:
+def _list_calls(recording: Recording) -> list[tuple[str, AttentionMap]]:
     """Return all calls with their layers. A module that is called repeatedly counts as several layers."""
     return [(layer, amap) for layer in recording for amap in recording.calls(layer)]
 

@@ -38,10 +38,10 @@ from torch import Tensor
 
 from manyheads import scores
 from manyheads.maps import AttentionMap
-from manyheads.masks import AfterSameToken
-from manyheads.observe import Seen, open_run
-from manyheads.observe.reduced import BY_MASK, Reduced
-from manyheads.observe.seen import measured
+from manyheads.measures import MAP_MASKS, TOKEN_MASKS
+from manyheads.observe import Recording, open_run
+from manyheads.observe.summaries import Reduced
+from manyheads.observe.table import score_heads
 from manyheads.shapes import kind
 from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile, has_fast_statistics
 from manyheads.viewer.worker import BACKGROUND, NORMAL, URGENT, Worker
@@ -97,7 +97,7 @@ class ViewedRun:
         self._stamp = _stamp(path)
 
     @classmethod
-    def of(cls, source: Seen | AttentionMap | str | PathLike[str]) -> ViewedRun:
+    def of(cls, source: Recording | AttentionMap | str | PathLike[str]) -> ViewedRun:
         """Return a run.
 
         Args:
@@ -118,7 +118,7 @@ class ViewedRun:
         calls: list[tuple[str, Any]]
         if isinstance(source, AttentionMap):
             calls = [("attention", source)]
-        elif isinstance(source, Seen):
+        elif isinstance(source, Recording):
             calls = []
             for name in source:
                 several = source.calls(name)
@@ -129,7 +129,7 @@ class ViewedRun:
             title = str(source.provenance.get("model", title))
         else:
             raise TypeError(
-                f"Expected {Seen.__name__}, AttentionMap or a path to a file of either, got {kind(source)}."
+                f"Expected Recording, AttentionMap or a path to a file of either, got {kind(source)}."
             )
         calls = [(label, call) for label, call in calls if all(call.shape)]
         if not calls:
@@ -197,7 +197,7 @@ class Api:
 
     def __init__(self, *sources: Any) -> None:
         if not sources:
-            raise ValueError(f"Expected a {Seen.__name__}, an AttentionMap or a path, got nothing to show.")
+            raise ValueError("Expected a Recording, an AttentionMap or a path, got nothing to show.")
         self.runs = [x if isinstance(x, ViewedRun) else ViewedRun.of(x) for x in sources]
         titles = [run.title for run in self.runs]
         for n, run in enumerate(self.runs):
@@ -230,7 +230,8 @@ class Api:
             address: One of those listed above.
 
         Returns:
-            A future, which may be cancelled. It may raise LookupError for an index, or FileChanged.
+            A future, which may be cancelled. It raises LookupError for an index out of range, FileChanged
+            for a file that changed.
 
         Raises:
             LookupError: There is no such address.
@@ -424,11 +425,11 @@ def head_scores(
     _, h, t, s = amap.shape
     problem = amap.problem
     if h * t * s <= (EXACT_WEIGHTS if has_fast_statistics(problem) else EXACT_WEIGHTS // 16):
-        return {name: x[0] for name, x in measured(amap, ids).items()}, 1
+        return {name: x[0] for name, x in score_heads(amap, ids).items()}, 1
     stride = -(-t // SAMPLES)
-    masks = {name: mask_of(amap) for name, mask_of in BY_MASK.items()}
+    masks = {name: mask_of(amap) for name, mask_of in MAP_MASKS.items()}
     if ids is not None:
-        masks["induction"] = AfterSameToken(ids)
+        masks["induction"] = TOKEN_MASKS["induction"](ids)
     masks = {name: mask.bind(problem.offset, s) for name, mask in masks.items()}
     names = (*masks, "entropy")
     total, count = ({name: torch.zeros(h) for name in names} for _ in range(2))

@@ -618,7 +618,7 @@ template <class T, class Op> struct Call {
 
     // -- threads ------------------------------------------------------------------------------------
 
-    // Every thread packs what nobody packs yet, and computes when all is packed.
+    // Every thread packs panels that no other has taken, and computes when all are packed.
     static void sharing(void *data) {
         Call &call = *(Call *)data;
         [[maybe_unused]] typename Op::Ready ready;

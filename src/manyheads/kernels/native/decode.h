@@ -21,7 +21,7 @@ template <class T, class Op> struct Decode {
     static constexpr int AHEAD = 24;     // keys that are fetched before they are needed
 
     const Problem &p;
-    R *kept;                             // [b * h * t, line]: the scores, for whoever looks at them; or null
+    R *kept;                             // [b * h * t, line]: the scores, for statistics of them; or null
     int64_t line;
     bool known;                          // is lse given? Then only scores are computed
     int64_t rows, width, units, depth;   // queries of a key; w and d in whole vectors; d rounded up to pairs

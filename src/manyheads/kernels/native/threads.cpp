@@ -1,7 +1,7 @@
 // Which build this processor runs, and the threads that run it.
 //
 // The threads are those of PyTorch's own OpenMP, found in the process rather than linked, so that there is one
-// pool and nobody waits beside it. That pool doesn't live on in a forked child: there, and where PyTorch has
+// pool, and no second pool waits beside it. That pool doesn't live on in a forked child: there, and where PyTorch has
 // another one, a call starts threads of its own.
 #include "problem.h"
 

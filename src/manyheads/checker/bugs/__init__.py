@@ -1,0 +1,25 @@
+"""The family of known bugs: oracles that override a step, by name."""
+
+from __future__ import annotations
+
+# Importing a module registers its bugs, in the order of the published table.
+from manyheads.checker.bugs import scores, masks, softmax, heads, projections, returned, encodings  # isort: skip
+from manyheads.checker.bugs.family import FAMILY, Bug, compose, overridden_steps, override
+from manyheads.checker.encodings import Interleaved, Rotary
+from manyheads.checker.oracle import Attention, Oracle
+
+MODULES = (scores, masks, softmax, heads, projections, returned, encodings)
+__all__ = ["CONVENTIONS", "FAMILY", "Bug", "compose", "family_of", "overridden_steps", "override"]
+
+# Equally right ways to do a step, which differ only together with a bug, or in which entries they pair.
+UNMASKED = override(mask_weights=masks.same)
+LOWEST = override(mask_scores=masks.Lowest.mask_scores)
+CONVENTIONS: dict[type[Oracle], list[tuple[type[Oracle], ...]]] = {
+    Attention: [(), (UNMASKED,), (LOWEST,), (LOWEST, UNMASKED)],
+    Rotary: [(), (Interleaved,)],
+}
+
+
+def family_of(oracle: type[Oracle]) -> list[Bug]:
+    """Return the bugs of one kind of oracle."""
+    return [bug for bug in FAMILY.values() if issubclass(bug.variants[0], oracle)]

@@ -1,0 +1,1 @@
+"""Reads what a candidate is and how to call it."""

@@ -1,0 +1,198 @@
+"""The base of adapters: a candidate that is built, called and compared in the terms of an oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.checker.bugs import CONVENTIONS, compose
+from manyheads.checker.candidates.construct import fill_arguments, guess_note
+from manyheads.checker.candidates.documentation import read_documentation
+from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.isolation.candidate import Answer, Call, Candidate
+from manyheads.checker.isolation.describe import Description
+from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.process import CandidateProcess
+from manyheads.checker.oracle import Inputs, Oracle, Outputs, Weights, exact, largest_difference
+from manyheads.shapes import sizes
+
+B, T, S, D = 3, 5, 7, 6  # sizes to probe with; no two dimensions of an input are the same
+
+
+@dataclass(frozen=True)
+class Options:
+    """The kind of a candidate, whether it was guessed, and what the user said about it."""
+
+    kind: str
+    guessed: bool
+    init: Mapping[str, Any]
+    weights: Mapping[str, str]
+    layout: str | None
+
+
+class Adapter:
+    """A candidate and how to call it.
+
+    Attributes:
+        oracle: what it should compute.
+        kind: its kind.
+        notes: what was assumed, for the report.
+        features: what it can be asked for, such as "mask" or "weights".
+        weights: its parameters as the oracle takes them, None for a function.
+        convention: which of equally right ways it takes.
+    """
+
+    oracle: type[Oracle]
+
+    def __init__(
+        self, candidate: Candidate | CandidateProcess, options: Options, same_width: bool = False
+    ) -> None:
+        self.candidate, self.options, self.kind = candidate, options, options.kind
+        self.notes = [guess_note(options.kind)] if options.guessed else []
+        self.init: dict[str, Any] = {}
+        self.weights: Weights | None = None
+        self.features: set[str] = set()
+        self.convention: tuple[type[Oracle], ...] = ()
+        self.judged: set[str] = set()  # mask arguments on which a compared output depends
+        self.last_error: CandidateError | None = None  # of `attempt`
+        self.width_error = ""  # why different widths for queries, keys and values failed
+        self._build(options.init, same_width)
+        self.layout = options.layout or "batch"
+
+    def _build(self, init: Mapping[str, Any], same_width: bool) -> None:
+        d = self.candidate.describe()
+        if d.type == "class":
+            self.init = fill_arguments(d, init, same_width)
+            shown = ", ".join(f"{name}={short_repr(value)}" for name, value in self.init.items())
+            try:
+                d = self.candidate.build(self.init)
+            except CandidateError as error:
+                if error.kind != "init":
+                    raise Unclear(f"building {d.name}({shown}): {error}") from None
+                raise Unclear(
+                    f"{str(error).rstrip('.')}: it was built with {shown or 'no arguments'}. "
+                    "Give others with --init."
+                ) from None
+            if self.init:
+                self.notes.append(f"built as {d.name}({shown})")
+        elif init:
+            raise Unclear(f"{d.name} is built already. Leave out --init {', '.join(init)}.")
+        self.d: Description = d
+        self.text = read_documentation(d)
+
+    # -- what its kind defines ---------------------------------------------------------------------
+
+    def draw(self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None) -> Inputs:
+        """Return random inputs without masks."""
+        raise NotImplementedError
+
+    def scenarios(self, seed: int, s: int = S, t: int = T, b: int = B) -> dict[str, Inputs]:
+        """Return one input for each way in which the candidate can be called."""
+        raise NotImplementedError
+
+    def call(self, x: Inputs, **options: Any) -> Call:
+        """Return the call for these inputs."""
+        raise NotImplementedError
+
+    def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
+        """Convert an output to the oracle's layout; UnexpectedOutput for one of another shape.
+
+        If `strict`, the last width and the shape of returned weights are checked too.
+        """
+        raise NotImplementedError
+
+    def allowed_error(self, x: Inputs) -> float:
+        """Return the largest error that rounding explains."""
+        raise NotImplementedError
+
+    # -- calling -----------------------------------------------------------------------------------
+
+    def answer(self, x: Inputs, **options: Any) -> Answer:
+        """Call the candidate."""
+        return self.candidate.call(self.call(x, **options))
+
+    def run(self, x: Inputs, strict: bool = True, **options: Any) -> Outputs:
+        """Call the candidate, and read its output."""
+        return self.read(self.answer(x, **options).output, x, strict)
+
+    def attempt(self, x: Inputs, strict: bool = False, **options: Any) -> Outputs | None:
+        """Run, or return None if the call raises or returns something else; a lost process still raises."""
+        try:
+            return self.run(x, strict, **options)
+        except UnexpectedOutput:
+            return None
+        except CandidateError as error:
+            if error.ends_process:
+                raise
+            self.last_error = error
+            return None
+
+    def reject_call(self, error: CandidateError, x: Inputs) -> Unclear:
+        """Return the error of a candidate whose first call failed; raise one that no other call can avoid."""
+        if error.kind != "call" or error.is_exit:
+            raise error
+        reason = str(error).rstrip(".")
+        if error.is_unwritten:
+            return Unclear(f"{reason}. Write it, and check again.")
+        fix = "Give its kind with --like" if self.options.guessed else f"Fix that, if it is {self.kind}"
+        return Unclear(f"{reason}: it was called with {self.show_call(x)}. {fix}, or write an adapter.")
+
+    def show_call(self, x: Inputs) -> str:
+        """Return the arguments of a call, tensors by their shapes."""
+        call = self.call(x)
+        named = dict(zip((one.name for one in self.d.call), call.args, strict=False)) | call.kwargs
+        return ", ".join(f"{n} {sizes(v) if isinstance(v, Tensor) else v}" for n, v in named.items())
+
+    def argument_name(self, path: str) -> str:
+        """Return the name of the argument that a path such as "0" or "mask" leads to."""
+        names = [one.name for one in self.d.call if one.kind == "positional"]
+        return names[int(path)] if path.isdigit() and int(path) < len(names) else path
+
+    # -- comparing ---------------------------------------------------------------------------------
+
+    @property
+    def conventions(self) -> list[tuple[type[Oracle], ...]]:
+        """Return the equally right ways in which the candidate may compute."""
+        return CONVENTIONS.get(self.oracle, [()])
+
+    @property
+    def readings(self) -> list[Weights | None]:
+        """Return the weights in float64, in each order in which they may be packed."""
+        return [None if self.weights is None else self.weights.to(torch.float64)]
+
+    def exact(self, x: Inputs) -> Outputs:
+        """Return what is right, in float64."""
+        return exact(self.weights, x, compose(self.oracle, *self.convention))
+
+    def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:
+        """Return the outputs without those of padded queries, if the candidate has its own there."""
+        return outputs
+
+    def compare(self, x: Inputs, got: Outputs, expected: Outputs) -> tuple[float, float, str]:
+        """Return (error, allowed error, "output" or "weights"): of the output, if that isn't right."""
+        allowed = self.allowed_error(x)
+        got, expected = self.ignore_padding(x, got), self.ignore_padding(x, expected)
+        error = largest_difference(got.out, expected.out)
+        if expected.weights is not None and got.weights is not None and error <= allowed:
+            difference = largest_difference(got.weights, expected.weights)
+            room = 1e-5 + 40 * torch.finfo(x.query.dtype).eps * (1 + float(x.query.abs().max()) ** 2)
+            if difference > room:
+                return difference, room, "weights"
+        return error, allowed, "output"
+
+    def is_right(self, x: Inputs) -> bool:
+        """Return True if the candidate's output and weights for these inputs are right."""
+        error, allowed, _ = self.compare(x, self.run(x), self.exact(x))
+        return error <= allowed
+
+    def adopt_convention(self, x: Inputs, got: Outputs) -> None:
+        """If these outputs are wrong, take the convention in which they are right, if any."""
+
+
+def short_repr(value: Any) -> str:
+    """Return the repr of a constructor argument."""
+    return "Namespace(...)" if isinstance(value, dict) and "__namespace__" in value else repr(value)

@@ -1,0 +1,501 @@
+"""The adapter of attention: calls a layer or a function in the oracle's terms, whatever its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.checker.candidates import names
+from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
+from manyheads.checker.candidates.construct import PROJECTED
+from manyheads.checker.candidates.documentation import is_mask
+from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.candidates.forms import HEAD_LAYOUTS, WEIGHT_LAYOUTS, MaskForm
+from manyheads.checker.candidates.parameters import NAME_THEM, find_projections, input_widths
+from manyheads.checker.isolation.candidate import Call, Candidate
+from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.process import CandidateProcess
+from manyheads.checker.isolation.trees import iterate_tensors, top_tensors
+from manyheads.checker.oracle import (
+    Attention,
+    Inputs,
+    Outputs,
+    Weights,
+    allowed_error,
+    exact,
+    largest_difference,
+)
+from manyheads.shapes import sizes
+
+SPREAD = 1.5  # of the random weights, so that scores differ by several units
+
+
+class AttentionAdapter(Adapter):
+    """A candidate for attention.
+
+    Features are "mask", "keys" (a mask of keys alone), "padding", "causal", "weights", "cross" (keys of
+    another sequence), "scale", "sink", "bias", "past" and "grouped".
+    """
+
+    oracle = Attention
+
+    def __init__(
+        self, candidate: Candidate | CandidateProcess, options: Options, same_width: bool = False
+    ) -> None:
+        super().__init__(candidate, options, same_width)
+        self.head_layout = "[b, h, t, d]"  # without projections
+        self.forms: dict[str, tuple[str, MaskForm]] = {}  # feature → the argument's meaning, and its form
+        self.always_causal = self.always_weights = self.always_averaged = False
+        self.ignores_padded_queries = False  # it has its own outputs there, which nothing reads
+        self.weight_layouts: dict[bool, str] = {}  # of returned weights, averaged or not, once it is known
+        self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that take no form of mask
+        self.side_by_side = False  # how packed weights are ordered
+        self._assign_arguments()
+        if options.kind in PROJECTED:
+            self._find_weights(options.weights)
+
+    # -- arguments and weights ---------------------------------------------------------------------
+
+    def _assign_arguments(self) -> None:
+        """Map what arguments mean to their names."""
+        self.arguments: dict[str, str] = {}
+        unknown: list[str] = []
+        named = [one for one in self.d.call if one.is_named]
+        for one in named:
+            role = names.argument_role(one.name) or names.guess_mask_role(one.name)
+            if role == "mask" and isinstance(one.default, bool):
+                role = "causal"  # a switch
+            if role is not None and role not in self.arguments:
+                self.arguments[role] = one.name
+            elif one.required:
+                unknown.append(one.name)
+        hint = self.arguments.pop("causal", None) if self.kind == "torch-mha" else None
+        self.mask_arguments = [
+            one.name for one in self.d.call if is_mask(one, self.text) and one.name not in unknown
+        ]
+        if hint == "is_causal" and "mask" in self.arguments:
+            self.mask_arguments.remove(hint)  # PyTorch's hint about the mask, which says the same
+        used = {*self.arguments.values(), *unknown}
+        if left := [one.name for one in named if one.name not in used]:
+            self.notes.append(f"left at their defaults: {', '.join(left)}")
+        self._name_sequences(unknown)
+
+    def _name_sequences(self, unknown: list[str]) -> None:
+        """Find the arguments for queries, keys and values, or x and a context."""
+        roles = self.arguments
+        if "x" in roles and {"key", "value"} <= set(roles):
+            roles["query"] = roles.pop("x")
+        if self.kind == "cross" and "context" not in roles and {"query", "key"} <= set(roles):
+            roles["context"] = roles.pop("key")
+        if "query" in roles and "value" not in roles and ("context" in roles or "key" not in roles):
+            roles["x"] = roles.pop("query")
+        inputs = {"self": ["x"], "cross": ["x", "context"]}.get(self.kind, ["query", "key", "value"])
+        sequences = [role for role in ("query", "key", "value", "x", "context") if role in roles]
+        if unknown and len(unknown) + len(sequences) == len(inputs):
+            free = [role for role in inputs if role not in roles]
+            roles |= dict(zip(free, unknown, strict=False))
+            unknown = unknown[len(free) :]
+        if unknown:
+            raise Unclear(
+                f"{self.d.name} needs the argument {unknown[0]!r}, which the checker doesn't know. Write an "
+                "adapter that takes q, k, v or x and calls it (docs/checker.md shows one), and check that."
+            )
+        if self.kind == "self" and {"query", "key", "value"} <= set(roles):
+            self.kind, inputs = "multihead", ["query", "key", "value"]
+        if self.kind == "multihead" and "x" in roles:
+            inputs = ["x"]
+        if any(role not in roles for role in inputs):
+            taken = ", ".join(one.name for one in self.d.call) or "nothing"
+            raise Unclear(
+                f"Expected {self.d.name} to take {', '.join(inputs)} as {self.kind} does, but it takes "
+                f"{taken}. Give its kind with --like."
+            )
+        if self.kind == "cross" or {"query", "key"} <= set(roles):
+            self.features.add("cross")
+
+    def _find_weights(self, given: Mapping[str, str]) -> None:
+        """Find the projections, give them random values, and count the heads."""
+        self.projections = find_projections(self.d, self.init, given)
+        held, generator = self.candidate.weights(), torch.Generator().manual_seed(1)
+        random = {}
+        for path in self.projections.paths():
+            shape = held[path].shape
+            spread = SPREAD / self.projections.fan_in(path, shape) ** 0.5
+            random[path] = torch.randn(shape, generator=generator) * spread
+        self.candidate.load(random)
+        self.held = {**held, **random}
+        self._set_weights(self.projections.read(self.held))
+        weight = self.projections.weight
+        roles = [f"{role} = {', '.join(dict.fromkeys(p.path for p in weight[role]))}" for role in weight]
+        groups = f", {self.key_heads} key heads" if self.key_heads != self.heads else ""
+        plural = "s" * (self.heads > 1)
+        self.notes.append(f"weights: {'; '.join(roles)}; {self.heads} head{plural}{groups}")
+        if self.projections.unused:
+            self.notes.append(f"not part of attention: {', '.join(self.projections.unused)}")
+        if not self.projections.heads_known:
+            self._count_heads()
+        try:
+            exact(self.weights, self.draw(torch.Generator().manual_seed(4)))
+        except RuntimeError as error:
+            shapes = "; ".join(f"{role} {sizes(x)}" for role, x in self._weights.weight.items())
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise Unclear(
+                f"The weights of {self.d.name} ({shapes}, {self.heads} heads) don't fit together ({reason}). "
+                f"{NAME_THEM}"
+            ) from None
+
+    def _set_weights(self, weights: Weights) -> None:
+        self._weights = self.weights = weights
+        self.widths = input_widths(weights)
+
+    def _count_heads(self) -> None:
+        """Where nothing tells the number of heads, returned weights do."""
+        x = self.draw(torch.Generator().manual_seed(4), s=S).but(need_weights=True)
+        try:
+            output = self.answer(x).output
+        except CandidateError as error:
+            if error.kind != "call":
+                raise
+            return
+        shapes = [tuple(y.shape) for _, y in iterate_tensors(output)]
+        counts = {n for b, n, *rest in (shape for shape in shapes if len(shape) == 4)
+                  if b == B and tuple(rest) == (x.t, x.s)}  # fmt: skip
+        if len(counts) == 1 and self._weights.weight["q"].shape[0] % (n := counts.pop()) == 0:
+            self.projections.heads = self.projections.key_heads = n
+            self._set_weights(self.projections.read(self.held))
+            self.notes.append(f"{n} heads, as its weights show")
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads."""
+        if self.weights is not None:
+            return self.weights.heads
+        return 4 if "h" in self.head_layout else 1
+
+    @property
+    def key_heads(self) -> int:
+        """The number of key heads of a module."""
+        return self._weights.key_heads
+
+    @property
+    def readings(self) -> list[Weights | None]:
+        """Return the weights in float64, in each order in which they may be packed."""
+        if self.weights is None or not self.projections.can_be_side_by_side:
+            return super().readings
+        orders = (self.side_by_side, not self.side_by_side)
+        return [self.projections.read(self.held, order).to(torch.float64) for order in orders]
+
+    def adopt_convention(self, x: Inputs, got: Outputs) -> None:
+        """If these outputs are wrong, order packed weights the other way if they are right then."""
+        if len(self.readings) == 1 or self._explains(x, got):
+            return
+        self._reorder_packed()
+        if self._explains(x, got):
+            self.notes.append("packed weights are ordered [head, (q, k, v), d]")
+        else:
+            self._reorder_packed()
+
+    def _explains(self, x: Inputs, got: Outputs) -> bool:
+        error, allowed, _ = self.compare(x, got, self.exact(x))
+        return error <= allowed
+
+    def _reorder_packed(self) -> None:
+        self.side_by_side = not self.side_by_side
+        self._set_weights(self.projections.read(self.held, self.side_by_side))
+
+    def allowed_error(self, x: Inputs) -> float:
+        """Return the error budget."""
+        return allowed_error(self.weights, x)
+
+    # -- inputs ------------------------------------------------------------------------------------
+
+    def draw(
+        self,
+        generator: torch.Generator,
+        b: int = B,
+        t: int = T,
+        s: int | None = None,
+        *,
+        key_heads: int | None = None,
+    ) -> Inputs:
+        """Return random inputs without masks; `s` is `t` if the candidate attends to its own sequence."""
+        crosses = "cross" in self.features
+        s = s if crosses and s is not None else t
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        if self.weights is None:
+            h = self.heads
+            g = key_heads or h
+            s = max(s, t) if self.always_causal else s
+            x = Inputs(randn(b, h, t, D), randn(b, g, s, D), randn(b, g, s, D))
+            if "sink" in self.arguments:
+                x = x.but(sink=randn(h))
+        else:
+            q_width, k_width, v_width = self.widths
+            query = randn(b, t, q_width)
+            key = randn(b, s, k_width) if crosses else query
+            value = randn(b, s, v_width) if crosses and self.kind != "cross" else key
+            x = Inputs(query, key, value)
+        if self.always_causal:
+            x = x.but(causal=True, offset=0 if self.kind == "sdpa" else x.s - x.t)
+        return x.but(need_weights=self.always_weights, average_weights=self.always_averaged)
+
+    def replace_sequences(self, x: Inputs, **fields: Tensor) -> Inputs:
+        """Return x with another query, key or value; those that the candidate takes as one stay one."""
+        if "cross" not in self.features:
+            fields = dict.fromkeys(("query", "key", "value"), fields["query"])
+        elif self.kind == "cross":
+            fields["value"] = fields["key"]
+        return x.but(**fields)
+
+    def change_key(self, x: Inputs, position: int, by: float | None = None) -> Inputs:
+        """Return x with one key changed, by another amount in each channel or `by` in all.
+
+        Where queries are the same tokens, that query changes too.
+        """
+        fields = {}
+        for name in ("key", "value") if "cross" in self.features else ("query", "key", "value"):
+            y = getattr(x, name).clone()
+            y[..., position, :] += torch.linspace(-2, 3, y.shape[-1]) if by is None else by
+            fields[name] = y
+        return self.replace_sequences(x, **fields)
+
+    def unchanged_queries(self, x: Inputs, position: int) -> list[int]:
+        """Return the queries that `change_key` leaves as they are."""
+        return [i for i in range(x.t) if "cross" in self.features or i != position]
+
+    def first_shared(self, keep: Tensor) -> Tensor:
+        """Return a mask that the whole batch shares, if the candidate takes no other."""
+        return keep[:1].expand_as(keep).clone() if self.forms["mask"][1].is_shared else keep
+
+    def random_mask(self, x: Inputs, g: torch.Generator, first_key: bool = False) -> Inputs:
+        """Return x with a random mask; `first_key` stays visible, so that other masks leave no row empty."""
+        keep = torch.rand(x.b, 1, x.t, x.s, generator=g) < 0.6
+        keep[..., 0] |= ~keep.any(-1)
+        keep = self.first_shared(keep)
+        if self.always_causal or first_key:
+            keep[..., 0] = True
+        return x.but(keep=keep)
+
+    def random_padding(self, x: Inputs, g: torch.Generator) -> Inputs:
+        """Return x with padding on the right, and in gaps if that can be written; never the first token."""
+        lengths = torch.randint(1, x.s + 1, (x.b,), generator=g)
+        lengths[0] = max(1, x.s - 2)
+        padding = torch.arange(x.s) < lengths[:, None]
+        if not any(form.letters == "lengths" for _, form in self.forms.values()):
+            gaps = torch.rand(x.b, x.s, generator=g) < 0.3
+            gaps[:, 0] = False
+            padding = padding & ~gaps
+        return x.but(padding=padding)
+
+    def scenarios(self, seed: int, s: int = S, t: int = T, b: int = B) -> dict[str, Inputs]:
+        """Return one input for each way in which the candidate can be called."""
+        g = torch.Generator().manual_seed(seed)
+        can, from_start = self.features, self.kind == "sdpa"  # whose causal mask counts from the first key
+        has_switch = "causal" in can and not self.always_causal
+        found = {"plain": self.draw(g, b, t, s)}
+        if has_switch:
+            found["causal"] = self.draw(g, b, t).but(causal=True)
+            if self.kind in ("sdpa", "attention") and "cross" in can:
+                offset = 0 if from_start else s - t
+                found["causal, longer keys"] = self.draw(g, b, t, s).but(causal=True, offset=offset)
+                offset = 0 if from_start else s - 1
+                found["causal, one query"] = self.draw(g, b, 1, s).but(causal=True, offset=offset)
+        if self.always_causal and "cross" in can:
+            found["one query"] = self.draw(g, b, 1, s)
+        if "mask" in can:
+            found["mask"] = self.random_mask(self.draw(g, b, t, s), g)
+            if has_switch and not from_start:
+                found["mask, causal"] = self.random_mask(self.draw(g, b, t), g, True).but(causal=True)
+        if "keys" in can:
+            found["keys"] = self.random_padding(self.draw(g, b, t, s), g)
+            if has_switch and not from_start:
+                found["keys, causal"] = self.random_padding(self.draw(g, b, t), g).but(causal=True)
+        if "padding" in can:
+            found["padding"] = self.random_padding(self.draw(g, b, t, s), g)
+            if "mask" in can:
+                x = self.random_padding(self.draw(g, b, t, s), g)
+                found["mask, padding"] = self.random_mask(x, g, True)
+        if "weights" in can and not self.always_weights:
+            found |= {f"{name}, weights": x.but(need_weights=True) for name, x in found.items()}
+        if "weights" in can and "average" in self.arguments:
+            with_weights = {name: x for name, x in found.items() if x.need_weights}
+            found |= {f"{name}, averaged": x.but(average_weights=True) for name, x in with_weights.items()}
+        if "bias" in can:
+            x = self.draw(g, b, t, s)
+            found["added"] = x.but(bias=torch.randn(x.t, x.s, generator=g))
+        if "scale" in can:
+            found["scale"] = self.draw(g, b, t, s).but(scale=0.3)
+        if "grouped" in can:
+            found["grouped"] = self.draw(g, b, t, s, key_heads=2)
+        return found
+
+    # -- calling -----------------------------------------------------------------------------------
+
+    def call(self, x: Inputs, **options: Any) -> Call:
+        """Return the call for these inputs."""
+        roles, dtype = self.arguments, x.query.dtype
+        sequences = {"query": x.query, "x": x.query, "key": x.key, "value": x.value}
+        if self.kind == "cross":
+            sequences["context"] = x.key
+        kwargs: dict[str, Any] = {
+            roles[role]: self.to_layout(y) for role, y in sequences.items() if role in roles
+        }
+        padding = None if x.padding is None else x.padding[:, None, None]
+        for feature, keep in (("mask", x.keep), ("padding", padding)):
+            if keep is not None:
+                name, form = self.mask_form(feature)
+                kwargs[name] = form.write(keep.expand(-1, -1, x.t, -1) if form.is_general else keep, dtype)
+        default_scale = x.query.shape[-1] ** -0.5
+        groups = x.query.shape[1] // x.key.shape[1]
+        module = {"training": False, "layer_idx": 0, "is_causal": False, "sinks": None}
+        values = {
+            "mask": x.bias,
+            "causal": x.causal,
+            "average": x.average_weights,
+            "weights": x.need_weights,
+            "scale": default_scale if x.scale is None and self._is_required("scale") else x.scale,
+            "sink": x.sink,
+            "grouped": x.query.shape[1] != x.key.shape[1] or None,
+            "module": {"__namespace__": {"num_key_value_groups": groups, "scaling": default_scale, **module}},
+        }
+        kwargs |= {
+            roles[role]: value for role, value in values.items() if role in roles and value is not None
+        }
+        for role, default in (("mask", None), ("padding", None), ("dropout", 0.0)):
+            if role in roles and roles[role] not in kwargs and self._is_required(role):
+                kwargs[roles[role]] = default
+        args: list[Any] = []
+        for one in self.d.call:  # positional as far as possible, as people call it
+            if one.kind != "positional" or one.name not in kwargs:
+                break
+            args.append(kwargs.pop(one.name))
+        options.setdefault("dtype", dtype if dtype != torch.float32 else None)
+        return Call(args=tuple(args), kwargs=kwargs, **options)
+
+    def _is_required(self, role: str) -> bool:
+        return any(one.name == self.arguments.get(role) and one.required for one in self.d.call)
+
+    def mask_form(self, feature: str) -> tuple[str, MaskForm]:
+        """Return the argument that a mask or padding is passed to, and its form."""
+        role, form = self.forms[feature if feature in self.forms else "keys"]
+        return self.arguments[role], form
+
+    def without_masks(self, x: Inputs) -> dict[str, Inputs]:
+        """Return, by the argument of each mask of a call, the call without that mask."""
+        found = {}
+        if x.keep is not None:
+            found[self.mask_form("mask")[0]] = x.but(keep=None)
+        if x.padding is not None:
+            found[self.mask_form("padding")[0]] = x.but(padding=None)
+        if x.causal and "causal" in self.arguments:
+            found[self.arguments["causal"]] = x.but(causal=False)
+        return found
+
+    def to_layout(self, x: Tensor) -> Tensor:
+        """Convert `[b, t, e]` or `[b, h, t, d]` to the candidate's layout."""
+        if self.weights is None:
+            return HEAD_LAYOUTS[self.head_layout][0](x)
+        return x.transpose(0, 1) if self.layout == "sequence" else x
+
+    def from_layout(self, x: Tensor) -> Tensor:
+        """Convert from the candidate's layout, if the number of dimensions is right."""
+        if self.weights is None:
+            is_heads = x.dim() == self.head_layout.count(",") + 1
+            return HEAD_LAYOUTS[self.head_layout][1](x) if is_heads else x
+        return x.transpose(0, 1) if self.layout == "sequence" and x.dim() == 3 else x
+
+    def sequence_paths(self, call: Call) -> dict[str, str]:
+        """Return the paths of query, key and value in a call, for gradients."""
+        positional = [one.name for one in self.d.call if one.kind == "positional"][: len(call.args)]
+        found = {}
+        for role, argument in (
+            *(("query", "x"), ("query", "query"), ("key", "context")),
+            *(("key", "key"), ("value", "value")),
+        ):
+            name = self.arguments.get(argument)
+            if name in call.kwargs:
+                found[role] = str(name)
+            elif name in positional:
+                found[role] = str(positional.index(str(name)))
+        return found
+
+    # -- outputs -----------------------------------------------------------------------------------
+
+    def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
+        """Return the output `[b, t, e]` or `[b, h, t, d]`, and weights `[b, h, t, s]` if there are any."""
+        found = top_tensors(output)
+        if not found:
+            raise UnexpectedOutput(f"Expected a tensor as output, got {type(output).__name__}")
+        first, *rest = found
+        out = self.from_layout(first)
+        if self.weights is not None:
+            expected: tuple[int, ...] = (x.b, x.t, self.weights.out_width)
+            letters = "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
+        else:
+            h, d = x.query.shape[1], x.value.shape[-1]
+            if self.kind == "hf" and tuple(out.shape) == (x.b, x.t, h, d):
+                out = out.transpose(1, 2)
+            expected, letters = (x.b, h, x.t, d), self.head_layout
+        if not strict and out.dim() == len(expected) and tuple(out.shape[:-1]) == expected[:-1]:
+            expected = tuple(out.shape)
+        if tuple(out.shape) != expected:
+            shape = list(expected)
+            if self.layout == "sequence":
+                shape[:2] = shape[1::-1]
+            swapped = [shape[1], shape[0], *shape[2:]]
+            hint = ", with the first two axes swapped" if list(first.shape) == swapped != shape else ""
+            raise UnexpectedOutput(f"Expected an output {letters} = {shape}, got {sizes(first)}{hint}")
+        if not out.is_floating_point():
+            raise UnexpectedOutput(f"Expected an output of floats, got {out.dtype}")
+        h = self.heads if self.weights is not None else x.query.shape[1]
+        weights = self._read_weights(rest, x, h)
+        if strict and x.need_weights:
+            if not rest:
+                raise UnexpectedOutput("Expected weights, as asked for, got none")
+            if weights is None or weights.shape[:2] != (x.b, 1 if x.average_weights else h):
+                letters, shape = "[b, h, t, s]", [x.b, h, x.t, x.s]
+                if x.average_weights:
+                    letters, shape = "[b, t, s]", [x.b, x.t, x.s]
+                what = (
+                    f"the average weights of {h} heads" if x.average_weights else f"the weights of {h} heads"
+                )
+                raise UnexpectedOutput(f"Expected {what}, {letters} = {shape}, got {sizes(rest[0])}")
+        return Outputs(out, weights)
+
+    def _read_weights(self, rest: list[Tensor], x: Inputs, h: int) -> Tensor | None:
+        """Return weights `[b, h, t, s]` or `[b, 1, t, s]`; the layout is found once, at sizes that differ."""
+        size = {"b": x.b, "h": h, "t": x.t, "s": x.s, "1": 1, "bh": x.b * h}
+        known = self.weight_layouts.get(x.average_weights)
+        for letters, change in WEIGHT_LAYOUTS.items():
+            if known not in (None, letters):
+                continue
+            if letters == "b 1 t s" and self.kind == "torch-mha" and "average" in self.arguments:
+                continue  # PyTorch's averages have no such axis
+            shape = tuple(size[letter] for letter in letters.split())
+            for part in rest:
+                if tuple(part.shape) == shape and part.is_floating_point():
+                    if len({x.b, h, x.t, x.s}) == 4 or (len({x.b, x.t, x.s}) == 3 and h == 1):
+                        self.weight_layouts[x.average_weights] = letters
+                    return part.unflatten(0, (x.b, h)) if letters == "bh t s" else change(part)
+        return None
+
+    def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:
+        """Return the outputs without those of padded queries, if the candidate has its own there."""
+        if x.padding is None or not self.ignores_padded_queries:
+            return outputs
+        padded = ~x.padding[:, :, None]  # [b, t, 1]
+        out, weights = outputs.out, outputs.weights
+        if weights is not None:
+            weights = weights.masked_fill(padded[:, None], 0.0)
+        return Outputs(out.masked_fill(padded if out.dim() == 3 else padded[:, None], 0.0), weights)
+
+    def depends_on_mask(self, x: Inputs, without: Inputs, allowed: float) -> bool:
+        """Return True if the right outputs with and without a mask differ."""
+        outs = [self.ignore_padding(x, self.exact(y)).out for y in (x, without)]
+        return largest_difference(*outs) > 2 * allowed

@@ -1,0 +1,169 @@
+"""What documentation and code say of a candidate's masks, layout and weights."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+
+from manyheads.checker.candidates import names
+from manyheads.checker.isolation.describe import Argument, Description
+
+HIDES = re.compile(
+    r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask(?:ed|s)? out|masked|ignor|not "
+    r"attend|pad|blocked|exclud|cannot|can't|disallow)|"
+    r"(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:keep|kept|keeps|visible|attend|allowed|real|valid)",
+    re.I,
+)
+KEEPS = re.compile(
+    r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,28}\b(?:keep|kept|keeps|may attend|attend|allowed|visible|real|"
+    r"valid|a token|tokens|see)|"
+    r"(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask|ignor|pad|blocked|exclud)",
+    re.I,
+)
+LETTERS = {
+    word: letter
+    for letter, words in {
+        "b": "b n batch batch_size bs",
+        "t": "t q l tgt_len query_len length seq_len",
+        "s": "s k src_len key_len",
+        "1": "1",
+    }.items()
+    for word in words.split()
+}
+
+
+def read_documentation(d: Description) -> str:
+    """Return the documentation of class, methods and file, without code and links."""
+    texts = [d.doc, d.module_doc]
+    for node in ast.walk(parse(d.source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            texts.append(ast.get_docstring(node) or "")
+    return re.sub(r"\]\(\S+\)|\w+://\S+", "", "\n".join(texts))
+
+
+def parse(source: str) -> ast.AST:
+    """Return the syntax tree of a source, an empty one if it can't be parsed."""
+    try:
+        return ast.parse(textwrap.dedent(source))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def lines_about(name: str, text: str) -> str:
+    """Return the lines of a documentation that mention an argument."""
+    return " ".join(line for line in text.splitlines() if re.search(rf"\b{re.escape(name)}\b", line))
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+def is_mask(one: Argument, text: str) -> bool:
+    """Return True if an argument is a mask, or a switch for one, by its name or its documentation."""
+    if not one.is_named:
+        return False
+    role = names.argument_role(one.name) or names.guess_mask_role(one.name)
+    if role is not None or isinstance(one.default, bool):
+        return role in ("mask", "padding", "lengths", "causal")
+    name, lines = re.escape(one.name), lines_about(one.name, text)
+    shape, words = r"(?:[\[(][^\])]*[\])]\W*)?", r"(?:(?!before|after)\w+ ){0,3}"
+    is_called_mask = re.search(rf"\b{name}\b\W{{1,3}}{shape}{words}mask\b", text, re.I)
+    says_true = re.search(rf"\b{name}\b[^.;]{{0,24}}\bTrue\b", lines)
+    return bool(is_called_mask or (says_true and (HIDES.search(lines) or KEEPS.search(lines))))
+
+
+def documented_polarity(name: str, text: str) -> bool | None:
+    """Return whether True keeps, by documentation; None if it doesn't say."""
+    lines = lines_about(name, text)
+    hides, keeps = bool(HIDES.search(lines)), bool(KEEPS.search(lines))
+    return keeps if hides != keeps else None
+
+
+def mask_polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str]:
+    """Return (does True keep?, why), by documentation, by the kind's convention, or by name."""
+    documented = documented_polarity(name, text)
+    if documented is not None:
+        return documented, "as its documentation says"
+    if kind == "torch-mha":
+        return False, "as in PyTorch's layer"
+    if role == "padding" and kind != "sdpa":
+        return "pad" not in name, "as usual with such a name"
+    if "hidden" in name or "ignore" in name:
+        return False, "as its name says"
+    return True, "as in PyTorch's function and most code"
+
+
+def is_additive(name: str, text: str) -> bool:
+    """Return True if documentation says that a mask is added to the scores."""
+    word = re.escape(name)
+    pattern = rf"\b{word}\b[^.]{{0,60}}\b(?:added|additive)\b|\badditive {word}\b"
+    return bool(re.search(pattern, lines_about(name, text), re.I))
+
+
+def documented_shapes(name: str, text: str) -> set[str]:
+    """Return the shapes of a mask in letters: {"bs", "bts"} for `mask [b, s] or [b, t, s]`."""
+    found = set()
+    for line in text.splitlines():
+        after = re.search(rf"\b{re.escape(name)}\b(.*)", line)
+        for inside in re.findall(r"[\[(]([\w, ]+)[\])]", after[1].partition(";")[0]) if after else ():
+            parts = [part.strip().lower() for part in inside.split(",")]
+            if len(parts) > 1 and all(part in LETTERS for part in parts):
+                found.add(re.sub("tt$", "ts", "".join(LETTERS[part] for part in parts)))
+    return found
+
+
+# -- weights, layout, causality --------------------------------------------------------------------
+
+
+def says_averaged(text: str) -> bool:
+    """Return True if documentation says that the returned weights are averaged over the heads."""
+    over = r"(?:over|of|across) (?:all |the |its )*heads"
+    pattern = rf"(?<!not )\baveraged?(?: attention)?(?: weights)? {over}|\bmean {over}|\bheads?[- ]averaged"
+    text = re.sub(r"\s+", " ", text)
+    is_each_head = re.search(r"\b(?:each|every|per)[- ]head\b", text, re.I)
+    return bool(re.search(pattern, text, re.I)) and not is_each_head
+
+
+def documented_layout(d: Description, text: str) -> str | None:
+    """Return the layout that documentation, or the unpacking of a shape in the code, tells."""
+    batch, tokens = r"(?:b|n|batch\w*|bsz|bs)", r"(?:t|l|s|seq\w*|tgt\w*|length|len|tokens|n_tokens)"
+    for layout, first, second in (("sequence", tokens, batch), ("batch", batch, tokens)):
+        if re.search(rf"[\[(]\s*{first}\s*,\s*{second}\s*,\s*[\w ]+[\])]", text, re.I):
+            return layout
+    if re.search(r"batch_first\s*=\s*True|batch[- ]first", text, re.I):
+        return "batch"
+    first, second = r"\b(?:seq\w*|t|T|L|tgt_len|length|n_tokens)", r"(?:b|B|N|batch\w*|bsz|bs)\b"
+    is_unpacked = re.search(first + r"\s*,\s*" + second + r"[^=\n]*=\s*\w+\.(?:shape|size)", d.source)
+    return "sequence" if is_unpacked else None
+
+
+def causal_reason(d: Description, text: str) -> str | None:
+    """Return why a candidate without a causal argument is causal, or None.
+
+    One with mask arguments may mention causal masks, which it gets as arguments.
+    """
+    if re.search(r"causal|masked_?(self|multi|attention)|autoregress|decoder", d.name, re.I):
+        return "its name"
+    for name in d.buffers:
+        if re.search(r"tril|causal|triangle|(^|\.)(bias|mask|attn_mask)$", name):
+            return f"its buffer {name}"
+    roles = {names.argument_role(one.name) for one in d.call}
+    if not {"mask", "padding"} & roles:
+        mentions = r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead"
+        if re.search(mentions, text, re.I):
+            return "its documentation"
+        if "past" in roles:
+            return "its cache of earlier keys"
+    return "the triangle in its code" if makes_triangle(parse(d.source)) else None
+
+
+def makes_triangle(node: ast.AST) -> bool:
+    """Return True if code calls tril or triu, and not under a condition."""
+    if isinstance(node, ast.If | ast.IfExp):
+        return False
+    if isinstance(node, ast.Call):
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if name in ("tril", "triu", "tril_", "triu_", "tril_indices", "triu_indices"):
+            return True
+    return any(map(makes_triangle, ast.iter_child_nodes(node)))

@@ -1,0 +1,286 @@
+"""The adapters of positional encodings: a table of sines and cosines, and rotary encodings."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.checker.candidates import names
+from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
+from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.candidates.forms import HEAD_LAYOUTS
+from manyheads.checker.encodings import Encoding, Interleaved, Rotary, Sinusoidal
+from manyheads.checker.isolation.candidate import Call, Candidate
+from manyheads.checker.isolation.describe import Argument
+from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.process import CandidateProcess
+from manyheads.checker.isolation.trees import top_tensors
+from manyheads.checker.oracle import Inputs, Oracle, Outputs, largest_difference
+from manyheads.shapes import sizes
+
+REPEATED = 64  # calls that are averaged
+LENGTHS = (1, 7, 33, 2, 9, 21)  # of the scenarios
+POSITIONS = ("positions", "position", "pos", "position_ids", "offsets", "indices")
+LENGTH_NAMES = ("length", "max_len", "seq_len", "n", "T", "L", "t", "max_length", "seq_length", "size",
+                "n_positions", "num_positions", "max_seq_len", "sequence_length", "context_length",
+                "block_size")  # fmt: skip
+VECTORS = ("x", "q", "k", "query", "key", "xq", "xk", "queries", "keys", "t", "input", "inputs", "x_q", "x_k",
+           "tensor", "hidden_states")  # fmt: skip
+
+
+class EncodingAdapter(Adapter):
+    """What the adapters of both encodings share. `width` is that of the table, or of a head."""
+
+    oracle: type[Encoding]
+
+    def __init__(self, candidate: Candidate | CandidateProcess, options: Options) -> None:
+        super().__init__(candidate, options, same_width=True)
+        values = {**self.d.attributes, **self.init}
+        widths = [values[n] for n in (*names.CONSTRUCTOR["the width of a head"][1],
+                                      *names.CONSTRUCTOR["the model width"][1]) if n in values]  # fmt: skip
+        self.width = next((n for n in widths if type(n) is int), names.WIDTH)
+        self.required = [one for one in self.d.call if one.is_named and one.required]
+        self.find_arguments()
+
+    def find_arguments(self) -> None:
+        """Find out how it is called."""
+        raise NotImplementedError
+
+    def arguments(self, x: Inputs) -> list[Any]:
+        """Return the positional arguments of a call."""
+        raise NotImplementedError
+
+    def call(self, x: Inputs, **options: Any) -> Call:
+        """Return the call for these inputs."""
+        return Call(args=tuple(self.arguments(x)), **options)
+
+    def scenarios(self, seed: int, s: int = S, t: int = T, b: int = B) -> dict[str, Inputs]:
+        """Return inputs of one length."""
+        generator = torch.Generator().manual_seed(seed)
+        return {"plain": self.draw(generator, b, LENGTHS[seed % len(LENGTHS)])}
+
+    def allowed_error(self, x: Inputs) -> float:
+        """Return what float32 angles allow."""
+        return self.oracle.tolerance
+
+
+class TableAdapter(EncodingAdapter):
+    """A function of length and width, of a length or of positions; or a module that adds its table to x."""
+
+    oracle = Sinusoidal
+
+    def find_arguments(self) -> None:
+        """Find the arguments for the length, the width or x, and what the output holds."""
+        self.added = 0.0  # how many times x is in the output
+        first = self.required[0].name if self.required else ""
+        self.is_function = not self.d.torch_module and len(self.required) == 2 and not self.d.parameters
+        if self.is_function:
+            second = self.required[1].name
+            is_length = [one in (*LENGTH_NAMES, *POSITIONS) for one in (first, second)]
+            self.length_first = is_length[0] or not is_length[1]
+            self.takes_x = False
+        elif len(self.required) != 1:
+            taken = ", ".join(one.name for one in self.required) or "nothing"
+            raise Unclear(
+                f"Expected {self.d.name} to take a length and a width, or x, as a positional encoding does, "
+                f"but it takes {taken}. Give its kind with --like."
+            )
+        else:
+            self.takes_x = first not in (*LENGTH_NAMES, *POSITIONS)
+        x = self.draw(torch.Generator().manual_seed(1), 2, 5)
+        try:
+            if self.takes_x:
+                self._find_layout()
+                self._find_sum(x.query)
+            self.answer(x)
+        except CandidateError as error:
+            raise self.reject_call(error, x) from None
+
+    def _find_layout(self) -> None:
+        """Take the sequence axis first if documentation says so, or if only that axis matters."""
+        is_documented = re.search(r"\[(t|seq\w*|l|s)\s*,\s*(b|n|batch\w*)\s*,", self.text, re.I)
+        zeros = torch.zeros(2, 5, self.width)
+        found = top_tensors(self.candidate.call(Call(args=(zeros,))).output)
+        out = found[0] if found and found[0].dim() == 3 else zeros
+        entries_differ, tokens_differ = (
+            largest_difference(out.select(axis, 0), out.select(axis, 1)) > 1e-6 for axis in (0, 1)
+        )
+        if is_documented or (entries_differ and not tokens_differ):
+            self.layout = "sequence"
+        if self.layout == "sequence":
+            self.notes.append("sequence first, [t, b, e]")
+
+    def _find_sum(self, x: Tensor) -> None:
+        """Is its table added to x, and to how many times x?"""
+        a, b = self._mean_output(x), self._mean_output(x * 0)
+        if a.shape == x.shape and largest_difference(a, b) > 1e-6:
+            self.added = float(((a - b) * x).sum() / (x * x).sum())
+            if abs(self.added - 1) < 0.02:  # as close as dropout allows
+                self.added = 1.0
+            factor = "" if self.added == 1 else f", multiplied by {self.added:.4g}"
+            self.notes.append(f"adds its encoding to x{factor}")
+        else:
+            self.notes.append("returns its encoding alone")
+
+    def _mean_output(self, x: Tensor) -> Tensor:
+        """Return the output for x `[b, t, e]`, in this layout; the mean of several, as dropout may be on."""
+        y = self._turn(x)
+        outputs = self.candidate.call(Call(args=(y,), repeat=REPEATED)).output
+        found = [one for output in outputs for one in top_tensors(output)[:1]]
+        if not found or found[0].dim() not in (2, 3) or found[0].shape[-1] != self.width:
+            got = sizes(found[0]) if found else "no tensor"
+            raise Unclear(f"Expected x plus an encoding, or an encoding, of {sizes(y)}, got {got}.")
+        return self._turn(torch.stack(found).mean(0))
+
+    def _turn(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).contiguous() if self.layout == "sequence" and x.dim() == 3 else x
+
+    def draw(self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None) -> Inputs:
+        """Return random embeddings."""
+        x = torch.randn(b, t, self.width, generator=generator)
+        return Inputs(x, x, x)
+
+    def arguments(self, x: Inputs) -> list[Any]:
+        """Return the length or positions, and the width; or x."""
+        by_positions = any(one.name in POSITIONS for one in self.required)
+        length = torch.arange(x.t) if by_positions else x.t
+        if self.is_function:
+            return [length, self.width] if self.length_first else [self.width, length]
+        return [self._turn(x.query) if self.takes_x else length]
+
+    def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
+        """Return the table `[b, t, e]`."""
+        found = top_tensors(output)
+        got = sizes(found[0]) if found else "no tensor"
+        if not self.takes_x:
+            if not found or found[0].numel() != x.t * self.width:
+                raise UnexpectedOutput(f"Expected an encoding [{x.t}, {self.width}], got {got}")
+            return Outputs(found[0].reshape(1, x.t, self.width).to(torch.float64).expand(x.query.shape))
+        if not found or found[0].shape[-1:] != (self.width,) or found[0].dim() not in (2, 3):
+            raise UnexpectedOutput(f"Expected an output {sizes(self._turn(x.query))}, got {got}")
+        out = self._turn(found[0]) - self.added * x.query if self.added else self._turn(found[0])
+        try:
+            return Outputs(out.to(torch.float64).expand(x.query.shape))
+        except RuntimeError:
+            raise UnexpectedOutput(f"Expected an output {sizes(self._turn(x.query))}, got {got}") from None
+
+
+class RotaryAdapter(EncodingAdapter):
+    """A function or module of x, or of q and k, and of positions, a length, or cosines and sines."""
+
+    oracle = Rotary
+
+    def find_arguments(self) -> None:
+        """Find what each argument means, which pairs are documented, and how heads are laid out."""
+        text = self.text + self.d.name + " ".join(re.findall(r"rotate_\w+", self.d.source))
+        patterns: dict[tuple[type[Oracle], ...], str] = {(): r"rotate_half|halves|half of|d/2|d / 2",
+                    (Interleaved,): r"every_two|interleav|neighbo|adjacent|\(0, 1\)"}  # fmt: skip
+        documented = [one for one, pattern in patterns.items() if re.search(pattern, text)]
+        self.documented = documented if len(documented) == 1 else []
+        self.convention = self.documented[0] if self.documented else ()
+        self.vectors = [one.name for one in self.required if one.name in VECTORS]
+        if not self.vectors and self.required:
+            self.vectors = [self.required[0].name]
+        others = [one.name for one in self.required if one.name not in self.vectors]
+        known = (*POSITIONS, *LENGTH_NAMES, "cos", "sin")
+        unknown = [name for name in others if name not in known]
+        if unknown or not self.vectors or len({"cos", "sin"} & set(others)) == 1:
+            missing = ", ".join(unknown) or "arguments"
+            raise Unclear(
+                f"{self.d.name} needs {missing}, which the checker doesn't know. A rotary encoding takes x, "
+                "or q and k, and positions or cos and sin: write an adapter that does."
+            )
+        self._find_head_layout()
+        self.notes.append(f"takes {self.head_layout}")
+
+    def _find_head_layout(self) -> None:
+        """Take the layout in which all heads of all sequences are rotated alike, and tokens are not."""
+        vector = torch.randn(self.width, generator=torch.Generator().manual_seed(6))
+        x = vector.expand(2, 3, 5, -1)
+        accepted: list[tuple[bool, bool, int, str]] = []
+        last_error: CandidateError | None = None
+        inputs = Inputs(x, x, x)
+        for n, layout in enumerate(list(HEAD_LAYOUTS)[:3]):
+            self.head_layout = layout
+            try:
+                out = self.run(inputs).out[0]
+            except UnexpectedOutput:
+                continue
+            except CandidateError as error:
+                if error.kind != "call":
+                    raise
+                last_error = error
+                continue
+            alike = float((out - out[:1, :1]).abs().max()) < 1e-5
+            rotates = float((out - out[:, :, :1]).abs().max()) > 1e-3
+            accepted.append((not (alike and rotates), not alike, n, layout))
+        if accepted:
+            self.head_layout = min(accepted)[-1]
+        elif last_error is not None:
+            self.head_layout = "[b, h, t, d]"
+            raise self.reject_call(last_error, inputs)
+        else:
+            raise Unclear(
+                f"Expected {self.d.name} to return rotated vectors {sizes(x)}. Give its kind with --like."
+            )
+
+    @property
+    def conventions(self) -> list[tuple[type[Oracle], ...]]:
+        """Return the documented kind of pairs, or both."""
+        return self.documented or super().conventions
+
+    def draw(self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None) -> Inputs:
+        """Return random queries and keys of three heads."""
+        query, key = (torch.randn(b, 3, t, self.width, generator=generator) for _ in range(2))
+        return Inputs(query, key, key)
+
+    def arguments(self, x: Inputs, *vectors: Tensor) -> list[Any]:
+        """Return the arguments, with queries and keys, or with these vectors."""
+        angles = Rotary()
+        angles.x, angles.width = x, self.width
+        table = angles.angles().repeat(1, 2).to(torch.float32)
+        values = dict(zip(self.vectors, vectors or (x.query, x.key), strict=False))
+
+        def value(one: Argument) -> Any:
+            if one.name in self.vectors:
+                return HEAD_LAYOUTS[self.head_layout][0](values[one.name]).contiguous()
+            if one.name in POSITIONS:
+                return torch.arange(x.t)
+            return {"cos": table.cos(), "sin": table.sin()}.get(one.name, x.t)
+
+        return [value(one) for one in self.required]
+
+    def run(self, x: Inputs, strict: bool = True, **options: Any) -> Outputs:
+        """Rotate queries and keys, in two calls if the candidate takes one vector."""
+        if len(self.vectors) > 1:
+            return super().run(x, strict, **options)
+        calls = [Call(args=tuple(self.arguments(x, one)), **options) for one in (x.query, x.key)]
+        return Outputs(torch.cat([self.read_vectors(self.candidate.call(one).output, x, 1) for one in calls]))
+
+    def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
+        """Return rotated queries and keys, `[2, b, h, t, d]`."""
+        return Outputs(self.read_vectors(output, x, 2))
+
+    def read_vectors(self, output: Any, x: Inputs, count: int) -> Tensor:
+        """Return rotated vectors, `[count, b, h, t, d]`."""
+        to_layout, from_layout = HEAD_LAYOUTS[self.head_layout]
+        shape = tuple(to_layout(x.query).shape)
+        found = top_tensors(output)[:count]
+        if len(found) < count or any(tuple(y.shape) != shape for y in found):
+            got = ", ".join(map(sizes, found)) or "no tensor"
+            raise UnexpectedOutput(f"Expected rotated vectors {self.head_layout} = {list(shape)}, got {got}")
+        return torch.stack([from_layout(y).to(torch.float64) for y in found])
+
+    def adopt_convention(self, x: Inputs, got: Outputs) -> None:
+        """Take the kind of pairs in which these outputs are right, unless one is documented."""
+        for one in self.conventions:
+            before, self.convention = self.convention, one
+            error, allowed, _ = self.compare(x, got, self.exact(x))
+            if error <= allowed:
+                pairs = "neighbours, 2n and 2n + 1" if one else "entries n and n + d/2"
+                self.notes.append(f"rotates {pairs}")
+                return
+            self.convention = before

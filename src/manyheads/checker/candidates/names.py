@@ -1,0 +1,138 @@
+"""What names in attention code mean: the tables that docs/checker.md shows.
+
+A role is never guessed from which choice makes numbers agree: otherwise a swap of queries and keys would pass.
+"""
+
+# ruff: noqa: E501 (tables of sentences)
+
+from __future__ import annotations
+
+import re
+
+# -- arguments of a constructor: the value that a name is given, where it has no default -----------
+
+WIDTH, HEADS, GROUPS, KEY_WIDTH, VALUE_WIDTH, CONTEXT, LENGTH, BATCH = 24, 4, 2, 6, 20, 16, 512, 3
+DROPOUT = 0.1  # given in place of a default too: it must have no effect in evaluation
+
+CONSTRUCTOR: dict[str, tuple[int | float | bool, tuple[str, ...]]] = {
+    "the model width": (WIDTH, ("embed_dim", "d_model", "dim", "hidden_size", "hidden", "hidden_dim", "n_embd",
+        "n_embed", "e", "embed_size", "emb_size", "emb_dim", "model_dim", "dim_model", "input_dim", "d_in", "in_dim",
+        "dim_in", "in_features", "width", "embedding_dim", "d_embed", "d_emb", "size", "features", "channels",
+        "embedding_size", "model_size", "input_size", "num_hiddens", "units", "query_dim", "q_dim", "d_x",
+        "x_input_dim", "embed", "model", "hid_dim", "hidden_units", "num_hidden", "dmodel", "d", "emb", "k")),
+    "the number of heads": (HEADS, ("num_heads", "n_heads", "heads", "n_head", "h", "nhead", "num_attention_heads",
+        "nheads", "n_h", "head_count", "number_of_heads", "attention_heads", "num_head", "head_num", "num_of_heads", "nb_heads", "heads_num", "H")),
+    "the number of key heads": (GROUPS, ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "kv_heads", "n_groups",
+        "num_groups", "groups", "num_query_groups", "n_kv_head", "g")),
+    "the width of a head": (KEY_WIDTH, ("head_size", "head_dim", "dim_head", "d_head", "d_k", "key_dim", "dim_k",
+        "d_key", "qk_dim", "d_q", "dim_q", "d_qk", "dk", "key_size", "query_size", "head_width", "q_size")),
+    "the width of values or of the output": (VALUE_WIDTH, ("value_dim", "d_v", "dim_v", "d_value", "dv", "output_dim",
+        "d_out", "out_dim", "out_features", "dim_out", "value_size", "output_size", "v_dim", "final_output_dim")),
+    "the width of the other sequence": (CONTEXT, ("context_dim", "kv_dim", "cross_dim", "encoder_dim", "d_context",
+        "memory_dim", "y_input_dim", "d_y", "cross_attention_dim", "d_cross", "dim_context", "d_memory")),
+    "the longest text": (LENGTH, ("block_size", "max_len", "max_seq_len", "context_length", "max_length", "seq_len",
+        "max_position_embeddings", "n_ctx", "max_positions", "sequence_length", "max_seq_length", "ctx_len",
+        "context_size", "seq_length", "length", "n_positions", "max_sequence_length", "maxlen", "T")),
+    "the batch": (BATCH, ("batch_size", "batch")),
+    "dropout": (DROPOUT, ("dropout", "dropout_p", "p", "dropout_prob", "attn_dropout", "attention_dropout",
+        "resid_dropout", "proj_dropout", "drop", "p_drop", "dropout_rate", "drop_rate", "attn_drop", "proj_drop",
+        "attn_pdrop", "resid_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "p_dropout")),
+    "a bias": (True, ("bias", "qkv_bias", "use_bias", "add_bias", "attention_bias")),
+    "causal": (True, ("causal", "is_causal", "masked", "autoregressive", "use_causal_mask")),
+}  # fmt: skip
+
+GIVEN_ANYWAY = ("dropout", "causal")  # even where there is a default
+CONFIGURATION = ("config", "cfg", "args", "conf", "params")
+
+# -- arguments of a call ---------------------------------------------------------------------------
+
+CALL: dict[str, tuple[str, ...]] = {
+    "query": ("query", "q", "queries", "x_q", "xq", "query_states", "tgt", "query_layer", "Q"),
+    "key": ("key", "k", "keys", "x_k", "xk", "key_states", "key_layer", "K"),
+    "value": ("value", "v", "values", "x_v", "xv", "value_states", "value_layer", "V"),
+    "x": ("x", "input", "inputs", "hidden_states", "hidden", "embeddings", "embedding", "src", "z", "tokens", "seq",
+          "sequence", "X", "features", "inp", "xs", "hidden_state", "embedded"),
+    "context": ("context", "memory", "y", "encoder_hidden_states", "encoder_output", "enc_out", "kv", "cond", "other",
+                "x_kv", "key_value_states", "encoder_outputs", "source", "encoder_out", "mem", "Y", "xc"),
+    "mask": ("mask", "attn_mask", "attention_mask", "src_mask", "att_mask", "masks", "tgt_mask", "keep", "visible",
+             "hidden_mask", "attn_bias"),
+    "padding": ("key_padding_mask", "padding_mask", "pad_mask", "src_key_padding_mask", "key_mask", "key_padding",
+                "src_padding_mask", "padding", "pad", "memory_key_padding_mask", "context_mask",
+                "encoder_padding_mask", "memory_padding_mask", "memory_mask", "pad_masks"),
+    "lengths": ("lengths", "valid_lens", "valid_len", "lens"),
+    "causal": ("causal", "is_causal", "masked", "use_causal_mask", "causal_mask", "use_causal"),
+    "weights": ("need_weights", "return_weights", "output_attentions", "return_attention", "return_attn",
+                "return_attn_weights", "need_attn", "return_attention_weights", "with_weights", "get_weights",
+                "return_att", "return_scores", "output_attention", "need_attention", "return_attention_scores",
+                "output_weights", "return_probs"),
+    "average": ("average_attn_weights",),
+    "scale": ("scale", "scaling", "softmax_scale", "sm_scale"),
+    "sink": ("sinks", "sink", "attention_sink", "attention_sinks", "sink_logits", "s_aux"),
+    "dropout": ("dropout", "dropout_p", "p", "dropout_prob", "p_dropout"),
+    "past": ("past", "past_key_value", "past_key_values", "layer_past", "past_kv", "kv_cache", "cache", "prev_kv"),
+    "use_cache": ("use_cache", "return_cache", "use_kv_cache"),
+    "grouped": ("enable_gqa",),
+    "module": ("module",),
+}  # fmt: skip
+
+# -- parameters: the first pattern that a path matches, taken from its end -------------------------
+
+Q = r"q|query|queries|toqueries|wq|qs|toq|qproj|queryproj|qlinear|linearq|fcq|qw|projq|queryprojection|wquery|querylayer|tokeyq|qlin|lq|projquery|queryw|xq"
+K = Q.replace("queries", "keys").replace("query", "key").replace("q", "k").replace("tokeyk|", "")
+V = K.replace("keys", "values").replace("key", "value").replace("k", "v")
+O = (r"o|out|output|attentionoutput|wo|toout|oproj|outproj|outputproj|olinear|outlinear|linearo|linearout|fco|fcout|proj|projection|"
+     r"cproj|dense|fc|outprojection|outputprojection|wout|woutput|outputlayer|outputlinear|unify|unifyheads|mix|"
+     r"final|finallinear|linear|projo|projout|combine|combineheads|lo|outlin|ow|concat|wconcat|finalproj")  # fmt: skip
+QKV = r"qkv|inproj|cattn|wqkv|toqkv|querykeyvalue|qkvproj|projqkv|inprojection|qkvprojection|qkvlinear|qkvlayer|qkvlin|qkvw|linearqkv|packed"
+KV = r"kv|tokv|wkv|kvproj|keyvalue|kvlinear|projkv|linearkv"
+
+PARAMETERS: dict[str, re.Pattern[str]] = {
+    role: re.compile(rf"(?:{words})")
+    for role, words in (("qkv", QKV), ("kv", KV), ("q", Q), ("k", K), ("v", V), ("o", O))
+}
+
+
+PLAIN = ("linear", "lin", "layer", "proj", "net")  # generic names of layers
+SINK = re.compile(r"(^|\.)(sinks?|attn_sinks?|sink_logits?|attention_sinks?)$")
+
+
+def argument_role(name: str) -> str | None:
+    """Return what an argument of a call means by the table, or None."""
+    return next((role for role, names in CALL.items() if name in names), None)
+
+
+def guess_mask_role(name: str) -> str | None:
+    """Return "padding" or "mask" for a name of its own that contains "mask", or None."""
+    if "mask" not in name.lower():
+        return None
+    keys = ("pad", "key", "ctx", "context", "mem", "enc", "src", "cross", "kv")
+    return "padding" if any(part in name.lower() for part in keys) else "mask"
+
+
+def constructor_value(name: str) -> tuple[str, int | float | bool] | None:
+    """Return what a constructor's argument means and its value, or None."""
+    return next(((what, value) for what, (value, names) in CONSTRUCTOR.items() if name in names), None)
+
+
+def parameter_role(path: str) -> tuple[str, str, int | None] | None:
+    """Return (role, "weight" or "bias", head) of a parameter by its path, or None.
+
+    `heads.2.query.weight` is ("q", "weight", 2); `W_o` ("o", "weight", None); `b_q` ("q", "bias", None).
+    """
+    parts = path.split(".")
+    part = parts.pop() if parts[-1] in ("weight", "bias") else "weight"
+    numbers = [int(p) for p in parts if p.isdigit()]
+    words = [p.lower() for p in parts if not p.isdigit()]
+    is_list = bool(parts) and parts[-1].isdigit()
+    # query.linear.weight: `query` decides; only if it means nothing, `linear` does.
+    for place in sorted(range(len(words)), key=lambda n: (words[n] in PLAIN and n > 0, -n)):
+        affixes = re.fullmatch(r"(b_|bias_)?(.+?)(_bias|_b|bias)?(_weights?|_w|_kernel)?", words[place])
+        assert affixes is not None
+        name = re.sub(r"^w_|[_-]", "", affixes[2])
+        for role, pattern in PARAMETERS.items():
+            if pattern.fullmatch(name):
+                # A number before the name is a head; after it, a layer of a Sequential or one of a head's list.
+                is_last = is_list and place == len(words) - 1
+                head = numbers[0] if numbers and (not is_last or role not in ("o", "qkv")) else None
+                return role, "bias" if affixes[1] or affixes[3] else part, head
+    return None

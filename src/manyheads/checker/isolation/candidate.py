@@ -1,0 +1,449 @@
+"""A candidate in this process: built, called, and restored after each call."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import inspect
+import io
+import os
+import shutil
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+# Imported by name before the candidate is: one that patches torch doesn't patch these.
+from torch import Tensor, initial_seed, manual_seed, nn
+from torch.random import fork_rng
+
+from manyheads.checker.isolation.describe import Description, describe, module_tensors, read_signature
+from manyheads.checker.isolation.errors import CandidateError, describe_exception, print_safely
+from manyheads.checker.isolation.snapshot import GLOBALS, Snapshot
+from manyheads.checker.isolation.trees import (
+    is_same,
+    iterate_tensors,
+    map_tensors,
+    to_tree,
+    top_tensors,
+    with_strides,
+)
+from manyheads.masks import Keep
+from manyheads.shapes import sizes
+
+PRINTED = 2000  # characters of a call's output that are kept
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a candidate.
+
+    Attributes:
+        args: positional arguments, trees.
+        kwargs: keyword arguments, trees.
+        grads: the paths of the tensors whose gradients are wanted: "0" is the first positional argument,
+            "key" a keyword, "0.1" nested. A tensor given twice is one tensor, with one gradient.
+        cotangent: the gradient of the first tensor of the output, of its shape; gradients are on with it.
+        training: the mode of the module.
+        dtype: for this call, a copy of the module and every floating argument are cast to it.
+        compiled: call it through torch.compile.
+        seed: the random seed.
+        attribute: the name of a method to call instead.
+        repeat: the number of calls, seeded once; the output is then the list of outputs.
+        memory: measure the peak.
+
+    Raises:
+        ValueError: for gradients without a cotangent, or of several calls.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    grads: tuple[str, ...] = ()
+    cotangent: Tensor | None = None
+    training: bool = False
+    dtype: torch.dtype | None = None
+    compiled: bool = False
+    seed: int = 0
+    attribute: str = ""
+    repeat: int = 1
+    memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.grads and self.cotangent is None:
+            raise ValueError(f"grads {self.grads} need a cotangent, the gradient of the output.")
+        if self.repeat < 1 or (self.repeat > 1 and self.cotangent is not None):
+            raise ValueError(f"Expected repeat to be at least 1, and 1 with a cotangent, got {self.repeat}.")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a call changed: an argument, a parameter or a buffer by its name, or global state by its own."""
+
+    kind: Literal["argument", "parameter", "buffer", "state"]
+    name: str
+
+    def __str__(self) -> str:
+        return self.name if self.kind == "state" else f"the {self.kind} {self.name}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a call; tensors are detached copies on the CPU.
+
+    Attributes:
+        output: a tree.
+        grads: the gradients that were asked for, by path; None where none arrived.
+        weight_grads: the gradients of all parameters.
+        changed: what the call changed; it is restored.
+        warnings: their first lines.
+        printed: the beginning of what it wrote to sys.stdout.
+        seconds: the time of the call and its backward pass.
+        peak: the resident bytes at their peak beyond the start, None if not asked for or not available.
+    """
+
+    output: Any
+    grads: dict[str, Tensor | None]
+    weight_grads: dict[str, Tensor | None]
+    changed: tuple[Change, ...]
+    warnings: tuple[str, ...]
+    printed: str
+    seconds: float
+    peak: int | None
+
+
+class Candidate:
+    """A class, a module, a function, or a factory that returns one of those without arguments."""
+
+    def __init__(self, target: Any) -> None:
+        """Take a target; CandidateError of kind "import" for anything that can't be called."""
+        self.target = call_factory(target)
+        self.instance = None if isinstance(self.target, type) else self.target
+
+    def describe(self) -> Description:
+        """Describe it as far as it is built."""
+        return describe(self.target, self.instance)
+
+    def build(self, init: dict[str, Any]) -> Description:
+        """Build the class, seeded; CandidateError of kind "init" if it raises, or if this isn't a class."""
+        given = ", ".join(f"{name}={print_safely(repr, value, 40)}" for name, value in init.items())
+        if isinstance(self.target, type):
+            try:
+                with seeded(0):
+                    self.instance = self.target(**{name: to_object(value) for name, value in init.items()})
+            except (Exception, SystemExit) as error:
+                raise describe_exception("init", f"building {self.target.__name__}({given})", error) from None
+        elif init:
+            name = self.describe().name
+            raise CandidateError(
+                "init", f"Expected no constructor arguments for {name}, which isn't a class, got {given}."
+            )
+        return self.describe()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return copies of the parameters and buffers by name."""
+        return {name: x.detach().cpu().clone() for _, name, x in module_tensors(self._built())}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Copy values into the parameters and buffers of these names."""
+        held = {name: x for _, name, x in module_tensors(self._built())}
+        for name, values in tensors.items():
+            if name not in held:
+                raise CandidateError("call", f"Expected names of {list(held)} to load, got {name!r}.")
+            if held[name].shape != values.shape:
+                raise CandidateError(
+                    "call", f"Expected {sizes(held[name])} to load into {name!r}, got {sizes(values)}."
+                )
+        for name, values in tensors.items():
+            held[name].data.copy_(values)
+
+    def call(self, call: Call) -> Answer:
+        """Call it, and restore what it changed; CandidateError of kind "call" or "memory" if it raises."""
+        candidate = self._built()
+        written = candidate if inspect.isroutine(candidate) else type(candidate)
+        name = getattr(written, "__name__", type(candidate).__name__)
+        name += f".{call.attribute}" if call.attribute else ""
+
+        def copy_argument(tensor: Tensor) -> Tensor:
+            copied = with_strides(tensor, tensor.stride())
+            is_cast = call.dtype is not None and tensor.is_floating_point()
+            return copied.to(call.dtype, memory_format=torch.preserve_format) if is_cast else copied
+
+        args, kwargs = map_tensors([call.args, call.kwargs], copy_argument)
+        args, kwargs = [to_object(x) for x in args], {name: to_object(x) for name, x in kwargs.items()}
+        passed = dict(iterate_tensors({**dict(enumerate(args)), **kwargs}))
+        originals = {path: tensor.clone() for path, tensor in passed.items()}
+        for path in call.grads:
+            if path not in passed or not passed[path].is_floating_point():
+                raise CandidateError(
+                    "call", f"Expected the path of a floating tensor in grads, got {path!r}."
+                )
+            passed[path].requires_grad_(True)
+        printed = PrintedText()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(seeded(call.seed))
+            stack.enter_context(torch.set_grad_enabled(call.cotangent is not None))
+            try:
+                candidate = cast_module(candidate, call.dtype)
+                state = State(candidate)
+                stack.callback(state.restore)
+                state.set_mode(call.training)
+                method = getattr(candidate, call.attribute) if call.attribute else candidate
+                if call.compiled:
+                    torch._dynamo.reset()  # no graph, and no count of graphs, of an earlier call
+                    stack.callback(torch._dynamo.reset)
+                    method = torch.compile(method, backend=compiler_backend())
+                caught = stack.enter_context(warnings.catch_warnings(record=True))
+                warnings.simplefilter("always")
+                stack.enter_context(contextlib.redirect_stdout(printed))
+                resident = reset_peak() if call.memory else None
+                start = time.perf_counter()
+                outputs = [method(*args, **kwargs) for _ in range(call.repeat)]
+                grads, weight_grads = run_backward(outputs[0], call, passed, candidate)
+                seconds = time.perf_counter() - start
+                peak = None if resident is None else max(0, read_peak() - resident)
+                changed = [*state.changes()]
+                outputs = [to_tree(output) for output in outputs]
+            except CandidateError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise describe_exception("call", f"calling {name}", error) from None
+        changed += [Change("argument", path) for path, x in passed.items() if not is_same(x, originals[path])]
+        return Answer(
+            output=outputs[0] if call.repeat == 1 else outputs,
+            grads=grads,
+            weight_grads=weight_grads,
+            changed=tuple(changed),
+            warnings=tuple(print_safely(str, w.message).split("\n")[0] for w in caught),
+            printed=str(printed),
+            seconds=seconds,
+            peak=peak,
+        )
+
+    def close(self) -> None:
+        """Release what it holds: nothing here."""
+
+    def __enter__(self) -> Candidate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _built(self) -> Any:
+        if self.instance is None:
+            raise CandidateError("call", f"{self.target.__name__} is a class: build() it first.")
+        return self.instance
+
+
+class BorrowedCandidate(Candidate):
+    """An object of the caller's; `close` restores it and the global state, whatever happened."""
+
+    def __init__(self, target: Any) -> None:
+        """Take a target, and keep its content."""
+        self._snapshot = Snapshot(target)
+        try:
+            super().__init__(target)
+            self._snapshot.add(self.target)  # what a factory returned may be the caller's own too
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Restore the object."""
+        self._snapshot.restore()
+
+
+def call_factory(target: Any) -> Any:
+    """Return the target, or what it returns if it is a factory."""
+    if isinstance(target, type) or not inspect.isfunction(target):
+        if callable(target):
+            return target
+        kind = type(target).__name__
+        raise CandidateError("import", f"Expected a class, a function or a callable object, got a {kind}.")
+    arguments = read_signature(target, bound=True)
+    if any(argument.required or not argument.is_named for argument in arguments):
+        return target
+    try:
+        with seeded(0):
+            made = target()
+    except (Exception, SystemExit) as error:
+        if arguments:  # all have defaults: it may still be an attention function
+            return target
+        raise describe_exception("import", f"calling the factory {target.__name__}()", error) from None
+    if callable(made) and not isinstance(made, Tensor):
+        return made
+    if arguments:
+        return target
+    raise CandidateError(
+        "import",
+        f"{target.__name__}() takes no arguments, so it should return a class, module or function, "
+        f"but it returned a {type(made).__name__}.",
+    )
+
+
+# -- arguments and state ---------------------------------------------------------------------------
+
+
+def to_object(value: Any) -> Any:
+    """Return the object that an argument stands for, if any.
+
+    `{"__namespace__": {name: value}}` is a configuration or a module, `{"__keep__": tensor}` a `Keep`.
+    """
+    if isinstance(value, dict) and set(value) == {"__namespace__"}:
+        return types.SimpleNamespace(**value["__namespace__"])
+    if isinstance(value, dict) and set(value) == {"__keep__"}:
+        return Keep(value["__keep__"])
+    return value
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Set the seed, and restore the caller's random state afterwards."""
+    with fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        manual_seed(seed)
+        yield
+
+
+def cast_module(candidate: Any, dtype: torch.dtype | None) -> Any:
+    """Return a copy of a module in this dtype; complex and integer buffers keep theirs."""
+    if dtype is None or not isinstance(candidate, nn.Module):
+        return candidate
+    return copy.deepcopy(candidate)._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+
+class State:
+    """Global state, and a module's tensors and modes, to compare after a call and to restore."""
+
+    def __init__(self, candidate: Any) -> None:
+        self.seed = initial_seed()
+        self.globals = [read() for _, read, _ in GLOBALS]
+        self.module = candidate if isinstance(candidate, nn.Module) else None
+        self.modules = list(self.module.modules()) if self.module is not None else []
+        self.modes = self.modes_in_call = [module.training for module in self.modules]
+        self.slots: list[dict[str, Any]] = [
+            slots for module in self.modules for slots in (module._parameters, module._buffers)
+        ]
+        self.held = [dict(slots) for slots in self.slots]
+        self.before = {name: (kind, x, x.detach().clone()) for kind, name, x in module_tensors(self.module)}
+
+    def set_mode(self, training: bool) -> None:
+        """Set training or evaluation; the call may not change what the module makes of it."""
+        if self.module is not None:
+            self.module.train(training)
+        self.modes_in_call = [module.training for module in self.modules]
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what differs from before."""
+        if initial_seed() != self.seed:
+            yield Change("state", "the random seed")
+        for (name, read, _), value in zip(GLOBALS, self.globals, strict=True):
+            if read() != value:
+                yield Change("state", name)
+        if [module.training for module in self.modules] != self.modes_in_call:
+            yield Change("state", "the training flag")
+        now = {name: (kind, x) for kind, name, x in module_tensors(self.module)}
+        for name, (kind, _, value) in self.before.items():
+            if name not in now or not is_same(now[name][1], value):
+                yield Change(kind, name)
+        for name, (kind, _) in now.items():
+            if name not in self.before:
+                yield Change(kind, name)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for (_, read, write), value in zip(GLOBALS, self.globals, strict=True):
+            if read() != value:
+                write(value)
+        for module, mode in zip(self.modules, self.modes, strict=True):
+            module.training = mode
+        for slots, held in zip(self.slots, self.held, strict=True):
+            slots.clear()
+            slots.update(held)
+        for _, tensor, value in self.before.values():
+            if tensor.shape != value.shape or tensor.dtype != value.dtype:
+                tensor.data = value
+            elif not is_same(tensor, value):
+                tensor.data.copy_(value)
+
+
+class PrintedText(io.TextIOWrapper):
+    """A text file that accepts everything and keeps the beginning; print and .buffer both work."""
+
+    def __init__(self) -> None:
+        self.kept = bytearray()
+        super().__init__(Sink(self.kept), encoding="utf-8", errors="replace", write_through=True)
+
+    def __str__(self) -> str:
+        return bytes(self.kept).decode(errors="replace")[:PRINTED]
+
+
+class Sink(io.BytesIO):
+    """Accepts all bytes, and keeps the first ones."""
+
+    def __init__(self, kept: bytearray) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def write(self, data: Any) -> int:
+        self.kept += bytes(data)[: 4 * PRINTED - len(self.kept)]
+        return len(data)
+
+
+# -- backward, compiler, memory --------------------------------------------------------------------
+
+
+def run_backward(
+    output: Any, call: Call, passed: dict[str, Tensor], candidate: Any
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Return the gradients of the arguments asked for and of the parameters; .grad keeps its value."""
+    if call.cotangent is None:
+        return {}, {}
+    parameters = dict(candidate.named_parameters()) if isinstance(candidate, nn.Module) else {}
+    kept = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    try:
+        first = next((tensor for _, tensor in iterate_tensors(top_tensors(output) or output)), None)
+        if first is not None and first.shape != call.cotangent.shape:
+            expected, given = sizes(first), sizes(call.cotangent)
+            raise CandidateError(
+                "call", f"Expected a cotangent of the output's shape {expected}, got {given}."
+            )
+        if first is not None and first.requires_grad:
+            torch.autograd.backward(first, call.cotangent.to(first))
+        return (
+            {path: to_tree(passed[path].grad) for path in call.grads},
+            {name: to_tree(parameter.grad) for name, parameter in parameters.items()},
+        )
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = kept[name]
+
+
+def compiler_backend() -> str:
+    """Return PyTorch's own compiler, or without a C++ compiler its graphs alone."""
+    return "inductor" if any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))) else "aot_eager"
+
+
+def reset_peak() -> int | None:
+    """Return freed memory to the system and reset the peak; the resident bytes now, None off Linux."""
+    try:
+        with contextlib.suppress(OSError, AttributeError):  # glibc only
+            ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the only way to reset it
+        read_peak()
+        return int(psutil.Process().memory_info().rss)
+    except (OSError, IndexError):
+        return None
+
+
+def read_peak() -> int:
+    """Return the peak of the resident bytes, which psutil doesn't read on Linux (VmHWM)."""
+    text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return int(text.split("VmHWM:")[1].split()[0]) * 1024

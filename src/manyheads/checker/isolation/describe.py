@@ -1,0 +1,194 @@
+"""What can be known of a candidate without calling it: signature, documentation, parameters, source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from manyheads.checker.isolation.errors import print_safely
+
+ArgumentKind = Literal["positional", "keyword", "var_positional", "var_keyword"]
+Type = Literal["class", "module", "function"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a signature; a default that isn't a plain value is given as its repr."""
+
+    name: str
+    kind: ArgumentKind
+    required: bool
+    default: Any
+    annotation: str
+
+    @property
+    def is_named(self) -> bool:
+        """Return True for all but *args and **kwargs."""
+        return self.kind in ("positional", "keyword")
+
+
+@dataclass(frozen=True)
+class Description:
+    """The description of a candidate.
+
+    `type` is what the target is, and stays "class" after an instance was built; only an instance has
+    parameters, buffers (name → shape), layers (path → class name) and attributes.
+    """
+
+    type: Type
+    name: str
+    where: str  # "file.py:12", or "torch.nn.modules.activation:MultiheadAttention"
+    doc: str
+    init: tuple[Argument, ...] | None  # of a class's constructor
+    call: tuple[Argument, ...]  # of forward, __call__ or the function, without self
+    torch_module: bool
+    parameters: dict[str, tuple[int, ...]]
+    buffers: dict[str, tuple[int, ...]]
+    layers: dict[str, str]
+    attributes: dict[str, int | float | bool | str]  # public ones, such as num_heads
+    source: str
+    module_doc: str = ""  # the docstring of its file
+
+
+def describe(target: Any, instance: Any) -> Description:
+    """Describe a target and, if it is there, the instance."""
+    kind: Type = "module"
+    if isinstance(target, type):
+        kind = "class"
+    elif inspect.isroutine(target) or isinstance(target, functools.partial):
+        kind = "function"
+    written = type(target) if kind == "module" else target  # what has source and documentation
+    while isinstance(written, functools.partial):
+        written = written.func
+    where, source = find_source(written)
+    torch_module = isinstance(target, nn.Module) or (kind == "class" and issubclass(target, nn.Module))
+    if kind == "function":
+        call = read_signature(target, bound=True)
+    else:
+        name = "forward" if torch_module else "__call__"
+        method = next((vars(c)[name] for c in written.__mro__ if name in vars(c)), None)
+        call = read_signature(method, bound=isinstance(method, staticmethod)) if method else ()
+    module = instance if isinstance(instance, nn.Module) else None
+    attributes = {} if kind == "function" else getattr(instance, "__dict__", {})
+    return Description(
+        type=kind,
+        name=getattr(written, "__name__", type(written).__name__),
+        where=where,
+        doc=inspect.getdoc(written) or "",
+        init=read_signature(target, bound=True) if kind == "class" else None,
+        call=call,
+        torch_module=torch_module,
+        parameters={name: tuple(x.shape) for kind, name, x in module_tensors(module) if kind == "parameter"},
+        buffers={name: tuple(x.shape) for kind, name, x in module_tensors(module) if kind == "buffer"},
+        layers={path: type(x).__name__ for path, x in module.named_modules()} if module else {},
+        attributes={
+            name: value
+            for name, value in attributes.items()
+            if type(value) in (bool, int, float, str) and not name.startswith("_") and name != "training"
+        },
+        source=source,
+        module_doc=inspect.getdoc(sys.modules.get(getattr(written, "__module__", "") or "")) or "",
+    )
+
+
+def module_tensors(module: Any) -> Iterator[tuple[Literal["parameter", "buffer"], str, Tensor]]:
+    """Yield the parameters and buffers of a module, without those that have no shape yet."""
+    if isinstance(module, nn.Module):
+        for name, parameter in module.named_parameters():
+            if not nn.parameter.is_lazy(parameter):
+                yield "parameter", name, parameter
+        for name, buffer in module.named_buffers():
+            if not nn.parameter.is_lazy(buffer):
+                yield "buffer", name, buffer
+
+
+# -- signatures ------------------------------------------------------------------------------------
+
+KINDS: dict[Any, ArgumentKind] = {
+    inspect.Parameter.POSITIONAL_ONLY: "positional",
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional",
+    inspect.Parameter.KEYWORD_ONLY: "keyword",
+    inspect.Parameter.VAR_POSITIONAL: "var_positional",
+    inspect.Parameter.VAR_KEYWORD: "var_keyword",
+}
+
+
+def read_signature(function: Callable[..., Any], bound: bool) -> tuple[Argument, ...]:
+    """Return the arguments of a callable, without self if it is unbound.
+
+    A function written in C may have none: then the signature at the start of its docstring is read, and
+    without that, it takes *args and **kwargs.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        parameters = read_documented_signature(function)
+    if not bound and parameters and parameters[0].kind != inspect.Parameter.VAR_POSITIONAL:
+        parameters = parameters[1:]
+    return tuple(
+        Argument(
+            name=p.name,
+            kind=KINDS[p.kind],
+            required=p.default is p.empty and "VAR" not in p.kind.name,
+            default=None if p.default is p.empty else plain_default(p.default),
+            annotation="" if p.annotation is p.empty else annotation_text(p.annotation),
+        )
+        for p in parameters
+    )
+
+
+def read_documented_signature(function: Any) -> list[inspect.Parameter]:
+    """Read `name(query, key, scale=None)` at the start of a docstring."""
+    parameter = inspect.Parameter
+    name = re.escape(getattr(function, "__name__", ""))
+    start = re.search(rf"\b{name}\(([^()]*(?:\([^()]*\)[^()]*)*)\)", inspect.getdoc(function) or "")
+    try:
+        signature = ast.parse(f"(lambda {start[1] if start else '*'}: 0)", mode="eval")
+        arguments = next(node.args for node in ast.walk(signature) if isinstance(node, ast.Lambda))
+        found = []
+        for names, defaults, kind in (
+            (arguments.posonlyargs + arguments.args, arguments.defaults, parameter.POSITIONAL_OR_KEYWORD),
+            (arguments.kwonlyargs, arguments.kw_defaults, parameter.KEYWORD_ONLY),
+        ):
+            for one, default in zip(names, [None] * (len(names) - len(defaults)) + [*defaults], strict=True):
+                value = parameter.empty if default is None else ast.literal_eval(default)
+                found.append(parameter(one.arg, kind, default=value))
+    except (SyntaxError, ValueError, TypeError):
+        return [parameter("args", parameter.VAR_POSITIONAL), parameter("kwargs", parameter.VAR_KEYWORD)]
+    return found
+
+
+def plain_default(default: Any, depth: int = 0) -> Any:
+    """Return a default as a JSON value, or as its repr."""
+    if default is None or type(default) in (bool, int, float, str):
+        return default
+    if type(default) in (list, tuple) and depth < 3:
+        return type(default)(plain_default(child, depth + 1) for child in default)
+    return print_safely(repr, default)
+
+
+def annotation_text(annotation: Any) -> str:
+    """Return an annotation as it is written."""
+    return annotation if isinstance(annotation, str) else print_safely(inspect.formatannotation, annotation)
+
+
+def find_source(thing: Any) -> tuple[str, str]:
+    """Return where a class or function is written, and its source, "" if it can't be read."""
+    module = getattr(thing, "__module__", None) or ""
+    name = f"{module}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+    try:
+        lines, line = inspect.getsourcelines(thing)
+        file = Path(str(inspect.getsourcefile(thing)))
+    except (OSError, TypeError):
+        return name, ""
+    is_installed = {"site-packages", "dist-packages"} & set(file.parts)
+    return name if is_installed else f"{file.name}:{line}", "".join(lines)

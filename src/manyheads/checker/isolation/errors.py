@@ -1,0 +1,77 @@
+"""The one error of a candidate, whatever it raised and wherever it ran."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["import", "init", "call", "timeout", "memory", "crash", "protocol"]
+OUR_FILES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<frozen")
+
+
+class CandidateError(Exception):
+    """What went wrong with a candidate, in one sentence.
+
+    Attributes:
+        kind: "import", "init" (the constructor raised), "call", "timeout", "memory", "crash" (the process
+            ended) or "protocol" (its message can't be read).
+        details: the last lines of the traceback in the user's files, or of the process's output.
+        error: the exception's type in full, such as `torch._dynamo.exc.Unsupported`, or "".
+    """
+
+    def __init__(self, kind: Kind, sentence: str, details: str = "", error: str = "") -> None:
+        super().__init__(sentence)
+        self.kind, self.details, self.error = kind, details, error
+
+    @property
+    def ends_process(self) -> bool:
+        """Return True if the candidate's process is gone."""
+        return self.kind in ("timeout", "memory", "crash", "protocol")
+
+    @property
+    def is_exit(self) -> bool:
+        """Return True for sys.exit and for an interrupt."""
+        return self.error.endswith(("SystemExit", "KeyboardInterrupt"))
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Return True if the candidate's own code raises NotImplementedError: it is still to be written."""
+        raised = self.details.rpartition("\n")[2]
+        return self.error.endswith("NotImplementedError") and "raise NotImplementedError" in raised
+
+
+def describe_exception(kind: Kind, action: str, error: BaseException) -> CandidateError:
+    """Return the CandidateError of an exception raised by `action`, with the user's own lines."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(OUR_FILES)
+    ]
+    lines = [f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in frames[-4:]]
+    place = (frames[-1].filename, frames[-1].lineno) if frames else None
+    message = print_safely(str, error, 2000)
+    if isinstance(error, SyntaxError):
+        message = error.msg
+        if error.filename:
+            place = error.filename, error.lineno
+            lines.append(f"{error.filename}:{error.lineno}: {(error.text or '').strip()}")
+    first = print_safely(str, next((line.strip() for line in message.splitlines() if line.strip()), ""), 300)
+    if isinstance(error, MemoryError) or "can't allocate memory" in message:
+        kind = "memory"
+    at = f" ({Path(place[0]).name}:{place[1]})" if place else ""
+    sentence = f"{action} raised {type(error).__name__}{': ' if first else ''}{first.rstrip('.')}{at}."
+    full_name = f"{type(error).__module__}.{type(error).__qualname__}"
+    return CandidateError(kind, sentence, "\n".join(lines), full_name)
+
+
+def print_safely(function: Callable[[Any], str], value: Any, limit: int = 200) -> str:
+    """Return str or repr of an object whose own method may raise, shortened."""
+    try:
+        text = str.__str__(function(value))  # no subclass of str
+    except Exception as error:
+        return f"a {type(value).__name__} whose {function.__name__} raises {type(error).__name__}"
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,329 @@
+"""A candidate in a process of its own, with limits on time and memory, ended with all its descendants.
+
+This is not a sandbox: the candidate has the user's files, network and rights. What holds: the process is
+spawned anew, with empty standard input and a temporary working folder; each request has a time limit; a
+memory limit applies to what its process tree holds resident (polled every 50 ms), and on Linux to its address
+space; it doesn't outlive the checker; and it answers with data that are checked as they are read, so that no
+print, exit or patched function of its own can become a verdict. It sees no GPU, where neither limit holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+import weakref
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+from torch import Tensor
+
+from manyheads.checker.isolation import protocol
+from manyheads.checker.isolation.candidate import Answer, BorrowedCandidate, Call, Candidate
+from manyheads.checker.isolation.describe import Description
+from manyheads.checker.isolation.errors import CandidateError
+from manyheads.shapes import amount
+
+POLL = 0.05  # seconds between two checks of the limits
+START = 120.0  # seconds for Python and torch to load, which the candidate isn't charged for
+TAIL = 4000  # characters of its output to report
+OUTPUT_LIMIT = 64 * 2**20  # bytes of its output on disk at any time, approximately
+CHILD = "manyheads.checker.isolation.child"
+TOKEN = "MANYHEADS_CANDIDATE"  # the environment variable that marks its descendants
+
+
+class CandidateProcess:
+    """A candidate in a process of its own, with the methods of `Candidate`.
+
+    Beside what `Candidate` raises, a request raises CandidateError of kind "timeout", "memory", "crash" or
+    "protocol", after which the process is ended: open another.
+    """
+
+    def __init__(self, target: str, timeout: float = 60.0, memory: int = 4 * 2**30) -> None:
+        """Start the process and import the target.
+
+        Args:
+            target: what `find` takes.
+            timeout: seconds for each request, the import included.
+            memory: bytes for the process tree.
+        """
+        if os.name != "posix":
+            raise CandidateError(
+                "import",
+                f"{target!r} can't be checked in a separate process, which needs pipes that {sys.platform} "
+                "lacks. Import the object, and check it in this process.",
+            )
+        self.target, self.timeout, self.memory = target, timeout, memory
+        self._count = 0
+        self._next_check = 0.0
+        token = uuid.uuid4().hex
+        folder = Path(tempfile.mkdtemp(prefix="manyheads-"))
+        self._output = folder / "output"
+        (folder / "work").mkdir()
+        child_in, self._out = os.pipe()
+        self._in, child_out = os.pipe()
+        try:
+            with self._output.open("ab") as output:
+                self._process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "manyheads.checker.isolation.child",
+                        str(child_in),
+                        str(child_out),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    cwd=folder / "work",
+                    env=child_environment(token),
+                    pass_fds=(child_in, child_out),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(child_in)
+            os.close(child_out)
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+        # Also called when this object is deleted without close, and at Python's exit.
+        self._finish = weakref.finalize(
+            self, end_process, self._process, token, folder, (self._in, self._out)
+        )
+        self._begin("start", max(START, timeout))
+        self._exchange(None)
+        folders = [os.getcwd(), *(entry for entry in sys.path if entry)]
+        try:
+            self._request("import", None, target, os.getcwd(), folders, memory)
+        except CandidateError:
+            self.close()
+            raise
+
+    def describe(self) -> Description:
+        """Describe the candidate."""
+        return self._request("describe", Description)
+
+    def build(self, init: dict[str, Any]) -> Description:
+        """Build the class."""
+        return self._request("build", Description, init)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return copies of the parameters and buffers."""
+        return self._request("weights", dict[str, Tensor])
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Copy values into parameters and buffers."""
+        self._request("load", None, tensors)
+
+    def call(self, call: Call) -> Answer:
+        """Call the candidate."""
+        return self._request("call", Answer, call)
+
+    def close(self) -> None:
+        """End the process and its descendants and remove its folder; idempotent."""
+        self._finish()
+
+    def __enter__(self) -> CandidateProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- one request -------------------------------------------------------------------------------
+
+    def _begin(self, request: str, seconds: float) -> None:
+        self._current, self._limit, self._deadline = request, seconds, time.monotonic() + seconds
+
+    def _request(self, request: str, hint: Any, *args: Any) -> Any:
+        """Send a request and return its answer, of this type; raise what the candidate raised."""
+        if not self._finish.alive:
+            raise CandidateError(
+                "crash", f"The process of {self.target} is ended, and can't {request}. Open another."
+            )
+        self._begin(request, self.timeout)
+        self._count += 1
+        match self._exchange((self._count, request, *args)):
+            case (self._count, "answer", value) if protocol.fits(value, hint):
+                return value
+            case (self._count, "error", str(kind), str(sentence), str(details), str(error)):
+                if kind == "memory":
+                    limit = f"{amount(self.memory)}: allocate less, or raise the memory limit."
+                    sentence = f"{sentence.rstrip('.')}, and the limit is {limit}"
+                if kind in ("import", "init", "call", "memory"):
+                    raise CandidateError(kind, sentence, details, error)  # type: ignore[arg-type]
+        self.close()
+        protocol.reject(f"another reply to {request}")
+
+    def _exchange(self, message: Any) -> Any:
+        """Write a message, if any, and read one; end the process if anything goes wrong."""
+        try:
+            if message is not None:
+                protocol.write(self._put, message)
+            return protocol.read(self._take, self.memory)
+        except BaseException:
+            self.close()
+            raise
+
+    def _put(self, data: memoryview) -> None:
+        while data:
+            self._wait(self._out)
+            try:
+                data = data[os.write(self._out, data[: 2**20]) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                self._raise_crash()
+
+    def _take(self, count: int) -> bytearray:
+        data = bytearray()
+        while len(data) < count:
+            self._wait(self._in)
+            try:
+                chunk = os.read(self._in, min(count - len(data), 2**20))
+            except BlockingIOError:
+                continue
+            if not chunk:
+                self._raise_crash()
+            data += chunk
+        return data
+
+    def _wait(self, pipe: int) -> None:
+        """Wait until the pipe is ready, and check meanwhile that the process lives within its limits."""
+
+        def is_ready(seconds: float) -> bool:
+            pipes = ([pipe], []) if pipe == self._in else ([], [pipe])
+            return any(select.select(*pipes, [], seconds))
+
+        while True:
+            ready = is_ready(POLL)
+            now = time.monotonic()
+            if now >= self._next_check:
+                self._next_check = now + POLL
+                self._check_limits(now)
+            if ready:
+                return
+            # The pipe may stay open after the process ended: a forked child may hold its other end.
+            if self._process.poll() is not None and not is_ready(0):
+                self._raise_crash()
+
+    def _check_limits(self, now: float) -> None:
+        if now > self._deadline:
+            raise CandidateError(
+                "timeout",
+                f"{self._current} of {self.target} didn't end within {self._limit:g} s. "
+                "Look for an endless loop, or raise the time limit.",
+                self._tail(),
+            )
+        used = 0
+        for process in process_tree(self._process.pid):
+            with contextlib.suppress(psutil.Error):
+                used += process.memory_info().rss
+        if used > self.memory:
+            raise CandidateError(
+                "memory",
+                f"{self._current} of {self.target} held {amount(used)} of memory, and the limit is "
+                f"{amount(self.memory)}. Allocate less, or raise the memory limit.",
+                self._tail(),
+            )
+        with contextlib.suppress(OSError):
+            if self._output.stat().st_size > OUTPUT_LIMIT:
+                os.truncate(self._output, 0)
+
+    def _raise_crash(self) -> NoReturn:
+        """Raise the error of a process that ended or closed its pipe."""
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            how = "closed its answer pipe"
+        else:
+            how = f"exited with code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
+        raise CandidateError(
+            "crash",
+            f"The process of {self.target} {how} during {self._current}. Call it by itself to see why.",
+            self._tail(),
+        )
+
+    def _tail(self) -> str:
+        """Return the end of what the process wrote to its standard output and error."""
+        with contextlib.suppress(OSError), self._output.open("rb") as file:
+            file.seek(max(0, self._output.stat().st_size - 4 * TAIL))
+            return file.read(4 * TAIL).decode(errors="replace")[-TAIL:].strip()
+        return ""
+
+
+def open_candidate(
+    target: Any, timeout: float = 60.0, memory: int = 4 * 2**30
+) -> Candidate | CandidateProcess:
+    """Open a target's name in a process of its own, or an object in this one, restored when it is closed."""
+    return CandidateProcess(target, timeout, memory) if isinstance(target, str) else BorrowedCandidate(target)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def child_environment(token: str) -> dict[str, str]:
+    """Return the caller's environment for another folder, without GPUs, with the token."""
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    home = str(Path(__file__).parents[3])  # for a manyheads that isn't installed
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*paths, *([] if home.endswith("-packages") else [home])]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        TOKEN: token,
+    }
+
+
+# -- the process tree ------------------------------------------------------------------------------
+
+
+def process_tree(root: int, token: str = "") -> list[psutil.Process]:
+    """Return the living processes of root's session, their descendants, and those that carry the token."""
+    parents: dict[int, int] = {}
+    alive: dict[int, psutil.Process] = {}
+    inside: set[int] = set()
+    for process in psutil.process_iter():
+        # Some end meanwhile, and some belong to other users.
+        with contextlib.suppress(psutil.Error, OSError), process.oneshot():
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            parents[process.pid] = process.ppid()
+            alive[process.pid] = process
+            if os.getsid(process.pid) == root or (token and process.environ().get(TOKEN) == token):
+                inside.add(process.pid)
+    while more := {pid for pid in alive if parents[pid] in inside} - inside:
+        inside |= more
+    return [alive[pid] for pid in inside]
+
+
+def end_tree(root: int, token: str) -> None:
+    """Kill root and all that it started; repeatedly, for what was started meanwhile."""
+    for _ in range(100):
+        others = [process for process in process_tree(root, token) if process.pid != os.getpid()]
+        for process in others:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        if not others:
+            return
+        time.sleep(0.01)
+
+
+def end_process(process: subprocess.Popen[bytes], token: str, folder: Path, pipes: tuple[int, int]) -> None:
+    """End a process and its descendants, close its pipes and remove its folder."""
+    end_tree(process.pid, token)
+    process.wait()
+    for pipe in pipes:
+        os.close(pipe)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,86 @@
+"""`--like classic.MODULE.CLASS`: compares a candidate with our own class of that name, with equal weights."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from manyheads.checker.candidates.adapter import Adapter
+from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.checks.registry import Check, failed, judge, skipped
+from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.oracle import largest_difference
+
+# The kind and the layout of each textbook class; the others take modules or heads, and are checked as such.
+CLASSES: dict[str, tuple[str, str | None]] = {
+    "annotated.MultiHeadAttention": ("multihead", "sequence"),
+    "components.SelfAttention": ("self", "batch"),
+    "components.CrossAttention": ("cross", "batch"),
+    "components.attention": ("attention", None),
+    "components.PositionalEncoder": ("positional", "batch"),
+    "modeling_attention.SelfAttention": ("self", "batch"),
+    "modeling_attention.MultiHeadSelfAttention": ("self", "batch"),
+    "torch_multihead.MultiheadAttention": ("torch-mha", None),
+}
+
+
+@dataclass(frozen=True)
+class Classic:
+    """One of our textbook classes, its kind and its layout."""
+
+    name: str
+    kind: str
+    layout: str | None
+    target: Callable[..., Any]
+
+
+def find_classic(kind: str) -> Classic:
+    """Return the class that `classic.MODULE.CLASS` names; Unclear if there is none."""
+    name = kind.removeprefix("classic.")
+    if name not in CLASSES:
+        raise Unclear(f"Expected --like classic.MODULE.CLASS with one of {', '.join(CLASSES)}, got {kind!r}.")
+    module, _, attribute = name.partition(".")
+    target = getattr(importlib.import_module(f"manyheads.classic.{module}"), attribute)
+    return Classic(kind, *CLASSES[name], target)
+
+
+def compare_with_classic(c: Adapter, classic: Classic) -> Check:
+    """Call the candidate as our class is called, and compare the outputs."""
+    name = f"like {classic.name}"
+    if not inspect.isclass(classic.target):
+        return skipped(name, "it is a function, compared by its values")
+    try:
+        bound = inspect.signature(classic.target).bind(**c.init)
+        with torch.random.fork_rng(devices=[]):
+            ours = cast(nn.Module, classic.target(*bound.args, **bound.kwargs)).eval()
+    except TypeError:
+        expected = ", ".join(inspect.signature(classic.target).parameters)
+        return skipped(
+            name, f"its constructor takes other arguments than {expected}, so only values are compared"
+        )
+    parameters = dict(ours.named_parameters())
+    held = c.candidate.weights()
+    if any(path not in held or held[path].shape != x.shape for path, x in parameters.items()):
+        listed = ", ".join(f"{path} {list(x.shape)}" for path, x in parameters.items())
+        return failed(name, f"its parameters must have our names and shapes: {listed}.")
+    x = c.draw(torch.Generator().manual_seed(51), 2, 5, 7).but(need_weights=False)
+    try:
+        got, call = c.run(x), c.call(x)
+        with torch.no_grad():
+            for path, parameter in parameters.items():
+                parameter.copy_(held[path])
+            expected_out = c.read(ours(*call.args, **call.kwargs), x).out
+    except (UnexpectedOutput, TypeError, ValueError) as raised:
+        return failed(name, f"it isn't called as ours is: {raised}")
+    except CandidateError as raised:
+        if raised.ends_process:
+            raise
+        return failed(name, str(raised))
+    error, allowed = largest_difference(got.out, expected_out), 2 * c.allowed_error(x)
+    return judge(name, error, allowed, "", "it differs from ours.")

@@ -1,0 +1,379 @@
+"""The oracle: attention in small steps, each of which a bug can override.
+
+    project → split_heads → encode_positions → repeat_heads → dot_product · scale → add_bias → mask_scores
+        → softmax → mask_weights → dropout → mix → merge_heads → project_output
+
+It is written for clarity and independently of the kernels; tests compare it with `manyheads.attention`.
+The positional encodings in `encodings` are oracles too. Letters as everywhere: b batch, h heads, g key heads,
+t queries, s keys, d head size, e model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+ROLES = ("q", "k", "v", "o")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of a module by role: `weight[role]` is `[out, in]`, `bias[role]` `[out]` or absent.
+
+    Heads are contiguous in the outputs of q, k and v and in the input of o.
+    """
+
+    heads: int
+    key_heads: int
+    weight: Mapping[str, Tensor]
+    bias: Mapping[str, Tensor] = field(default_factory=dict)
+    sink: Tensor | None = None  # [h]
+
+    def to(self, dtype: torch.dtype) -> Weights:
+        """Return the same weights in another dtype."""
+        sink = None if self.sink is None else self.sink.to(dtype)
+        weight, bias = ({role: x.to(dtype) for role, x in part.items()} for part in (self.weight, self.bias))
+        return replace(self, weight=weight, bias=bias, sink=sink)
+
+    def abs(self) -> Weights:
+        """Return the absolute values of all but the sink."""
+        weight, bias = ({role: x.abs() for role, x in part.items()} for part in (self.weight, self.bias))
+        return replace(self, weight=weight, bias=bias)
+
+    @property
+    def head_size(self) -> int:
+        """The width of one head of q and k."""
+        return self.weight["q"].shape[0] // self.heads
+
+    @property
+    def out_width(self) -> int:
+        """The width of the output: that of o, or of the merged heads."""
+        if "o" in self.weight:
+            return self.weight["o"].shape[0]
+        return self.weight["v"].shape[0] // self.key_heads * self.heads
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call: `[b, t, e]` for a module with projections, `[b, h, t, d]` for a function of heads.
+
+    keep is the mask, broadcasting to `[b, h, t, s]`, True = visible; padding `[b, s]`, True = a token. bias
+    is added to the scores. causal masks keys after position i + offset. sink is one logit per head.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    keep: Tensor | None = None
+    padding: Tensor | None = None
+    bias: Tensor | None = None
+    causal: bool = False
+    offset: int = 0
+    scale: float | None = None
+    sink: Tensor | None = None
+    need_weights: bool = False
+    average_weights: bool = False  # over the heads
+
+    def but(self, **fields: Any) -> Inputs:
+        """Return the same call with other fields."""
+        return replace(self, **fields)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by field name."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """Return the same numbers, rounded to `dtype`."""
+        return self.but(**{n: x.to(dtype) for n, x in self.tensors().items() if x.is_floating_point()})
+
+    @property
+    def b(self) -> int:
+        """The batch size."""
+        return self.query.shape[0]
+
+    @property
+    def t(self) -> int:
+        """The number of queries."""
+        return self.query.shape[-2]
+
+    @property
+    def s(self) -> int:
+        """The number of keys."""
+        return self.key.shape[-2]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The result of a call; weights are `[b, h, t, s]` or `[b, 1, t, s]`."""
+
+    out: Tensor
+    weights: Tensor | None = None
+
+
+class Oracle:
+    """A computation in steps, in the dtype of its inputs. A bug is a subclass that overrides steps."""
+
+    noun: ClassVar[str]  # what it computes, for the report
+    axes: ClassVar[Mapping[int, tuple[str, ...]]]  # the names of the output's axes, by their number
+    tolerance: ClassVar[float]  # the largest `difference` at which outputs count as equal
+
+    def __init__(self, weights: Weights | None = None, dtype: torch.dtype = torch.float32) -> None:
+        """Set the weights, and the candidate's dtype, on which the effect of some bugs depends."""
+        self.weights, self.dtype = weights, dtype
+
+    def __call__(self, x: Inputs) -> Outputs:
+        """Return the outputs for these inputs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def difference(got: Tensor, expected: Tensor) -> float:
+        """Return how far an output is from the expected one, infinity for another shape."""
+        raise NotImplementedError
+
+
+class Attention(Oracle):
+    """Attention. The inputs `x` and the results of earlier steps are attributes while it runs."""
+
+    noun = "attention"
+    axes: ClassVar[Mapping[int, tuple[str, ...]]] = {
+        3: ("batch entry", "query", "column"),
+        4: ("batch entry", "head", "query", "column"),
+    }
+    tolerance = 2e-5  # relative: float32 with its sums in another order
+
+    x: Inputs
+    q: Tensor  # [b, h, t, d]
+    k: Tensor  # [b, h, s, d]
+    v: Tensor  # [b, h, s, d]
+    raw_scores: Tensor  # [b, h, t, s]
+    scores: Tensor  # [b, h, t, s], scaled and masked
+    visible: Tensor | None  # broadcasts to [b, h, t, s]
+    attention: Tensor  # [b, h, t, s]
+
+    def __call__(self, x: Inputs) -> Outputs:
+        """Run all steps."""
+        self.x = x
+        self.q = self.compute_query()
+        self.k, self.v = self.repeat_heads(self.compute_key()), self.repeat_heads(self.compute_value())
+        self.raw_scores = self.dot_product()
+        self.visible = self.combine_masks()
+        self.scores = self.mask_scores(self.add_bias(self.raw_scores * self.scale()))
+        self.attention = self.mask_weights(self.softmax(self.scores))
+        out = self.project_output(self.merge_heads(self.mix(self.dropout(self.attention))))
+        weights = self.average_weights(self.returned_weights()) if x.need_weights else None
+        return Outputs(out, weights)
+
+    # -- projections -------------------------------------------------------------------------------
+
+    def source(self, role: str) -> Tensor:
+        """Return the input that is projected to q, k or v."""
+        return {"q": self.x.query, "k": self.x.key, "v": self.x.value}[role]
+
+    def weight(self, role: str) -> Tensor:
+        """Return the weight of a role, `[out, in]`."""
+        return ({} if self.weights is None else self.weights.weight)[role]
+
+    def bias(self, role: str) -> Tensor | None:
+        """Return the bias of a role, `[out]`."""
+        return None if self.weights is None else self.weights.bias.get(role)
+
+    def project(self, role: str, x: Tensor) -> Tensor:
+        """Apply the linear layer of a role."""
+        return linear(x, self.weight(role), self.bias(role))
+
+    def compute_query(self) -> Tensor:
+        """Return `[b, h, t, d]`."""
+        return self.encode_positions(self.compute_heads("q"))
+
+    def compute_key(self) -> Tensor:
+        """Return `[b, g, s, d]`."""
+        return self.encode_positions(self.compute_heads("k"))
+
+    def compute_value(self) -> Tensor:
+        """Return `[b, g, s, d]`."""
+        return self.compute_heads("v")
+
+    def compute_heads(self, role: str) -> Tensor:
+        """Project and split, where the module has projections."""
+        x = self.source(role)
+        if self.weights is None:
+            return x
+        return self.split_heads(self.project(role, x), self.count_heads(role))
+
+    def count_heads(self, role: str) -> int:
+        """Return the number of heads of a role."""
+        assert self.weights is not None
+        return self.weights.heads if role == "q" else self.weights.key_heads
+
+    def split_heads(self, x: Tensor, heads: int) -> Tensor:
+        """Split `[b, t, h · d]` into `[b, h, t, d]`."""
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def encode_positions(self, x: Tensor) -> Tensor:
+        """Encode positions in queries or keys `[b, h, t, d]`; plain attention has none."""
+        return x
+
+    def repeat_heads(self, x: Tensor) -> Tensor:
+        """Repeat key heads: head j serves the query heads j · h/g, …, (j + 1) · h/g − 1."""
+        return x.repeat_interleave(self.q.shape[1] // x.shape[1], 1)
+
+    # -- scores ------------------------------------------------------------------------------------
+
+    def dot_product(self) -> Tensor:
+        """Return the unscaled scores, `[b, h, t, s]`."""
+        return self.q @ self.k.mT
+
+    def default_scale(self) -> float:
+        """Return the scale of calls that give none."""
+        return self.q.shape[-1] ** -0.5
+
+    def scale(self) -> float:
+        """Return the factor of the scores."""
+        return self.default_scale() if self.x.scale is None else self.x.scale
+
+    def add_bias(self, scores: Tensor) -> Tensor:
+        """Add the bias of the call to the scores."""
+        return scores if self.x.bias is None else scores + self.x.bias
+
+    # -- masks -------------------------------------------------------------------------------------
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Return the positions of queries `[t, 1]` and keys `[1, s]`."""
+        return torch.arange(self.x.t)[:, None] + self.x.offset, torch.arange(self.x.s)[None]
+
+    def is_past(self, i: Tensor, j: Tensor) -> Tensor:
+        """Return True where a causal query at position i may attend to the key at position j."""
+        return j <= i
+
+    def causal_mask(self) -> Tensor | None:
+        """Return `[1, 1, t, s]`, True = visible, or None without a causal mask."""
+        return self.is_past(*self.positions())[None, None] if self.x.causal else None
+
+    def given_mask(self) -> Tensor | None:
+        """Return the mask of the call, True = visible."""
+        return self.x.keep
+
+    def padding_mask(self) -> Tensor | None:
+        """Return the padding as `[b, 1, 1, s]`, True = visible."""
+        return None if self.x.padding is None else self.x.padding[:, None, None]
+
+    def combine_masks(self) -> Tensor | None:
+        """Return what all masks leave visible, or None without masks."""
+        visible = None
+        for mask in (self.causal_mask(), self.given_mask(), self.padding_mask()):
+            if mask is not None:
+                visible = mask if visible is None else visible & mask
+        return visible
+
+    def mask_scores(self, scores: Tensor) -> Tensor:
+        """Set masked scores to -inf."""
+        return scores if self.visible is None else scores.masked_fill(~self.visible, -math.inf)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def sink(self) -> Tensor | None:
+        """Return the sink's logits, `[h, 1, 1]`, of the module or of the call."""
+        sink = self.x.sink if self.weights is None else self.weights.sink
+        return None if sink is None else sink[:, None, None]
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Normalize over the keys and the sink; a fully masked row becomes NaN."""
+        sink = self.sink()
+        if sink is None:
+            return self.normalize(scores)
+        with_sink = torch.cat((scores, sink.expand(*scores.shape[:3], 1)), -1)
+        return self.normalize(with_sink)[..., :-1]
+
+    def normalize(self, scores: Tensor) -> Tensor:
+        """Apply the softmax itself."""
+        return scores.softmax(-1)
+
+    def mask_weights(self, weights: Tensor) -> Tensor:
+        """Set masked weights to 0, so that a fully masked row has no weights."""
+        return weights if self.visible is None else weights.masked_fill(~self.visible, 0.0)
+
+    def dropout(self, weights: Tensor) -> Tensor:
+        """Drop weights; none in evaluation."""
+        return weights
+
+    def returned_weights(self) -> Tensor:
+        """Return the weights to report, `[b, h, t, s]`."""
+        return self.attention
+
+    def average_weights(self, weights: Tensor) -> Tensor:
+        """Average over the heads if the call asks for it: `[b, 1, t, s]`."""
+        return weights.mean(1, keepdim=True) if self.x.average_weights else weights
+
+    # -- output ------------------------------------------------------------------------------------
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return the weighted sums of values, `[b, h, t, d]`."""
+        return weights @ self.v
+
+    def merge_heads(self, x: Tensor) -> Tensor:
+        """Merge `[b, h, t, d]` into `[b, t, h · d]`, where heads were split."""
+        return x if self.weights is None else x.transpose(1, 2).flatten(2)
+
+    def project_output(self, x: Tensor) -> Tensor:
+        """Apply the output projection, if there is one."""
+        has_output = self.weights is not None and "o" in self.weights.weight
+        return self.project("o", x) if has_output else x
+
+    @staticmethod
+    def difference(got: Tensor, expected: Tensor) -> float:
+        """Return the largest difference, relative to the largest finite number of `expected`."""
+        if got.shape != expected.shape:
+            return math.inf
+        if not got.numel():
+            return 0.0
+        largest = float(expected.abs().max())
+        if math.isfinite(largest):
+            return float((got - expected).abs().max().nan_to_num(math.inf)) / max(largest, 1e-3)
+        finite = expected[expected.isfinite()].abs()
+        return largest_difference(got, expected) / max(float(finite.max()) if finite.numel() else 1.0, 1e-3)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x · weightᵀ + bias."""
+    return x @ weight.mT if bias is None else x @ weight.mT + bias
+
+
+def exact(weights: Weights | None, x: Inputs, oracle: type[Oracle] = Attention) -> Outputs:
+    """Run an oracle in float64 on these numbers."""
+    return oracle(None if weights is None else weights.to(torch.float64), x.query.dtype)(x.to(torch.float64))
+
+
+def allowed_error(weights: Weights | None, x: Inputs) -> float:
+    """Return the largest error that rounding explains: 4 · plain + eps · (1 + max|score|) · A.
+
+    plain is what the same steps lose in the inputs' dtype, A the largest output of absolute values. This is
+    the error budget of this library doubled, because other implementations take the steps in another order.
+    """
+    dtype = x.query.dtype
+    plain = Attention(None if weights is None else weights.to(dtype), dtype)(x)
+    oracle = Attention(None if weights is None else weights.to(torch.float64), dtype)
+    true = oracle(x.to(torch.float64))
+    oracle.weights = None if oracle.weights is None else oracle.weights.abs()
+    oracle.x = replace(oracle.x, value=oracle.x.value.abs())
+    oracle.v = oracle.repeat_heads(oracle.compute_value())
+    bound = oracle.project_output(oracle.merge_heads(oracle.attention @ oracle.v))
+    scores = oracle.raw_scores * oracle.scale()
+    largest = float(scores.abs().max()) if scores.numel() else 0.0
+    rounding = torch.finfo(dtype).eps * (1 + largest) * float(bound.max())
+    return 4 * largest_difference(plain.out, true.out) + rounding
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest absolute difference: 0 of two NaNs or equal infinities, infinity of others."""
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    if a.shape != b.shape:
+        return math.inf
+    if not a.numel():
+        return 0.0
+    difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+    return float(difference.nan_to_num(math.inf, math.inf).max())

@@ -1,0 +1,128 @@
+"""Join the steps of a generation: calls whose keys continue each other's become one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from manyheads.biases import ALiBi, Bias, Relative
+from manyheads.maps import AttentionMap
+from manyheads.masks import Causal, Drop, Full, Keep, Keys, Lengths, Mask, Only, Window
+from manyheads.observe.summaries import Call, Reduced
+from manyheads.scores import Problem
+
+Band = tuple[int | None, int | None]  # low ≤ j − i ≤ high; None: no bound
+
+
+def checksums(k: Tensor, end: int) -> Tensor:
+    """Return a checksum of each key up to `end`, `[b, g, end]`, which tells whether a later call repeats it.
+
+    It is the sum of the key's bits, read as integers, times random odd numbers, modulo 2^64.
+    """
+    k = k.detach()[:, :, :end]
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
+    factors = torch.randint(1 << 62, (k.shape[3],), generator=torch.Generator().manual_seed(0))
+    return (k.contiguous().view(integers).long() * (factors | 1).to(k.device)).sum(-1)
+
+
+def reached_keys(call: Call, s: int) -> int:
+    """Return how many of s keys a call's queries reach, counted from the first; 0 if it isn't one number."""
+    offset = call.offset if isinstance(call, Reduced) else call.problem.offset
+    return max(min(offset + call.shape[2], s), 0) if isinstance(offset, int) else 0
+
+
+def join(old: Call, new: Call) -> Call | None:
+    """Return one call of two whose keys continue each other's, or None if they can't be expressed as one."""
+    if isinstance(old, Reduced) and isinstance(new, Reduced):
+        return old.followed_by(new) if _continues(old.shape, old.offset, new.shape, new.offset) else None
+    if isinstance(old, AttentionMap) and isinstance(new, AttentionMap):
+        return _join_maps(old, new)
+    return None
+
+
+def _continues(old: tuple[int, ...], first: int | Tensor, new: tuple[int, ...], second: int | Tensor) -> bool:
+    """Return True if the new queries follow directly on the old ones, with keys that reach as far."""
+    if not isinstance(first, int) or not isinstance(second, int):
+        return False
+    return old[:2] == new[:2] and second == first + old[2] and new[3] >= max(second + new[2], old[3])
+
+
+def _join_maps(old: AttentionMap, new: AttentionMap) -> AttentionMap | None:
+    before, after = old.problem, new.problem
+    same = (
+        _continues(old.shape, before.offset, new.shape, after.offset)
+        and (before.scale, before.softcap, old.heads) == (after.scale, after.softcap, new.heads)
+        and (before.q.dtype, before.shape.d) == (after.q.dtype, after.shape.d)
+        and _equal(before.sink, after.sink)
+        and _equal_biases(before.bias, after.bias)
+    )
+    mask = _join_masks(before, after) if same else None
+    if mask is None:
+        return None
+    q = torch.cat((before.q, after.q), 2)
+    problem = Problem.of(q, after.k, after.v, mask=mask, bias=after.bias, scale=after.scale,
+                         softcap=after.softcap, sink=after.sink, offset=before.offset)  # fmt: skip
+    lse = torch.cat((old.lse, new.lse), 2) if old.knows_lse and new.knows_lse else None
+    return new.again(problem, lse)
+
+
+def _join_masks(before: Problem, after: Problem) -> Mask | None:
+    """Return the mask of both steps' queries over the later keys, if it is a band and some keys."""
+    (old_band, old_keys), (new_band, new_keys) = _band_and_keys(before), _band_and_keys(after)
+    if old_keys is None or new_keys is None or not isinstance(before.offset, int):
+        return None
+    # A single query at the last key under no band is causal, whatever its mask says.
+    causal: Band = (None, 0)
+    old_is_last, new_is_last = _is_last_key(before, old_band), _is_last_key(after, new_band)
+    if old_is_last and (new_is_last or new_band == causal):
+        old_band = causal
+    if new_is_last and old_band == causal:
+        new_band = causal
+    low, high = old_band
+    last = before.offset + before.shape.t - 1
+    if old_band != new_band or high is None or last + high >= before.shape.s:
+        return None  # the old queries would attend to the later keys
+    reach = last + high + 1  # the old queries attend to no key beyond it, whatever their mask keeps
+    if not torch.equal(old_keys[:, :reach], new_keys[:, :reach].expand(old_keys[:, :reach].shape)):
+        return None
+    band: Mask = Causal() if (low, high) == causal else Window(None if low is None else -low, high)
+    return band if bool(new_keys.all()) else band & Keep(new_keys[:, None, None])
+
+
+def _is_last_key(problem: Problem, band: Band) -> bool:
+    """Return True for a single query at the position of the last key, under no band."""
+    return problem.shape.t == 1 and band == (None, None) and bool(problem.offset == problem.shape.s - 1)
+
+
+def _band_and_keys(problem: Problem) -> tuple[Band, Tensor | None]:
+    """Return a mask as a band and the keys `[b, s]` that all queries see, or None if it is more."""
+    n = problem.shape
+    keys = torch.ones(n.b, n.s, dtype=torch.bool, device=problem.q.device)
+    if problem.mask is None:
+        return (None, None), keys
+    band, segments, lengths, rest = problem.mask.normal()
+    if segments or not all(map(_same_for_all_queries, rest)):
+        return band, None
+    for part in (*lengths, *rest):
+        keys = keys & problem.keep(part, slice(0, 1), slice(None))[:, 0, 0]  # [b, s]
+    return band, keys
+
+
+def _same_for_all_queries(mask: Mask) -> bool:
+    """Return True if a mask keeps the same keys for all queries of all heads."""
+    if isinstance(mask, Only):
+        return _same_for_all_queries(mask.mask)
+    if isinstance(mask, Keep | Drop):
+        return mask.tensor.shape[1:3] == (1, 1)
+    return isinstance(mask, Keys | Full | Lengths)
+
+
+def _equal(x: Tensor | None, y: Tensor | None) -> bool:
+    return x is y or (x is not None and y is not None and torch.equal(x, y))
+
+
+def _equal_biases(x: Bias | None, y: Bias | None) -> bool:
+    """Return True for equal biases that depend on positions alone; a dense one has no further columns."""
+    if x is None or y is None:
+        return x is y
+    return type(x) is type(y) and isinstance(x, ALiBi | Relative) and _equal(x.tensor(), y.tensor())

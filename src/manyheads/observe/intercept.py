@@ -1,0 +1,502 @@
+"""Intercept attention calls while modules of an observed model run.
+
+Hooks of the recorder call `enter` and `leave` as modules begin and end, so that each thread knows which
+observed modules run; a call belongs to the innermost of them. From the first `enter` to the last `leave` a
+`TorchFunctionMode` is active, to which PyTorch passes every function. It intercepts
+
+    scaled_dot_product_attention        also as an operator of an exported program
+    multi_head_attention_forward        nn.MultiheadAttention and everything built on it
+    flex_attention                      with a mask_mod, without a score_mod
+    attention, attention_with_map       and the other functions of manyheads that compute weights
+    fused kernels, called by name       with an error, because their arguments don't tell the weights
+
+A handler translates its call into a `Problem`, lets the model's own kernel compute the output, records the
+call and zeroes ablated heads. A softmax outside of these functions is noted: it may belong to attention that
+a module computes by itself, which can't be recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from inspect import signature
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
+from manyheads import kernels
+from manyheads.classic import common
+from manyheads.functional import attention, attention_with_map, autocast
+from manyheads.maps import AttentionMap
+from manyheads.masks import Causal, Rule
+from manyheads.observe.recognize import collapse, first_position, split_masks, visible
+from manyheads.scores import Problem
+from manyheads.shapes import kind, sizes
+
+INTERCEPTED = (
+    "torch.nn.functional.scaled_dot_product_attention, torch.nn.MultiheadAttention and what is built on it, "
+    "flex_attention, Hugging Face's attention interface, and manyheads' own attention"
+)
+
+SDPA, COMPILE = F.scaled_dot_product_attention, torch.compile
+
+
+class Observer(Protocol):
+    """What this module needs of a `Recorder`."""
+
+    active: int  # modules that run now, on all threads
+    strays: int  # attention calls on threads where no module runs
+    closed: bool
+
+    def record(self, path: str, problem: Problem, lse: Tensor | None) -> None: ...
+    def note_softmax(self, path: str, scores: Tensor) -> None: ...
+    def ablated(self, path: str, h: int) -> list[int]: ...
+
+
+# -- which modules run -----------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # Observed modules and their paths, the innermost last. Its `dict` is the innermost of each observer.
+        self.running: list[tuple[Observer, str]] = []
+        self.mode: TorchFunctionMode | None = None
+        self.paused = False
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+
+
+def enter(observer: Observer, path: str) -> None:
+    """Note that a module of an observed model begins."""
+    with _lock:
+        observer.active += 1
+    if _thread.mode is None:
+        _thread.mode = Intercept()
+        _thread.mode.__enter__()
+    _thread.running.append((observer, path))
+
+
+def leave(observer: Observer, path: str) -> None:
+    """Note that it ends, and with it those that began in it and were interrupted by an exception."""
+    running = list(_thread.running)
+    if (observer, path) in running:
+        ended = [running.pop()]
+        while ended[-1] != (observer, path):
+            ended.append(running.pop())
+        _end(ended, running)
+
+
+def is_running(observer: Observer, path: str) -> bool:
+    """Return True if this module runs on this thread."""
+    return (observer, path) in _thread.running
+
+
+def forget(observer: Observer) -> None:
+    """End the modules of an observer on this thread, whose hooks won't run because of an exception."""
+    ended = [pair for pair in _thread.running if pair[0] is observer]
+    _end(ended, [pair for pair in _thread.running if pair[0] is not observer])
+
+
+def _end(ended: list[tuple[Observer, str]], running: list[tuple[Observer, str]]) -> None:
+    with _lock:
+        for observer, _ in ended:
+            observer.active -= 1
+    _thread.running = running
+    if not running and _thread.mode is not None:
+        mode, _thread.mode = _thread.mode, None
+        mode.__exit__(None, None, None)
+
+
+def is_recording() -> bool:
+    """Return True if an attention call on this thread would be recorded."""
+    return bool(_thread.running) and not _thread.paused
+
+
+@contextmanager
+def paused(device: torch.device | None = None) -> Iterator[None]:
+    """Intercept nothing on this thread, while a kernel computes on this device."""
+    before, _thread.paused = _thread.paused, True
+    on_top = _thread.mode is not None and _get_current_function_mode() is _thread.mode
+    compiles = device is not None and device.type != "cpu"
+    try:
+        with _pop_mode_temporarily() if on_top else nullcontext(), _compiled() if compiles else nullcontext():
+            yield
+    finally:
+        _thread.paused = before
+
+
+# -- what every handler does -----------------------------------------------------------------------
+
+
+def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis: int | None = 1) -> Tensor:
+    """Record an attention call in every observation of the module that runs here.
+
+    Only computes if no observed module runs on this thread. What `compute` calls isn't recorded again, nor is
+    a recomputation within backward (checkpointing).
+
+    Args:
+        problem: The inputs of the call, q `[b, h, t, d]`, k `[b, g, s, d]`, and its mask as a value.
+        compute: Computes the output `[...]` with the model's own kernel.
+        head_axis: The axis of the output that counts query heads, so that ablated heads can be zeroed; None
+            if there is none.
+
+    Returns:
+        The output `[...]` of `compute`, with zeros for ablated heads.
+
+    Raises:
+        ValueError: If q or k hold no numbers.
+        MemoryError: If the recording would exceed its max_bytes.
+    """
+    if not is_recording():
+        return compute()
+    check_readable("attention", q=problem.q, k=problem.k)
+    with paused(problem.q.device):
+        out = compute()
+    record(problem)
+    return out if head_axis is None else ablate(out, head_axis)
+
+
+def record(problem: Problem, lse: Tensor | None = None) -> None:
+    """Record a call that was computed; lse `[b, h, t]` if its kernel found it."""
+    if torch._C._current_graph_task_id() != -1:
+        return  # a recomputation within backward
+    for observer, path in dict(_thread.running).items():
+        if not observer.closed:
+            observer.record(path, problem, lse)
+
+
+def ablate(x: Tensor, head_axis: int = 1) -> Tensor:
+    """Return x with zeros for the heads that are ablated in the module that runs here."""
+    for observer, path in dict(_thread.running).items():
+        heads = observer.ablated(path, x.shape[head_axis])
+        if heads:
+            x = x.index_fill(head_axis, torch.tensor(heads, device=x.device), 0.0)
+    return x
+
+
+def check_readable(owner: str, **inputs: Any) -> None:
+    """Check that the inputs of a call are tensors `[..., length, width]` whose numbers can be kept."""
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"Expected {owner}'s {name} to be a tensor, got {kind(x)}.")
+        why = None
+        if x.is_nested:
+            why = "is a nested tensor, whose sequences have no common length: pad it and pass a mask"
+        elif torch._C._functorch.is_functorch_wrapped_tensor(x):
+            why = "is inside a torch.func transform: call the model without one"
+        elif x.is_meta or isinstance(x, FakeTensor):
+            why = "has a shape but no numbers: observe a model on a real device"
+        if why:
+            raise ValueError(f"{owner}'s {name} can't be observed, because it {why}.")
+        if x.dim() < 2:
+            raise ValueError(f"Expected {owner}'s {name} to be [..., length, width], got {sizes(x)}.")
+
+
+# -- while anything is observed --------------------------------------------------------------------
+
+_open: list[Observer] = []  # whose block runs, on whatever thread
+_stance: Any = None  # set while something is observed: compiled code, which runs no hooks, runs eagerly
+
+
+@contextmanager
+def listening(observer: Observer) -> Iterator[None]:
+    """Run compiled code eagerly, and count attention calls on threads where no observed module runs."""
+    with _lock:
+        if not _open:
+            F.scaled_dot_product_attention, torch.compile = _count_strays, _compile
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled yet, and the import takes a second
+                _run_eagerly()
+        _open.append(observer)
+    try:
+        yield
+    finally:
+        with _lock:
+            _open.remove(observer)
+            if not _open:
+                F.scaled_dot_product_attention, torch.compile = SDPA, COMPILE
+                _run_compiled()
+
+
+def _run_eagerly() -> None:
+    global _stance
+    if _stance is None:
+        _stance = torch.compiler.set_stance("force_eager")
+
+
+def _run_compiled() -> None:
+    global _stance
+    if _stance is not None:
+        _stance.__exit__(None, None, None)
+        _stance = None
+
+
+@contextmanager
+def _compiled() -> Iterator[None]:
+    """Let compiled code run compiled: on a GPU, FlexAttention has to be."""
+    with _lock:
+        _run_eagerly()  # so that a first torch.compile in the block doesn't set the stance
+    with torch.compiler.set_stance("default"):
+        yield
+
+
+def _compile(*args: Any, **kwargs: Any) -> Any:
+    """Compile as `torch.compile` does; the result runs eagerly while something is observed."""
+    compiled = COMPILE(*args, **kwargs)
+    with _lock:
+        if _open:
+            _run_eagerly()
+    return compiled
+
+
+def _count_strays(*args: Any, **kwargs: Any) -> Tensor:
+    # A module imported in the block may hold this function, and call it after the block.
+    listens = _open and not torch.compiler.is_compiling() and not _thread.running and not _thread.paused
+    if listens and not _is_called_by_module():
+        for observer in list(_open):
+            observer.strays += observer.active > 0
+    return SDPA(*args, **kwargs)
+
+
+def _is_called_by_module() -> bool:
+    """Return True if a module calls, which then belongs to another model."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+# -- the mode --------------------------------------------------------------------------------------
+
+
+class Intercept(TorchFunctionMode):
+    """Pass every PyTorch function on, except for those that have a handler."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = None if _thread.paused else _handler(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(func, *args, **(kwargs or {}))
+
+
+@lru_cache(maxsize=4096)
+def _handler(func: Any) -> Callable[..., Any] | None:
+    """Return what handles a function, by identity or by its name without the overload."""
+    if func in HANDLERS:
+        return HANDLERS[func]
+    name = getattr(func, "__name__", "").partition(".")[0]
+    if name == "scaled_dot_product_attention":
+        return _scaled_dot_product_attention
+    if name == "flex_attention":
+        return _flex_attention
+    return _fused_kernel if name.startswith(FUSED) else None
+
+
+def _softmax(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    scores = args[0] if args else kwargs.get("input")
+    if isinstance(scores, Tensor):
+        for observer, path in dict(_thread.running).items():
+            observer.note_softmax(path, scores)
+    return func(*args, **kwargs)
+
+
+FUSED = (
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient_attention",
+    "_native_multi_head_attention",
+    "_triton_multi_head_attention",
+    "_transformer_encoder_layer_fwd",
+)
+
+
+def _fused_kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise ValueError(
+        f"the model calls the kernel {getattr(func, '__name__', func)} by its name, which can't be observed: "
+        "call torch.nn.functional.scaled_dot_product_attention, which chooses it."
+    )
+
+
+# -- manyheads -------------------------------------------------------------------------------------
+
+
+def _attention(
+    func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Any
+) -> Tensor:
+    problem = Problem.of(*autocast(q, k, v), **options)
+    check_readable("attention", q=q, k=k)
+    with paused(problem.q.device):
+        result = kernels.run(problem, kernel)  # as `func` does, but this gives the log-sum-exp too
+    record(problem, result.lse_of_map(problem))
+    return ablate(result.out)
+
+
+def _attention_with_map(
+    func: Callable[..., tuple[Tensor, AttentionMap]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel: str = "auto",
+    statistics: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Tensor, AttentionMap]:
+    problem = Problem.of(*autocast(q, k, v), **options)
+    check_readable("attention", q=q, k=k)
+    with paused(problem.q.device):
+        out, amap = func(q, k, v, kernel=kernel, statistics=statistics, **options)
+    record(problem, amap.lse if amap.knows_lse else None)
+    return ablate(out), amap
+
+
+def _weigh(func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    # Ablated heads keep their weights, and `mix` gives zeros for them.
+    problem = Problem.of(q, k, v, **options)
+    return record_attention(problem, lambda: func(q, k, v, **options), head_axis=None)
+
+
+def _mix(func: Callable[..., Tensor], weights: Tensor, v: Tensor) -> Tensor:
+    return ablate(func(weights, v))
+
+
+# -- PyTorch ---------------------------------------------------------------------------------------
+
+
+def _scaled_dot_product_attention(
+    func: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,  # scale, enable_gqa
+) -> Tensor:
+    check_readable("scaled_dot_product_attention", query=query, key=key, value=value)
+    dims = max(x.dim() for x in (query, key, value))
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    q, k, v = (_four_axes(x, batch, dims) for x in autocast(query, key, value))
+    h = max(q.shape[1], k.shape[1], v.shape[1])
+    q = q.expand(-1, h, -1, -1)
+    if k.shape[1] != v.shape[1]:
+        k, v = (x.repeat_interleave(h // max(x.shape[1], 1), 1) for x in (k, v))
+    masks = {}
+    # PyTorch's is_causal counts from the top left. Without it, more keys than queries are taken for a cache,
+    # in which a triangular mask tells the position of the queries; else the last query is at the last key.
+    # (Or the keys are those of another sequence, where positions mean nothing.)
+    offset = 0 if is_causal else max(k.shape[2] - q.shape[2], 0)
+    if attn_mask is not None:
+        entries = collapse(_four_axes(attn_mask, batch, dims))
+        masks["attn_mask"] = entries = entries.expand(*entries.shape[:3], k.shape[2])
+        if offset:
+            offset = first_position(visible(entries), q.shape[2], offset)
+    mask, bias = split_masks(masks, offset, q.shape[2])
+    if is_causal:
+        mask = Causal() if mask is None else Causal() & mask
+    problem = Problem.of(
+        q, k, v, mask=mask, bias=bias, scale=options.get("scale"), dropout_p=dropout_p, offset=offset
+    )
+
+    def compute() -> Tensor:
+        out = func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return out if dims > 3 else out.unsqueeze(-3)
+
+    out = record_attention(problem, compute, head_axis=-3)
+    return out if dims > 3 else out.squeeze(-3)
+
+
+def _four_axes(x: Tensor, batch: torch.Size, dims: int) -> Tensor:
+    """Return `[..., h, t, d]` as `[b, h, t, d]`, b being all of `batch`; h is 1 in a call of up to 3 axes."""
+    if dims < 4:
+        return x[(None,) * (3 - x.dim())][:, None]
+    x = x[(None,) * (4 - x.dim())]
+    return x.expand(*batch, *x.shape[-3:]).flatten(0, -4)
+
+
+_PARAMETERS = signature(F.multi_head_attention_forward)
+
+
+def _multi_head(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    bound = _PARAMETERS.bind(*args, **kwargs)
+    bound.apply_defaults()
+    options = bound.arguments
+    problem = _multi_head_problem(options)
+    # Zero columns of the output projection ablate a head, whatever the rest of the layer computes.
+    columns = options["out_proj_weight"].unflatten(1, (problem.shape.h, -1))  # [e, h, d]
+    options["out_proj_weight"] = ablate(columns).flatten(1)
+    results: tuple[Tensor, Tensor | None] = func(**options)
+    record(problem)
+    return results
+
+
+def _multi_head_problem(options: dict[str, Any]) -> Problem:
+    """Return the problem that F.multi_head_attention_forward computes with these arguments."""
+    query, key, value = options["query"], options["key"], options["value"]
+    check_readable("nn.MultiheadAttention", query=query, key=key, value=value)
+    if options["static_k"] is not None or options["static_v"] is not None:
+        raise ValueError(
+            "static_k and static_v of multi_head_attention_forward can't be observed: pass key and value."
+        )
+    if query.dim() == 2:
+        query, key, value = (x[:, None] for x in (query, key, value))  # [t, 1, e]
+    if options["use_separate_proj_weight"]:
+        weights = [options[f"{letter}_proj_weight"] for letter in "qkv"]
+    else:
+        weights = options["in_proj_weight"].chunk(3)
+    biases = [None] * 3 if options["in_proj_bias"] is None else options["in_proj_bias"].chunk(3)
+    q, k, v = (F.linear(*parts) for parts in zip((query, key, value), weights, biases, strict=True))
+    (t, b, _), s, h = q.shape, k.shape[0], options["num_heads"]  # q [t, b, e]
+    masks: dict[str, Tensor] = {}
+    padding, attn_mask = options["key_padding_mask"], options["attn_mask"]
+    # PyTorch follows is_causal in place of the mask where it needs no mask tensor otherwise.
+    hinted = options["is_causal"] and padding is None and not options["need_weights"]
+    if attn_mask is not None and not hinted:
+        masks["attn_mask"] = attn_mask.reshape((1, 1, t, s) if attn_mask.dim() == 2 else (b, h, t, s))
+    if padding is not None:
+        masks["key_padding_mask"] = padding.reshape(b, 1, 1, s)
+    if options["bias_k"] is not None:
+        k = torch.cat((k, options["bias_k"].expand(1, b, -1)))  # [s + 1, b, e]
+        v = torch.cat((v, options["bias_v"].expand(1, b, -1)))
+    if options["add_zero_attn"]:
+        k, v = (torch.cat((x, x.new_zeros(1, b, x.shape[2]))) for x in (k, v))
+    masks = {name: F.pad(x, (0, k.shape[0] - s)) for name, x in masks.items()}  # appended keys are visible
+    mask, bias = split_masks({name: ~x if x.dtype == torch.bool else x for name, x in masks.items()})
+    q, k, v = (x.unflatten(-1, (h, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # [b, h, t, d]
+    dropout_p = options["dropout_p"] if options["training"] else 0.0
+    return Problem.of(q, k, v, mask=Causal() if hinted else mask, bias=bias, dropout_p=dropout_p, offset=0)
+
+
+def _flex_attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    query, key, value, score_mod, block_mask, scale, *_ = args
+    check_readable("flex_attention", query=query, key=key, value=value)
+    if getattr(score_mod, "__name__", "") != "_identity":
+        raise ValueError(
+            "flex_attention with a score_mod can't be observed, because that may be any function: use a "
+            "bias or softcap of manyheads.attention."
+        )
+    problem = Problem.of(query, key, value, mask=Rule(block_mask[-1]), scale=scale, offset=0)
+    with paused(query.device):
+        out, *rest = func(*args, **kwargs)
+    record(problem)
+    return ablate(out), *rest
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    attention: _attention,
+    attention_with_map: _attention_with_map,
+    common.weigh: _weigh,
+    common.mix: _mix,
+    F.multi_head_attention_forward: _multi_head,
+    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax),
+}

@@ -1,0 +1,257 @@
+"""`Recorder`: the hooks of one observation, and what it records of each attention call."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyheads.maps import AttentionMap
+from manyheads.observe import fastpath, intercept, transformers
+from manyheads.observe.recording import Recording, close_matches, paths_within
+from manyheads.observe.summaries import Reduced
+from manyheads.scores import Problem
+from manyheads.shapes import amount, whole
+
+COMPILED = "_orig_mod"  # what torch.compile adds to the paths of a model's modules
+
+
+@dataclass(eq=False)
+class Recorder:
+    """What one `observe` records of a model, and the hooks by which it learns of its calls."""
+
+    model: nn.Module
+    recording: Recording
+    keep: Mapping[str, Any] | None  # statistics; None for maps
+    layers: Sequence[str | int] | None
+    heads: Sequence[int] | None
+    max_bytes: int | None
+    store: Sequence[torch.device | str | torch.dtype]
+    ablate: Sequence[tuple[str | int, int]]
+    attended: dict[str, int] = field(default_factory=dict)  # heads by module path, in order of first call
+    ran: bool = False
+    closed: bool = False
+    active: int = 0  # modules that run now, on all threads
+    strays: int = 0  # attention calls on threads where no module runs
+    end_hooks: list[Any] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self.modules = {_uncompiled(path): module for path, module in self.model.named_modules()}
+        for layer, head in self.ablate:
+            self._check_layer(layer)
+            whole(head, "a head in ablate")
+        for layer in self.layers or ():
+            self._check_layer(layer)
+
+    # -- which layers and heads --------------------------------------------------------------------
+
+    def _check_layer(self, layer: str | int) -> None:
+        """Check that the model has a module that `layer` may name."""
+        if isinstance(layer, bool) or not isinstance(layer, int | str):
+            raise TypeError(f"Expected a layer to be a module's path or a number, got {layer!r}.")
+        if isinstance(layer, int):
+            whole(layer, "a layer's number, counted in order of first call,")
+        elif not paths_within(layer, self.modules):
+            raise ValueError(f"The model has no module {layer!r}{close_matches(layer, self.modules)}.")
+
+    def _matches(self, layer: str | int, path: str) -> bool:
+        if isinstance(layer, str):
+            return path in paths_within(layer, self.modules)
+        attended = list(self.attended)
+        return layer == (attended.index(path) if path in self.attended else len(attended))
+
+    def is_ablated(self, path: str) -> bool:
+        """Return True if a head of this module is to be ablated."""
+        return any(self._matches(layer, path) for layer, _ in self.ablate)
+
+    def ablated(self, path: str, h: int) -> list[int]:
+        """Return which of the h heads of this module are to be ablated."""
+        heads = []
+        for layer, head in self.ablate:
+            if self._matches(layer, path):
+                if head >= h:
+                    raise ValueError(
+                        f"{self._name(path)} has {h} heads, 0 to {h - 1}, and ablate= names head {head}."
+                    )
+                heads.append(head)
+        return heads
+
+    # -- recording ---------------------------------------------------------------------------------
+
+    def record(self, path: str, problem: Problem, lse: Tensor | None) -> None:
+        """Record what is wanted of an attention call."""
+        with self.lock, torch.no_grad():
+            self.attended.setdefault(path, problem.shape.h)
+            if self.layers is not None and not any(self._matches(layer, path) for layer in self.layers):
+                return
+            where = {"model": type(self.model).__name__, "layer": path}
+            h = problem.shape.h
+            for head in self.heads or ():
+                if not -h <= head < h:
+                    raise ValueError(f"{self._name(path)} has {h} heads, and heads= names head {head}.")
+            if self.keep is not None:
+                amap = AttentionMap.of(problem, lse, provenance=where)
+                amap = amap if self.heads is None else amap.only(heads=self.heads)
+                self.recording.add(path, Reduced.of(amap, self.keep), amap.problem.k)
+            else:
+                # A copy, because a model may write into q and k again: a cache of fixed size does, and in
+                # inference mode changes in place aren't counted.
+                copied = replace(problem, q=problem.q.clone(), k=problem.k.clone())
+                amap = AttentionMap.of(copied, lse, provenance=where)
+                if self.heads is not None:
+                    amap = amap.only(heads=self.heads).compact()
+                k = amap.problem.k
+                for place in self.store:
+                    amap = amap.to(place)
+                self.recording.add(path, amap, k)
+            if self.max_bytes is not None and self.recording.nbytes > self.max_bytes:
+                raise MemoryError(
+                    f"The recording up to {self._name(path)} holds {amount(self.recording.nbytes)}, and "
+                    f"max_bytes is {amount(self.max_bytes)}. Name fewer layers= or heads=, store less "
+                    '(dtype=torch.float16), or keep="statistics".'
+                )
+
+    def note_softmax(self, path: str, scores: Tensor) -> None:
+        """Note a softmax that a module takes by itself, if its input may be scores `[b, h, t, s]`."""
+        if scores.dim() > 3 or (scores.dim() == 3 and _sounds_like_attention(self.modules[path])):
+            with self.lock:
+                self.recording.missed.setdefault(path, tuple(scores.shape))
+
+    def _name(self, path: str) -> str:
+        return path or type(self.model).__name__
+
+    # -- hooks -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Attach hooks to every module, and intercept what the model's library adds to them."""
+        with ExitStack() as stack:
+            if "transformers" in sys.modules and transformers.is_present(self.model):
+                stack.enter_context(transformers.attached(self.model))
+            stack.enter_context(intercept.listening(self))
+            stack.callback(self._close)
+            for path, module in self.modules.items():
+                for handle in self._hooks(path, module):
+                    stack.callback(handle.remove)
+            yield
+
+    def _hooks(self, path: str, module: nn.Module) -> Iterable[Any]:
+        has_fastpath = fastpath.has_fastpath(module)
+
+        def begin(running: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            # Hooks of deep copies of the model, which aren't observed, end here; DataParallel's replicas are.
+            if running is module or getattr(running, "_is_replica", False):
+                if has_fastpath:  # which takes nested tensors; its error would name the fast path only
+                    for x in (*args, *kwargs.values()):
+                        if isinstance(x, Tensor) and x.is_nested:
+                            intercept.check_readable(self._name(path), input=x)
+                self.ran = True
+                intercept.enter(self, path)
+
+        def end(running: nn.Module, args: Any, out: Any) -> None:
+            intercept.leave(self, path)
+            if self.closed:
+                self._remove_end_hooks()
+
+        yield module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        if has_fastpath:
+            yield module.register_forward_hook(self._fastpath_hook(path), with_kwargs=True)
+        self.end_hooks.append(module.register_forward_hook(end, always_call=True))
+
+    def _close(self) -> None:
+        """Record nothing more, though a forward on another thread may still run."""
+        self.closed = True
+        intercept.forget(self)
+        self._remove_end_hooks()
+
+    def _remove_end_hooks(self) -> None:
+        if self.active <= 0:
+            for handle in self.end_hooks:
+                handle.remove()
+
+    def _fastpath_hook(self, path: str) -> Callable[..., Any]:
+        """Return a hook that gives one of PyTorch's layers the output of its fast path (see `fastpath`)."""
+
+        def recompute(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+            is_done_around = any(  # by the hook of a module that this one is a part of
+                fastpath.is_taken(other) and not self._is_changed(other)
+                for name, other in self.modules.items()
+                if name != path and intercept.is_running(self, name)
+            )
+            if is_done_around or not fastpath.is_taken(module):
+                return None
+            if not self._is_changed(module):
+                with intercept.paused():
+                    return fastpath.without_hooks(module)(*args, **kwargs)
+            if fastpath.skips_padding(module, args, kwargs):
+                raise ValueError(
+                    f"{self._name(path)} skips padding, and can't be observed with other hooks or an "
+                    "ablated head: build it with enable_nested_tensor=False, or observe it in training."
+                )
+            return None
+
+        return recompute
+
+    def _is_changed(self, module: nn.Module) -> bool:
+        """Return True if a user's hook or an ablated head changes what the module computes."""
+        inside = {id(part) for part in module.modules()}
+        paths = [path for path, part in self.modules.items() if id(part) in inside and path in self.attended]
+        return fastpath.has_other_hooks(module) or any(map(self.is_ablated, paths))
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if nothing was recorded, or not what was named; warn of calls that may be missing."""
+        if not self.ran:
+            raise ValueError("No forward of the model ran inside observe(...): call it there, model(inputs).")
+        if self.strays:
+            warnings.warn(
+                f"{self.strays} attention calls ran on threads where no module of the model did, so they "
+                "can't be assigned to one and weren't recorded: call modules there, not functions.",
+                stacklevel=4,
+            )
+        if not self.attended:
+            similar = [
+                f"{self._name(path)} ({type(module).__name__})"
+                for path, module in self.modules.items()
+                if _sounds_like_attention(module)
+            ]
+            names = ", ".join(similar[:4])
+            hint = f" These modules may compute it by themselves: {names}." if similar else ""
+            raise ValueError(
+                f"{type(self.model).__name__} ran without an attention call that can be recorded, which are "
+                f"those of {intercept.INTERCEPTED}.{hint}"
+            )
+        if self.recording.missed:
+            missed = [f"{self._name(path)} {list(shape)}" for path, shape in self.recording.missed.items()]
+            some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
+            warnings.warn(
+                "Modules took a softmax outside of any attention call. It may be attention written out by "
+                f"hand, which isn't recorded: {some}.",
+                stacklevel=4,
+            )
+        for option, layers in (("layers", self.layers or ()), ("ablate", [pair[0] for pair in self.ablate])):
+            for layer in layers:
+                if not any(self._matches(layer, path) for path in self.attended):
+                    raise ValueError(
+                        f"{option} names {layer!r}, which made no attention call"
+                        f"{close_matches(str(layer), self.attended)}."
+                    )
+
+
+def _sounds_like_attention(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return "atten" in name or "head" in name
+
+
+def _uncompiled(path: str) -> str:
+    """Return a module's path as it would be if nothing were compiled."""
+    return ".".join(part for part in path.split(".") if part != COMPILED)

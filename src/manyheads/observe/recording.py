@@ -1,0 +1,257 @@
+"""`Recording`: what `observe` recorded, an ordered mapping from layers to maps."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from manyheads import files
+from manyheads.maps import AttentionMap
+from manyheads.observe.generation import checksums, join, reached_keys
+from manyheads.observe.summaries import Call, Reduced
+from manyheads.observe.table import Table, score_heads
+from manyheads.shapes import amount, kind
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class NoSuchLayer(KeyError):
+    """A layer that wasn't recorded; the message names similar ones."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Recording(Mapping[Any, Any]):
+    """The attention of a model, layer by layer, in order of first call.
+
+    Keys are the paths of attention modules, as in `named_modules`; a unique part of a path finds it too, and
+    so does a number. `recording[name]` is the layer's last call, `recording.calls(name)` are all of them: an
+    `AttentionMap` each, or its statistics (`Reduced`) under keep="statistics". Steps of a generation whose
+    keys continue each other's are one call.
+
+    `missed` are modules that took a softmax outside of any attention call, with its shape: perhaps attention
+    written out by hand, of which there is no map. `provenance` says where everything comes from.
+    """
+
+    def __init__(self, provenance: Mapping[str, Any] | None = None) -> None:
+        self.provenance = dict(provenance or {})
+        self.missed: dict[str, tuple[int, ...]] = {}
+        self._calls: dict[str, list[Call]] = {}
+        self._checksums: dict[str, Tensor] = {}  # of the keys of the last call of each layer
+
+    # -- the mapping -------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str | int) -> Any:
+        """Return the last call of a layer, named by its path, a part of it or its number.
+
+        Raises NoSuchLayer, or TypeError for another kind of name.
+        """
+        return self._calls[self._find(name)][-1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self._find(name)  # type: ignore[arg-type]
+        except (NoSuchLayer, TypeError):
+            return False
+        return True
+
+    def calls(self, name: str | int) -> list[Any]:
+        """Return all calls of a layer, in order; raises NoSuchLayer or TypeError, as brackets do."""
+        return list(self._calls[self._find(name)])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that everything recorded holds; shared memory counts once."""
+        tensors = [x for calls in self._calls.values() for call in calls for x in call.tensors()]
+        return sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
+
+    def _find(self, name: str | int) -> str:
+        names = list(self._calls)
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise TypeError(f"Expected a layer's path or number, got {kind(name)}.")
+        if isinstance(name, int):
+            if not -len(names) <= name < len(names):
+                raise NoSuchLayer(f"There is no layer {name}: {len(names)} were recorded.")
+            return names[name]
+        found = [name] if name in names else paths_within(name, names)
+        if len(found) == 1:
+            return found[0]
+        if found:
+            some = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
+            raise NoSuchLayer(
+                f"{name!r} matches {len(found)} of the recorded layers: {some}. Give more of the path."
+            )
+        raise NoSuchLayer(f"No layer {name!r} was recorded{close_matches(name, names)}.")
+
+    def add(self, name: str, call: Call, k: Tensor) -> None:
+        """Add a call with keys k `[b, g, s, d]`; a step that continues the last call is joined to it."""
+        calls = self._calls.setdefault(name, [])
+        before = self._checksums.get(name)
+        joined = None
+        if before is not None and before.shape[2] and torch.equal(checksums(k, before.shape[2]), before):
+            joined = join(calls[-1], call)
+        if joined is None:
+            calls.append(call)
+        else:
+            calls[-1] = joined
+        self._checksums[name] = checksums(k, reached_keys(call, k.shape[2]))
+
+    # -- labels and table --------------------------------------------------------------------------
+
+    def label(self, tokens: Sequence[str] | Sequence[Sequence[str]]) -> None:
+        """Name the keys of every layer that has as many of them.
+
+        Args:
+            tokens: s strings, or b lists of them.
+
+        Raises:
+            ValueError: If no layer has as many keys, so these aren't the tokens that the model read.
+            TypeError: For anything but strings.
+        """
+        if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+            raise TypeError(f"Expected tokens to be a list of strings, got {kind(tokens)}.")
+        n = len(tokens[0] if tokens and isinstance(tokens[0], list | tuple) else tokens)
+        lengths = sorted({call.shape[3] for calls in self._calls.values() for call in calls})
+        if n not in lengths:
+            raise ValueError(
+                f"Expected as many tokens as a layer has keys, which is {' or '.join(map(str, lengths))}, "
+                f"got {n}."
+            )
+        for calls in self._calls.values():
+            calls[:] = [call.labelled(tokens) if call.shape[3] == n else call for call in calls]
+
+    def table(self, ids: Tensor | None = None) -> Table:
+        """Return the scores of every head, averaged over the batch: rows (layer, head, scores).
+
+        Weights lie between 0 and 1, entropy is in nats, distance in positions.
+
+        Args:
+            ids: The tokens, integers `[s]` or `[b, s]`; with them, duplicate-token and induction heads are
+                scored.
+
+        Raises:
+            TypeError, ValueError: For other ids.
+        """
+        if ids is not None and not isinstance(ids, Tensor):
+            raise TypeError(f"Expected ids to be the tokens, integers [s] or [b, s], got {kind(ids)}.")
+        rows: list[tuple[str, int, dict[str, Any]]] = []
+        for name, calls in self._calls.items():
+            columns = {column: x.mean(0).tolist() for column, x in score_heads(calls[-1], ids).items()}
+            for n, head in enumerate(calls[-1].heads):
+                rows.append((name, head, {column: values[n] for column, values in columns.items()}))
+        return Table.of(rows)
+
+    # -- figures, viewer, files --------------------------------------------------------------------
+
+    def plot(self, **options: Any) -> Figure:
+        """Draw all layers and heads as a grid of heatmaps, `figures.grid`, with its options.
+
+        Raises ValueError if there is nothing to draw, and what `figures.grid` raises.
+        """
+        from manyheads import figures  # which imports matplotlib
+
+        if not self._calls:
+            raise ValueError("Nothing was recorded, so there is nothing to draw.")
+        maps: dict[str, AttentionMap] = {}
+        for name, (*_, call) in self._calls.items():
+            if isinstance(call, Reduced):
+                raise ValueError(
+                    f'{name} was observed with keep="statistics", which keeps no weights to draw: observe '
+                    'with keep="maps", or draw the statistics.'
+                )
+            maps[name] = call
+        return figures.grid(maps, **options)
+
+    def view(self, *others: Any, port: int = 0, browser: bool = True) -> Any:
+        """Show every layer and head in a browser, or in this notebook, down to single weights.
+
+        In a script, `recording.view().wait()` keeps the process running.
+
+        Args:
+            others: More recordings, maps or files, to compare side by side.
+            port: Port of this machine to listen on (0 picks a free one).
+            browser: Whether to open a browser.
+
+        Raises:
+            TypeError, ValueError: For what can't be shown.
+            OSError: If the port is in use.
+        """
+        from manyheads import viewer
+
+        return viewer.view(self, *others, port=port, browser=browser)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything into a safetensors file, which `manyheads.open_run` reads (docs/format.md).
+
+        Raises ValueError for what a file can't hold, such as a `Rule`, and OSError from the disk.
+        """
+        entries = [
+            files.Entry(name, n, call.stored())
+            for name, calls in self._calls.items()
+            for n, call in enumerate(calls)
+        ]
+        files.write(path, entries, provenance=self.provenance)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{n:>4}  {name}: [b, h, t, s] = {list(calls[-1].shape)}"
+            + (f", the last of {len(calls)} calls" if len(calls) > 1 else "")
+            for n, (name, calls) in enumerate(self._calls.items())
+        ]
+        missed = [f"   -  {name}: not recorded, a softmax of {list(x)}" for name, x in self.missed.items()]
+        what = f"layers: {len(lines)}, holding {amount(self.nbytes)}" if lines else "nothing recorded yet"
+        return "\n".join([f"Recording({what})", *lines, *missed])
+
+
+def open_run(path: str | os.PathLike[str]) -> Recording:
+    """Open what `Recording.save` wrote, memory-mapped: nothing is read before it is needed.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The recording.
+
+    Raises:
+        ValueError: If it isn't such a file, or a broken one.
+        OSError: If it can't be read.
+    """
+    run = files.read(path)
+    recording = Recording(run.provenance)
+    for entry in run.entries:
+        content = entry.content
+        call = Reduced.restored(content) if isinstance(content, files.Kept) else AttentionMap.of(*content)
+        recording._calls.setdefault(entry.name, []).append(call)
+    return recording
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+
+def paths_within(name: str, paths: Iterable[str]) -> list[str]:
+    """Return the paths that contain a name as whole parts, or if there are none, as text."""
+    paths = list(paths)
+    whole_parts = [path for path in paths if name == path or f".{name}." in f".{path}."]
+    return whole_parts or [path for path in paths if name in path]
+
+
+def close_matches(name: str, paths: Iterable[str]) -> str:
+    """Return the end of a sentence that names similar paths, or some of them."""
+    paths = [path for path in paths if path]
+    similar = difflib.get_close_matches(name, paths, n=4, cutoff=0.5)
+    if similar:
+        return f"; similar: {', '.join(similar)}"
+    return f"; there are {', '.join(paths[:6])}{', …' if len(paths) > 6 else ''}" if paths else ""

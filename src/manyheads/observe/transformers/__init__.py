@@ -1,0 +1,137 @@
+"""Observe models of Hugging Face transformers, through the two interfaces by which they compute attention.
+
+A module of transformers looks up `ALL_ATTENTION_FUNCTIONS` for the function that computes its attention, and
+a model looks up `ALL_MASK_ATTENTION_FUNCTIONS` for the one that makes its masks. While a model is attached,
+both return the model's own functions, wrapped: the arguments of a mask function are remembered beside the
+mask that it made (`masks`), and a call of an attention function is read as a `Problem` (`calls`). The config
+isn't changed, because models branch on the name of their implementation, and would compute something else
+under another name.
+
+Nothing is guessed. A mask becomes a value, `Causal() & Lengths(…)`, only if it agrees with the tensor that
+the kernel gets, entry by entry; otherwise the tensor itself is the mask. And a few rows of every call are
+computed by the formula and compared with what the model's own kernel computed: a call that was misread
+raises.
+
+The model's own kernel computes its output, with one exception: models with softcaps or sinks have only an
+eager kernel, and where that would build more than 2 GiB of weights (`calls.MAX_EAGER_BYTES`), manyheads
+computes the output. A query that is fully masked, such as left padding, has weights of zero here, where eager
+attention gives all keys the same weight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from threading import RLock
+from typing import Any
+
+from torch import Tensor, nn
+
+from manyheads.observe import intercept
+from manyheads.observe.transformers.calls import Call, Function, Kernel, shared_name
+from manyheads.observe.transformers.masks import remember_origins
+
+OLDEST = (5, 21)  # the oldest version with which the tests pass: before it, observing Gemma 2 fails
+
+_lock = RLock()
+_attached: Counter[nn.Module] = Counter()
+_undo: list[Callable[[], None]] = []
+_wrapped: dict[tuple[int, str | None], Function] = {}  # by the id of a function, which its wrapper holds
+
+
+def is_present(model: nn.Module) -> bool:
+    """Return True if any part of the model is of transformers, without importing that."""
+    return any(
+        base.__module__.startswith("transformers.") for part in model.modules() for base in type(part).__mro__
+    )
+
+
+@contextmanager
+def attached(model: nn.Module) -> Iterator[None]:
+    """Record the attention calls of a model of transformers.
+
+    It may be nested, with the same model or another, on this thread or another; the last exit undoes every
+    change. Models that aren't attached run as usual.
+
+    Raises ImportError if transformers is older than 5.21.
+    """
+    parts = list(model.modules())
+    with _lock:
+        if not _attached:
+            _install()
+        _attached.update(parts)
+    try:
+        yield
+    finally:
+        with _lock:
+            _attached.subtract(parts)
+            for part in parts:
+                if not _attached[part]:
+                    del _attached[part]
+            if not _attached:
+                while _undo:
+                    _undo.pop()()
+                _wrapped.clear()
+
+
+def _install() -> None:
+    """Replace the methods by which transformers looks up its functions."""
+    import transformers
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
+        raise ImportError(
+            f"Observing a model of transformers needs version {'.'.join(map(str, OLDEST))} or later, and "
+            f"{transformers.__version__} is installed. Upgrade it."
+        )
+    look_up, get_interface = AttentionInterface.__getitem__, AttentionInterface.get_interface
+    look_up_mask = AttentionMaskInterface.__getitem__
+
+    def get_wrapped(self: Any, attn_implementation: str, default: Function) -> Function:
+        return get_interface(self, attn_implementation, _wrap(default, "eager"))
+
+    _replace(AttentionInterface, "get_interface", get_wrapped)
+    _replace(AttentionInterface, "__getitem__", lambda self, key: _wrap(look_up(self, key)))
+    _replace(
+        AttentionMaskInterface, "__getitem__", lambda self, key: remember_origins(look_up_mask(self, key))
+    )
+
+
+def _replace(cls: type, name: str, new: Callable[..., Any]) -> None:
+    if name in vars(cls):
+        old = vars(cls)[name]
+        _undo.append(lambda: setattr(cls, name, old))
+    else:  # inherited
+        _undo.append(lambda: delattr(cls, name))
+    setattr(cls, name, new)
+
+
+def _wrap(function: Function, name: str | None = None) -> Function:
+    """Return an attention function whose calls by attached modules are recorded."""
+    key = id(function), name
+    if key not in _wrapped:
+        _wrapped[key] = _recorded(Kernel.of(function, name or shared_name(function)))
+    return _wrapped[key]
+
+
+def _recorded(kernel: Kernel) -> Function:
+    @wraps(kernel.function)
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        module = args[0] if args else kwargs.get("module")
+        if module not in _attached or not intercept.is_recording():
+            return kernel.function(*args, **kwargs)
+        call = Call.of(kernel, args, kwargs)
+        with intercept.paused(call.query.device):
+            problem = call.problem()
+            if call.is_too_large(problem):
+                out, weights = call.compute(problem), None
+            else:
+                out, weights = kernel.function(*args, **kwargs)
+                call.compare(problem, out)
+            intercept.record(problem)
+            return intercept.ablate(out, 2), weights  # [b, t, h, w]
+
+    return forward

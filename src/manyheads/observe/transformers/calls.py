@@ -1,0 +1,270 @@
+"""Read a call of an attention function of transformers as a `Problem`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyheads import kernels, scores
+from manyheads.functional import autocast
+from manyheads.masks import Causal, Keep, Mask, Window
+from manyheads.observe.intercept import check_readable
+from manyheads.observe.recognize import first_position, split_masks, visible
+from manyheads.observe.transformers.masks import combine, find_origin, padding_mask
+from manyheads.scores import Problem
+from manyheads.shapes import kind, shape_of, sizes
+
+Function = Callable[..., tuple[Tensor, Tensor | None]]
+
+FIRST = ("module", "query", "key", "value", "attention_mask")
+
+# The options of a kernel that can be expressed in a Problem; and those of flash kernels for packed inputs.
+SUPPORTED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
+PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "block_table"}
+
+MAX_EAGER_BYTES = 2**31  # of weights that an eager kernel may build where manyheads could compute instead
+
+
+def shared_name(function: Function) -> str:
+    """Return the name of a kernel that belongs to no model, by its module; "" for an unknown one."""
+    home = getattr(function, "__module__", "")
+    names = {f"transformers.integrations.{name}_attention": name for name in ("sdpa", "flash", "flex")}
+    return names.get(home, "")
+
+
+@dataclass
+class Kernel:
+    """An attention function of transformers, and the parameters that it names after `FIRST`.
+
+    name is "sdpa", "flash", "flex", "eager" for a model's own function, or "" for an unknown one.
+    """
+
+    function: Function
+    name: str
+    options: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+    @cached_property
+    def unsupported(self) -> set[str]:
+        """The options whose meaning isn't known."""
+        return set(self.options) - SUPPORTED | (PACKED if self.name == "flash" else set())
+
+    @classmethod
+    def of(cls, function: Function, name: str) -> Kernel:
+        """Read a function's parameters; it starts with those of `FIRST`, by whatever names."""
+        variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        options = [each for each in signature(function).parameters.values() if each.kind not in variable][5:]
+        defaults = {each.name: each.default for each in options if each.default is not Parameter.empty}
+        return cls(function, name, tuple(each.name for each in options), defaults)
+
+    def reads(self, option: str) -> bool:
+        """Return True if it may use an option. A model's own kernel may find it in its `**kwargs`."""
+        return option in self.options or self.name in ("eager", "")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an attention function.
+
+    query `[b, h, t, d]`, key `[b, g, s, d]`, value `[b, g, s, w]`; mask is in whatever form the kernel takes.
+    """
+
+    kernel: Kernel
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Sort the arguments of a call."""
+        module, query, key, value, mask = (*args, *map(kwargs.get, FIRST[len(args) :]))[:5]
+        options = {**kernel.defaults, **dict(zip(kernel.options, args[5:], strict=False)), **kwargs}
+        for name in FIRST:
+            options.pop(name, None)
+        return cls(kernel, module, query, key, value, mask, options)
+
+    def problem(self) -> Problem:
+        """Return the call as a problem; ValueError if a part of it isn't supported."""
+        for option in sorted(self.kernel.unsupported):
+            if self.options.get(option) is not None:
+                raise self._error(f"its kernel is given {option}, which manyheads doesn't support")
+        check_readable(type(self.module).__name__, query=self.query, key=self.key, value=self.value)
+        q, k, v = autocast(self.query, self.key, self.value)
+        if q.dim() == 4 and q.shape[0] == 1:
+            q = q.expand(k.shape[0], -1, -1, -1)  # learned queries, shared by the batch
+        n = shape_of(q, k, v)
+        mask, tensors, offset = self._read_mask(n.t, n.s)
+        position_bias = self.options.get("position_bias")
+        if position_bias is not None and self.kernel.reads("position_bias"):
+            tensors["position_bias"] = position_bias
+        bias = None
+        if tensors:
+            dense, bias = split_masks(tensors, offset, n.t)
+            mask = combine(mask, dense)
+        sink = self.options.get("s_aux")
+        if sink is not None:
+            if sink.numel() != n.h:
+                raise self._error(f"expected one sink for each of {n.h} heads, got {sizes(sink)}")
+            sink = sink.reshape(n.h) if self.kernel.reads("s_aux") else None
+        scale, softcap, dropout_p = self._numbers("scaling", "softcap", "dropout")
+        if dropout_p is None or (self.kernel.name == "eager" and not self.module.training):
+            dropout_p = 0.0  # the other kernels drop in evaluation too
+        return Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
+                          dropout_p=dropout_p, offset=offset)  # fmt: skip
+
+    def _error(self, why: str) -> ValueError:
+        return ValueError(f"The attention of {type(self.module).__name__} can't be observed: {why}.")
+
+    def _numbers(self, *options: str) -> list[Any]:
+        values = list(map(self.options.get, options))
+        for n, value in enumerate(values):
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise self._error(f"expected its {options[n]} to be a number, got {sizes(value)}")
+                values[n] = value.item()
+        return values
+
+    # -- masks: a value, tensors that are still to be read, and the position of row 0 -----------------
+
+    def _read_mask(self, t: int, s: int) -> tuple[Mask | None, dict[str, Tensor], int]:
+        mask, is_causal = self.mask, self.options.get("is_causal")
+        if is_causal is None:  # whether the kernel masks later keys when it gets no mask
+            is_causal = getattr(self.module, "is_causal", True)
+        if self.kernel.name == "flash":
+            return self._flash_mask(t, s, is_causal)
+        if mask is None:
+            if not self.kernel.name:
+                name = getattr(self.kernel.function, "__name__", self.kernel.function)
+                raise self._error(
+                    f"its kernel {name} isn't one of transformers' own and got no mask, which can mean "
+                    "causal too"
+                )
+            # sdpa goes by is_causal then, which counts from the top left, except for a single query.
+            if self.kernel.name == "sdpa" and is_causal and t > 1:
+                return Causal(), {}, 0
+            return None, {}, s - t if is_causal else 0
+        is_tensor = isinstance(mask, Tensor) and (mask.dtype == torch.bool or mask.is_floating_point())
+        if not is_tensor and not hasattr(mask, "mask_mod"):
+            raise self._error(f"expected its mask to be a tensor of bool or floats, got {kind(mask)}")
+        offset = s - t if is_causal else 0
+        origin = find_origin(mask, t, s)
+        if origin is not None:
+            offset = origin.offset
+            value = origin.mask(mask)
+            if value is not None:
+                return combine(value), {}, offset
+        elif is_tensor and is_causal and mask.dim() == 4:  # perhaps of a cache of fixed size
+            offset = first_position(visible(mask), t, offset)
+        if not is_tensor:  # flex's BlockMask
+            from torch.nn.attention.flex_attention import create_mask
+
+            b, device = self.key.shape[0], str(self.query.device)
+            mask = create_mask(mask.mask_mod, b, 1, t, s, device=device)  # [b, 1, t, s]
+        return None, {"attention_mask": mask}, offset
+
+    def _flash_mask(self, t: int, s: int, is_causal: bool) -> tuple[Mask | None, dict[str, Tensor], int]:
+        """Read the mask of a flash kernel: padding `[b, s]`; the kernel is causal from the bottom right."""
+        padding, window = self.mask, self.options.get("sliding_window")
+        if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
+            raise self._error(f"expected its flash kernel's mask to be padding [b, s], got {kind(padding)}")
+        n = s if padding is None else padding.shape[1]  # of a static cache, only so many keys are read
+        parts: list[Mask] = [Causal()] if is_causal else []
+        if window is not None:
+            parts.append(Window(left=window - 1, right=window - 1))
+        if padding is not None:
+            parts.append(padding_mask(padding.bool(), s))
+            if t > 1:  # queries of padding are left out too, and get zeros
+                parts.append(Keep(padding.bool()[:, None, -t:, None]))
+        return combine(*parts), {}, n - t if is_causal else 0
+
+    # -- models with a softcap or a sink have only an eager kernel, which builds every weight ---------
+
+    def is_too_large(self, problem: Problem) -> bool:
+        """Return True if manyheads should compute the output, because eager would build too many weights."""
+        n = problem.shape
+        if n.b * n.h * n.t * n.s * problem.q.element_size() <= MAX_EAGER_BYTES:
+            return False
+        eager_only = self.kernel.name == "eager" and (problem.softcap is not None or problem.sink is not None)
+        config = getattr(self.module, "config", None)
+        returns_weights = self.options.get("output_attentions", getattr(config, "output_attentions", False))
+        return eager_only and not returns_weights and not problem.dropout_p
+
+    def compute(self, problem: Problem) -> Tensor:
+        """Compute the output `[b, t, h, w]` in O(L) memory; compare a few rows with the eager kernel's."""
+        rows = _some_rows(problem)
+        options = dict(self.options)
+        if "position_bias" in options:
+            options["position_bias"] = _take_rows(options["position_bias"], rows)
+        some, mask = self.query[:, :, rows], _take_rows(self.mask, rows)
+        eager, _ = self.kernel.function(self.module, some, self.key, self.value, mask, **options)
+        self.compare(problem, eager, only_rows=True)  # [b, r, h, w]
+        _, out, lse = kernels.run(problem)  # [b, h, t, w], [b, h, t]
+        if lse is not None:  # eager gives all keys the same weight in fully masked rows, and so its output
+            mean = problem.v.mean(2, keepdim=True)  # [b, g, 1, w]
+            mean = mean.repeat_interleave(problem.shape.h // problem.shape.g, 1)  # [b, h, 1, w]
+            out = torch.where(lse[..., None] == -math.inf, mean, out)
+        return out.transpose(1, 2).contiguous()
+
+    # -- the check that the call was read correctly --------------------------------------------------
+
+    @torch.no_grad()
+    def compare(self, problem: Problem, out: Tensor, only_rows: bool = False) -> None:
+        """Raise unless a few rows of the model's output are what the formula gives.
+
+        The norm of the difference is compared with that of what the weights make of |v|. Numbers that aren't
+        finite and rows that are fully masked don't count.
+
+        Args:
+            problem: The call, as it was read.
+            out: The model's output `[b, t, h, w]`.
+            only_rows: Whether out holds only these rows.
+        """
+        n, rows = problem.shape, _some_rows(problem)
+        if not n.b * n.h * n.s * n.w * len(rows) or problem.dropout_p:
+            return
+        theirs = (out if only_rows else out[:, rows]).transpose(1, 2).to(problem.dtype)  # [b, h, r, w]
+        score = scores.tile(problem, rows)  # [b, h, r, s]
+        kept = score != -math.inf
+        lse = score.logsumexp(-1)  # [b, h, r]
+        if problem.sink is not None:
+            lse = torch.logaddexp(lse, problem.sink.to(lse.dtype)[:, None])
+        weight = scores.fold(scores.weights(score, lse), n.g)  # [b, g, (h/g)·r, s]
+        v = problem.v.to(theirs.dtype)  # [b, g, s, w]
+        with scores.exactly(v.device):
+            ours, largest = scores.unfold(weight @ torch.cat((v, v.abs()), -1), n.h).chunk(2, -1)
+        counts = ours.isfinite() & theirs.isfinite() & kept.any(-1, keepdim=True)
+        difference = float((theirs - ours)[counts].norm() / largest[counts].norm().clamp(min=1e-30))
+        score_size = float(score[kept & score.isfinite()].abs().amax()) if counts.any() else 0.0
+        if difference > max(1e-3, 4 * _rounding(problem, out) * (1 + score_size)):
+            raise self._error(
+                f"in rows {rows.tolist()} its output differs by {difference:.1%} from what its queries, "
+                "keys, values and mask give, so its kernel computes something that manyheads doesn't know"
+            )
+
+
+def _some_rows(problem: Problem) -> Tensor:
+    """Return a few rows, from the first to the last."""
+    t = problem.shape.t
+    return torch.linspace(0, t - 1, min(t, 5), device=problem.q.device).round().long().unique()
+
+
+def _take_rows(x: Any, rows: Tensor) -> Any:
+    """Return some rows of a mask or a bias `[…, t or 1, s]`."""
+    return x if x is None or x.shape[-2] == 1 else x[..., rows, :]
+
+
+def _rounding(problem: Problem, out: Tensor) -> float:
+    """Return the eps of the lowest precision that the model may have computed in."""
+    if problem.q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return torch.finfo(torch.bfloat16).eps
+    return max(torch.finfo(problem.q.dtype).eps, torch.finfo(out.dtype).eps)

@@ -1,0 +1,156 @@
+"""Translate masks of transformers into values, from the arguments of the functions that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce, wraps
+from inspect import getclosurevars, signature
+from operator import and_, or_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from manyheads.masks import Causal, Documents, Full, Mask, Window
+from manyheads.observe.recognize import recognize_mask
+
+_origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a mask → its Origin
+
+
+def remember_origins(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a mask function whose arguments are remembered for as long as the mask that it made lives."""
+
+    @wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        mask = function(*args, **kwargs)
+        if mask is not None:
+            bound = signature(function).bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            row = given["q_offset"]
+            _origins[mask] = Origin(
+                given["mask_function"],
+                given["attention_mask"],
+                given["q_length"],
+                given["kv_length"],
+                row.clone() if isinstance(row, Tensor) else row,  # in which a static cache counts on
+                given["kv_offset"],
+            )
+        return mask
+
+    return make
+
+
+def find_origin(mask: Any, t: int, s: int) -> Origin | None:
+    """Return what a mask of t queries and s keys was made from, if transformers made it."""
+    origin = _origins.get(mask)
+    return origin if origin is not None and (origin.t, origin.s) == (t, s) else None
+
+
+@dataclass
+class Origin:
+    """What a mask was made from: a function of transformers, and the positions of its rows and columns."""
+
+    function: Callable[..., Any]
+    padding: Tensor | None  # [b, n], boolean
+    t: int
+    s: int
+    row: int | Tensor  # the position of row 0, as transformers counts
+    column: int  # the position of column 0
+    value: Mask | None = None
+    version: int | None = None  # of the mask tensor, when the value was found
+
+    @property
+    def offset(self) -> int:
+        """The position of row 0 if that of column 0 is 0."""
+        return int(self.row) - self.column
+
+    def mask(self, made: Any) -> Mask | None:
+        """Return the mask as a value, or None if it can't be expressed or would differ from what was made."""
+        version = made._version if isinstance(made, Tensor) and not made.is_inference() else 0
+        if self.version != version:
+            self.version, mask = version, self._translate(self.function)
+            if mask is not None and self.padding is not None:
+                mask = mask & padding_mask(self._columns(self.padding), self.s)
+            self.value = mask if mask is not None and self._equals(mask, made) else None
+        return self.value
+
+    def _columns(self, x: Tensor) -> Tensor:
+        """Return the entries of the mask's columns, out of `[b, n]` by position."""
+        return x[:, self.column : self.column + self.s]
+
+    def _translate(self, function: Callable[..., Any]) -> Mask | None:
+        """Return a mask function as a value, by its name and its closure; None for an unknown one."""
+        if getattr(function, "__module__", "") != "transformers.masking_utils":
+            return None
+        name, closure = function.__qualname__.partition(".")[0], getclosurevars(function).nonlocals
+        match name:
+            case "causal_mask_function":
+                return Causal()
+            case "bidirectional_mask_function":
+                return Full()
+            case "sliding_window_overlay":
+                return Window(left=closure["sliding_window"] - 1)
+            case "sliding_window_bidirectional_overlay":
+                return Window(left=closure["sliding_window"], right=closure["sliding_window"])
+            case "padding_mask_function":
+                return padding_mask(self._columns(closure["padding_mask"]), self.s)
+            case "packed_sequence_mask_function":
+                return Documents(self._columns(closure["packed_sequence_mask"]))
+            case "remap_positions_for_packed_sequence":  # within a sequence, differences stay the same
+                return self._translate(closure["mask_function"])
+            case "chunked_overlay":
+                left_padding = closure["left_padding"]
+                position = self.column + torch.arange(self.s, device=left_padding.device)  # [s]
+                return Documents((position - left_padding[:, None]) // closure["chunk_size"])  # [b, s]
+            case "blockwise_overlay":
+                ids, first = closure["block_sequence_ids"], int(self.row)
+                queries = ids[:, first : first + self.t]  # [b, t]
+                # A negative id is no block: it matches nothing, itself included.
+                return Documents(self._columns(ids).clamp(min=-1), queries=queries.where(queries >= 0, -2))
+            case "and_masks" | "or_masks":
+                parts = [self._translate(part) for part in closure["mask_functions"]]
+                known = [part for part in parts if part is not None]
+                if known and len(known) == len(parts):
+                    return reduce(and_ if name == "and_masks" else or_, known)
+        return None
+
+    def _equals(self, mask: Mask, made: Any) -> bool:
+        """Return True if a mask keeps what was made, entry by entry. Blocks of rows save memory."""
+        is_tensor = isinstance(made, Tensor)  # else a BlockMask, which has a function in place of entries
+        b, device = made.shape[0], made.device if is_tensor else made.kv_indices.device
+        mask = mask.bind(self.offset, self.s)
+        batch = torch.arange(b, device=device)[:, None, None, None]
+        head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+        j = torch.arange(self.s, device=device)[None, None, None, :]
+        for rows in torch.arange(self.t, device=device).split(max(1, 2**22 // max(1, b * self.s))):
+            row = rows[None, None, :, None]
+            keep = mask.keep(batch, head, row + self.offset, j).expand(b, 1, len(rows), self.s)
+            theirs = made[:, :, rows] if is_tensor else made.mask_mod(batch, head, row, j).expand_as(keep)
+            if theirs.is_floating_point():  # 0 for what is kept, the lowest number for what is masked
+                lowest = theirs.new_full((), torch.finfo(theirs.dtype).min)
+                keep = torch.where(keep, torch.zeros_like(lowest), lowest)
+            if not torch.equal(keep, theirs):
+                return False
+        return True
+
+
+def padding_mask(real: Tensor, s: int) -> Mask:
+    """Return padding `[b, n]`, True = real, as a mask of s keys; those beyond n are padding."""
+    keys = nn.functional.pad(real, (0, s - real.shape[1]))[:, None, None, :]  # [b, 1, 1, s]
+    # In inference mode changes in place aren't counted, so the mask needs its own copy.
+    mask = recognize_mask(keys.clone() if keys.is_inference() else keys)
+    return Full() if mask is None else mask
+
+
+def combine(*masks: Mask | None) -> Mask | None:
+    """Return the intersection of masks, with their bands joined into one; None if it keeps everything."""
+    parts = (mask for mask in masks if mask is not None)
+    (low, high), *others = reduce(and_, parts, Full()).normal()
+    band: Mask = Causal() if (low, high) == (None, 0) else Window(None if low is None else -low, high)
+    found = [] if (low, high) == (None, None) else [band]
+    for group in others:
+        found += group
+    return reduce(and_, found) if found else None
