@@ -28,7 +28,7 @@ WHOLE: dict[str, Any] = {"top": 8, "pooled": [(512, 512), (512, 512, "max")]}
 
 
 def resident(what: str) -> int:
-    """Bytes of this process's memory: VmRSS now, VmHWM at its peak; 0 where nobody tells."""
+    """Bytes of this process's memory: VmRSS now, VmHWM at its peak; 0 if unknown."""
     if sys.platform != "linux":
         return 0
     with open("/proc/self/status", encoding="ascii") as status:

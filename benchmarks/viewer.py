@@ -1,11 +1,11 @@
-"""What flying over a head takes: the first picture, tiles at every zoom, the pass over all of it, memory.
+"""Time the viewer: the first picture, tiles at every zoom, the scan of a head, and memory.
 
     python benchmarks/viewer.py --length 100000 [--tiles 2000] [--rounds 3] [--browser /usr/bin/chromium]
 
 A causal head of random queries and keys, served by `manyheads view` in a process of its own to a browser that
-Playwright drives. Times of tiles are the browser's own, from asking to the last byte, one after the other at
-random places of random levels; the pass is set beside one `statistics()` look at the same head in this
-process. Memory is the server's peak.
+Playwright drives. The browser times tiles from the request to the last byte, one after the other at random
+places of random levels. The scan is compared with one `statistics()` call on the same head in this process.
+Memory is the server's peak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from playwright.sync_api import Page, sync_playwright
 
 import manyheads
 from manyheads.masks import Causal
-from manyheads.viewer.tiles import Head
+from manyheads.viewer.pyramid import Pyramid
 
 FLAGS = [
     "--no-sandbox",
@@ -45,14 +45,14 @@ TIMED = """async (addresses) => {
 }"""
 
 
-def held(pid: int, name: str) -> float:
-    """Megabytes: VmRSS, what a process holds; VmHWM, the most that it held."""
+def memory(pid: int, name: str) -> float:
+    """Return megabytes of a process: VmRSS in use now, VmHWM at the peak."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1e3
 
 
-def places(length: int, count: int) -> list[tuple[int, int, int]]:
-    """Tiles at random levels, on or below the diagonal."""
+def random_tiles(length: int, count: int) -> list[tuple[int, int, int]]:
+    """Return random tiles on or below the diagonal: level, x and y."""
     found = []
     levels = max(1, (length - 1).bit_length() - 7)
     for _ in range(count):
@@ -62,10 +62,10 @@ def places(length: int, count: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def walk(page: Page, length: int, count: int) -> dict[int, list[float]]:
-    """Milliseconds of tiles, by level."""
+def time_tiles(page: Page, length: int, count: int) -> dict[int, list[float]]:
+    """Return the milliseconds of random tiles, by level."""
     times: dict[int, list[float]] = {}
-    chosen = places(length, count)
+    chosen = random_tiles(length, count)
     for start in range(0, count, 100):
         part = chosen[start : start + 100]
         addresses = [f"data/tiles/0/0/0/{level}/{x}/{y}/0" for level, x, y in part]
@@ -75,10 +75,10 @@ def walk(page: Page, length: int, count: int) -> dict[int, list[float]]:
 
 
 def main(
-    length: Annotated[int, typer.Option(help="Tokens.")] = 100_000,
-    tiles: Annotated[int, typer.Option(help="Of the random walk.")] = 2_000,
-    rounds: Annotated[int, typer.Option(help="Of the look and the pass.")] = 3,
-    browser: Annotated[str, typer.Option(help="Chromium.")] = "/usr/bin/chromium",
+    length: Annotated[int, typer.Option(help="Length in tokens.")] = 100_000,
+    tiles: Annotated[int, typer.Option(help="Number of random tiles.")] = 2_000,
+    rounds: Annotated[int, typer.Option(help="Repetitions of the scan.")] = 3,
+    browser: Annotated[str, typer.Option(help="Path of Chromium.")] = "/usr/bin/chromium",
 ) -> None:
     torch.manual_seed(0)
     random.seed(0)
@@ -87,44 +87,44 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.safetensors"
         amap.save(path)
-        one, looks, passes = amap.only(heads=0), [], []
+        head, calls, scans = amap.only(heads=0), [], []
         for _ in range(rounds):
             start = time.perf_counter()
-            one.statistics("entropy", "received", pooled=[(512, 512), (512, 512, "max")])
-            looks.append(time.perf_counter() - start)
+            head.statistics("entropy", "received", pooled=[(512, 512), (512, 512, "max")])
+            calls.append(time.perf_counter() - start)
             start = time.perf_counter()
-            for _ in Head(one).passing():
+            for _ in Pyramid(head).scan():
                 pass
-            passes.append(time.perf_counter() - start)
+            scans.append(time.perf_counter() - start)
         command = [sys.executable, "-m", "manyheads", "view", str(path), "--no-open"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None
             link = server.stdout.readline().split()[-1]
-            opened = held(server.pid, "VmRSS")
+            opened = memory(server.pid, "VmRSS")
             with sync_playwright() as playwright:
                 page = playwright.chromium.launch(executable_path=browser, args=FLAGS).new_page()
                 start = time.perf_counter()
                 page.goto(f"{link}#page=head")
                 page.wait_for_selector(".note[data-missing='0']")
                 first = time.perf_counter() - start
-                page.wait_for_selector(".note[data-whole='true']", timeout=300_000)
-                whole = time.perf_counter() - start
-                page.goto("about:blank")  # nothing else is asked for
+                page.wait_for_selector(".note[data-complete='true']", timeout=300_000)
+                complete = time.perf_counter() - start
+                page.goto("about:blank")  # which requests nothing else
                 page.goto(f"{link.partition('?')[0]}")
-                times = walk(page, length, tiles)
+                times = time_tiles(page, length, tiles)
             every = sorted(spent for spent in sum(times.values(), []))
             print(f"a head over {length:,} tokens: first picture {first:.2f} s after opening")
-            look, passing = statistics.median(looks), statistics.median(passes)
-            print(f"one look {look:.1f} s, the pass {passing:.1f} s: {passing / look:.2f}×")
-            print(f"in the browser all of the head was read {whole:.1f} s after opening")
+            call, scan = statistics.median(calls), statistics.median(scans)
+            print(f"statistics() {call:.1f} s, the scan {scan:.1f} s: {scan / call:.2f}×")
+            print(f"in the browser the scan was complete {complete:.1f} s after opening")
             for level, spent in sorted(times.items()):
                 print(f"level {level}: median {statistics.median(spent):.1f} ms, most {max(spent):.0f} ms")
             middle, late = every[len(every) // 2], every[int(0.95 * len(every))]
             print(f"{len(every):,} tiles: median {middle:.1f} ms, 95th percentile {late:.1f} ms")
-            most = held(server.pid, "VmHWM")
+            most = memory(server.pid, "VmHWM")
             data = path.stat().st_size / 1e6
-            print(f"memory: {most:.0f} MB at most, {opened:.0f} MB at first; the run: {data:.0f} MB")
+            print(f"memory: {most:.0f} MB at the peak, {opened:.0f} MB after opening; the run: {data:.0f} MB")
         finally:
             server.terminate()
             server.wait()

@@ -1,69 +1,34 @@
-"""Write src/manyheads/classic/test_values.py: fixed inputs and weights, and the outputs they must give.
+"""Write src/manyheads/classic/test_values.safetensors: fixed inputs and weights, and their expected outputs.
 
     python scripts/make_test_values.py
 
-Everything is drawn from one seed, to four decimals; the outputs are computed here, in Python's own
-floats (float64), from the formula written out below, which shares no code with the library.
+Everything is drawn from one seed, with four decimals. The outputs are computed in Python's own floats
+(float64) from the formula below, which shares no code with the library.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import random
-import textwrap
 from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
 
 SEED = 20240607
 BATCH, SEQ, INPUT, HIDDEN, HEADS = 3, 5, 7, 9, 3
-TARGET = Path(__file__).parent.parent / "src/manyheads/classic/test_values.py"
+TARGET = Path(__file__).parents[1] / "src/manyheads/classic/test_values.safetensors"
 
 Vector = list[float]
 Matrix = list[Vector]
-
-HEADER = '''"""Fixed values to check a self-attention with: assign the weights, compare the output.
-
-    model = SelfAttention(input_size=7, hidden=9)
-    model.q.weight.data = SelfAttentionTestValues.q_weight
-    ...
-    torch.allclose(model(SelfAttentionTestValues.x), SelfAttentionTestValues.output, atol=1e-6)
-
-Written by scripts/make_test_values.py, which says how: change it there.
-"""
-
-import torch
-from torch import Tensor
-
-
-def _values(shape: tuple[int, ...], *numbers: float) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32).reshape(shape)
-
-
-# fmt: off
-'''
-
-SELF = '''
-
-class SelfAttentionTestValues:
-    """x `[3, 5, 7]` through one head of width 9: output `[3, 5, 9]`."""
-
-    input_size, hidden = 7, 9
-'''
-
-MULTI = '''
-
-class MultiHeadAttentionTestValues:
-    """x `[3, 5, 7]` through three heads of width 3, without and with a causal mask: `[3, 5, 9]`."""
-
-    input_size, hidden, num_heads = 7, 9, 3
-'''
 
 
 # -- the formula -----------------------------------------------------------------------------------
 
 
 def linear(x: Matrix, weight: Matrix, bias: Vector) -> Matrix:
-    """y[i][o] = Σ_c x[i][c] · weight[o][c] + bias[o]."""
+    """Return y[i][o] = Σ_c x[i][c] · weight[o][c] + bias[o]."""
     return [
         [sum(a * w for a, w in zip(row, ws, strict=True)) + c for ws, c in zip(weight, bias, strict=True)]
         for row in x
@@ -71,21 +36,21 @@ def linear(x: Matrix, weight: Matrix, bias: Vector) -> Matrix:
 
 
 def head(q: Matrix, k: Matrix, v: Matrix, causal: bool) -> Matrix:
-    """out[i] = Σ_j p[i][j] · v[j], with p[i] the softmax over j of q[i] · k[j] / √d; causal: j ≤ i."""
+    """Return Σ_j p[i][j] · v[j], where p[i] is the softmax of q[i] · k[j] / √d over j (causal: j ≤ i)."""
     out = []
-    for i, asking in enumerate(q):
-        seen = range(i + 1) if causal else range(len(k))
+    for i, query in enumerate(q):
+        visible = range(i + 1) if causal else range(len(k))
         scores = [
-            sum(a * b for a, b in zip(asking, k[j], strict=True)) / math.sqrt(len(asking)) for j in seen
+            sum(a * b for a, b in zip(query, k[j], strict=True)) / math.sqrt(len(query)) for j in visible
         ]
         exps = [math.exp(score) for score in scores]
         p = [e / sum(exps) for e in exps]
-        out.append([sum(p[j] * v[j][c] for j in seen) for c in range(len(v[0]))])
+        out.append([sum(p[j] * v[j][c] for j in visible) for c in range(len(v[0]))])
     return out
 
 
 def attention(x: Matrix, given: dict[str, Matrix], heads: int, causal: bool) -> Matrix:
-    """One sequence: project, attend with each head to its share of the columns, put side by side, mix."""
+    """Attend over a sequence: project, split into heads, attend, concatenate, mix."""
     q, k, v = (linear(x, given[f"{n}_weight"], given[f"{n}_bias"][0]) for n in "qkv")
     size = HIDDEN // heads
     parts = []
@@ -102,43 +67,39 @@ def attention(x: Matrix, given: dict[str, Matrix], heads: int, causal: bool) -> 
 
 
 def draw(rng: random.Random, rows: int, columns: int, spread: float) -> Matrix:
+    """Return random numbers with four decimals."""
     return [[round(rng.uniform(-spread, spread), 4) for _ in range(columns)] for _ in range(rows)]
 
 
-def write(name: str, shape: tuple[int, ...], rows: Matrix, digits: int) -> str:
-    numbers = ", ".join(f"{number:.{digits}f}" for row in rows for number in row)
-    lines = textwrap.fill(numbers, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    return f"    {name} = _values(\n        {shape!r},\n{lines},\n    )\n"
-
-
-def values(rng: random.Random, names: str, heads: int, causals: dict[str, bool]) -> str:
-    """The body of one class."""
+def values(rng: random.Random, names: str, heads: int, outputs: dict[str, bool]) -> dict[str, Tensor]:
+    """Return input, weights and outputs (by name: is it causal?) of a module."""
     widths = {"q": INPUT, "k": INPUT, "v": INPUT, "mix": HIDDEN}
     x = draw(rng, BATCH * SEQ, INPUT, spread=1.0)
     given: dict[str, Matrix] = {}
-    parts = [write("x", (BATCH, SEQ, INPUT), x, 4)]
     for name in names.split():
         given[f"{name}_weight"] = draw(rng, HIDDEN, widths[name], spread=0.5)
         given[f"{name}_bias"] = draw(rng, 1, HIDDEN, spread=0.5)
-        parts.append(write(f"{name}_weight", (HIDDEN, widths[name]), given[f"{name}_weight"], 4))
-        parts.append(write(f"{name}_bias", (HIDDEN,), given[f"{name}_bias"], 4))
-    for name, causal in causals.items():
-        sequences = [x[b * SEQ : (b + 1) * SEQ] for b in range(BATCH)]
-        out = [row for sequence in sequences for row in attention(sequence, given, heads, causal)]
-        parts.append(write(name, (BATCH, SEQ, HIDDEN), out, 8))
-    return "".join(parts)
+    made = {"x": torch.tensor(x).reshape(BATCH, SEQ, INPUT)}
+    made |= {name: torch.tensor(rows[0] if name.endswith("bias") else rows) for name, rows in given.items()}
+    sequences = [x[b * SEQ : (b + 1) * SEQ] for b in range(BATCH)]
+    for name, causal in outputs.items():
+        out = [attention(sequence, given, heads, causal) for sequence in sequences]
+        made[name] = torch.tensor([[[round(n, 8) for n in row] for row in rows] for rows in out])
+    return made
 
 
-def text() -> str:
-    """The whole module."""
+def content() -> bytes:
+    """Return the content of the file."""
     rng = random.Random(SEED)
-    one = values(rng, "q k v", 1, {"output": False})
-    many = values(rng, "q k v mix", HEADS, {"output": False, "output_causal": True})
-    return HEADER + SELF + one + MULTI + many
+    modules = {
+        "SelfAttention": values(rng, "q k v", 1, {"output": False}),
+        "MultiHeadAttention": values(rng, "q k v mix", HEADS, {"output": False, "output_causal": True}),
+    }
+    return save(
+        {f"{module}.{name}": tensor for module, made in modules.items() for name, tensor in made.items()}
+    )
 
 
 if __name__ == "__main__":
-    unfinished = TARGET.with_suffix(".unfinished")
-    unfinished.write_text(text(), encoding="utf-8")
-    os.replace(unfinished, TARGET)
+    TARGET.write_bytes(content())
     print(f"wrote {TARGET}")

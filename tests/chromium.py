@@ -1,4 +1,4 @@
-"""The browser that the viewer's tests drive, how quietly it starts, and how tests wait for it."""
+"""Chromium for the viewer's tests: where it is, its flags, and how tests wait for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from playwright.sync_api import Frame, Page, expect
 from waiting import HANG
 
 CHROMIUM = os.environ.get("MANYHEADS_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-MISSING = "there is no Chromium here: apt-get install chromium"
+MISSING = "Chromium isn't installed: apt-get install chromium"
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -23,5 +23,5 @@ expect.set_options(timeout=1000 * HANG)
 
 
 def wait_until_painted(page: Page | Frame) -> None:
-    """Return when what was pressed or pointed at is drawn: after the next picture but one."""
+    """Wait until the effects of keys and pointer are drawn: two animation frames."""
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")

@@ -19,7 +19,7 @@ from manyheads.kernels.native import library
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_the_machines_limits_are_of_this_world() -> None:
+def test_the_limits_of_the_machine_are_plausible() -> None:
     found = bench.machine()
     # Which dtype is faster depends on the processor: some run AVX-512's bfloat16 products at half the rate.
     assert "float32" in found["peak"]
@@ -134,7 +134,7 @@ def test_the_plot_holds_all(kinds: tuple[str, ...], dtypes: tuple[str, ...], siz
 
 
 def test_shares_of_a_peak_that_was_surpassed_are_left_out() -> None:
-    words = "something here is faster than 100 GFLOP/s"
+    words = "a contestant is faster than 100 GFLOP/s"
     possible = made_up(("forward", "decode"), ("float32", "bfloat16"), (64,), 1.04)
     assert words not in possible.markdown()
     assert "2.08×, 104%" in possible.markdown()
@@ -201,7 +201,7 @@ def test_the_larger_of_two_measurements_of_the_machine_stays(monkeypatch: pytest
     assert report.machine == {"peak": {"float32": 2.0, "bfloat16": 4.0}, "read": 6.0}
 
 
-def test_who_refuses_a_problem_is_left_out() -> None:
+def test_an_unsupported_contestant_is_left_out() -> None:
     result = bench.measure(bench.Problem("forward", "float32", 64, 300), 1)
     assert result.left_out["native"] == "heads are at most 256 wide there, and these are 300 and 300"
     names = [timing.name for timing in result.timings]
@@ -209,9 +209,7 @@ def test_who_refuses_a_problem_is_left_out() -> None:
     assert "native" not in names
 
 
-def test_who_fails_is_left_out_and_nobody_is_compared_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_contestant_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("there is no compiler.\n" + "A long story. " * 100)
 
@@ -229,12 +227,12 @@ def test_who_fails_is_left_out_and_nobody_is_compared_with_it(
     assert "one is left out: there is no compiler" in report.markdown()
     report.results = report.results[2:]
     report.machine["peak"] = {}
-    assert "8 heads of 64**: nothing could compute it" in report.markdown()
+    assert "8 heads of 64**: no contestant supports it" in report.markdown()
     report.save(tmp_path)
 
 
 @pytest.mark.parametrize("done", [0, 1])
-def test_what_is_done_when_interrupted_is_kept(
+def test_results_are_kept_when_interrupted(
     done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ready = made_up(("forward",), ("float32",), (64,), 0.6)
@@ -252,7 +250,7 @@ def test_what_is_done_when_interrupted_is_kept(
         app(["bench", "--kind", "causal", "--dtype", "float32", "--out", "here"])
     assert stopped.value.code == 130
     where = "written to here: bench.json, bench.md, bench.png" if done else "nothing was measured"
-    assert capsys.readouterr().err == f"manyheads: interrupted after {done} of 14 problems, {where}\n"
+    assert capsys.readouterr().err == f"manyheads: interrupted after {done} of 14 cases, {where}\n"
     names = {file.name for file in (tmp_path / "here").iterdir()}
     assert names == ({"bench.json", "bench.md", "bench.png"} if done else set())
 
@@ -293,11 +291,11 @@ def test_operations_are_counted() -> None:
             "got 'backward'.",
         ),
         (("--dtype", "int8"), "Expected dtype to be one of float32, bfloat16, got 'int8'."),
-        (("--length", "0"), "length must be at least 1, and 0 came"),
-        (("--size", "-3"), "size must be at least 1, and -3 came"),
+        (("--length", "0"), "Expected length to be at least 1, got 0"),
+        (("--size", "-3"), "Expected size to be at least 1, got -3"),
     ],
 )
-def test_the_command_says_what_it_takes(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_invalid_options_raise(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyheads", "bench", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2

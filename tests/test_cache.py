@@ -30,7 +30,7 @@ def kv(n: int, b: int = 2, g: int = 3, d: int = 4) -> tuple[Tensor, Tensor]:
 
 
 @given(steps=st.lists(st.integers(0, 5), max_size=6), room=st.integers(0, 3), seed=st.integers(0, 99))
-def test_what_is_appended_comes_back(steps: list[int], room: int, seed: int) -> None:
+def test_append_returns_everything_so_far(steps: list[int], room: int, seed: int) -> None:
     """In a preallocated cache and in a growing one, whatever the steps."""
     torch.manual_seed(seed)
     total = sum(steps)
@@ -43,15 +43,15 @@ def test_what_is_appended_comes_back(steps: list[int], room: int, seed: int) -> 
             assert cache.offset == len(cache) == sum(steps[: n + 1])
 
 
-def test_a_full_cache_refuses_and_stays_as_it_was() -> None:
+def test_a_full_cache_raises_and_is_unchanged() -> None:
     cache = mh.Cache(5)
     held, _ = cache.append(*kv(4))
-    with pytest.raises(ValueError, match=r"4 of 5 tokens, and 2 more"):
+    with pytest.raises(ValueError, match=r"4 of 5 tokens, got 2 more"):
         cache.append(*kv(2))
     assert cache.offset == 4
     again, _ = cache.append(*kv(1))
     assert torch.equal(again[:, :, :4], held)
-    with pytest.raises(ValueError, match=r"5 of 5 tokens, and 1 more"):
+    with pytest.raises(ValueError, match=r"5 of 5 tokens, got 1 more"):
         cache.append(*kv(1))
 
 
@@ -65,11 +65,11 @@ def test_a_growing_cache_does_not_copy_every_time() -> None:
     assert len(places) == 1
 
 
-def test_another_batch_width_dtype_or_head_count_is_refused() -> None:
+def test_another_batch_width_dtype_or_head_count_raises() -> None:
     cache = mh.Cache()
     cache.append(*kv(2))
     for bad in (kv(1, b=3), kv(1, g=2), kv(1, d=5), tuple(x.double() for x in kv(1))):
-        with pytest.raises(ValueError, match="one cache serves one layer and one batch"):
+        with pytest.raises(ValueError, match="Use one Cache for each layer and batch"):
             cache.append(*bad)
     with pytest.raises(ValueError, match=r"\[b, g, n, d\]"):
         cache.append(torch.randn(2, 3, 4), torch.randn(2, 3, 4))
@@ -78,7 +78,7 @@ def test_another_batch_width_dtype_or_head_count_is_refused() -> None:
     assert cache.offset == 2
 
 
-def test_gradients_are_refused() -> None:
+def test_keys_that_require_gradients_raise() -> None:
     cache = mh.Cache()
     with pytest.raises(ValueError, match="no gradients"):
         cache.append(*(x.requires_grad_() for x in kv(1)))
@@ -88,7 +88,7 @@ def test_gradients_are_refused() -> None:
     assert cache.offset == 0
 
 
-def test_clear_begins_anew() -> None:
+def test_clear_removes_all_tokens() -> None:
     cache = mh.Cache(4)
     cache.append(*kv(4))
     cache.clear()
@@ -98,7 +98,7 @@ def test_clear_begins_anew() -> None:
     assert "3 tokens" in repr(cache)
 
 
-def test_what_was_appended_is_a_copy() -> None:
+def test_appended_tensors_are_copied() -> None:
     cache = mh.Cache()
     k, v = kv(2)
     held, _ = cache.append(k, v)
@@ -187,7 +187,7 @@ def test_maps_of_earlier_steps_stay_readable() -> None:
                 assert torch.equal(amap.dense(), before)
 
 
-def test_a_caches_own_mask() -> None:
+def test_the_mask_of_a_cache() -> None:
     """Not causal, if said so: a prefix that is read in one step sees itself whole."""
     model, x = layer(), torch.randn(1, 5, E, dtype=torch.float64)
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_a_caches_own_mask() -> None:
     ids=["keep", "naked", "lengths"],
 )
 @pytest.mark.parametrize("call", ["forward", "attend"])
-def test_a_call_that_fails_leaves_the_cache_as_it_was(bad: dict[str, Any], call: str) -> None:
+def test_a_call_that_fails_leaves_the_cache_unchanged(bad: dict[str, Any], call: str) -> None:
     model, x = layer(), torch.randn(1, 4, E, dtype=torch.float64)
     cache = mh.Cache()
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(bad: dict[str, Any], call:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("length", [None, 40])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_votes_are_what_the_whole_map_says(kv_heads: int, length: int | None, dtype: torch.dtype) -> None:
+def test_votes_equal_those_of_the_whole_map(kv_heads: int, length: int | None, dtype: torch.dtype) -> None:
     model, x = layer(kv_heads=kv_heads).to(dtype), torch.randn(2, 40, E, dtype=dtype)
     cache = mh.Cache(length, votes=6)
     with torch.no_grad():
@@ -241,21 +241,21 @@ def test_votes_are_what_the_whole_map_says(kv_heads: int, length: int | None, dt
     assert torch.equal(cache.received(), cache.received(6))
     torch.testing.assert_close(cache.received(), amap.received(last=6))
     cache.clear()
-    with pytest.raises(ValueError, match="no query has voted"):
+    with pytest.raises(ValueError, match="No votes in the Cache yet"):
         cache.received()
 
 
-def test_wrong_votes_say_what_came() -> None:
+def test_invalid_votes_raise() -> None:
     cache, amap = mh.Cache(votes=3), mh.attention_with_map(*(torch.randn(1, 1, 5, 4) for _ in range(3)))[1]
     for ask, kind, words in [
-        (lambda: mh.Cache(votes=0), ValueError, "votes.* at least 1, and 0 came"),
+        (lambda: mh.Cache(votes=0), ValueError, "votes.* at least 1, .*0"),
         (lambda: mh.Cache(votes=2.0), TypeError, "votes.*2.0"),
         (lambda: mh.Cache().received(), ValueError, r"Cache\(votes=w\)"),
-        (lambda: mh.Cache().vote(amap), ValueError, "holds 0 keys, and a map of s = 5"),
-        (lambda: cache.received(4), ValueError, "votes of 3 queries, and last=4"),
+        (lambda: mh.Cache().vote(amap), ValueError, "map of the 0 keys of the Cache, got one of 5 keys"),
+        (lambda: cache.received(4), ValueError, "at most votes = 3, got 4"),
         (lambda: cache.received(0), ValueError, "last.*at least 1"),
-        (lambda: cache.received(), ValueError, "no query has voted"),
-        (lambda: cache.vote(3), TypeError, "AttentionMap, and an int"),
+        (lambda: cache.received(), ValueError, "No votes in the Cache yet"),
+        (lambda: cache.vote(3), TypeError, "Expected an AttentionMap, got an int"),
     ]:
         with pytest.raises(kind, match=words):
             ask()
@@ -275,12 +275,14 @@ def test_votes_are_kept_in_any_mode_and_of_one_layer() -> None:
             (mh.MultiHeadAttention(16, 1), x),
         ):
             amap = other.attend(torch.cat((given, given[:, :1]), 1))[1]
-            with pytest.raises(ValueError, match=r"holds 2 sequences and 2 heads, and a map of b = "):
+            with pytest.raises(
+                ValueError, match=r"map of 2 sequences and 2 heads, as the Cache holds, got b = "
+            ):
                 cache.vote(amap)
     assert len(cache) == 7
 
 
-def test_who_did_not_vote_is_not_counted() -> None:
+def test_queries_without_votes_are_not_counted() -> None:
     layer, x = mh.MultiHeadAttention(16, 2), torch.randn(1, 6, 16)
     cache = mh.Cache(votes=10**9)  # as many as there are
     with torch.no_grad():
@@ -288,16 +290,16 @@ def test_who_did_not_vote_is_not_counted() -> None:
         k = torch.randn(1, 2, 3, 8)
         cache.append(k, k)
         with pytest.raises(
-            ValueError, match="of the last 2 queries 2 didn't vote, first the one at position 7"
+            ValueError, match="Of the last 2 queries 2 have no votes in the Cache, the first at position 7"
         ):
             cache.received(2)
         layer(x[:, :1], cache=cache)
         assert cache.received(1).sum(-1).sub(1).abs().max() < 1e-6
-        with pytest.raises(ValueError, match="of the last 10 queries 3 didn't vote"):
+        with pytest.raises(ValueError, match="Of the last 10 queries 3 have no votes"):
             cache.received()
 
 
-def test_a_vote_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vote_that_fails_leaves_the_cache_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = mh.MultiHeadAttention(16, 2), torch.randn(1, 6, 16)
     cache = mh.Cache(votes=4)
 

@@ -86,7 +86,7 @@ def outcome(auto: float, **others: float) -> choice.Outcome:
         (1e-3, 2e-3, False),
     ],
 )
-def test_what_counts_as_slower(auto: float, fastest: float, slower: bool) -> None:
+def test_the_threshold_of_slower(auto: float, fastest: float, slower: bool) -> None:
     found = outcome(auto, PyTorch=fastest, chunked=1.0)
     assert found.is_slower == slower
     report = choice.Report(MACHINE, 7, [found])
@@ -97,7 +97,7 @@ def test_what_counts_as_slower(auto: float, fastest: float, slower: bool) -> Non
 MACHINE = {"processor": "one", "threads": 1, "date": "today", "versions": {"torch": "2"}, "width": None}
 
 
-def test_a_line_says_what_is_slower_and_by_how_much() -> None:
+def test_a_line_names_the_slower_case_and_the_ratio() -> None:
     case = choice.Case("float16", "padding", True, 2, 8, 2, 4, 1024, 80, 768)
     found = choice.Outcome(case, "native", {"auto": 3e-3, "native": 2.5e-3, "PyTorch": 2e-3})
     assert str(found) == (
@@ -141,7 +141,7 @@ def test_who_is_hopelessly_slow_or_fails_is_left_out(monkeypatch: pytest.MonkeyP
     assert runs == {"auto": 4, "PyTorch": 4, "native": 1, "chunked": 1}  # of 1.5 s, three rounds fit
 
 
-def test_what_builds_too_many_weights_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contestants_with_too_many_weights_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "ROOM", 1000)
     case = choice.Case("float32", "full", False, 1, 1, 1, 8, 8, 8, 8)
     assert choice.contestants(case)["reference"] == "its weights would take 1.28 kB"
@@ -206,7 +206,7 @@ def test_the_command_ends_well_if_none_is_slower(
 
 
 @pytest.mark.parametrize("done", [0, 2])
-def test_what_is_done_when_interrupted_is_kept(
+def test_results_are_kept_when_interrupted(
     done: int,
     timings: list[choice.Case],
     monkeypatch: pytest.MonkeyPatch,
@@ -251,6 +251,6 @@ def test_the_command_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         (["--kind", "choice", "--size", "-3"], "Expected size to be at least 1, got -3"),
     ],
 )
-def test_the_command_says_what_it_takes(words: list[str], error: str) -> None:
+def test_invalid_options_raise(words: list[str], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         app(["bench", *words])

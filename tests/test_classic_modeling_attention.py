@@ -1,9 +1,9 @@
 """Presentation 1: SelfAttention, MultiHeadSelfAttention, and the values that check one's own."""
 
-import importlib.util
 import math
 from pathlib import Path
 
+import make_test_values
 import pytest
 import torch
 
@@ -11,8 +11,6 @@ from manyheads import Lengths
 from manyheads.classic import test_values
 from manyheads.classic.modeling_attention import MultiHeadSelfAttention, SelfAttention
 from manyheads.classic.test_values import MultiHeadAttentionTestValues, SelfAttentionTestValues
-
-ROOT = Path(__file__).parent.parent
 
 
 def close(mine, other, atol=1e-12):
@@ -74,10 +72,7 @@ def test_the_multi_head_exercise(causal):
 
 
 def test_the_values_are_those_that_the_script_writes():
-    spec = importlib.util.spec_from_file_location("script", ROOT / "scripts/make_test_values.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert Path(test_values.__file__).read_text(encoding="utf-8") == script.text()
+    assert Path(test_values.__file__).with_suffix(".safetensors").read_bytes() == make_test_values.content()
 
 
 # -- one head ----------------------------------------------------------------------------------------
@@ -124,7 +119,7 @@ def test_heads_are_those_of_the_textbook(causal):
         close(mine_grad, other_grad)
 
 
-def test_causal_sees_itself_and_what_precedes_it():
+def test_causal_attends_to_itself_and_earlier_tokens():
     torch.manual_seed(0)
     model = MultiHeadSelfAttention(7, 9, 3, causal=True)
     x = torch.randn(2, 5, 7)
@@ -136,7 +131,7 @@ def test_causal_sees_itself_and_what_precedes_it():
     close(model(x)[:, -1], out[:, -1], 1e-6)  # for the last one nothing is hidden
 
 
-def test_dropout_is_on_the_probabilities_that_come_back():
+def test_the_returned_probabilities_are_after_dropout():
     torch.manual_seed(0)
     model = MultiHeadSelfAttention(7, 9, 3, dropout=0.5)
     x = torch.randn(2, 5, 7)
@@ -155,7 +150,7 @@ def test_dropout_is_on_the_probabilities_that_come_back():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_padding_is_masked_in_what_is_shown(causal):
+def test_padding_is_masked_in_the_map(causal):
     """The presentation's picture: three sequences of lengths 3, 4 and 7, padded to 7."""
     torch.manual_seed(0)
     model = MultiHeadSelfAttention(input_size=11, hidden=15, num_heads=3, causal=causal)
@@ -173,14 +168,14 @@ def test_padding_is_masked_in_what_is_shown(causal):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: MultiHeadSelfAttention(7, 9, 2), "num_heads = 2, hidden = 9 came"),
-        (lambda: MultiHeadSelfAttention(7, 9, 0), "num_heads = 0, hidden = 9 came"),
-        (lambda: MultiHeadSelfAttention(7, 9, 3, dropout=-1), "dropout must be between 0 and 1, and -1 came"),
-        (lambda: SelfAttention(0, 9), "input_size must be at least 1, and 0 came"),
-        (lambda: SelfAttention(7, 9)(torch.zeros(5, 7)), r"x must be \[batch, seq, 7\], and \[5, 7\] came"),
+        (lambda: MultiHeadSelfAttention(7, 9, 2), "num_heads = 2.* hidden = 9"),
+        (lambda: MultiHeadSelfAttention(7, 9, 0), "num_heads = 0.* hidden = 9"),
+        (lambda: MultiHeadSelfAttention(7, 9, 3, dropout=-1), "dropout .*between 0 and 1, .*-1"),
+        (lambda: SelfAttention(0, 9), "input_size .*at least 1, .*0"),
+        (lambda: SelfAttention(7, 9)(torch.zeros(5, 7)), r"Expected x to be \[batch, seq, 7\], got \[5, 7\]"),
         (
             lambda: MultiHeadSelfAttention(7, 9, 3)(torch.zeros(2, 5, 9)),
-            r"x must be \[batch, seq, 7\], and \[2, 5, 9\] came",
+            r"Expected x to be \[batch, seq, 7\], got \[2, 5, 9\]",
         ),
     ],
 )
@@ -190,5 +185,5 @@ def test_bad_input(make, says):
 
 
 def test_token_ids_are_not_embeddings():
-    with pytest.raises(TypeError, match=r"x must be a tensor \[batch, seq, 7\] of floats, and .*int64 came"):
+    with pytest.raises(TypeError, match=r"x to be a tensor \[batch, seq, 7\] of floats, got .*int64"):
         SelfAttention(7, 9)(torch.zeros(2, 5, 7, dtype=torch.int64))

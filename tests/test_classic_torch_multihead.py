@@ -134,7 +134,7 @@ def test_state_dicts_go_both_ways(options):
         assert torch.equal(fresh.state_dict()[name], tensor)
 
 
-def test_it_is_one_of_theirs_with_their_attributes():
+def test_it_is_a_torch_module_with_its_attributes():
     module = MultiheadAttention(6, 3, 0.1, kdim=4, batch_first=True)
     assert isinstance(module, nn.MultiheadAttention)
     assert (module.embed_dim, module.num_heads, module.head_dim) == (6, 3, 2)
@@ -144,10 +144,10 @@ def test_it_is_one_of_theirs_with_their_attributes():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((8, 3), "num_heads must divide embed_dim, and num_heads = 3, embed_dim = 8 came."),
+        ((8, 3), "Expected num_heads to divide embed_dim, got num_heads = 3 and embed_dim = 8."),
         ((8, 0), "num_heads must be at least 1, and 0 came."),
         ((0, 1), "embed_dim must be at least 1, and 0 came."),
-        ((8, 2, 1.5), "dropout must be between 0 and 1, and 1.5 came."),
+        ((8, 2, 1.5), "Expected dropout to be between 0 and 1, got 1.5."),
         ((8, 2, 0.0, True, False, False, 0), "kdim must be at least 1, and 0 came."),
     ],
 )
@@ -292,7 +292,7 @@ def test_the_fast_path_runs_without_weights_and_not_with_them(monkeypatch):
     assert asked == ["auto"]
 
 
-def test_dropout_draws_as_theirs_does_and_its_weights_come_after_it():
+def test_dropout_draws_as_in_torch_and_weights_are_after_it():
     theirs, mine = pair(8, 2, dropout=0.4)
     x = torch.randn(5, 3, 8)
     results = []
@@ -334,7 +334,7 @@ def test_a_row_with_nothing_to_see_is_zeros(need_weights, kind):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_a_hidden_nan_does_not_leak(need_weights):
+def test_a_masked_nan_does_not_leak(need_weights):
     _, mine = pair(8, 2, batch_first=True)
     x = torch.randn(2, 4, 8)
     padding = torch.zeros(2, 4, dtype=torch.bool)
@@ -347,7 +347,7 @@ def test_a_hidden_nan_does_not_leak(need_weights):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_the_mask_counts_whatever_the_hint_says(need_weights):
+def test_the_mask_is_used_whatever_the_hint(need_weights):
     """A wrong hint, and masks that only look causal: one answer, with weights and without."""
     _, mine = pair(8, 2, batch_first=True)
     x = torch.randn(2, 5, 8)
@@ -360,7 +360,7 @@ def test_the_mask_counts_whatever_the_hint_says(need_weights):
         close(out, want, 1e-5)
 
 
-def test_the_hint_spares_the_mask_where_it_is_right():
+def test_a_correct_hint_replaces_the_mask():
     triangle = torch.ones(5, 7, dtype=torch.bool).triu(1)
     assert ours._is_triangle(triangle)
     assert ours._is_triangle(torch.full((5, 7), 1.0).masked_fill(triangle, -INF))
@@ -432,7 +432,7 @@ def test_low_precision_and_autocast(dtype):
         assert out.dtype == dtype
         close(out.float(), want, 0.1)
     with pytest.raises(
-        Refused, match=r"query is torch.float64 and the module's parameters are torch.float32"
+        Refused, match=r"Expected query to be torch.float32 like the module's parameters, got torch.float64"
     ):
         mine(*[x.double()] * 3)
     assert w is None
@@ -449,21 +449,21 @@ MASK = torch.zeros(5, 5, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("inputs", "options", "says"),
     [
-        ((X,) * 3, {"is_causal": True}, "no attn_mask came: pass the mask too, .*subsequent_mask.5."),
-        ((X[..., :7], X, X), {}, r"query must be \[t, b, 8\], or \[t, 8\] unbatched, and \[5, 3, 7\]"),
-        ((X, X[..., :7], X), {}, r"key must be \[s, b, 8\].* and \[5, 3, 7\] came"),
-        ((X, X, X[..., :7]), {}, r"value must be \[s, b, 8\].* and \[5, 3, 7\] came"),
-        ((X[None],) * 3, {}, r"query must be .* and \[1, 5, 3, 8\] came"),
-        ((X, X[:, :2], X[:, :2]), {}, r"must share the batch.*query \[5, 3, 8\], key \[5, 2, 8\]"),
-        ((X, X, X[:4]), {}, r"key and value their length.*value \[4, 3, 8\]"),
-        ((X[:, 0], X, X), {}, r"must share the batch.*query \[5, 8\], key \[5, 3, 8\]"),
-        ((X,) * 3, {"attn_mask": MASK[:4]}, r"\[t, s\] = \[5, 5\] or .*= \[6, 5, 5\], and \[4, 5\] came"),
-        ((X,) * 3, {"attn_mask": MASK.expand(3, 5, 5)}, r"= \[6, 5, 5\], and \[3, 5, 5\] came"),
-        ((X,) * 3, {"key_padding_mask": MASK}, r"must be \[b, s\] = \[3, 5\], and \[5, 5\] came"),
-        ((X[:, 0],) * 3, {"key_padding_mask": MASK[:3]}, r"must be \[s\] = \[5\], and \[3, 5\] came"),
-        ((X,) * 3, {"attn_mask": MASK.long()}, "torch.int64 came: write attn_mask != 0 if 1 hides"),
-        ((X,) * 3, {"attn_mask": MASK.float() * float("nan")}, "attn_mask may hold .* NaN or .inf came"),
-        ((X,) * 3, {"attn_mask": MASK.float() + INF}, "attn_mask may hold numbers and -inf"),
+        ((X,) * 3, {"is_causal": True}, "Expected an attn_mask with is_causal=True.*subsequent_mask.5."),
+        ((X[..., :7], X, X), {}, r"query to be \[t, b, 8\], or \[t, 8\] unbatched, got \[5, 3, 7\]"),
+        ((X, X[..., :7], X), {}, r"Expected key to be \[s, b, 8\].*, got \[5, 3, 7\]"),
+        ((X, X, X[..., :7]), {}, r"Expected value to be \[s, b, 8\].*, got \[5, 3, 7\]"),
+        ((X[None],) * 3, {}, r"Expected query to be .*, got \[1, 5, 3, 8\]"),
+        ((X, X[:, :2], X[:, :2]), {}, r"the same batch .*query \[5, 3, 8\], key \[5, 2, 8\]"),
+        ((X, X, X[:4]), {}, r"the same length in key and value.*value \[4, 3, 8\]"),
+        ((X[:, 0], X, X), {}, r"the same batch .*query \[5, 8\], key \[5, 3, 8\]"),
+        ((X,) * 3, {"attn_mask": MASK[:4]}, r"\[t, s\] = \[5, 5\] or .*= \[6, 5, 5\], got \[4, 5\]"),
+        ((X,) * 3, {"attn_mask": MASK.expand(3, 5, 5)}, r"= \[6, 5, 5\], got \[3, 5, 5\]"),
+        ((X,) * 3, {"key_padding_mask": MASK}, r"to be \[b, s\] = \[3, 5\], got \[5, 5\]"),
+        ((X[:, 0],) * 3, {"key_padding_mask": MASK[:3]}, r"to be \[s\] = \[5\], got \[3, 5\]"),
+        ((X,) * 3, {"attn_mask": MASK.long()}, "got torch.int64. Write attn_mask != 0 if 1 means masked"),
+        ((X,) * 3, {"attn_mask": MASK.float() * float("nan")}, "in attn_mask, got NaN or .inf"),
+        ((X,) * 3, {"attn_mask": MASK.float() + INF}, "numbers or -inf .masked. in attn_mask"),
     ],
 )
 @pytest.mark.parametrize("caught", [ValueError, AssertionError, RuntimeError])
@@ -475,11 +475,11 @@ def test_bad_input_in_one_sentence(inputs, options, says, caught):
     assert "\n" not in str(error.value)
 
 
-def test_what_is_no_tensor():
+def test_inputs_that_are_not_tensors_raise():
     module = MultiheadAttention(8, 2)
-    with pytest.raises(TypeError, match=r"key must be a tensor \[s, b, 8\], and a list came"):
+    with pytest.raises(TypeError, match=r"Expected key to be a tensor \[s, b, 8\], got a list"):
         module(X, [1.0], X)
-    with pytest.raises(TypeError, match=r"attn_mask must be a tensor, boolean .* and a list came"):
+    with pytest.raises(TypeError, match=r"Expected attn_mask to be a tensor of booleans .*, got a list"):
         module(X, X, X, attn_mask=[[True]])
 
 
@@ -599,7 +599,7 @@ def test_inside_a_transformer(mode, calls, monkeypatch):
     both(theirs, mine, mode, calls, monkeypatch, 4, x, y, **masks)
 
 
-def test_it_trains_inside_a_layer_as_theirs_does():
+def test_it_trains_inside_a_layer_as_in_torch():
     torch.manual_seed(0)
     theirs = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, dtype=torch.float64)
     mine = replace(copy.deepcopy(theirs))
@@ -652,11 +652,11 @@ def test_nested_tensors():
     other = torch.nested.nested_tensor(keys)
     out, _ = mine(nested, other, other, need_weights=False)
     close(out.unbind()[2], theirs(rows[2], keys[2], keys[2])[0], 1e-5)
-    with pytest.raises(Refused, match="without masks"):
+    with pytest.raises(Refused, match="and no masks"):
         mine(nested, nested, nested, key_padding_mask=MASK[:3])
     with pytest.raises(Refused, match=r"nested = \[True, False, False\]"):
         mine(nested, X.transpose(0, 1), X.transpose(0, 1))
-    with pytest.raises(Refused, match="attend takes no nested tensors"):
+    with pytest.raises(Refused, match="got a nested one"):
         mine.attend(nested, nested, nested)
 
 

@@ -205,7 +205,7 @@ def test_an_empty_nested_tensor_is_refused_by_the_layer() -> None:
 def test_rows_of_a_rollout_say_what_came(rows: Any) -> None:
     q = good()["q"]
     amap = mh.attention_with_map(q, q, q)[1]
-    with pytest.raises(TypeError, match=rf"rows must be positions, .* and {rows!r} came\.$"):
+    with pytest.raises(TypeError, match=rf"Expected rows to be positions, .*, got {rows!r}\.$"):
         measures.rollout([amap], rows=rows)
 
 
@@ -222,13 +222,13 @@ def test_rows_of_a_rollout_say_what_came(rows: Any) -> None:
 )
 def test_what_came_has_its_article(value: object, words: str) -> None:
     assert kind(value) == words
-    with pytest.raises(TypeError, match=f"and {words} came among them"):
+    with pytest.raises(TypeError, match=f"got {words} for layer 0"):
         figures.entropy([value])  # type: ignore[list-item]
 
 
 def test_a_map_that_came_is_an_attention_map() -> None:
     q, k, v = good().values()
-    with pytest.raises(TypeError, match="an AttentionMap came"):
+    with pytest.raises(TypeError, match="got an AttentionMap"):
         mh.attention(mh.attention_with_map(q, k, v)[1], k, v)  # type: ignore[arg-type]
 
 

@@ -74,7 +74,7 @@ def names():
     return left
 
 
-def test_the_examples_run_and_give_the_shapes_they_say(names):
+def test_the_examples_run_and_have_the_shapes_of_their_comments(names):
     assert tuple(names["out"].shape) == (1, 10, 512)
     assert tuple(names["amap"].shape) == (1, 8, 10, 10)
 
@@ -157,7 +157,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_checker_is_used_in_python_as_its_page_says(folder: Path) -> None:
+def test_the_python_examples_of_the_checker_run(folder: Path) -> None:
     done = run([sys.executable, "used.py"], folder)
     assert done.returncode == 0, done.stderr
     assert "SelfAttention" in done.stdout
@@ -180,7 +180,7 @@ COMMANDS = sorted({command for page in PAGES for command in commands(page) if " 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_check_finds_what_its_page_says(command: str, folder: Path) -> None:
+def test_a_check_reports_what_its_page_shows(command: str, folder: Path) -> None:
     needs((folder / f"{m[1]}.py").read_text() if (m := re.search(r" (\w+)\.py:", command)) else command)
     words = [*shlex.split(command, comments=True)[1:], "--json", "report.json"]
     done = run([sys.executable, "-m", "manyheads", *words], folder)
@@ -219,7 +219,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", VIEWS)
-def test_the_viewer_opens_what_its_page_says(command: str, runs: Path) -> None:
+def test_the_viewer_opens_as_in_its_page(command: str, runs: Path) -> None:
     """A page that is served answers under its link; one that is exported stands there."""
     words = [sys.executable, "-m", "manyheads", *shlex.split(command, comments=True)[1:]]
     if "--export" in words:

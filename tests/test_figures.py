@@ -1,4 +1,4 @@
-"""Pictures, read back from the matplotlib objects that draw them."""
+"""Figures, read back from the matplotlib objects that draw them."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def made_map(b: int = 1, h: int = 2, t: int = 7, sharp: float = 2.0, **rest: Any
 
 
 def drawn(figure: Figure, n: int = 0) -> Any:
-    """What panel n shows, as a masked array."""
+    """Return what panel n shows, as a masked array."""
     return figure.axes[n].get_images()[0].get_array()
 
 
 def words(figure: Figure) -> str:
-    """Everything written in a figure."""
+    """Return all text of a figure."""
     figure.draw_without_rendering()
     return "\n".join(text.get_text() for text in figure.findobj(Text))
 
@@ -74,7 +74,7 @@ def labelled(axis: Any) -> bool:
 # -- one head --------------------------------------------------------------------------------------
 
 
-def test_a_head_shows_the_weights_themselves_and_says_what_they_are() -> None:
+def test_a_head_shows_its_weights_with_labels() -> None:
     amap = made_map()
     figure = figures.head(amap, SENTENCE, head=1, title="layer 3 head 1")
     axes, bar = figure.axes
@@ -86,40 +86,40 @@ def test_a_head_shows_the_weights_themselves_and_says_what_they_are() -> None:
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("key", "query")
     assert axes.get_title() == "layer 3 head 1"
     assert bar.get_ylabel() == "attention weight"
-    # Rows run downwards: query 0 stands at the top.
+    # Query 0 is at the top.
     assert axes.get_ylim()[0] > axes.get_ylim()[1]
 
 
-def test_zero_and_masked_are_told_apart() -> None:
+def test_zero_and_masked_weights_look_different() -> None:
     weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     keep = torch.tensor([[True, False], [True, True]])
-    assert "may not" not in words(figures.head(weights))
+    assert "masked" not in words(figures.head(weights))
     figure = figures.head(weights, keep=keep)
     assert drawn(figure).mask.tolist() == [[False, True], [False, False]]
-    assert "may not\nattend" in words(figure)
+    assert "masked" in words(figure)
     assert figure.axes[0].patch.get_hatch()
 
 
-def test_a_small_weight_is_not_written_as_none() -> None:
+def test_a_small_weight_is_not_written_as_zero() -> None:
     weights = torch.tensor([[0.0, 0.004, 0.006, 0.99]])
     assert [text.get_text() for text in figures.head(weights).axes[0].texts] == ["0", "<.01", "0.01", "0.99"]
 
 
-def test_what_a_bias_forbids_is_masked_too() -> None:
+def test_a_bias_of_minus_infinity_is_drawn_as_masked() -> None:
     forbid = torch.zeros(7, 7)
     forbid[:, 3] = -torch.inf
     shown = drawn(figures.head(made_map(mask=None, bias=Dense(forbid))))
     assert np.array_equal(np.nonzero(shown.mask.all(0))[0], [3])
 
 
-def test_a_weight_that_had_no_choice_does_not_set_the_scale() -> None:
+def test_a_query_with_a_single_key_does_not_set_the_scale() -> None:
     even = made_map(sharp=0.0, t=11)  # 1, then ½ ½, then ⅓ ⅓ ⅓, …
     assert figures.head(even).axes[0].get_images()[0].get_clim() == (0.0, 0.5)
     spread = torch.full((4, 4), 0.25)
     assert figures.head(spread).axes[0].get_images()[0].get_clim() == (0.0, 0.25)
 
 
-def test_a_weight_that_rounding_took_above_one_does_not_set_the_scale() -> None:
+def test_a_weight_rounded_above_one_does_not_set_the_scale() -> None:
     # Float32 scores of hundreds are rounded by some 1e-5, and so is a weight.
     assert figures.head(torch.eye(3) * 1.00002).axes[0].get_images()[0].get_clim() == (0.0, 1.0)
 
@@ -164,7 +164,7 @@ def test_a_grid_of_layers_with_different_heads() -> None:
     assert sum(bool(axes.get_images()) for axes in figure.axes) == 3
 
 
-def test_beside_puts_two_masks_on_one_scale() -> None:
+def test_beside_draws_two_masks_on_one_scale() -> None:
     amap = made_map()
     figure = figures.beside(amap, amap.under(None), SENTENCE, head=1)
     left, right, _ = figure.axes
@@ -175,7 +175,7 @@ def test_beside_puts_two_masks_on_one_scale() -> None:
     assert np.allclose(drawn(figure, 1).sum(1), 1)
 
 
-def test_beside_is_told_what_of_a_tensor_is_masked() -> None:
+def test_beside_takes_a_mask_for_a_tensor() -> None:
     amap, keep = made_map(), torch.ones(7, 7, dtype=torch.bool).tril()
     figure = figures.beside(amap.dense()[0, 0], amap.under(None), keep=(keep, None))
     assert np.array_equal(~drawn(figure, 0).mask, keep)
@@ -188,7 +188,7 @@ def test_the_heat_maps_of_the_first_presentation(causal: bool) -> None:
     torch.manual_seed(1)
     lengths = torch.tensor([3, 4, 7])
     padding = torch.arange(7) >= lengths[:, None]  # [b, s]
-    mask = Lengths(lengths) & Documents(padding.long())  # padding sees nothing and is not seen
+    mask = Lengths(lengths) & Documents(padding.long())  # padding neither attends nor is attended to
     model = MultiHeadSelfAttention(input_size=11, hidden=15, num_heads=3, causal=causal)
     _, amap = model.attend(torch.randn(3, 7, 11), mask=mask)
     figure = figures.grid(amap, rows=[f"{n} tokens" for n in lengths.tolist()])
@@ -209,7 +209,7 @@ def test_a_tensor_of_weights_makes_the_same_grid() -> None:
         assert np.allclose(drawn(ours, n).filled(0), drawn(theirs, n).filled(0), atol=1e-7)
 
 
-def test_each_row_of_a_grid_may_have_tokens_of_its_own() -> None:
+def test_each_row_of_a_grid_may_have_its_own_tokens() -> None:
     figure = figures.grid(made_map(b=2, t=2), [["a", "b"], ["c", "d"]])
     assert [ticks(axes.xaxis) for axes in figure.axes[:4:2]] == [["a", "b"], ["c", "d"]]
     assert labelled(figure.axes[0].xaxis)
@@ -241,7 +241,7 @@ def test_layers_by_name_may_differ_in_shape_and_heads() -> None:
     assert titles == ["head 0", "head 1", "head 2", *[""] * 6, "head 0", "head 2"]
 
 
-def test_a_map_brings_its_own_tokens() -> None:
+def test_a_map_is_labelled_with_its_own_tokens() -> None:
     amap = made_map(b=2, t=2).labelled([["a", "b"], ["c", "d"]])
     for figure in (
         figures.head(amap, batch=1),
@@ -253,7 +253,7 @@ def test_a_map_brings_its_own_tokens() -> None:
     assert ticks(figures.grid(amap).axes[0].yaxis) == ["a", "b"]
 
 
-def test_a_picture_of_many_heads_stays_a_page_and_names_what_fits() -> None:
+def test_a_figure_of_many_heads_fits_a_page_and_names_what_fits() -> None:
     wide = figures.grid(made_map(b=1, h=70, t=3))
     named = [axes.get_title() for axes in wide.axes if axes.get_title()]
     assert wide.get_figwidth() < 30
@@ -269,7 +269,7 @@ def test_a_picture_of_many_heads_stays_a_page_and_names_what_fits() -> None:
 
 
 def binned(x: np.ndarray, rows: int, cols: int, how: Callable[[np.ndarray], Any]) -> np.ndarray:
-    """Bin r covers ⌊rT/R⌋ to ⌊(r + 1)T/R⌋, written out."""
+    """Pool by the definition: bin r covers ⌊rT/R⌋ to ⌊(r + 1)T/R⌋."""
     t, s = x.shape
     return np.array(
         [
@@ -288,26 +288,28 @@ DRAWABLE = [
 
 
 @pytest.mark.parametrize("case", DRAWABLE, ids=str)
-def test_cells_are_those_of_the_full_matrix(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pooled and not, and masked where no pair may attend: under every mask and bias of the table."""
+def test_cells_equal_the_pooled_matrix(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without pooling, under every mask and bias of the table of cases."""
     monkeypatch.setattr(chunked, "BLOCK", 1)
     inputs = make(case)
     weights = oracle(inputs).values["weights"].astype(float)  # [b, h, t, s]
-    seen = np.broadcast_to(inputs.keep & (bias_numbers(inputs) != -np.inf), weights.shape)
+    visible = np.broadcast_to(inputs.keep & (bias_numbers(inputs) != -np.inf), weights.shape)
     _, amap = attention_with_map(inputs.q, inputs.k, inputs.v, **inputs.arguments())
-    line, inches = cells.one_head(amap, amap.shape[0] - 1, amap.shape[1] - 1, None), 0.08
-    (largest,), (mean,) = cells.panels(line, (inches, inches), ["max", "mean"])
+    line, inches = cells.select_head(amap, amap.shape[0] - 1, amap.shape[1] - 1, None), 0.08
+    (largest,), (mean,) = cells.pool_heads(line, (inches, inches), ["max", "mean"])
     rows, cols = largest.cells.shape
-    assert (rows, cols) == tuple(cells.count(n, inches) for n in weights.shape[2:])  # up to 6 are not pooled
-    assert np.array_equal(largest.cells.mask, ~binned(seen[-1, -1], rows, cols, np.any))
+    assert (rows, cols) == tuple(
+        cells.count_cells(n, inches) for n in weights.shape[2:]
+    )  # up to 6 are not pooled
+    assert np.array_equal(largest.cells.mask, ~binned(visible[-1, -1], rows, cols, np.any))
     assert np.array_equal(mean.cells.mask, largest.cells.mask)
     assert np.allclose(largest.cells.filled(0), binned(weights[-1, -1], rows, cols, np.max), atol=1e-12)
     assert np.allclose(mean.cells.filled(0), binned(weights[-1, -1], rows, cols, np.mean), atol=1e-12)
 
 
 @given(st.integers(1, 400), st.floats(0.02, 6.0))
-def test_cells_are_as_many_as_can_be_seen(size: int, inches: float) -> None:
-    found = cells.count(size, inches)
+def test_cells_are_as_many_as_are_legible(size: int, inches: float) -> None:
+    found = cells.count_cells(size, inches)
     if size <= inches * cells.SHARP:
         assert found == size
     elif found < size:
@@ -320,8 +322,8 @@ def test_cells_are_as_many_as_can_be_seen(size: int, inches: float) -> None:
 def test_a_tensor_is_pooled_as_a_map_is(t: int, s: int, inches: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     weights, keep = torch.tensor(rng.random((t, s))), torch.tensor(rng.random((t, s)) < 0.5)
-    line = cells.one_head(weights, 0, 0, keep)
-    (largest,), (mean,) = cells.panels(line, (inches, inches), ["max", "mean"])
+    line = cells.select_head(weights, 0, 0, keep)
+    (largest,), (mean,) = cells.pool_heads(line, (inches, inches), ["max", "mean"])
     rows, cols = largest.cells.shape
     kept = np.where(keep, weights, 0)
     assert np.array_equal(largest.cells.mask, ~binned(keep.numpy(), rows, cols, np.any))
@@ -329,7 +331,7 @@ def test_a_tensor_is_pooled_as_a_map_is(t: int, s: int, inches: float, seed: int
     assert np.allclose(mean.cells.filled(0), binned(kept, rows, cols, np.mean), atol=1e-12)
 
 
-def test_a_long_text_is_pooled_and_the_mean_stands_beside_the_largest() -> None:
+def test_a_long_text_is_pooled_by_maximum_and_by_mean() -> None:
     amap = made_map(t=figures.MOST + 1)
     figure = figures.head(amap, [str(n) for n in range(figures.MOST + 1)], head=1)
     largest, mean, *_ = figure.axes
@@ -356,7 +358,7 @@ def test_a_text_that_fits_is_shown_token_by_token() -> None:
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
-def test_grids_and_pairs_say_how_they_are_pooled(reduce: str) -> None:
+def test_the_colour_bar_tells_how_cells_are_pooled(reduce: str) -> None:
     amap = made_map(t=900)
     word = {"max": "largest", "mean": "mean"}[reduce]
     for figure in (
@@ -372,12 +374,12 @@ def test_grids_and_pairs_say_how_they_are_pooled(reduce: str) -> None:
         assert f"key, up to {-(-900 // cols)} in a cell" in words(figure)
 
 
-def test_one_head_costs_one_head_and_never_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+def test_drawing_one_head_reads_one_head_and_never_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[Any] = []
     reduce = reductions.reduce
 
     def spy(problem: Any, *rest: Any) -> Any:
-        seen.append(problem.shape)
+        shapes.append(problem.shape)
         return reduce(problem, *rest)
 
     monkeypatch.setattr(reductions, "reduce", spy)
@@ -385,9 +387,9 @@ def test_one_head_costs_one_head_and_never_the_matrix(monkeypatch: pytest.Monkey
     monkeypatch.setattr(AttentionMap, "dense", None)
     amap = made_map(b=2, h=4, t=900, mask=Causal() & Window(left=50))
     figures.head(amap, batch=1, head=2)
-    assert [(n.b, n.h) for n in seen] == [(1, 1)]  # and one pass for the largest and the mean
+    assert [(n.b, n.h) for n in shapes] == [(1, 1)]  # and one pass for the largest and the mean
     figures.grid([amap, amap])
-    assert [(n.b, n.h) for n in seen[1:]] == [(1, 4)] * 2
+    assert [(n.b, n.h) for n in shapes[1:]] == [(1, 4)] * 2
 
 
 def test_a_weight_that_underflows_is_zero_and_not_masked() -> None:
@@ -424,34 +426,34 @@ def test_received_attention_is_the_sum_of_columns(normalize: str | None) -> None
     assert np.allclose(drawn(figure).filled(0), expected, atol=1e-6)
     assert (first.get_ylabel(), second.get_ylabel()) == ("first", "second")
     assert ticks(first.yaxis) == ["0", "1"]
-    assert ticks(second.yaxis) == ["0", "2"]  # the numbers that these heads have in the model
+    assert ticks(second.yaxis) == ["0", "2"]  # the numbers of these heads in the model
     assert isinstance(first.get_images()[0].norm, LogNorm)
     assert {None: "summed over queries", "age": "mean weight received"}[
         normalize
     ] in bar.get_ylabel().replace("\n", " ")
-    assert "may not\nattend" in words(figure)
+    assert "masked" in words(figure)
 
 
 def test_received_attention_of_a_long_text_is_the_largest_of_each_cell() -> None:
     amap = made_map(t=1000, h=2)
-    figure = figures.received([amap], title="who is listened to")
+    figure = figures.received([amap], title="what keys receive")
     shown = drawn(figure)
     total = amap.dense()[0].sum(1).numpy()  # [h, s]
     assert shown.shape[1] < 1000
     assert np.allclose(shown, binned(total, 2, shown.shape[1], np.max), rtol=1e-5)
     assert "key, up to 3 in a cell" in words(figure)
-    assert "who is listened to" in words(figure)
+    assert "what keys receive" in words(figure)
 
 
-def test_a_sink_leaves_the_others_their_colours() -> None:
+def test_a_sink_does_not_set_the_scale_of_the_other_keys() -> None:
     """The scale begins at a hundredth of what a key receives on average, which is 1, at any length."""
     for t in (20, 2000):
         amap = made_map(t=t, h=1, mask=Causal() & (Window(left=0) | Keys([0])), sharp=0.0)
         assert np.isclose(figures.received(amap).axes[0].get_images()[0].norm.vmin, 0.01)
 
 
-def test_what_receives_nothing_is_the_darkest_colour_and_not_grey() -> None:
-    """A logarithm knows no 0, and matplotlib would leave a hole there."""
+def test_a_key_that_receives_nothing_is_the_darkest_colour() -> None:
+    """The scale is logarithmic, and matplotlib draws nothing for log 0."""
     amap = made_map(t=6, sharp=1e4, h=1)
     figure = figures.received(amap)
     shown, image = drawn(figure), figure.axes[0].get_images()[0]
@@ -460,7 +462,7 @@ def test_what_receives_nothing_is_the_darkest_colour_and_not_grey() -> None:
     assert to_hex(image.to_rgba(shown)[shown == 0][0]) == to_hex(image.cmap(0.0))
 
 
-def test_entropy_by_layer_is_that_of_the_full_matrix() -> None:
+def test_entropy_by_layer_equals_that_of_the_full_matrix() -> None:
     hidden = Causal() & Documents(torch.tensor([0] * 6 + [1] * 5), queries=torch.tensor([0] * 6 + [2] * 5))
     maps = {"all": made_map(t=11), "six": made_map(t=11, mask=hidden)}
     figure = figures.entropy(maps, title="spread")
@@ -482,10 +484,10 @@ def test_entropy_by_layer_is_that_of_the_full_matrix() -> None:
     assert "mean ln(visible keys)" in words(figure)
 
 
-def test_a_layer_that_sees_nothing_has_no_entropy() -> None:
-    blind = made_map(mask=Rule(lambda b, h, i, j: (i + j) * 0 == 1))
-    assert not figures.entropy([blind]).axes[0].get_lines()
-    assert drawn(figures.received(blind)).mask.all()
+def test_a_fully_masked_layer_has_no_entropy() -> None:
+    masked = made_map(mask=Rule(lambda b, h, i, j: (i + j) * 0 == 1))
+    assert not figures.entropy([masked]).axes[0].get_lines()
+    assert drawn(figures.received(masked)).mask.all()
 
 
 ROWS = [
@@ -496,7 +498,7 @@ ROWS = [
 ]
 
 
-def test_measures_are_a_sorted_table() -> None:
+def test_head_scores_are_a_sorted_table() -> None:
     figure = figures.measures(ROWS, by="induction", title="Heads")
     (axes,) = figure.axes
     assert ticks(axes.yaxis) == ["b   head 0", "a   head 0", "b   head 1", "a   head 1"]
@@ -507,7 +509,7 @@ def test_measures_are_a_sorted_table() -> None:
     assert "4 heads, by induction" in words(figure)
 
 
-def test_measures_are_named_tuples_as_well_and_only_the_first_of_many() -> None:
+def test_head_scores_may_be_named_tuples_and_are_cut() -> None:
     row = namedtuple("row", ["layer", "head", "a_measure"])
     rows = [row("x", n, n - 50.0) for n in range(100)]
     figure = figures.measures(rows, most=7)
@@ -541,14 +543,14 @@ def test_an_encoding_as_an_image() -> None:
 
 # -- legible ---------------------------------------------------------------------------------------
 
-ODD = ["$x$", "a_b^c", "漢字", "🙂", "é", "\x1b[31m", "\u202e", "\\frac{", "", "⏎", "…ing", "x" * 60]
+UNUSUAL = ["$x$", "a_b^c", "漢字", "🙂", "é", "\x1b[31m", "\u202e", "\\frac{", "", "⏎", "…ing", "x" * 60]
 
 
 @pytest.mark.parametrize("format", ["png", "svg", "pdf"])
 def test_any_token_can_be_drawn(format: str) -> None:
-    """Warnings are errors here: a glyph that the font lacks would be one."""
-    amap = made_map(t=len(ODD))
-    for figure in (figures.head(amap, ODD, title=" ".join(ODD)), figures.grid([amap], ODD)):
+    """matplotlib warns about a glyph that the font lacks, and warnings are errors."""
+    amap = made_map(t=len(UNUSUAL))
+    for figure in (figures.head(amap, UNUSUAL, title=" ".join(UNUSUAL)), figures.grid([amap], UNUSUAL)):
         figure.savefig(BytesIO(), format=format)
         shown = ticks(figure.axes[0].xaxis)
         assert shown[:3] == ["$x$", "a_b^c", r"\u6f22\u5b57"]
@@ -559,7 +561,7 @@ def test_any_token_can_be_drawn(format: str) -> None:
 
 @cache
 def page(kind: str, tokens: int) -> Figure:
-    """A picture of so many tokens, laid out."""
+    """Return a figure of a number of tokens, laid out."""
     amap = made_map(t=tokens, mask=Causal() & Window(left=50))
     names = [("the", "station", "internationally", ".")[n % 4] for n in range(tokens)]
     title = 'layer 0 head 1: the second "the" looks at "station" (0.71), the token after it'
@@ -599,23 +601,23 @@ def test_labels_never_overlap_nor_leave_the_page(kind: str, tokens: int) -> None
 
 @pytest.mark.parametrize("tokens", [1, 7, 60, 300, 2000])
 @pytest.mark.parametrize("kind", ["head", "beside", "grid", "received"])
-def test_no_cell_is_lost_between_pixels(kind: str, tokens: int) -> None:
+def test_every_cell_has_two_pixels(kind: str, tokens: int) -> None:
     *panels, _ = page(kind, tokens).axes
     for axes in panels:
         for image in axes.get_images():
             rows, cols = image.get_array().shape
             box = axes.get_window_extent()
-            assert box.width >= 1.9 * cols  # a hair less than two, where matplotlib lays the page out
+            assert box.width >= 1.9 * cols  # slightly less than two where matplotlib does the layout
             assert box.height >= 1.9 * rows
             left, right, bottom, top = image.get_extent()
             assert (left, top) == (-0.5, -0.5)
             assert (right, bottom) == (tokens - 0.5, (2 if kind == "received" else tokens) - 0.5)
 
 
-# -- manners ---------------------------------------------------------------------------------------
+# -- errors and global state -----------------------------------------------------------------------
 
 
-def test_figures_stay_away_from_pyplot() -> None:
+def test_figures_do_not_import_pyplot() -> None:
     script = (
         "import sys, torch\n"
         "from manyheads import figures\n"
@@ -634,7 +636,7 @@ def test_a_map_changed_in_place_is_not_drawn() -> None:
             draw(amap)
 
 
-def test_a_notebook_shows_what_comes_back_and_nothing_global_changes() -> None:
+def test_a_notebook_displays_a_figure_and_rcparams_are_unchanged() -> None:
     before = dict(rcParams)
     figure = figures.head(torch.eye(3))
     figure.axes[0].set_title("edited")
@@ -642,7 +644,7 @@ def test_a_notebook_shows_what_comes_back_and_nothing_global_changes() -> None:
     assert dict(rcParams) == before
 
 
-def test_half_precision_and_graphs_are_no_obstacle() -> None:
+def test_bfloat16_weights_that_require_gradients_can_be_drawn() -> None:
     weights = torch.eye(3, dtype=torch.bfloat16, requires_grad=True)
     assert np.array_equal(drawn(figures.head(weights)), np.eye(3))
 
@@ -651,62 +653,62 @@ EYE = torch.eye(3)
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
-        (lambda: figures.head(EYE, ["a"]), "tokens must be 3 labels, one for each, and 1 came"),
-        (lambda: figures.head(EYE, keys=["a"]), "keys must be 3 labels"),
+        (lambda: figures.head(EYE, ["a"]), "Expected tokens to be 3 labels, got 1"),
+        (lambda: figures.head(EYE, keys=["a"]), "Expected keys to be 3 labels"),
         (lambda: figures.head(EYE[None]), r"\[t, s\].*\[1, 3, 3\]"),
         (lambda: figures.head(EYE.long()), "torch.int64"),
-        (lambda: figures.head([[1.0]]), "an AttentionMap or a tensor.*a list came"),  # type: ignore[arg-type]
+        (lambda: figures.head([[1.0]]), "an AttentionMap or a tensor, got a list"),  # type: ignore[arg-type]
         (lambda: figures.head(EYE / 0), "finite"),
         (lambda: figures.head(EYE, keep=EYE), "boolean"),
         (lambda: figures.head(EYE, keep=torch.ones(2, 2).bool()), r"\[3, 3\].*\[2, 2\]"),
-        (lambda: figures.head(torch.zeros(0, 3)), r"\[0, 3\] came"),
-        (lambda: figures.received([]), "at least one row of heads, and none came"),
-        (lambda: figures.received(made_map(), ["a"]), "keys must be 7 labels"),
-        (lambda: figures.received(made_map(), normalize="yes"), "'yes' came"),
-        (lambda: figures.entropy(made_map(), batch=1), "between 0 and 0, and 1 came"),
-        (lambda: figures.entropy({"a": EYE}), "a Tensor of torch.float32 came among them"),  # type: ignore[dict-item]
-        (lambda: figures.grid(made_map(h=0)), "a row without one came"),
-        (lambda: figures.grid([made_map()], reduce="sum"), '"max" or "mean", and \'sum\' came'),
-        (lambda: figures.beside(EYE, EYE, reduce="sum"), "'sum' came"),
-        (lambda: figures.measures([]), "no row came"),
-        (lambda: figures.measures([3]), "named tuples or mappings, and an int came"),
-        (lambda: figures.measures([{"layer": 0, "head": 0}]), r"\(layer, head\) came"),
-        (lambda: figures.measures([*ROWS, {"layer": 0, "head": 0, "x": 1}]), r"\(layer, head, x\) came"),
-        (lambda: figures.measures(ROWS, by="x"), "induction, distance, and 'x' came"),
+        (lambda: figures.head(torch.zeros(0, 3)), r"got \[t, s\] = \[0, 3\]"),
+        (lambda: figures.received([]), "at least one row of heads, got none"),
+        (lambda: figures.received(made_map(), ["a"]), "Expected keys to be 7 labels"),
+        (lambda: figures.received(made_map(), normalize="yes"), "'yes'"),
+        (lambda: figures.entropy(made_map(), batch=1), "batch between 0 and 0, got 1"),
+        (lambda: figures.entropy({"a": EYE}), "only AttentionMaps, got a Tensor of torch.float32"),  # type: ignore[dict-item]
+        (lambda: figures.grid(made_map(h=0)), "got a row with none"),
+        (lambda: figures.grid([made_map()], reduce="sum"), '"max" or "mean", got \'sum\''),
+        (lambda: figures.beside(EYE, EYE, reduce="sum"), "got 'sum'"),
+        (lambda: figures.measures([]), "got no row"),
+        (lambda: figures.measures([3]), "named tuples or mappings, got an int"),
+        (lambda: figures.measures([{"layer": 0, "head": 0}]), r"got \(layer, head\)"),
+        (lambda: figures.measures([*ROWS, {"layer": 0, "head": 0, "x": 1}]), r"and \(layer, head, x\)"),
+        (lambda: figures.measures(ROWS, by="x"), "induction, distance, got 'x'"),
         (
             lambda: figures.measures([{"layer": 0, "head": 0, "x": "much"}]),
-            "x must be a number or None, and 'much'",
+            "x to be a number or None, got 'much'",
         ),
-        (lambda: figures.measures(ROWS, most=0), "most must be at least 1, and 0 came"),
-        (lambda: figures.head(made_map(), head=2), "head must lie between 0 and 1, and 2 came"),
-        (lambda: figures.head(made_map(), batch=-1), "batch must lie between 0 and 0, and -1 came"),
-        (lambda: figures.grid([made_map()], batch=1.5), "batch must be a whole number, 0 to 0, and 1.5 came"),  # type: ignore[arg-type]
-        (lambda: figures.head(made_map(), head=True), "head must be a whole number, 0 to 1, and True came"),
-        (lambda: figures.grid(-EYE[None, None]), "weights must be at least 0, and -1 came among them"),
-        (lambda: figures.head(EYE - 0.5), "weights must be at least 0, and -0.5 came among them"),
-        (lambda: figures.grid(made_map(), title=3), "a title must be a string, and 3 came"),  # type: ignore[arg-type]
-        (lambda: figures.head(EYE, title=3), "a title must be a string, and 3 came"),  # type: ignore[arg-type]
-        (lambda: figures.image(EYE, title=3), "a title must be a string, and 3 came"),  # type: ignore[arg-type]
+        (lambda: figures.measures(ROWS, most=0), "most .*at least 1"),
+        (lambda: figures.head(made_map(), head=2), "head between 0 and 1, got 2"),
+        (lambda: figures.head(made_map(), batch=-1), "batch between 0 and 0, got -1"),
+        (lambda: figures.grid([made_map()], batch=1.5), "batch to be an int between 0 and 0, got 1.5"),  # type: ignore[arg-type]
+        (lambda: figures.head(made_map(), head=True), "head to be an int between 0 and 1, got True"),
+        (lambda: figures.grid(-EYE[None, None]), "weights of at least 0, got -1"),
+        (lambda: figures.head(EYE - 0.5), "weights of at least 0, got -0.5"),
+        (lambda: figures.grid(made_map(), title=3), "title to be a string, got 3"),  # type: ignore[arg-type]
+        (lambda: figures.head(EYE, title=3), "title to be a string, got 3"),  # type: ignore[arg-type]
+        (lambda: figures.image(EYE, title=3), "title to be a string, got 3"),  # type: ignore[arg-type]
         (lambda: figures.beside(EYE, torch.eye(2)), r"\[3, 3\] and \[2, 2\]"),
-        (lambda: figures.beside(EYE, EYE, keep=EYE.bool()), "a pair of masks.*a Tensor.*came"),  # type: ignore[arg-type]
+        (lambda: figures.beside(EYE, EYE, keep=EYE.bool()), "a pair of masks.*got a Tensor"),  # type: ignore[arg-type]
         (lambda: figures.beside(EYE, EYE, keep=(None, EYE)), "boolean"),
-        (lambda: figures.head(made_map(), keep=EYE.bool()), "a map knows its own mask"),
+        (lambda: figures.head(made_map(), keep=EYE.bool()), "a map knows its mask"),
         (lambda: figures.grid(EYE), r"\[b, h, t, s\]"),
-        (lambda: figures.grid([]), "at least one row of heads, and none came"),
-        (lambda: figures.grid([EYE]), "AttentionMaps, and a Tensor of torch.float32 came among them"),  # type: ignore[list-item]
-        (lambda: figures.grid(None), "a NoneType came"),  # type: ignore[arg-type]
-        (lambda: figures.grid(made_map(), keep=EYE.bool()), "a map knows its own mask"),
-        (lambda: figures.grid(made_map(), rows=["a", "b"]), "1 sequences.*and 2 came"),
-        (lambda: figures.grid(made_map(), [["a"], ["b"]]), "one for each of 1 rows, and 2 came"),
-        (lambda: figures.curves(EYE, [3]), "between 0 and 2, and 3 came"),
-        (lambda: figures.curves(EYE, [0], counted_from=1), "between 1 and 3, and 0 came"),
-        (lambda: figures.curves(EYE, []), "none came"),
-        (lambda: figures.image(torch.zeros(3)), r"\[positions, d\].*\[3\] came"),
+        (lambda: figures.grid([]), "at least one row of heads, got none"),
+        (lambda: figures.grid([EYE]), "only AttentionMaps, got a Tensor of torch.float32"),  # type: ignore[list-item]
+        (lambda: figures.grid(None), "got a NoneType"),  # type: ignore[arg-type]
+        (lambda: figures.grid(made_map(), keep=EYE.bool()), "a map knows its mask"),
+        (lambda: figures.grid(made_map(), rows=["a", "b"]), "1 sequences, got 2"),
+        (lambda: figures.grid(made_map(), [["a"], ["b"]]), "one per row, got 2"),
+        (lambda: figures.curves(EYE, [3]), "between 0 and 2, got 3"),
+        (lambda: figures.curves(EYE, [0], counted_from=1), "between 1 and 3, got 0"),
+        (lambda: figures.curves(EYE, []), "got none"),
+        (lambda: figures.image(torch.zeros(3)), r"\[positions, d\], got \[3\]"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_in_one_sentence(call: Callable[[], Figure], says: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=says) as caught:
+def test_what_cannot_be_drawn_raises_one_sentence(call: Callable[[], Figure], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
         call()
     assert "\n" not in str(caught.value)

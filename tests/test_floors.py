@@ -27,13 +27,9 @@ FLOORS = (
     ("observe", "lm"),
     # Leaves that don't import each other, but for what a page or a command puts together.
     (
-        "tokens",
-        "models",
-        "findings",
         "viewer",
         "checker",
-        "show",
-        "lessons",
+        "text",
         "bench",
     ),
     ("cli",),

@@ -16,9 +16,10 @@ from nbclient import NotebookClient
 from typer.testing import CliRunner
 from waiting import HANG
 
-from manyheads import checker, lessons
+from manyheads import checker
 from manyheads.checker.subject import find
 from manyheads.cli import app
+from manyheads.text import lessons
 
 FOLDER = Path(__file__).parents[1] / "docs" / "lessons"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -96,7 +97,7 @@ def test_an_exercise_fails_and_leads_on_and_its_solution_passes(stem: str) -> No
         assert any(LEADS[stem] in words for words in told), told
 
 
-def test_the_command_copies_and_keeps_what_is_there(tmp_path: Path) -> None:
+def test_the_command_copies_files_and_keeps_existing_ones(tmp_path: Path) -> None:
     def run() -> str:
         done = subprocess.run(
             [sys.executable, "-m", "manyheads", "lessons", "mine", "--no-start"],
@@ -119,7 +120,7 @@ def test_the_command_copies_and_keeps_what_is_there(tmp_path: Path) -> None:
     ("user", "says"), [(0, "jupyter lab 'my lessons' --allow-root"), (1000, "jupyter lab 'my lessons'")]
 )
 @pytest.mark.parametrize("installed", [True, False])
-def test_the_command_starts_jupyter_or_says_how(
+def test_the_command_starts_jupyter_or_prints_how(
     user: int, says: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[list[str], str]] = []
@@ -130,7 +131,7 @@ def test_the_command_starts_jupyter_or_says_how(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: user, raising=False)
-    monkeypatch.setattr(lessons, "startable", lambda: installed)
+    monkeypatch.setattr(lessons, "can_start", lambda: installed)
     monkeypatch.setattr(subprocess, "run", run)
     unstarted = CliRunner().invoke(app, ["lessons", "my lessons", "--no-start"])
     assert (unstarted.exit_code, ran) == (0, [])
@@ -158,7 +159,7 @@ def test_a_file_in_the_way_is_named_and_nothing_is_copied(blocked: str, tmp_path
     file = tmp_path / blocked.removesuffix("/mine")
     file.parent.mkdir(exist_ok=True)
     file.write_text("something")
-    with pytest.raises(NotADirectoryError, match="can't be one, as a file stands there or above it"):
+    with pytest.raises(NotADirectoryError, match="where a file is in its path"):
         lessons.copy(tmp_path / ("above/mine" if blocked.startswith("above") else "mine"))
     assert not list(tmp_path.rglob("*.ipynb"))
     assert file.read_text() == "something"

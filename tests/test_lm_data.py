@@ -8,12 +8,13 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
+import make_shipped_model as recipe
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyheads.lm import data, recipe
+from manyheads.lm import data
 
 DOCUMENTS = [data.Document(f"d{i}", f"document number {i} says hello {i}") for i in range(200)]
 
@@ -31,36 +32,36 @@ def test_python_text_is_deterministic_and_deduplicated(python: list[data.Documen
     assert "topic:lambda" in names
     assert "module:json.decoder" in names
     assert not [name for name in names if name.startswith("module:test.") or ".tests." in name]
-    assert data.byte_count(python) > 1_000_000
+    assert recipe.byte_count(python) > 1_000_000
 
 
 def test_split_has_no_document_on_both_sides(python: list[data.Document]) -> None:
-    training, held_out = data.split(python)
+    training, held_out = recipe.split(python)
     assert not {d.text for d in training} & {d.text for d in held_out}
     assert sorted(training + held_out) == sorted(python)
-    assert 0.03 < data.byte_count(held_out) / data.byte_count(python) < 0.2
+    assert 0.03 < recipe.byte_count(held_out) / recipe.byte_count(python) < 0.2
 
 
-def test_split_asks_each_name_alone() -> None:
+def test_the_split_depends_on_each_name_alone() -> None:
     # So another Python's documents fall on the same sides as far as they have the same names.
-    held = {d.name for d in data.split(DOCUMENTS)[1]}
+    held = {d.name for d in recipe.split(DOCUMENTS)[1]}
     changed = [data.Document(d.name, d.text + "!") for d in DOCUMENTS if d.name != "d7"]
-    assert {d.name for d in data.split(changed)[1]} == held - {"d7"}
+    assert {d.name for d in recipe.split(changed)[1]} == held - {"d7"}
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_split_leaves_something_on_each_side(n: int) -> None:
-    training, held_out = data.split(DOCUMENTS[:n])
+    training, held_out = recipe.split(DOCUMENTS[:n])
     assert training
     assert held_out
 
 
-def test_digest_tells_where_texts_are_cut() -> None:
+def test_the_digest_depends_on_where_texts_are_cut() -> None:
     assert data.digest([data.Document("a", "bc")]) != data.digest([data.Document("ab", "c")])
 
 
 @given(text=st.text())
-def test_any_text_comes_out_unchanged(text: str) -> None:
+def test_any_text_is_encoded_without_loss(text: str) -> None:
     tokenizer = TOKENIZER
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
@@ -101,7 +102,7 @@ def test_token_files_are_mapped_and_checked(tmp_path: Path) -> None:
 
 
 @given(length=st.integers(2, 600), seed=st.integers(0, 1 << 32))
-def test_repeats_can_be_foretold_by_looking_back(length: int, seed: int) -> None:
+def test_repeats_are_predictable_from_earlier_tokens(length: int, seed: int) -> None:
     text = np.arange(1, 50)
     ids, told = data.repeats(length, text, 50, np.random.default_rng(seed))
     assert ids.shape == told.shape == (length,)
@@ -112,7 +113,7 @@ def test_repeats_can_be_foretold_by_looking_back(length: int, seed: int) -> None
         assert (ids[place - 1], ids[place]) in set(pairwise(before))
 
 
-def test_repeats_leave_something_to_foretell() -> None:
+def test_most_repeats_are_predictable() -> None:
     text = np.arange(1, 50)
     shares = [data.repeats(512, text, 50, np.random.default_rng(seed))[1].mean() for seed in range(50)]
     assert 0.6 < np.mean(shares) < 0.95
@@ -144,7 +145,7 @@ def test_text_files(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("first\nsecond")  # the same once lines end alike
     (tmp_path / "long.txt").write_text("\n\n".join(f"paragraph {i} " * 100 for i in range(20)))
     (tmp_path / ".hidden").write_bytes(b"\xff")
-    documents = data.text_documents([tmp_path])
+    documents = list(data.TextFiles([tmp_path]))
     assert [d.text for d in documents].count("first\nsecond") == 1
     assert len(documents) > 4
     joined = "\n\n".join(d.text for d in documents if d.name.startswith("long"))
@@ -153,24 +154,24 @@ def test_text_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"\xff\xfe", "UTF-8"), (b"", "held none"), (b" \n\n ", "held none"), (b"a\0b", "NUL")],
+    [(b"\xff\xfe", "UTF-8"), (b"", "got none in"), (b" \n\n ", "got none in"), (b"a\0b", "NUL")],
 )
-def test_text_files_that_are_none(tmp_path: Path, content: bytes, said: str) -> None:
+def test_files_without_text_raise(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(ValueError, match=said):
-        data.text_documents([tmp_path / "a"])
+        list(data.TextFiles([tmp_path / "a"]))
 
 
-def test_text_files_that_are_missing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no"):
-        data.text_documents([tmp_path / "none"])
+def test_missing_files_raise(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is missing"):
+        list(data.TextFiles([tmp_path / "none"]))
     with pytest.raises(ValueError, match="has none"):
-        data.text_documents([tmp_path])
+        list(data.TextFiles([tmp_path]))
 
 
 def test_one_document_cannot_be_split() -> None:
     with pytest.raises(ValueError, match="too short"):
-        data.split(DOCUMENTS[:1])
+        recipe.split(DOCUMENTS[:1])
 
 
 @pytest.mark.parametrize("vocab", [3, 8])

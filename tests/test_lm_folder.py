@@ -1,4 +1,4 @@
-"""A run's folder: it loses nothing that isn't its own, and damage is found before it is trained on."""
+"""The folder of a run: files of others are kept, and damage is found before training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from manyheads import cli, lm
 from manyheads.lm import checkpoint, data
-from manyheads.lm.folder import HELD_OUT, LOCK, LOG, MARKER, MARKER_TEXT, TRAINING, locked
+from manyheads.lm.checkpoint import HELD_OUT, LOCK, LOG, MARKER, MARKER_TEXT, TRAINING, locked
 
 training = sys.modules["manyheads.lm.train"]
 
@@ -79,14 +79,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-# Other people's files
+# Files of other programs
 
 
 @pytest.mark.parametrize("name", [*checkpoint.FILES, TRAINING, HELD_OUT, LOG, MARKER])
 def test_files_of_the_same_name_are_not_touched(
     text: Path, tmp_path: Path, command: Command, name: str
 ) -> None:
-    (tmp_path / name).write_text("somebody's own")
+    (tmp_path / name).write_text("another program's file")
     before = contents(tmp_path)
     code, _, err = command("train", "--out", tmp_path, "--data", text, "--steps", 1, "--context", 32)
     assert code == 2
@@ -96,7 +96,7 @@ def test_files_of_the_same_name_are_not_touched(
 
 
 def test_a_marker_of_the_same_name_stays_when_an_earlier_run_resumes(run: Path) -> None:
-    (run / MARKER).write_text("somebody's own")
+    (run / MARKER).write_text("another program's file")
     before = contents(run)
     with pytest.raises(FileExistsError, match=re.escape(MARKER)):
         lm.train(run, {"steps": 6}, resume=True)
@@ -120,8 +120,8 @@ def test_a_missing_file_is_named(run: Path, text: Path, command: Command, name: 
 def test_other_files_in_the_folder_stay(text: Path, tmp_path: Path) -> None:
     for folder in (".writing", ".written"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "notes.txt").write_text("somebody's own")
-    (tmp_path / "train.npy.part").write_text("somebody's own")
+        (tmp_path / folder / "notes.txt").write_text("another program's file")
+    (tmp_path / "train.npy.part").write_text("another program's file")
     before = contents(tmp_path)
     lm.train(tmp_path, GIVEN, [text])
     lm.train(tmp_path, {"steps": 6}, resume=True)
@@ -142,7 +142,7 @@ def test_a_start_that_fails_leaves_nothing(text: Path, tmp_path: Path, command: 
     assert command("train", "--out", out, "--data", text, "--steps", 1, "--context", 32)[0] == 0
 
 
-def test_a_run_that_died_while_it_prepared_begins_anew(text: Path, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_again(text: Path, tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text(MARKER_TEXT)
     for name in (TRAINING, HELD_OUT, LOG):
         (tmp_path / name).write_text("half of it")
@@ -169,10 +169,10 @@ def test_a_run_of_an_earlier_version_resumes(run: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path, command: Command) -> None:
-    (tmp_path / LOG).write_text("somebody's own")
+    (tmp_path / LOG).write_text("another program's file")
     code, _, err = command("train", "--out", tmp_path, "--resume")
     assert (code, err.count("\n")) == (2, 1)
-    assert contents(tmp_path) == {LOG: b"somebody's own"}
+    assert contents(tmp_path) == {LOG: b"another program's file"}
 
 
 # Two processes
@@ -180,14 +180,14 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path, command: Command)
 HOLD = """
 import sys, time
 from pathlib import Path
-from manyheads.lm.folder import locked
+from manyheads.lm.checkpoint import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
 """
 
 
-def test_a_second_process_is_kept_out_until_the_first_dies(text: Path, run: Path, command: Command) -> None:
+def test_a_second_process_is_locked_out_until_the_first_ends(text: Path, run: Path, command: Command) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -342,7 +342,7 @@ def test_a_broken_file_is_named(run: Path, command: Command, name: str, content:
         {"options": []},
     ],
 )
-def test_a_state_that_is_none_is_named(run: Path, command: Command, change: dict[str, Any]) -> None:
+def test_an_invalid_state_is_named(run: Path, command: Command, change: dict[str, Any]) -> None:
     state = json.loads((run / "state.json").read_text())
     (run / "state.json").write_text(json.dumps(state | change))
     code, _, err = command("train", "--out", run, "--resume", "--steps", 9)
@@ -376,7 +376,7 @@ def test_options_of_a_state_are_checked(run: Path, command: Command, change: dic
         {"layers": 10**400},
     ],
 )
-def test_a_config_of_absurd_size_is_refused_before_it_is_built(
+def test_a_config_of_absurd_size_raises_before_a_model_is_built(
     run: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
 ) -> None:
     config = json.loads((run / "config.json").read_text())
@@ -440,7 +440,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(
 # Going on, sizes, and what is said
 
 
-def test_a_finished_run_goes_on(run: Path, text: Path, tmp_path: Path, command: Command) -> None:
+def test_a_finished_run_continues(run: Path, text: Path, tmp_path: Path, command: Command) -> None:
     """As one run whose schedule ended before it did, bit for bit."""
     code, _, err = command("train", "--out", run, "--resume", "--steps", 8)
     assert code == 0
@@ -452,7 +452,7 @@ def test_a_finished_run_goes_on(run: Path, text: Path, tmp_path: Path, command: 
     assert rates[-3:] == [0.0001] * 3
 
 
-def test_a_loss_that_is_nan_says_what_to_lower(
+def test_a_loss_of_nan_suggests_a_lower_learning_rate(
     text: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training.Run, "advance", lambda run: (float("nan"), 1.0))
@@ -493,7 +493,7 @@ def test_sizes_are_options(text: Path, tmp_path: Path, command: Command) -> None
         (["--context", 10**6], "smaller --context"),
     ],
 )
-def test_wrong_options_are_refused_before_the_text_is_read(
+def test_invalid_options_raise_before_the_text_is_read(
     text: Path,
     tmp_path: Path,
     command: Command,
@@ -529,7 +529,7 @@ def test_the_help_shows_the_defaults(command: Command, monkeypatch: pytest.Monke
         assert entry.partition("[default: ")[2].startswith(f"({getattr(options, name)})]"), option
 
 
-def test_the_run_says_how_to_try_its_model(text: Path, tmp_path: Path, command: Command) -> None:
+def test_a_run_prints_how_to_try_its_model(text: Path, tmp_path: Path, command: Command) -> None:
     out = tmp_path / "a [b] run"
     code, _, err = command("train", "--out", out, "--data", text, "--steps", 1, "--context", 32)
     assert code == 0
@@ -542,7 +542,7 @@ def test_the_run_says_how_to_try_its_model(text: Path, tmp_path: Path, command: 
     assert printed.startswith("A")
 
 
-def test_an_end_of_text_in_a_text_is_text(tmp_path: Path) -> None:
+def test_an_end_token_in_a_text_is_encoded_as_text(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for i in range(9):
         (tmp_path / "text" / f"{i}.txt").write_text(f"{i} before {data.END} after " * 20)
@@ -556,7 +556,7 @@ def test_an_end_of_text_in_a_text_is_text(tmp_path: Path) -> None:
         assert data.END_ID not in loaded.encode(f"a {data.END} b").ids
 
 
-def test_generate_prints_pieces_as_they_come(
+def test_generate_prints_pieces_as_they_are_generated(
     run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = lm.complete(*lm.load(run), "The", 20, lm.Sampling(), seed=1)
@@ -588,7 +588,7 @@ def test_reading_text_takes_little_memory(tmp_path: Path) -> None:
     assert count > 0
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_raises(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one " * 3000)
     files = data.TextFiles([tmp_path])
     list(files)
@@ -600,13 +600,13 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 def test_passages_do_not_depend_on_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(np.random.default_rng(0).choice(list("ab€ \r\n🙂"), 50_000))
     (tmp_path / "a.txt").write_bytes(text.encode())
-    whole = data.text_documents([tmp_path])
+    whole = list(data.TextFiles([tmp_path]))
     for chunk in (1, 7, 4096):
         monkeypatch.setattr(data, "CHUNK", chunk)
-        assert data.text_documents([tmp_path]) == whole
+        assert list(data.TextFiles([tmp_path])) == whole
 
 
-def test_random_state_is_left_alone(run: Path) -> None:
+def test_the_random_state_is_kept(run: Path) -> None:
     before = torch.get_rng_state()
     lm.train(run, {"steps": 6}, resume=True)
     assert torch.equal(torch.get_rng_state(), before)

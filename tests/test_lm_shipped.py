@@ -7,13 +7,14 @@ import math
 import re
 from pathlib import Path
 
+import make_shipped_model as recipe
 import numpy as np
 import pytest
 import torch
 
 from manyheads import lm
-from manyheads.lm import checkpoint, data, recipe
-from manyheads.lm.folder import LOG
+from manyheads.lm import checkpoint, data
+from manyheads.lm.checkpoint import LOG
 from manyheads.lm.train import held_out_loss
 
 CARD = (checkpoint.SHIPPED / "card.md").read_text("utf-8")
@@ -27,7 +28,7 @@ def shipped() -> lm.LanguageModel:
 @pytest.fixture(scope="module")
 def held_out() -> list[data.Document]:
     """What training never saw: names decide the split, so this holds for every version of Python."""
-    return data.split(data.python_documents())[1]
+    return recipe.split(data.python_documents())[1]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_the_card_names_these_weights() -> None:
     assert re.search(r"SHA-256 of all documents: `[0-9a-f]{64}`", CARD)
 
 
-def test_the_log_tells_the_whole_run() -> None:
+def test_the_log_covers_the_whole_run() -> None:
     lines = [json.loads(line) for line in (checkpoint.SHIPPED / LOG).read_text().splitlines()]
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps))
@@ -59,17 +60,17 @@ def test_its_context_is_long_enough(shipped: lm.LanguageModel) -> None:
     assert shipped.config.context >= 256
 
 
-def test_a_head_looks_at_the_previous_token(shipped: lm.LanguageModel, held_ids: data.Tokens) -> None:
+def test_a_head_attends_to_the_previous_token(shipped: lm.LanguageModel, held_ids: data.Tokens) -> None:
     assert recipe.previous_token(shipped, held_ids).max() > recipe.PREVIOUS
 
 
 @pytest.mark.parametrize("seed", [recipe.UNSEEN, 7_654_321])
-def test_a_head_looks_after_the_same_token(shipped: lm.LanguageModel, seed: int) -> None:
+def test_a_head_attends_to_the_token_after_the_same_one(shipped: lm.LanguageModel, seed: int) -> None:
     assert recipe.induction(shipped, seed).max() > recipe.INDUCTION
 
 
 @torch.no_grad()
-def test_the_measures_are_what_they_say(shipped: lm.LanguageModel, held_ids: data.Tokens) -> None:
+def test_the_scores_of_planted_weights(shipped: lm.LanguageModel, held_ids: data.Tokens) -> None:
     """The same numbers by hand, from the dense weights of one text and one sequence said twice."""
     text = torch.from_numpy(held_ids[:256].astype(np.int64))[None]
     previous = torch.stack([amap.dense()[0] for amap in shipped.attend(text)[1]])  # [layers, h, t, s]
@@ -86,11 +87,11 @@ def test_the_measures_are_what_they_say(shipped: lm.LanguageModel, held_ids: dat
     assert after.max() > recipe.INDUCTION
 
 
-def test_it_foretells_held_out_text_better_than_xz(
+def test_it_compresses_held_out_text_better_than_xz(
     shipped: lm.LanguageModel, held_out: list[data.Document], held_ids: data.Tokens
 ) -> None:
     nats = held_out_loss(shipped, held_ids) * (len(held_ids) - 1)
-    bits = nats / math.log(2) / data.byte_count(held_out)
+    bits = nats / math.log(2) / recipe.byte_count(held_out)
     assert bits < recipe.xz_bits(held_out)
     assert bits > 0.5  # a model that has seen the text would do better than this
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import make_shipped_model as recipe
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ from waiting import wait_until
 
 from manyheads import cli, lm
 from manyheads.lm import checkpoint, data
-from manyheads.lm.folder import HELD_OUT, LOCK, LOG, MARKER, TRAINING
+from manyheads.lm.checkpoint import HELD_OUT, LOCK, LOG, MARKER, TRAINING
 from manyheads.lm.train import Run, held_out_loss
 
 # The package re-exports a function of the module's own name.
@@ -68,14 +69,14 @@ def same(one: Path, other: Path) -> None:
     assert stories[0] == stories[1]
 
 
-def test_a_run_leaves_a_checkpoint_and_a_log(whole: Path, text: Path) -> None:
+def test_a_run_writes_a_checkpoint_and_a_log(whole: Path, text: Path) -> None:
     names = {path.name for path in whole.iterdir()}
     assert names == {*checkpoint.FILES, TRAINING, HELD_OUT, LOG, MARKER, LOCK}
     lines = [json.loads(line) for line in (whole / LOG).read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 5, 6, 8, 9]
     assert [line["step"] for line in lines if "held_out_loss" in line] == [5, 9]
     model, tokenizer = lm.load(whole)
-    held_out = data.split(data.text_documents([text]))[1]
+    held_out = recipe.split(list(data.TextFiles([text])))[1]
     ids = data.read_tokens(whole / HELD_OUT)
     assert tokenizer.decode(ids.tolist()) == "".join(document.text for document in held_out)
     loss = held_out_loss(model, ids)
@@ -91,7 +92,7 @@ def test_it_learns(text: Path, tmp_path: Path) -> None:
     assert losses[1] < losses[0] / 2
 
 
-def test_held_out_loss_foretells_every_token_but_the_first(whole: Path) -> None:
+def test_held_out_loss_covers_every_token_but_the_first(whole: Path) -> None:
     model, _ = lm.load(whole)
     ids = data.read_tokens(whole / HELD_OUT)[:75]  # two windows of 32 and a rest
     total = 0.0
@@ -128,7 +129,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("where", ["before", "between", "after"])
-def test_a_run_that_died_while_saving_resumes_to_the_same_end(
+def test_a_run_killed_while_saving_resumes_to_the_same_end(
     text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     real, calls = os.replace, [0]
@@ -178,13 +179,13 @@ def test_a_killed_process_resumes_to_the_same_end(text: Path, whole: Path, tmp_p
     same(whole, out)
 
 
-def test_another_seed_ends_elsewhere(text: Path, whole: Path, tmp_path: Path) -> None:
+def test_another_seed_gives_other_weights(text: Path, whole: Path, tmp_path: Path) -> None:
     lm.train(tmp_path / "run", GIVEN | {"seed": 4}, [text])
     ours, theirs = (lm.load(folder)[0].embedding.weight for folder in (whole, tmp_path / "run"))
     assert not torch.allclose(ours, theirs)
 
 
-def test_training_leaves_the_callers_random_numbers_alone(text: Path, tmp_path: Path) -> None:
+def test_training_keeps_the_random_state_of_the_caller(text: Path, tmp_path: Path) -> None:
     before = torch.get_rng_state()
     lm.train(tmp_path / "run", GIVEN | {"steps": 1}, [text])
     assert torch.equal(torch.get_rng_state(), before)
@@ -208,9 +209,7 @@ def test_rate_warms_up_and_falls() -> None:
     assert rates[-1] == pytest.approx(0.05, abs=1e-4)
 
 
-def test_tensorboard_where_it_is_installed(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_if_it_is_installed(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setattr(training, "find_spec", lambda name: name == "tensorboard")
     lm.train(tmp_path / "run", GIVEN, [text])
@@ -220,7 +219,7 @@ def test_tensorboard_where_it_is_installed(
     assert [e.step for e in events.Scalars("loss")] == [line["step"] for line in lines]
 
 
-# What is refused, through the command: one sentence on standard error and exit code 2.
+# Invalid input to the command: one sentence on standard error and exit code 2.
 
 
 def command(
@@ -249,10 +248,10 @@ def command(
         (["--device", "privateuseone"], "got 'privateuseone'"),
         (["--seed", 1 << 64], f"Expected seed to be below 2^64, got {1 << 64}."),
         (["--resume"], "no checkpoint to resume from. Start without --resume"),
-        (["--data", "nowhere"], "there is no nowhere"),
+        (["--data", "nowhere"], "got nowhere, which is missing"),
     ],
 )
-def test_train_refuses(
+def test_invalid_options_raise(
     text: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -279,7 +278,7 @@ def test_train_refuses(
         (["--resume", "--data", __file__], "other text"),
     ],
 )
-def test_train_refuses_a_run_that_is_there(
+def test_train_raises_if_the_folder_holds_a_run(
     whole: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -295,7 +294,7 @@ def test_train_refuses_a_run_that_is_there(
     assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
 
 
-def test_resume_refuses_files_that_changed(text: Path, tmp_path: Path) -> None:
+def test_resume_raises_for_changed_files(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     lm.train(out, GIVEN | {"steps": 1}, [text])
     np.save(out / TRAINING, np.arange(500, dtype=np.uint16) % 300)
@@ -306,7 +305,7 @@ def test_resume_refuses_files_that_changed(text: Path, tmp_path: Path) -> None:
         lm.train(out, resume=True)
 
 
-def test_train_refuses_an_out_that_is_a_file(text: Path, tmp_path: Path) -> None:
+def test_train_raises_if_out_is_a_file(text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="is a file"):
         lm.train(tmp_path / "file", GIVEN, [text])

@@ -462,7 +462,7 @@ def test_a_rule_may_answer_with_what_broadcasts(answer: Any, kernel: str) -> Non
 def test_a_rule_of_another_shape_is_refused(kernel: str) -> None:
     q = torch.randn(1, 2, 3, 4)
     rule = mh.Rule(lambda b, h, i, j: torch.ones(7, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"\[7\] came from Rule"):
+    with pytest.raises(ValueError, match=r"got \[7\] from Rule"):
         mh.attention(q, q, q, mask=rule, kernel=kernel)
 
 

@@ -1,4 +1,4 @@
-"""Plans: the third call of a layout skips checks and choices, and nobody can tell but by the time it takes."""
+"""Plans: the third call of a layout skips checks and choices, with the same results and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ from manyheads.scores import Problem
 MASKS: tuple[Mask | None, ...] = (
     None, mh.Causal(), mh.Window(left=2), mh.Window(left=1, right=1), mh.Diagonal(-1),
 )  # fmt: skip
-DEFAULTS = dict(mask=None, bias=None, scale=None, softcap=None, sink=None, dropout_p=0.0, offset=None)
+DEFAULTS = {
+    "mask": None,
+    "bias": None,
+    "scale": None,
+    "softcap": None,
+    "sink": None,
+    "dropout_p": 0.0,
+    "offset": None,
+}
 
 
 def operands(t: int = 3, s: int = 5, h: int = 4, g: int = 2, d: int = 8, **options: Any) -> list[Tensor]:
@@ -47,18 +55,23 @@ def unplanned(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", **options: 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[list[Tensor], dict[str, Any]]:
     g = draw(st.integers(1, 3))
-    sizes = dict(t=draw(st.integers(1, 20)), s=draw(st.integers(1, 20)), h=g * draw(st.integers(1, 3)), g=g)
+    sizes = {
+        "t": draw(st.integers(1, 20)),
+        "s": draw(st.integers(1, 20)),
+        "h": g * draw(st.integers(1, 3)),
+        "g": g,
+    }
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
     tensors = operands(**sizes, d=draw(st.sampled_from([1, 8, 33])), dtype=dtype)
     if draw(st.booleans()):  # strided, as projections are
         tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    options = dict(
-        mask=draw(st.sampled_from(MASKS)),
-        scale=draw(st.sampled_from([None, 0.3])),
-        softcap=draw(st.sampled_from([None, 5.0])),
-        offset=draw(st.sampled_from([None, 0, 4, -2])),
-        kernel=draw(st.sampled_from(["auto", "auto", "chunked", "reference"])),
-    )
+    options = {
+        "mask": draw(st.sampled_from(MASKS)),
+        "scale": draw(st.sampled_from([None, 0.3])),
+        "softcap": draw(st.sampled_from([None, 5.0])),
+        "offset": draw(st.sampled_from([None, 0, 4, -2])),
+        "kernel": draw(st.sampled_from(["auto", "auto", "chunked", "reference"])),
+    }
     return tensors, options
 
 
@@ -87,21 +100,21 @@ def test_gradients_of_some() -> None:
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "scale is a bool": dict(scale=True),
-    "scale is NaN": dict(scale=math.nan),
-    "scale is a tensor": dict(scale=torch.tensor(1.0)),
-    "softcap is a bool": dict(softcap=True),
-    "softcap is 0": dict(softcap=0.0),
-    "dropout is a bool": dict(dropout_p=False),
-    "dropout is negative": dict(dropout_p=-1.0),
-    "offset is a bool": dict(offset=True),
-    "offset is a float": dict(offset=1.0),
-    "offset is far": dict(offset=1 << 60),
-    "mask is a tensor": dict(mask=torch.ones(3, 5, dtype=torch.bool)),
-    "bias is a tensor": dict(bias=torch.ones(3, 5)),
-    "sink is a list": dict(sink=[0.0]),
-    "kernel is unknown": dict(kernel="fastest"),
-    "kernel is a number": dict(kernel=1),
+    "scale is a bool": {"scale": True},
+    "scale is NaN": {"scale": math.nan},
+    "scale is a tensor": {"scale": torch.tensor(1.0)},
+    "softcap is a bool": {"softcap": True},
+    "softcap is 0": {"softcap": 0.0},
+    "dropout is a bool": {"dropout_p": False},
+    "dropout is negative": {"dropout_p": -1.0},
+    "offset is a bool": {"offset": True},
+    "offset is a float": {"offset": 1.0},
+    "offset is far": {"offset": 1 << 60},
+    "mask is a tensor": {"mask": torch.ones(3, 5, dtype=torch.bool)},
+    "bias is a tensor": {"bias": torch.ones(3, 5)},
+    "sink is a list": {"sink": [0.0]},
+    "kernel is unknown": {"kernel": "fastest"},
+    "kernel is a number": {"kernel": 1},
 }
 
 
@@ -118,7 +131,7 @@ def test_wrong_options_raise_beside_a_plan(bad: dict[str, Any]) -> None:
     assert errors[0] == errors[1]
 
 
-GOOD: dict[str, Any] = dict(scale=1.0, softcap=1.0, offset=1)
+GOOD: dict[str, Any] = {"scale": 1.0, "softcap": 1.0, "offset": 1}
 
 
 def test_wrong_tensors_raise_beside_a_plan() -> None:

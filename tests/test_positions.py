@@ -35,7 +35,7 @@ def test_sinusoidal_is_added_from_an_offset() -> None:
     assert position(torch.zeros(1, 3, 8), offset=10**7).isfinite().all()
 
 
-def test_sinusoidal_is_exact_far_away() -> None:
+def test_sinusoidal_is_exact_at_large_positions() -> None:
     """The angle is computed in float64: at a million tokens float32 would be wrong by 0.06."""
     encoded = mh.Sinusoidal(2).encode(torch.tensor([1_000_003]))
     assert encoded[0, 0] == pytest.approx(math.sin(1_000_003), abs=1e-7)
@@ -64,11 +64,11 @@ def turned(x: list[float], position: float, dim: int, base: float, layout: str, 
 
 @pytest.mark.parametrize("times", [1, 2.0, 8, 64])
 @pytest.mark.parametrize(("dim", "base"), [(16, 1000.0), (4, 10000.0), (128, 500.0)])
-def test_stretched_rotary_slows_the_slowest_pair_as_much_and_the_fastest_not_at_all(
+def test_scaled_rotary_slows_the_slowest_pair_most_and_the_fastest_not_at_all(
     dim: int, base: float, times: float
 ) -> None:
     """Pair n turns by base^(−2n/dim) · times^(−2n/(dim − 2)): the second formula of the same thing."""
-    rotary = mh.Rotary(dim, base=base).stretched(times)
+    rotary = mh.Rotary(dim, base=base).scaled(times)
     for n in range(dim // 2):
         x = torch.zeros(1, 1, 1, dim, dtype=torch.float64)
         x[..., n] = 1.0
@@ -76,13 +76,13 @@ def test_stretched_rotary_slows_the_slowest_pair_as_much_and_the_fastest_not_at_
         angle = base ** (-2 * n / dim) * times ** (-2 * n / (dim - 2))
         assert y[n] == pytest.approx(math.cos(angle), abs=1e-12)
         assert y[n + dim // 2] == pytest.approx(math.sin(angle), abs=1e-12)
-    assert mh.Rotary(2).stretched(times).base == 10000.0  # one pair is the fastest and the slowest
+    assert mh.Rotary(2).scaled(times).base == 10000.0  # one pair is the fastest and the slowest
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize(("dim", "d"), [(8, 8), (4, 8), (2, 5), (0, 3)])
 @pytest.mark.parametrize(("base", "factor"), [(10000.0, 1.0), (500.0, 4.0)])
-def test_rotary_turns_pairs(layout: Any, dim: int, d: int, base: float, factor: float) -> None:
+def test_rotary_rotates_pairs(layout: Any, dim: int, d: int, base: float, factor: float) -> None:
     x = torch.randn(2, 3, 6, d, dtype=torch.float64)
     positions = torch.tensor([0, 1, 7, 100, 3, 50])
     out = mh.Rotary(dim, base=base, layout=layout, factor=factor)(x, positions)
@@ -97,7 +97,7 @@ def test_rotary_turns_pairs(layout: Any, dim: int, d: int, base: float, factor: 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @given(shift=st.integers(-50, 1000), seed=st.integers(0, 99))
-def test_scores_see_only_distances(layout: Any, shift: int, seed: int) -> None:
+def test_scores_depend_on_distances_alone(layout: Any, shift: int, seed: int) -> None:
     gen = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(1, 2, 5, 8, dtype=torch.float64, generator=gen) for _ in range(2))
     rotary, places = mh.Rotary(6, layout=layout), torch.arange(5)
@@ -115,7 +115,7 @@ def test_the_two_layouts_are_one_permutation_apart() -> None:
     torch.testing.assert_close(half, mh.Rotary(8, layout="interleaved")(x, places)[..., order])
 
 
-def test_a_factor_squeezes_positions() -> None:
+def test_a_factor_divides_positions() -> None:
     x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
     wide = mh.Rotary(8, factor=4.0)(x, 4 * torch.arange(5))
     torch.testing.assert_close(wide, mh.Rotary(8)(x, torch.arange(5)))
@@ -139,7 +139,7 @@ def test_rotary_in_low_precision_rounds_once() -> None:
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 2e-2).all()
 
 
-def test_rotary_is_exact_far_away() -> None:
+def test_rotary_is_exact_at_large_positions() -> None:
     """At a million tokens the first pair's angle in float32 is still a number of radians, not noise."""
     x = torch.tensor([1.0, 0.0]).reshape(1, 1, 1, 2)
     out = mh.Rotary(2)(x, torch.tensor([1_000_003]))
@@ -167,14 +167,18 @@ def test_rotary_has_a_gradient() -> None:
         (lambda: mh.Rotary(4, base=math.nan), ValueError, ["base", "nan"]),
         (lambda: mh.Rotary(4, factor=-1.0), ValueError, ["factor", "-1"]),
         (lambda: mh.Rotary(4, layout="other"), ValueError, ["half", "interleaved", "other"]),
-        (lambda: mh.Rotary(8)(torch.randn(1, 1, 3, 4), torch.arange(3)), ValueError, ["Rotary(8)", "d = 4"]),
+        (
+            lambda: mh.Rotary(8)(torch.randn(1, 1, 3, 4), torch.arange(3)),
+            ValueError,
+            ["dim = 8", "[1, 1, 3, 4]"],
+        ),
         (lambda: mh.Sinusoidal(5), ValueError, ["Sinusoidal", "even", "5"]),
         (lambda: mh.Sinusoidal("4"), TypeError, ["Sinusoidal", "'4'"]),
         (lambda: mh.Sinusoidal(4, base=-1), ValueError, ["base", "-1"]),
-        (lambda: mh.Sinusoidal(4)(torch.randn(1, 3, 6)), ValueError, ["Sinusoidal(4)", "[1, 3, 6]"]),
+        (lambda: mh.Sinusoidal(4)(torch.randn(1, 3, 6)), ValueError, ["[b, t, 4]", "[1, 3, 6]"]),
     ],
 )
-def test_bad_positions_say_what_came(make: Any, error: type[Exception], words: list[str]) -> None:
+def test_invalid_positions_raise(make: Any, error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
         make()
     for word in words:
@@ -185,6 +189,6 @@ def test_bad_positions_say_what_came(make: Any, error: type[Exception], words: l
 @pytest.mark.parametrize(
     "positions", [torch.arange(4), torch.arange(10).view(2, 5)[:, :4], torch.arange(5)[None, None]]
 )
-def test_rotary_says_how_many_positions_it_takes(positions: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"at positions \[t\] = \[5\] or \[b, t\], and .* came"):
+def test_rotary_names_the_number_of_positions(positions: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"Expected positions \[t\] = \[5\] or \[b, t\] for x .*, got a"):
         mh.Rotary(8)(torch.randn(2, 1, 5, 8), positions)

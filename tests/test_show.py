@@ -20,21 +20,22 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 from tokenizers import Tokenizer
 
-from manyheads import AttentionMap, Causal, attention_with_map, cli, lm, open_run, show
-from manyheads.findings import (
-    Finding,
-    candidates,
-    characteristic,
-    even,
-    findings,
-    habits,
-    ordinal,
-    reason,
-    sentence,
-    usual,
-)
+from manyheads import AttentionMap, Causal, attention_with_map, cli, lm, open_run
 from manyheads.lm.data import Document, train_tokenizer
-from manyheads.tokens import Token, tokens, words
+from manyheads.text import report, terminal
+from manyheads.text.highlights import (
+    Finding,
+    describe,
+    expected_weights,
+    explain,
+    find_candidates,
+    most_characteristic,
+    ordinal,
+    score_heads,
+    select_findings,
+    uniform,
+)
+from manyheads.text.tokens import Token, align, group_words
 
 SENTENCE = "the train left the station on time"
 CONTEXT = 48
@@ -105,8 +106,8 @@ def tokenizer() -> Tokenizer:
 
 
 @given(st.text())
-def test_tokens_say_their_text_and_their_labels_can_be_printed(tokenizer: Tokenizer, text: str) -> None:
-    said = tokens(tokenizer, tokenizer.encode(text).ids)
+def test_tokens_cover_the_text_and_their_labels_are_printable(tokenizer: Tokenizer, text: str) -> None:
+    said = align(text, tokenizer.encode(text))
     if all(tokenizer.decode([token.id]) == token.text for token in said):  # no character is cut in two
         assert "".join(token.text for token in said) == text
     for token in said:
@@ -115,34 +116,34 @@ def test_tokens_say_their_text_and_their_labels_can_be_printed(tokenizer: Tokeni
         assert " " not in token.label
 
 
-def test_a_character_cut_in_two_is_shown_in_each_piece(tokenizer: Tokenizer) -> None:
-    labels = [token.label for token in tokens(tokenizer, tokenizer.encode("漢").ids)]
+def test_each_piece_of_a_character_is_labelled_with_it(tokenizer: Tokenizer) -> None:
+    labels = [token.label for token in align("漢", tokenizer.encode("漢"))]
     assert labels == ["漢…", "…漢…", "…漢"]
-    labels = [token.label for token in tokens(tokenizer, tokenizer.encode("né on").ids)]
+    labels = [token.label for token in align("né on", tokenizer.encode("né on"))]
     assert labels == ["n…", "…é…", "…é", "on"]
 
 
-def test_a_word_is_where_letters_go_on_within_one_part() -> None:
+def test_words_are_adjacent_letters_within_one_part() -> None:
     text = "The stations, 漢字"
     spans = [(0, 0), (0, 3), (4, 9), (9, 12), (12, 13), (14, 15), (15, 16), (0, 0)]
     runs = [[0], [1], [2, 3], [2, 3], [4], [5, 6], [5, 6], [7]]
-    assert [list(run) for run in words(text, spans)] == runs
+    assert [list(run) for run in group_words(text, spans)] == runs
     parts = [None, 0, 1, 1, 2, 3, 4, None]  # a tokenizer that takes each character of 漢字 by itself
-    apart = [list(run) for run in words(text, spans, parts)]
+    apart = [list(run) for run in group_words(text, spans, parts)]
     assert apart == [*runs[:5], [5], [6], [7]]
-    assert words("", []) == []
+    assert group_words("", []) == []
 
 
 def test_blanks_are_visible_and_pieces_of_a_word_are_marked(tokenizer: Tokenizer) -> None:
     def labels(text: str) -> list[str]:
-        return [token.label for token in tokens(tokenizer, tokenizer.encode(text).ids)]
+        return [token.label for token in align(text, tokenizer.encode(text))]
 
     assert labels(" the station") == ["the", "station"]
     assert labels(" ") == ["␣"]
     assert labels("\n") == ["⏎"]
     assert labels("\t") == ["⇥"]
     assert labels("zq x") == ["z…", "…q", "␣", "x"]
-    words = [token.word for token in tokens(tokenizer, tokenizer.encode(" zq the").ids)]
+    words = [token.word for token in align(" zq the", tokenizer.encode(" zq the"))]
     assert words == [None, "zq", "zq", None]
 
 
@@ -164,11 +165,11 @@ def resting(t: int, share: float = 0.9) -> list[list[float]]:
     ]
 
 
-def test_habits_are_no_findings_and_what_breaks_them_is() -> None:
+def test_findings_are_exceptions_to_the_habits_of_a_head() -> None:
     odd, broken = previous(8), resting(8)
     odd[6] = [0.05, 0.05, 0.75, 0.05, 0.0, 0.05, 0.05, 0.0]
     broken[5] = [0.1, 0.0, 0.0, 0.85, 0.0, 0.05, 0.0, 0.0]
-    found = findings(candidates([map_of(previous(8), odd), map_of(resting(8), broken)], range(8)))
+    found = select_findings(find_candidates([map_of(previous(8), odd), map_of(resting(8), broken)], range(8)))
     assert [(one.layer, one.head, one.query, one.key) for one in found] == [(1, 1, 5, 3), (0, 1, 6, 2)]
     assert found[0].weight == pytest.approx(0.85, abs=1e-5)
     assert found[0].surprise == pytest.approx(0.85 * math.log(0.85 / found[0].usual), abs=1e-4)
@@ -184,44 +185,45 @@ def both_ways(t: int, ahead: int, share: float = 0.9) -> list[list[float]]:
     return [[share if j == i + ahead else rest for j in range(t)] for i in range(t)]
 
 
-def test_without_a_mask_the_next_and_the_last_token_are_habits() -> None:
+def test_without_a_mask_the_next_and_the_last_token_have_scores() -> None:
     ending = [[0.9 if j == 7 else 0.02 for j in range(8)] for _ in range(8)]
     amap = map_of(both_ways(8, 1), both_ways(8, -1), ending, [[1.0] * 8] * 8, causal=False)
     assert marks(amap, torch.arange(8)) == ["next_token", "previous_token", "last_token", "entropy"]
-    for one in habits(map_of(previous(8)), torch.arange(8)):
-        assert one.next_token is one.last_token is None  # a causal head can't
+    for one in score_heads(map_of(previous(8)), torch.arange(8)):
+        assert one["next_token"] is one["last_token"] is None  # no causal head can attend to them
 
 
-def test_without_a_mask_what_breaks_a_habit_is_found_on_either_side() -> None:
+def test_without_a_mask_findings_are_on_either_side() -> None:
     odd, twice = both_ways(9, 1), both_ways(9, -1)
     odd[2] = [0.02, 0.02, 0.02, 0.1, 0.02, 0.02, 0.76, 0.02, 0.02]
     twice[1] = [0.06, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.8, 0.02]
     ids = [0, 1, 2, 3, 4, 5, 6, 1, 8]
-    found = findings(candidates([map_of(odd, twice, causal=False)], ids))
+    found = select_findings(find_candidates([map_of(odd, twice, causal=False)], ids))
     told = [(one.head, one.query, one.key, one.reason) for one in found]
     assert told == [(1, 1, 7, "same token"), (0, 2, 6, None)]
 
 
-def test_of_tokens_that_stand_for_nothing_nothing_is_told() -> None:
+def test_special_tokens_have_no_findings_unless_there_are_no_others() -> None:
     odd = both_ways(8, 1)
     odd[0] = [0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.86]
     odd[4] = [0.1, 0.7, 0.05, 0.05, 0.02, 0.02, 0.02, 0.04]
     amap = map_of(odd, causal=False)
-    assert {(one.query, one.key) for one in findings(candidates([amap], range(8)))} == {(0, 7)}
-    assert {(one.query, one.key) for one in findings(candidates([amap], range(8), {0, 7}))} == {(4, 1)}
-    alone = candidates([map_of([[0.2, 0.8], [0.5, 0.5]], causal=False)], [0, 1], {0, 1})
+    for special, pair in ((set(), (0, 7)), ({0, 7}, (4, 1))):
+        found = select_findings(find_candidates([amap], range(8), special))
+        assert [(one.query, one.key) for one in found] == [pair]
+    alone = find_candidates([map_of([[0.2, 0.8], [0.5, 0.5]], causal=False)], [0, 1], {0, 1})
     assert len(alone) == 4  # but if there are no others
 
 
-def test_in_a_long_text_findings_are_sought_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_long_text_findings_are_searched_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tokens give the same findings as they do alone: a causal head doesn't see the rest."""
     torch.manual_seed(0)
     q, k = 3 * torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
     ids = [n % 7 for n in range(30)]
     short = attention_with_map(q[:, :, :20], k[:, :, :20], k[:, :, :20], mask=Causal())[1]
-    alone = candidates([short], ids[:20])
-    monkeypatch.setattr("manyheads.findings.SOUGHT", 20)
-    within = candidates([attention_with_map(q, k, k, mask=Causal())[1]], ids)
+    alone = find_candidates([short], ids[:20])
+    monkeypatch.setattr("manyheads.text.highlights.SEARCHED", 20)
+    within = find_candidates([attention_with_map(q, k, k, mask=Causal())[1]], ids)
     assert [(one.head, one.query, one.key, one.reason) for one in within] == [
         (one.head, one.query, one.key, one.reason) for one in alone
     ]
@@ -233,10 +235,13 @@ def test_the_example_of_the_sentence() -> None:
     copying, sharp = resting(7, 0.6), resting(7, 0.6)
     copying[3] = [0.1, 0.71, 0.1, 0.09, 0, 0, 0]
     sharp[6] = [0, 0, 0.75, 0, 0, 0.15, 0.1]
-    every = candidates([map_of(previous(7), resting(7)), map_of(sharp, copying)], IDS)
-    (first, *rest) = findings(every)
-    said = sentence(first, WORDS)
-    assert said == 'layer 1 head 1: the second "the" looks at "train" (0.71), the token after the first "the"'
+    every = find_candidates([map_of(previous(7), resting(7)), map_of(sharp, copying)], IDS)
+    (first, *rest) = select_findings(every)
+    sentence = describe(first, WORDS)
+    assert sentence == (
+        'Layer 1, head 1 — induction: the second "the" attends to "train" (0.71), the token that followed '
+        'the first "the".'
+    )
     assert not any((one.query, one.key) == (6, 2) for one in rest)  # nothing stronger stands below it
     assert any((one.layer, one.head, one.query, one.key) == (1, 0, 6, 2) for one in every)
 
@@ -246,36 +251,36 @@ def test_findings_are_a_handful_each_of_another_head_and_pair() -> None:
     q, k = 3 * torch.randn(1, 6, 20, 8), torch.randn(1, 6, 20, 8)
     maps = [attention_with_map(q + n, k, k, mask=Causal())[1] for n in range(3)]
     ids = [n % 7 for n in range(20)]
-    every = candidates(maps, ids)
-    found = findings(every)
+    every = find_candidates(maps, ids)
+    found = select_findings(every)
     assert 1 < len(found) <= 5
-    assert found[0] == every[0] == max(every, key=lambda one: one.telling)
+    assert found[0] == every[0] == max(every, key=lambda one: one.interest)
     assert len({(one.layer, one.head) for one in found}) == len(found)
     assert len({(one.query, one.key) for one in found}) == len(found)
     assert max(Counter(one.reason for one in found).values()) <= 2
     assert all(one.weight >= other.weight for one, other in pairwise(found))
     causal = torch.ones(20, 20).tril().bool()
-    average = usual(sum(maps[n].dense()[0].sum(0) for n in range(3)) / 18, causal)
+    average = expected_weights(sum(maps[n].dense()[0].sum(0) for n in range(3)) / 18, causal)
     for one in found:
         weights = maps[one.layer][0, one.head]
         assert one.weight == pytest.approx(float(weights[one.query, one.key]), abs=1e-5)
-        here = max(float(usual(weights, causal)[one.query, one.key]), float(average[one.query, one.key]))
-        assert one.usual == pytest.approx(here, abs=1e-5)
+        expected = torch.maximum(expected_weights(weights, causal), average)
+        assert one.usual == pytest.approx(float(expected[one.query, one.key]), abs=1e-5)
 
 
 def test_reasons() -> None:
-    assert reason(3, 0, IDS) == "same token"
-    assert reason(3, 1, IDS) == "after the same token"
-    assert reason(3, 2, IDS) is reason(0, 0, IDS) is reason(4, 4, IDS) is None
-    assert reason(2, 1, [7, 7, 7]) == "same token"
-    assert reason(2, 2, [0, 1, 1]) is None  # itself, which needs no other reason
-    assert reason(0, 3, IDS) == "same token"  # that comes later, for a head that looks ahead
-    assert reason(0, 4, IDS) is None
+    assert explain(3, 0, IDS) == "same token"
+    assert explain(3, 1, IDS) == "after the same token"
+    assert explain(3, 2, IDS) is explain(0, 0, IDS) is explain(4, 4, IDS) is None
+    assert explain(2, 1, [7, 7, 7]) == "same token"
+    assert explain(2, 2, [0, 1, 1]) is None  # itself, which needs no other reason
+    assert explain(0, 3, IDS) == "same token"  # that comes later, for a head that looks ahead
+    assert explain(0, 4, IDS) is None
 
 
 def test_nothing_to_choose_gives_no_findings() -> None:
-    assert findings(candidates([map_of([[1.0]])], [3])) == []
-    assert findings(candidates([map_of([[1.0, 1.0, 1.0]] * 3)], [1, 2, 3])) == []
+    assert select_findings(find_candidates([map_of([[1.0]])], [3])) == []
+    assert select_findings(find_candidates([map_of([[1.0, 1.0, 1.0]] * 3)], [1, 2, 3])) == []
 
 
 SEEN = {
@@ -289,12 +294,12 @@ SEEN = {
 @pytest.mark.parametrize("which", SEEN)
 @settings(deadline=None, max_examples=25)
 @given(t=st.integers(1, 9), seed=st.integers(0, 2**31))
-def test_the_usual_against_a_double_loop(which: str, t: int, seed: int) -> None:
+def test_expected_weights_against_a_double_loop(which: str, t: int, seed: int) -> None:
     seen = SEEN[which](t).bool()
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(t, t, generator=generator).exp() * seen
     weights /= weights.sum(-1, keepdim=True)
-    found = usual(weights, seen)
+    found = expected_weights(weights, seen)
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values) if values else 0.0
@@ -307,7 +312,7 @@ def test_the_usual_against_a_double_loop(which: str, t: int, seed: int) -> None:
         assert float(found[i, j]) == pytest.approx(max(1 / int(seen[i].sum()), near_by, same_key), abs=1e-6)
 
 
-def test_habits_against_a_double_loop() -> None:
+def test_head_scores_against_a_double_loop() -> None:
     torch.manual_seed(0)
     ids = torch.tensor([5, 1, 2, 5, 1, 3, 5])
     q, k = torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
@@ -320,72 +325,77 @@ def test_habits_against_a_double_loop() -> None:
         "after_same_token": lambda i, j: j > 0 and said[j - 1] == said[i],
         "itself": lambda i, j: j == i,
     }
-    for head, found in enumerate(habits(amap, ids)):
+    for head, found in enumerate(score_heads(amap, ids)):
         weights = amap.dense()[0, head].tolist()
         for name, rule in rules.items():
             rows = [[weights[i][j] for j in range(i + 1) if rule(i, j)] for i in range(7)]
             sums = [sum(row) for row in rows if row]
-            assert getattr(found, name) == pytest.approx(sum(sums) / len(sums), abs=1e-6)
+            assert found[name] == pytest.approx(sum(sums) / len(sums), abs=1e-6)
         spread = [-sum(w * math.log(w) for w in row if w) for row in weights]
-        assert found.entropy == pytest.approx(sum(spread) / 7, abs=1e-5)
+        assert found["entropy"] == pytest.approx(sum(spread) / 7, abs=1e-5)
 
 
-def test_a_habit_that_no_query_could_have_is_none() -> None:
-    (alone,) = habits(map_of([[1.0]]), torch.tensor([3]))
-    assert alone.previous_token is alone.same_token is alone.after_same_token is None
-    assert (alone.first_token, alone.itself, alone.entropy) == (1.0, 1.0, 0.0)
+def test_a_score_that_no_query_can_have_is_none() -> None:
+    (alone,) = score_heads(map_of([[1.0]]), torch.tensor([3]))
+    assert alone["previous_token"] is alone["same_token"] is alone["after_same_token"] is None
+    assert (alone["first_token"], alone["itself"], alone["entropy"]) == (1.0, 1.0, 0.0)
 
 
 def marks(amap: AttentionMap, ids: torch.Tensor) -> list[str]:
-    return characteristic(amap, ids, habits(amap, ids), habits(even(amap), ids))
+    return most_characteristic(amap, ids, score_heads(amap, ids), score_heads(uniform(amap), ids))
 
 
-def test_the_characteristic_habit_is_what_stands_out_from_an_even_head() -> None:
+def test_the_characteristic_score_stands_out_from_a_uniform_head() -> None:
     amap = map_of(previous(8), resting(8), [[1.0] * 8] * 8)
     assert marks(amap, torch.arange(8)) == ["previous_token", "first_token", "entropy"]
-    (level, *_) = habits(even(amap), torch.arange(8))
-    assert level.itself == pytest.approx(sum(1 / n for n in range(1, 9)) / 8)
+    (level, *_) = score_heads(uniform(amap), torch.arange(8))
+    assert level["itself"] == pytest.approx(sum(1 / n for n in range(1, 9)) / 8)
 
 
-def test_resting_on_a_first_token_that_comes_again_is_not_looking_for_the_same() -> None:
+def test_attending_to_a_first_token_that_is_repeated_is_not_searching_for_the_same() -> None:
     ids = torch.tensor([3, 5, 0, 3, 2, 1, 4])
     copying, looking = resting(7, 0.6), [[1.0] * 7] * 7
     copying[3] = [0.1, 0.8, 0.05, 0.05, 0, 0, 0]
     looking = [row if n != 3 else [0.9, 0.03, 0.03, 0.04, 0, 0, 0] for n, row in enumerate(looking)]
     amap = map_of(resting(7), previous(7), copying, looking)
-    own = habits(amap, ids)[0]
-    assert own.same_token > own.first_token - 0.1  # what a mark by size alone would take it for
+    own = score_heads(amap, ids)[0]
+    assert own["same_token"] > own["first_token"] - 0.1  # nearly as large, but not characteristic
     said = ["first_token", "previous_token", "after_same_token", "same_token"]
     assert marks(amap, ids) == said
 
 
-def test_a_sentence_as_the_issue_words_it() -> None:
+def test_findings_as_sentences() -> None:
     def say(query: int, key: int) -> str:
-        return sentence(Finding(2, 1, query, key, 0.714, 0.1, reason(query, key, IDS)), WORDS)
+        return describe(Finding(2, 1, query, key, 0.714, 0.1, explain(query, key, IDS)), WORDS)
 
-    assert (
-        say(3, 1)
-        == 'layer 2 head 1: the second "the" looks at "train" (0.71), the token after the first "the"'
+    assert say(3, 1) == (
+        'Layer 2, head 1 — induction: the second "the" attends to "train" (0.71), the token that followed '
+        'the first "the".'
     )
-    assert say(3, 0) == 'layer 2 head 1: the second "the" looks at the first "the" (0.71), the first token'
-    assert say(4, 4) == 'layer 2 head 1: "station" looks at itself (0.71)'
-    assert say(5, 4) == 'layer 2 head 1: "on" looks at "station" (0.71), the token before it'
-    assert say(5, 1) == 'layer 2 head 1: "on" looks at "train" (0.71)'
-    assert say(4, 5) == 'layer 2 head 1: "station" looks at "on" (0.71), the token after it'
-    assert say(4, 6) == 'layer 2 head 1: "station" looks at "time" (0.71), the last token'
-    assert say(0, 3) == 'layer 2 head 1: the first "the" looks at the second "the" (0.71)'
+    assert say(3, 0) == (
+        'Layer 2, head 1: the second "the" attends to the first "the" (0.71), the first token.'
+    )
+    assert say(4, 4) == 'Layer 2, head 1: "station" attends to itself (0.71).'
+    assert say(5, 4) == 'Layer 2, head 1: "on" attends to "station" (0.71), the token before it.'
+    assert say(5, 1) == 'Layer 2, head 1: "on" attends to "train" (0.71).'
+    assert say(4, 5) == 'Layer 2, head 1: "station" attends to "on" (0.71), the token after it.'
+    assert say(4, 6) == 'Layer 2, head 1: "station" attends to "time" (0.71), the last token.'
+    assert say(0, 3) == 'Layer 2, head 1: the first "the" attends to the second "the" (0.71).'
     quote, piece = Token(0, '"', '"', None), Token(1, " a", "a…", "ab")
-    said = sentence(Finding(0, 0, 1, 0, 0.5, 0.1, None), [quote, piece])
-    assert said == 'layer 0 head 0: "a…" of "ab" looks at \'"\' (0.50), the token before it'
+    said = describe(Finding(0, 0, 1, 0, 0.5, 0.1, None), [quote, piece])
+    assert said == 'Layer 0, head 0: "a…" of "ab" attends to \'"\' (0.50), the token before it.'
 
 
 def test_in_a_long_text_a_token_is_named_by_its_position() -> None:
     long = [*WORDS, *WORDS * 80]
-    said = sentence(Finding(0, 0, 21, 15, 0.5, 0.1, "after the same token"), long)
-    assert said == 'layer 0 head 0: "the" at 21 looks at "train" at 15 (0.50), the token after "the" at 14'
+    said = describe(Finding(0, 0, 21, 15, 0.5, 0.1, "after the same token"), long)
+    assert said == (
+        'Layer 0, head 0 — induction: "the" at 21 attends to "train" at 15 (0.50), the token that followed '
+        '"the" at 14.'
+    )
     (once,) = [Token(99, "once", "once", None)]
-    said = sentence(Finding(0, 0, 567, 3, 0.5, 0.1, None), [*long, once])
-    assert said == 'layer 0 head 0: "once" looks at "the" at 3 (0.50)'
+    said = describe(Finding(0, 0, 567, 3, 0.5, 0.1, None), [*long, once])
+    assert said == 'Layer 0, head 0: "once" attends to "the" at 3 (0.50).'
 
 
 def test_ordinals() -> None:
@@ -401,7 +411,7 @@ def test_from_a_sentence_to_words_and_pictures(run: Any) -> None:
     ran = run(SENTENCE)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
-    first = re.fullmatch(r"layer (\d) head (\d): .+ looks at .+ \(([01]\.\d\d)\).*", lines[0])
+    first = re.fullmatch(r"Layer (\d), head (\d)\b.*: .+ attends to .+ \(([01]\.\d\d)\).*\.", lines[0])
     assert first
     layer, head, weight = first.groups()
     told = lines[: lines.index("")]
@@ -442,7 +452,7 @@ def test_the_words_agree_with_the_model(run: Any, checkpoint: Path) -> None:
         assert row["first_token"] == pytest.approx(float(weights[:, 0].mean()), abs=1e-6)
 
 
-def test_json_is_all_there_is_on_standard_output(run: Any) -> None:
+def test_json_is_the_only_output(run: Any) -> None:
     ran = run(SENTENCE, "--json", "--out", "here/below", "--format", "svg", "--layer", "1", "--head", "0")
     assert (ran.code, ran.err) == (0, "")
     found = json.loads(ran.out)
@@ -455,10 +465,10 @@ def test_json_is_all_there_is_on_standard_output(run: Any) -> None:
     assert "what_if_nothing_were_masked" not in found
 
 
-def test_without_the_mask_stands_beside_and_is_called_a_what_if(run: Any) -> None:
+def test_no_mask_also_shows_the_head_without_the_mask(run: Any) -> None:
     ran = run(SENTENCE, "--no-mask", "--layer", "2", "--head", "1", "--format", "svg")
     assert ran.code == 0
-    assert "layer 2 head 1: what if nothing were masked" in ran.out.splitlines()
+    assert "Layer 2, head 1: what if nothing were masked" in ran.out.splitlines()
     found = json.loads(run(SENTENCE, "--no-mask", "--json").out)
     free = found["what_if_nothing_were_masked"]
     assert len(free["measures"]) == 6
@@ -466,9 +476,9 @@ def test_without_the_mask_stands_beside_and_is_called_a_what_if(run: Any) -> Non
     assert free["measures"] != found["measures"]
 
 
-def test_the_what_if_is_labelled_in_the_picture(checkpoint: Path) -> None:
-    reading = show.read(SENTENCE, checkpoint)
-    drawn = show.pictures(reading, 2, 1, masked=False)
+def test_the_unmasked_head_is_labelled_in_the_picture(checkpoint: Path) -> None:
+    reading = report.read(SENTENCE, checkpoint)
+    drawn = report.draw(reading, 2, 1, masked=False)
     titles = [axes.get_title() for axes in drawn["layer2-head1"].axes]
     assert titles[0] == "causal, as the model computes it"
     assert titles[1] == "what if nothing were masked"
@@ -483,20 +493,20 @@ def test_formats(run: Any, format: str, magic: bytes) -> None:
         assert Path(f"manyheads-out/{name}.{format}").read_bytes().startswith(magic)
 
 
-def test_what_is_left_open_goes_to_the_most_telling_head(checkpoint: Path) -> None:
-    reading = show.read(SENTENCE, checkpoint)
+def test_the_default_head_has_the_most_interesting_finding(checkpoint: Path) -> None:
+    reading = report.read(SENTENCE, checkpoint)
     first = reading.findings[0]
-    assert show.pick(reading) == (first.layer, first.head)
-    assert show.pick(reading, 2, 0) == (2, 0)
+    assert report.choose_head(reading) == (first.layer, first.head)
+    assert report.choose_head(reading, 2, 0) == (2, 0)
 
     def best(layer: int | None = None, head: int | None = None) -> Finding:
         fits = [c for c in reading.candidates if layer in (None, c.layer) and head in (None, c.head)]
-        return max(fits, key=lambda one: one.telling)
+        return max(fits, key=lambda one: one.interest)
 
     for layer in range(3):
-        assert show.pick(reading, layer) == (layer, best(layer=layer).head)
+        assert report.choose_head(reading, layer) == (layer, best(layer=layer).head)
     for head in range(2):
-        assert show.pick(reading, head=head) == (best(head=head).layer, head)
+        assert report.choose_head(reading, head=head) == (best(head=head).layer, head)
 
 
 def test_a_file_and_standard_input(run: Any) -> None:
@@ -507,11 +517,11 @@ def test_a_file_and_standard_input(run: Any) -> None:
     assert piped["tokens"] == from_file["tokens"]
 
 
-def test_truncate_keeps_the_first_tokens_and_says_so(run: Any) -> None:
+def test_truncate_keeps_the_first_tokens_with_a_note(run: Any) -> None:
     long = "the station " * 60
     ran = run(long, "--truncate")
     assert ran.code == 0
-    assert f"first {CONTEXT} tokens" in ran.out
+    assert f"(--truncate: only the first {CONTEXT} of " in ran.out
     found = json.loads(run(long, "--truncate", "--json").out)
     assert len(found["tokens"]) == CONTEXT
     assert found["tokens_left_out"] > 0
@@ -529,8 +539,8 @@ def test_a_text_that_fills_the_context_is_pooled_in_the_terminal(run: Any) -> No
 def test_a_single_token(run: Any) -> None:
     ran = run("the")
     assert ran.code == 0
-    assert ran.out.splitlines()[0] == "the text is one token, and every head can only look at that"
-    assert "layer 0 head 0" in ran.out.splitlines()
+    assert ran.out.splitlines()[0] == "The text has a single token, which is all that a head can attend to."
+    assert "Layer 0, head 0" in ran.out.splitlines()
     found = json.loads(run("the", "--json", "--no-mask").out)
     assert len(found["tokens"]) == 1
     assert found["findings"] == []
@@ -541,14 +551,14 @@ def test_a_single_token(run: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["$x$ [bold]:smile: \x1b[31m", "漢字 🙂 é \u202e \u200b", "'\"'", "-- ---", "a\x07b\r\x00c"]
 )
-def test_any_text_is_shown_and_none_of_it_is_obeyed(run: Any, text: str) -> None:
+def test_any_text_is_printed_without_markup_or_escapes(run: Any, text: str) -> None:
     Path("text.txt").write_text(text, "utf-8")
     ran = run("--text-file", "text.txt", "--truncate")
     assert (ran.code, ran.err) == (0, "")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e\u200b]", ran.out)
 
 
-def test_where_only_ascii_can_be_written_only_ascii_is(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ascii_output_gets_ascii_only(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     paper = BytesIO()
     monkeypatch.setattr(sys, "stdout", TextIOWrapper(paper, encoding="ascii"))
     assert run("the ␣ ⏎ left").code == 0
@@ -559,19 +569,19 @@ def test_where_only_ascii_can_be_written_only_ascii_is(run: Any, monkeypatch: py
 def test_a_terminal_gets_colours(checkpoint: Path) -> None:
     from rich.console import Console
 
-    reading = show.read(SENTENCE, checkpoint)
+    reading = report.read(SENTENCE, checkpoint)
     paper = Console(file=TextIOWrapper(BytesIO()), force_terminal=True, color_system="truecolor", width=90)
-    picture = show.heat(reading.maps[0], 0, reading.labels, paper)
+    picture = terminal.draw_heat_map(reading.maps[0], 0, reading.labels, paper)
     assert any("rgb(253,231,36)" in str(span.style) for span in picture.spans)  # a weight of 1
     assert "█" not in picture.plain
 
 
 # -- beyond the context ----------------------------------------------------------------------------
 
-BEYOND = rf"\(tokens from {CONTEXT} on lie beyond the model's trained context of {CONTEXT}: .* extrapolated\)"
+BEYOND = rf"\(tokens from {CONTEXT} on are beyond the trained context of {CONTEXT} \(extrapolated\)\)"
 
 
-def test_a_long_text_is_read_labelled_and_foretold(run: Any) -> None:
+def test_a_long_text_is_read_and_labelled_and_its_time_estimated(run: Any) -> None:
     Path("long.txt").write_text("the train left the station on time " * 500)
     ran = run("--long", "--text-file", "long.txt", "--save", "run.safetensors")
     assert ran.code == 0
@@ -591,10 +601,10 @@ def test_a_long_text_is_read_labelled_and_foretold(run: Any) -> None:
     assert amap.shape[3] == len(found["tokens"])
 
 
-def test_what_is_beyond_is_marked_in_every_picture(checkpoint: Path) -> None:
-    reading = show.read(f"{SENTENCE} " * 10, checkpoint, long=True)
-    assert reading.extrapolated == CONTEXT < len(reading.ids)
-    for figure in show.pictures(reading, 1, 0).values():
+def test_extrapolated_tokens_are_marked_in_every_picture(checkpoint: Path) -> None:
+    reading = report.read(f"{SENTENCE} " * 10, checkpoint, long=True)
+    assert reading.trained == CONTEXT < len(reading.ids)
+    for figure in report.draw(reading, 1, 0).values():
         words = " ".join(text.get_text().replace("\n", " ") for text in figure.findobj(Text))
         assert f"from token {CONTEXT} on, beyond the trained context: extrapolated" in words
         for axes in figure.axes:
@@ -606,23 +616,25 @@ def test_what_is_beyond_is_marked_in_every_picture(checkpoint: Path) -> None:
 def test_a_text_within_the_context_is_read_as_ever(run: Any) -> None:
     plain, long = run(SENTENCE, "--json"), run(SENTENCE, "--json", "--long")
     assert (long.out, long.err, long.code) == (plain.out, "", 0)
-    reading = show.read("the station " * 60, truncate=True, model=None)
-    assert reading.extrapolated is None
+    reading = report.read("the station " * 60, truncate=True, model=None)
+    assert reading.trained is None
 
 
-def test_what_is_longer_still_is_refused_or_cut(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show, "LONGEST", 100)
+def test_longer_texts_raise_or_are_truncated(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "LONGEST", 100)
     long = "the station " * 60
-    refused(run(long, "--long"), r"has \d{3} tokens, and --long reads 100 at most: .* first 100 tokens with")
-    refused(run(long), rf"context is {CONTEXT}: read up to 100 tokens with --long")
+    refused(
+        run(long, "--long"), r"at most 100 tokens, got \d{3}\. Shorten it, or keep the first 100 tokens with"
+    )
+    refused(run(long), rf"at most {CONTEXT} tokens, got \d+\. Read up to 100 tokens with --long")
     found = json.loads(run(long, "--long", "--truncate", "--json").out)
     assert len(found["tokens"]) == 100
     assert found["tokens_left_out"] > 0
-    assert any(note.startswith("--truncate: the first 100 tokens of") for note in found["notes"])
+    assert any(note.startswith("--truncate: only the first 100 of") for note in found["notes"])
 
 
 def test_long_reads_32768_tokens() -> None:
-    assert show.LONGEST == 32_768
+    assert report.LONGEST == 32_768
 
 
 def test_the_expected_time_grows_as_its_parts_do(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,10 +646,10 @@ def test_the_expected_time_grows_as_its_parts_do(checkpoint: Path, monkeypatch: 
             clock[0] += 5 + 3 * len(ids) + 2 * len(ids) ** 2
             return {}
 
-    monkeypatch.setattr(show, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(report, "perf_counter", lambda: clock[0])
     for t in (3, 9, 100, 3000):
-        assert show.expected(Reader(), range(t)) == pytest.approx(5 + 3 * t + 2 * t * t)  # type: ignore[arg-type]
-    said = [show.about(seconds) for seconds in (0.1, 2.4, 12.0, 41.0, 89.0, 100.0, 200.0)]
+        assert report.estimate_time(Reader(), range(t)) == pytest.approx(5 + 3 * t + 2 * t * t)  # type: ignore[arg-type]
+    said = [report.round_duration(seconds) for seconds in (0.1, 2.4, 12.0, 41.0, 89.0, 100.0, 200.0)]
     assert said == [
         "about a second",
         "about 2 seconds",
@@ -664,23 +676,23 @@ def refused(ran: Ran, says: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "neither came"),
-        ([SENTENCE, "--text-file", "-"], "both came"),
-        ([""], "TEXT is empty"),
-        (["  \n\t "], "TEXT is empty"),
-        (["\udcff"], "TEXT must be UTF-8"),
-        (["--text-file", "-"], "standard input is empty"),
+        ([], "got neither"),
+        ([SENTENCE, "--text-file", "-"], "got both"),
+        ([""], "got a blank TEXT"),
+        (["  \n\t "], "got a blank TEXT"),
+        (["\udcff"], "invalid byte at 0 of TEXT"),
+        (["--text-file", "-"], "got a blank standard input"),
         (["--text-file", "absent.txt"], "absent.txt can't be read: No such file"),
         (["--text-file", "."], "can't be read: Is a directory"),
-        (["--text-file", "latin.txt"], "latin.txt must be UTF-8 text, and its byte 3 is not"),
-        (["--long", ""], "TEXT is empty"),
+        (["--text-file", "latin.txt"], "Expected UTF-8 text, got an invalid byte at 3 of latin.txt"),
+        (["--long", ""], "got a blank TEXT"),
         (["--long", "--text-file", "absent.txt"], "absent.txt can't be read: No such file"),
-        (["the station " * 60], rf"tokens.*context is {CONTEXT}.*--truncate"),
-        ([SENTENCE, "--layer", "3"], "--layer must be between 0 and 2, and 3 came"),
-        ([SENTENCE, "--layer", "-1"], "--layer must be between 0 and 2, and -1 came"),
-        ([SENTENCE, "--head", "2"], "--head must be between 0 and 1, and 2 came"),
-        ([SENTENCE, "--layer", "0", "--head", "99"], "--head must be between 0 and 1, and 99 came"),
-        ([SENTENCE, "--format", "gif"], "png, svg, pdf.*'gif' came"),
+        (["the station " * 60], rf"at most {CONTEXT} tokens, got \d+.*--truncate"),
+        ([SENTENCE, "--layer", "3"], "Expected --layer to be between 0 and 2, got 3"),
+        ([SENTENCE, "--layer", "-1"], "Expected --layer to be between 0 and 2, got -1"),
+        ([SENTENCE, "--head", "2"], "Expected --head to be between 0 and 1, got 2"),
+        ([SENTENCE, "--layer", "0", "--head", "99"], "Expected --head to be between 0 and 1, got 99"),
+        ([SENTENCE, "--format", "gif"], "png, svg, pdf, got 'gif'"),
         ([SENTENCE, "--out", "latin.txt"], "latin.txt is a file"),
         ([SENTENCE, "--out", "latin.txt/deeper"], "latin.txt/deeper can't be written"),
         ([SENTENCE, "--out", "/proc/none/such"], "/proc/none/such can't be written"),
@@ -699,7 +711,7 @@ def test_wrong_use_exits_with_2(run: Any, arguments: list[str]) -> None:
     assert "Traceback" not in ran.err
 
 
-def test_models_that_are_none(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_invalid_models_raise(run: Any, checkpoint: Path, tmp_path: Path) -> None:
     refused(run(SENTENCE, model="absent"), "absent")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         for kind, harm in {
@@ -720,14 +732,14 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_ones(
 ) -> None:
     assert run(SENTENCE, "--layer", "0", "--head", "0").code == 0
     before = {path: path.read_bytes() for path in Path("manyheads-out").iterdir()}
-    real = show.Figure.savefig
+    real = report.Figure.savefig
 
     def full(figure: Any, path: Path, **options: Any) -> None:
         real(figure, path, **options)
         if "layer" in path.name:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(show.Figure, "savefig", full)
+    monkeypatch.setattr(report.Figure, "savefig", full)
     ran = run("on time on time", "--layer", "0", "--head", "0")
     assert ran.code == 2
     assert ran.err.count("\n") == 1
@@ -739,7 +751,7 @@ def test_an_interrupt_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(show.Figure, "savefig", interrupted)
+    monkeypatch.setattr(report.Figure, "savefig", interrupted)
     ran = run(SENTENCE)
     assert ran.code == 130
     assert "Traceback" not in ran.err
@@ -757,7 +769,7 @@ def test_no_number_is_cut_on_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     narrow = run(SENTENCE).out
     assert numbers(narrow) == wide
-    assert "…" not in narrow.partition("what each head")[2].partition("layer 0 head")[0].partition("*: ")[0]
+    assert "…" not in narrow.partition("what each head")[2].partition("Layer 0, head")[0].partition("*: ")[0]
 
 
 # -- the model that ships --------------------------------------------------------------------------
@@ -767,17 +779,17 @@ def test_the_command_on_the_model_that_ships(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyheads", "show", SENTENCE]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
-    told = re.match(r"layer (\d+) head (\d+): .* looks at .*\([01]\.\d\d\)", ran.stdout)
+    told = re.match(r"Layer (\d+), head (\d+)\b.*: .* attends to .*\([01]\.\d\d\)", ran.stdout)
     assert told
     files = ["manyheads-out/overview.png", f"manyheads-out/layer{told[1]}-head{told[2]}.png"]
     assert ran.stdout.endswith(f"wrote {files[0]} and {files[1]}\n")
     assert all((tmp_path / file).read_bytes().startswith(b"\x89PNG") for file in files)
 
 
-def test_what_the_shipped_model_has_learned_is_found() -> None:
-    """Words said twice: some head looks at what came after the word before, and it is told first."""
+def test_the_shipped_model_copies_repeated_words() -> None:
+    """Over repeated words, the first finding is an induction head."""
     words = "socket tuple banana yield matrix window garden import letter number silver thread"
-    reading = show.read(f"{words} {words}")
+    reading = report.read(f"{words} {words}")
     assert reading.findings[0].reason == "after the same token", reading.findings
-    marks = {mark for layer in reading.marks for mark in layer}
+    marks = {mark for layer in reading.characteristic for mark in layer}
     assert {"previous_token", "after_same_token"} <= marks

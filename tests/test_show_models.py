@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import manyheads
-from manyheads import cli, show
-from manyheads import models as readers
+from manyheads import cli
+from manyheads.text import models as readers
+from manyheads.text import report
 
 tf = pytest.importorskip("transformers")
 
@@ -179,10 +180,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty pictures: drawing takes longest."""
 
-    def empty(reading: show.Reading, layer: int, head: int, **_: Any) -> dict[str, Figure]:
+    def empty(reading: report.Reading, layer: int, head: int, **_: Any) -> dict[str, Figure]:
         return {"overview": Figure(), f"layer{layer}-head{head}": Figure()}
 
-    monkeypatch.setattr(show, "pictures", empty)
+    monkeypatch.setattr(report, "draw", empty)
 
 
 # -- what is read ----------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def eager(folder: Path, ids: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_maps_and_labels_are_the_models_own(name: str, folders: Callable[[str], Path]) -> None:
     folder = folders(name)
-    reading = show.read(TEXT, folder)
+    reading = report.read(TEXT, folder)
     tokenizer = tf.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(TEXT)["input_ids"]
     assert reading.ids == ids
@@ -214,44 +215,44 @@ def test_the_maps_and_labels_are_the_models_own(name: str, folders: Callable[[st
         assert one.weight == pytest.approx(weight, abs=1e-5)
 
 
-def test_tokens_of_theirs_say_what_they_cover_and_of_which_word_they_are(
+def test_hugging_face_tokens_have_text_and_words(
     folders: Callable[[str], Path],
 ) -> None:
-    read = show.read("the station, the Train", folders("bert")).tokens
+    read = report.read("the station, the Train", folders("bert")).tokens
     assert [token.label for token in read][:6] == ["[CLS]", "the", "sta", "##tion", "[UNK]", "the"]
     assert [token.text for token in read] == ["", "the", "sta", "tion", ",", "the", "Train", ""]
     assert [token.word for token in read] == [None, None, "station", "station", None, None, None, None]
-    read = show.read("漢字", folders("bert")).tokens  # each character is a word to BERT
+    read = report.read("漢字", folders("bert")).tokens  # each character is a word to BERT
     assert [(token.text, token.word) for token in read[1:-1]] == [("漢", None), ("字", None)]
-    read = show.read(" the\tstation é", folders("gpt2")).tokens
+    read = report.read(" the\tstation é", folders("gpt2")).tokens
     assert [token.label for token in read if "é" in token.text] == ["Ã", "©"]
     assert {token.word for token in read if "é" in token.text} == {"é"}
     assert "ĉ" in [token.label for token in read]  # a tab, as GPT-2 prints it
 
 
-def test_a_tokenizer_that_does_not_say_where_its_tokens_are(tmp_path: Path) -> None:
+def test_a_tokenizer_without_offsets(tmp_path: Path) -> None:
     config = tf.BertConfig(**{**SIZES, "vocab_size": 400})
     folder = saved(tmp_path / "bytes", tf.BertModel(config), tf.ByT5Tokenizer())
-    read = show.read("on é", folder).tokens
+    read = report.read("on é", folder).tokens
     assert [token.label for token in read][:3] == ["o", "n", "␣"]
     assert [token.text for token in read][:3] == ["o", "n", " "]
     assert (read[-1].label, read[-1].text) == ("</s>", "")
     assert len(read) == 6
 
 
-def test_a_model_with_a_decoder_shows_its_encoder_and_says_so(folders: Callable[[str], Path]) -> None:
-    reading = show.read(TEXT, folders("t5"))
-    assert reading.notes == ["of an encoder-decoder model the encoder is shown"]
+def test_of_an_encoder_decoder_model_the_encoder_is_shown(folders: Callable[[str], Path]) -> None:
+    reading = report.read(TEXT, folders("t5"))
+    assert reading.notes == ["the encoder of an encoder-decoder model is shown"]
     assert reading.layers[1] == "encoder.block.1.layer.0.SelfAttention"
     assert all(amap.problem.mask is None for amap in reading.maps)
 
 
-def test_layers_are_counted_where_not_all_have_attention_and_where_all_are_one(
+def test_layers_are_numbered_if_some_have_no_attention_or_share_a_module(
     folders: Callable[[str], Path],
 ) -> None:
-    some, one = show.read(TEXT, folders("jamba")), show.read(TEXT, folders("albert"))
+    some, one = report.read(TEXT, folders("jamba")), report.read(TEXT, folders("albert"))
     assert some.layers == ["layers.1.self_attn", "layers.3.self_attn"]
-    assert some.notes == ["layers are counted as their attention runs: layer 0 is layers.1.self_attn"]
+    assert some.notes == ["layers are numbered by their calls: layer 0 is layers.1.self_attn"]
     assert len(set(one.layers)) == 1
     assert len(one.notes) == 1
 
@@ -260,26 +261,24 @@ def test_a_text_as_long_as_the_context_and_longer(folders: Callable[[str], Path]
     for name, more in (("gpt2", 0), ("bert", 2), ("roberta", 2), ("llama", 0)):
         folder = folders(name)
         filling = "the " * (CONTEXT - more - 1) + "the"
-        assert len(show.read(filling, folder).tokens) == CONTEXT
-        with pytest.raises(
-            ValueError, match=rf"has \d+ tokens, and the model's context is {CONTEXT}: .*--trun"
-        ):
-            show.read(f"{filling} the train", folder)
-        cut = show.read(f"{filling} the train", folder, truncate=True)
+        assert len(report.read(filling, folder).tokens) == CONTEXT
+        with pytest.raises(ValueError, match=rf"at most {CONTEXT} tokens, got \d+\. .*--trun"):
+            report.read(f"{filling} the train", folder)
+        cut = report.read(f"{filling} the train", folder, truncate=True)
         assert len(cut.tokens) == CONTEXT
         assert cut.left_out == 2
-        assert cut.notes == [f"--truncate: the first {CONTEXT} tokens of {CONTEXT + 2} are read"]
+        assert cut.notes == [f"--truncate: only the first {CONTEXT} of {CONTEXT + 2} tokens are read"]
         assert cut.labels[-1] == ("[SEP]" if more else cut.labels[-2])
-    assert len(show.read("the " * 100, folders("t5")).tokens) == 101  # its positions have no end
+    assert len(report.read("the " * 100, folders("t5")).tokens) == 101  # its positions have no end
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_where_layers_see_different_keys_each_has_its_own_even_head(
+def test_layers_with_different_masks_each_have_a_uniform_head(
     run: Any, folders: Callable[[str], Path]
 ) -> None:
     code, out, _ = run("--model", folders("gemma2"), TEXT)
     assert code == 0
-    rows = [line.split() for line in out.splitlines() if re.match(r"\s+\d\s+even", line)]
+    rows = [line.split() for line in out.splitlines() if re.match(r"\s+\d\s+uniform", line)]
     assert [row[0] for row in rows] == ["0", "1"]
     assert rows[0][2:] != rows[1][2:]
     found = json.loads(run("--model", folders("gemma2"), TEXT, "--json")[1])
@@ -298,13 +297,13 @@ def test_from_a_text_to_words_and_pictures(name: str, run: Any, folders: Callabl
     code, out, err = run("--model", folders(name), TEXT, "--no-mask", "--layer", 1, "--head", 2)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert max(map(len, out.partition("what each head")[2].partition("\n\nlayer")[0].splitlines())) <= 80
+    assert max(map(len, out.partition("what each head")[2].partition("\n\nLayer")[0].splitlines())) <= 80
     assert lines[-1] == "wrote manyheads-out/overview.png and manyheads-out/layer1-head2.png"
     ahead = name != "gpt2"
     assert ("next" in out.split()) is ahead
-    assert ("blank: may not attend" in out) is not ahead
+    assert ("blank: masked" in out) is not ahead
     assert ("what if nothing were masked" in out) is not ahead
-    assert ("(--no-mask: layer 1 masks nothing here)" in lines) is ahead
+    assert ("(--no-mask: layer 1 masks nothing)" in lines) is ahead
     found = json.loads(run("--model", folders(name), TEXT, "--json", "--format", "svg", "--out", "o")[1])
     assert found["model"] == str(folders(name))
     assert [layer["heads"] for layer in found["layers"]] == [4, 4]
@@ -315,21 +314,21 @@ def test_from_a_text_to_words_and_pictures(name: str, run: Any, folders: Callabl
         assert found["tokens"][one["query"]]["label"] in one["sentence"]
 
 
-def test_the_command_prints_nothing_but_its_own_page(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_command_prints_only_its_own_output(folders: Callable[[str], Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyheads", "show", "--model", str(folders("bert")), TEXT, "--json"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert json.loads(ran.stdout)["model"] == str(folders("bert"))
 
 
-def test_what_transformers_prints_comes_back(folders: Callable[[str], Path]) -> None:
+def test_the_log_of_transformers_is_restored(folders: Callable[[str], Path]) -> None:
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:
         logging.set_verbosity_info()
         logging.enable_progress_bar()
-        show.read(TEXT, folders("bert"))
+        report.read(TEXT, folders("bert"))
         assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.INFO, True)
     finally:
         logging.set_verbosity(before[0])
@@ -357,10 +356,10 @@ def test_a_name_in_the_local_cache_and_no_network(
     assert json.loads(out)["model"] == "some/bert"
     code, out, err = run("--model", "some/other", TEXT)
     assert (code, out) == (2, "")
-    assert "some/other is neither: if it is a name, get it first, hf download some/other." in err
+    assert "got some/other. If it is a name, run hf download some/other." in err
     code, out, err = run("--model", "./some/other", TEXT)
     assert (code, out) == (2, "")
-    assert err.endswith("./some/other is neither.\n")
+    assert err.endswith("got ./some/other.\n")
 
 
 # -- runs in a file --------------------------------------------------------------------------------
@@ -368,12 +367,12 @@ def test_a_name_in_the_local_cache_and_no_network(
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["shipped", "llama", "t5"])
-def test_a_saved_run_opens_as_what_was_shown(name: str, run: Any, folders: Callable[[str], Path]) -> None:
+def test_a_saved_recording_equals_the_reading(name: str, run: Any, folders: Callable[[str], Path]) -> None:
     arguments = [] if name == "shipped" else ["--model", folders(name)]
     code, out, err = run(*arguments, TEXT, "--save", "run.safetensors")
     assert (code, err) == (0, "")
     assert re.search(r"wrote manyheads-out/overview.png, \S+ and run.safetensors\n$", out)
-    reading = show.read(TEXT, None if name == "shipped" else folders(name))
+    reading = report.read(TEXT, None if name == "shipped" else folders(name))
     opened = manyheads.open_run("run.safetensors")
     assert list(opened) == reading.layers
     assert opened.provenance == {"model": reading.model, "ids": reading.ids}
@@ -395,7 +394,7 @@ def test_a_saved_run_opens_as_what_was_shown(name: str, run: Any, folders: Calla
         ("/proc/none/run", "--save /proc/none/run can't be written: No such file or directory."),
     ],
 )
-def test_a_run_that_cannot_be_written_is_refused_before_anything_is_read(
+def test_an_unwritable_file_raises_before_the_text_is_read(
     path: str, says: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("folder").mkdir()
@@ -406,13 +405,13 @@ def test_a_run_that_cannot_be_written_is_refused_before_anything_is_read(
 
 
 @pytest.mark.parametrize("text", [TEXT, f"{TEXT} " * 40])
-def test_long_is_of_our_own_models(text: str, run: Any, folders: Callable[[str], Path]) -> None:
+def test_long_needs_a_manyheads_model(text: str, run: Any, folders: Callable[[str], Path]) -> None:
     model = str(folders("llama"))
     code, out, err = run(text, "--long", "--model", model)
     assert (code, out) == (2, "")
     assert err == (
-        f"manyheads: --long scales the rotary frequencies of a model of ours, and {model} is one of Hugging "
-        "Face: leave --long out.\n"
+        "manyheads: Expected a manyheads model for --long, which scales rotary frequencies, got the Hugging "
+        f"Face model {model}. Leave --long out.\n"
     )
     assert "--long" not in run(f"{TEXT} " * 40, "--model", model)[2]
 
@@ -465,11 +464,11 @@ QUERY = "bert.encoder.layer.1.attention.self.query.weight"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut weights": (
         cut("model.safetensors"),
-        "can't be loaded as a model of Hugging Face: .*not fully covered",
+        "can't be loaded by transformers: .*not fully covered",
     ),
     "no weights": (
         without("model.safetensors"),
-        "can't be loaded as a model of Hugging Face: .*no file named",
+        "can't be loaded by transformers: .*no file named",
     ),
     "no config": (without("config.json"), "has no config.json"),
     "cut config": (cut("config.json"), "config.json can't be read as JSON"),
@@ -480,11 +479,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a missing weight": (
         weights(lambda w: w.pop(QUERY)),
-        "1 of the weights .* encoder.layer.1.attention.self.query.weight for one",
+        "1 of the weights .* first is encoder.layer.1.attention.self.query.weight",
     ),
     "more layers": (config(num_hidden_layers=3), "16 of the weights .* encoder.layer.2"),
     "other sizes": (config(intermediate_size=64), "6 of the weights .* or of another size"),
-    "another kind": (config(model_type="llama"), "of the weights .* embed_tokens.weight for one"),
+    "another kind": (config(model_type="llama"), "of the weights .* first is embed_tokens.weight"),
     "NaN": (
         weights(lambda w: w[QUERY].fill_(torch.nan)),
         "NaN or infinity in encoder.layer.1.attention.self",
@@ -516,7 +515,7 @@ def test_a_missing_decoder_does_no_harm(folders: Callable[[str], Path], tmp_path
     alone.encoder.load_state_dict(whole.encoder.state_dict())
     alone.save_pretrained(tmp_path / "alone")
     ending().save_pretrained(tmp_path / "alone")
-    theirs, own = show.read(TEXT, tmp_path / "alone").maps, show.read(TEXT, folders("t5")).maps
+    theirs, own = report.read(TEXT, tmp_path / "alone").maps, report.read(TEXT, folders("t5")).maps
     for amap, wanted in zip(theirs, own, strict=True):
         assert torch.equal(amap.dense(), wanted.dense())
 
@@ -524,14 +523,14 @@ def test_a_missing_decoder_does_no_harm(folders: Callable[[str], Path], tmp_path
 def test_a_missing_pooler_does_no_harm(folders: Callable[[str], Path]) -> None:
     """BERT for masked words is saved without the pooler that its base model has."""
     assert not any("pooler" in name for name in load_file(folders("bert") / "model.safetensors"))
-    show.read(TEXT, folders("bert"))
+    report.read(TEXT, folders("bert"))
 
 
 def test_a_tokenizer_of_another_model(folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folders("bert"), tmp_path / "mixed")
     byte_level().save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"knows 60 tokens, and its tokenizer gives number \d+"):
-        show.read(TEXT, folder)
+    with pytest.raises(ValueError, match=r"the tokenizer returned the id \d+, and the model has 60 tokens"):
+        report.read(TEXT, folder)
 
 
 def test_models_that_read_no_text_or_not_alone(tmp_path: Path) -> None:
@@ -544,19 +543,19 @@ def test_models_that_read_no_text_or_not_alone(tmp_path: Path) -> None:
         "patch_size": 16,
     }
     saved(tmp_path / "vit", tf.ViTModel(tf.ViTConfig(**picture)), plain_words())
-    with pytest.raises(ValueError, match="vit reads pixel_values, and show needs a model that reads text"):
-        show.read(TEXT, tmp_path / "vit")
+    with pytest.raises(ValueError, match=r"Expected a model of text, got .*vit, which reads pixel_values"):
+        report.read(TEXT, tmp_path / "vit")
     both = tf.CLIPConfig(text_config=SIZES, vision_config=picture, projection_dim=16)
     saved(tmp_path / "clip", tf.CLIPModel(both), plain_words())
     with pytest.raises(ValueError, match="clip can't read a text alone: "):
-        show.read(TEXT, tmp_path / "clip")
+        report.read(TEXT, tmp_path / "clip")
 
 
-def test_models_without_attention_that_can_be_seen(tmp_path: Path) -> None:
+def test_models_without_recorded_attention(tmp_path: Path) -> None:
     config = tf.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4)
     saved(tmp_path / "mamba", tf.MambaModel(config), plain_words())
     with pytest.raises(ValueError, match="no attention was seen"):
-        show.read(TEXT, tmp_path / "mamba")
+        report.read(TEXT, tmp_path / "mamba")
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -586,18 +585,18 @@ def minilm() -> Path:
 
 
 def test_a_trained_encoder(minilm: Path) -> None:
-    reading = show.read("She gave the book to the boy because he asked for it.", minilm)
+    reading = report.read("She gave the book to the boy because he asked for it.", minilm)
     assert len(reading.maps) == 6
     assert reading.labels[:4] == ["[CLS]", "she", "gave", "the"]
     assert reading.labels[-2:] == [".", "[SEP]"]
-    assert reading.marks[0][2] == "previous_token"  # as sharp as any
-    assert reading.habits[0][2].previous_token > 0.95
-    (said, *_) = map(reading.say, reading.findings)
-    assert said == 'layer 1 head 11: "for" looks at "asked" (0.99), the token before it'
+    assert reading.characteristic[0][2] == "previous_token"  # as sharp as any
+    assert reading.scores[0][2]["previous_token"] > 0.95
+    (said, *_) = map(reading.describe, reading.findings)
+    assert said == 'Layer 1, head 11: "for" attends to "asked" (0.99), the token before it.'
 
 
-def test_a_trained_encoder_looks_at_the_same_word_on_either_side(minilm: Path) -> None:
-    reading = show.read("Paris is the capital of France and Berlin is the capital of Germany.", minilm)
+def test_a_trained_encoder_attends_to_the_same_word_on_either_side(minilm: Path) -> None:
+    reading = report.read("Paris is the capital of France and Berlin is the capital of Germany.", minilm)
     found = [one for one in reading.candidates if one.reason == "same token" and one.weight > 0.5]
     assert {one.key > one.query for one in found} == {True, False}
-    assert show.read("The train left the station on time.", minilm).marks[0][8] == "same_token"
+    assert report.read("The train left the station on time.", minilm).characteristic[0][8] == "same_token"

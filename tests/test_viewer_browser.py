@@ -1,4 +1,4 @@
-"""The viewer in a real browser: what it shows is the map's, at 7, 2,000 and 100,000 tokens."""
+"""The viewer in a browser: what it shows equals the map, at 7, 2,000 and 100,000 tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from waiting import HANG
 
 import manyheads as mh
-from manyheads.viewer import View
-from manyheads.viewer.export import planned
-from manyheads.viewer.gallery import Gallery
+from manyheads.viewer.api import Api
+from manyheads.viewer.export import plan_export
+from manyheads.viewer.server import Server
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "<script>alert(1)</script>", "&amp;", "dog"]
 
@@ -32,16 +32,16 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def served() -> Iterator[list[View]]:
-    opened: list[View] = []
+def served() -> Iterator[list[Server]]:
+    opened: list[Server] = []
     yield opened
-    for view in opened:
-        view.close()
+    for server in opened:
+        server.close()
 
 
 @pytest.fixture
-def page(browser: Browser, served: list[View]) -> Iterator[Page]:
-    """A page of a laptop's size, on which nothing may go wrong; it closes before what it shows."""
+def page(browser: Browser, served: list[Server]) -> Iterator[Page]:
+    """A page of a laptop's size, without errors or dialogs, which closes before its server."""
     context = browser.new_context(viewport={"width": 1366, "height": 768}, accept_downloads=True)
     context.set_default_timeout(1000 * HANG)
     page, wrong = context.new_page(), []
@@ -60,23 +60,23 @@ def a_map(t: int, heads: int = 2, mask: mh.Mask | None = None) -> mh.AttentionMa
     return amap.labelled([WORDS[n % len(WORDS)] for n in range(t)])
 
 
-def opened(page: Page, served: list[View], *maps: mh.AttentionMap, at: str = "") -> str:
-    """Open maps at a place in the viewer; its address without the token."""
-    served.append(View.served(Gallery(*maps)))
+def opened(page: Page, served: list[Server], *maps: mh.AttentionMap, at: str = "") -> str:
+    """Open maps at a place in the viewer and return its address without the token."""
+    served.append(Server(Api(*maps)))
     page.goto(served[-1].url + at)
     page.wait_for_selector("nav")
     return served[-1].url.partition("?")[0]
 
 
 def loaded(page: Page) -> None:
-    """Wait until every head in view is read and drawn."""
+    """Wait until every head in view is scanned and drawn."""
     wait_until_painted(page)
     panes = page.locator(".note").count()
-    expect(page.locator('.note[data-missing="0"][data-whole="true"]')).to_have_count(panes)
+    expect(page.locator('.note[data-missing="0"][data-complete="true"]')).to_have_count(panes)
 
 
 def hover(page: Page, row: float, col: float) -> tuple[int, int]:
-    """Point at a share of what is shown of the matrix; the query and key that the page says it is."""
+    """Point at a place of the visible matrix and return the query and key that the page names."""
     box = page.locator("canvas.map").first.bounding_box()
     assert box is not None
     page.mouse.move(
@@ -89,16 +89,14 @@ def hover(page: Page, row: float, col: float) -> tuple[int, int]:
 
 
 def exact(page: Page) -> float:
-    """The weight under the pointer, once the page has asked for it."""
+    """Return the exact weight under the pointer, once the page has it."""
     reading = page.locator(".reading").first
     expect(reading).to_have_attribute("data-exact", "true")
     return float(reading.get_attribute("data-weight") or "nan")
 
 
 @pytest.mark.parametrize("length", [7, 2_000])
-def test_it_opens_zooms_and_reads_weights_that_are_the_map_s(
-    page: Page, served: list[View], length: int
-) -> None:
+def test_weights_equal_the_map_at_every_zoom(page: Page, served: list[Server], length: int) -> None:
     amap = a_map(length)
     opened(page, served, amap)
     expect(page.locator(".card")).to_have_count(2)
@@ -122,21 +120,23 @@ def test_it_opens_zooms_and_reads_weights_that_are_the_map_s(
     assert exact(page) == float(amap[0, 0, i, j])
 
 
-def test_a_hundred_thousand_tokens_at_every_zoom(page: Page, served: list[View]) -> None:
+def test_a_hundred_thousand_tokens_at_every_zoom(page: Page, served: list[Server]) -> None:
     q, k = (torch.randn(1, 1, 100_000, 8) for _ in range(2))
     window = mh.Window(left=4_000, right=0)
     amap = mh.attention_with_map(q, k, k, mask=window)[1].labelled([f"w{n}" for n in range(100_000)])
-    held: list[Route] = []  # the request that starts the reading of all queries: a sample is shown first
-    page.route(re.compile("/pass/"), lambda request: held.append(request), times=1)
+    held: list[Route] = []  # the request that starts the scan: until then tiles are sampled
+    page.route(re.compile("/scan/"), lambda request: held.append(request), times=1)
     opened(page, served, amap, at="#page=head&view=50000,60000,0.006")
-    expect(page.locator(".note").first).to_contain_text("of one query in 512 until all are read")
+    expect(page.locator(".note").first).to_contain_text("estimated from 1 query in 512")
     held[0].continue_()
     loaded(page)
     expect(page.locator(".note").first).to_contain_text(
-        "pooled: each cell is the largest of 256 × 256 weights"
+        "pooled: each cell shows the largest of 256 × 256 weights"
     )
     page.keyboard.press("0")
-    page.wait_for_function("() => !document.querySelector('canvas.map').__transition")  # d3's, to all of it
+    page.wait_for_function(
+        "() => !document.querySelector('canvas.map').__transition"
+    )  # d3's, to the whole matrix
     for press in ("m", "+", "+", "+", "+"):
         page.keyboard.press(press)
         loaded(page)
@@ -168,34 +168,34 @@ def test_a_hundred_thousand_tokens_at_every_zoom(page: Page, served: list[View])
     )
 
 
-def test_a_link_restores_exactly_what_is_seen(page: Page, served: list[View]) -> None:
+def test_a_link_restores_exactly_what_is_shown(page: Page, served: list[Server]) -> None:
     amap = a_map(900)
-    opened(page, served, amap, at="#page=head&scale=log&how=mean&theme=dark")
+    opened(page, served, amap, at="#page=head&scale=log&pooling=mean&theme=dark")
     loaded(page)
     page.keyboard.press("+")
     page.keyboard.press("ArrowDown")
     loaded(page)
     hover(page, 0.6, 0.5)
-    page.mouse.down(), page.mouse.up()  # keeps the crosshair
+    page.mouse.down(), page.mouse.up()  # pins the crosshair
     page.mouse.move(5, 5)
     expect(page.locator(".reading").first).to_have_attribute("data-exact", "true")
     page.wait_for_url(re.compile("pin="))
     loaded(page)
-    link, said = page.url, page.locator(".reading").first.inner_text()
+    link, text = page.url, page.locator(".reading").first.inner_text()
     picture = page.locator("canvas.map").first.evaluate("(canvas) => canvas.toDataURL()")
     assert "view=" in link
     assert "pin=" in link
     page.goto("about:blank")
     page.goto(link)
     loaded(page)
-    expect(page.locator(".reading").first).to_have_text(said)
+    expect(page.locator(".reading").first).to_have_text(text)
     page.wait_for_function(
         "picture => document.querySelector('canvas.map').toDataURL() === picture", arg=picture
     )
     assert page.url == link
 
 
-def test_two_heads_and_two_runs_zoom_together(page: Page, served: list[View]) -> None:
+def test_two_heads_and_two_runs_zoom_together(page: Page, served: list[Server]) -> None:
     one, other = a_map(300), a_map(300, mask=mh.Window(left=20, right=0))
     opened(page, served, one, other, at="#page=head")
     page.locator("#compare").click()
@@ -220,33 +220,33 @@ def test_two_heads_and_two_runs_zoom_together(page: Page, served: list[View]) ->
     assert page.locator(".manyheads").get_attribute("data-theme") == "dark"
 
 
-def test_the_overview_sorts_filters_and_measures(page: Page, served: list[View]) -> None:
+def test_the_overview_sorts_and_filters_by_head_scores(page: Page, served: list[Server]) -> None:
     amap = a_map(60, heads=5)
     opened(page, served, amap, at="#sort=entropy")
-    expect(page.locator("dd[data-measure=entropy]")).to_have_count(5)
+    expect(page.locator("dd[data-score=entropy]")).to_have_count(5)
     entropy = amap.entropy()[0].mean(-1)
     order = [
         int((card.get_attribute("data-place") or "").split("/")[2]) for card in page.locator(".card").all()
     ]
     assert order == entropy.argsort(descending=True).tolist()
     least = float(entropy.sort().values[2]) - 1e-6
-    page.locator("#measure").select_option("entropy")
-    page.locator("#least").press_sequentially(str(least))
+    page.locator("#score").select_option("entropy")
+    page.locator("#minimum").press_sequentially(str(least))
     expect(page.locator(".card")).to_have_count(3)
 
 
-def test_pictures_come_while_measures_are_computed(page: Page, served: list[View]) -> None:
-    """A browser has six connections to a server: measures of eight layers take one of them."""
-    asked: list[str] = []
-    page.route("**/measures/**", lambda route: asked.append(route.request.url))  # and is never answered
+def test_thumbnails_load_while_head_scores_are_computed(page: Page, served: list[Server]) -> None:
+    """A browser has six connections to a server: head scores of eight layers take one of them."""
+    requests: list[str] = []
+    page.route("**/scores/**", lambda route: requests.append(route.request.url))  # and never answers
     opened(page, served, *(a_map(20, heads=1) for _ in range(8)), at="#sort=entropy")
     expect(page.locator("canvas.drawn")).to_have_count(8)
-    assert len(asked) == 1
+    assert len(requests) == 1
     names = [name.inner_text() for name in page.locator(".card-name").all()]
     assert names == [f"attention ({n}) · layer 0 · head 0" for n in range(8)]
 
 
-def test_a_kept_weight_out_of_view_is_read_too(page: Page, served: list[View]) -> None:
+def test_a_pinned_weight_out_of_view_is_shown(page: Page, served: list[Server]) -> None:
     amap = a_map(2_000)
     opened(page, served, amap, at="#page=head&view=1800,1900,40&pin=700,300")
     for head in range(2):
@@ -256,7 +256,7 @@ def test_a_kept_weight_out_of_view_is_read_too(page: Page, served: list[View]) -
         expect(page.locator(".pane-title")).to_contain_text(f"head {1 - head}")
 
 
-def test_few_keys_are_drawn_wide_enough_to_be_read(page: Page, served: list[View]) -> None:
+def test_few_keys_are_drawn_wide_enough_to_point_at(page: Page, served: list[Server]) -> None:
     q, k = torch.randn(1, 1, 5_000, 16), torch.randn(1, 1, 3, 16)
     amap = mh.attention_with_map(q, k, k)[1]
     opened(page, served, amap, at="#page=head")
@@ -277,7 +277,9 @@ def test_few_keys_are_drawn_wide_enough_to_be_read(page: Page, served: list[View
     assert weight == float(amap[0, 0, i, j])
 
 
-def test_the_text_shows_where_a_token_looks_and_who_looks_at_it(page: Page, served: list[View]) -> None:
+def test_the_text_shows_what_a_token_attends_to_and_what_attends_to_it(
+    page: Page, served: list[Server]
+) -> None:
     amap = a_map(30)
     opened(page, served, amap, at="#page=text")
     page.locator(".token[data-token='9']").hover()
@@ -289,13 +291,13 @@ def test_the_text_shows_where_a_token_looks_and_who_looks_at_it(page: Page, serv
     assert page.locator("svg.lines path").count() > 0
     page.locator("fieldset label", has_text="1").locator("input").check()
     page.locator(".token[data-token='9']").hover()
-    page.wait_for_function(  # what is beside the text was of both heads before
+    page.wait_for_function(  # the panel showed both heads before
         "wanted => Math.abs(document.querySelector('aside li .value').dataset.weight / wanted - 1) < 1e-6",
         arg=float(amap[0, 1, 9].max()),
     )
 
 
-def test_a_token_is_shown_and_never_run(page: Page, served: list[View]) -> None:
+def test_a_token_is_shown_as_text_and_never_run(page: Page, served: list[Server]) -> None:
     opened(page, served, a_map(24), at="#page=text&token=7")
     expect(page.locator("aside[data-token='7'] h2")).to_have_text("<script>alert(1)</script> 7")
     expect(page.locator(".token[data-token='7']")).to_have_text("<script>alert(1)</script>")
@@ -305,7 +307,7 @@ def test_a_token_is_shown_and_never_run(page: Page, served: list[View]) -> None:
     hover(page, 0.6, 0.5)
 
 
-def test_a_picture_of_what_is_seen_is_saved(page: Page, served: list[View], tmp_path: Path) -> None:
+def test_what_is_shown_is_saved_as_a_png(page: Page, served: list[Server], tmp_path: Path) -> None:
     opened(page, served, a_map(40), at="#page=head")
     loaded(page)
     with page.expect_download() as waiting:
@@ -322,9 +324,9 @@ def test_an_exported_page_opens_from_a_disk(
     from manyheads.viewer import export
 
     if folder:
-        monkeypatch.setattr(export, "PAGE", 10_000.0)
+        monkeypatch.setattr(export, "PAGE_BYTES", 10_000.0)
     amap = a_map(300)
-    planned(Gallery(amap), tmp_path / "page.html", heads=[1]).write()
+    plan_export(Api(amap), tmp_path / "page.html", heads=[1]).write()
     page.goto(f"file://{tmp_path}/page.html#page=head")
     loaded(page)
     page.keyboard.press("1")
@@ -341,22 +343,22 @@ def test_an_exported_page_opens_from_a_disk(
     )
 
 
-def test_a_wrong_link_of_somebody_s_own_shows_what_can_be_shown(page: Page, served: list[View]) -> None:
+def test_a_link_with_wrong_values_shows_the_nearest_valid_ones(page: Page, served: list[Server]) -> None:
     opened(
         page,
         served,
         a_map(20),
-        at="#page=head&head=99&layer=-4&run=x&view=a,b,c&pin=1&how=sum&batch=7&theme=blue",
+        at="#page=head&head=99&layer=-4&run=x&view=a,b,c&pin=1&pooling=sum&batch=7&theme=blue",
     )
     loaded(page)
     expect(page.locator(".pane-title")).to_have_text("layer 0: attention, head 1")
 
 
-def test_a_server_that_has_ended_is_told_in_a_sentence(browser: Browser, served: list[View]) -> None:
+def test_a_closed_server_is_reported(browser: Browser, served: list[Server]) -> None:
     page = browser.new_page()
     opened(page, served, a_map(3_000), at="#page=head")
     loaded(page)
     served.pop().close()
     page.keyboard.press("1")
-    expect(page.locator(".banner")).to_contain_text("the viewer doesn't answer any more")
+    expect(page.locator(".banner")).to_contain_text("The viewer doesn't respond")
     page.close()

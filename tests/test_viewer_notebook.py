@@ -1,4 +1,4 @@
-"""The viewer in a notebook: a page of its own for small maps, a widget for larger ones, in JupyterLab."""
+"""The viewer in a notebook: a page for small maps, a widget for larger ones, and both in JupyterLab."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 from waiting import HANG, wait_until
 
 import manyheads as mh
-from manyheads.viewer import notebook
-from manyheads.viewer.gallery import Gallery
+from manyheads.viewer import widget as module
+from manyheads.viewer.api import Api
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,11 +48,11 @@ def _no_worker_is_left() -> Iterator[None]:
 
 
 class Sent(list[tuple[dict[str, Any], list[bytes]]]):
-    """What a widget sends, which comes from its worker."""
+    """The messages that a widget sends from its worker's thread."""
 
     def of(self, view: str, number: int) -> tuple[dict[str, Any], list[bytes]]:
         def found() -> list[tuple[dict[str, Any], list[bytes]]]:
-            return [one for one in list(self) if (one[0]["view"], one[0]["number"]) == (view, number)]
+            return [sent for sent in list(self) if (sent[0]["view"], sent[0]["number"]) == (view, number)]
 
         wait_until(lambda: found() != [])
         return found()[0]
@@ -60,17 +60,17 @@ class Sent(list[tuple[dict[str, Any], list[bytes]]]):
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, mh.AttentionMap, Sent]]:
-    """A widget, its map, and what it sends."""
-    monkeypatch.setattr(notebook, "SMALL", 0)
+    """A widget, its map, and its messages."""
+    monkeypatch.setattr(module, "EMBEDDED_BYTES", 0)
     amap, sent = a_map(), Sent()
-    widget = notebook.shown(Gallery(amap))
+    widget = module.display(Api(amap))
     monkeypatch.setattr(widget, "send", lambda message, buffers=(): sent.append((message, list(buffers))))
     yield widget, amap, sent
     widget.close()
 
 
 def test_a_small_map_is_a_page_in_a_frame_with_a_picture_behind_it() -> None:
-    bundle = notebook.shown(Gallery(a_map().labelled(WORDS)))._repr_mimebundle_()
+    bundle = module.display(Api(a_map().labelled(WORDS)))._repr_mimebundle_()
 
     assert set(bundle) == {"text/html", "text/plain", "image/png"}
     assert bundle["image/png"].startswith(b"\x89PNG")
@@ -85,7 +85,7 @@ def test_a_small_map_is_a_page_in_a_frame_with_a_picture_behind_it() -> None:
     )
 
 
-def test_a_large_one_is_a_widget_with_a_picture_beside_it(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
+def test_a_large_map_is_a_widget_with_a_picture_beside_it(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
     widget, *_ = large
 
     bundle = widget._repr_mimebundle_()
@@ -96,20 +96,20 @@ def test_a_large_one_is_a_widget_with_a_picture_beside_it(large: tuple[Any, mh.A
     assert bundle["text/plain"] == "a viewer of attention"
 
 
-def test_what_would_take_long_to_draw_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "DRAWN", 10)
+def test_a_very_large_map_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PICTURE_WEIGHTS", 10)
 
-    bundle = notebook.shown(Gallery(a_map()))._repr_mimebundle_()
+    bundle = module.display(Api(a_map()))._repr_mimebundle_()
 
     assert set(bundle) == {"text/html", "text/plain"}
     assert "<img" not in bundle["text/html"]
 
 
-def test_a_message_is_answered_to_the_view_that_asked(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
+def test_an_answer_names_the_view_that_requested_it(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
     widget, amap, sent = large
 
     for view, place in (("a", "5/2"), ("b", "7/3")):
-        widget._heard(widget, {"view": view, "number": 0, "address": f"value/0/0/1/{place}/0"}, [])
+        widget._receive(widget, {"view": view, "number": 0, "address": f"weight/0/0/1/{place}/0"}, [])
 
     for view, i, j in (("a", 5, 2), ("b", 7, 3)):
         message, (answer,) = sent.of(view, 0)
@@ -118,50 +118,50 @@ def test_a_message_is_answered_to_the_view_that_asked(large: tuple[Any, mh.Atten
 
 
 @pytest.mark.parametrize(
-    ("address", "words"), [("nowhere", "nothing at"), ("value/0/0/9/0/0/0", "head must lie")]
+    ("address", "words"), [("nowhere", "Unknown address"), ("weight/0/0/9/0/0/0", "Expected head between")]
 )
-def test_a_wrong_address_is_answered_with_a_sentence(
+def test_a_wrong_address_is_answered_with_an_error(
     large: tuple[Any, mh.AttentionMap, Sent], address: str, words: str
 ) -> None:
     widget, _, sent = large
 
-    widget._heard(widget, {"view": "a", "number": 3, "address": address}, [])
+    widget._receive(widget, {"view": "a", "number": 3, "address": address}, [])
 
     message, buffers = sent.of("a", 3)
     assert words in message["error"]
     assert not buffers
 
 
-def test_what_is_dropped_is_not_answered(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
+def test_a_cancelled_request_is_not_answered(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
     widget, _, sent = large
-    widget._heard(widget, {"view": "a", "number": 0, "address": "runs"}, [])
+    widget._receive(widget, {"view": "a", "number": 0, "address": "runs"}, [])
     sent.of("a", 0)
     begin = threading.Event()
-    widget._gallery.desk.ask(begin.wait, -1)
-    widget._heard(widget, {"view": "a", "number": 1, "address": "runs"}, [])
+    widget._api.worker.submit(begin.wait, -1)
+    widget._receive(widget, {"view": "a", "number": 1, "address": "runs"}, [])
 
-    widget._heard(widget, {"view": "a", "number": 1, "dropped": True}, [])
-    widget._heard(widget, {"view": "a", "number": 2, "dropped": True}, [])  # never asked
+    widget._receive(widget, {"view": "a", "number": 1, "cancelled": True}, [])
+    widget._receive(widget, {"view": "a", "number": 2, "cancelled": True}, [])  # never requested
     begin.set()
-    widget._heard(widget, {"view": "a", "number": 3, "address": "runs"}, [])
+    widget._receive(widget, {"view": "a", "number": 3, "address": "runs"}, [])
 
     sent.of("a", 3)
     assert [message["number"] for message, _ in sent] == [0, 3]
 
 
-def test_its_worker_is_there_while_somebody_looks(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
+def test_the_worker_runs_while_a_view_is_open(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
     widget, _, sent = large
     before = workers()
     for view in "ab":
-        widget._heard(widget, {"view": view, "number": 0, "address": "runs"}, [])
+        widget._receive(widget, {"view": view, "number": 0, "address": "runs"}, [])
         sent.of(view, 0)
     assert workers() == before + 1
 
-    widget._heard(widget, {"view": "a", "left": True}, [])
-    assert workers() == before + 1  # b looks still
-    widget._heard(widget, {"view": "b", "left": True}, [])
+    widget._receive(widget, {"view": "a", "closed": True}, [])
+    assert workers() == before + 1  # view b is still open
+    widget._receive(widget, {"view": "b", "closed": True}, [])
     assert workers() == before
-    widget._heard(widget, {"view": "c", "number": 0, "address": "runs"}, [])
+    widget._receive(widget, {"view": "c", "number": 0, "address": "runs"}, [])
     sent.of("c", 0)
     assert workers() == before + 1
     widget.close()
@@ -169,41 +169,41 @@ def test_its_worker_is_there_while_somebody_looks(large: tuple[Any, mh.Attention
 
 
 def test_without_anywidget_a_large_map_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "SMALL", 0)
+    monkeypatch.setattr(module, "EMBEDDED_BYTES", 0)
     monkeypatch.setitem(sys.modules, "anywidget", None)
-    notebook._widget.cache_clear()
+    module._widget_class.cache_clear()
 
     with pytest.raises(
         ImportError, match=r"anywidget, which isn't installed\. Run pip install '\.\[view\]' in a clone"
     ):
-        notebook.shown(Gallery(a_map()))
+        module.display(Api(a_map()))
 
 
-def test_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not notebook.here()
+def test_a_terminal_is_not_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not module.in_notebook()
     monkeypatch.setitem(sys.modules, "IPython", None)
-    assert not notebook.here()
+    assert not module.in_notebook()
 
 
-def test_ipython_without_a_kernel_is_no_notebook() -> None:
+def test_ipython_without_a_kernel_is_not_a_notebook() -> None:
     code = (
         "from IPython.core.interactiveshell import InteractiveShell; InteractiveShell.instance(); "
-        "from manyheads.viewer import notebook; print(notebook.here())"
+        "from manyheads.viewer import widget; print(widget.in_notebook())"
     )
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=True
     )
-    assert told.stdout.strip() == "False"
+    assert done.stdout.strip() == "False"
 
 
-def test_nbconvert_writes_the_page_and_where_there_is_no_kernel_the_picture(
+def test_nbconvert_writes_the_page_and_the_picture_of_a_widget(
     large: tuple[Any, mh.AttentionMap, Sent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nbconvert import HTMLExporter
 
     widget, amap, _ = large
     monkeypatch.undo()
-    small = notebook.shown(Gallery(amap))
+    small = module.display(Api(amap))
     cells = []
     for one in (small, widget):
         bundle = one._repr_mimebundle_()
@@ -241,7 +241,7 @@ print("weights:", [small[0, 1].flatten().tolist(), large[0, 1, 2000:2020, 850:88
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[str]:
-    """The address of a JupyterLab that knows nothing of this machine's, with a notebook in it."""
+    """The address of a JupyterLab with folders of its own and a notebook in it."""
     if importlib.util.find_spec("jupyterlab") is None:
         pytest.skip("jupyterlab isn't installed")
     if CHROMIUM is None:
@@ -249,7 +249,11 @@ def lab(tmp_path: Path) -> Iterator[str]:
     folders = {name: tmp_path / name for name in ("config", "data", "runtime", "ipython", "home", "books")}
     for folder in folders.values():
         folder.mkdir()
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}  # else it is asked for
+    kernel = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }  # else JupyterLab asks for one
     book = new_notebook(cells=[new_code_cell(cell) for cell in CELLS], metadata={"kernelspec": kernel})
     nbformat.write(book, folders["books"] / "book.ipynb")
     with socket.socket() as free:
@@ -275,7 +279,7 @@ def lab(tmp_path: Path) -> Iterator[str]:
         "HOME": str(folders["home"]),
         "OMP_NUM_THREADS": "1",
     }
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where its kernel's Python is
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of its kernel's Python
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(
@@ -319,24 +323,25 @@ class Book:
         self.page.evaluate("([name, given]) => void jupyterapp.commands.execute(name, given)", [name, given])
 
     def run(self) -> dict[str, Any]:
-        """Run all cells; what the last one printed."""
+        """Run all cells and return what the last one printed."""
         self.command("notebook:clear-all-cell-outputs")
         self.command("notebook:run-all-cells")
-        told = self.output(4).locator("pre")
-        told.filter(has_text="weights:").wait_for()
+        printed = self.output(4).locator("pre")
+        printed.filter(has_text="weights:").wait_for()
         return {
-            name: json.loads(value) for name, value in (x.split(": ") for x in told.inner_text().splitlines())
+            name: json.loads(value)
+            for name, value in (x.split(": ") for x in printed.inner_text().splitlines())
         }
 
     def output(self, cell: int) -> Any:
         return self.cells.nth(cell).locator(".jp-OutputArea-output")
 
     def read(self, viewer: Any) -> tuple[int, int, float]:
-        """Enter head 1, turn the wheel until single weights are seen, and read the one under the pointer."""
+        """Open head 1, zoom to single weights with the wheel, and return the one under the pointer."""
         viewer.locator(".card").nth(1).scroll_into_view_if_needed()
         viewer.locator(".card").nth(1).click()
         plot, reading = viewer.locator(".map"), viewer.locator(".reading")
-        viewer.locator('.note[data-missing="0"][data-whole="true"]').wait_for()
+        viewer.locator('.note[data-missing="0"][data-complete="true"]').wait_for()
         plot.scroll_into_view_if_needed()
         box = plot.bounding_box()
         plot.hover(position={"x": box["width"] * 0.4, "y": box["height"] * 0.7})
@@ -344,7 +349,7 @@ class Book:
             self.page.mouse.wheel(0, -400)
             wait_until_painted(self.page)
         viewer.locator('.reading[data-exact="true"]').wait_for()
-        found = reading.evaluate("one => ({...one.dataset})")
+        found = reading.evaluate("element => ({...element.dataset})")
         return int(found["query"]), int(found["key"]), float(found["weight"])
 
 
@@ -362,25 +367,25 @@ def book(lab: str) -> Iterator[Book]:
     assert not wrong
 
 
-def test_in_jupyterlab_maps_are_read_switched_and_left(book: Book) -> None:
+def test_viewers_in_jupyterlab_read_weights_take_keys_and_follow_the_theme(book: Book) -> None:
     small, large = book.output(0).frame_locator("iframe"), book.output(1).locator(".manyheads")
     other, seen = book.output(3).locator(".manyheads"), book.output(2).frame_locator("iframe")
 
-    told = book.run()
-    assert told["workers"] <= 2  # of the two widgets; pages have none
-    little, big = told["weights"]
+    result = book.run()
+    assert result["workers"] <= 2  # of the two widgets; pages have none
+    little, big = result["weights"]
     i, j, weight = book.read(small)
     assert weight == little[i * 12 + j]
     i, j, weight = book.read(large)
     assert weight == big[i - 2000][j - 850]
 
-    # keys are the viewer's and not the notebook's, also when what had the focus is gone
+    # The viewer takes the keys, not the notebook, also when the focused element was replaced.
     large.locator(".map").click()
     for key in "]abxmdlo":
         book.page.keyboard.press(key)
         wait_until_painted(book.page)
     assert book.cells.count() == len(CELLS)
-    assert large.locator("#how").inner_text() == "mean"
+    assert large.locator("#pooling").inner_text() == "mean"
     assert large.locator("#scale").inner_text() == "logarithmic"
     large.locator("#page-head").click()
     assert large.locator(".choose-head").input_value() == "2"
@@ -390,14 +395,14 @@ def test_in_jupyterlab_maps_are_read_switched_and_left(book: Book) -> None:
     large.locator(".token").nth(40).hover()
     large.locator('.beside[data-token="40"] .value').first.wait_for()
 
-    # another viewer is none of its business
+    # Other viewers are unchanged.
     other.scroll_into_view_if_needed()
-    assert other.locator("#how").inner_text() == "maximum"
+    assert other.locator("#pooling").inner_text() == "maximum"
     assert other.locator("#page-overview").get_attribute("aria-pressed") == "true"
     seen.locator("#page-text").click()
     seen.locator(".token").nth(3).wait_for()
 
-    # both follow the notebook's theme
+    # Both kinds follow the notebook's theme.
     for theme in ("dark", "light"):
         book.command("apputils:change-theme", theme=f"JupyterLab {theme.title()}")
         book.page.locator(f'body[data-jp-theme-name="JupyterLab {theme.title()}"]').wait_for(state="attached")
@@ -406,5 +411,5 @@ def test_in_jupyterlab_maps_are_read_switched_and_left(book: Book) -> None:
         other.and_(book.page.locator(f'[data-theme="{theme}"]')).wait_for(state="attached")
         small.locator(f'body[data-theme="{theme}"]').wait_for(state="attached")
 
-    # cells that run again leave no workers behind
+    # Running the cells again leaves no workers behind.
     assert book.run()["workers"] <= 2

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
-import_module(f"{__name__}.startup")  # which notes what it must before torch is imported
+import_module(f"{__name__}.startup")  # it records facts about the process before torch is imported
 
 TYPE_CHECKING = False  # typing's own constant takes 10 ms to import
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ _MODULES = {
     for name in names
 }  # fmt: skip
 
-if not TYPE_CHECKING:  # a type checker that saw it would accept any name
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import a public name or a submodule at its first use."""
@@ -107,7 +107,7 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept any name
 
 
 def __dir__() -> list[str]:
-    """Return the public names too that aren't imported yet."""
+    """Return all public names, also those that aren't imported yet."""
     return sorted({*globals(), *__all__})
 
 

@@ -25,7 +25,7 @@ def main() -> None:
     """Run the command line."""
     handle_interrupts()
     if isinstance(sys.stdout, io.TextIOWrapper):  # None where it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # for what ASCII doesn't have
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that ASCII doesn't have
         if not sys.stdout.isatty():
             sys.stdout = outlive_reader(sys.stdout)
     try:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def finish(code: int) -> NoReturn:
-    """End the process as Python does, without the last step, where SIGINT would give another code."""
+    """End the process as Python does, but without the last step, in which SIGINT would change the code."""
     if signal.getsignal(signal.SIGINT) is interrupt:
         signal.signal(signal.SIGINT, leave)
     for thread in threading.enumerate():
@@ -79,7 +79,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def leave(*_: object) -> NoReturn:
-    """End the process now, without a word."""
+    """End the process now, without any output."""
     if sys.stderr is not None and sys.stderr.isatty():
         os.write(sys.stderr.fileno(), b"\x1b[?25h")  # the cursor, which a progress bar hides
     os._exit(INTERRUPTED)
@@ -96,7 +96,7 @@ class Pipe(io.FileIO):
     """A file that discards what is written to it once its reader has gone, as `| head` does."""
 
     def write(self, data: Any) -> int:
-        """Write some bytes, and return how many are done with."""
+        """Write some bytes, and return their number, also if the reader has gone."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -104,7 +104,7 @@ class Pipe(io.FileIO):
 
 
 def outlive_reader(output: io.TextIOWrapper) -> io.TextIOWrapper:
-    """Return a file that writes where `output` writes, for as long as somebody reads it."""
+    """Return a file that writes to `output`, and discards what is written after its reader has gone."""
     pipe = Pipe(output.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
         pipe if output.write_through else io.BufferedWriter(pipe),  # unbuffered by `python -u`

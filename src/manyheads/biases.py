@@ -119,10 +119,10 @@ class ALiBi(Bias):
                 [real(x, "a slope in ALiBi", math.isfinite, "a finite number") for x in slopes]
             )
         if not isinstance(slopes, Tensor):
-            raise TypeError(f"ALiBi takes a number of heads or slopes [h], and {kind(slopes)} came.")
+            raise TypeError(f"Expected a number of heads or slopes [h] for ALiBi, got {kind(slopes)}.")
         if slopes.dim() != 1 or not slopes.is_floating_point():
             raise TypeError(
-                f"ALiBi takes a number of heads or slopes [h], and {kind(slopes)} {sizes(slopes)} came."
+                f"Expected a number of heads or slopes [h] for ALiBi, got {kind(slopes)} {sizes(slopes)}."
             )
         _finite(slopes, "ALiBi's slopes")
         object.__setattr__(self, "slopes", slopes)
@@ -152,9 +152,9 @@ class Relative(Bias):
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or not self.table.is_floating_point():
-            raise TypeError(f"Relative takes a table [h, 2n + 1] of floats, and {kind(self.table)} came.")
+            raise TypeError(f"Expected a table [h, 2n + 1] of floats for Relative, got {kind(self.table)}.")
         if self.table.dim() != 2 or self.table.shape[1] % 2 == 0:
-            raise ValueError(f"Relative takes a table [h, 2n + 1], and {sizes(self.table)} came.")
+            raise ValueError(f"Expected a table [h, 2n + 1] for Relative, got {sizes(self.table)}.")
         _finite(self.table, "Relative's table")
 
     @classmethod
@@ -205,14 +205,14 @@ class Dense(Bias):
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor) or not self.values.is_floating_point():
             raise TypeError(
-                f"Dense takes a tensor of floats, and {kind(self.values)} came; a boolean mask is "
+                f"Expected a tensor of floats for Dense, got {kind(self.values)}; a boolean mask is "
                 "Keep(t) or Drop(t)."
             )
         if self.values.dim() > 4:
-            raise ValueError(f"Dense takes what broadcasts to [b, h, t, s], and {sizes(self.values)} came.")
+            raise ValueError(f"Expected what broadcasts to [b, h, t, s] for Dense, got {sizes(self.values)}.")
         if can_read(self.values) and not bool((self.values < torch.inf).all()):
             what = "NaN" if bool(self.values.isnan().any()) else "+inf"
-            raise ValueError(f"Dense may hold finite numbers and -inf (masked), and {what} came.")
+            raise ValueError(f"Expected finite numbers or -inf (masked) in Dense, got {what}.")
 
     def _four(self, tensor: Tensor) -> Tensor:
         return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -247,4 +247,4 @@ class Dense(Bias):
 
 def _finite(tensor: Tensor, name: str) -> None:
     if can_read(tensor) and not bool(tensor.isfinite().all()):
-        raise ValueError(f"{name} must be finite, and {tensor.flatten().tolist()[:8]} came.")
+        raise ValueError(f"Expected {name} to be finite, got {tensor.flatten().tolist()[:8]}.")

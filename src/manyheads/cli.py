@@ -1,7 +1,7 @@
-"""The commands. Each is a thin layer over functions that can be called from Python.
+"""The commands, each a thin layer over functions that can be called from Python.
 
-Exit codes of every command: 0 done, 1 a check failed, 2 wrong use or input, 130 interrupted.
-A command imports what it needs when it runs, so that `manyheads --help` is quick.
+Exit codes: 0 success, 1 a check failed, 2 invalid use or input, 130 interrupted. A command imports its
+modules when it runs, so that `manyheads --help` is fast.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from manyheads import __version__
 
 if TYPE_CHECKING:
-    from manyheads.viewer.gallery import Gallery
+    from manyheads.viewer.api import Api
 
 app = typer.Typer(
     name="manyheads",
@@ -34,6 +36,16 @@ def path(text: str) -> Path:
     if not text:
         raise typer.BadParameter("Expected a path, got ''. Use . for the current folder.")
     return Path(text)
+
+
+def option(metavar: str, help: str, default: str | bool = True, **more: Any) -> Any:
+    """Return an option, whose default is shown as `default` if that is a text."""
+    return typer.Option(metavar=metavar, help=help, show_default=default, **more)
+
+
+def file_option(metavar: str, help: str) -> Any:
+    """Return an option whose value is a path."""
+    return typer.Option(metavar=metavar, parser=path, help=help)
 
 
 def utf8(text: str) -> str:
@@ -65,29 +77,23 @@ def manyheads(
 def show(
     text: Annotated[str | None, typer.Argument(help="Text to read.")] = None,
     text_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Read the text from a file (- for standard input).")
+        str | None, option("FILE", "Read the text from a file (- for standard input).")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", parser=path, help="Folder for the pictures.")] = Path(
-        "manyheads-out"
-    ),
-    layer: Annotated[
-        int | None, typer.Option(metavar="N", help="Layer to show in detail, counted from 0.")
-    ] = None,
-    head: Annotated[
-        int | None, typer.Option(metavar="N", help="Head to show in detail, counted from 0.")
-    ] = None,
+    out: Annotated[Path, file_option("DIR", "Folder for the pictures.")] = Path("manyheads-out"),
+    layer: Annotated[int | None, option("N", "Layer to show in detail, counted from 0.")] = None,
+    head: Annotated[int | None, option("N", "Head to show in detail, counted from 0.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME_OR_PATH",
-            help="Model: the folder of a checkpoint, or a Hugging Face model (its folder, or its name in the "
+        option(
+            "NAME_OR_PATH",
+            "Model: the folder of a checkpoint, or a Hugging Face model (its folder, or its name in the "
             "local cache). The default is the model that ships with manyheads.",
         ),
     ] = None,
     no_mask: Annotated[
         bool, typer.Option("--no-mask", help="Also show the head with the same q and k and no mask.")
     ] = False,
-    format: Annotated[str, typer.Option(metavar="png|svg|pdf", help="Format of the pictures.")] = "png",
+    format: Annotated[str, option("png|svg|pdf", "Format of the pictures.")] = "png",
     json: Annotated[bool, typer.Option("--json", help="Print only JSON: findings and head scores.")] = False,
     truncate: Annotated[
         bool,
@@ -101,10 +107,7 @@ def show(
         ),
     ] = False,
     save: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", parser=path, help="Save the maps for `manyheads view` and manyheads.open_run."
-        ),
+        Path | None, file_option("FILE", "Save the maps for `manyheads view` and manyheads.open_run.")
     ] = None,
     browser: Annotated[bool, typer.Option("--open", help="Open the maps in the interactive viewer.")] = False,
 ) -> None:
@@ -112,39 +115,39 @@ def show(
 
     Prints findings as sentences, a table of head scores and a heat map, and draws pictures.
     """
-    from manyheads import show
     from manyheads.files import file_for, folder_for
+    from manyheads.text import report, terminal
 
     if browser and json:
-        raise ValueError("--json prints and ends, and --open serves a page until it is interrupted: use one.")
+        raise ValueError("Expected --json or --open, got both.")
     if browser:
         from manyheads import viewer
 
         viewer.require_server()
-    show.format_of(format)
-    given = show.text_of(text, text_file)
+    report.check_format(format)
+    given = report.read_text(text, text_file)
     run = None if save is None else file_for(save, "--save")
-    with show.progress() as bar:
-        reading = show.read(given, model, truncate=truncate, long=long, bar=bar)
-    chosen = show.pick(reading, layer, head)
+    with terminal.progress() as progress:
+        reading = report.read(given, model, truncate=truncate, long=long, progress=progress)
+    chosen = report.choose_head(reading, layer, head)
     folder = folder_for(out, "--out")
     if run is not None:
-        show.save(reading, run)
-    with show.busy("measuring"):
-        show.measure(reading)
+        report.save(reading, run)
+    with terminal.busy("measuring"):
+        _ = reading.scores, reading.uniform  # which are kept
     if not json:
-        show.words(reading, *chosen, masked=not no_mask)
-    with show.busy("drawing"):
-        files = show.write(show.pictures(reading, *chosen, masked=not no_mask), folder, format)
+        terminal.show(reading, *chosen, masked=not no_mask)
+    with terminal.busy("drawing"):
+        files = report.write(report.draw(reading, *chosen, masked=not no_mask), folder, format)
     files += [] if run is None else [run]
     if json:
-        show.machine(reading, *chosen, files, masked=not no_mask)
+        print(report.to_json(reading, *chosen, files, masked=not no_mask))
     else:
-        show.named(files)
+        terminal.list_files(files)
     if browser:
-        from manyheads.viewer.gallery import Gallery
+        from manyheads.viewer.api import Api
 
-        serve(Gallery(reading.seen))
+        serve(Api(reading.recording))
 
 
 @app.command()
@@ -157,135 +160,93 @@ def view(
             help="Saved maps (of Recording.save or show --save); several to compare.",
         ),
     ],
-    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on (0 picks a free one).")] = 0,
+    port: Annotated[int, option("N", "Port to listen on (0 picks a free one).")] = 0,
     browser: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
     export: Annotated[
-        Path | None,
-        typer.Option(metavar="PAGE.html", parser=path, help="Write a page to this file instead of serving."),
+        Path | None, file_option("PAGE.html", "Write a page to this file instead of serving.")
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option(metavar="N", help="Layer to export, counted from 0. The default is all.")
-    ] = None,
+    layer: Annotated[int | None, option("N", "Layer to export, counted from 0. The default is all.")] = None,
     head: Annotated[
         list[int] | None,
-        typer.Option(metavar="N", help="Head to export, counted from 0. Repeatable. The default is all."),
+        option("N", "Head to export, counted from 0. Repeatable. The default is all."),
     ] = None,
 ) -> None:
     """Open saved attention maps in the interactive viewer."""
     from rich.progress import Progress
 
-    from manyheads.viewer.gallery import Gallery
+    from manyheads.viewer.api import Api
 
     if export is None and (layer is not None or head):
-        raise ValueError("--layer and --head say what to --export: the page shows every head.")
+        raise ValueError("Expected --layer and --head with --export only: the viewer shows every head.")
     if export is None:
         from manyheads import viewer
 
         viewer.require_server()
-        serve(Gallery(*runs), port, browser)
+        serve(Api(*runs), port, browser)
         return
     from manyheads.files import file_for
-    from manyheads.viewer.export import planned
+    from manyheads.viewer.export import plan_export
 
-    plan = planned(Gallery(*runs), export, layer, head)
+    plan = plan_export(Api(*runs), export, layer, head)
     file_for(export, "--export")
-    print(plan.told, flush=True)
+    print(plan.description, flush=True)
     with Progress(transient=True) as progress:
         task = progress.add_task("exporting", total=1.0)
         files = plan.write(lambda share: progress.update(task, completed=share))
     print(f"wrote {' and '.join(map(str, files))}")
 
 
-def serve(gallery: Gallery, port: int = 0, browser: bool = True) -> None:
-    """Show a gallery until interrupted."""
-    from manyheads.viewer import View
+def serve(api: Api, port: int = 0, browser: bool = True) -> None:
+    """Open the viewer and serve it until interrupted."""
+    from manyheads.viewer import require_server
 
-    shown = View.served(gallery, port)
-    opened = browser and shown.open()
-    print(f"{'opened' if opened else 'open this link in a browser:'} {shown.url}\nCtrl-C ends it", flush=True)
+    server = require_server()(api, port)
+    opened = browser and server.open_browser()
+    print(
+        f"{'opened' if opened else 'open this link in a browser:'} {server.url}\nCtrl-C ends it", flush=True
+    )
     try:
-        shown.wait()
+        server.wait()
     finally:
-        shown.close()
+        server.close()
 
 
 @app.command()
 def train(
-    out: Annotated[Path, typer.Option(metavar="DIR", parser=path, help="Folder of the run.")],
+    command: typer.Context,
+    out: Annotated[Path, file_option("DIR", "Folder of the run.")],
     data: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="PATH", parser=path, help="Text file, or folder of text files. Repeatable."),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            show_default="3000",
-            help="Optimizer steps; with --resume, the step to continue to.",
-        ),
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(metavar="N", show_default="512", help="Longest sequence, in tokens.")
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(metavar="N", show_default="4", help="Transformer layers.")
-    ] = None,
-    heads: Annotated[
-        int | None, typer.Option(metavar="N", show_default="6", help="Attention heads per layer.")
-    ] = None,
-    embed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", show_default="192", help="Model width (embedding size), a multiple of 4 * heads."
-        ),
-    ] = None,
-    hidden: Annotated[
-        int | None,
-        typer.Option(metavar="N", show_default="7/3 of --embed", help="Width of the feed-forward layers."),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", show_default="3072", help="Largest number of tokens, 257 to 1048576."),
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(metavar="N", show_default="8", help="Sequences per step.")
-    ] = None,
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(metavar="X", show_default="0.002", help="Highest learning rate, at most 1."),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="N", show_default="0", help="Random seed of weights, batches and dropout."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            show_default="cuda if there is one, else cpu",
-            help="Device: cpu, cuda, cuda:1 or mps.",
-        ),
+        list[Path] | None, file_option("PATH", "Text file, or folder of text files. Repeatable.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    steps: Annotated[
+        int | None, option("N", "Optimizer steps; with --resume, the step to continue to.", "3000")
+    ] = None,
+    context: Annotated[int | None, option("N", "Longest sequence, in tokens.", "512")] = None,
+    layers: Annotated[int | None, option("N", "Transformer layers.", "4")] = None,
+    heads: Annotated[int | None, option("N", "Attention heads per layer.", "6")] = None,
+    embed: Annotated[
+        int | None, option("N", "Model width (embedding size), a multiple of 4 * heads.", "192")
+    ] = None,
+    hidden: Annotated[int | None, option("N", "Width of the feed-forward layers.", "7/3 of --embed")] = None,
+    vocab_size: Annotated[
+        int | None, option("N", "Largest number of tokens, 257 to 1048576.", "3072")
+    ] = None,
+    batch_size: Annotated[int | None, option("N", "Sequences per step.", "8")] = None,
+    learning_rate: Annotated[float | None, option("X", "Highest learning rate, at most 1.", "0.002")] = None,
+    seed: Annotated[int | None, option("N", "Random seed of weights, batches and dropout.", "0")] = None,
+    device: Annotated[
+        str | None,
+        option("NAME", "Device: cpu, cuda, cuda:1 or mps.", "cuda if it is available, else cpu"),
+    ] = None,
 ) -> None:
     """Train a small language model on text. The default text is Python's own documentation."""
     from manyheads import lm
 
-    given = {
-        "steps": steps,
-        "context": context,
-        "layers": layers,
-        "heads": heads,
-        "embed": embed,
-        "hidden": hidden,
-        "vocab_size": vocab_size,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "seed": seed,
-        "device": device,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    lm.train(out, given, data or (), resume=resume)
+    options = {name: value for name, value in command.params.items() if value is not None}
+    for name in ("out", "data", "resume"):
+        options.pop(name, None)
+    lm.train(out, options, data or (), resume=resume)
 
 
 @app.command()
@@ -293,25 +254,16 @@ def generate(
     prompt: Annotated[str, typer.Argument(parser=utf8, help="Text to continue.")],
     model: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            parser=path,
-            help="Folder of a checkpoint. The default is the model that ships with manyheads.",
-        ),
+        file_option("DIR", "Folder of a checkpoint. The default is the model that ships with manyheads."),
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens to generate.")] = 100,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="Sampling temperature (0 is greedy).")
-    ] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Sample from the K most likely tokens.")
-    ] = None,
+    tokens: Annotated[int, option("N", "Maximum number of tokens to generate.")] = 100,
+    temperature: Annotated[float, option("T", "Sampling temperature (0 is greedy).")] = 0.8,
+    top_k: Annotated[int | None, option("K", "Sample from the K most likely tokens.")] = None,
     top_p: Annotated[
-        float,
-        typer.Option(metavar="P", help="Sample from the most likely tokens whose probabilities sum to P."),
+        float, option("P", "Sample from the most likely tokens whose probabilities sum to P.")
     ] = 1.0,
-    stop: Annotated[str | None, typer.Option(metavar="TEXT", help="Stop before this text.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
+    stop: Annotated[str | None, option("TEXT", "Stop before this text.")] = None,
+    seed: Annotated[int, option("N", "Random seed.")] = 0,
 ) -> None:
     """Continue a prompt with a language model."""
     from manyheads import lm
@@ -334,37 +286,27 @@ def check(
     ],
     like: Annotated[
         str | None,
-        typer.Option(
-            metavar="KIND",
-            help="Kind of attention: attention, self, cross, multihead, torch-mha, sdpa, hf, positional, "
-            "rotary or classic.MODULE.CLASS. Guessed by default.",
+        option(
+            "KIND",
+            "Kind of attention: attention, self, cross, multihead, torch-mha, sdpa, hf, positional, rotary "
+            "or classic.MODULE.CLASS. Guessed by default.",
         ),
     ] = None,
     init: Annotated[
-        str | None, typer.Option(metavar="ARGS", help="Constructor arguments, e.g. 'hidden=16, num_heads=4'.")
+        str | None, option("ARGS", "Constructor arguments, e.g. 'hidden=16, num_heads=4'.")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="ROLES", help="Names of the projection layers: q=a,k=b,v=c,o=d.")
+        str | None, option("ROLES", "Names of the projection layers: q=a,k=b,v=c,o=d.")
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(
-            metavar="batch|sequence", help="Layout of the inputs: batch is [b, t, e], sequence is [t, b, e]."
-        ),
+        option("batch|sequence", "Layout of the inputs: batch is [b, t, e], sequence is [t, b, e]."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", parser=path, help="Folder for a picture of the difference.")
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", parser=path, help="Write the report as JSON.")
-    ] = None,
-    junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=path, help="Write the report as JUnit XML.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of each call.")] = 60.0,
-    memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory limit of the process, e.g. 500M or 4G.")
-    ] = "4G",
+    out: Annotated[Path | None, file_option("DIR", "Folder for a picture of the difference.")] = None,
+    json: Annotated[Path | None, file_option("FILE", "Write the report as JSON.")] = None,
+    junit: Annotated[Path | None, file_option("FILE", "Write the report as JUnit XML.")] = None,
+    timeout: Annotated[float, option("SECONDS", "Time limit of each call.")] = 60.0,
+    memory: Annotated[str, option("SIZE", "Memory limit of the process, e.g. 500M or 4G.")] = "4G",
 ) -> None:
     """Check an attention implementation, and name its bugs.
 
@@ -387,12 +329,12 @@ def lessons(
     start: Annotated[bool, typer.Option("--start/--no-start", help="Start JupyterLab in the folder.")] = True,
 ) -> None:
     """Copy the four lessons to a folder and open them in JupyterLab. Existing files are kept."""
-    from manyheads import lessons
+    from manyheads.text import lessons
 
     made = lessons.copy(out)
-    print(f"{out}: {len(made)} files copied" if made else f"{out}: all files are there, and stay as they are")
+    print(f"{out}: {len(made)} files copied" if made else f"{out} has all files, which are kept")
     words = shlex.join(lessons.command(out))
-    if not lessons.startable():
+    if not lessons.can_start():
         print(f"to run them: pip install jupyterlab transformers && {words}")
     elif not start:
         print(f"to run them: {words}")
@@ -413,32 +355,24 @@ def kernels() -> None:
 def bench(
     kind: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="forward|causal|training|look|decode|layer|choice",
-            help="What to measure. Repeatable, except choice: it runs every kernel on a grid of cases and on "
-            "200 random ones, and prints those in which kernel='auto' is slower than the fastest.",
+        option(
+            "forward|causal|training|look|decode|layer|choice",
+            "What to measure. Repeatable, except choice: it runs every kernel on a grid of cases and on 200 "
+            "random ones, and prints those in which kernel='auto' is slower than the fastest.",
         ),
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="float32|bfloat16", help="Number format; float16 for choice. Repeatable."),
+        option("float32|bfloat16", "Number format; float16 for choice. Repeatable."),
     ] = None,
-    size: Annotated[list[int] | None, typer.Option(metavar="N", help="Head size. Repeatable.")] = None,
-    length: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Sequence length. Repeatable.")
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Measured runs of each, after a warm-up run.")
-    ] = 7,
+    size: Annotated[list[int] | None, option("N", "Head size. Repeatable.")] = None,
+    length: Annotated[list[int] | None, option("N", "Sequence length. Repeatable.")] = None,
+    rounds: Annotated[int, option("N", "Measured runs of each, after a warm-up run.", min=1)] = 7,
     seed: Annotated[
         int | None,
-        typer.Option(
-            min=0, metavar="N", help="Random seed of the cases of choice. The default is another in each run."
-        ),
+        option("N", "Random seed of the cases of choice. The default is another in each run.", min=0),
     ] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", parser=path, help="Folder for the table and the plot.")
-    ] = Path("manyheads-bench"),
+    out: Annotated[Path, file_option("DIR", "Folder for the table and the plot.")] = Path("manyheads-bench"),
 ) -> None:
     """Measure the speed of attention on this machine.
 
@@ -466,23 +400,32 @@ def bench(
     )
     folder = folder_for(out, "--out")
     results: list[bench.Result] = []
-    try:
+    with saved_if_interrupted(lambda: report.save(folder), results, len(todo)):
         report = bench.Report(bench.machine(), results)
         with Progress(transient=True) as progress:
             for problem in progress.track(todo, description="measuring"):
                 results.append(bench.measure(problem, rounds))
-                report.keep(folder)  # so that nothing is lost where it is killed
+                report.keep(folder)  # so that nothing is lost if the process is killed
         report.settle()
         files = report.save(folder)
-    except KeyboardInterrupt:
-        where = "nothing was measured"
-        if results:
-            where = f"written to {folder}: {', '.join(file.name for file in report.save(folder))}"
-        after = f"after {len(results)} of {len(todo)} problems"
-        print(f"manyheads: interrupted {after}, {where}", file=sys.stderr)
-        raise typer.Exit(130) from None
     print(report.markdown(), end="")
-    print(f"\nwritten to {folder}: {', '.join(file.name for file in files)}")
+    print(f"\nwritten to {list_names(files)}")
+
+
+@contextmanager
+def saved_if_interrupted(save: Callable[[], list[Path]], results: Sized, total: int) -> Iterator[None]:
+    """Save the results so far if the block is interrupted, and end with exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        where = f"written to {list_names(save())}" if results else "nothing was measured"
+        print(f"manyheads: interrupted after {len(results):,} of {total:,} cases, {where}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def list_names(files: list[Path]) -> str:
+    """Return the folder and the names of some files."""
+    return f"{files[0].parent}: {', '.join(file.name for file in files)}"
 
 
 def bench_choice(
@@ -505,28 +448,23 @@ def bench_choice(
     todo = choice.cases(dtypes, sizes, lengths, seed)
     folder = folder_for(out, "--out")
     report = choice.Report(describe_machine(), seed)
-    try:
-        with Progress(transient=True) as progress:
-            for case in progress.track(todo, description="measuring"):
-                report.keep(choice.measure(case, rounds), folder)
-            for _ in range(choice.AGAIN):
-                for outcome in progress.track(report.slower, description="measuring slower ones again"):
-                    outcome.improve(choice.measure(outcome.case, rounds * choice.THOROUGH))
-    except KeyboardInterrupt:
-        where = "nothing was measured"
-        if report.outcomes:
-            where = f"written to {folder}: {', '.join(file.name for file in report.save(folder))}"
-        after = f"after {len(report.outcomes):,} of {len(todo):,} cases"
-        print(f"manyheads: interrupted {after}, {where}", file=sys.stderr)
-        raise typer.Exit(130) from None
+    with (
+        saved_if_interrupted(lambda: report.save(folder), report.outcomes, len(todo)),
+        Progress(transient=True) as progress,
+    ):
+        for case in progress.track(todo, description="measuring"):
+            report.keep(choice.measure(case, rounds), folder)
+        for _ in range(choice.AGAIN):
+            for outcome in progress.track(report.slower, description="measuring slower ones again"):
+                outcome.improve(choice.measure(outcome.case, rounds * choice.THOROUGH))
     files = report.save(folder)
     print(report.text(), end="")
-    print(f"\nwritten to {folder}: {', '.join(file.name for file in files)}")
+    print(f"\nwritten to {list_names(files)}")
     raise typer.Exit(1 if report.slower else 0)
 
 
 def main() -> None:
-    """Run a command. Wrong input is one sentence on standard error and exit code 2."""
+    """Run a command. Invalid input gives one line on standard error and exit code 2."""
     try:
         app()
     except (ValueError, TypeError, OSError, ImportError) as error:

@@ -238,7 +238,7 @@ class _Writer:
                 "say what it keeps as a tensor, Keep(tensor), and take the map under that."
             )
         if word is None:
-            raise ValueError(f"a file can hold {', '.join(PARTS)}, and {kind(part)} came.")
+            raise ValueError(f"Expected one of {', '.join(PARTS)} in a file, got {kind(part)}.")
         if depth > DEPTH:
             raise ValueError(
                 f"its mask is nested more than {DEPTH} deep: say what it keeps as a tensor, Keep(tensor)."
@@ -253,7 +253,7 @@ class _Writer:
 
     def tensor(self, tensor: Tensor, name: str) -> dict[str, str]:
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, and {kind(tensor)} came.")
+            raise TypeError(f"Expected {name} to be a tensor, got {kind(tensor)}.")
         _check_tensor(name, CODES.get(tensor.dtype, str(tensor.dtype)), tensor.shape)
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device, where tensors hold no numbers.")
@@ -385,8 +385,8 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
     version = metadata.get("version", "")
     if metadata.get("format") != FORMAT or "run" not in metadata or not re.fullmatch("[1-9][0-9]*", version):
         raise ValueError(
-            f"{path} is a safetensors file, but not one of maps: manyheads marks its own, and "
-            f"{brief(dict(metadata)) if metadata else 'no mark'} came."
+            f"Expected {path} to be a file of maps, which manyheads marks, got a safetensors file with "
+            f"{brief(dict(metadata)) if metadata else 'no mark'}."
         )
     if version != str(VERSION):
         raise ValueError(
@@ -458,7 +458,7 @@ class _Reader:
     def part(self, tree: dict[str, Any], depth: int) -> Value:
         word, fields = tree["is"], {name: part for name, part in tree.items() if name != "is"}
         if not isinstance(word, str) or word not in PARTS:
-            raise ValueError(f"a mask or bias must be one of {', '.join(PARTS)}, and {brief(word)} came.")
+            raise ValueError(f"Expected a mask or bias to be one of {', '.join(PARTS)}, got {brief(word)}.")
         if depth > DEPTH:
             raise ValueError(f"its mask is nested more than {DEPTH} deep.")
         cls, schema = PARTS[word]
@@ -496,14 +496,14 @@ def _fields(
 ) -> dict[str, Any]:
     """The fields of a JSON object, read, which must be these and of these kinds."""
     if not isinstance(tree, dict) or tree.keys() != schema.keys():
-        came = f"{brief(list(tree))}" if isinstance(tree, dict) else brief(tree)
-        raise ValueError(f"{what} must give {', '.join(schema) or 'no fields'}, and {came} came.")
+        got = f"{brief(list(tree))}" if isinstance(tree, dict) else brief(tree)
+        raise ValueError(f"Expected {what} to have {', '.join(schema) or 'no fields'}, got {got}.")
     fields = {name: read(tree[name]) for name in schema}
     for name, kinds in schema.items():
         # True is an int to Python, and not here.
         if not isinstance(fields[name], kinds) or (isinstance(fields[name], bool) and bool not in kinds):
             wanted = " or ".join("null" if one is NONE else one.__name__ for one in kinds)
-            raise ValueError(f"the {brief(name)} of {what} must be {wanted}, and {brief(tree[name])} came.")
+            raise ValueError(f"Expected the {brief(name)} of {what} to be {wanted}, got {brief(tree[name])}.")
     return fields
 
 
@@ -525,17 +525,17 @@ def _check_calls(entries: Sequence[Entry]) -> None:
 def _check_names(names: Sequence[str] | Mapping[str, Any]) -> None:
     for name in names:
         if not isinstance(name, str) or not name.isprintable():
-            raise ValueError(f"a name must be text of printable characters, and {brief(name)} came.")
+            raise ValueError(f"Expected a name to be text of printable characters, got {brief(name)}.")
 
 
 def _check_tensor(name: str, code: str, shape: Sequence[int]) -> None:
     if code not in DTYPES:
-        raise ValueError(f"tensor {brief(name)} must be one of {', '.join(DTYPES)}, and {code} came.")
+        raise ValueError(f"Expected tensor {brief(name)} to be one of {', '.join(DTYPES)}, got {code}.")
     if len(shape) > AXES:
-        raise ValueError(f"tensor {brief(name)} must have at most {AXES} axes, and {len(shape)} came.")
+        raise ValueError(f"Expected tensor {brief(name)} to have at most {AXES} axes, got {len(shape)}.")
     if 0 in shape and max(shape) > LONGEST:
         raise ValueError(
-            f"tensor {brief(name)} is empty, so its axes must be at most {LONGEST}, and {list(shape)} came."
+            f"Expected axes of at most {LONGEST} for tensor {brief(name)}, which is empty, got {list(shape)}."
         )
 
 
@@ -545,14 +545,14 @@ def _check_map(problem: Problem, lse: Tensor) -> None:
     want = problem.shape[:2] + problem.shape[3:4]
     if tuple(lse.shape) != want or lse.dtype != problem.dtype:
         raise ValueError(
-            f"lse must be {problem.dtype}, [b, h, t] = {list(want)}, and {lse.dtype}, {sizes(lse)} came."
+            f"Expected lse to be {problem.dtype}, [b, h, t] = {list(want)}, got {lse.dtype}, {sizes(lse)}."
         )
 
 
 def _bounded(value: Any) -> Any:
     """A whole number within what positions may be; anything else as it is."""
     if isinstance(value, int) and abs(value) > FAR:
-        raise ValueError(f"whole numbers must lie between -2^60 and 2^60, and {brief(value)} came.")
+        raise ValueError(f"Expected a whole number between -2^60 and 2^60, got {brief(value)}.")
     return value
 
 
@@ -562,7 +562,7 @@ def _labels(tokens: Any) -> Tokens:
     lists = tokens if several else [tokens]
     for labels in lists:
         if not isinstance(labels, list | tuple) or not all(isinstance(label, str) for label in labels):
-            raise ValueError(f"tokens must be a list of text, or a list of such, and {brief(tokens)} came.")
+            raise ValueError(f"Expected tokens to be a list of text, or a list of such, got {brief(tokens)}.")
     return tuple(map(tuple, tokens)) if several else tuple(tokens)
 
 
@@ -574,14 +574,14 @@ def _fitting(tokens: Tokens, problem: Problem) -> Tokens:
         len(labels) != s for labels in (tokens if several else [tokens])
     ):
         counts = [len(labels) for labels in tokens] if several else len(tokens)
-        raise ValueError(f"tokens must be s = {s}, or b = {b} lists of them, and {brief(counts)} came.")
+        raise ValueError(f"Expected tokens to be s = {s}, or b = {b} lists of them, got {brief(counts)}.")
     return tokens
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     """A dictionary that JSON can say."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{where} must be a dictionary, and {brief(value)} came.")
+        raise TypeError(f"Expected {where} to be a dictionary, got {brief(value)}.")
     plain: dict[str, Any] = _plain(value, where)
     return plain
 
@@ -595,10 +595,10 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         return {name: _plain(part, f"{where}[{brief(name)}]", depth + 1) for name, part in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{where} must be a finite number, as JSON knows no other, and {value} came.")
+        raise ValueError(f"Expected {where} to be a finite number, as JSON knows no other, got {value}.")
     if value is None or isinstance(value, str | int | float):
         return _bounded(value)
     raise TypeError(
-        f"{where} must be text, a number, True, False, None, a list, or a dictionary with names of text, "
-        f"and {brief(value)} came."
+        f"Expected {where} to be text, a number, True, False, None, a list, or a dictionary with names of "
+        f"text, got {brief(value)}."
     )

@@ -159,7 +159,7 @@ def _asked(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduct
     """What can be computed ahead, by its key."""
     if statistics is not None and not isinstance(statistics, Mapping):
         raise TypeError(
-            f'statistics must be a dict, {{"entropy": (), "top": 8}}, and {kind(statistics)} came.'
+            f'Expected statistics to be a dict, {{"entropy": (), "top": 8}}, got {kind(statistics)}.'
         )
     for name in ("mass", "value_norms"):
         if name in (statistics or {}):

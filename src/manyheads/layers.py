@@ -162,7 +162,7 @@ class MultiHeadAttention(nn.Module):
         c = e if context_dim is None else whole(context_dim, "context_dim", least=1)
         if position is not None and not isinstance(position, Rotary):
             raise TypeError(
-                f"position must turn q and k, as Rotary does, and {kind(position)} came"
+                f"Expected position to rotate q and k, as Rotary does, got {kind(position)}"
                 ": an encoding such as Sinusoidal is added to the embeddings before the layer."
             )
         if position is not None and position.dim > d:
@@ -173,7 +173,7 @@ class MultiHeadAttention(nn.Module):
                 f"Whether the projections have a bias is projection_bias={bias}."
             )
         if bias is not None and not isinstance(bias, Bias):
-            raise TypeError(f"bias must be ALiBi, Relative or Dense, and {kind(bias)} came.")
+            raise TypeError(f"Expected bias to be ALiBi, Relative or Dense, got {kind(bias)}.")
         dropout = real(dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
         _check_projection_bias(projection_bias)
         self.kernel = kernels.check(kernel)
@@ -243,11 +243,11 @@ class MultiHeadAttention(nn.Module):
     def _inputs(self, x: Tensor, context: Tensor | None, mask: Mask | None, cache: Cache | None) -> Inputs:
         _check_input(x, self.embed, "x", "t")
         if context is None and self.context_dim != self.embed:
-            raise ValueError(f"this layer looks at a context [b, s, {self.context_dim}], and none came.")
+            raise ValueError(f"Expected a context [b, s, {self.context_dim}] for this layer, got none.")
         if context is not None and cache is not None:
-            raise ValueError("a cache holds the keys of x itself, and a context came too: pass one of them.")
+            raise ValueError("Expected a context or a cache, got both: a cache holds the keys of x itself.")
         if cache is not None and not isinstance(cache, Cache):
-            raise TypeError(f"cache must be a Cache, and {kind(cache)} came.")
+            raise TypeError(f"Expected cache to be a Cache, got {kind(cache)}.")
         source = x if context is None else context
         _check_input(source, self.context_dim, "context", "s")
         q = self._split(self.q(x), self.heads)  # [b, h, t, d]
@@ -301,7 +301,7 @@ class MultiHeadAttention(nn.Module):
         tensor.
         """
         if not isinstance(tensors, Mapping):
-            raise TypeError(f"load takes tensors by their names, a state dict, and {kind(tensors)} came.")
+            raise TypeError(f"Expected a state dict for load, tensors by their names, got {kind(tensors)}.")
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor) or tensor.dim() == 0:
                 raise TypeError(f"load takes tensors of one or two dimensions, and {name} is {kind(tensor)}.")
@@ -318,12 +318,12 @@ class MultiHeadAttention(nn.Module):
             sorted(set(_SEPARATE[::2]) - own.keys()),
         )
         if unknown or missing:
-            what = f"{', '.join(unknown)} came" if unknown else f"{', '.join(missing)} is missing"
+            what = f"got {', '.join(unknown)}" if unknown else f"{', '.join(missing)} is missing"
             raise ValueError(f"layout {layout!r} holds {_layout(layout).names}, and {what}.")
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:
                 raise ValueError(
-                    f"{name} must be {sizes(state[name])} in this layer, and {sizes(tensor)} came."
+                    f"Expected {name} to be {sizes(state[name])} in this layer, got {sizes(tensor)}."
                 )
         with torch.no_grad():
             for name, parameter in state.items():
@@ -368,7 +368,7 @@ def _norms(qk_norm: Callable[[int], nn.Module] | nn.Module | None, d: int) -> tu
         return qk_norm, deepcopy(qk_norm)
     if not callable(qk_norm):
         raise TypeError(
-            f"qk_norm must be a module or a function of d that makes one, and {kind(qk_norm)} came."
+            f"Expected qk_norm to be a module or a function of d that makes one, got {kind(qk_norm)}."
         )
     return qk_norm(d), qk_norm(d)
 
@@ -387,10 +387,10 @@ def _kernel_repr(kernel: str) -> str:
 
 def _check_input(x: Any, width: int, name: str, length: str) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor [b, {length}, {width}], and {kind(x)} came.")
+        raise TypeError(f"Expected {name} to be a tensor [b, {length}, {width}], got {kind(x)}.")
     check_dense(x, name, f"[b, {length}, {width}]")
     if x.dim() != 3 or x.shape[-1] != width:
-        raise ValueError(f"{name} must be [b, {length}, {width}], batch first, and {sizes(x)} came.")
+        raise ValueError(f"Expected {name} to be [b, {length}, {width}], batch first, got {sizes(x)}.")
 
 
 # -- layouts -----------------------------------------------------------------------------------------
@@ -512,7 +512,7 @@ def _unpack(layer: MultiHeadAttention, tensors: Weights, packed: Mapping[str, st
         rows = (h + 2 * g) * d
         if tensors[name].shape[0] != rows:
             raise ValueError(
-                f"{name} must have {rows} rows, those of q, k and v, and {sizes(tensors[name])} came."
+                f"Expected {name} to have {rows} rows, those of q, k and v, got {sizes(tensors[name])}."
             )
         for part, x in zip("qkv", tensors[name].split([h * d, g * d, g * d]), strict=True):
             own[f"{part}.{what}"] = x
@@ -539,5 +539,5 @@ _LAYOUTS: dict[str, _Layout] = {
 
 def _layout(name: str) -> _Layout:
     if name not in _LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(_LAYOUTS)}, and {name!r} came.")
+        raise ValueError(f"Expected layout to be one of {', '.join(_LAYOUTS)}, got {name!r}.")
     return _LAYOUTS[name]

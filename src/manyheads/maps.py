@@ -72,17 +72,17 @@ class AttentionMap:
         """
         if not isinstance(problem, Problem):
             raise TypeError(
-                f"a map is made of a Problem, and {kind(problem)} came: attention_with_map makes one."
+                f"Expected a Problem for a map, got {kind(problem)}: attention_with_map makes one."
             )
         if not isinstance(provenance or {}, Mapping):
-            raise TypeError(f"provenance must be a dict, and {kind(provenance)} came.")
+            raise TypeError(f"Expected provenance to be a dict, got {kind(provenance)}.")
         n = problem.shape
         if lse is not None and not isinstance(lse, Tensor):
-            raise TypeError(f"lse must be a tensor [b, h, t], and {kind(lse)} came.")
+            raise TypeError(f"Expected lse to be a tensor [b, h, t], got {kind(lse)}.")
         if lse is not None and lse.device != problem.q.device:
             raise ValueError(f"q is on {problem.q.device} and lse is on {lse.device}: move them together.")
         if lse is not None and tuple(lse.shape) != (n.b, n.h, n.t):
-            raise ValueError(f"lse must be [b, h, t] = [{n.b}, {n.h}, {n.t}], and {sizes(lse)} came.")
+            raise ValueError(f"Expected lse to be [b, h, t] = [{n.b}, {n.h}, {n.t}], got {sizes(lse)}.")
         problem = problem.detach().without_values()
         labels = None if tokens is None else labels_of(tokens, n.b, n.s)
         if lse is None and torch.compiler.is_compiling():  # what a graph gives is complete
@@ -180,7 +180,7 @@ class AttentionMap:
                 f"a map goes to a device or a dtype, and {place!r} is none here: {reason}."
             ) from None
         if device.type == "meta":
-            raise ValueError("a map on the device meta would have no weights, and to('meta') came.")
+            raise ValueError("Expected a device that holds numbers, got meta.")
         return self.again(problem, self.lse.to(device) if self._keeps_lse(problem) else None)
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> AttentionMap:
@@ -346,12 +346,12 @@ class AttentionMap:
         if other is None:
             return self._reduce(reductions.Divergence())
         if not isinstance(other, AttentionMap):
-            raise TypeError(f"divergence compares with another AttentionMap, and {kind(other)} came.")
+            raise TypeError(f"Expected another AttentionMap for divergence, got {kind(other)}.")
         self._fresh()
         other._fresh()
         if self.shape != other.shape:
             raise ValueError(
-                f"divergence compares maps of one shape, and {list(self.shape)} and {list(other.shape)} came."
+                f"Expected maps of one shape for divergence, got {list(self.shape)} and {list(other.shape)}."
             )
         return reductions.between((self.problem, self.lse), (other.problem, other.lse))
 
@@ -369,7 +369,7 @@ class AttentionMap:
         """
         for name in names:
             if not isinstance(name, str):
-                raise TypeError(f"statistics are asked for by name, and {kind(name)} came.")
+                raise TypeError(f"Expected names of statistics, got {kind(name)}.")
         asked: dict[str, Any] = dict.fromkeys(names, ()) | arguments
         made = reductions.named(asked)
         results = iter(self._reduce(*(one for several in made.values() for one in several), each=True))
@@ -489,27 +489,27 @@ def _copy(statistic: Any) -> Any:
 
 def labels_of(tokens: Any, b: int, s: int) -> Tokens:
     """Labels of the keys, checked: s strings, or b lists of them."""
-    takes = f"tokens must be a list of s = {s} strings, or b = {b} such lists"
+    takes = f"Expected tokens to be a list of s = {s} strings, or b = {b} such lists"
     if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
-        raise TypeError(f"{takes}, and {kind(tokens)} came.")
+        raise TypeError(f"{takes}, got {kind(tokens)}.")
     several = bool(tokens) and isinstance(tokens[0], Sequence) and not isinstance(tokens[0], str | bytes)
     if several and len(tokens) != b:
-        raise ValueError(f"{takes}, and {len(tokens)} lists came.")
+        raise ValueError(f"{takes}, got {len(tokens)} lists.")
     for labels in tokens if several else [tokens]:
         if isinstance(labels, str | bytes):
-            raise TypeError(f"{takes}, and {labels!r} came among the lists.")
+            raise TypeError(f"{takes}, got {labels!r} among the lists.")
         for label in labels:
             if not isinstance(label, str):
-                raise TypeError(f"{takes}, and {label!r} came among them.")
+                raise TypeError(f"{takes}, got {label!r} among them.")
         if len(labels) != s:
-            raise ValueError(f"{takes}, one for each key, and {len(labels)} came.")
+            raise ValueError(f"{takes}, one for each key, got {len(labels)}.")
     return tuple(tuple(labels) for labels in tokens) if several else tuple(tokens)
 
 
 def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
     """q and k in another dtype; ValueError where a number would become infinite there."""
     if dtype not in DTYPES:
-        raise TypeError(f"a map is stored in one of {', '.join(map(str, DTYPES))}, and {dtype} came.")
+        raise TypeError(f"Expected one of {', '.join(map(str, DTYPES))} to store a map in, got {dtype}.")
     cast = problem.cast(dtype)
     for name, before, after in (("q", problem.q, cast.q), ("k", problem.k, cast.k)):
         if scores.finite(before) and not scores.finite(after):
@@ -533,7 +533,7 @@ def _chosen(
     if index is None:
         return list(range(size))
     if isinstance(index, Sequence) and any(isinstance(n, bool) for n in index):
-        raise IndexError(f"an index for {what[1]} must be integers, and {index!r} came.")
+        raise IndexError(f"Expected an index for {what[1]} to be integers, got {index!r}.")
     picked = _pick([index] if isinstance(index, int) else index, size, what)
     return torch.arange(size)[picked].flatten().tolist()
 
@@ -556,7 +556,7 @@ def _expand(index: tuple[Any, ...]) -> list[Any]:
     """Four entries, one per dimension, out of an index with an ellipsis or with fewer."""
     dots = [n for n, part in enumerate(index) if part is Ellipsis]
     if len(dots) > 1 or len(index) - len(dots) > 4:
-        raise IndexError(f"a map has four dimensions [b, h, t, s], and {len(index)} indices came.")
+        raise IndexError(f"Expected at most four indices [b, h, t, s], got {len(index)} indices.")
     at = dots[0] if dots else len(index)
     before, after = list(index[:at]), list(index[at + 1 :])
     return before + [slice(None)] * (4 - len(before) - len(after)) + after
@@ -567,13 +567,13 @@ def _pick(part: Any, size: int, what: tuple[str, str]) -> int | Rows:
     name, letter = what
     if isinstance(part, slice):
         if part.step == 0:
-            raise IndexError(f"a slice of {letter} can't step by 0: {part} came.")
+            raise IndexError(f"Expected a slice of {letter} with a step other than 0, got {part}.")
         if part.step is not None and part.step < 0:  # which tensors don't slice by
             return torch.tensor(range(*part.indices(size)), dtype=torch.int64)
         return part
     if isinstance(part, Tensor) and part.dtype == torch.bool:
         if tuple(part.shape) != (size,):
-            raise IndexError(f"a boolean index for {letter} must be [{size}], and {list(part.shape)} came.")
+            raise IndexError(f"Expected a boolean index for {letter} to be [{size}], got {list(part.shape)}.")
         part = part.nonzero().flatten()
     single = isinstance(part, int) and not isinstance(part, bool)
     try:
@@ -582,8 +582,8 @@ def _pick(part: Any, size: int, what: tuple[str, str]) -> int | Rows:
         chosen = torch.empty(0, 0)
     if isinstance(part, bool) or chosen.is_floating_point() or chosen.dtype == torch.bool or chosen.dim() > 1:
         raise IndexError(
-            f"an index for {letter} must be an int, a slice, or integers of one dimension, and "
-            f"{f'{kind(part)} {sizes(part)}' if isinstance(part, Tensor) else repr(part)} came."
+            f"Expected an int, a slice, or integers of one dimension as an index for {letter}, got "
+            f"{f'{kind(part)} {sizes(part)}' if isinstance(part, Tensor) else repr(part)}."
         )
     if chosen.numel() and (int(chosen.min()) < -size or int(chosen.max()) >= size):
         raise IndexError(

@@ -184,7 +184,7 @@ def _mask(value: object) -> Mask:
     if isinstance(value, Mask):
         return value
     hint = ": wrap it in Keep(...) (True = may attend) or Drop(...)" if isinstance(value, Tensor) else ""
-    raise TypeError(f"masks compose with masks, and {kind(value)} came{hint}.")
+    raise TypeError(f"Expected a mask to compose with, got {kind(value)}{hint}.")
 
 
 # -- nodes -----------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def picked(batch: Tensor, heads: Tensor, shape: Shape) -> None:
     """Check that these are indices of batch entries `[b]` and heads `[h]`."""
     for index, size, letter in ((batch, shape.b, "b"), (heads, shape.h, "h")):
         if not isinstance(index, Tensor) or not _is_integer(index) or tuple(index.shape) != (size,):
-            raise ValueError(f"Only takes integers [{letter}] = [{size}], and {kind(index)} came.")
+            raise ValueError(f"Expected integers [{letter}] = [{size}] for Only, got {kind(index)}.")
 
 
 def spread(first: int | Tensor, batch: Tensor) -> int | Tensor:
@@ -499,7 +499,7 @@ class Lengths(Mask):
     def __post_init__(self) -> None:
         _counts(self.n, "Lengths")
         if not isinstance(self.left, bool):
-            raise TypeError(f"left in Lengths must be True or False, and {self.left!r} came.")
+            raise TypeError(f"Expected left in Lengths to be True or False, got {self.left!r}.")
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         n = _per_batch(self.n, b)
@@ -544,7 +544,7 @@ class Keys(Mask):
         if isinstance(keys, Tensor):
             keys = keys.tolist()
         if isinstance(keys, int) or not isinstance(keys, Sequence):
-            raise TypeError(f"Keys takes a list of columns, and {keys!r} came: write Keys([...]).")
+            raise TypeError(f"Expected a list of columns for Keys, got {keys!r}: write Keys([...]).")
         object.__setattr__(self, "keys", tuple(sorted({whole(key, "a column in Keys") for key in keys})))
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -571,9 +571,9 @@ def _counts(n: object, name: str) -> None:
         whole(n, f"the number of keys in {name}")
         return
     if n.dim() != 1 or not _is_integer(n):
-        raise TypeError(f"{name} takes an int or an integer tensor [b], and {kind(n)} {sizes(n)} came.")
+        raise TypeError(f"Expected an int or an integer tensor [b] for {name}, got {kind(n)} {sizes(n)}.")
     if not opaque(n) and bool((n < 0).any()):
-        raise ValueError(f"the numbers of keys in {name} must be at least 0, and {n.tolist()} came.")
+        raise ValueError(f"Expected the numbers of keys in {name} to be at least 0, got {n.tolist()}.")
 
 
 def opaque(tensor: Tensor) -> bool:
@@ -636,9 +636,9 @@ class Ids(Mask):
             if ids is None and what == "queries":
                 continue
             if not isinstance(ids, Tensor) or not _is_integer(ids) or ids.dim() not in (1, 2):
-                came = f"{kind(ids)} {sizes(ids)}" if isinstance(ids, Tensor) else kind(ids)
+                got = f"{kind(ids)} {sizes(ids)}" if isinstance(ids, Tensor) else kind(ids)
                 letters = "[s] or [b, s]" if what == "ids" else "[t] or [b, t]"
-                raise TypeError(f"{name} takes {what} as an integer tensor {letters}, and {came} came.")
+                raise TypeError(f"Expected {what} as an integer tensor {letters} for {name}, got {got}.")
 
     def key(self, b: Index, j: Index) -> tuple[Any, Any]:
         """The id of key j of batch entry b, and whether there is one."""
@@ -766,16 +766,16 @@ class Keep(Mask):
     def __post_init__(self) -> None:
         name = type(self).__name__
         if not isinstance(self.tensor, Tensor):
-            raise TypeError(f"{name} takes a boolean tensor [t, s], and {kind(self.tensor)} came.")
+            raise TypeError(f"Expected a boolean tensor [t, s] for {name}, got {kind(self.tensor)}.")
         if self.tensor.dtype != torch.bool:
             raise TypeError(
-                f"{name} takes a boolean tensor, and {self.tensor.dtype} came: compare it first, e.g. "
+                f"Expected a boolean tensor for {name}, got {self.tensor.dtype}: compare it first, e.g. "
                 f"{name}(tensor != 0), so that it's plain what a number means."
             )
         if self.tensor.dim() not in (2, 4):
             raise ValueError(
-                f"{name} takes [t, s] or four dimensions that broadcast to [b, h, t, s], and "
-                f"{sizes(self.tensor)} came; for padding use Lengths(n)."
+                f"Expected [t, s] or four dimensions that broadcast to [b, h, t, s] for {name}, got "
+                f"{sizes(self.tensor)}. For padding use Lengths(n)."
             )
 
     def _entry(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, Any]:
@@ -849,12 +849,14 @@ class Rule(Mask):
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
-            raise TypeError(f"Rule takes a function (b, h, i, j) → boolean tensor, and {kind(self.fn)} came.")
+            raise TypeError(
+                f"Expected a function (b, h, i, j) → boolean tensor for Rule, got {kind(self.fn)}."
+            )
         try:
             signature(self.fn).bind(0, 0, 0, 0)
         except TypeError:
             raise TypeError(
-                f"Rule's function is asked with four arguments, b, h, i, j, and {signature(self.fn)} came."
+                f"Expected a function of four arguments b, h, i, j for Rule, got {signature(self.fn)}."
             ) from None
         except ValueError:  # a function of C tells no signature
             pass
@@ -862,7 +864,7 @@ class Rule(Mask):
             object.__setattr__(self, "number", number(self.fn))
         except TypeError:  # an object with __slots__
             raise TypeError(
-                f"Rule takes a function that can be referred to weakly, and {kind(self.fn)} came: "
+                f"Expected a function that can be referred to weakly for Rule, got {kind(self.fn)}: "
                 "wrap it in a lambda."
             ) from None
 
@@ -871,7 +873,7 @@ class Rule(Mask):
         answer = self.fn(b, h, i, j)
         if isinstance(answer, bool) or (isinstance(answer, Tensor) and answer.dtype == torch.bool):
             return answer
-        raise TypeError(f"Rule's function must answer with a boolean tensor, and {kind(answer)} came.")
+        raise TypeError(f"Expected Rule's function to return a boolean tensor, got {kind(answer)}.")
 
     def __str__(self) -> str:
         return f"Rule({getattr(self.fn, '__name__', 'fn')})"

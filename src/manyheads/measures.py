@@ -91,7 +91,7 @@ def _token_score(amap: AttentionMap, name: str, ids: Tensor) -> Tensor:
 def _map(amap: object) -> AttentionMap:
     """A map, checked."""
     if not isinstance(amap, AttentionMap):
-        raise TypeError(f"a measure is taken of an AttentionMap, and {kind(amap)} came.")
+        raise TypeError(f"Expected an AttentionMap to measure, got {kind(amap)}.")
     return amap
 
 
@@ -99,9 +99,9 @@ def _one_for_each_key(ids: Tensor, amap: AttentionMap) -> Tensor:
     """The tokens, checked: integers `[s]` or `[b, s]`."""
     s = amap.shape[3]
     if not isinstance(ids, Tensor) or ids.is_floating_point():
-        raise TypeError(f"ids must be the tokens, integers [s] or [b, s], and {kind(ids)} came.")
+        raise TypeError(f"Expected ids to be the tokens, integers [s] or [b, s], got {kind(ids)}.")
     if ids.dim() not in (1, 2) or ids.shape[-1] != s:
-        raise ValueError(f"ids must be [s] or [b, s], one for each of s = {s} keys, {sizes(ids)} came.")
+        raise ValueError(f"Expected ids to be [s] or [b, s], one for each of s = {s} keys, got {sizes(ids)}.")
     return ids
 
 
@@ -121,26 +121,28 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
     TypeError for what are no rows, IndexError for rows that aren't there.
     """
     if isinstance(maps, AttentionMap) or not isinstance(maps, Sequence):
-        raise TypeError(f"rollout takes a list of AttentionMaps, one per layer, and {kind(maps)} came.")
+        raise TypeError(f"Expected a list of AttentionMaps for rollout, one per layer, got {kind(maps)}.")
     if not maps:
-        raise ValueError("rollout takes a list of AttentionMaps, one per layer, and an empty one came.")
+        raise ValueError("Expected a list of AttentionMaps for rollout, one per layer, got an empty one.")
     for amap in maps:
         if not isinstance(amap, AttentionMap):
-            raise TypeError(f"rollout takes AttentionMaps, one per layer, and {kind(amap)} came among them.")
+            raise TypeError(
+                f"Expected AttentionMaps for rollout, one per layer, got {kind(amap)} among them."
+            )
     b, _, t, s = maps[0].shape
     for amap in maps:
         if amap.shape[0] != b or amap.shape[2:] != (t, t) or not amap.shape[1]:
             raise ValueError(
-                f"rollout multiplies layers of one sequence, [b, h, t, t] with b = {b}, t = {t} and heads, "
-                f"and {list(amap.shape)} came."
+                f"Expected layers of one sequence for rollout, [b, h, t, t] with b = {b}, t = {t} and heads, "
+                f"got {list(amap.shape)}."
             )
     if rows is None:
         raise ValueError(
             f"the whole rollout is a dense {t} × {t} matrix, whose product takes t³ for each layer, and no "
-            "rows came: say which positions you want to follow, e.g. rows=-1 or rows=[0, 5]."
+            "rollout needs rows, the positions to follow, e.g. rows=-1 or rows=[0, 5]."
         )
     if isinstance(rows, bool | float | str):
-        raise TypeError(f"rows must be positions, e.g. rows=-1 or rows=[0, 5], and {rows!r} came.")
+        raise TypeError(f"Expected rows to be positions, e.g. rows=-1 or rows=[0, 5], got {rows!r}.")
     chosen = picked_rows(rows, t)
     share = torch.zeros(b, len(chosen), s, dtype=maps[0].problem.dtype, device=maps[0].problem.q.device)
     share[:, torch.arange(len(chosen)), chosen] = 1.0  # [b, r, s]

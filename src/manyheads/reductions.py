@@ -349,7 +349,7 @@ class Received(Reduction):
         self.last = None if last is None else whole(last, "last, the number of queries that vote,", least=1)
         if normalize not in (None, "age"):
             raise ValueError(
-                f'normalize must be None or "age" (by how many could see the key), and {normalize!r} came.'
+                f'Expected normalize to be None or "age" (by how many could see the key), got {normalize!r}.'
             )
         self.normalize = normalize
 
@@ -412,19 +412,21 @@ class ValueNorms(Received):
         super().__init__()
         for name, x in (("v", v), ("w_o", w_o)):
             if not isinstance(x, Tensor) or not x.is_floating_point():
-                raise TypeError(f"{name} must be a tensor of floats, and {kind(x)} came.")
+                raise TypeError(f"Expected {name} to be a tensor of floats, got {kind(x)}.")
         self.v, self.w_o = v, w_o
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
         super().begin(problem, lse)
         n, v = problem.shape, self.v.detach().to(lse.device, lse.dtype)
         if v.dim() != 4 or v.shape[:3] != (n.b, n.g, n.s):
-            raise ValueError(f"v must be [b, g, s, w] with [{n.b}, {n.g}, {n.s}] here, and {sizes(v)} came.")
+            raise ValueError(
+                f"Expected v to be [b, g, s, w] with [{n.b}, {n.g}, {n.s}] here, got {sizes(v)}."
+            )
         width = n.h * v.shape[3]
         if self.w_o.dim() != 2 or self.w_o.shape[1] != width:
             raise ValueError(
-                f"w_o must be [e, h·w] = [e, {width}], as the weight of the nn.Linear after the heads, and "
-                f"{sizes(self.w_o)} came."
+                f"Expected w_o to be [e, h·w] = [e, {width}], the weight of the nn.Linear after the heads, "
+                f"got {sizes(self.w_o)}."
             )
         w_o = self.w_o.detach().to(lse.device, lse.dtype)
         w_o = w_o.reshape(w_o.shape[0], n.h, v.shape[3]).movedim(1, 0)  # [h, e, w]
@@ -451,7 +453,7 @@ class Pooled(Reduction):
             whole(cols, "cols, the number of cells across,", least=1),
         )
         if reduce not in ("mean", "max"):
-            raise ValueError(f'reduce must be "mean" or "max", and {reduce!r} came.')
+            raise ValueError(f'Expected reduce to be "mean" or "max", got {reduce!r}.')
         self.mean = reduce == "mean"
         self.how = "sum" if self.mean else "max"
 
@@ -460,8 +462,8 @@ class Pooled(Reduction):
         for count, size, name, letter in zip(self.cells, (n.t, n.s), ("rows", "cols"), "ts", strict=True):
             if count > size:
                 raise ValueError(
-                    f"pooled can make at most {size} {name} of cells from {letter} = {size}, and "
-                    f"{count} came: no cell may be empty."
+                    f"Expected at most {size} {name} of cells for pooled, {letter} = {size}, got {count}: "
+                    "no cell may be empty."
                 )
         self.down, self.across = (
             edges(size, count) for size, count in zip((n.t, n.s), self.cells, strict=True)
@@ -604,7 +606,7 @@ def mixed(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
 def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     """The weight of each row inside a mask, and whether the row sees any of it: both `[b, h, t]`."""
     if mask is None:
-        raise TypeError("mass takes a mask, and None came: Full() asks for all the weight of a row.")
+        raise TypeError("Expected a mask for mass, got None: Full() asks for all the weight of a row.")
     both = replace(problem.within(mask), sink=None)
     # The log-sum-exp belongs to the kernel that reads the problem itself.
     fast = native.looks(problem) and native.looks(both) and not native.tensor_bytes(both)
@@ -674,7 +676,7 @@ def _is_own(mask: Mask) -> bool:
 def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
     """The weight of each row inside a mask `[b, h, t]`, or its mean over the rows that could, `[b, h]`."""
     if not isinstance(mean, bool):
-        raise TypeError(f"mean must be True or False, and {mean!r} came.")
+        raise TypeError(f"Expected mean to be True or False, got {mean!r}.")
     total, could = masses(problem, lse, mask)
     if not mean:
         return total

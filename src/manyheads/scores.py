@@ -241,8 +241,8 @@ class Problem:
         got = (1,) * (4 - kept.dim()) + tuple(kept.shape)
         if len(got) > 4 or any(n not in (1, m) for n, m in zip(got, want, strict=True)):
             raise ValueError(
-                f"a mask must answer with what broadcasts to [b, h, t, s], here {list(want)}, and "
-                f"{sizes(kept)} came from {mask}."
+                f"Expected a mask that broadcasts to [b, h, t, s] = {list(want)}, "
+                f"got {sizes(kept)} from {mask}."
             )
         return kept.reshape(got)
 
@@ -291,19 +291,19 @@ def _checked_offset(offset: Any, shape: Shape, device: torch.device) -> Any:
 
 def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
-        raise TypeError(f"sink must be a tensor of floats [h], one logit per head, and {kind(sink)} came.")
+        raise TypeError(f"Expected sink to be a tensor of floats [h], one logit per head, got {kind(sink)}.")
     if tuple(sink.shape) != (shape.h,):
-        raise ValueError(f"sink must be [h] = [{shape.h}], one logit per head, and {sizes(sink)} came.")
+        raise ValueError(f"Expected sink to be [h] = [{shape.h}], one logit per head, got {sizes(sink)}.")
     if sink.device != device:
         raise ValueError(f"q is on {device} and sink is on {sink.device}: move them together.")
     if device.type == "cpu" and can_read(sink) and not bool((sink < math.inf).all()):
-        raise ValueError(f"sink must hold finite logits or -inf (no sink), and {sink.tolist()} came.")
+        raise ValueError(f"Expected finite logits or -inf (no sink) in sink, got {sink.tolist()}.")
 
 
 def _check_part(part: Any, kind_of: type[Value], name: str, wrap: str, device: torch.device) -> None:
     if not isinstance(part, kind_of):
         hint = f": wrap it as {wrap}" if isinstance(part, Tensor) else ""
-        raise TypeError(f"{name} must be a {name} of manyheads or None, and {kind(part)} came{hint}.")
+        raise TypeError(f"Expected {name} to be a {kind_of.__name__} or None, got {kind(part)}{hint}.")
     for tensor in part.tensors():
         if tensor.device != device:
             raise ValueError(

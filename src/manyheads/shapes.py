@@ -7,8 +7,8 @@ One legend for the whole library:
     g  key/value heads  e  model size
 
 Queries are `[b, h, t, d]`, keys `[b, g, s, d]`, values `[b, g, s, w]`; g divides h, and query head i
-uses key head i // (h / g). Every check here raises one sentence: what was expected, what came, what
-to do.
+uses key head i // (h / g). Every check here raises one sentence: what was expected, what was given, and
+how to fix it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sizes(tensor: Tensor) -> str:
 
 
 def kind(value: object) -> str:
-    """What came, in a word or two: `a Tensor of torch.int64`, `a list`, `an int`."""
+    """Return what a value is, in a word or two: `a Tensor of torch.int64`, `a list`, `an int`."""
     if isinstance(value, Tensor):
         return f"a Tensor of {value.dtype}"
     name = type(value).__name__
@@ -85,14 +85,14 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
         ("v", v, "[b, g, s, w]"),
     ):
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor {letters}, and {kind(x)} came.")
+            raise TypeError(f"Expected {name} to be a tensor {letters}, got {kind(x)}.")
         if x.is_nested or x.layout != torch.strided:
             check_dense(x, name, letters)
         if x.dim() != 4:
-            raise ValueError(f"{name} must be {letters}, four dimensions, and {sizes(x)} came.")
+            raise ValueError(f"Expected {name} to be {letters}, four dimensions, got {sizes(x)}.")
         if x.dtype not in DTYPES:
             raise TypeError(
-                f"{name} must be float16, bfloat16, float32 or float64, and {x.dtype} came: convert it."
+                f"Expected {name} to be float16, bfloat16, float32 or float64, got {x.dtype}: convert it."
             )
     dtype, device = q.dtype, q.device
     for name, x in (("k", k), ("v", v)):
@@ -103,20 +103,20 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     (b, h, t, d), (sequences, g, s, width), (of_b, of_g, of_s, w) = q.shape, k.shape, v.shape
     if sequences != b:
         raise ValueError(
-            f"q {sizes(q)} and k {sizes(k)} must share the batch b, and {b} and {sequences} came."
+            f"Expected q {sizes(q)} and k {sizes(k)} to share the batch b, got {b} and {sequences}."
         )
     if width != d:
         raise ValueError(
-            f"q {sizes(q)} and k {sizes(k)} must share the head size d, and {d} and {width} came."
+            f"Expected q {sizes(q)} and k {sizes(k)} to share the head size d, got {d} and {width}."
         )
     if of_b != b or of_g != g or of_s != s:
         raise ValueError(
-            f"k {sizes(k)} and v {sizes(v)} must share b, g and s: one value for each key of each head."
+            f"Expected k {sizes(k)} and v {sizes(v)} to share b, g and s: a value for each key of each head."
         )
     if (g == 0 and h > 0) or (g > 0 and h % g):
         raise ValueError(
-            f"the key heads g must divide the query heads h, and g = {g} (k {sizes(k)}) and "
-            f"h = {h} (q {sizes(q)}) came."
+            f"Expected the key heads g to divide the query heads h, got g = {g} (k {sizes(k)}) and "
+            f"h = {h} (q {sizes(q)})."
         )
     return Shape(b, h, g, t, s, d, w)
 
@@ -130,7 +130,8 @@ def check_dense(x: Tensor, name: str, letters: str) -> None:
         )
     if x.layout != torch.strided:
         raise TypeError(
-            f"Expected {name} to be a dense tensor {letters}, got one of {x.layout}. Convert it with to_dense()."
+            f"Expected {name} to be a dense tensor {letters}, got one of {x.layout}. "
+            "Convert it with to_dense()."
         )
 
 
@@ -146,25 +147,25 @@ def amount(size: float) -> str:
 def divide(whole: int, parts: int, what: str, into: str) -> int:
     """whole / parts, or a sentence that names both."""
     if parts < 1 or whole % parts:
-        raise ValueError(f"{into} must divide {what}, and {into} = {parts}, {what} = {whole} came.")
+        raise ValueError(f"Expected {into} to divide {what}, got {into} = {parts}, {what} = {whole}.")
     return whole // parts
 
 
 def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> float:
     """A number that fits, or a sentence; True, strings and tensors are not numbers here."""
     if isinstance(value, bool) or not isinstance(value, REALS):
-        raise TypeError(f"{name} must be {must}, and {value!r} came.")
+        raise TypeError(f"Expected {name} to be {must}, got {value!r}.")
     if not torch.compiler.is_compiling() and not fits(float(value)):
-        raise ValueError(f"{name} must be {must}, and {value!r} came.")
+        raise ValueError(f"Expected {name} to be {must}, got {value!r}.")
     return float(value)
 
 
 def whole(value: object, name: str, least: int = 0) -> int:
     """An int of at least `least`, or a sentence; True and 3.0 are not ints here."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, and {value!r} came.")
+        raise TypeError(f"Expected {name} to be a whole number, got {value!r}.")
     if value < least:
-        raise ValueError(f"{name} must be at least {least}, and {value} came.")
+        raise ValueError(f"Expected {name} to be at least {least}, got {value}.")
     return value
 
 

@@ -1,5 +1,5 @@
-"""What is noted when manyheads is first imported, before torch is."""
+"""Facts about the process, recorded when manyheads is first imported, before torch is."""
 
 import os
 
-PROCESS = os.getpid()  # a fork of it has another number, and none of the threads of PyTorch's pool
+PROCESS = os.getpid()  # a forked child has another id, and none of the threads of PyTorch's pool

@@ -1,7 +1,7 @@
-"""How fast attention is here: our kernels beside others', in one run, against what the machine can do.
+"""The speed of attention on this machine: kernels of manyheads, other libraries, and the hardware's limits.
 
-Runs are interleaved (A B C A B C …), so that a noisy machine is noisy for all; medians and quartiles stay.
-The machine's limits are measured in the same run, before and after: multiply-adds on registers alone, and
+Runs are interleaved (A B C A B C …), so that disturbances affect all of them; medians and quartiles are
+reported. The limits are measured in the same run, before and after: multiply-adds on registers alone, and
 reading memory once.
 """
 
@@ -40,19 +40,23 @@ LENGTHS = (64, 256, 1024, 2048, 4096, 8192, 16384)
 KINDS = ("forward", "causal", "training", "look", "decode", "layer")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PACKAGES = ("torch", "manyheads", "x-transformers", "transformers")
-ROOM = 4e9  # bytes: what builds more weights than this is left out
-SAMPLE = 0.02  # seconds that one measurement takes at least
-IMPOSSIBLE = 1.05  # a share of the peak that says that the peak is wrong
+ROOM = 4e9  # bytes: a contestant that builds more weights is left out
+SAMPLE = 0.02  # the least seconds of a measurement
+IMPOSSIBLE = 1.05  # a share of the peak that no correct peak allows
 
 Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to compute: batch 1, 8 heads of `size`, so many tokens.
+    """An attention problem to measure, of batch 1 and 8 heads.
 
-    kind: "forward"; "causal"; "training", which is causal, forward and backward; "look", forward and then
-    statistics of all weights; "decode", one query that reads so many keys and values; or a whole "layer".
+    Attributes:
+        kind: "forward"; "causal"; "training" (causal, forward and backward); "look" (forward and statistics
+            of all weights); "decode" (one query); or "layer" (with its projections).
+        dtype: The name of the dtype.
+        tokens: The number of tokens, or of keys for "decode".
+        size: The head size.
     """
 
     kind: str
@@ -62,13 +66,12 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Keys and values, which a query reads: what bounds decoding."""
+        """Return the bytes of keys and values, which limit decoding."""
         return 2 * HEADS * self.tokens * self.size * DTYPES[self.dtype].itemsize
 
     @property
     def operations(self) -> float:
-        """Multiplications and additions of the two products, of the five of a gradient, and of a layer's four
-        projections."""
+        """Return the multiplications and additions of all products, in a layer with its projections."""
         pairs: float = self.tokens * (1 if self.kind == "decode" else self.tokens)
         if self.kind in ("causal", "training"):
             pairs /= 2
@@ -79,7 +82,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one contestant on one problem: the median and the quartiles of its runs."""
+    """The median and the quartiles of a contestant's runs, in seconds."""
 
     name: str
     median: float
@@ -90,7 +93,7 @@ class Timing:
 
 @dataclass
 class Result:
-    """A problem, what each contestant took, and who was left out, with the reason."""
+    """The timings of a problem, and the reasons why contestants were left out."""
 
     problem: Problem
     timings: list[Timing] = field(default_factory=list)
@@ -105,7 +108,7 @@ class Report:
     results: list[Result] = field(default_factory=list)
 
     def keep(self, folder: Path) -> list[Path]:
-        """Write what there is so far, bench.json and bench.md; the files. A plot of other results goes."""
+        """Write bench.json and bench.md, remove an earlier plot, and return the files."""
         (folder / "bench.png").unlink(missing_ok=True)
         with replacing(folder / "bench.json") as file:
             file.write(json.dumps(asdict(self), indent=1).encode())
@@ -114,33 +117,33 @@ class Report:
         return [folder / "bench.json", folder / "bench.md"]
 
     def save(self, folder: Path) -> list[Path]:
-        """Write bench.json, bench.md and bench.png, which takes longer; the files."""
+        """Write bench.json, bench.md and bench.png, and return the files."""
         files = self.keep(folder)
         with replacing(folder / "bench.png") as file:
             self.plot().savefig(file, format="png", dpi=110)
         return [*files, folder / "bench.png"]
 
     def settle(self) -> None:
-        """Measure the machine's limits once more: what disturbs can only lower them, so the larger stay."""
+        """Measure the limits again and keep the larger ones: disturbances can only lower them."""
         peak, read = limits()
         self.machine["peak"] = {name: max(rate, self.machine["peak"][name]) for name, rate in peak.items()}
         self.machine["read"] = max(read, self.machine["read"])
 
     def _groups(self) -> list[tuple[str, str, int]]:
-        """The kinds, dtypes and head sizes that were measured."""
+        """Return the kinds, dtypes and head sizes that were measured."""
         return list(dict.fromkeys((r.problem.kind, r.problem.dtype, r.problem.size) for r in self.results))
 
     def _of(self, *group: object) -> list[Result]:
         return [r for r in self.results if (r.problem.kind, r.problem.dtype, r.problem.size) == group]
 
     def markdown(self) -> str:
-        """The machine, and a table for each kind, dtype and head size: times, and ratios to PyTorch's."""
-        one = self.machine
+        """Return the machine, and a table for each kind, dtype and head size, as Markdown."""
+        machine = self.machine
         lines = [
-            describe_versions(one),
+            describe_versions(machine),
             "",
-            f"Peak {limit(one, 'float32')} in float32, {limit(one, 'bfloat16')} in bfloat16; "
-            f"memory is read at {one['read'] / 1e9:.0f} GB/s.",
+            f"Peak {limit(machine, 'float32')} in float32, {limit(machine, 'bfloat16')} in bfloat16; "
+            f"memory is read at {machine['read'] / 1e9:.0f} GB/s.",
         ]
         lines += [f"\nThe peak in {dtype} isn't known: {why}." for dtype, why in self._unknown().items()]
         for kind, dtype, size in self._groups():
@@ -153,7 +156,7 @@ class Report:
                 lines += ["", f"{what}, median time (times as fast as {names[0]}{share})", ""]
                 lines += [f"| tokens | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
             else:
-                lines += ["", f"{what}: nothing could compute it"]
+                lines += ["", f"{what}: no contestant supports it"]
             for result in own:
                 if result.timings:
                     cells = " | ".join(self._cells(result, names))
@@ -172,9 +175,8 @@ class Report:
                 continue
             if any(result.problem.operations / t.median > IMPOSSIBLE * peak for t in result.timings):
                 found[dtype] = (
-                    f"something here is faster than {limit(self.machine, dtype)}, which were measured while "
-                    "the machine was disturbed, or leave out matrix units that it has. Run again on a quiet "
-                    "machine"
+                    f"a contestant is faster than {limit(self.machine, dtype)}, which was measured while the "
+                    "machine was disturbed, or without its matrix units. Run again on a quiet machine"
                 )
         return found
 
@@ -198,7 +200,7 @@ class Report:
             yield describe_time(times[name]) + (f" ({', '.join(parts)})" if parts else "")
 
     def plot(self) -> Any:
-        """Rates against lengths, one panel for each kind, dtype and head size, as a matplotlib figure."""
+        """Plot rates against lengths, with a panel for each kind, dtype and head size."""
         from matplotlib.figure import Figure
 
         panels = self._groups()
@@ -236,7 +238,7 @@ class Report:
             lengths = [r.problem.tokens for r in own]
             axes.set_xscale("log", base=2)
             axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths], rotation=45)
-            axes.set_ylim(0, 1.08 * highest or None)  # None: there is nothing to hold
+            axes.set_ylim(0, 1.08 * highest or None)  # None: the panel is empty
             axes.set_title(f"{group[0]}, {group[1]}, {HEADS} heads of {group[2]}", fontsize=11)
             axes.set_xlabel("tokens")
             axes.set_ylabel("GB read / s" if decode else "billion operations / s")
@@ -245,12 +247,12 @@ class Report:
         return figure
 
 
-# Okabe and Ito's colours, which colour-blind people tell apart (jfly.uni-koeln.de/color).
+# The colours of Okabe and Ito, which colour-blind people can distinguish (jfly.uni-koeln.de/color).
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A00")
 
 
 def limit(machine: dict[str, Any], dtype: str) -> str:
-    """A dtype's peak as people say it."""
+    """Return the peak of a dtype in GFLOP/s."""
     peak = machine["peak"].get(dtype)
     return f"{peak / 1e9:.0f} GFLOP/s" if peak else "not measured"
 
@@ -262,7 +264,7 @@ def describe_versions(machine: dict[str, Any]) -> str:
 
 
 def describe_time(seconds: float) -> str:
-    """Return a time as people say it: 1.2 s, 340 ms, 15 µs."""
+    """Return a time as 1.2 s, 340 ms or 15 µs."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -270,7 +272,7 @@ def describe_time(seconds: float) -> str:
 
 
 def timed(run: Run, times: int = 1) -> float:
-    """Seconds of one run, the mean of so many in a row."""
+    """Return the mean seconds of several runs in a row."""
     start = time.perf_counter()
     for _ in range(times):
         run()
@@ -281,13 +283,13 @@ def timed(run: Run, times: int = 1) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return what this machine is and what it can do: `describe_machine` and its `limits`."""
+    """Return `describe_machine` with the limits of the hardware."""
     peak, read = limits()
     return describe_machine() | {"peak": peak, "unknown": unknown(), "read": read}
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the processor, its threads, the build of the native library, and what is installed."""
+    """Return the processor, its threads, the build of the native library, and the versions of libraries."""
     return {
         "processor": processor(),
         "threads": torch.get_num_threads(),
@@ -298,10 +300,10 @@ def describe_machine() -> dict[str, Any]:
 
 
 def unknown() -> dict[str, str]:
-    """Return the dtypes whose peak can't be measured here, and why.
+    """Return the dtypes whose peak can't be measured, with the reasons.
 
-    A processor with tiles (AMX) multiplies bfloat16 many times as fast as its vector registers do: without a
-    build that uses the tiles, a peak would be that of the vector registers.
+    A processor with AMX tiles multiplies bfloat16 many times as fast as its vector registers do. Without a
+    build that uses the tiles, only the vector registers would be measured.
     """
     why = rules.missing_tiles()
     if why is None:
@@ -310,9 +312,10 @@ def unknown() -> dict[str, str]:
 
 
 def limits() -> tuple[dict[str, float], float]:
-    """Operations per second by dtype, on registers or tiles, and bytes read per second.
+    """Measure operations per second by dtype, on registers or tiles, and bytes read per second.
 
-    The best of several tries; without the native library nothing is measured: no dtype, and 0.
+    Returns:
+        The best of several tries; no dtypes and 0 without the native library.
     """
     spin, reader = library.spin, library.read
     if spin is None or reader is None:
@@ -349,7 +352,7 @@ def _version(name: str) -> str | None:
 
 
 def contestants(problem: Problem) -> dict[str, Run | str]:
-    """What computes a problem, PyTorch's fused attention first; a string says why one is left out."""
+    """Return the contestants of a problem, PyTorch's attention first, or the reasons to leave them out."""
     dtype = DTYPES[problem.dtype]
     if problem.kind == "layer":
         return layers(problem, torch.randn(1, problem.tokens, HEADS * problem.size, dtype=dtype))
@@ -358,7 +361,7 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
     except RuntimeError:
         size = amount(3 * HEADS * problem.tokens * problem.size * dtype.itemsize)
         raise ValueError(
-            f"{problem.tokens:,} tokens take {size} for q, k and v, and there is no room: ask for fewer."
+            f"Expected fewer than {problem.tokens:,} tokens, whose q, k and v take {size}: too much memory."
         ) from None
     if problem.kind == "look":
         return looks(q, k, v)
@@ -379,14 +382,14 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
         "Hugging Face eager": _eager(q, k, v, causal),
     }
     if problem.kind == "decode":
-        del found["FlexAttention"], found["x-transformers"]  # which are made for many queries
+        del found["FlexAttention"], found["x-transformers"]  # they aren't made for single queries
     if problem.kind != "training":
         return dict(found)
     return {name: run if isinstance(run, str) else training_step(run, q, k, v) for name, run in found.items()}
 
 
 def training_step(run: Callable[[], Tensor], *leaves: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward: the gradients of the leaves."""
+    """Return a function that runs forward and backward, with gradients of the leaves."""
     for leaf in leaves:
         leaf.requires_grad_()
 
@@ -398,10 +401,18 @@ def training_step(run: Callable[[], Tensor], *leaves: Tensor) -> Callable[[], tu
 
 
 def looks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
-    """Attention alone, and with statistics of every head.
+    """Return contestants that compute attention with statistics of every head.
 
-    They are entropy, distance, the largest weight, what keys receive, and pictures of 512 × 512 cells, mean
-    and largest.
+    The statistics are entropy, distance, largest weight, received attention, and pooled maps of 512 × 512
+    cells, mean and largest.
+
+    Args:
+        q: The queries `[1, h, t, d]`.
+        k: The keys `[1, h, t, d]`.
+        v: The values `[1, h, t, d]`.
+
+    Returns:
+        Functions by the names of the contestants, or the reasons to leave them out.
     """
     cells = min(512, q.shape[2])
     look: dict[str, Any] = dict.fromkeys(("entropy", "distance", "row_max", "received"), ())
@@ -436,7 +447,7 @@ def looks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
 
 
 def layers(problem: Problem, x: Tensor) -> dict[str, Run | str]:
-    """Self-attention with its projections, x `[1, t, e]`."""
+    """Return self-attention modules with their projections, on x `[1, t, e]`."""
     width = HEADS * problem.size
     theirs = torch.nn.MultiheadAttention(width, HEADS, batch_first=True, dtype=x.dtype).eval()
     own = MultiHeadAttention(width, HEADS).to(x.dtype).eval()
@@ -450,7 +461,7 @@ def layers(problem: Problem, x: Tensor) -> dict[str, Run | str]:
 
 
 def _too_large(tokens: int, dtype: torch.dtype) -> str | None:
-    """Why nobody builds weights of so many tokens here; None if it can be done."""
+    """Return why the weights of so many tokens aren't built, or None."""
     size = HEADS * tokens**2 * dtype.itemsize
     return f"at {tokens:,} tokens its weights would take {amount(size)}" if size > ROOM else None
 
@@ -462,7 +473,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]
     if t < 128:
         return "it is compiled for lengths from 128"
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, t, t, device="cpu") if causal else None
-    torch.compiler.reset()  # a function may be compiled for eight shapes, and runs uncompiled for a ninth
+    torch.compiler.reset()  # PyTorch compiles a function for eight shapes, and runs a ninth uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(q, k, v, block_mask=blocks)
 
@@ -497,17 +508,21 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor
 
 
 def measure(problem: Problem, rounds: int) -> Result:
-    """Every contestant on a problem, interleaved; a first round warms up and isn't counted.
+    """Measure the contestants of a problem, interleaved, after a warm-up.
 
-    Who can't compute the problem, or fails in the first round, is left out. What is short is run again and
-    again in each round, until `SAMPLE` is over: a clock tells milliseconds.
+    Args:
+        problem: The problem.
+        rounds: The measurements of each contestant. A measurement repeats short runs for `SAMPLE` seconds.
+
+    Returns:
+        The timings. Contestants that don't support the problem, or fail at the warm-up, are left out.
     """
     with torch.set_grad_enabled(problem.kind == "training"):
         return _measure(problem, rounds)
 
 
 def split(found: dict[str, Run | str]) -> tuple[dict[str, Run], dict[str, str]]:
-    """Return the contestants that run, and those that are left out, with the reasons."""
+    """Return the contestants that run, and the reasons why others are left out."""
     running = {name: run for name, run in found.items() if not isinstance(run, str)}
     return running, {name: why for name, why in found.items() if isinstance(why, str)}
 
@@ -535,7 +550,7 @@ def _measure(problem: Problem, rounds: int) -> Result:
 def problems(
     kinds: tuple[str, ...], dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]
 ) -> list[Problem]:
-    """All combinations; ValueError for a kind or dtype that isn't known, a size or length below 1."""
+    """Return all combinations, or raise ValueError for an unknown kind or dtype, or a size below 1."""
     for name, given, known in (("kind", kinds, (*KINDS, "choice")), ("dtype", dtypes, tuple(DTYPES))):
         for one in given:
             if one not in known:
@@ -544,6 +559,6 @@ def problems(
     for name, numbers in (("size", sizes), ("length", lengths)):
         for number in numbers:
             if number < 1:
-                raise ValueError(f"{name} must be at least 1, and {number} came.")
+                raise ValueError(f"Expected {name} to be at least 1, got {number}.")
     every = itertools.product(kinds, dtypes, sizes, lengths)
     return [Problem(kind, dtype, tokens, size) for kind, dtype, size, tokens in every]

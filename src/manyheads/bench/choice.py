@@ -1,4 +1,4 @@
-"""Does `kernel="auto"` choose the fastest? A grid of cases runs on every kernel, and random cases off it.
+"""A check that `kernel="auto"` chooses the fastest kernel, on a grid of cases and on random ones.
 
 In each case `attention(kernel="auto")`, PyTorch's own call and every kernel that supports the case are
 interleaved. The cases in which `auto` looks slower are measured again after all others, several times, and
@@ -31,31 +31,41 @@ from manyheads.scores import Problem
 from manyheads.shapes import amount
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SIZES = (64, 32, 80, 128)  # of heads; the first also in what is measured for one size only
+SIZES = (64, 32, 80, 128)  # head sizes, of which some cases have the first only
 LENGTHS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MASKS = ("full", "causal", "window", "padding")
-QUERIES = (1, 4, 16)  # that attend to the keys of a cache
-RANDOM = 200  # cases off the grid
+QUERIES = (1, 4, 16)  # the numbers of queries when decoding
+RANDOM = 200  # random cases
 LARGEST = 1 << 26  # scores of a random case: 4 heads of 4,096 tokens
 
-SLOWER, LATER = 1.05, 15e-6  # times the fastest, and seconds after it, that count as slower
-SAMPLE = 1e-3  # seconds that one measurement takes at least: shorter than what a scheduler gives a process
-LONG = 5.0  # seconds of a case, beyond which it has two rounds
-HOPELESS = 3.0  # times the fastest, at which a contestant isn't run again
-AGAIN = 5  # times that the cases in which `auto` looks slower are measured again,
+SLOWER, LATER = 1.05, 15e-6  # the ratio to the fastest, and the seconds after it, that count as slower
+SAMPLE = 1e-3  # the least seconds of a measurement: shorter than the time slice of a process
+LONG = 5.0  # seconds: cases that take longer have two rounds
+HOPELESS = 3.0  # the ratio to the fastest at which a contestant isn't run again
+AGAIN = 5  # how often the cases in which `auto` looks slower are measured again,
 THOROUGH = 3  # each with so many times the rounds
-SAVED = 10.0  # seconds between two writes of what there is so far
-COPIES = 5  # of all weights, that the reference kernel holds at once
+SAVED = 10.0  # seconds between two writes of the report
+COPIES = 5  # copies of all weights that the reference kernel holds at once
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem: `heads` query heads that share `groups` heads of keys, of `size` numbers each.
+    """An attention problem.
 
-    mask: "full"; "causal", where the last query stands at the last key; "window", which is causal and sees
-    `visible` keys; or "padding", where the last sequence of the batch has `visible` keys, and those between
-    have lengths between.
+    Attributes:
+        dtype: The name of the dtype.
+        mask: "full"; "causal", where the last query has the position of the last key; "window", causal with
+            `visible` keys; or "padding", where lengths fall from `keys` in the first sequence to `visible` in
+            the last.
+        training: Measure forward and backward.
+        batch: The number of sequences.
+        heads: The number of query heads.
+        groups: The number of key/value heads.
+        queries: The number of queries.
+        keys: The number of keys.
+        size: The head size.
+        visible: The keys of a window, or of the shortest sequence.
     """
 
     dtype: str
@@ -124,7 +134,14 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What was measured in a case: the kernel that `auto` chose, and each contestant's median in seconds."""
+    """The measurement of a case.
+
+    Attributes:
+        case: The case.
+        kernel: The kernel that `auto` chose.
+        times: The median of each contestant, in seconds.
+        left_out: The reasons why contestants were left out.
+    """
 
     case: Case
     kernel: str
@@ -143,7 +160,7 @@ class Outcome:
         return self.times[AUTO] > SLOWER * best and self.times[AUTO] > best + LATER
 
     def improve(self, other: Outcome) -> None:
-        """Take over the times of another measurement of the case where they are smaller."""
+        """Keep the smaller times of this and another measurement of the case."""
         for name, seconds in other.times.items():
             self.times[name] = min(self.times.get(name, seconds), seconds)
             self.left_out.pop(name, None)
@@ -158,7 +175,7 @@ class Outcome:
 
 @dataclass
 class Report:
-    """All outcomes of a run, with the machine and the seed of the random cases."""
+    """The outcomes of a run, with the machine and the seed of the random cases."""
 
     machine: dict[str, Any]
     seed: int
@@ -187,7 +204,7 @@ class Report:
         return f"{describe_versions(self.machine)}\n\n{text}\n"
 
     def keep(self, outcome: Outcome, folder: Path) -> None:
-        """Add an outcome, and write what there is so far, unless that was done just now."""
+        """Add an outcome, and write the report unless that was done just now."""
         self.outcomes.append(outcome)
         if time.monotonic() > self.saved + SAVED:
             self.save(folder)
@@ -290,7 +307,7 @@ def _spread(random: random.Random, most: int) -> int:
 
 
 def contestants(case: Case) -> dict[str, Run | str]:
-    """Return what computes a case: `auto`, PyTorch's call, each kernel; a string says why one is left out."""
+    """Return the contestants of a case (`auto`, PyTorch, each kernel), or the reasons to leave them out."""
     q, k, v = case.tensors()
     mask, options = case.rule(), case.options()
     problem = Problem.of(q, k, v, mask=mask)
@@ -321,7 +338,7 @@ def measure(case: Case, rounds: int) -> Outcome:
         for name, run in running.items():
             try:
                 first[name] = _first(run)
-            except RuntimeError as error:  # there may be too little memory
+            except RuntimeError as error:  # for example out of memory
                 if name == AUTO:
                     raise
                 outcome.left_out[name] = str(error).partition("\n")[0]
@@ -347,8 +364,8 @@ def _chosen(case: Case) -> str:
 
 
 def _first(run: Run) -> float:
-    """Warm up; return about how many seconds a run takes."""
+    """Warm up, and return about how many seconds a run takes."""
     seconds = timed(run)
-    if seconds < 10 * SAMPLE:  # which may have loaded or allocated something
+    if seconds < 10 * SAMPLE:  # the first run may include loading or allocation
         seconds = min(timed(run) for _ in range(3))
     return seconds

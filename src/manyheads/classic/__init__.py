@@ -1,18 +1,17 @@
-"""Attention as it is taught: four presentations, each a thin face on the one core.
+"""Attention as textbooks present it: four presentations on the one implementation.
 
     modeling_attention   SelfAttention, MultiHeadSelfAttention: batch first, heads by reshape
-    torch_multihead      MultiheadAttention, which takes the place of torch.nn.MultiheadAttention
-    components           attention, PositionalEncoder, SelfAttention, CrossAttention,
-                         MultiHeadedAttention: single heads put together
-    annotated            PrepareForMultiHeadAttention, MultiHeadAttention: sequence first,
-                         keyword arguments, scores to override
-    test_values          fixed weights, inputs and outputs to check a SelfAttention of one's own
+    torch_multihead      MultiheadAttention, which replaces torch.nn.MultiheadAttention
+    components           attention, PositionalEncoder, SelfAttention, CrossAttention, MultiHeadedAttention:
+                         single heads that are combined
+    annotated            PrepareForMultiHeadAttention, MultiHeadAttention: sequence first, keyword arguments,
+                         scores that can be overridden
+    test_values          fixed weights, inputs and outputs to test a SelfAttention with
 
 The names collide, as they do in the books, so import from the module:
 
     from manyheads.classic.components import MultiHeadedAttention
 
-Each face has its original's signature, attributes, layout, mask polarity and post-dropout weights,
-and converts at the door; what it computes, the core computes. `attend(...)`, which no original has,
-gives the `AttentionMap` beside the output, and that one keeps the contract: per head, before dropout.
+Each class has the signature, attributes, layout, mask polarity and post-dropout weights of its original.
+`attend(...)`, which no original has, also returns the `AttentionMap`: per head, before dropout.
 """

@@ -1,4 +1,4 @@
-"""Presentation 4: sequence first, keyword arguments, and scores that a subclass may override.
+"""Presentation 4: sequence first, keyword arguments, and scores that a subclass can override.
 
 `PrepareForMultiHeadAttention` and `MultiHeadAttention` follow Vaswani et al. 2017 (arXiv:1706.03762), section
 3.2.2.
@@ -22,14 +22,21 @@ from manyheads.masks import Keep
 from manyheads.scores import Problem
 from manyheads.shapes import divide, kind, real, sizes, whole
 
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
+Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
 
 
 class PrepareForMultiHeadAttention(nn.Module):
-    """One linear layer to heads · d_k, then the last dimension split.
+    """A linear layer whose output is split into heads.
 
-    d_model: the width of x; heads, d_k: what it is split into; bias: has the layer one? Attributes
-    `linear`, `heads`, `d_k`. TypeError or ValueError unless the sizes are at least 1.
+    Args:
+        d_model: The width of x.
+        heads: The number of heads.
+        d_k: The width of a head.
+        bias: Give the layer a bias.
+
+    Raises:
+        TypeError: If a size isn't an integer.
+        ValueError: If a size is less than 1.
     """
 
     def __init__(self, d_model: int, heads: int, d_k: int, bias: bool) -> None:
@@ -40,10 +47,7 @@ class PrepareForMultiHeadAttention(nn.Module):
         self.linear = nn.Linear(d_model, heads * d_k, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[seq, batch, d_model]` or `[batch, d_model]` → `[…, heads, d_k]`.
-
-        TypeError or ValueError for another x.
-        """
+        """Return x `[seq, batch, d_model]` or `[batch, d_model]` as projected heads `[…, heads, d_k]`."""
         known = isinstance(x, Tensor) and x.dim() == 2
         check(x, "x", *("batch",) if known else ("seq", "batch"), self.linear.in_features)
         return self.linear(x).unflatten(-1, (self.heads, self.d_k))
@@ -52,21 +56,24 @@ class PrepareForMultiHeadAttention(nn.Module):
 class MultiHeadAttention(nn.Module):
     """Multi-head attention over `[seq, batch, d_model]`, whose scores and mask can be overridden.
 
+    A subclass can override `get_scores` (for example for relative attention) and `prepare_mask`.
+
     Args:
-        heads: the number of heads; it must divide d_model, and d_k = d_model / heads.
-        d_model: the width of queries, keys, values and the output.
-        dropout_prob: the probability with which a weight is dropped in training.
-        bias: have the query and key projections one? The value projection always has.
+        heads: The number of heads, a divisor of d_model.
+        d_model: The width of queries, keys, values and the output.
+        dropout_prob: The dropout probability of weights.
+        bias: Give the query and key projections a bias. The value projection always has one.
 
-    `query`, `key`, `value` and `output` are the projections, `scale` = 1/√d_k multiplies the scores,
-    `dropout` acts on the weights. `softmax` says along which dimension of a score `[seq_q, seq_k,
-    batch, heads]` the weights sum to one; it is there to be read: the core takes the softmax, so that
-    a query that may see nothing gets zeros. `tracker`, a function of a name and a tensor, is called
-    with "attn" and the weights before dropout, if there is one; `attn` keeps those after dropout,
-    detached. Both are `[seq_q, seq_k, batch, heads]`.
+    Attributes:
+        softmax: The dimension of scores `[seq_q, seq_k, batch, heads]` along which weights sum to one. It is
+            for reading only: a query without visible keys gets zeros, which this module wouldn't give.
+        scale: The factor of the scores, 1/√d_k.
+        attn: The weights `[seq_q, seq_k, batch, heads]` of the last call, detached, after dropout.
+        tracker: A function that is called with "attn" and the weights before dropout.
 
-    A subclass may override `get_scores` (for relative attention and the like) and `prepare_mask`. Raises
-    TypeError or ValueError for sizes that don't go together and for what is no probability.
+    Raises:
+        TypeError: If a size isn't an integer, or dropout_prob isn't a number.
+        ValueError: If heads doesn't divide d_model, or dropout_prob isn't a probability.
     """
 
     def __init__(self, heads: int, d_model: int, dropout_prob: float = 0.1, bias: bool = True) -> None:
@@ -86,37 +93,65 @@ class MultiHeadAttention(nn.Module):
         self.tracker: Callable[[str, Tensor], object] | None = None
 
     def get_scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """query `[seq_q, batch, heads, d_k]`, key `[seq_k, batch, heads, d_k]` → q · k, unscaled:
-        `[seq_q, seq_k, batch, heads]`. TypeError or ValueError for others."""
+        """Return the unscaled scores q · k.
+
+        Args:
+            query: The queries `[seq_q, batch, heads, d_k]`.
+            key: The keys `[seq_k, batch, heads, d_k]`.
+
+        Returns:
+            The scores `[seq_q, seq_k, batch, heads]`.
+
+        Raises:
+            TypeError: If an input isn't a tensor of floats.
+            ValueError: If an input has another shape.
+        """
         check(query, "query", "seq_q", "batch", "heads", self.d_k)
         check(key, "key", "seq_k", "batch", "heads", self.d_k)
         q, k = _by_head(query), _by_head(key)  # [b, h, t, d], [b, h, s, d]
         return scores.logits(Problem.of(q, k, k, scale=1.0)).permute(2, 3, 0, 1).to(query.dtype)
 
     def prepare_mask(self, mask: Tensor, query_shape: Sequence[int], key_shape: Sequence[int]) -> Tensor:
-        """mask `[seq_q or 1, seq_k, batch or 1]` → the same with a last dimension for the heads.
+        """Add a dimension for the heads to a mask.
 
-        0 of any dtype hides, anything else shows. query_shape and key_shape are `[seq, batch,
-        d_model]`. TypeError or ValueError for another mask.
+        Args:
+            mask: The mask `[seq_q or 1, seq_k, batch or 1]`, where 0 of any dtype is masked.
+            query_shape: The shape of the queries, `[seq_q, batch, d_model]`.
+            key_shape: The shape of the keys, `[seq_k, batch, d_model]`.
+
+        Returns:
+            The mask `[seq_q or 1, seq_k, batch or 1, 1]`.
+
+        Raises:
+            TypeError: If the mask isn't a tensor.
+            ValueError: If the mask has another shape.
         """
         if not isinstance(mask, Tensor):
-            raise TypeError(f"mask must be a tensor [seq_q, seq_k, batch], and {kind(mask)} came.")
+            raise TypeError(f"Expected mask to be a tensor [seq_q, seq_k, batch], got {kind(mask)}.")
         t, s, b = query_shape[0], key_shape[0], query_shape[1]
         fits = mask.dim() == 3 and mask.shape[1] == s
         if not fits or mask.shape[0] not in (1, t) or mask.shape[2] not in (1, b):
             raise ValueError(
-                f"mask must be [seq_q or 1, seq_k, batch or 1] = [{t} or 1, {s}, {b} or 1], "
-                f"and {sizes(mask)} came."
+                f"Expected mask to be [seq_q or 1, seq_k, batch or 1] = [{t} or 1, {s}, {b} or 1], got "
+                f"{sizes(mask)}."
             )
         return mask[..., None]
 
     def forward(self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """query `[seq_q, batch, d_model]`, key and value `[seq_k, batch, d_model]` → as the query.
+        """Attend from queries to keys.
 
-        The mask is `[seq_q, seq_k, batch]`:
-        `mask[i, j, b]` says whether query i of batch entry b may see key j (0 hides).
-        Raises TypeError or ValueError for other tensors, and for what an overridden method
-        answers.
+        Args:
+            query: The queries `[seq_q, batch, d_model]`.
+            key: The keys `[seq_k, batch, d_model]`.
+            value: The values `[seq_k, batch, d_model]`.
+            mask: The mask `[seq_q, seq_k, batch]`: 0 masks key j for query i of batch entry b.
+
+        Returns:
+            The output `[seq_q, batch, d_model]`.
+
+        Raises:
+            TypeError: If an input isn't a tensor of floats.
+            ValueError: If shapes don't fit each other, or an overridden method returns another shape.
         """
         q, k, v, rest = self._inputs(query, key, value, mask)
         weights = weigh(q, k, v, **rest)  # [b, h, t, s]
@@ -129,9 +164,20 @@ class MultiHeadAttention(nn.Module):
     def attend(
         self, *, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[batch, heads, seq_q, seq_k]`: before dropout. `attn` isn't set.
+        """Return the output and its map `[batch, heads, seq_q, seq_k]`, before dropout; `attn` isn't set.
 
-        Arguments as `forward`, and it raises what that raises: TypeError, ValueError.
+        Args:
+            query: The queries `[seq_q, batch, d_model]`.
+            key: The keys `[seq_k, batch, d_model]`.
+            value: The values `[seq_k, batch, d_model]`.
+            mask: The mask `[seq_q, seq_k, batch]`.
+
+        Returns:
+            The output `[seq_q, batch, d_model]` and the map.
+
+        Raises:
+            TypeError: If an input isn't a tensor of floats.
+            ValueError: If shapes don't fit each other, or an overridden method returns another shape.
         """
         q, k, v, rest = self._inputs(query, key, value, mask)
         dropout_p = self.dropout.p if self.training else 0.0
@@ -145,16 +191,16 @@ class MultiHeadAttention(nn.Module):
         check(value, "value", "seq_k", "batch", width)
         if query.shape[1] != key.shape[1] or key.shape != value.shape:
             raise ValueError(
-                "query, key and value must share the batch, and key and value their length, and "
-                f"query {sizes(query)}, key {sizes(key)}, value {sizes(value)} came."
+                "Expected the same batch in query, key and value, and the same length in key and value, got "
+                f"query {sizes(query)}, key {sizes(key)}, value {sizes(value)}."
             )
         keep = None if mask is None else self._keep(mask, query, key)
         projected = self.query(query), self.key(key), self.value(value)
         q, k, v = (_by_head(x) for x in projected)  # [b, h, t, d], [b, h, s, d], [b, h, s, d]
         rest: dict[str, Any] = {"mask": keep, "scale": self.scale}
         if getattr(self.get_scores, "__func__", None) is not MultiHeadAttention.get_scores:
-            rest["bias"] = self._own_scores(projected[0], projected[1], keep)
-            q, k = q[..., :0], k[..., :0]  # of width 0: they add nothing to the scores
+            rest["bias"] = self._overridden_scores(projected[0], projected[1], keep)
+            q, k = q[..., :0], k[..., :0]  # without entries, so that the bias is the score
         return q, k, v, rest
 
     def _keep(self, mask: Tensor, query: Tensor, key: Tensor) -> Keep:
@@ -162,29 +208,29 @@ class MultiHeadAttention(nn.Module):
         want = (query.shape[0], key.shape[0], query.shape[1], self.heads)
         fits = isinstance(prepared, Tensor) and prepared.dim() == 4
         if not fits or any(n not in (1, m) for n, m in zip(prepared.shape, want, strict=True)):
-            came = sizes(prepared) if isinstance(prepared, Tensor) else kind(prepared)
+            got = sizes(prepared) if isinstance(prepared, Tensor) else kind(prepared)
             raise ValueError(
-                "prepare_mask must return what broadcasts to [seq_q, seq_k, batch, heads] = "
-                f"{list(want)}, and {came} came."
+                "Expected prepare_mask to return a tensor that broadcasts to [seq_q, seq_k, batch, heads] = "
+                f"{list(want)}, got {got}."
             )
         return Keep((prepared != 0).permute(2, 3, 0, 1))  # [b, h, t, s]
 
-    def _own_scores(self, query: Tensor, key: Tensor, keep: Keep | None) -> Dense:
-        """A subclass's scores, scaled, as what is added to none: −inf where the mask hides."""
-        own = self.get_scores(query, key)
+    def _overridden_scores(self, query: Tensor, key: Tensor, keep: Keep | None) -> Dense:
+        """Return the scaled scores of a subclass as a bias, with −inf for masked keys."""
+        scores = self.get_scores(query, key)
         want = [query.shape[0], key.shape[0], query.shape[1], self.heads]
-        if not isinstance(own, Tensor) or list(own.shape) != want:
-            came = sizes(own) if isinstance(own, Tensor) else kind(own)
+        if not isinstance(scores, Tensor) or list(scores.shape) != want:
+            got = sizes(scores) if isinstance(scores, Tensor) else kind(scores)
             raise ValueError(
-                f"get_scores must return [seq_q, seq_k, batch, heads] = {want}, and {came} came."
+                f"Expected get_scores to return [seq_q, seq_k, batch, heads] = {want}, got {got}."
             )
-        own = own.permute(2, 3, 0, 1) * self.scale  # [b, h, t, s]
+        scores = scores.permute(2, 3, 0, 1) * self.scale  # [b, h, t, s]
         try:
-            return Dense(own if keep is None else torch.where(keep.tensor, own, -math.inf))
+            return Dense(scores if keep is None else torch.where(keep.tensor, scores, -math.inf))
         except ValueError:
             raise ValueError(
-                "get_scores may return numbers and -inf (hidden), and NaN or +inf came: mask what they "
-                "belong to, or mend get_scores."
+                "Expected numbers or -inf (masked) from get_scores, got NaN or +inf. Fix get_scores, or mask "
+                "these keys."
             ) from None
 
     def _merge(self, out: Tensor) -> Tensor:
@@ -192,5 +238,5 @@ class MultiHeadAttention(nn.Module):
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """`[seq, batch, heads, d_k]` → `[batch, heads, seq, d_k]`."""
+    """Return x `[seq, batch, heads, d_k]` as `[batch, heads, seq, d_k]`."""
     return x.permute(1, 2, 0, 3)

@@ -1,7 +1,7 @@
-"""What the faces share: a check at the door, and weights handed back that are still part of the graph.
+"""What the presentations share: checks of inputs, and weights that are still part of the graph.
 
-An `AttentionMap` is detached and knows no dropout. A face whose original returns the very weights
-that made its output asks for them here: `weigh`, its own dropout, `mix`.
+An `AttentionMap` is detached and knows no dropout. A presentation whose original returns the weights that
+produced its output calls `weigh`, its own dropout, and `mix`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from manyheads.shapes import kind, sizes
 
 
 def check(x: Any, name: str, *letters: str | int) -> None:
-    """x must be a floating-point tensor of these dimensions; a number is a size it must have."""
+    """Check that x is a floating-point tensor with these dimensions; a number is an exact size."""
     want = "[" + ", ".join(map(str, letters)) + "]"
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"{name} must be a tensor {want} of floats, and {kind(x)} came.")
+        raise TypeError(f"Expected {name} to be a tensor {want} of floats, got {kind(x)}.")
     fits = x.dim() == len(letters) and all(
         isinstance(letter, str) or letter == n for letter, n in zip(letters, x.shape, strict=True)
     )
     if not fits:
-        raise ValueError(f"{name} must be {want}, and {sizes(x)} came.")
+        raise ValueError(f"Expected {name} to be {want}, got {sizes(x)}.")
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
-    """The weights `[b, h, t, s]` before dropout, differentiable; the arguments of `attention`.
+    """Return the differentiable weights `[b, h, t, s]` before dropout, in the dtype of scores.
 
-    float32, float64 for float64: what the core computes scores in.
+    The arguments are those of `manyheads.attention`.
     """
     if has_torch_function_variadic(q, k, v):
         return handle_torch_function(weigh, (q, k, v), q, k, v, **rest)
@@ -41,9 +41,9 @@ def weigh(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
 
 
 def mix(weights: Tensor, v: Tensor) -> Tensor:
-    """Weights `[b, h, t, s]` · v `[b, h, s, w]`, in v's dtype: `[b, h, t, w]`.
+    """Return weights `[b, h, t, s]` times v `[b, h, s, w]` as `[b, h, t, w]`, in the dtype of v.
 
-    A value that isn't finite reaches no query that gives it the weight 0.
+    A value that isn't finite doesn't affect queries whose weight for it is 0.
     """
     if has_torch_function_variadic(weights, v):
         return handle_torch_function(mix, (weights, v), weights, v)

@@ -1,6 +1,6 @@
-"""Presentation 3: single heads put together, batch first, `[N, L, D]`.
+"""Presentation 3: single heads that are combined, batch first, `[N, L, D]`.
 
-A decoder's version of each is the same thing with a mask of ours: `forward(x, mask=Causal())`.
+A decoder uses the same modules with a mask: `forward(x, mask=Causal())`.
 
 `attention`, `SelfAttention`, `CrossAttention` and `MultiHeadedAttention` are those of Vaswani et al. 2017
 (arXiv:1706.03762), section 3.2.
@@ -23,14 +23,21 @@ from manyheads.shapes import kind, sizes, whole
 
 
 class PositionalEncoder(nn.Module):
-    """x · √d_model plus the sinusoidal encoding of positions (Vaswani et al. 2017, section 3.5).
+    """Scale embeddings by √d_model and add sinusoidal positions (Vaswani et al. 2017, section 3.5).
 
-    PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i + 1) = cos(the same angle): sine and
-    cosine share an angle. (Another common reading puts twice the *index* in the exponent, so that
-    the cosine has an angle of its own; that isn't the paper's.)
+    PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i + 1) = cos(the same angle). (In another common
+    version the exponent is twice the *index*, so that each cosine has its own angle. It isn't the paper's.)
 
-    d_model: the model size, an even number. max_seq_len: how many positions the buffer `pe`,
-    `[1, max_seq_len, d_model]`, holds; it isn't learned. TypeError or ValueError for other numbers.
+    Args:
+        d_model: The model size, an even number.
+        max_seq_len: The number of positions in the buffer `pe`, which isn't learned.
+
+    Attributes:
+        pe: The encodings `[1, max_seq_len, d_model]`.
+
+    Raises:
+        TypeError: If a size isn't an integer.
+        ValueError: If a size is too small, or d_model is odd.
     """
 
     pe: Tensor
@@ -41,34 +48,51 @@ class PositionalEncoder(nn.Module):
         whole(max_seq_len, "max_seq_len", least=1)
         if d_model % 2:
             raise ValueError(
-                f"d_model must be even, as each angle has a sine and a cosine, and {d_model} came: "
-                f"use {d_model + 1}."
+                f"Expected d_model to be even, as each angle has a sine and a cosine, got {d_model}. Use "
+                f"{d_model + 1}."
             )
         self.d_model = d_model
         positions = torch.arange(max_seq_len)
         self.register_buffer("pe", Sinusoidal(d_model).encode(positions)[None])  # [1, max, d]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[N, L, d_model]` → x · √d_model + pe, the same shape and dtype.
+        """Scale embeddings and add the positions.
 
-        TypeError or ValueError for another x, or a longer one than the buffer.
+        Args:
+            x: The embeddings `[N, L, d_model]`.
+
+        Returns:
+            x · √d_model + pe `[N, L, d_model]`, in the dtype of x.
+
+        Raises:
+            TypeError: If x isn't a tensor of floats.
+            ValueError: If x has another shape, or is longer than max_seq_len.
         """
         check(x, "x", "N", "L", self.d_model)
         length, longest = x.shape[1], self.pe.shape[1]
         if length > longest:
             raise ValueError(
-                f"x {sizes(x)} has {length} positions, and this encoder holds max_seq_len={longest}: "
-                f"make it as PositionalEncoder({self.d_model}, max_seq_len={length})."
+                f"Expected at most max_seq_len = {longest} positions, got x {sizes(x)}. Use "
+                f"PositionalEncoder({self.d_model}, max_seq_len={length})."
             )
         return x * math.sqrt(self.d_model) + self.pe[:, :length].to(x.dtype)  # [N, L, d]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> tuple[Tensor, Tensor]:
-    """softmax(q kᵀ / √d_k) v and its weights: one head, `F.scaled_dot_product_attention`'s numbers.
+    """Return softmax(q kᵀ / √d_k) v of one head, and its weights.
 
-    q `[N, L, d_k]`, k `[N, S, d_k]`, v `[N, S, d_v]` → output `[N, L, d_v]`, weights `[N, L, S]`.
-    Raises ValueError, naming both, if the widths of q and k differ, TypeError for what are no floats or no
-    mask.
+    Args:
+        q: The queries `[N, L, d_k]`.
+        k: The keys `[N, S, d_k]`.
+        v: The values `[N, S, d_v]`.
+        mask: A mask of manyheads.
+
+    Returns:
+        The output `[N, L, d_v]` and the weights `[N, L, S]`.
+
+    Raises:
+        TypeError: If an input isn't a tensor of floats, or the mask isn't a `Mask`.
+        ValueError: If shapes don't fit each other.
     """
     _check_heads(q, k, v)
     heads = q[:, None], k[:, None], v[:, None]  # [N, 1, L, d_k], …
@@ -81,22 +105,28 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         check(x, name, *letters.split())
     if q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"q and k must have one width d_k, and q is {q.shape[2]} wide {sizes(q)}, "
-            f"k {k.shape[2]} {sizes(k)}: project them to the same width."
+            f"Expected q and k of the same width d_k, got {q.shape[2]} in q {sizes(q)} and {k.shape[2]} in k "
+            f"{sizes(k)}. Project them to the same width."
         )
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
         raise ValueError(
-            f"q, k and v must share N, and k and v their length, and q {sizes(q)}, k {sizes(k)}, "
-            f"v {sizes(v)} came."
+            f"Expected the same N in q, k and v, and the same length in k and v, got q {sizes(q)}, k "
+            f"{sizes(k)}, v {sizes(v)}."
         )
 
 
 class CrossAttention(nn.Module):
-    """One head: queries from x, keys and values from y.
+    """One head with queries from x, and keys and values from y.
 
-    x_input_dim, y_input_dim: the widths of x and y; key_dim: that of queries and keys; output_dim:
-    that of values and the output. The layers are `linear_q`, `linear_k`, `linear_v`. TypeError or
-    ValueError unless all are at least 1.
+    Args:
+        x_input_dim: The width of x.
+        y_input_dim: The width of y.
+        key_dim: The width of queries and keys.
+        output_dim: The width of values and of the output.
+
+    Raises:
+        TypeError: If a size isn't an integer.
+        ValueError: If a size is less than 1.
     """
 
     def __init__(self, x_input_dim: int, y_input_dim: int, key_dim: int, output_dim: int) -> None:
@@ -110,14 +140,24 @@ class CrossAttention(nn.Module):
         self.linear_v = nn.Linear(y_input_dim, output_dim)
 
     def forward(self, x: Tensor, y: Tensor, mask: Mask | None = None) -> Tensor:
-        """x `[N, L, x_input_dim]`, y `[N, S, y_input_dim]` → `[N, L, output_dim]`, under a mask of ours.
+        """Attend from x to y.
 
-        TypeError or ValueError for others.
+        Args:
+            x: The input of the queries `[N, L, x_input_dim]`.
+            y: The input of keys and values `[N, S, y_input_dim]`.
+            mask: A mask of manyheads.
+
+        Returns:
+            The output `[N, L, output_dim]`.
+
+        Raises:
+            TypeError: If an input isn't a tensor of floats, or the mask isn't a `Mask`.
+            ValueError: If shapes don't fit each other.
         """
         return functional.attention(*self._heads(x, y), mask=mask).squeeze(1)
 
     def attend(self, x: Tensor, y: Tensor, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[N, 1, L, S]`; arguments as `forward`, TypeError or ValueError too."""
+        """Return the output and its map `[N, 1, L, S]`. Arguments and errors are those of `forward`."""
         out, amap = functional.attention_with_map(*self._heads(x, y), mask=mask)
         return out.squeeze(1), amap
 
@@ -125,16 +165,22 @@ class CrossAttention(nn.Module):
         check(x, "x", "N", "L", self.linear_q.in_features)
         check(y, "y", "N", "S", self.linear_k.in_features)
         if x.shape[0] != y.shape[0]:
-            raise ValueError(f"x and y must share N, and x {sizes(x)} and y {sizes(y)} came.")
+            raise ValueError(f"Expected the same N in x and y, got x {sizes(x)} and y {sizes(y)}.")
         q, k, v = self.linear_q(x), self.linear_k(y), self.linear_v(y)
         return q[:, None], k[:, None], v[:, None]  # [N, 1, L, d_k], [N, 1, S, d_k], [N, 1, S, d_v]
 
 
 class SelfAttention(CrossAttention):
-    """One head over its own input. Permuting the input permutes the output: it knows no order.
+    """One head over its own input. It ignores order: a permutation of the input permutes the output.
 
-    input_dim: the width of x; key_dim: that of queries and keys; output_dim: that of values and the
-    output. TypeError or ValueError unless all are at least 1.
+    Args:
+        input_dim: The width of x.
+        key_dim: The width of queries and keys.
+        output_dim: The width of values and of the output.
+
+    Raises:
+        TypeError: If a size isn't an integer.
+        ValueError: If a size is less than 1.
     """
 
     def __init__(self, input_dim: int, key_dim: int, output_dim: int) -> None:
@@ -142,57 +188,64 @@ class SelfAttention(CrossAttention):
         super().__init__(input_dim, input_dim, key_dim, output_dim)
 
     def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
-        """x `[N, L, input_dim]` → `[N, L, output_dim]`; TypeError or ValueError for another x or mask."""
+        """Return the output `[N, L, output_dim]` for x `[N, L, input_dim]`, under a mask of manyheads."""
         return super().forward(x, x, mask)
 
     def attend(  # type: ignore[override]
         self, x: Tensor, mask: Mask | None = None
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[N, 1, L, L]`; arguments as `forward`, TypeError or ValueError too."""
+        """Return the output and its map `[N, 1, L, L]`. Arguments and errors are those of `forward`."""
         return super().attend(x, x, mask)
 
 
 class MultiHeadedAttention(nn.Module):
-    """Single heads side by side: their outputs concatenated, then one linear layer.
+    """Several heads whose outputs are concatenated and projected.
 
-    attn_modules: `SelfAttention`s or `CrossAttention`s, or what has a `linear_v` as they have, whose
-    width is read off; final_output_dim: the width of the output. Kept as `module_list`, `linear`.
-    TypeError for other modules, ValueError for none, either for another width.
+    Args:
+        attn_modules: `SelfAttention` or `CrossAttention` modules, or others with a `linear_v` of the width of
+            their output.
+        final_output_dim: The width of the output.
+
+    Raises:
+        TypeError: If a module has no `linear_v`, or the width isn't an integer.
+        ValueError: If there are no modules, or the width is less than 1.
     """
 
     def __init__(self, attn_modules: Iterable[nn.Module], final_output_dim: int) -> None:
         super().__init__()
         heads = list(attn_modules)
         if not heads:
-            raise ValueError("attn_modules must hold at least one attention module, and none came.")
+            raise ValueError("Expected at least one module in attn_modules, got none.")
         widths = [_width(head) for head in heads]
         whole(final_output_dim, "final_output_dim", least=1)
         self.module_list = nn.ModuleList(heads)
         self.linear = nn.Linear(sum(widths), final_output_dim)
 
     def forward(self, *inputs: Tensor, mask: Mask | None = None) -> Tensor:
-        """The inputs of the modules (x `[N, L, …]`, or x and y) → `[N, L, final_output_dim]`, under a mask.
+        """Return the output `[N, L, final_output_dim]`; the modules raise the errors of their `forward`.
 
-        Raises what they raise: TypeError, ValueError.
+        Args:
+            *inputs: The inputs of each module: x `[N, L, …]`, or x and y.
+            mask: A mask of manyheads.
+
+        Returns:
+            The output.
         """
         named = {} if mask is None else {"mask": mask}
         return self.linear(torch.cat([head(*inputs, **named) for head in self.module_list], -1))
 
     def attend(self, *inputs: Tensor, mask: Mask | None = None) -> tuple[Tensor, list[AttentionMap]]:
-        """The output, and the map of each module, `[N, 1, L, S]`.
-
-        Arguments as `forward`, TypeError or ValueError too.
-        """
+        """Return the output and the map `[N, 1, L, S]` of each module. Arguments are those of `forward`."""
         named = {} if mask is None else {"mask": mask}
         pairs = [head.attend(*inputs, **named) for head in self.module_list]  # type: ignore[operator]
         return self.linear(torch.cat([out for out, _ in pairs], -1)), [amap for _, amap in pairs]
 
 
 def _width(head: object) -> int:
-    """The width of a head's output, read off its linear_v."""
+    """Return the width of a head's output."""
     width = getattr(getattr(head, "linear_v", None), "out_features", None)
     if not isinstance(head, nn.Module) or not isinstance(width, int):
         raise TypeError(
-            f"attn_modules must be modules with a linear_v, such as SelfAttention, and {kind(head)} came."
+            f"Expected modules with a linear_v, such as SelfAttention, in attn_modules, got {kind(head)}."
         )
     return width

@@ -1,9 +1,9 @@
-"""Presentation 1: batch first, and the heads are split off by a reshape.
+"""Presentation 1: batch first, with heads that are split off by a reshape.
 
-Scores are divided by `scale`, the root of the key size; `probs[0]` is sequence 0 head 0 and
-`probs[num_heads]` is sequence 1 head 0.
+Scores are divided by `scale`, the root of the key size. `probs[0]` is head 0 of sequence 0, and
+`probs[num_heads]` head 0 of sequence 1.
 
-`SelfAttention` is Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1, `MultiHeadSelfAttention` 3.2.2.
+`SelfAttention` is section 3.2.1 of Vaswani et al. 2017 (arXiv:1706.03762), `MultiHeadSelfAttention` 3.2.2.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Mask
 from manyheads.shapes import divide, real, whole
 
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
+Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
 
 
 class SelfAttention(nn.Module):
     """One head: softmax(q kᵀ / √hidden) v.
 
-    input_size: the width of x; hidden: that of q, k, v and the output. `scale` = √hidden divides the
-    scores. TypeError or ValueError unless both are at least 1.
+    Args:
+        input_size: The width of x.
+        hidden: The width of q, k, v and the output.
+
+    Raises:
+        TypeError: If a size isn't an integer.
+        ValueError: If a size is less than 1.
     """
 
     def __init__(self, input_size: int, hidden: int) -> None:
@@ -40,14 +45,23 @@ class SelfAttention(nn.Module):
         self.scale = math.sqrt(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[batch, seq, input_size]` → `[batch, seq, hidden]`; TypeError or ValueError for another x."""
+        """Return the output `[batch, seq, hidden]` for x `[batch, seq, input_size]`."""
         q, k, v, rest = self._inputs(x, None)
         return attention(q, k, v, **rest).squeeze(1)
 
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[batch, 1, seq, seq]`, under a mask of ours if one is given.
+        """Return the output and its map.
 
-        Arguments as `forward`. Raises TypeError or ValueError for another x or mask.
+        Args:
+            x: The input `[batch, seq, input_size]`.
+            mask: A mask of manyheads.
+
+        Returns:
+            The output `[batch, seq, hidden]` and the map `[batch, 1, seq, seq]`.
+
+        Raises:
+            TypeError: If x isn't a tensor of floats, or the mask isn't a `Mask`.
+            ValueError: If x has another shape.
         """
         q, k, v, rest = self._inputs(x, mask)
         out, amap = attention_with_map(q, k, v, **rest)
@@ -60,17 +74,18 @@ class SelfAttention(nn.Module):
 
 
 class MultiHeadSelfAttention(nn.Module):
-    """Many heads, with an optional causal mask: a query sees itself and what precedes it.
+    """Several heads, with an optional causal mask.
 
     Args:
-        input_size: the width of x.
-        hidden: the width of q, k, v and the output.
-        num_heads: the number of heads, each of `head_size` = hidden / num_heads.
-        causal: hide what follows a query.
-        dropout: the probability with which a weight is dropped in training.
+        input_size: The width of x.
+        hidden: The width of q, k, v and the output.
+        num_heads: The number of heads, each of width head_size = hidden / num_heads.
+        causal: Mask the keys after each query.
+        dropout: The dropout probability of weights.
 
-    `scale` = √head_size divides the scores. Raises ValueError unless num_heads divides hidden, TypeError
-    or ValueError for what are no such sizes or no probability.
+    Raises:
+        TypeError: If a size isn't an integer, or dropout isn't a number.
+        ValueError: If num_heads doesn't divide hidden, or dropout isn't a probability.
     """
 
     def __init__(
@@ -96,11 +111,19 @@ class MultiHeadSelfAttention(nn.Module):
         self.mix = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor, return_attention: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """x `[batch, seq, input_size]` → `[batch, seq, hidden]`.
+        """Attend over a sequence.
 
-        With `return_attention=True` also the probabilities that made it, dropout applied,
-        `[batch * num_heads, seq, seq]`, the heads of one sequence adjacent. TypeError or ValueError for
-        another x.
+        Args:
+            x: The input `[batch, seq, input_size]`.
+            return_attention: Also return the weights.
+
+        Returns:
+            The output `[batch, seq, hidden]`, and the weights `[batch * num_heads, seq, seq]` after dropout,
+            with the heads of a sequence adjacent.
+
+        Raises:
+            TypeError: If x isn't a tensor of floats.
+            ValueError: If x has another shape.
         """
         q, k, v, rest = self._inputs(x, None)
         if not return_attention:
@@ -109,10 +132,18 @@ class MultiHeadSelfAttention(nn.Module):
         return self._merge(mix(probs, v)), probs.flatten(0, 1).to(v.dtype)  # [b, t, hidden], [b * h, t, t]
 
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[batch, num_heads, seq, seq]`: per head, before dropout.
+        """Return the output and its map.
 
-        Arguments as `forward`. A mask of ours joins the causal one: `Lengths(lengths)` hides padding.
-        TypeError or ValueError for another x or mask.
+        Args:
+            x: The input `[batch, seq, input_size]`.
+            mask: A mask of manyheads besides the causal one, such as `Lengths(lengths)` for padding.
+
+        Returns:
+            The output `[batch, seq, hidden]` and the map `[batch, num_heads, seq, seq]`, before dropout.
+
+        Raises:
+            TypeError: If x isn't a tensor of floats, or the mask isn't a `Mask`.
+            ValueError: If x has another shape.
         """
         q, k, v, rest = self._inputs(x, mask)
         out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **rest)
@@ -135,4 +166,5 @@ class MultiHeadSelfAttention(nn.Module):
         return self.mix(out.transpose(1, 2).flatten(2))  # [b, t, hidden]
 
     def extra_repr(self) -> str:
+        """Describe the module."""
         return f"num_heads={self.num_heads}, head_size={self.head_size}, causal={self.causal}"

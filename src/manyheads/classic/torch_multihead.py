@@ -1,18 +1,17 @@
-"""Presentation 2: the class that takes the place of `torch.nn.MultiheadAttention`.
+"""Presentation 2: a replacement of `torch.nn.MultiheadAttention`.
 
-    model = replace(nn.TransformerEncoder(…))      # every attention in a model becomes ours
-    attention = MultiheadAttention(512, 8)         # or one by one
+    model = replace(nn.TransformerEncoder(…))      # every attention of a model
+    attention = MultiheadAttention(512, 8)         # or a single one
 
-A boolean mask says True = may NOT attend, as there; a float mask is added to the scores. What differs:
+As in PyTorch, True in a boolean mask means masked, and a float mask is added to the scores. Differences:
 
-- A query that may see nothing gives zeros (and zero weights), not NaN.
-- `attn_mask` counts whatever `is_causal` says: the hint is checked before it is used, and a wrong one
-  changes nothing. (There a wrong hint gives one answer with `need_weights` and another without.)
-- Our `forward` runs, always: PyTorch's transformer layers, in evaluation without gradients, would
-  compute the attention themselves.
+- A query without visible keys gets zeros (and zero weights), not NaN.
+- `attn_mask` is used whatever `is_causal` says: the hint is verified, and a wrong one changes nothing. (In
+  PyTorch a wrong hint gives different outputs with and without `need_weights`.)
+- This `forward` always runs. PyTorch's transformer layers, in evaluation without gradients, would bypass it.
 
-Why it subclasses nn.MultiheadAttention: its parameters, their names and the order in which they are
-drawn are then that class's own, and `isinstance` (initialisers, adapters, converters) finds it.
+It subclasses nn.MultiheadAttention so that parameters have the same names and random values, and `isinstance`
+checks (in initializers, adapters and converters) succeed.
 """
 
 from __future__ import annotations
@@ -31,33 +30,37 @@ from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Drop, Mask
 from manyheads.shapes import can_read, kind, sizes, whole
 
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
+Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
 
 
 class Refused(ValueError, AssertionError, RuntimeError):
-    """What can't be computed as asked, in one sentence.
+    """An error about inputs that don't fit each other.
 
-    PyTorch's class raises AssertionError for some of it and RuntimeError for the rest: code that
-    catches one of them goes on working.
+    PyTorch's class raises AssertionError for some of them and RuntimeError for others: code that catches
+    either one works as before.
     """
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Takes the place of `torch.nn.MultiheadAttention`: same arguments, results and state dict.
+    """A replacement of `torch.nn.MultiheadAttention` with the same arguments, results and state dict.
 
     Args:
-        embed_dim: the width e of queries and of the output.
-        num_heads: the number of heads; it must divide embed_dim.
-        dropout: the probability with which a weight is dropped in training.
-        bias: do the projections have one?
-        add_bias_kv: append a learned key and value, which every query may see.
-        add_zero_attn: append a key and value of zeros, which every query may see.
-        kdim, vdim: the widths of keys and values, if they aren't e.
-        batch_first: `[batch, length, width]` instead of `[length, batch, width]`.
-        device, dtype: of the parameters.
+        embed_dim: The width e of queries and of the output.
+        num_heads: The number of heads, a divisor of embed_dim.
+        dropout: The dropout probability of weights.
+        bias: Give the projections a bias.
+        add_bias_kv: Append a learned key and value, which are visible to every query.
+        add_zero_attn: Append a key and value of zeros, which are visible to every query.
+        kdim: The width of keys, e if None.
+        vdim: The width of values, e if None.
+        batch_first: Use `[batch, length, width]` instead of `[length, batch, width]`.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
 
-    Raises Refused, a ValueError that is also what PyTorch's class would raise, for sizes that don't go
-    together, TypeError or ValueError for what are no sizes.
+    Raises:
+        TypeError: If a size isn't an integer.
+        ValueError: If a size is less than 1.
+        Refused: If num_heads doesn't divide embed_dim, or dropout isn't a probability.
     """
 
     def __init__(
@@ -80,10 +83,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 whole(size, name, least=1)
         if embed_dim % num_heads:
             raise Refused(
-                f"num_heads must divide embed_dim, and num_heads = {num_heads}, embed_dim = {embed_dim} came."
+                f"Expected num_heads to divide embed_dim, got num_heads = {num_heads} and embed_dim = "
+                f"{embed_dim}."
             )
         if not 0 <= dropout <= 1:
-            raise Refused(f"dropout must be between 0 and 1, and {dropout!r} came.")
+            raise Refused(f"Expected dropout to be between 0 and 1, got {dropout!r}.")
         super().__init__(
             embed_dim,
             num_heads,
@@ -97,7 +101,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             device,
             dtype,
         )
-        self.register_forward_pre_hook(_must_be_called)
+        self.register_forward_pre_hook(_prevent_bypass)
 
     def forward(
         self,
@@ -110,34 +114,35 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, and the weights that made it if `need_weights`.
+        """Attend from queries to keys.
 
         Args:
-            query: `[t, b, e]`, or `[b, t, e]` with batch_first, or `[t, e]` unbatched. With
-                batch_first, query, key and value may be nested tensors instead of masked ones.
-            key: `[s, b, kdim]` (and so on).
-            value: `[s, b, vdim]`.
-            key_padding_mask: `[b, s]` (`[s]` unbatched): boolean, True = hidden, or floats to add.
-            need_weights: without it the fastest kernel runs, and no weights are built.
-            attn_mask: `[t, s]` or `[b · heads, t, s]`: boolean, True = hidden, or floats to add.
-            average_attn_weights: average the weights over the heads.
-            is_causal: a hint that attn_mask is the causal mask (key ≤ query, both counted from 0).
+            query: The queries `[t, b, e]`, `[b, t, e]` with batch_first, or `[t, e]` unbatched. With
+                batch_first, query, key and value can be nested tensors.
+            key: The keys `[s, b, kdim]`, likewise.
+            value: The values `[s, b, vdim]`, likewise.
+            key_padding_mask: A mask `[b, s]` (`[s]` unbatched) of booleans, True = masked, or floats to add.
+            need_weights: Return the weights. Without them the fastest kernel runs.
+            attn_mask: A mask `[t, s]` or `[b · heads, t, s]` of booleans, True = masked, or floats to add.
+            average_attn_weights: Average the weights over the heads.
+            is_causal: A hint that attn_mask is the causal mask (key ≤ query, both counted from 0).
 
         Returns:
-            The output, shaped as the query, and None or the weights, differentiable and after
-            dropout: `[b, t, s]`, or `[b, heads, t, s]` if not averaged; no b if unbatched. s counts
-            appended keys too.
+            The output, with the shape of the query, and the weights or None. The weights are differentiable
+            and after dropout: `[b, t, s]`, or `[b, heads, t, s]` if they aren't averaged, without b if
+            unbatched. s includes appended keys.
 
         Raises:
-            TypeError: for what is no tensor. Refused: for shapes, masks and dtypes that don't go together.
+            TypeError: If an input isn't a tensor.
+            Refused: If shapes, masks or dtypes don't fit each other.
         """
         masks = key_padding_mask, attn_mask
         if _is_nested(query, key, value):
             return self._nested(query, key, value, masks, need_weights, average_attn_weights)
         q, k, v, rest = self._inputs(query, key, value, *masks, is_causal)
-        return self._answer(q, k, v, rest, query, need_weights, average_attn_weights)
+        return self._attend(q, k, v, rest, query, need_weights, average_attn_weights)
 
-    def _answer(
+    def _attend(
         self,
         q: Tensor,
         k: Tensor,
@@ -166,12 +171,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map `[b, h, t, s]`: per head, before dropout, whatever the layout.
+        """Return the output and its map `[b, h, t, s]`, before dropout.
 
-        Arguments as `forward`. Raises what that raises, TypeError or Refused, and Refused for nested tensors.
+        Args:
+            query: The queries `[t, b, e]`, as in `forward`.
+            key: The keys `[s, b, kdim]`, as in `forward`.
+            value: The values `[s, b, vdim]`, as in `forward`.
+            key_padding_mask: The mask `[b, s]`, as in `forward`.
+            attn_mask: The mask `[t, s]` or `[b · heads, t, s]`, as in `forward`.
+            is_causal: A hint that attn_mask is the causal mask.
+
+        Returns:
+            The output and the map.
+
+        Raises:
+            TypeError: If an input isn't a tensor.
+            Refused: If shapes, masks or dtypes don't fit each other, or a tensor is nested.
         """
         if _is_nested(query, key, value):
-            raise Refused("attend takes no nested tensors: pad them and pass a key_padding_mask.")
+            raise Refused("Expected padded tensors, got a nested one. Pad it and pass a key_padding_mask.")
         q, k, v, rest = self._inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
         out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **rest)
         return self._merge(out, query), amap
@@ -193,8 +211,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         masks = self._four(key_padding_mask, attn_mask, b, t, s, batched=query.dim() == 3)
         if is_causal and attn_mask is None:
             raise Refused(
-                "is_causal=True is a hint about attn_mask, and no attn_mask came: pass the mask too, "
-                f"for instance torch.nn.Transformer.generate_square_subsequent_mask({t})."
+                "Expected an attn_mask with is_causal=True, which is only a hint about it, got none. Pass "
+                f"torch.nn.Transformer.generate_square_subsequent_mask({t})."
             )
         causal = is_causal and self._appended() == 0 and _is_triangle(attn_mask)
         if causal:
@@ -213,33 +231,33 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, x, length, width in whole_of:
             letters = f"[b, {length}, {width}]" if self.batch_first else f"[{length}, b, {width}]"
             if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor {letters}, and {kind(x)} came.")
+                raise TypeError(f"Expected {name} to be a tensor {letters}, got {kind(x)}.")
             if x.dim() not in (2, 3) or x.shape[-1] != width:
                 raise Refused(
-                    f"{name} must be {letters}, or [{length}, {width}] unbatched, and {sizes(x)} came."
+                    f"Expected {name} to be {letters}, or [{length}, {width}] unbatched, got {sizes(x)}."
                 )
             if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
                 raise Refused(
-                    f"{name} is {x.dtype} and the module's parameters are {dtype}: convert one of them."
+                    f"Expected {name} to be {dtype} like the module's parameters, got {x.dtype}. Convert one."
                 )
         batched = query.dim() == 3
         apart = any((x.dim() == 3) != batched for x in (key, value)) or key.shape[:-1] != value.shape[:-1]
         axis = 1 - self.batch_first  # the batch's
         if apart or (batched and query.shape[axis] != key.shape[axis]):
             raise Refused(
-                "query, key and value must share the batch, and key and value their length, and "
-                f"query {sizes(query)}, key {sizes(key)}, value {sizes(value)} came "
+                "Expected the same batch in query, key and value, and the same length in key and value, got "
+                f"query {sizes(query)}, key {sizes(key)}, value {sizes(value)} "
                 f"(batch_first={self.batch_first})."
             )
 
     def _batch_first(self, x: Tensor) -> Tensor:
-        """`[b, t, e]`."""
+        """Return x as `[b, t, e]`."""
         if x.dim() == 2:
             return x[None]
         return x if self.batch_first else x.transpose(0, 1)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k, v, each `[b, length, e]`; one product where all three come from one tensor."""
+        """Return q, k and v `[b, length, e]`, by one product if all inputs are the same tensor."""
         if query is key and key is value and self.in_proj_weight is not None:
             packed = F.linear(self._batch_first(query), self.in_proj_weight, self.in_proj_bias)
             return list(packed.chunk(3, -1))
@@ -252,11 +270,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         return [F.linear(self._batch_first(x), weight, bias) for x, weight, bias in parts]
 
     def _appended(self) -> int:
-        """How many keys are appended to the caller's."""
+        """Return the number of appended keys."""
         return (self.bias_k is not None) + bool(self.add_zero_attn)
 
     def _append(self, x: Tensor, learned: Tensor | None) -> Tensor:
-        """Keys or values `[b, s, e]`, and after them what every query may see as well."""
+        """Append keys or values that are visible to every query to x `[b, s, e]`."""
         parts = [x]
         if learned is not None:
             parts.append(learned.to(x.dtype).expand(x.shape[0], 1, -1))  # [b, 1, e]
@@ -268,7 +286,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [b, h, t, d]
 
     def _merge(self, out: Tensor, query: Tensor) -> Tensor:
-        """`[b, h, t, d]` through the output projection, in the query's layout."""
+        """Project the heads `[b, h, t, d]` to the output, in the layout of the query."""
         if query.dim() == 3 and not self.batch_first:
             return self.out_proj(out.permute(2, 0, 1, 3).flatten(2))  # [t, b, e]
         merged = self.out_proj(out.transpose(1, 2).flatten(2))  # [b, t, e]
@@ -288,7 +306,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         s: int,
         batched: bool,
     ) -> dict[str, Tensor]:
-        """The masks that came, checked, each with the four dimensions that broadcast to `[b, h, t, s]`."""
+        """Check the masks and return them by name, broadcastable to `[b, h, t, s]`."""
         h = self.num_heads
         masks = {}
         if key_padding_mask is not None:
@@ -312,49 +330,57 @@ class MultiheadAttention(nn.MultiheadAttention):
         need_weights: bool,
         average_attn_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sequences of several lengths: padded, masked, and unpadded again.
+        """Attend over nested tensors, which are padded and masked in between.
 
-        nn.TransformerEncoder makes such tensors of padded ones, in evaluation without gradients.
+        nn.TransformerEncoder creates them from padded tensors, in evaluation without gradients.
         """
         inputs = query, key, value
         if not all(x.is_nested for x in inputs) or not self.batch_first or masks != (None, None):
             raise Refused(
-                "nested tensors come as query, key and value together, with batch_first=True and "
-                f"without masks, and query, key, value nested = {[x.is_nested for x in inputs]}, "
-                f"batch_first={self.batch_first}, masks given = {[m is not None for m in masks]} came."
+                "Expected nested tensors for all of query, key and value, batch_first=True and no masks, got "
+                f"nested = {[x.is_nested for x in inputs]}, batch_first={self.batch_first}, masks = "
+                f"{[m is not None for m in masks]}."
             )
         widths = self.embed_dim, self.kdim, self.vdim
-        padded = {id(x): _padded(x, width) for x, width in zip(inputs, widths, strict=True)}  # one of each
-        asking, seen, told = (padded[id(x)] for x in inputs)  # [b, t, e], [b, s, kdim], [b, s, vdim]
-        lengths = torch.tensor([len(x) for x in key.unbind()], device=seen.device)
-        hidden = torch.arange(seen.shape[1], device=seen.device) >= lengths[:, None]  # [b, s]
-        q, k, v, rest = self._inputs(asking, seen, told, hidden, None, False)
-        out, weights = self._answer(q, k, v, rest, asking, need_weights, average_attn_weights)
+        tensors = {id(x): _pad(x, width) for x, width in zip(inputs, widths, strict=True)}
+        queries, keys, values = (tensors[id(x)] for x in inputs)  # [b, t, e], [b, s, kdim], [b, s, vdim]
+        lengths = torch.tensor([len(x) for x in key.unbind()], device=keys.device)
+        masked = torch.arange(keys.shape[1], device=keys.device) >= lengths[:, None]  # [b, s]
+        q, k, v, rest = self._inputs(queries, keys, values, masked, None, False)
+        out, weights = self._attend(q, k, v, rest, queries, need_weights, average_attn_weights)
         rows = [y[: len(x)] for x, y in zip(query.unbind(), out, strict=True)]
         return torch.nested.as_nested_tensor(rows, out.dtype, out.device, query.layout), weights
 
 
 def replace(model: nn.Module) -> nn.Module:
-    """Make every `nn.MultiheadAttention` in a model ours, the model itself included; returns it.
+    """Replace every `nn.MultiheadAttention` of a model, including the model itself.
 
-    They stay the modules that they are, with their parameters (an optimizer's too), hooks and state:
-    only their class changes. Subclasses with a `forward` of their own are left alone. TypeError for what is
-    no module.
+    Only the class of the modules changes: they keep their parameters, also in optimizers, and their hooks.
+    Subclasses of `nn.MultiheadAttention` stay.
+
+    Args:
+        model: The model, which is changed in place.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: If it isn't a module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"replace takes a torch.nn.Module, and {kind(model)} came.")
+        raise TypeError(f"Expected a torch.nn.Module, got {kind(model)}.")
     for module in model.modules():
         if type(module) is nn.MultiheadAttention:
             module.__class__ = MultiheadAttention
-            module.register_forward_pre_hook(_must_be_called)
+            module.register_forward_pre_hook(_prevent_bypass)
     return model
 
 
-def _must_be_called(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Does nothing, and by being there keeps PyTorch from passing our forward by.
+def _prevent_bypass(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Do nothing: with a hook on one of its modules, PyTorch doesn't bypass `forward`.
 
-    nn.TransformerEncoderLayer, in evaluation without gradients, computes its attention itself from
-    the parameters of self_attn, unless one of its modules has a hook, which has to run.
+    nn.TransformerEncoderLayer, in evaluation without gradients, computes attention from the parameters of
+    self_attn unless one of its modules has a hook.
     """
 
 
@@ -362,8 +388,8 @@ def _is_nested(*inputs: Any) -> bool:
     return any(isinstance(x, Tensor) and x.is_nested for x in inputs)
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
-    """A nested tensor as `[b, length, width]`, with zeros; PyTorch's own padding refuses an empty one."""
+def _pad(x: Tensor, width: int) -> Tensor:
+    """Return a nested tensor padded with zeros, `[b, length, width]`. PyTorch raises for an empty one."""
     sequences = x.unbind()
     if not sequences:
         return torch.zeros(0, 0, width, dtype=x.dtype, device=x.device)
@@ -373,23 +399,23 @@ def _padded(x: Tensor, width: int) -> Tensor:
 def _check_mask(mask: Any, name: str, *shapes: list[int]) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(
-            f"{name} must be a tensor, boolean (True = hidden) or of floats, and {kind(mask)} came."
+            f"Expected {name} to be a tensor of booleans (True = masked) or floats, got {kind(mask)}."
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise Refused(
-            f"{name} must be boolean (True = hidden) or of floats, which are added, and {mask.dtype} "
-            f"came: write {name} != 0 if 1 hides, {name} == 0 if 0 does."
+            f"Expected {name} to be boolean (True = masked) or floats to add, got {mask.dtype}. Write "
+            f"{name} != 0 if 1 means masked, {name} == 0 if 0 does."
         )
     if list(mask.shape) not in shapes:
         letters = {1: "[s]", 2: "[b, s]" if name == "key_padding_mask" else "[t, s]", 3: "[b · heads, t, s]"}
         want = " or ".join(f"{letters[len(shape)]} = {shape}" for shape in shapes)
-        raise Refused(f"{name} must be {want}, and {sizes(mask)} came.")
+        raise Refused(f"Expected {name} to be {want}, got {sizes(mask)}.")
 
 
 def _rest(masks: dict[str, Tensor], causal: bool) -> dict[str, Any]:
-    """Masks of theirs, four-dimensional, as the core takes them: what hides, and what is added.
+    """Convert four-dimensional PyTorch masks to the arguments of `manyheads.attention`.
 
-    PyTorch counts positions from the top left, which is offset 0.
+    PyTorch counts positions of queries and keys from 0, which is offset 0.
     """
     mask: Mask | None = Causal() if causal else None
     bias: Dense | None = None
@@ -400,15 +426,15 @@ def _rest(masks: dict[str, Tensor], causal: bool) -> dict[str, Any]:
         try:
             bias = Dense(tensor if bias is None else bias.values + tensor)
         except ValueError:
-            raise Refused(f"{name} may hold numbers and -inf (hidden), and NaN or +inf came.") from None
+            raise Refused(f"Expected numbers or -inf (masked) in {name}, got NaN or +inf.") from None
     return {"mask": mask, "bias": bias, "offset": 0}
 
 
 def _is_triangle(mask: Tensor | None) -> bool:
-    """Does a mask hide what follows each query, and nothing else?
+    """Return True if a mask is the causal one.
 
-    In a float mask what isn't hidden may hold any one number: it cancels in the softmax. Not looked
-    at on a device, which would have to wait, nor while compiling: then the mask is used as it is.
+    Visible entries of a float mask can have any common value, which cancels in the softmax. A mask on a GPU,
+    or while compiling, isn't read, as that would wait or fail: it is used as any other mask.
     """
     if mask is None or mask.dim() != 2 or mask.device.type != "cpu" or mask.requires_grad:
         return False

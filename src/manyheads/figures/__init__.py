@@ -1,19 +1,18 @@
-"""Pictures of attention, as matplotlib figures that the caller can go on editing.
+"""Figures of attention, as matplotlib figures that you can go on editing.
 
     figure = figures.head(amap, tokens, head=1)      # one head in full
     figure = figures.grid(maps, tokens)              # every layer and head, small multiples
     figure = figures.beside(amap, amap.under(None))  # one head under two masks
-    figure = figures.received(maps, tokens)          # what each key gets, along the text
+    figure = figures.received(maps, tokens)          # what each key receives, along the text
     figure = figures.entropy(maps)                   # how spread the heads are, layer by layer
-    figure = figures.measures(rows, by="induction")  # heads and their measures as a sorted table
-    figure = figures.difference(want, got)           # two maps that should be one
+    figure = figures.measures(rows, by="induction")  # head scores as a sorted table
+    figure = figures.difference(want, got)           # two maps that should be equal
     figure = figures.curves(pe, [0, 1, 6, 7])        # positional encodings
 
-A text of any length will do. What is too long to be shown token by token is pooled into cells, by the
-map itself and never from the matrix, and the picture says so. A weight of 0 and a key that may not be
-attended are two things and look like two: 0 is the darkest colour, what is masked is grey and
-hatched. Panels that can be compared share one colour scale. Nothing here touches pyplot, so the
-functions need no display, leave no global state, and a notebook shows what they return. Tokens are
+Texts of any length can be drawn. What is too long to be shown token by token is pooled into cells, by the
+map itself and never from the matrix, and the figure says so. A weight of 0 is the darkest colour; what is
+masked is grey and hatched. Panels that can be compared share one colour scale. Nothing uses pyplot, so the
+functions need no display and leave no global state, and a notebook displays what they return. Tokens are
 drawn as they are: `$` starts no formula, and a character that the font lacks is written as its escape.
 """
 
@@ -29,10 +28,10 @@ from matplotlib.lines import Line2D
 from torch import Tensor
 
 from manyheads import scores
-from manyheads.figures import cells, page
-from manyheads.figures.cells import Labels, Layers, Names, Panel, Visible, Weights
+from manyheads.figures import cells, heatmaps
+from manyheads.figures.cells import AxisLabels, Labels, Layers, Panel, Visible, Weights
 from manyheads.figures.difference import difference
-from manyheads.figures.page import MOST, WEIGHT, Picture, Strip
+from manyheads.figures.heatmaps import MOST, WEIGHT, Picture, Strip
 from manyheads.figures.positions import curves, image
 from manyheads.maps import AttentionMap
 from manyheads.reductions import Entropy, Received
@@ -55,13 +54,13 @@ __all__ = [
 
 RECEIVED = {
     None: "weight received, summed over queries",
-    "age": "mean weight received from the queries that may see the key",
+    "age": "mean weight received from the queries that may attend to the key",
 }
 UNITS = {"entropy": ", nats", "distance": ", positions"}
 HEAD, EVEN = "#3b528b", "#5ec962"  # two of the colours of weights
 
 
-# -- attention -------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def head(
@@ -74,25 +73,37 @@ def head(
     head: int = 0,
     title: str | None = None,
 ) -> Figure:
-    """One head in full: a row per query, a column per key, a colour bar, the numbers where they fit.
+    """Draw one head in full: a row per query, a column per key, and numbers where they fit.
 
-    `weights` is an AttentionMap, of which `batch` and `head` choose one head, or a tensor `[t, s]`.
-    `tokens` names the queries, and the keys too unless `keys` does; without them the map's own tokens
-    stand on the axes, or positions. `keep` `[t, s]` (True = may attend) says what a tensor cannot:
-    which of its zeros are masked; a map knows its own. Above `MOST` queries or keys the largest weight of
-    each cell stands beside the mean one (what is masked counts as 0), each on its own scale. `title` stands
-    above all. Raises ValueError for labels or masks that don't fit the weights, TypeError for what are no
-    weights.
+    Above `MOST` queries or keys, the largest weight of each cell is shown beside the mean one (masked
+    weights count as 0), each on its own scale.
+
+    Args:
+        weights: An AttentionMap or a tensor `[t, s]`.
+        tokens: Labels of the queries, and of the keys if `keys` is None. Default: the map's, or positions.
+        keys: Labels of the keys.
+        keep: Mask `[t, s]` of a tensor (True = may attend). A map knows its own.
+        batch: The map's batch entry.
+        head: The map's head.
+        title: Title of the figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: Labels or mask don't fit the weights.
+        TypeError: The weights are neither a map nor a tensor.
     """
-    line = cells.one_head(weights, batch, head, keep)
+    heads = cells.select_head(weights, batch, head, keep)
     if title is None:
-        title = f"head {cells.heads(line)[0]}" if isinstance(weights, AttentionMap) else ""
-    labels, box = cells.labels(line, tokens, keys), page.box(*cells.size(line))
-    if max(cells.size(line)) <= MOST:
-        return page.row(cells.panels(line, box, ["max"]), ["attention weight"], labels, [title], None)
-    titles = [f"{how} weight of each cell" for how in cells.WAYS.values()]
-    groups = cells.panels(line, box, list(cells.WAYS))
-    return page.row(groups, ["attention weight"] * 2, labels, titles, title)
+        title = f"head {cells.head_numbers(heads)[0]}" if isinstance(weights, AttentionMap) else ""
+    labels, box = cells.axis_labels(heads, tokens, keys), heatmaps.panel_size(*cells.size(heads))
+    if max(cells.size(heads)) <= MOST:
+        panels = cells.pool_heads(heads, box, ["max"])
+        return heatmaps.draw_row(panels, ["attention weight"], labels, [title], None)
+    titles = [f"{name} weight of each cell" for name in cells.POOLING.values()]
+    groups = cells.pool_heads(heads, box, list(cells.POOLING))
+    return heatmaps.draw_row(groups, ["attention weight"] * 2, labels, titles, title)
 
 
 def beside(
@@ -108,27 +119,41 @@ def beside(
     titles: tuple[str, str] = ("causal", "without the mask"),
     title: str | None = None,
 ) -> Figure:
-    """One head twice on one colour scale, e.g. causal beside non-causal.
+    """Draw two heads side by side on one colour scale, e.g. causal and non-causal.
 
-    Each side, `left` and `right`, is an AttentionMap, of which `batch` and `head` choose one head, or a
-    tensor `[t, s]`; `beside(amap, amap.under(None))` asks what the same q and k would give without the mask.
-    `keep` `[t, s]` says of each side that is a tensor what it says to `head`; `tokens` and `keys` are as
-    there. A cell of a long text shows the "max" or the "mean" of its weights, as `reduce` says. `titles`
-    stand above the sides, `title` above both. Raises ValueError where the two sides differ in shape or masks
-    don't fit them, TypeError for what are no weights.
+    `beside(amap, amap.under(None))` compares a map with the weights that its q and k give without the mask.
+
+    Args:
+        left: An AttentionMap or a tensor of weights `[t, s]`.
+        right: Another one of the same shape.
+        tokens: Labels, as in `head`.
+        keys: Labels of the keys.
+        keep: Masks `[t, s]` of the two sides (True = may attend), None for a map.
+        batch: The maps' batch entry.
+        head: The maps' head.
+        reduce: "max" or "mean" of the weights of a cell, for long texts.
+        titles: Titles of the two sides.
+        title: Title of the figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: The sides differ in shape, or labels or masks don't fit.
+        TypeError: The weights are neither maps nor tensors.
     """
     if not isinstance(keep, tuple) or len(keep) != 2:
-        raise TypeError(f"keep must be a pair of masks, one for each side or None, and {kind(keep)} came.")
-    sides = zip((left, right), keep, strict=True)
-    lines = [cells.one_head(side, batch, head, own) for side, own in sides]
-    sizes = [cells.size(line) for line in lines]
+        raise TypeError(f"Expected keep to be a pair of masks (None for a map), got {kind(keep)}.")
+    sides = [cells.select_head(side, batch, head, own) for side, own in zip((left, right), keep, strict=True)]
+    sizes = [cells.size(heads) for heads in sides]
     if sizes[0] != sizes[1]:
-        shapes = " and ".join(str(list(size)) for size in sizes)
-        raise ValueError(f"both sides must have one shape, and {shapes} came: draw them with head().")
-    box, ways = page.box(*sizes[0]), [cells.way(reduce)]
-    panels = [panel for line in lines for panel in cells.panels(line, box, ways)[0]]
-    labels = cells.labels(lines[0], tokens, keys)
-    return page.row([panels], [page.weight(reduce, panels)], labels, titles, title)
+        raise ValueError(
+            f"Expected sides of one shape, got {list(sizes[0])} and {list(sizes[1])}. Draw each with head()."
+        )
+    box, reduces = heatmaps.panel_size(*sizes[0]), [cells.check_pooling(reduce)]
+    panels = [panel for heads in sides for panel in cells.pool_heads(heads, box, reduces)[0]]
+    labels = cells.axis_labels(sides[0], tokens, keys)
+    return heatmaps.draw_row([panels], [heatmaps.weight_label(reduce, panels)], labels, titles, title)
 
 
 def grid(
@@ -142,41 +167,63 @@ def grid(
     columns: Labels | None = None,
     title: str | None = None,
 ) -> Figure:
-    """All layers and heads as small multiples on one colour scale, their labels on the outer edge.
+    """Draw all layers and heads as small multiples on one colour scale.
 
-    `weights` is one AttentionMap or tensor `[b, h, t, s]` (a row per sequence), or a mapping of names to
-    AttentionMaps or a list of them, one per layer (a row each, `batch` chooses the sequence; layers may
-    differ in shape). `tokens` is one list of labels, or one list per row; without it the maps' own tokens are
-    used, or positions. `keep` (True = may attend) broadcasts to a tensor's `[b, h, t, s]`. `rows` and
-    `columns` name the rows and columns, `title` stands above all. A cell of a long text shows the "max" or
-    the "mean" of its weights, as `reduce` says. Raises ValueError for names, labels or masks that don't fit
-    the weights, TypeError for what are no weights.
+    Args:
+        weights: One AttentionMap or tensor `[b, h, t, s]` (a row per sequence), or a dict by name or a list
+            of AttentionMaps (a row per layer; layers may differ in shape).
+        tokens: One list of labels, or one per row. Default: the maps' tokens, or positions.
+        keep: Mask of a tensor, broadcasts to `[b, h, t, s]` (True = may attend). Maps know theirs.
+        batch: The batch entry of layers.
+        reduce: "max" or "mean" of the weights of a cell, for long texts.
+        rows: Names of the rows.
+        columns: Names of the columns.
+        title: Title of the figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: Names, labels or mask don't fit the weights.
+        TypeError: The weights are neither maps nor a tensor.
     """
-    lines = cells.all_heads(weights, batch, keep)
-    heads, ways = [cells.heads(line) for line in lines.values()], [cells.way(reduce)]
-    down, across = len(lines), max(map(len, heads))
+    selected = cells.select_rows(weights, batch, keep)
+    numbers = [cells.head_numbers(heads) for heads in selected.values()]
+    reduces = [cells.check_pooling(reduce)]
+    down, across = len(selected), max(map(len, numbers))
     what = "sequence" if isinstance(weights, AttentionMap | Tensor) else "layer"
-    rows = list(lines) if rows is None else cells.named(rows, down, what)
-    columns = None if columns is None else cells.named(columns, across, "head")
-    each = cells.each(tokens, down)
-    labels = [cells.labels(line, own) for line, own in zip(lines.values(), each, strict=True)]
-    t, s = (max(sides) for sides in zip(*map(cells.size, lines.values()), strict=True))
-    box = page.small(t, s, down, across)
+    rows = list(selected) if rows is None else cells.check_names(rows, down, what)
+    columns = None if columns is None else cells.check_names(columns, across, "head")
+    row_tokens = cells.labels_of_rows(tokens, down)
+    labels = [cells.axis_labels(*pair) for pair in zip(selected.values(), row_tokens, strict=True)]
+    t, s = (max(sides) for sides in zip(*map(cells.size, selected.values()), strict=True))
+    box = heatmaps.small_panel_size(t, s, down, across)
     strips = []
-    for name, line, numbers, names in zip(rows, lines.values(), heads, labels, strict=True):
-        titles = (columns or [f"head {n}" for n in numbers])[: len(numbers)]
-        strips.append(Strip(name, titles, cells.panels(line, box, ways)[0], names, box[0]))
+    for name, heads, own, names in zip(rows, selected.values(), numbers, labels, strict=True):
+        titles = (columns or [f"head {n}" for n in own])[: len(own)]
+        strips.append(Strip(name, titles, cells.pool_heads(heads, box, reduces)[0], names, box[0]))
     panels = [panel for strip in strips for panel in strip.panels]
-    return page.sheet(strips, box[1], page.scale(panels), page.weight(reduce, panels), "query", title)
+    norm, bar_label = heatmaps.weight_scale(panels), heatmaps.weight_label(reduce, panels)
+    return heatmaps.draw_sheet(strips, box[1], norm, bar_label, "query", title)
 
 
 def visible(amap: AttentionMap, batch: int, head: int) -> Tensor:
-    """Which keys the queries of a map, `amap`, may see in one `head` of entry `batch`: `[t, s]`.
+    """Return which keys the queries of one head may attend to.
 
-    Raises TypeError for what is no map, IndexError for a head that isn't there.
+    Args:
+        amap: The map.
+        batch: The batch entry.
+        head: The head.
+
+    Returns:
+        A boolean mask `[t, s]` (True = may attend).
+
+    Raises:
+        TypeError: amap is not an AttentionMap.
+        IndexError: There is no such batch entry or head.
     """
     if not isinstance(amap, AttentionMap):
-        raise TypeError(f"visible takes an AttentionMap, and {kind(amap)} came.")
+        raise TypeError(f"Expected amap to be an AttentionMap, got {kind(amap)}.")
     t, s = amap.shape[2:]
     return scores.visible(amap.only(batch, head).problem)[0, 0].expand(t, s)
 
@@ -192,152 +239,180 @@ def received(
     normalize: str | None = None,
     title: str | None = None,
 ) -> Figure:
-    """What each key gets along the text: a strip for each layer, with a row for each of its heads.
+    """Draw what each key receives along the text: a strip per layer, with a row per head.
 
-    `maps` is a mapping of names to AttentionMaps, a list of them, or one of them; `batch` chooses the
-    sequence. A key's colour is the weight it gets, the sum of its column, so that 1 is the average where
-    there are as many queries as keys, or with `normalize="age"` the mean over those queries that may see
-    it: see `AttentionMap.received`. `tokens` names the keys; without it the maps' own tokens do, or
-    positions. Of a long text a cell shows the largest of its keys. `title` stands above all. Raises
-    ValueError for labels that don't fit, TypeError for what are no maps.
+    A key's colour is the weight that it receives, the sum of its column: 1 is the average where there are as
+    many queries as keys. In long texts a cell shows the largest of its keys.
+
+    Args:
+        maps: One AttentionMap, a list of them or a dict by name.
+        tokens: Labels of the keys. Default: the maps' tokens, or positions.
+        batch: The batch entry.
+        normalize: "age" for the mean over the queries that may attend to the key, as in `AttentionMap`.
+        title: Title of the figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: Labels don't fit.
+        TypeError: These are not maps.
     """
-    layers = cells.layers(maps, batch)
-    height = float(np.clip(page.PAGE / sum(amap.shape[1] for amap in layers.values()), 0.02, 0.25))
-    _, width = page.box(1, max(amap.shape[3] for amap in layers.values()))
-    strips, total, keys, pooled = [], 0.0, 0, False
+    layers = cells.select_layers(maps, batch)
+    height = float(np.clip(heatmaps.PAGE / sum(amap.shape[1] for amap in layers.values()), 0.02, 0.25))
+    _, width = heatmaps.panel_size(1, max(amap.shape[3] for amap in layers.values()))
+    strips, total, keys, is_pooled = [], 0.0, 0, False
     for name, amap in layers.items():
         _, h, _, s = amap.shape
-        picked = None if amap.heads == tuple(range(h)) else list(map(str, amap.heads))
-        labels: Names = (picked, cells.labels(amap, None, tokens)[1])
-        found, seen = cells.reduced(amap, Received(normalize=normalize), Visible(1, s))
-        strip = cells.masked(found[0], seen[0, :, 0] > 0)  # [h, s]
+        heads = None if amap.heads == tuple(range(h)) else list(map(str, amap.heads))
+        labels: AxisLabels = (heads, cells.axis_labels(amap, None, tokens)[1])
+        sums, counts = cells.reduced(amap, Received(normalize=normalize), Visible(1, s))
+        strip = cells.masked_array(sums[0], counts[0, :, 0] > 0)  # [h, s]
         total, keys = total + float(strip.filled(0).sum()), keys + int(strip.count())
-        shown = cells.count(s, width)
-        pooled = pooled or shown < s
-        panel = cells.pool(strip, (h, shown), "max")
-        strips.append(Strip(name, [""], [panel], labels, h * height))
-    norm = page.decades([strip.panels[0] for strip in strips], total / max(keys, 1))
-    means = RECEIVED[normalize] + (", the largest of a cell's keys" if pooled else "")
-    return page.sheet(strips, width, norm, means, "head", title)
+        shown = cells.count_cells(s, width)
+        is_pooled = is_pooled or shown < s
+        strips.append(Strip(name, [""], [cells.pool(strip, (h, shown), "max")], labels, h * height))
+    norm = heatmaps.log_scale([strip.panels[0] for strip in strips], total / max(keys, 1))
+    bar_label = RECEIVED[normalize] + (", the largest of a cell's keys" if is_pooled else "")
+    return heatmaps.draw_sheet(strips, width, norm, bar_label, "head", title)
 
 
 def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure:
-    """How spread the weights of each head are, layer by layer: their entropy, in nats.
+    """Draw how spread the weights of each head are, layer by layer: their entropy, in nats.
 
-    A dot is a head's mean over the queries, heads in their order; the line through it spans the middle
-    half of the queries. The bar over a layer is what a head would have that attends evenly to all it
-    may see: the mean of ln(keys). Queries that may see nothing don't count. `maps`, `batch` and `title` are
-    as in `received`. Raises ValueError without maps or that sequence, TypeError for what are no maps.
+    A dot is a head's mean over the queries, in the order of the heads; the line through it spans the middle
+    half of the queries. The bar over a layer is the entropy of a head that attends evenly to all visible
+    keys: the mean of ln(keys). Queries without a visible key don't count.
+
+    Args:
+        maps: One AttentionMap, a list of them or a dict by name.
+        batch: The batch entry.
+        title: Title of the figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: There is no map, or no such batch entry.
+        TypeError: These are not maps.
     """
-    layers = cells.layers(maps, batch)
-    inches = float(np.clip(page.PAGE / len(layers), 0.4, 1.6))  # of one layer
+    layers = cells.select_layers(maps, batch)
+    inches = float(np.clip(heatmaps.PAGE / len(layers), 0.4, 1.6))  # of one layer
     names = list(layers) if isinstance(maps, Mapping) else None
-    marks = page.marks(names, len(layers), len(layers) * inches)
-    size = max(4.5, len(layers) * inches + 1), 4.5 + marks.height
+    ticks = heatmaps.make_ticks(names, len(layers), len(layers) * inches)
+    size = max(4.5, len(layers) * inches + 1), 4.5 + ticks.height
     figure = Picture(figsize=size, dpi=cells.DPI, layout="constrained")
     axes = figure.subplots()
-    numbers: dict[float, int] = {}  # of the heads, by where they stand
+    numbers: dict[float, int] = {}  # of the heads, by their position
     for x, amap in enumerate(layers.values()):
         _, h, t, _ = amap.shape
-        found, seen = cells.reduced(amap, Entropy(), Visible(t, 1))
-        keys = seen[0, ..., 0]  # [h, t]
-        spread = cells.masked(found[0], keys > 0)
-        if spread.count():
-            even = np.log(cells.masked(keys, keys > 0).compressed()).mean()
+        found, counts = cells.reduced(amap, Entropy(), Visible(t, 1))
+        keys = counts[0, ..., 0]  # [h, t]
+        entropies = cells.masked_array(found[0], keys > 0)
+        if entropies.count():
+            even = np.log(cells.masked_array(keys, keys > 0).compressed()).mean()
             axes.hlines(even, x - 0.42, x + 0.42, color=EVEN, linewidth=2.5)
-        at = x + (np.arange(h) - (h - 1) / 2) * 0.8 / h
-        numbers |= dict(zip(at.tolist(), amap.heads, strict=True))
+        places = x + (np.arange(h) - (h - 1) / 2) * 0.8 / h
+        numbers |= dict(zip(places.tolist(), amap.heads, strict=True))
         dot = float(np.clip(40 * inches / h, 2, 5))
-        for place, values in zip(at, (one.compressed() for one in spread), strict=True):
+        for place, values in zip(places, (row.compressed() for row in entropies), strict=True):
             if len(values):
                 axes.vlines(place, *np.quantile(values, (0.25, 0.75)), color=HEAD, linewidth=0.7, alpha=0.6)
                 axes.plot(place, values.mean(), "o", color=HEAD, markersize=dot, clip_on=False)
-    page.ticks(axes.xaxis, marks)
+    heatmaps.set_ticks(axes.xaxis, ticks)
     axes.tick_params(labelsize=8)
-    if 0.8 * inches * len(layers) / len(numbers) >= page.LINE:  # room for a number under each dot
+    if 0.8 * inches * len(layers) / len(numbers) >= heatmaps.LINE:  # room for a number under each dot
         axes.xaxis.remove_overlapping_locs = False
         axes.set_xticks(list(numbers), [str(n) for n in numbers.values()], minor=True)
         axes.tick_params(axis="x", which="minor", labelsize=6, length=0, pad=4)
         axes.tick_params(axis="x", which="major", pad=13)
     axes.set(xlim=(-0.6, len(layers) - 0.4), ylim=(0, None))
     axes.grid(axis="y", color="#e0e0e0", linewidth=0.6)
-    axes.set_xlabel("layer, and its heads", fontsize=9)
+    axes.set_xlabel("layer and head", fontsize=9)
     axes.set_ylabel("entropy (nats)", fontsize=9)
-    marked = Line2D([], [], color=HEAD, marker="o", linewidth=0.7)
+    dots = Line2D([], [], color=HEAD, marker="o", linewidth=0.7)
     figure.legend(
-        handles=[marked, Line2D([], [], color=EVEN, linewidth=2.5)],
-        labels=["a head: mean and middle half of its queries", "even attention: mean ln(visible keys)"],
+        handles=[dots, Line2D([], [], color=EVEN, linewidth=2.5)],
+        labels=["head: mean and middle half of its queries", "even attention: mean ln(visible keys)"],
         loc="outside upper center",
         ncols=2 if len(layers) * inches > 6 else 1,
         fontsize=8,
         frameon=False,
     )
     if title:
-        page.text(axes.set_title, title, 11, figure.get_figwidth())
+        heatmaps.set_text(axes.set_title, title, 11, figure.get_figwidth())
     return figure
 
 
 def measures(
     rows: Sequence[Any], by: str | None = None, *, most: int = 30, title: str | None = None
 ) -> Figure:
-    """Heads and what was measured of them as a table, sorted by one measure, the largest first.
+    """Draw head scores as a table, sorted by one of them, the largest first.
 
-    `rows` are named tuples or mappings, such as `seen.table()` has: `layer`, `head`, and measures by
-    name, numbers (entropy in nats, distance in positions, weights) or None where there was nothing to
-    measure. `by` is the measure to sort by, the first
-    one if None; `most` bounds how many heads are shown, `title` stands above. Colours go from 0, or from the
-    least where that is negative, to the largest number of the measure among all rows. Raises ValueError for
-    rows that differ in their measures, or lack the one asked for, TypeError for what is no number.
+    The colours of a column go from 0 (or its smallest number, if negative) to its largest among all rows.
+
+    Args:
+        rows: Named tuples or mappings as in `Seen.table()`: `layer`, `head` and scores by name. Scores are
+            weights, entropy in nats or distance in positions, None where there is nothing to measure.
+        by: The score to sort by. Default: the first one.
+        most: The largest number of heads to show.
+        title: Title of the figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: The rows have different scores, or none of this name.
+        TypeError: A score is not a number.
     """
     table = _table(rows)
     names = [name for name in table[0] if name not in ("layer", "head")]
     by = names[0] if by is None else by
     if by not in names:
-        raise ValueError(f"the rows can be sorted by {', '.join(names)}, and {by!r} came.")
+        raise ValueError(f"Expected by to be one of {', '.join(names)}, got {by!r}.")
     values = np.array([[_number(name, row[name]) for name in names] for row in table])
-    numbers = np.ma.masked_invalid(values)  # [heads, measures]
+    numbers = np.ma.masked_invalid(values)  # [heads, scores]
     first = numbers[:, names.index(by)].filled(-np.inf)
     order = np.argsort(-first, kind="stable")[: whole(most, "most", least=1)]
     low, high = np.minimum(numbers.min(axis=0).filled(0), 0), numbers.max(axis=0).filled(1)
-    shares = (numbers[order] - low) / np.where(high > low, high - low, 1)  # [shown, measures]
+    shares = (numbers[order] - low) / np.where(high > low, high - low, 1)  # [shown, scores]
     digits = [0 if top >= 100 else 1 if top >= 10 else 2 for top in np.maximum(-low, high)]
 
-    labels = [page.legible(f"{table[n]['layer']}   head {table[n]['head']}") for n in order]
-    columns = [page.legible(name.replace("_", " ") + UNITS.get(name, "")) for name in names]
-    size = 0.7 * len(names) + page.LETTER * max(map(len, labels)) + 0.5, 0.22 * len(order) + 1.4
-    figure = Picture(figsize=size, dpi=cells.DPI, layout="constrained")
+    labels = [heatmaps.legible(f"{table[n]['layer']}   head {table[n]['head']}") for n in order]
+    columns = [heatmaps.legible(name.replace("_", " ") + UNITS.get(name, "")) for name in names]
+    width = 0.7 * len(names) + heatmaps.LETTER * max(map(len, labels)) + 0.5
+    figure = Picture(figsize=(width, 0.22 * len(order) + 1.4), dpi=cells.DPI, layout="constrained")
     axes = figure.subplots()
-    drawn = page.heat(axes, Panel(shares, *shares.shape), Normalize(0, 1), (0, 0))
+    drawn = heatmaps.draw_heatmap(axes, Panel(shares, *shares.shape), Normalize(0, 1), (0, 0))
     for (i, j), share in np.ma.ndenumerate(shares):
-        page.write(axes, i, j, f"{numbers[order[i], j]:,.{digits[j]}f}", drawn.cmap(share))
+        heatmaps.write_number(axes, i, j, f"{numbers[order[i], j]:,.{digits[j]}f}", drawn.cmap(share))
     axes.set_yticks(range(len(order)), labels, parse_math=False)
     axes.set_xticks(range(len(names)), columns, parse_math=False, rotation=40, ha="left")
     axes.tick_params(labelsize=8, length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
     axes.get_xticklabels()[names.index(by)].set_fontweight("bold")
     shown = f"{len(order):,} of {len(table):,} heads" if len(order) < len(table) else f"{len(order):,} heads"
-    said = f"{shown}, by {by.replace('_', ' ')}; colours: 0 to the column's largest"
-    page.text(figure.supxlabel, said, 8)
-    if title:
-        page.text(figure.suptitle, title, 11, figure.get_figwidth())
+    note = f"{shown}, by {by.replace('_', ' ')}; colours: 0 to the column's largest"
+    heatmaps.set_text(figure.supxlabel, note, 8)
+    heatmaps.set_title(figure, title, 11)
     return figure
 
 
 def _table(rows: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """Rows as mappings, all with the same entries."""
+    """Return rows as mappings, checked to have the same entries."""
     table = [row._asdict() if hasattr(row, "_asdict") else row for row in rows]
     for row in table:
         if not isinstance(row, Mapping):
-            raise TypeError(f"a table's rows must be named tuples or mappings, and {kind(row)} came.")
-    found = {tuple(row) for row in table}
-    if len(found) != 1 or not {"layer", "head"} < set(*found):
-        came = " and ".join(f"({', '.join(map(str, names))})" for names in sorted(found)) or "no row"
-        raise ValueError(f"a table needs rows of a layer, a head and the same measures, and {came} came.")
+            raise TypeError(f"Expected rows to be named tuples or mappings, got {kind(row)}.")
+    entries = {tuple(row) for row in table}
+    if len(entries) != 1 or not {"layer", "head"} < set(*entries):
+        got = " and ".join(f"({', '.join(map(str, names))})" for names in sorted(entries)) or "no row"
+        raise ValueError(f"Expected rows with a layer, a head and the same scores, got {got}.")
     return table
 
 
 def _number(name: str, value: Any) -> float:
-    """A measure as a float, NaN for None."""
+    """Return a score as a float, NaN for None."""
     try:
         return np.nan if value is None else float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number or None, and {value!r} came.") from None
+        raise TypeError(f"Expected {name} to be a number or None, got {value!r}.") from None

@@ -1,6 +1,6 @@
-"""From weights to the cells of a heat map: as many as so many inches show, masked where nothing may attend.
+"""From weights to the cells of a heat map: as many as fit a panel, masked where nothing may attend.
 
-What is pooled, a map pools itself, in one pass over its tiles; weights that are at hand are pooled alike.
+Maps pool themselves in one pass over their tiles, never from the matrix; tensors are pooled the same way.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from manyheads.shapes import kind, sizes
 Weights = AttentionMap | Tensor
 Layers = AttentionMap | Sequence[AttentionMap] | Mapping[str, AttentionMap]
 Labels = Sequence[str]
-Names = tuple[list[str] | None, list[str] | None]  # of queries, of keys
-Cells = Any  # a numpy masked array [rows, cols]; masked = nothing in the cell may attend
-Line = AttentionMap | list[Cells]  # one sequence: a map of b = 1, or the weights of each head
+AxisLabels = tuple[list[str] | None, list[str] | None]  # of queries, of keys
+Cells = Any  # a numpy masked array [rows, cols]; masked = no pair of the cell may attend
+Heads = AttentionMap | list[Cells]  # of one sequence: a map of b = 1, or each head's weights
 
 DPI = 150
-SHARP, POOLED = DPI // 2, DPI // 3  # tokens an inch that are shown one by one, cells of those that are not
-WAYS = {"max": "largest", "mean": "mean"}
+SHARP, POOLED = DPI // 2, DPI // 3  # per inch: tokens that get a cell each, and cells of more tokens
+POOLING = {"max": "largest", "mean": "mean"}
 
 
 class Panel(NamedTuple):
-    """A heat map, and how many rows and columns it stands for: more than it has cells if it is pooled."""
+    """A heat map, and its numbers of queries and keys: more than it has cells if it is pooled."""
 
     cells: Cells
     t: int
@@ -44,11 +44,13 @@ class Visible(Reduction):
         self.rows, self.cols = rows, cols
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
+        """Find the edges of the cells."""
         n = problem.shape
         self.down, self.across = edges(n.t, self.rows), edges(n.s, self.cols)
         self.count = lse.new_zeros(n.b, n.h, self.rows, self.cols, dtype=torch.int64)
 
     def take(self, tile: Tile) -> None:
+        """Add the visible pairs of a tile."""
         down, across = Bins(self.down, tile.rows), Bins(self.across, tile.cols)
         part = self.count[:, :, down.cells, across.cells]  # a view
         if tile.seen is None:
@@ -57,212 +59,216 @@ class Visible(Reduction):
             part += down.sum(across.sum(tile.seen.long()).mT).mT
 
     def end(self) -> Tensor:
+        """Return the counts."""
         return self.count
 
 
-# -- what is to be drawn ---------------------------------------------------------------------------
+# -- selecting heads -------------------------------------------------------------------------------
 
 
-def one_head(weights: Weights, batch: int, head: int, keep: Tensor | None) -> Line:
-    """One head: a map of it alone, or its weights."""
+def select_head(weights: Weights, batch: int, head: int, keep: Tensor | None) -> Heads:
+    """Return one head: a map of it alone, or its weights."""
     if isinstance(weights, AttentionMap):
-        _knows(keep)
-        _inside("batch", batch, weights.shape[0])
-        _inside("head", head, weights.shape[1])
-        return _drawable(weights.only(batch, head))
+        _check_no_mask(keep)
+        _check_index("batch", batch, weights.shape[0])
+        _check_index("head", head, weights.shape[1])
+        return _check_size(weights.only(batch, head))
     if not isinstance(weights, Tensor):
-        raise TypeError(f"weights must be an AttentionMap or a tensor, and {kind(weights)} came.")
+        raise TypeError(f"Expected weights to be an AttentionMap or a tensor, got {kind(weights)}.")
     if weights.dim() != 2 or not weights.is_floating_point():
-        raise ValueError(
-            "weights must be an AttentionMap or a floating-point tensor [t, s], and "
-            f"{sizes(weights)} of {weights.dtype} came."
-        )
-    return _drawable([_positive(masked(weights, None if keep is None else _spread(keep, weights)))])
+        raise ValueError(f"Expected a floating-point tensor [t, s], got {sizes(weights)} of {weights.dtype}.")
+    return _check_size([_weights_array(weights, None if keep is None else _expand(keep, weights))])
 
 
-def all_heads(weights: Tensor | Layers, batch: int, keep: Tensor | None) -> dict[str, Line]:
-    """The rows of a grid by their names: a sequence each of a map or tensor, else a layer each."""
+def select_rows(weights: Tensor | Layers, batch: int, keep: Tensor | None) -> dict[str, Heads]:
+    """Return a grid's rows by name: the sequences of a map or tensor, else the layers."""
     if isinstance(weights, Tensor):
         if weights.dim() != 4 or not weights.is_floating_point():
             raise ValueError(
-                "a grid's tensor must be of floating point, [b, h, t, s], four dimensions, and "
-                f"{sizes(weights)} of {weights.dtype} came: head() draws [t, s]."
+                f"Expected a floating-point tensor [b, h, t, s], got {sizes(weights)} of {weights.dtype}. "
+                "Use head() for a single head [t, s]."
             )
-        seen = torch.ones_like(weights, dtype=torch.bool) if keep is None else _spread(keep, weights)
-        lines: dict[str, Line] = {
-            f"sequence {n}": [_positive(masked(x, k)) for x, k in zip(heads, kept, strict=True)]
-            for n, (heads, kept) in enumerate(zip(weights, seen, strict=True))
+        visible = torch.ones_like(weights, dtype=torch.bool) if keep is None else _expand(keep, weights)
+        rows: dict[str, Heads] = {
+            f"sequence {n}": [_weights_array(*pair) for pair in zip(*heads, strict=True)]
+            for n, heads in enumerate(zip(weights, visible, strict=True))
         }
     else:
-        _knows(keep)
+        _check_no_mask(keep)
         if not isinstance(weights, AttentionMap):
-            return dict(layers(weights, batch))
-        lines = {f"sequence {n}": weights.only(n) for n in range(weights.shape[0])}
-    return {name: _drawable(line) for name, line in _some(lines).items()}
+            return dict(select_layers(weights, batch))
+        rows = {f"sequence {n}": weights.only(n) for n in range(weights.shape[0])}
+    return {name: _check_size(heads) for name, heads in _check_rows(rows).items()}
 
 
-def layers(maps: Layers, batch: int) -> dict[str, AttentionMap]:
-    """The maps of one sequence, by the names of their layers."""
+def select_layers(maps: Layers, batch: int) -> dict[str, AttentionMap]:
+    """Return the maps of one sequence by the names of their layers."""
     if isinstance(maps, AttentionMap):
         maps = {"": maps}
     elif isinstance(maps, Sequence) and not isinstance(maps, str):
         maps = {f"layer {n}": amap for n, amap in enumerate(maps)}
     if not isinstance(maps, Mapping):
-        raise TypeError(f"maps must be AttentionMaps by name, a list of them, or one, and {kind(maps)} came.")
+        raise TypeError(f"Expected one AttentionMap, a list of them or a dict by name, got {kind(maps)}.")
     found = {}
-    for name, amap in _some(maps).items():
+    for name, amap in _check_rows(maps).items():
         if not isinstance(amap, AttentionMap):
-            raise TypeError(f"maps must be AttentionMaps, and {kind(amap)} came among them.")
-        _inside("batch", batch, amap.shape[0])
-        _drawable(amap)
+            raise TypeError(f"Expected only AttentionMaps, got {kind(amap)} for {name}.")
+        _check_index("batch", batch, amap.shape[0])
+        _check_size(amap)
         found[str(name)] = amap if amap.shape[0] == 1 else amap.only(batch)  # which copies
     return found
 
 
-def _some(rows: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_rows(rows: Mapping[str, Any]) -> Mapping[str, Any]:
     if not rows:
-        raise ValueError("a picture needs at least one row of heads, and none came.")
+        raise ValueError("Expected at least one row of heads, got none.")
     return rows
 
 
-def _drawable(line: Line) -> Line:
-    if not heads(line):
-        raise ValueError("a picture needs at least one head in every row, and a row without one came.")
-    if not all(size(line)):
-        raise ValueError(f"a picture needs at least one query and one key, and {list(size(line))} came.")
-    return line
+def _check_size(heads: Heads) -> Heads:
+    if not head_numbers(heads):
+        raise ValueError("Expected at least one head in every row, got a row with none.")
+    if not all(size(heads)):
+        raise ValueError(f"Expected at least one query and one key, got [t, s] = {list(size(heads))}.")
+    return heads
 
 
-def _positive(weights: Cells) -> Cells:
-    """Weights as they came, none of them below the 0 at which their colours begin."""
-    if weights.count() and weights.min() < 0:
-        raise ValueError(f"weights must be at least 0, and {weights.min():.3g} came among them.")
-    return weights
+def _weights_array(weights: Tensor, visible: Tensor | None) -> Cells:
+    """Return weights as a masked array, checked to be at least 0."""
+    cells = masked_array(weights, visible)
+    if cells.count() and cells.min() < 0:
+        raise ValueError(f"Expected weights of at least 0, got {cells.min():.3g}.")
+    return cells
 
 
-def _knows(keep: Tensor | None) -> None:
+def _check_no_mask(keep: Tensor | None) -> None:
     if keep is not None:
-        raise ValueError("keep goes with a tensor; a map knows its own mask: see AttentionMap.under.")
+        raise ValueError("keep is for tensors only: a map knows its mask. Use amap.under(mask) for another.")
 
 
-def _inside(name: str, index: int, size: int) -> None:
+def _check_index(name: str, index: int, size: int) -> None:
     if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"{name} must be a whole number, 0 to {size - 1}, and {index!r} came.")
+        raise TypeError(f"Expected {name} to be an int between 0 and {size - 1}, got {index!r}.")
     if not 0 <= index < size:
-        raise ValueError(f"{name} must lie between 0 and {size - 1}, and {index} came.")
+        raise ValueError(f"Expected {name} between 0 and {size - 1}, got {index}.")
 
 
-def _spread(keep: Tensor, weights: Tensor) -> Tensor:
-    """A boolean mask broadcast to the weights' shape."""
+def _expand(keep: Tensor, weights: Tensor) -> Tensor:
+    """Broadcast a boolean mask to the weights' shape."""
     if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-        raise TypeError(f"keep must be a boolean tensor, True = may attend, and {kind(keep)} came.")
+        raise TypeError(f"Expected keep to be a boolean tensor (True = may attend), got {kind(keep)}.")
     try:
         return keep.detach().cpu().expand(weights.shape)
     except RuntimeError:
         raise ValueError(
-            f"keep must broadcast to the weights {sizes(weights)}, and {sizes(keep)} came."
+            f"Expected keep to broadcast to the weights {sizes(weights)}, got {sizes(keep)}."
         ) from None
 
 
-def size(line: Line) -> tuple[int, int]:
-    """Queries and keys."""
-    return line.shape[2:] if isinstance(line, AttentionMap) else line[0].shape
+def size(heads: Heads) -> tuple[int, int]:
+    """Return the numbers of queries and keys."""
+    return heads.shape[2:] if isinstance(heads, AttentionMap) else heads[0].shape
 
 
-def heads(line: Line) -> Sequence[int]:
-    """The numbers of the heads."""
-    return line.heads if isinstance(line, AttentionMap) else range(len(line))
+def head_numbers(heads: Heads) -> Sequence[int]:
+    """Return the numbers of the heads in the model."""
+    return heads.heads if isinstance(heads, AttentionMap) else range(len(heads))
 
 
-def reduced(amap: AttentionMap, *asked: Reduction) -> list[Tensor]:
-    """The results of reductions of a map, in one pass."""
+def reduced(amap: AttentionMap, *reductions: Reduction) -> list[Tensor]:
+    """Return the results of reductions of a map, computed in one pass."""
     amap._fresh()
-    return amap._reduced(list(asked))
+    return amap._reduced(list(reductions))
 
 
-# -- its cells -------------------------------------------------------------------------------------
+# -- pooling ---------------------------------------------------------------------------------------
 
 
-def way(reduce: str) -> str:
-    """A way of pooling, checked."""
-    if reduce not in WAYS:
-        raise ValueError(f'reduce must be "max" or "mean", and {reduce!r} came.')
+def check_pooling(reduce: str) -> str:
+    """Return a way of pooling, checked."""
+    if reduce not in POOLING:
+        raise ValueError(f'Expected reduce to be "max" or "mean", got {reduce!r}.')
     return reduce
 
 
-def panels(line: Line, box: tuple[float, float], ways: Sequence[str]) -> list[list[Panel]]:
-    """The panels of a line by way of pooling and by head, with the cells that a box of inches shows."""
-    t, s = size(line)
-    cells = count(t, box[0]), count(s, box[1])
-    if not isinstance(line, AttentionMap):
-        return [[pool(weights, cells, how) for weights in line] for how in ways]
-    seen, *found = reduced(line, Visible(*cells), *(Pooled(*cells, how) for how in ways))  # [1, h, *cells]
-    return [[Panel(masked(x, k > 0), t, s) for x, k in zip(one[0], seen[0], strict=True)] for one in found]
+def pool_heads(heads: Heads, box: tuple[float, float], reduces: Sequence[str]) -> list[list[Panel]]:
+    """Return the panels by way of pooling and head, with as many cells as fit a box of inches."""
+    t, s = size(heads)
+    shape = count_cells(t, box[0]), count_cells(s, box[1])
+    if not isinstance(heads, AttentionMap):
+        return [[pool(weights, shape, reduce) for weights in heads] for reduce in reduces]
+    visible, *pooled = reduced(heads, Visible(*shape), *(Pooled(*shape, reduce) for reduce in reduces))
+    return [
+        [Panel(masked_array(x, n > 0), t, s) for x, n in zip(cells[0], visible[0], strict=True)]
+        for cells in pooled
+    ]
 
 
-def count(size: int, inches: float) -> int:
-    """How many cells so many inches show of so many tokens: one for each, or all but the last alike."""
+def count_cells(size: int, inches: float) -> int:
+    """Return how many cells show tokens on so many inches: one for each, or equal ones but for the last."""
     if size <= int(SHARP * inches + 1e-6):
         return size
     step = -(-size // max(1, int(POOLED * inches)))
     return -(-size // step)
 
 
-def pool(weights: Cells, cells: tuple[int, int], how: str) -> Panel:
-    """Weights that are at hand, `[t, s]`, pooled as `AttentionMap.pooled` does it."""
+def pool(weights: Cells, shape: tuple[int, int], reduce: str) -> Panel:
+    """Pool weights `[t, s]` as `AttentionMap.pooled` does."""
     t, s = weights.shape
-    if cells == (t, s):
+    if shape == (t, s):
         return Panel(weights, t, s)
-    down, across = (edges(size, n).numpy() for size, n in zip((t, s), cells, strict=True))
+    down, across = (edges(size, n).numpy() for size, n in zip((t, s), shape, strict=True))
 
     def over(ufunc: np.ufunc, x: np.ndarray) -> np.ndarray:
         return ufunc.reduceat(ufunc.reduceat(x, down[:-1], axis=0), across[:-1], axis=1)
 
-    pooled = over(np.maximum if how == "max" else np.add, weights.filled(0.0))
-    if how == "mean":
+    pooled = over(np.maximum if reduce == "max" else np.add, weights.filled(0.0))
+    if reduce == "mean":
         pooled = pooled / np.outer(np.diff(down), np.diff(across))
     return Panel(np.ma.array(pooled, mask=over(np.logical_and, np.ma.getmaskarray(weights))), t, s)
 
 
-def masked(values: Tensor, seen: Tensor | None) -> Cells:
-    """Numbers `[rows, cols]` as a masked array, masked where nothing is seen; they must be finite there."""
+def masked_array(values: Tensor, visible: Tensor | None) -> Cells:
+    """Return numbers `[rows, cols]` as a masked array, checked to be finite where visible."""
     numbers = values.detach().to("cpu", torch.float64).numpy()
-    hidden = np.zeros(numbers.shape, bool) if seen is None else ~seen.cpu().numpy()
-    if not np.isfinite(numbers[~hidden]).all():
-        raise ValueError("weights must be finite, and NaN or infinity came among them.")
-    return np.ma.array(numbers, mask=hidden)
+    masked = np.zeros(numbers.shape, bool) if visible is None else ~visible.cpu().numpy()
+    if not np.isfinite(numbers[~masked]).all():
+        raise ValueError("Expected finite weights, got NaN or infinity. Pass keep if they are masked.")
+    return np.ma.array(numbers, mask=masked)
 
 
-# -- its names -------------------------------------------------------------------------------------
+# -- labels ----------------------------------------------------------------------------------------
 
 
-def labels(line: Line, tokens: Labels | None, keys: Labels | None = None) -> Names:
-    """The names of queries and keys, checked against the weights; a map's own where none are given."""
-    t, s = size(line)
-    if tokens is None and keys is None and isinstance(line, AttentionMap) and line.tokens:
-        own = line.tokens if isinstance(line.tokens[0], str) else line.tokens[0]
-        tokens, keys = (own if t == s else None), cast(Labels, own)
+def axis_labels(heads: Heads, tokens: Labels | None, keys: Labels | None = None) -> AxisLabels:
+    """Return the labels of queries and keys, checked; a map's tokens if none are given."""
+    t, s = size(heads)
+    if tokens is None and keys is None and isinstance(heads, AttentionMap) and heads.tokens:
+        keys = cast(Labels, heads.tokens if isinstance(heads.tokens[0], str) else heads.tokens[0])
+        tokens = keys if t == s else None
     if keys is None and t == s:
         keys = tokens
-    for what, names, n in (("tokens", tokens, t), ("keys", keys, s)):
-        if names is not None and len(names) != n:
-            raise ValueError(f"{what} must be {n} labels, one for each, and {len(names)} came.")
+    for name, labels, n in (("tokens", tokens, t), ("keys", keys, s)):
+        if labels is not None and len(labels) != n:
+            raise ValueError(f"Expected {name} to be {n} labels, got {len(labels)}.")
     return (None if tokens is None else list(tokens), None if keys is None else list(keys))
 
 
-def each(tokens: Labels | Sequence[Labels] | None, down: int) -> list[Labels | None]:
-    """The labels of each row of a grid."""
+def labels_of_rows(tokens: Labels | Sequence[Labels] | None, count: int) -> list[Labels | None]:
+    """Return the labels of each row of a grid."""
     if tokens is None:
-        return [None] * down
+        return [None] * count
     if all(isinstance(name, str) for name in tokens):
-        return [cast(Labels, tokens)] * down
-    if len(tokens) != down:
-        raise ValueError(f"tokens must be one list, or one for each of {down} rows, and {len(tokens)} came.")
+        return [cast(Labels, tokens)] * count
+    if len(tokens) != count:
+        raise ValueError(
+            f"Expected tokens to be one list of labels or {count}, one per row, got {len(tokens)}."
+        )
     return list(tokens)
 
 
-def named(names: Labels, n: int, what: str) -> list[str]:
-    """The names of a grid's rows or columns, checked."""
-    if len(names) != n:
-        raise ValueError(f"the grid has {n} {what}s and wants a name for each, and {len(names)} came.")
+def check_names(names: Labels, count: int, what: str) -> list[str]:
+    """Return the names of a grid's rows or columns, checked."""
+    if len(names) != count:
+        raise ValueError(f"Expected a name for each of {count} {what}s, got {len(names)} names.")
     return list(names)

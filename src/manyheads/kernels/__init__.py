@@ -168,8 +168,8 @@ def compute(problem: Problem, chosen: Any, kernel: str, look: Any = None) -> Res
         if problem.mask is None and problem.bias is None:
             return Result(chosen.NAME, *chosen.run(problem))
         raise ValueError(
-            f"kernel=\"{kernel}\" met NaN or Inf and can't promise that what is masked doesn't leak: "
-            'use kernel="auto" or "chunked", or mend the input.'
+            f"kernel=\"{kernel}\" found NaN or Inf and doesn't promise that masked ones can't leak: "
+            'use kernel="auto" or "chunked", or fix the input.'
         )
 
 

@@ -1,14 +1,18 @@
-"""A model in a folder: `model.safetensors, config.json, tokenizer.json`; to go on training also
-`optimizer.safetensors, state.json`. No pickle.
+"""The files of a model: `model.safetensors, config.json, tokenizer.json`, without pickle.
 
-These files must fit each other even if the process is killed while it writes them. So they are
-written into a folder beside them, that folder is renamed, which is the one moment that counts, and
-then they are moved into place. Who comes later and finds the renamed folder finishes the moving.
+The folder of a training run also has `optimizer.safetensors, state.json`, the token files and the log.
 
-Each safetensors file has checksums of its tensors and of the model's config in its header, so that damaged
-weights and a config of another model are found when they are read. `state.json` has the checksum of every
-other file, so that a run isn't resumed with a file of another one. Files without checksums, written by
-earlier versions, are read without these checks.
+The files of a checkpoint fit each other even if the process is killed while it writes them: they are written
+into a folder beside them, the folder is renamed, and then they are moved to their places. If the process dies
+in between, the next one that opens the checkpoint finishes the moves.
+
+Each safetensors file has checksums of its tensors and of the model's config in its header, which detect
+damaged weights and the config of another model. `state.json` has the checksum of every other file, so that no
+run is resumed with a file of another one. Files of earlier versions without checksums are read without these
+checks.
+
+A marker file identifies the folder of a run. Without it, files of the same names are never overwritten. A
+lock, which the operating system releases when the process dies, excludes a second process.
 """
 
 from __future__ import annotations
@@ -19,17 +23,18 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_bytes
 from torch import Tensor
 
-from manyheads.files import replacing
+from manyheads.files import folder_for, replacing
 from manyheads.lm.model import Config, LanguageModel
 from manyheads.shapes import sizes
 
@@ -37,8 +42,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 KIND = "manyheads-lm-1"
-CHECKSUMS = "sha256-tensors-config"  # in a header: the two checksums with a space between them
-CHECKSUM = "sha256"  # in a header of an earlier version, of the tensors; in state.json, of each file
+CHECKSUMS = "sha256-tensors-config"  # the two checksums in a header, separated by a space
+CHECKSUM = "sha256"  # of the tensors in a header of an earlier version; of each file in state.json
 SHIPPED = Path(__file__).with_name("shipped")
 FILES = (
     "model.safetensors",
@@ -47,8 +52,15 @@ FILES = (
     "optimizer.safetensors",
     "state.json",
 )
-# Folders in a checkpoint's folder. The names are this project's own: what they hold may be deleted.
+TRAINING, HELD_OUT, LOG = "train.npy", "held_out.npy", "log.jsonl"
+# Folders inside the folder of a checkpoint. Nobody else uses these names: their files may be deleted.
 WRITING, WRITTEN = ".manyheads-writing", ".manyheads-written"
+MARKER, LOCK = ".manyheads-run", ".manyheads-lock"
+MARKER_START = "This folder holds a run of `manyheads train`"
+MARKER_TEXT = f"""{MARKER_START}, which replaces these files in it:
+{" ".join((*FILES, TRAINING, HELD_OUT, LOG))}
+"""
+RESTORE = "Restore it from a copy, or start a new run in another --out."
 
 
 def save(
@@ -59,10 +71,17 @@ def save(
     optimizer: Mapping[str, Tensor] | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model and its tokenizer into a folder: all files or none, whenever the process dies.
+    """Save a model and its tokenizer: all files or none, even if the process is killed.
 
-    optimizer: tensors by name, of any shapes `[...]`, and state: what JSON can say; both or neither. OSError
-    from the disk, which names the file; the checkpoint that was there before then stays.
+    Args:
+        folder: The folder, whose earlier checkpoint is replaced.
+        model: The model.
+        tokenizer: Its tokenizer.
+        optimizer: Tensors to resume training with, `[...]` by name, together with `state`.
+        state: Plain values to resume training with.
+
+    Raises:
+        OSError: If a file can't be written. The earlier checkpoint stays.
     """
     settle(folder)
     part, digests = folder / WRITING, {}
@@ -85,14 +104,14 @@ def save(
             put("optimizer.safetensors", _tensor_bytes(optimizer, model.config))
             put("state.json", _json_bytes({**state, CHECKSUM: digests}))
         os.rename(part, folder / WRITTEN)
-    except (Exception, KeyboardInterrupt):  # nothing is left that would keep a disk full
+    except (Exception, KeyboardInterrupt):  # so that a full disk gets its space back
         shutil.rmtree(part, ignore_errors=True)
         raise
     settle(folder)
 
 
 def settle(folder: Path) -> None:
-    """Finish the moving that a killed process left undone, if there is any."""
+    """Finish the moves that a killed process left undone, if any."""
     written = folder / WRITTEN
     if written.is_dir():
         for name in FILES:
@@ -102,18 +121,24 @@ def settle(folder: Path) -> None:
 
 
 def load(folder: str | os.PathLike[str] | None = None) -> tuple[LanguageModel, Tokenizer]:
-    """(model, tokenizer) of a checkpoint in a folder, on the CPU, for evaluation; None is the shipped model.
+    """Load a model and its tokenizer.
 
-    Raises FileNotFoundError where something is missing, ValueError for what isn't a checkpoint.
+    Args:
+        folder: The folder of a checkpoint, or None for the model that ships with manyheads.
+
+    Returns:
+        The model, on the CPU and in evaluation mode, and the tokenizer.
+
+    Raises:
+        FileNotFoundError: If the folder or a file in it is missing.
+        ValueError: If the files aren't a checkpoint, or are damaged.
     """
     path = SHIPPED if folder is None else Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"a model is a folder, and there is no folder {path}.")
+        raise FileNotFoundError(f"Expected the folder of a model, got {path}, which is no folder.")
     for name in FILES[:3]:
         if not (path / name).is_file():
-            raise FileNotFoundError(
-                f"a model is a folder with {', '.join(FILES[:3])}, and {path} has no {name}."
-            )
+            raise FileNotFoundError(f"Expected {', '.join(FILES[:3])} in {path}, which has no {name}.")
     config, tokenizer = read_config(path)
     model = LanguageModel(config)
     model.load_state_dict(read_tensors(path / "model.safetensors", model.state_dict(), config))
@@ -121,20 +146,27 @@ def load(folder: str | os.PathLike[str] | None = None) -> tuple[LanguageModel, T
 
 
 def read_config(folder: Path) -> tuple[Config, Tokenizer]:
-    """Read (config, tokenizer) of a checkpoint.
+    """Read the config and the tokenizer of a checkpoint.
 
-    Raises ValueError if they don't fit each other, or describe a model that is larger than the file with its
-    weights, so that a model of absurd size is refused before it is built.
+    Args:
+        folder: The folder.
+
+    Returns:
+        The config and the tokenizer.
+
+    Raises:
+        ValueError: If they don't fit each other, or describe a model that is larger than the file with its
+            weights. No model is built before this check.
     """
     config, tokenizer = _read_config(folder / "config.json"), read_tokenizer(folder / "tokenizer.json")
     if tokenizer.get_vocab_size() != config.vocab:
         raise ValueError(
-            f"{folder}: config.json and tokenizer.json don't belong together, the model knows "
+            f"{folder}: config.json and tokenizer.json don't belong together: the model has "
             f"{config.vocab} tokens and the tokenizer {tokenizer.get_vocab_size()}."
         )
     weights = folder / "model.safetensors"
     size = weights.stat().st_size
-    if config.parameter_count > size:  # each takes at least a byte
+    if config.parameter_count > size:  # a parameter takes a byte or more
         raise ValueError(
             f"{folder / 'config.json'} describes a model of {config.parameter_count:,} parameters, but "
             f"{weights} has only {size:,} bytes: one of them is damaged or belongs to another model."
@@ -143,10 +175,7 @@ def read_config(folder: Path) -> tuple[Config, Tokenizer]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer that encodes the spelling of a special token, where a text has it, as text.
-
-    Raises ValueError for a file that isn't a tokenizer.
-    """
+    """Read a tokenizer, which encodes special tokens in a text as text; raise ValueError if it can't."""
     from tokenizers import Tokenizer
 
     try:
@@ -158,9 +187,18 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def read_tensors(path: Path, wanted: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The tensors of a file, which must have the names and shapes of `wanted` and be finite.
+    """Read the tensors of a safetensors file.
 
-    Raises ValueError otherwise, and if the file's checksums don't fit them or the model's config.
+    Args:
+        path: The file.
+        wanted: Tensors with the expected names and shapes.
+        config: The config of the model.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        ValueError: If names, shapes or checksums differ, or a number isn't finite.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -168,7 +206,7 @@ def read_tensors(path: Path, wanted: Mapping[str, Tensor], config: Config) -> di
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
         raise ValueError(
-            f"{path} can't be read as safetensors, it may be cut short or of another kind: {error}."
+            f"{path} can't be read as safetensors, it may be truncated or of another format: {error}."
         ) from None
     of_tensors, _, of_config = header.get(CHECKSUMS, header.get(CHECKSUM, "")).partition(" ")
     if of_tensors and of_tensors != _checksum(tensors):
@@ -178,13 +216,13 @@ def read_tensors(path: Path, wanted: Mapping[str, Tensor], config: Config) -> di
             raise ValueError(f"{path} has no tensor {name}: it belongs to another kind of model.")
         if tensors[name].shape != tensor.shape:
             raise ValueError(
-                f"{path}: {name} must be {sizes(tensor)}, and {sizes(tensors[name])} came: it "
-                "belongs to a model of another size."
+                f"Expected {name} in {path} to be {sizes(tensor)}, got {sizes(tensors[name])}: it belongs to "
+                "a model of another size."
             )
         if not torch.isfinite(tensors[name]).all():
             raise ValueError(f"{path}: {name} has NaN or infinite entries.")
     if extra := sorted(tensors.keys() - wanted.keys()):
-        raise ValueError(f"{path} has a tensor {extra[0]} that the model has no place for.")
+        raise ValueError(f"{path} has a tensor {extra[0]}, which the model doesn't have.")
     if of_config and of_config != _config_checksum(config):
         raise ValueError(
             f"{path} belongs to a model of another config than {path.with_name('config.json')} describes. "
@@ -194,19 +232,19 @@ def read_tensors(path: Path, wanted: Mapping[str, Tensor], config: Config) -> di
 
 
 def is_ours(header: Mapping[str, str] | None) -> bool:
-    """Return True if a safetensors file's header says that this project, or an earlier version, wrote it."""
+    """Return True if manyheads, in any version, wrote the safetensors file with this header."""
     header = header or {}
     return header.get("kind") == KIND or CHECKSUMS in header or CHECKSUM in header
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of this project's kind as a dictionary; ValueError otherwise."""
+    """Read a JSON file that manyheads wrote, or raise ValueError if it isn't one."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:  # broken JSON, or bytes that aren't UTF-8
         raise ValueError(f"{path} can't be read as JSON: {error}.") from None
     if not isinstance(found, dict) or found.pop("kind", None) != KIND:
-        raise ValueError(f'{path} must be of the kind "{KIND}": it was written by something else.')
+        raise ValueError(f'Expected the kind "{KIND}" in {path}, which was written by something else.')
     return found
 
 
@@ -216,25 +254,25 @@ def check_digests(folder: Path, digests: Mapping[str, str]) -> None:
         if file_digest(folder / name) != digest:
             raise ValueError(
                 f"{folder / name} doesn't belong to this checkpoint: {folder / 'state.json'} has another "
-                "checksum for it. Restore it from a copy, or start a new run in another --out."
+                f"checksum for it. {RESTORE}"
             )
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name and rename it; raises OSError, which names the file."""
+    """Write a file under a temporary name and rename it."""
     with disk_errors(path), replacing(path) as file:
         file.write(content)
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise an OSError of the block as one that names the path and says what to do."""
+    """Raise an OSError of the block as one that names the path and how to fix it."""
     try:
         yield
     except OSError as error:
@@ -245,12 +283,12 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def _tensor_bytes(tensors: Mapping[str, Tensor], config: Config) -> bytes:
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    # One entry only: safetensors writes several in random order, and equal runs have equal files.
+    # A single entry: safetensors writes several in random order, but equal runs must have equal files.
     return as_bytes(dict(tensors), {CHECKSUMS: f"{_checksum(tensors)} {_config_checksum(config)}"})
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of contiguous tensors on the CPU: names, dtypes, shapes and numbers."""
+    """Return the SHA-256 of contiguous tensors on the CPU, with their names, dtypes and shapes."""
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -269,11 +307,125 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
 def _read_config(path: Path) -> Config:
     found = read_json(path)
     if found.keys() != {field.name for field in fields(Config)}:
-        raise ValueError(
-            f"{path} must give {', '.join(field.name for field in fields(Config))}, and it gives "
-            f"{', '.join(found) or 'nothing'}."
-        )
+        names = ", ".join(field.name for field in fields(Config))
+        raise ValueError(f"Expected {names} in {path}, got {', '.join(found) or 'nothing'}.")
     try:
         return Config(**found)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+# -- the folder of a run ---------------------------------------------------------------------------
+
+
+def check_vacant(folder: Path) -> None:
+    """Raise FileExistsError if a folder holds a run, or files that a new run would overwrite."""
+    names, marked = [*FILES, WRITTEN], is_marked(folder)
+    if not marked:  # the other files of a marked folder are left from a run that died before a checkpoint
+        names += [TRAINING, HELD_OUT, LOG, MARKER]
+    found = [name for name in names if os.path.lexists(folder / name)]
+    if not found:
+        return
+    if not (marked or WRITTEN in found or _has_state(folder)):
+        raise _foreign(folder / found[0])
+    missing = _missing(folder)
+    if missing and WRITTEN not in found:
+        raise FileExistsError(
+            f"{folder} holds a run that can't be resumed: it has no {missing[0]}. {RESTORE}"
+        )
+    raise FileExistsError(
+        f"{folder} already holds a run ({found[0]}). Add --resume to continue it, or choose another --out."
+    )
+
+
+def check_complete(folder: Path) -> None:
+    """Raise FileNotFoundError if a file is missing that resuming a run needs."""
+    missing = _missing(folder)
+    if set(FILES) <= set(missing):
+        raise FileNotFoundError(
+            f"{folder} has no checkpoint to resume from. Start without --resume, or choose another --out."
+        )
+    if missing:
+        raise FileNotFoundError(f"{folder} has no {missing[0]}, which --resume needs. {RESTORE}")
+
+
+def _missing(folder: Path) -> list[str]:
+    return [name for name in (*FILES, TRAINING, HELD_OUT) if not (folder / name).is_file()]
+
+
+def _has_state(folder: Path) -> bool:
+    """Return True if the folder has the state of a run. Runs of earlier versions have no marker."""
+    try:
+        read_json(folder / "state.json")
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _foreign(path: Path) -> FileExistsError:
+    return FileExistsError(
+        f"{path} wasn't written by manyheads, and training would overwrite it. Choose another --out, or move "
+        "the file away."
+    )
+
+
+def is_marked(folder: Path) -> bool:
+    """Return True if the folder's marker identifies it as a run."""
+    marker = folder / MARKER
+    return marker.is_file() and marker.read_bytes().startswith(MARKER_START.encode())
+
+
+def mark(folder: Path) -> None:
+    """Write the folder's marker, or raise FileExistsError if another file has its name."""
+    if os.path.lexists(folder / MARKER) and not is_marked(folder):
+        raise _foreign(folder / MARKER)
+    write(folder / MARKER, MARKER_TEXT.encode())
+
+
+@contextmanager
+def prepared(folder: Path) -> Iterator[Path]:
+    """Mark a folder and yield an empty one in it for new files; if the block fails, remove both again."""
+    part = folder / WRITING
+    mark(folder)
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        (folder / LOG).unlink(missing_ok=True)
+        yield part
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        for name in (TRAINING, HELD_OUT, MARKER):
+            (folder / name).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def created(folder: Path) -> Iterator[None]:
+    """Create and lock a folder. If the block fails, remove the created folders that are empty."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with locked(folder_for(folder, "--out")):
+            try:
+                yield
+            except BaseException:
+                with suppress(OSError):
+                    if made and os.listdir(folder) == [LOCK]:
+                        (folder / LOCK).unlink()  # while this process holds it
+                raise
+    except BaseException:
+        with suppress(OSError):  # the first that isn't empty
+            for path in made:
+                path.rmdir()
+        raise
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, or raise BlockingIOError if another process or thread holds it."""
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            yield
+    except Timeout:
+        raise BlockingIOError(
+            f"Another process is training in {folder}. Wait until it ends, or choose another --out."
+        ) from None

@@ -1,9 +1,9 @@
-"""Text, tokens and batches: where documents come from, and what the model sees at each step.
+"""The data of the language model: documents, their split, the tokenizer, token files and batches.
 
     documents → split → tokenizer (training documents only) → token files → batches
 
-Every stage is a pure function of its input, so that the same text gives the same run anywhere. A
-document is on one side of the split only, and no text occurs in two documents.
+Every stage is a pure function of its input, so that the same text gives the same run on any machine. A
+document is either for training or held out, and no text occurs in two documents.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ if TYPE_CHECKING:
 Tokens = np.ndarray[Any, np.dtype[Any]]  # [n], uint16 or uint32, usually memory-mapped
 
 END, END_ID = "<|endoftext|>", 0  # the token before each document and after the last one
-HELD_OUT = 0.1  # the share of documents held out, by the hash of their names
-PASSAGE = 4000  # characters; a longer text file is cut into passages of about this size
-CHUNK = 2**20  # bytes of a file that are read at once
-AT_ONCE = 64  # documents that are encoded at once
+IGNORE = -100  # a target without a loss
+HELD_OUT = 0.1  # the share of documents that are held out
+PASSAGE = 4000  # characters: longer files are cut into passages of about this size
+CHUNK = 2**20  # bytes that are read at once
+BATCH = 64  # documents that are encoded at once
 TESTS = frozenset({"test", "tests", "idle_test", "__pycache__", "site-packages"})
 
 
 class Document(NamedTuple):
-    """One text and the name that decides on which side of the split it falls."""
+    """A text, and the name whose hash decides if it is held out."""
 
     name: str
     text: str
 
 
 def python_documents() -> list[Document]:
-    """The text that every Python brings: `pydoc_data.topics` and the library's own docstrings.
+    """Return the text that comes with Python: `pydoc_data.topics` and the docstrings of the standard library.
 
-    A document is one topic, or all the docstrings of one module. The sources are parsed, never
-    imported; tests are left out, and so is a docstring that came before. Names, not texts, decide
-    the split, so that it is the same for every version of Python.
+    A document is a topic, or all docstrings of a module. The sources are parsed and not imported. Tests and
+    repeated docstrings are left out. Names, not texts, decide the split, so that it is the same in every
+    version of Python.
     """
     from pydoc_data.topics import topics  # plain data: a dictionary of strings
 
@@ -78,15 +79,21 @@ def _docstrings(path: Path) -> Iterator[str]:
 
 
 class TextFiles:
-    """The documents of text files, or of folders of them; long files are cut into passages.
+    """The documents of text files. Long files are cut into passages, preferably at a blank line.
 
-    A cut is made at a blank line where one is near, else at the end of a line, a space, or anywhere.
-    Everything in a folder is read, hidden files aside. Every iteration reads the files anew, so that memory
-    doesn't grow with them. `size` is how many bytes they are; `on_read` is called with the number of bytes
-    after each read.
+    Every iteration reads the files again, so that memory doesn't grow with their size. It raises ValueError
+    for a file that isn't UTF-8 text or changes while it is read, and if there is no text at all.
 
-    Raises FileNotFoundError for a path that doesn't exist; while it is read, ValueError for what isn't UTF-8
-    text or has none, and for a file that changes between two iterations.
+    Args:
+        paths: Files, or folders of which all files are read except hidden ones.
+
+    Attributes:
+        size: The bytes of all files.
+        on_read: A function that is called with the number of bytes after each read.
+
+    Raises:
+        FileNotFoundError: If a path doesn't exist.
+        ValueError: If a folder has no files.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
@@ -96,13 +103,14 @@ class TextFiles:
         self.on_read: Callable[[int], object] = lambda size: None
 
     def __iter__(self) -> Iterator[Document]:
+        """Yield the documents."""
         for place, document in enumerate(self._passages()):
             if place in self._names:
                 yield Document(self._names[place], document.text)
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """The names of the documents by their places: of equal texts the last place and the first name."""
+        """Return the names of the documents by their places; equal texts count once."""
         names: dict[bytes, str] = {}
         places: dict[bytes, int] = {}
         for place, document in enumerate(self._passages()):
@@ -111,7 +119,7 @@ class TextFiles:
                 names.setdefault(key, document.name)
                 places[key] = place
         if not places:
-            raise ValueError(f"--data wants text, and {', '.join(map(str, self.paths))} held none.")
+            raise ValueError(f"Expected text in --data, got none in {', '.join(map(str, self.paths))}.")
         return {place: names[key] for key, place in places.items()}
 
     def _passages(self) -> Iterator[Document]:
@@ -119,7 +127,7 @@ class TextFiles:
             for i, text in enumerate(_cut(self._chunks(file))):
                 yield Document(f"{file.name}:{i}", text)
             if _signature(file) != signature:
-                raise ValueError(f"{file} changed while it was read: start again once it is complete.")
+                raise ValueError(f"{file} changed while it was read. Start again when it is complete.")
 
     def _chunks(self, file: Path) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -129,15 +137,15 @@ class TextFiles:
             data = None
             while data != b"":
                 data = source.read(CHUNK)
-                begin = position - len(decoder.getstate()[0])  # where a character that was cut begins
+                begin = position - len(decoder.getstate()[0])  # the start of a character that was cut
                 try:
                     text = lines.decode(data, final=not data)
                 except UnicodeDecodeError as error:
                     raise ValueError(
-                        f"--data wants UTF-8 text, and byte {begin + error.start} of {file} is none."
+                        f"Expected UTF-8 text in --data, got an invalid byte {begin + error.start} of {file}."
                     ) from None
                 if "\0" in text:
-                    raise ValueError(f"--data wants text, and {file} has NUL bytes in it.")
+                    raise ValueError(f"Expected text in --data, got NUL bytes in {file}.")
                 position += len(data)
                 self.on_read(len(data))
                 yield text
@@ -147,11 +155,11 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise FileNotFoundError(f"--data wants text files or folders of them: there is no {path}.")
+        raise FileNotFoundError(f"Expected a text file or a folder for --data, got {path}, which is missing.")
     files = sorted(file for file in path.rglob("*") if file.is_file())
     files = [f for f in files if not any(p[0] == "." for p in f.relative_to(path).parts)]
     if not files:
-        raise ValueError(f"--data wants a folder with text files in it, and {path} has none.")
+        raise ValueError(f"Expected a folder with text files for --data, got {path}, which has none.")
     return files
 
 
@@ -161,13 +169,8 @@ def _signature(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def text_documents(paths: Sequence[str | os.PathLike[str]]) -> list[Document]:
-    """Return the documents of `TextFiles` as a list; raises the same errors."""
-    return list(TextFiles(paths))
-
-
 def _cut(chunks: Iterable[str]) -> Iterator[str]:
-    """Yield the passages of a text that comes in chunks; where it is cut doesn't depend on these."""
+    """Yield the passages of a text, which don't depend on the chunks in which it is read."""
     text = ""
     for chunk in chunks:
         text, start = text + chunk, 0
@@ -184,7 +187,7 @@ def _cut(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def _cut_after(text: str, start: int) -> tuple[int, int]:
-    """Return where a passage that begins at `start` ends, and how many characters are left out after it."""
+    """Return the end of the passage that begins at `start`, and the number of characters to skip after it."""
     size = start + PASSAGE
     for mark in ("\n\n", "\n", " "):
         stop = text.find(mark, size, size + PASSAGE)
@@ -195,13 +198,13 @@ def _cut_after(text: str, start: int) -> tuple[int, int]:
 
 
 def _unique(documents: Iterable[Document]) -> list[Document]:
-    """The documents, without those whose text came before, and without blank ones."""
+    """Return the documents without repeated and blank ones."""
     first = {document.text: document for document in reversed(list(documents))}
     return [document for text, document in reversed(first.items()) if text.strip()]
 
 
 def digest(documents: Iterable[Document]) -> str:
-    """SHA-256 of the names and texts, in order."""
+    """Return the SHA-256 of the names and texts, in order."""
     total = hashlib.sha256()
     for document in documents:
         for part in document:
@@ -211,37 +214,30 @@ def digest(documents: Iterable[Document]) -> str:
 
 
 def held_out_places(names: Sequence[str]) -> set[int]:
-    """Return which documents are held out: a tenth, by the hash of the name, and at least one.
+    """Return the places of the documents that are held out: about a tenth, by their hashes, at least one.
 
-    Raises ValueError for fewer than two documents.
+    Args:
+        names: The names of all documents.
+
+    Returns:
+        The places.
+
+    Raises:
+        ValueError: If there are fewer than two documents.
     """
     if len(names) < 2:
         raise ValueError(
-            "the text is too short to hold a part of it out: give at least two files, or one "
-            f"of more than {PASSAGE:,} characters."
+            "Expected at least two documents, of which one is held out, got a text that is too short. Give "
+            f"two files or more, or one of more than {PASSAGE:,} characters."
         )
-    hashes = [hashlib.sha256(name.encode()).digest()[:8] for name in names]
+    hashes = [hashlib.sha256(name.encode()).digest() for name in names]
     limit = int(HELD_OUT * (1 << 64))
-    out = {i for i, h in enumerate(hashes) if int.from_bytes(h, "big") < limit}
-    if not out or len(out) == len(names):
-        out = {min(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())}
-    return out
-
-
-def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Split documents into (training, held out), as `held_out_places` says; raises the same ValueError."""
-    out = held_out_places([document.name for document in documents])
-    training = [document for i, document in enumerate(documents) if i not in out]
-    return training, [document for i, document in enumerate(documents) if i in out]
-
-
-def byte_count(documents: Iterable[Document]) -> int:
-    """How many bytes of UTF-8 the texts are."""
-    return sum(len(document.text.encode()) for document in documents)
+    out = {i for i, digest in enumerate(hashes) if int.from_bytes(digest[:8], "big") < limit}
+    return out if 0 < len(out) < len(names) else {hashes.index(min(hashes))}
 
 
 def train_tokenizer(documents: Iterable[Document], vocab: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab` tokens: any text goes in, and comes out unchanged."""
+    """Train a byte-level BPE of at most `vocab` tokens, which encodes any text without loss."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -254,7 +250,7 @@ def train_tokenizer(documents: Iterable[Document], vocab: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator((document.text for document in documents), trainer)
-    tokenizer.encode_special_tokens = True  # END where a text spells it is text
+    tokenizer.encode_special_tokens = True  # END in a text is encoded as text
     return tokenizer
 
 
@@ -264,27 +260,27 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 
 def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> Tokens:
-    """All the documents as one row of ids `[n]`, with END before each and after the last."""
+    """Return all documents as ids `[n]`, with END before each and after the last."""
     dtype = token_dtype(tokenizer)
     return np.concatenate([np.array([END_ID], dtype), *(ids for _, ids in encoded(tokenizer, documents))])
 
 
 def encoded(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
     """Yield each document with its ids `[n]`, of which the last is END."""
-    dtype, left = token_dtype(tokenizer), iter(documents)
-    while batch := list(islice(left, AT_ONCE)):
+    dtype, remaining = token_dtype(tokenizer), iter(documents)
+    while batch := list(islice(remaining, BATCH)):
         for document, made in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
             yield document, np.array([*made.ids, END_ID], dtype)
 
 
 @contextmanager
 def token_file(path: Path, dtype: np.dtype[Any]) -> Iterator[Callable[[Tokens], None]]:
-    """Write a token file (NumPy's own format) piece by piece: yields a function that appends ids `[n]`."""
+    """Write a token file in NumPy's format: yield a function that appends ids `[n]`."""
     count = 0
 
     def write_header() -> None:
         described = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
-        np.lib.format.write_array_header_1_0(file, described)  # NumPy leaves room for a longer number
+        np.lib.format.write_array_header_1_0(file, described)  # it has space for a longer shape
 
     def append(ids: Tokens) -> None:
         nonlocal count
@@ -293,7 +289,7 @@ def token_file(path: Path, dtype: np.dtype[Any]) -> Iterator[Callable[[Tokens], 
         count += len(ids)
 
     with disk_errors(path):
-        file = open(path, "wb")  # noqa: SIM115 (closed below, where it may fail)
+        file = open(path, "wb")  # noqa: SIM115 (closing it may fail, see below)
     try:
         with disk_errors(path):
             write_header()
@@ -302,55 +298,70 @@ def token_file(path: Path, dtype: np.dtype[Any]) -> Iterator[Callable[[Tokens], 
             file.seek(0)
             write_header()
     finally:
-        with disk_errors(path):  # what a full disk didn't take is tried again
+        with disk_errors(path):  # it writes what a full disk refused before
             file.close()
 
 
 def read_tokens(path: Path) -> Tokens:
-    """Map a token file into memory; ValueError if it isn't one."""
+    """Map a token file into memory, or raise ValueError if it isn't one."""
     try:
         ids: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} should be a token file, and it can't be read as one.") from error
+        raise ValueError(f"Expected a token file, got {path}, which can't be read as one.") from error
     if ids.ndim != 1 or ids.dtype not in (np.uint16, np.uint32):
-        raise ValueError(f"{path} should hold one row of uint16 or uint32 ids, not {ids.dtype}.")
+        raise ValueError(f"Expected one row of uint16 or uint32 ids in {path}, got {ids.dtype} {ids.shape}.")
     return ids
 
 
 def repeats(length: int, tokens: Tokens, vocab: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
-    """Runs of random tokens, each said again and again: ids `[length]`, and which can be foretold.
+    """Return runs of random tokens that are repeated, from which heads learn to copy.
 
-    A row is cut into segments of 64 or 128 tokens, or left whole; each repeats a run of its own, of
-    3 tokens to a quarter of the segment (256 in a whole row), short ones as often as long ones: short
-    runs are where heads learn to copy, long ones where they learn to look far. Two fifths of the
-    runs draw from the whole vocabulary alike, the others as the text does. Foretold are the tokens
-    that were said before, but for the first of them: only looking back can tell them.
+    The row is cut into segments of 64 or 128 tokens, or left whole. Each segment repeats a run of 3 tokens to
+    a quarter of the segment (256 in a whole row), where short runs are as likely as long ones: heads learn to
+    copy from short ones, and to attend to distant tokens from long ones. Two fifths of the runs draw from the
+    vocabulary with equal probabilities, the others from the text.
+
+    Args:
+        length: The number of tokens.
+        tokens: The text to draw from, ids `[n]`.
+        vocab: The size of the vocabulary.
+        rng: The random generator.
+
+    Returns:
+        The ids `[length]`, and which of them are predictable `[length]`: those that repeat an earlier run,
+        except the first token of the first repetition.
     """
     segment = int(rng.choice([64, 128, length], p=[0.5, 0.25, 0.25]))
-    ids, told = np.empty(length, np.int64), np.empty(length, bool)
+    ids, predictable = np.empty(length, np.int64), np.empty(length, bool)
     for start in range(0, length, segment):
         size = min(segment, length - start)
         longest = segment // 4 if segment < length else 256
         run = round(float(np.exp(rng.uniform(np.log(3), np.log(longest)))))
         if rng.uniform() < 0.4:
-            said = rng.integers(END_ID + 1, vocab, run)  # END is not said
+            drawn = rng.integers(END_ID + 1, vocab, run)  # without END
         else:
-            said = tokens[rng.integers(0, len(tokens), run)].astype(np.int64)
-        ids[start : start + size] = np.tile(said, size // run + 1)[:size]
-        told[start : start + size] = np.arange(size) > run
-    return ids, told
-
-
-IGNORE = -100  # a target that no loss is taken on
+            drawn = tokens[rng.integers(0, len(tokens), run)].astype(np.int64)
+        ids[start : start + size] = np.tile(drawn, size // run + 1)[:size]
+        predictable[start : start + size] = np.arange(size) > run
+    return ids, predictable
 
 
 def batch(
     tokens: Tokens, *, rows: int, context: int, repeated: int, vocab: int, seed: int, step: int
 ) -> tuple[Tokens, Tokens]:
-    """Inputs and targets `[rows, context]` of one step: a pure function of seed and step.
+    """Return the inputs and targets of a step, a pure function of the seed and the step.
 
-    The last `repeated` rows are made of `repeats`, the others are windows of the text that begin
-    anywhere. So a resumed run sees what an uninterrupted one would have seen.
+    Args:
+        tokens: The text, ids `[n]`.
+        rows: The number of sequences. Most are windows of the text that begin anywhere.
+        context: The length of a sequence.
+        repeated: How many sequences are made of `repeats`, the last ones.
+        vocab: The size of the vocabulary.
+        seed: The random seed.
+        step: The step.
+
+    Returns:
+        Inputs and targets `[rows, context]`.
     """
     rng = np.random.default_rng([seed, step])
     inputs = np.empty((rows, context), np.int64)
@@ -361,7 +372,7 @@ def batch(
             ids = tokens[start : start + context + 1].astype(np.int64)
             targets[row] = ids[1:]
         else:
-            ids, told = repeats(context + 1, tokens, vocab, rng)
-            targets[row] = np.where(told[1:], ids[1:], IGNORE)
+            ids, predictable = repeats(context + 1, tokens, vocab, rng)
+            targets[row] = np.where(predictable[1:], ids[1:], IGNORE)
         inputs[row] = ids[:-1]
     return inputs, targets

@@ -1,4 +1,4 @@
-"""Generation: one token after another, with the key/value cache."""
+"""Text generation with the key/value cache."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw a token from logits; ValueError or TypeError for what can't be.
+    """How a token is drawn from logits.
 
-    temperature: logits are divided by it; 0 takes the likeliest token (greedy).
-    top_k: only the k likeliest tokens (Fan et al. 2018, arXiv:1805.04833); all if None.
-    top_p: of these the likeliest whose probabilities first sum to p (Holtzman et al. 2019,
-        arXiv:1904.09751).
+    Attributes:
+        temperature: The logits are divided by it. 0 takes the most likely token (greedy).
+        top_k: Draw from the k most likely tokens (Fan et al. 2018, arXiv:1805.04833), from all if None.
+        top_p: Draw from the most likely of these whose probabilities sum to p (Holtzman et al. 2019,
+            arXiv:1904.09751).
+
+    Raises:
+        TypeError: If a value isn't a number.
+        ValueError: If a value is out of range.
     """
 
     temperature: float = 0.8
@@ -39,7 +44,15 @@ class Sampling:
         real(self.top_p, "top-p", lambda p: 0 < p <= 1, "above 0 and at most 1")
 
     def draw(self, logits: Tensor, random: torch.Generator | None = None) -> int:
-        """One token id from logits `[vocab]`, drawn by the generator random, or by PyTorch's own."""
+        """Draw a token.
+
+        Args:
+            logits: The logits `[vocab]`.
+            random: The random generator, PyTorch's own if None.
+
+        Returns:
+            The id of the token.
+        """
         if self.temperature == 0:
             return int(logits.argmax())
         top = logits.double() - logits.max()  # so that no temperature overflows
@@ -47,7 +60,7 @@ class Sampling:
         if self.top_k is not None:
             ordered, ids = ordered[: self.top_k], ids[: self.top_k]
         weights = ordered.softmax(-1)
-        before = weights.cumsum(-1) - weights  # what the likelier ones sum to
+        before = weights.cumsum(-1) - weights  # the sum over more likely tokens
         weights = weights * (before < self.top_p)
         return int(ids[torch.multinomial(weights, 1, generator=random)])
 
@@ -61,30 +74,40 @@ def generate(
     seed: int = 0,
     cached: bool = True,
 ) -> Iterator[int]:
-    """Yield up to `tokens` ids that continue ids `[1, t]`; the end-of-text token ends it too.
+    """Generate the ids that continue a prompt, up to an end-of-text token.
 
-    `sampling` is how each is drawn (`Sampling()` if None), `seed` what the draws begin from. `cached=False`
-    reads everything anew for each token: slower, the same tokens. The model's context
-    must hold prompt and tokens together: ValueError otherwise, before anything is generated. TypeError for
-    what are no ids or no number.
+    Args:
+        model: The model.
+        ids: The prompt `[1, t]`.
+        tokens: The largest number of tokens to generate.
+        sampling: How each token is drawn; None is `Sampling()`.
+        seed: The random seed of the draws.
+        cached: If False, read the whole text again for each token: slower, with the same result.
+
+    Returns:
+        An iterator over the ids. The arguments are checked before it is returned.
+
+    Raises:
+        TypeError: If ids isn't a tensor, or tokens or seed isn't an integer.
+        ValueError: If ids isn't a prompt, or the context can't hold the prompt and the tokens.
     """
     whole(tokens, "tokens", 1)
     check_seed(seed)
     if not isinstance(ids, Tensor):
-        raise TypeError(f"ids must be one prompt [1, t], and {kind(ids)} came.")
+        raise TypeError(f"Expected ids to be one prompt [1, t], got {kind(ids)}.")
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
-        raise ValueError(f"ids must be one prompt [1, t] of at least one token, not {sizes(ids)}.")
-    room = room_for(model, ids)
+        raise ValueError(f"Expected ids to be one prompt [1, t] with a token or more, got {sizes(ids)}.")
+    room = _room(model, ids)
     if tokens > room:
         raise ValueError(
-            f"the model's context is {model.context} tokens: after a prompt of "
-            f"{ids.shape[1]} there is room for {room}, and {tokens} came."
+            f"Expected at most {room} tokens, as the model's context is {model.context} and the prompt has "
+            f"{ids.shape[1]}, got {tokens}."
         )
     return _continue(model, ids, tokens, sampling or Sampling(), seed, cached)
 
 
-def room_for(model: LanguageModel, ids: Tensor) -> int:
-    """How many tokens the context has room for after a prompt `[1, t]`."""
+def _room(model: LanguageModel, ids: Tensor) -> int:
+    """Return how many tokens the context can hold after a prompt `[1, t]`."""
     return max(0, model.context - ids.shape[1])
 
 
@@ -107,10 +130,12 @@ def _continue(
 
 @dataclass(frozen=True)
 class Text:
-    """What `complete` made: the text after the prompt, and why it ended there.
+    """A generated text, or a piece of one.
 
-    end: the "tokens" asked for, a "stop" text, the "end" of the text, or the "context" is full; empty for a
-        piece of `stream` that another one follows.
+    Attributes:
+        text: The text after the prompt.
+        end: Why it ended: "tokens" (the number that was asked for), "stop" (the stop text), "end" (an
+            end-of-text token) or "context" (it is full). Empty for a piece of `stream` before the last.
     """
 
     text: str
@@ -127,11 +152,23 @@ def complete(
     stop: str | None = None,
     seed: int = 0,
 ) -> Text:
-    """Continue a prompt, up to `tokens` tokens, before `stop`, or until the context is full.
+    """Continue a prompt, until there are `tokens` tokens, `stop` is generated, or the context is full.
 
-    `model` and `tokenizer` are what `load` gives; `sampling` and `seed` are as in `generate`. Raises
-    ValueError for an empty prompt, one that fills the context, an empty `stop`; TypeError for what is no
-    number of tokens.
+    Args:
+        model: The model, as `load` returns it.
+        tokenizer: Its tokenizer, as `load` returns it.
+        prompt: The text to continue.
+        tokens: The largest number of tokens to generate.
+        sampling: How each token is drawn; None is `Sampling()`.
+        stop: The text that ends the generation.
+        seed: The random seed of the draws.
+
+    Returns:
+        The text after the prompt, without `stop`.
+
+    Raises:
+        ValueError: If the prompt or `stop` is empty, or the prompt fills the context.
+        TypeError: If `tokens` or `seed` is not an integer.
     """
     pieces = list(stream(model, tokenizer, prompt, tokens, sampling, stop=stop, seed=seed))
     return Text("".join(piece.text for piece in pieces), pieces[-1].end)
@@ -147,10 +184,10 @@ def stream(
     stop: str | None = None,
     seed: int = 0,
 ) -> Iterator[Text]:
-    """Yield the text of `complete` in pieces, each as soon as no later token can change it.
+    """Continue a prompt like `complete`, in pieces, each as soon as no later token can change it.
 
-    Characters that are split over several tokens come whole, and nothing of `stop` is given. The last piece
-    has the `end`; its text may be empty.
+    No character is split over two pieces, and no piece contains a part of `stop`. The last piece has the
+    `end`, and may have an empty text.
 
     Args:
         model: The model, as `load` returns it.
@@ -170,39 +207,39 @@ def stream(
     """
     whole(tokens, "tokens", 1)
     if stop == "":
-        raise ValueError("stop must be some text, and an empty one came: leave it out.")
+        raise ValueError("Expected stop to have some text, got an empty one. Leave it out.")
     if not prompt:
-        raise ValueError("the prompt must have some text, and an empty one came.")
+        raise ValueError("Expected a prompt with some text, got an empty one.")
     ids = torch.tensor([tokenizer.encode(prompt).ids], dtype=torch.int64)  # [1, t]
-    room = room_for(model, ids)
+    room = _room(model, ids)
     if room == 0:
         raise ValueError(
-            f"the model's context is {model.context} tokens, and the prompt has "
-            f"{ids.shape[1]}: shorten it to leave room for an answer."
+            f"Expected a prompt shorter than the model's context, {model.context}, got {ids.shape[1]} "
+            "tokens. Shorten it."
         )
     drawn = generate(model, ids, min(tokens, room), sampling, seed=seed)
     return _pieces(tokenizer, drawn, stop or "", tokens, room)
 
 
 def _pieces(tokenizer: Tokenizer, drawn: Iterator[int], stop: str, tokens: int, room: int) -> Iterator[Text]:
-    made: list[int] = []
-    text, given = "", 0
+    ids: list[int] = []
+    text, done = "", 0
     for token in drawn:
-        made.append(token)
-        text = tokenizer.decode(made)
+        ids.append(token)
+        text = tokenizer.decode(ids)
         if stop and stop in text:
-            yield Text(text[given : text.index(stop)], "stop")
+            yield Text(text[done : text.index(stop)], "stop")
             return
-        # A character whose bytes aren't complete yet decodes to U+FFFD; the next token may change it.
+        # An incomplete character decodes to U+FFFD, which the next token may change.
         final = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        final = final[: len(final) - _begun(final, stop)]
-        if len(final) > given:
-            yield Text(final[given:], "")
-            given = len(final)
-    end = "end" if len(made) < min(tokens, room) else "tokens" if tokens <= room else "context"
-    yield Text(text[given:], end)
+        final = final[: len(final) - _count_begun(final, stop)]
+        if len(final) > done:
+            yield Text(final[done:], "")
+            done = len(final)
+    end = "end" if len(ids) < min(tokens, room) else "tokens" if tokens <= room else "context"
+    yield Text(text[done:], end)
 
 
-def _begun(text: str, stop: str) -> int:
+def _count_begun(text: str, stop: str) -> int:
     """Return how many characters at the end of a text may be the beginning of `stop`."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

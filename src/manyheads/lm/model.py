@@ -31,14 +31,19 @@ LONGEST_CONTEXT = 2**20  # tokens
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a language model; ValueError or TypeError where they don't fit.
+    """The sizes of a language model.
 
-    vocab: how many tokens there are; ids are 0 … vocab − 1.
-    embed: the model size e.
-    heads: the number of heads h; the head size is embed / heads, which 4 divides.
-    layers: how many blocks of attention and feed-forward.
-    hidden: the width of the feed-forward part.
-    context: the longest sequence, in tokens.
+    Attributes:
+        vocab: The number of tokens. Ids are 0 … vocab − 1.
+        embed: The model size e.
+        heads: The number of heads h. The head size embed / heads is a multiple of 4.
+        layers: The number of blocks, each of attention and a feed-forward layer.
+        hidden: The width of the feed-forward layers.
+        context: The longest sequence, in tokens.
+
+    Raises:
+        TypeError: If a size isn't an integer.
+        ValueError: If sizes are too small, too large, or don't fit each other.
     """
 
     vocab: int
@@ -58,13 +63,13 @@ class Config:
             )
         if self.embed % (4 * self.heads):
             raise ValueError(
-                "embed must be heads times a head size that 4 divides, and "
-                f"embed = {self.embed}, heads = {self.heads} came."
+                f"Expected embed to be a multiple of 4 * heads, got embed = {self.embed} and heads = "
+                f"{self.heads}."
             )
 
     @property
     def parameter_count(self) -> int:
-        """The number of parameters of a model of these sizes, known before it is built."""
+        """Return the number of parameters of a model of these sizes."""
         attention = 4 * self.embed * (self.embed + 1)
         feed_forward = 3 * self.embed * self.hidden
         norms = self.embed * (2 * self.layers + 1)
@@ -72,7 +77,7 @@ class Config:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, "GLU Variants Improve Transformer"): down(silu(gate(x)) · up(x))."""
+    """A SwiGLU layer (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) · up(x))."""
 
     def __init__(self, embed: int, hidden: int) -> None:
         super().__init__()
@@ -81,16 +86,16 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, embed, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[b, t, e]` to `[b, t, e]`."""
+        """Return the output `[b, t, e]` for x `[b, t, e]`."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    """One layer of the transformer; what it adds is dropped out with probability `dropout`."""
+    """A layer of the transformer, with dropout on what it adds to the residual stream."""
 
     def __init__(self, config: Config, dropout: float) -> None:
         super().__init__()
-        # Half of a head turns with the position, half of it compares tokens at any distance.
+        # Half of a head rotates with the position. The other half compares tokens at any distance.
         rotary = Rotary(config.embed // config.heads // 2, base=ROTARY_BASE)
         self.attention_norm = nn.RMSNorm(config.embed, eps=1e-6)
         self.attention = MultiHeadAttention(config.embed, config.heads, position=rotary)
@@ -99,47 +104,55 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """`[b, t, e]` to `[b, t, e]`."""
-        return self.rest(x, self.attention(self.attention_norm(x), mask=Causal(), cache=cache))
+        """Return the output `[b, t, e]` for x `[b, t, e]`."""
+        return self._finish(x, self.attention(self.attention_norm(x), mask=Causal(), cache=cache))
 
     def attend(self, x: Tensor) -> tuple[Tensor, AttentionMap]:
-        """The same, and the map of this layer's heads."""
+        """Return the output `[b, t, e]` and the map of the heads."""
         attended, amap = self.attention.attend(self.attention_norm(x), mask=Causal())
-        return self.rest(x, attended), amap
+        return self._finish(x, attended), amap
 
-    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What follows the attention."""
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.dropout(attended)
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
 class LanguageModel(nn.Module):
-    """Token ids `[b, t]` in, logits of the next token out, `[b, t, vocab]`.
+    """A decoder-only transformer with pre-norm, from token ids to the logits of the next token.
 
-    A decoder alone (Vaswani et al. 2017, arXiv:1706.03762), its norms before each part (Xiong et al. 2020,
-    arXiv:2002.04745). `config` has the sizes; `dropout` belongs to training, not to them: it isn't stored
-    with the weights. TypeError for what is no `Config`, TypeError or ValueError for what is no probability.
+    Vaswani et al. 2017 (arXiv:1706.03762), Xiong et al. 2020 (arXiv:2002.04745).
+
+    Args:
+        config: The sizes.
+        dropout: The dropout probability, which belongs to training and isn't saved with the weights.
+
+    Attributes:
+        context: The longest sequence that it reads, in tokens.
+
+    Raises:
+        TypeError: If config isn't a `Config`.
+        ValueError: If dropout isn't a probability.
     """
 
     def __init__(self, config: Config, dropout: float = 0.0) -> None:
         super().__init__()
         if not isinstance(config, Config):
-            raise TypeError(f"a LanguageModel is made of a Config, and {kind(config)} came.")
+            raise TypeError(f"Expected config to be a Config, got {kind(config)}.")
         real(dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
         self.config = config
-        self.context = config.context  # the longest sequence it reads
+        self.context = config.context
         self.embedding = nn.Embedding(config.vocab, config.embed)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(config, dropout) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.embed, eps=1e-6)
-        self.initialise()
+        self._initialize()
 
-    def initialise(self) -> None:
-        """Normal weights of deviation 0.02, smaller where a layer writes to the residual stream.
+    def _initialize(self) -> None:
+        """Draw weights with deviation 0.02, smaller in layers that write to the residual stream.
 
-        The biases of q and k begin as a random taste for distances: they turn with the position, so
-        what they add to a score depends on how far apart two tokens stand. At zero both would stay
-        there for long, as the gradient of each is a multiple of the other.
+        The biases of q and k start as a random preference for distances: they rotate with the position, so
+        that what they add to a score depends on the distance of two tokens. At zero they would stay there for
+        long, because the gradient of each is a multiple of the other.
         """
         for name, parameter in self.named_parameters():
             if name.endswith(("q.bias", "k.bias")):
@@ -152,10 +165,18 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / depth)
 
     def forward(self, ids: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
-        """Logits `[b, t, vocab]` for ids `[b, t]`; with caches, ids continue what these hold.
+        """Return the logits of the next token at each position.
 
-        Raises ValueError for ids of another shape, beyond the vocabulary or beyond the context, TypeError
-        for what is no tensor.
+        Args:
+            ids: The tokens, integers `[b, t]`.
+            caches: The cache of each layer, whose tokens the ids continue.
+
+        Returns:
+            The logits `[b, t, vocab]`.
+
+        Raises:
+            TypeError: If ids isn't a tensor.
+            ValueError: If ids has another shape, or exceeds the vocabulary or the context.
         """
         self.check(ids, caches)
         x = self.embed(ids)  # [b, t, e]
@@ -164,9 +185,17 @@ class LanguageModel(nn.Module):
         return self.logits(x)  # [b, t, vocab]
 
     def attend(self, ids: Tensor) -> tuple[Tensor, list[AttentionMap]]:
-        """Logits `[b, t, vocab]` and each layer's map `[b, h, t, t]`, for ids `[b, t]`.
+        """Return the logits and the map of each layer.
 
-        TypeError or ValueError, as `forward`.
+        Args:
+            ids: The tokens, integers `[b, t]`.
+
+        Returns:
+            The logits `[b, t, vocab]`, and maps `[b, h, t, t]`.
+
+        Raises:
+            TypeError: If ids isn't a tensor.
+            ValueError: If ids has another shape, or exceeds the vocabulary or the context.
         """
         self.check(ids, None)
         x = self.embed(ids)  # [b, t, e]
@@ -178,38 +207,54 @@ class LanguageModel(nn.Module):
         return self.logits(x), maps  # [b, t, vocab]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """`[b, t]` to `[b, t, e]`, times √e as in Vaswani et al. 2017, section 3.4."""
+        """Return the embeddings `[b, t, e]` of ids `[b, t]`, times √e (Vaswani et al. 2017, section 3.4)."""
         return self.dropout(self.embedding(ids) * math.sqrt(self.config.embed))
 
     def logits(self, x: Tensor) -> Tensor:
-        """x `[b, t, e]` to `[b, t, vocab]`."""
+        """Return the logits `[b, t, vocab]` of the last layer's output x `[b, t, e]`."""
         return F.linear(self.norm(x), self.embedding.weight)
 
     def caches(self, length: int | None = None) -> list[Cache]:
-        """Return empty caches for one generation, one per layer, with room for `length` tokens.
+        """Return an empty cache for each layer.
 
-        Without a length they have room for the whole context. Raises TypeError or ValueError for a length
-        that isn't a positive integer.
+        Args:
+            length: The largest number of tokens, the context if None.
+
+        Returns:
+            The caches.
+
+        Raises:
+            TypeError: If length isn't an integer.
+            ValueError: If length is less than 1.
         """
         return [Cache(self.context if length is None else length) for _ in self.blocks]
 
-    def stretched(self, context: int) -> LanguageModel:
-        """A copy that reads ids `[b, t]` up to `context` tokens, beyond those it was trained on.
+    def scaled(self, context: int) -> LanguageModel:
+        """Return a copy that reads texts longer than the trained context, by RoPE scaling.
 
-        Its rotary positions are `Rotary.stretched` by as much as that takes (Peng et al. 2023,
-        arXiv:2309.00071); its config, and so what is saved of it, stays. The shipped model's loss in nats on
-        held-out documentation, a text of L tokens (its context is 512, where the loss is 3.3):
+        It uses `Rotary.scaled` (Peng et al. 2023, arXiv:2309.00071) and keeps its config, which is what is
+        saved. The loss of the shipped model, in nats, on held-out documentation of L tokens (its context is
+        512, where the loss is 3.3):
 
             L                                        1,024   4,096   16,384   32,768
             as trained                                3.30    4.33     5.28     5.57
             position interpolation (Chen et al.)      5.28    5.28     5.42     5.59
-            larger base: this                         3.32    3.68     4.16     4.66
+            larger base (used here)                   3.32    3.68     4.16     4.66
             YaRN, frequencies by parts                3.34    3.75     4.34     4.83
-            YaRN, and sharper scores                  3.35    3.71     4.14     4.65
+            YaRN with its temperature                 3.35    3.71     4.14     4.65
 
-        Sharper scores (YaRN's temperature) beside the larger base win 0.04 to 0.15 from 4,096 tokens on, and
-        lose as much within the trained context; what heads do there is kept. TypeError for what is no whole
-        number, ValueError for less than the trained context.
+        YaRN's temperature with the larger base gains 0.04 to 0.15 from 4,096 tokens on, and loses as much
+        within the trained context, where heads should work as they do without scaling.
+
+        Args:
+            context: The longest sequence, in tokens.
+
+        Returns:
+            The scaled copy.
+
+        Raises:
+            TypeError: If context isn't an integer.
+            ValueError: If context is less than the trained one.
         """
         whole(context, "context", self.config.context)
         longer = deepcopy(self)
@@ -217,22 +262,30 @@ class LanguageModel(nn.Module):
         for block in longer.blocks:
             assert isinstance(block, Block)
             assert block.attention.position is not None
-            block.attention.position = block.attention.position.stretched(context / self.config.context)
+            block.attention.position = block.attention.position.scaled(context / self.config.context)
         return longer
 
     def check(self, ids: Tensor, caches: Sequence[Cache] | None) -> None:
-        """Raise TypeError or ValueError for ids `[b, t]` or caches that the model can't take."""
+        """Check the arguments of `forward`.
+
+        Args:
+            ids: The tokens, integers `[b, t]`.
+            caches: The cache of each layer, or None.
+
+        Raises:
+            TypeError: If ids isn't a tensor.
+            ValueError: If ids has another shape, or exceeds the vocabulary or the context.
+        """
         if not isinstance(ids, Tensor):
-            raise TypeError(f"ids must be integers [b, t], and {kind(ids)} came.")
+            raise TypeError(f"Expected ids to be integers [b, t], got {kind(ids)}.")
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"ids must be integers [b, t], and {ids.dtype} {sizes(ids)} came.")
+            raise ValueError(f"Expected ids to be integers [b, t], got {ids.dtype} {sizes(ids)}.")
         if caches is not None and len(caches) != len(self.blocks):
-            raise ValueError(f"caches must be one per layer, {len(self.blocks)}, and {len(caches)} came.")
-        held = caches[0].offset if caches else 0
-        if held + ids.shape[1] > self.context:
+            raise ValueError(f"Expected {len(self.blocks)} caches, one per layer, got {len(caches)}.")
+        total = ids.shape[1] + (caches[0].offset if caches else 0)
+        if total > self.context:
             raise ValueError(
-                f"the model's context is {self.context} tokens, and "
-                f"{held + ids.shape[1]} came: shorten the text."
+                f"Expected at most {self.context} tokens, the model's context, got {total}. Shorten the text."
             )
         # Reading the values would wait for a GPU at every step, and break a compiled graph in two. On a GPU,
         # and in a compiled or exported model, the embedding's own bounds check raises instead.
@@ -240,5 +293,5 @@ class LanguageModel(nn.Module):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.config.vocab:
                 raise ValueError(
-                    f"ids must be between 0 and {self.config.vocab - 1}, and {low if low < 0 else high} came."
+                    f"Expected ids between 0 and {self.config.vocab - 1}, got {low if low < 0 else high}."
                 )

@@ -1,13 +1,10 @@
-"""Training: AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), warm-up and cosine, and a run that can be
-killed at any moment and resumed.
+"""Training of the language model, in a run that can be killed at any moment and resumed.
 
-What happens at a step is a pure function of the seed, the step and the state before it: the batch
-and the dropout are drawn anew from (seed, step). So a resumed run ends in the same weights as one
-that was never interrupted, bit for bit on one machine's CPU.
+AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with warm-up and a cosine schedule. A step is a pure
+function of the seed, the step and the state before it: batch and dropout are drawn from (seed, step). On one
+machine's CPU a resumed run therefore ends with the same bits as one that was never interrupted.
 
-A run's folder holds its last checkpoint (see `checkpoint`), its token files `train.npy` and
-`held_out.npy`, `log.jsonl` with one line per logged step, TensorBoard's files where that is
-installed, and the marker and the lock of `folder`.
+The folder of a run is described in `checkpoint`. It also has TensorBoard's files if that is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
@@ -32,18 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from manyheads.lm import checkpoint, data
-from manyheads.lm.folder import (
-    HELD_OUT,
-    LOG,
-    TRAINING,
-    check_complete,
-    check_vacant,
-    created,
-    is_marked,
-    locked,
-    mark,
-    prepared,
-)
+from manyheads.lm.checkpoint import HELD_OUT, LOG, RESTORE, TRAINING
 from manyheads.lm.model import Config, LanguageModel
 from manyheads.shapes import amount, check_seed, real, whole
 
@@ -51,42 +37,49 @@ if TYPE_CHECKING:
     from rich.console import Console
     from tokenizers import Tokenizer
 
-ROWS_AT_ONCE = 8  # when evaluating
-TOKENIZER_TEXT = 2**26  # bytes; of longer text the tokenizer is trained on passages spread evenly over it
-SMALLEST_VOCAB = 257  # every byte, and the end of a text
-# The tokenizers library aborts the process for sizes that its memory can't hold.
-LARGEST_VOCAB = 2**20
+EVALUATION_ROWS = 8  # windows that are evaluated at once
+TOKENIZER_TEXT = 2**26  # bytes: from longer texts the tokenizer reads passages at equal intervals
+SMALLEST_VOCAB = 257  # all bytes and the end of a text
+LARGEST_VOCAB = 2**20  # the tokenizers library aborts the process for sizes that don't fit into memory
 MOST_STEPS = 10**9
-RESTORE = "Restore it from a copy, or start a new run in another --out."
-# What fields of Options were called in earlier versions, in whose runs and calls they stand.
+# The names of options in runs of earlier versions.
 RENAMED = {"rows": "batch_size", "rate": "learning_rate", "vocab": "vocab_size"}
 
 
 def default_device() -> str:
-    """cuda where there is one, else the CPU."""
+    """Return "cuda" if it is available, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to train; ValueError or TypeError for what can't be.
+    """The options of a training run.
 
-    steps: how many updates of the weights, at most 10^9.
-    context: the longest sequence, in tokens.
-    seed: what the first weights, the order of the text and dropout are drawn from.
-    device: where the model computes, as PyTorch names it.
-    layers, heads, embed, hidden: the sizes of the model, as in `Config`; hidden is 7/3 of embed if None.
-    batch_size: sequences in one batch.
-    repeated: how many of them are random tokens said twice, from which heads learn to copy.
-    vocab_size: at most this many tokens, from 257 to 2^20, which a short text may not fill.
-    learning_rate: the highest learning rate, at most 1.
-    schedule_steps: over how many steps the learning rate falls and the sequences grow; all if None. After
-        them the rate stays where it is.
-    decay: the weight decay, on matrices only, at most 1 / learning_rate.
-    dropout: the probability with which a number is dropped, of embeddings and of what a layer adds.
-    clip: the largest norm of the gradient.
-    log_every, evaluate_every, save_every: steps between two lines of the log, two losses on text held out,
-        and two checkpoints.
+    Attributes:
+        steps: The number of updates, at most 10^9.
+        context: The longest sequence, in tokens.
+        seed: The random seed of weights, batches and dropout.
+        device: The device, as PyTorch names it.
+        layers: The number of layers.
+        heads: The number of heads.
+        embed: The model size.
+        hidden: The width of the feed-forward layers, 7/3 of embed if None.
+        batch_size: The sequences of a batch.
+        repeated: How many of them are repeated random tokens, from which heads learn to copy.
+        vocab_size: The largest number of tokens, from 257 to 2^20. A short text may have fewer.
+        learning_rate: The highest learning rate, at most 1.
+        schedule_steps: The steps of the schedule of the learning rate and of the sequence length, all if
+            None. After them the rate is constant.
+        decay: The weight decay of matrices, at most 1 / learning_rate.
+        dropout: The dropout probability of embeddings and of what a layer adds.
+        clip: The largest norm of the gradient.
+        log_every: The steps between two lines of the log.
+        evaluate_every: The steps between two evaluations on held-out text.
+        save_every: The steps between two checkpoints.
+
+    Raises:
+        TypeError: If an option has another type.
+        ValueError: If an option is out of range, or the device isn't available.
     """
 
     steps: int = 3000
@@ -137,33 +130,51 @@ class Options:
         real(self.dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
 
     def config(self, vocab: int) -> Config:
-        """Return a model's sizes, for a tokenizer of `vocab` tokens; TypeError or ValueError as `Config`."""
+        """Return the sizes of the model.
+
+        Args:
+            vocab: The number of tokens of the tokenizer.
+
+        Returns:
+            The sizes.
+
+        Raises:
+            TypeError: If a size isn't an integer.
+            ValueError: If sizes are out of range or don't fit each other.
+        """
         whole(self.embed, "embed", 1)
         hidden = round(self.embed * 7 / 3) if self.hidden is None else self.hidden
         return Config(vocab, self.embed, self.heads, self.layers, hidden, self.context)
 
     def check_memory(self, vocab: int) -> None:
-        """Raise ValueError if a model of `vocab` tokens needs more memory to train than the device has."""
-        # Weights, gradient and two moments; the logits and their gradient. All of it in float32.
+        """Check that the device has enough memory to train the model.
+
+        Args:
+            vocab: The number of tokens of the tokenizer.
+
+        Raises:
+            ValueError: If it has less than weights, gradients, optimizer and logits need.
+        """
+        # Weights, gradients and two moments; the logits and their gradients. All of it in float32.
         needed = 16 * self.config(vocab).parameter_count + 8 * self.batch_size * self.context * vocab
-        there = total_memory(self.device)
-        if there is not None and needed > there:
+        available = total_memory(self.device)
+        if available is not None and needed > available:
             raise ValueError(
-                f"Training would need more than {amount(needed)} of memory, and {self.device} has "
-                f"{amount(there)}: choose a smaller model, vocab_size, batch_size or context."
+                f"Training needs more than {amount(needed)} of memory, {self.device} has "
+                f"{amount(available)}. Choose a smaller model, vocab_size, batch_size or context."
             )
 
     def cut_at(self, step: int) -> int:
-        """Into how many pieces a batch's sequences are cut at a step: 8 in the first quarter, then 4, 2, 1.
+        """Return into how many parts sequences are cut at a step: 8 in the first quarter, then 4, 2, 1.
 
-        Short sequences first (Li et al. 2022, arXiv:2108.06084): with fewer places to look at, heads
-        find the one that matters sooner. The number of tokens stays the same.
+        Training starts with short sequences (Li et al. 2022, arXiv:2108.06084), of as many tokens in all:
+        among fewer tokens heads sooner learn which ones to attend to.
         """
         cut = (8, 4, 2, 1)[min(3, 4 * step // (self.schedule_steps or self.steps))]
         return cut if self.context % cut == 0 and self.context // cut >= 32 else 1
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step: a linear warm-up, then half a cosine down to a twentieth."""
+        """Return the learning rate of a step: a linear warm-up, then a cosine down to a twentieth."""
         steps = self.schedule_steps or self.steps
         warm = max(1, min(100, steps // 10))
         if step < warm:
@@ -173,7 +184,7 @@ class Options:
 
 
 def total_memory(device: str) -> int | None:
-    """Return how many bytes of memory a device has; None where that isn't known."""
+    """Return the bytes of memory of a device, or None if they aren't known."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
@@ -194,28 +205,26 @@ def check_device(name: str) -> None:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """bfloat16 where it is faster: a GPU that has it, a CPU with AMX or AVX-512 BF16; else None.
+    """Return bfloat16 if the device has instructions for it (a GPU; AMX or AVX-512 BF16), else None.
 
-    A rule rather than a measurement, since a measured choice could differ between two runs of one
-    seed. On one core with AMX the recipe's model trains on sequences of 512 tokens at 6,900 tokens/s
-    in bfloat16 and 5,200 in float32 (medians of five, by CPU time); a CPU without such instructions
-    emulates bfloat16.
+    A measured choice could differ between two runs of one seed. On one core with AMX the shipped model trains
+    on sequences of 512 tokens at 6,900 tokens/s in bfloat16 and 5,200 in float32 (medians of five, by CPU
+    time).
     """
-    kind = torch.device(device).type
+    kind, capabilities = torch.device(device).type, torch.cpu.get_capabilities()
     if kind == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
-    if kind == "cpu":
-        has = torch.cpu.get_capabilities()
-        return torch.bfloat16 if has.get("amx_bf16") or has.get("avx512_bf16") else None
-    return None
+        supported = torch.cuda.is_bf16_supported()
+    else:
+        supported = kind == "cpu" and (capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+    return torch.bfloat16 if supported else None
 
 
 class Run:
-    """A training run in a folder: what a checkpoint holds, alive."""
+    """A training run in a folder."""
 
     def __init__(self, out: Path, options: Options, tokenizer: Tokenizer, facts: Mapping[str, Any]):
         self.out, self.options, self.tokenizer, self.facts = out, options, tokenizer, facts
-        self.step = 0  # steps done
+        self.step = 0  # finished steps
         self.seconds = 0.0
         self.training = data.read_tokens(out / TRAINING)  # [n]
         self.held_out = data.read_tokens(out / HELD_OUT)  # [n]
@@ -235,7 +244,7 @@ class Run:
     @classmethod
     def begin(cls, out: Path, options: Options, files: data.TextFiles | None) -> Run:
         """Prepare the text (Python's own documentation if `files` is None) and write the first checkpoint."""
-        with prepared(out) as part:
+        with checkpoint.prepared(out) as part:
             tokenizer, facts = _prepare_text(part, options, files)
             for name in (TRAINING, HELD_OUT):
                 os.replace(part / name, out / name)
@@ -245,9 +254,9 @@ class Run:
 
     @classmethod
     def resume(cls, out: Path, given: Mapping[str, Any], paths: Sequence[Path]) -> Run:
-        """Take up a run where its checkpoint left it; what is given anew must say the same, but for steps."""
+        """Resume a run. Options in `given` must equal those of the run, except `steps`."""
         checkpoint.settle(out)
-        check_complete(out)
+        checkpoint.check_complete(out)
         options, facts, step, seconds, digests = _read_state(out / "state.json")
         for name, value in given.items():
             if name != "steps" and getattr(options, name) != value:
@@ -258,36 +267,36 @@ class Run:
         options = _continued(out, options, step, given.get("steps", options.steps))
         if paths and data.digest(data.TextFiles(paths)) != facts["documents_sha256"]:
             raise ValueError(
-                f"the run in {out} was started on other text than --data gives: leave --data out "
-                "to resume, or start anew in another --out."
+                f"The run in {out} was started with other text than that of --data. Leave it out to resume, "
+                "or choose another --out."
             )
         for name in (TRAINING, HELD_OUT):
             if checkpoint.file_digest(out / name) != facts[name]["sha256"]:
-                raise ValueError(f"{out / name} has changed since the run began: start anew.")
+                raise ValueError(f"{out / name} has changed since the run began. {RESTORE}")
         config, tokenizer = checkpoint.read_config(out)
         if config != options.config(config.vocab):
             raise ValueError(
-                f"{out / 'config.json'} and {out / 'state.json'} describe models of different sizes: one of "
-                "them is damaged or belongs to another run."
+                f"{out / 'config.json'} and {out / 'state.json'} describe models of different sizes: one "
+                "of them is damaged or belongs to another run."
             )
         options.check_memory(config.vocab)
         run = cls(out, options, tokenizer, facts)
         run.step, run.seconds = step, seconds
         run.restore()
-        checkpoint.check_digests(out, digests)  # last, as the checks before it say what is wrong with a file
+        checkpoint.check_digests(out, digests)  # last, as the checks before it find what is wrong with a file
         lines = run.read_log()
-        if not is_marked(out):  # a run of an earlier version: its token files are those that its state names
-            mark(out)
+        if not checkpoint.is_marked(out):  # a run of an earlier version
+            checkpoint.mark(out)
         checkpoint.write(out / LOG, "".join(lines).encode())
         if options.schedule_steps is not None and step < options.steps:
             _console().print(
-                f"going on to step {options.steps}: the learning rate follows its schedule up to step "
+                f"continuing to step {options.steps}: the learning rate follows its schedule up to step "
                 f"{options.schedule_steps}, then stays at {options.rate_at(options.schedule_steps):.3g}"
             )
         return run
 
     def save(self) -> None:
-        """Write the checkpoint: what `resume` needs and what `checkpoint.load` needs."""
+        """Write the checkpoint."""
         moments = {}
         for index, name in enumerate(self.names):
             for key, value in self.optimizer.state_dict()["state"].get(index, {}).items():
@@ -301,7 +310,7 @@ class Run:
         checkpoint.save(self.out, self.model, self.tokenizer, optimizer=moments, state=state)
 
     def restore(self) -> None:
-        """Weights and AdamW's moments from the folder."""
+        """Read the weights and AdamW's moments from the folder."""
         weights = self.model.state_dict()
         config = self.model.config
         self.model.load_state_dict(checkpoint.read_tensors(self.out / "model.safetensors", weights, config))
@@ -311,15 +320,13 @@ class Run:
             wanted |= {f"{name}/exp_avg": named[name], f"{name}/exp_avg_sq": named[name]}
             wanted[f"{name}/step"] = torch.zeros(())
         path = self.out / "optimizer.safetensors"
-        if not self.step:  # there are no moments yet
-            wanted = {}
-        moments = checkpoint.read_tensors(path, wanted, config)
-        if not moments:
+        moments = checkpoint.read_tensors(path, wanted if self.step else {}, config)
+        if not moments:  # at step 0
             return
         if any(moments[f"{name}/step"] != self.step for name in self.names):
             raise ValueError(
-                f"{path} isn't of step {self.step}, which state.json says is the last: one of them belongs "
-                "to another checkpoint."
+                f"{path} isn't of step {self.step}, the last one by state.json: one of them belongs to "
+                "another checkpoint."
             )
         keys = ("step", "exp_avg", "exp_avg_sq")
         self.optimizer.load_state_dict(
@@ -333,9 +340,13 @@ class Run:
         )
 
     def read_log(self) -> list[str]:
-        """Return the lines of the log up to the checkpoint, without one that a dying process cut short.
+        """Return the lines of the log up to the checkpoint, without an incomplete last one.
 
-        Raises ValueError for a line that isn't of a log.
+        Returns:
+            The lines.
+
+        Raises:
+            ValueError: If a line isn't of a log.
         """
         log = self.out / LOG
         kept = []
@@ -349,12 +360,12 @@ class Run:
                     kept.append(line)
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError(
-                f"{log} is damaged. Restore it from a copy, or move it away to begin a new one."
+                f"{log} is damaged. Restore it from a copy, or move it away to start a new one."
             ) from None
         return kept
 
     def advance(self) -> tuple[float, float]:
-        """One step: (loss in nats per token, norm of the gradient before clipping)."""
+        """Train for a step; return the loss in nats per token and the gradient norm before clipping."""
         options, cut = self.options, self.options.cut_at(self.step)
         ids, targets = data.batch(
             self.training,
@@ -381,22 +392,27 @@ class Run:
         return loss.item(), norm.item()
 
     def autocast(self) -> torch.autocast:
-        """bfloat16 where it helps, else as it is."""
+        """Return the autocast context of a step."""
         kind = torch.device(self.options.device).type
         return torch.autocast(kind, self.dtype or torch.bfloat16, enabled=self.dtype is not None)
 
     def bits_per_byte(self, loss: float) -> float:
-        """Nats per held-out token as bits per byte of held-out text."""
-        held = self.facts[HELD_OUT]
-        return loss / math.log(2) * (held["tokens"] - 1) / held["bytes"]
+        """Convert nats per held-out token to bits per byte of held-out text."""
+        facts = self.facts[HELD_OUT]
+        return loss / math.log(2) * (facts["tokens"] - 1) / facts["bytes"]
 
 
 @torch.no_grad()
 def held_out_loss(model: LanguageModel, ids: data.Tokens, most: int | None = None) -> float:
-    """Mean loss in nats per token over a row of ids `[n]`, in windows of the model's context.
+    """Return the mean loss in nats per token, in windows of the model's context.
 
-    Every token but the first is foretold once, from what comes before it in its window. With
-    `most`, only that many windows, spread evenly.
+    Args:
+        model: The model.
+        ids: The text, ids `[n]`. Every token but the first is predicted from earlier ones in its window.
+        most: The largest number of windows, which are spread evenly over the text; all if None.
+
+    Returns:
+        The loss.
     """
     was = model.training
     model.eval()
@@ -406,7 +422,8 @@ def held_out_loss(model: LanguageModel, ids: data.Tokens, most: int | None = Non
         starts = [starts[round(i)] for i in np.linspace(0, len(starts) - 1, most)]
     windows = [torch.from_numpy(ids[s : s + context + 1].astype(np.int64)) for s in starts]
     full = [window for window in windows if len(window) == context + 1]
-    batches = [torch.stack(full[i : i + ROWS_AT_ONCE]) for i in range(0, len(full), ROWS_AT_ONCE)]
+    firsts = range(0, len(full), EVALUATION_ROWS)
+    batches = [torch.stack(full[i : i + EVALUATION_ROWS]) for i in firsts]
     batches += [window[None] for window in windows if len(window) <= context]
     total, count = 0.0, 0
     for rows in batches:  # [b, t + 1]
@@ -426,33 +443,44 @@ def train(
     *,
     resume: bool = False,
 ) -> Run:
-    """Train a language model in the folder `out`, or resume the run that is there.
+    """Train a language model in a folder, or resume a run.
 
-    `given` are the fields of `Options` that the caller sets; `paths` are text files or folders of
-    them, without which the text is Python's own documentation. SIGINT and SIGTERM save a checkpoint
-    and raise KeyboardInterrupt. ValueError, TypeError or OSError, one sentence, for wrong input. The
-    optimizer is AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
+    SIGINT and SIGTERM save a checkpoint and raise KeyboardInterrupt.
+
+    Args:
+        out: The folder of the run.
+        given: Fields of `Options`.
+        paths: Text files, or folders of them. Without them the text is Python's own documentation.
+        resume: Continue the run in `out`.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        ValueError: If an option, the text or the run in the folder is invalid.
+        TypeError: If an option has another type.
+        OSError: If the folder is occupied, or a file can't be read or written.
     """
     out, given = Path(out), _renamed(given or {})
     with torch.random.fork_rng():
         if resume:
             if not (out / checkpoint.WRITTEN).is_dir():
-                check_complete(out)  # before the lock, which would make a file in a folder that isn't a run's
-            with locked(out):
+                checkpoint.check_complete(out)  # before the lock, which is a file in the folder
+            with checkpoint.locked(out):
                 run = Run.resume(out, given, paths)
                 _loop(run)
             return run
         options = Options(**{"device": default_device(), **given})
         if out.exists() and not out.is_dir():
-            raise NotADirectoryError(f"--out wants a folder, and {out} is a file.")
-        check_vacant(out)
+            raise NotADirectoryError(f"Expected a folder for --out, got {out}, which is a file.")
+        checkpoint.check_vacant(out)
         files = data.TextFiles(paths) if paths else None
         if files is not None and 2 * files.size <= options.context:  # a byte and an END each, at most
-            raise ValueError(_too_short(f"at most {2 * files.size:,}", TRAINING, options))
+            raise ValueError(_too_short(f"{2 * files.size:,} or fewer", TRAINING, options))
         size = files.size if files is not None else options.vocab_size
         options.check_memory(min(options.vocab_size, SMALLEST_VOCAB + size))
-        with created(out):
-            check_vacant(out)  # again: another process may have finished a run in between
+        with checkpoint.created(out):
+            checkpoint.check_vacant(out)  # again: another process may have finished a run in between
             run = Run.begin(out, options, files)
             _loop(run)
     return run
@@ -464,16 +492,13 @@ def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _too_short(tokens: str, name: str, options: Options) -> str:
     return (
-        f"the text gives {tokens} tokens in {name}, and a context of {options.context} wants more of them: "
-        "give more --data or a smaller --context."
+        f"Expected more tokens than the context of {options.context}, got {tokens} in {name}. Use more "
+        "--data or a smaller --context."
     )
 
 
 def _read_state(path: Path) -> tuple[Options, dict[str, Any], int, float, dict[str, str]]:
-    """Read (options, facts, step, seconds, checksums of the other files) from a state file.
-
-    The checksums are empty in a state of an earlier version. Raises ValueError for what isn't a run's state.
-    """
+    """Return (options, facts, step, seconds, checksums) of a state file; checksums may be absent."""
     state = checkpoint.read_json(path)
     try:
         options = Options(**_renamed(state["options"]))
@@ -504,8 +529,8 @@ def _continued(out: Path, options: Options, step: int, steps: int) -> Options:
         return options
     if steps < step:
         raise ValueError(
-            f"Expected --steps to be at least {step}, which the run in {out} has done, got {steps}. Leave it "
-            f"out to go on to step {options.steps}."
+            f"Expected --steps to be at least {step}, which the run in {out} has finished, got {steps}. "
+            f"Leave it out to continue to step {options.steps}."
         )
     return replace(options, steps=steps, schedule_steps=options.schedule_steps or options.steps)
 
@@ -513,7 +538,7 @@ def _continued(out: Path, options: Options, step: int, steps: int) -> Options:
 def _prepare_text(
     part: Path, options: Options, files: data.TextFiles | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Train the tokenizer and write the token files into the folder `part`; (tokenizer, facts)."""
+    """Train the tokenizer and write the token files into the folder `part`; return (tokenizer, facts)."""
     with _stages(files) as stage:
         stage("reading the text", 3)
         documents: Iterable[data.Document] = data.python_documents() if files is None else files
@@ -527,11 +552,12 @@ def _prepare_text(
         every = 1 if files is None else math.ceil(files.size / TOKENIZER_TEXT)
         tokenizer = data.train_tokenizer(islice(training, 0, None, every), options.vocab_size)
         stage("encoding the text")
-        dtype, begin = data.token_dtype(tokenizer), np.array([data.END_ID])
-        with data.token_file(part / TRAINING, dtype) as one, data.token_file(part / HELD_OUT, dtype) as other:
-            sides = {TRAINING: one, HELD_OUT: other}
-            for name, append in sides.items():
-                append(begin)
+        with ExitStack() as stack:
+            sides = {}
+            for name in (TRAINING, HELD_OUT):
+                file = data.token_file(part / name, data.token_dtype(tokenizer))
+                sides[name] = stack.enter_context(file)
+                sides[name](np.array([data.END_ID]))
                 facts[name] = {"documents": 0, "bytes": 0, "tokens": 1}
             for place, (document, ids) in enumerate(data.encoded(tokenizer, documents)):
                 name = HELD_OUT if place in held_out else TRAINING
@@ -548,7 +574,7 @@ def _prepare_text(
 
 @contextmanager
 def _stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
-    """A progress bar; yields a function that begins a stage, which reads the files so many times."""
+    """Show a progress bar; yield a function of the name of a stage and how often it reads the files."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = _console()
@@ -575,17 +601,18 @@ def _console() -> Console:
 
 
 def _loop(run: Run) -> None:
+    """Train up to the last step, with a progress bar, the log and checkpoints."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     options, begun, done_before = run.options, time.perf_counter() - run.seconds, run.step
     per_step = options.batch_size * options.context
     console = _console()
-    # A single byte is a prompt that no tokenizer makes too long for the context.
+    # A single letter is a prompt that fits into any context.
     advice = f"try it with: manyheads generate A --model {shlex.quote(str(run.out))}"
     if run.step >= options.steps:
         console.print(
-            f"{run.out} is finished: all its {options.steps} steps are done; {advice}, or go on with "
-            f"--resume --steps {2 * options.steps}"
+            f"all {options.steps} steps of {run.out} are finished; {advice}, or continue with --resume "
+            f"--steps {2 * options.steps}"
         )
         return
     columns = (
@@ -631,36 +658,36 @@ def _loop(run: Run) -> None:
             if stop.is_set() or last or run.step % options.save_every == 0:
                 run.save()
             if stop.is_set() and not last:
-                console.print(f"stopped and saved at step {run.step}; --resume goes on from there")
+                console.print(f"stopped and saved at step {run.step}; --resume continues")
                 raise KeyboardInterrupt
     console.print(f"the model is in {run.out}; {advice}")
 
 
 @contextmanager
 def _stop_requests() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, so that no step is cut in two; a second one raises."""
-    asked = threading.Event()
+    """Yield an event that SIGINT and SIGTERM set, so that the step is finished; a second signal raises."""
+    requested = threading.Event()
 
-    def ask(number: int, frame: object) -> None:
-        if asked.is_set():
+    def request(number: int, frame: object) -> None:
+        if requested.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        requested.set()
 
     signals = (signal.SIGINT, signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
-        yield asked
+    if threading.current_thread() is not threading.main_thread():  # which alone can set handlers
+        yield requested
         return
-    before = [signal.signal(number, ask) for number in signals]
+    before = [signal.signal(number, request) for number in signals]
     try:
-        yield asked
+        yield requested
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
 
 
 @contextmanager
-def _writers(run: Run) -> Iterator[Any]:
-    """A function that writes a line to the log, and to TensorBoard where it is installed."""
+def _writers(run: Run) -> Iterator[Callable[[Mapping[str, float]], None]]:
+    """Yield a function that writes a line to the log, and to TensorBoard if it is installed."""
     board = None
     if find_spec("tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
@@ -668,7 +695,7 @@ def _writers(run: Run) -> Iterator[Any]:
         board = SummaryWriter(run.out / "tensorboard", purge_step=run.step + 1)
     path = run.out / LOG
     with checkpoint.disk_errors(path):
-        log = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed below, where it may fail)
+        log = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closing it may fail, see below)
 
     def write(line: Mapping[str, float]) -> None:
         with checkpoint.disk_errors(path):
@@ -683,5 +710,5 @@ def _writers(run: Run) -> Iterator[Any]:
     finally:
         if board is not None:
             board.close()
-        with checkpoint.disk_errors(path):  # what a full disk didn't take is tried again
+        with checkpoint.disk_errors(path):  # it writes what a full disk refused before
             log.close()

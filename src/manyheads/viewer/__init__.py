@@ -1,12 +1,12 @@
-"""The viewer: a map you can fly over, in a browser, in a notebook, or as a file to send.
+"""The interactive viewer: attention maps of any length in a browser, in a notebook, or as a file to send.
 
-tiles     one head as numbers at any zoom
-desk      one worker, the most urgent first
-gallery   what is shown, and an answer for every address
-page      what a browser gets
-server    the same over HTTP, for this machine alone
-export    the same as a file
-notebook  the same over a notebook's own channel
+pyramid  one head as tiles at any zoom
+worker   a background thread with a priority queue
+api      what is shown, and an answer to every address
+assets   the page and its scripts
+server   the viewer over HTTP, for this machine alone
+export   the viewer as a file
+widget   the viewer in a notebook, over its own channel
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manyheads.viewer.gallery import Gallery
     from manyheads.viewer.server import Server
 
 
 def require_server() -> type[Server]:
-    """Return the class of servers; ImportError where a package that it needs isn't installed."""
+    """Return the class of servers; ImportError if a package that it needs isn't installed."""
     try:
         from manyheads.viewer.server import Server
     except ImportError as error:
@@ -30,62 +29,30 @@ def require_server() -> type[Server]:
     return Server
 
 
-class View:
-    """A viewer that is open: `url` is its link until `close()`; `wait()` serves until interrupted.
+def view(*sources: Any, port: int = 0, browser: bool = True) -> Any:
+    """Show recorded attention or maps in a browser, or below the cell in a notebook.
 
-    It ends with the process.
+    Args:
+        *sources: Recorded attention, an AttentionMap or the path of a file of either; several to compare.
+        port: Port to listen on (0 picks a free one). Notebooks need none.
+        browser: Open a browser; else print the link.
+
+    Returns:
+        A server with `url`, `wait()` and `close()`; in a notebook, what it displays.
+
+    Raises:
+        TypeError: A source is something else.
+        ValueError: There is nothing to show, or a file is broken.
+        OSError: A file can't be read, or the port is taken.
+        ImportError: A package that the viewer needs isn't installed.
     """
+    from manyheads.viewer import widget
+    from manyheads.viewer.api import Api
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self.url = server.url
-
-    @classmethod
-    def served(cls, gallery: Gallery, port: int = 0) -> View:
-        """A viewer on a port of this machine, 0 being any free one.
-
-        OSError where that is taken, ImportError where what it needs isn't installed.
-        """
-        server = require_server()(gallery, port)
-        server.start()
-        return cls(server)
-
-    def open(self) -> bool:
-        """Open it in the browser of whoever sits here; False where there is none."""
-        import webbrowser
-
-        try:
-            return webbrowser.open(self.url)
-        except webbrowser.Error:
-            return False
-
-    def wait(self) -> None:
-        """Serve until interrupted, as a script that would end otherwise needs it."""
-        self._server.wait()
-
-    def close(self) -> None:
-        """Answer no more."""
-        self._server.close()
-
-    def __repr__(self) -> str:
-        return f"View({self.url})"
-
-
-def view(*shown: Any, port: int = 0, browser: bool = True) -> Any:
-    """Show a run, a map or a file of either, or several to compare, in a browser or in this notebook.
-
-    shown: each a Recording, AttentionMap or path of a file. port: of this machine, 0 being any free one;
-    browser: open one? In a notebook neither matters, as there it needs no port. Raises TypeError for anything
-    else, ValueError where there is nothing to see or a file is broken, OSError where it can't be read or the
-    port is taken, ImportError where what the viewer needs isn't installed.
-    """
-    from manyheads.viewer import notebook
-    from manyheads.viewer.gallery import Gallery
-
-    gallery = Gallery(*shown)
-    if notebook.here():
-        return notebook.shown(gallery)
-    served = View.served(gallery, port)
-    if not (browser and served.open()):
-        print(f"open this link in a browser: {served.url}")
-    return served
+    api = Api(*sources)
+    if widget.in_notebook():
+        return widget.display(api)
+    server = require_server()(api, port)
+    if not (browser and server.open_browser()):
+        print(f"open this link in a browser: {server.url}")
+    return server

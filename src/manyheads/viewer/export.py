@@ -1,6 +1,6 @@
-"""A viewer as a file to send: one page that opens from a disk, with all weights in it.
+"""The viewer as a file to send: one page that opens from a disk, with all weights in it.
 
-Where they are many, the page has a folder of tiles beside it.
+A page with many weights has a folder of tiles beside it.
 """
 
 from __future__ import annotations
@@ -10,214 +10,228 @@ import hashlib
 import html
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
+from tempfile import TemporaryDirectory
 
 from manyheads.files import replacing
-from manyheads.observe.summaries import Reduced
 from manyheads.shapes import amount
-from manyheads.viewer import page
-from manyheads.viewer.gallery import Gallery, Layer, Run, edges, packed
-from manyheads.viewer.tiles import SIDE, Head
+from manyheads.viewer import assets
+from manyheads.viewer.api import Api, Layer, ViewedRun, pack_marginals, pack_tile
+from manyheads.viewer.pyramid import SIDE, Pyramid
 
-PAGE = 40e6  # bytes of weights, up to which they go into the page itself
+PAGE_BYTES = 40e6  # of weights that go into the page itself
 Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is to be written: `told` says how much, `write` writes it."""
+    """What to write: `description` tells how much, `write` writes it.
 
-    gallery: Gallery
+    weight_bytes: Bytes of weights, as text. has_folder: Tiles go into a folder beside the page.
+    """
+
+    api: Api
     path: Path
-    weights: int  # bytes, as text
-    beside: bool  # in a folder?
+    weight_bytes: int
+    has_folder: bool
 
     @property
     def folder(self) -> Path:
-        """Where tiles go that don't go into the page."""
+        """The folder of tiles."""
         return self.path.with_name(f"{self.path.stem}-tiles")
 
     @property
-    def told(self) -> str:
-        """What will be written, and how large it is, before it is."""
-        size = amount(self.weights + len(page.script()) + 30_000)
-        where = f"{self.path} and the folder {self.folder.name} beside it" if self.beside else str(self.path)
-        return f"{where} will take about {size}"
+    def description(self) -> str:
+        """What will be written, and its size."""
+        size = amount(self.weight_bytes + len(assets.script()) + 30_000)
+        beside = f" and the folder {self.folder.name} beside it" if self.has_folder else ""
+        return f"{self.path}{beside} will take about {size}"
 
     def write(self, progress: Progress = lambda share: None) -> list[Path]:
-        """Write it, whole or not at all; OSError from the disk, also where the folder is there already."""
-        if not self.beside:
+        """Write it, whole or not at all, and return the paths; OSError if the folder exists already."""
+        if not self.has_folder:
             with replacing(self.path) as file:
                 file.write(self.page(progress=progress).encode())
             return [self.path]
         if self.folder.exists():
-            raise FileExistsError(f"{self.folder} is there already: remove it, or export under another name.")
-        part = self.folder.with_name(f".{token_hex(8)}.part")
+            raise FileExistsError(f"{self.folder} exists. Remove it, or export under another name.")
         answers: dict[str, str] = {}
-        try:
-            part.mkdir()
+        with TemporaryDirectory(dir=self.path.parent, prefix=".") as temporary:
+            tiles = Path(temporary) / self.folder.name
+            tiles.mkdir()
             for address, answer in self._answers(progress):
                 if address.startswith("tiles/"):
-                    script = f"manyheadsTake({json.dumps(address)},{json.dumps(_text(answer))})"
-                    (part / f"{address.replace('/', '-')}.js").write_text(script, encoding="ascii")
+                    script = f"manyheadsLoaded({json.dumps(address)},{json.dumps(_base64(answer))})"
+                    (tiles / f"{address.replace('/', '-')}.js").write_text(script, encoding="ascii")
                 else:
-                    answers[address] = _text(answer)
+                    answers[address] = _base64(answer)
             with replacing(self.path) as file:
-                file.write(document(answers, self.folder.name).encode())
-                part.replace(self.folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+                file.write(build_page(answers, self.folder.name).encode())
+                tiles.rename(self.folder)
         return [self.path, self.folder]
 
     def page(self, picture: bytes | None = None, progress: Progress = lambda share: None) -> str:
-        """All of it as one page; a picture (PNG) stands in for it where scripts don't run."""
-        answers = {address: _text(answer) for address, answer in self._answers(progress)}
-        return document(answers, None, picture)
+        """Return all of it as one page; picture: a PNG shown where scripts don't run."""
+        answers = {address: _base64(answer) for address, answer in self._answers(progress)}
+        return build_page(answers, None, picture)
 
     def _answers(self, progress: Progress) -> Iterator[tuple[str, bytes]]:
-        def plain(address: str) -> tuple[str, bytes]:
-            answer = self.gallery.ask(address).result()
-            return address, answer.encode() if isinstance(answer, str) else answer
+        """Yield every address of a page with its answer."""
 
-        yield plain("runs")
-        every = [
-            (r, n, layer) for r, run in enumerate(self.gallery.runs) for n, layer in enumerate(run.layers)
-        ]
-        heads = sum(layer.call.shape[0] * layer.call.shape[1] for *_, layer in every)
+        def answer(address: str) -> tuple[str, bytes]:
+            found = self.api.request(address).result()
+            return address, found.encode() if isinstance(found, str) else found
+
+        yield answer("runs")
+        layers = [(r, n, layer) for r, run in enumerate(self.api.runs) for n, layer in enumerate(run.layers)]
+        count = sum(layer.call.shape[0] * layer.call.shape[1] for *_, layer in layers)
         done = 0
-        for run, n, layer in every:
+        for run, n, layer in layers:
             b, h, *_ = layer.call.shape
             for batch in range(b):
-                yield plain(f"tokens/{run}/{n}/{batch}")
-                yield plain(f"measures/{run}/{n}/{batch}")
-                for head in range(h if not isinstance(layer.call, Reduced) else 0):
-                    where, one = f"{run}/{n}/{head}", Head(layer.map.only(batch, head))
-                    for _ in one.passing():
+                yield answer(f"tokens/{run}/{n}/{batch}")
+                yield answer(f"scores/{run}/{n}/{batch}")
+                for head in range(h if layer.has_weights else 0):
+                    place, pyramid = f"{run}/{n}/{head}", Pyramid(layer.map.only(batch, head))
+                    for _ in pyramid.scan():
                         pass
-                    yield f"edges/{where}/{batch}", edges(one)
-                    yield f"pass/{where}/{batch}", json.dumps({"progress": 1, "whole": True}).encode()
-                    for share, (level, x, y) in _places(one.t, one.s):
-                        tile = one.tile(level, x, y)
-                        exact = not (level or self.beside)
-                        yield f"tiles/{where}/{level}/{x}/{y}/{batch}", packed(tile, exact)
-                        progress((done + share) / heads)
+                    yield f"marginals/{place}/{batch}", pack_marginals(pyramid)
+                    yield f"scan/{place}/{batch}", json.dumps({"progress": 1, "complete": True}).encode()
+                    tiles = _tiles(pyramid.t, pyramid.s)
+                    for m, (level, x, y) in enumerate(tiles):
+                        packed = pack_tile(pyramid.tile(level, x, y), exact=not (level or self.has_folder))
+                        yield f"tiles/{place}/{level}/{x}/{y}/{batch}", packed
+                        progress((done + (m + 1) / len(tiles)) / count)
                     done += 1
 
 
-def planned(
-    gallery: Gallery, path: Path, layer: int | None = None, heads: Sequence[int] | None = None
-) -> Export:
-    """What writing some layers and heads into a page would take; None is all of them.
+def plan_export(api: Api, path: Path, layer: int | None = None, heads: Sequence[int] | None = None) -> Export:
+    """Return what to write for some layers and heads.
 
-    ValueError where weights of all heads are too many for a page and none were chosen, or for a layer or
-    head that isn't there.
+    Args:
+        api: What to export.
+        path: The page, in an existing folder.
+        layer: A layer of each run, counted from 0. Default: all.
+        heads: Heads of each layer, counted from 0. Default: all.
+
+    Returns:
+        The export, with an API of its own.
+
+    Raises:
+        ValueError: The path isn't a page in an existing folder, a layer or head doesn't exist, or all heads
+            have too many weights for a page.
     """
     if path.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"--export writes a page, and {path} doesn't end in .html: name one that does.")
+        raise ValueError(f"Expected --export to end in .html, got {path}.")
     if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} to export {path.name} into: make it first.")
-    runs = [_chosen(run, layer, heads) for run in gallery.runs]
-    layers = [one for run in runs for one in run.layers if not isinstance(one.call, Reduced)]
+        raise ValueError(f"The folder {path.parent} of --export doesn't exist. Create it first.")
+    runs = [_select(run, layer, heads) for run in api.runs]
+    maps = [one.map for run in runs for one in run.layers if one.has_weights]
 
-    def sizes(single: int) -> list[tuple[int, int]]:
-        """Of each layer, how many heads, and the bytes of one in all sequences."""
+    def sizes(weight_bytes: int) -> list[tuple[int, int]]:
+        """Return each layer's number of heads, and the bytes of one in all sequences."""
         return [
-            (one.call.shape[1], one.call.shape[0] * _bytes(Head(one.map.only(0, 0)), single))
-            for one in layers
+            (amap.shape[1], amap.shape[0] * _estimate(Pyramid(amap.only(0, 0)), weight_bytes))
+            for amap in maps
         ]
 
-    whole = sum(h * size for h, size in sizes(4))
-    if whole > PAGE and layer is None and heads is None:
+    total = sum(h * size for h, size in sizes(4))
+    has_folder = total > PAGE_BYTES
+    if has_folder and layer is None and heads is None:
         raise ValueError(
-            f"all {sum(h for h, _ in sizes(4))} heads would take {amount(whole)}: choose some with --layer "
-            f"and --head, a head takes {amount(max(size for _, size in sizes(4)))}."
+            f"All {sum(h for h, _ in sizes(4))} heads would take {amount(total)}. Choose some with --layer "
+            f"and --head; a head takes {amount(max(size for _, size in sizes(4)))}."
         )
-    beside = whole > PAGE
-    if beside:
-        whole = sum(h * size for h, size in sizes(2))
-    return Export(Gallery(*runs), path, whole, beside)
+    if has_folder:
+        total = sum(h * size for h, size in sizes(2))
+    return Export(Api(*runs), path, total, has_folder)
 
 
-def _chosen(run: Run, layer: int | None, heads: Sequence[int] | None) -> Run:
-    """A run of some of its layers and heads."""
+def _select(run: ViewedRun, layer: int | None, heads: Sequence[int] | None) -> ViewedRun:
+    """Return a run of some of its layers and heads."""
     layers = run.layers
     if layer is not None:
         if not 0 <= layer < len(layers):
             raise ValueError(
-                f"--layer must be between 0 and {len(layers) - 1}, and {layer} came, for {run.title}."
+                f"Expected --layer between 0 and {len(layers) - 1} for {run.title}, got {layer}."
             )
         layers = [layers[layer]]
     if heads is not None:
-        most = min(one.call.shape[1] for one in layers)
+        last = min(one.call.shape[1] for one in layers) - 1
         for head in heads:
-            if not 0 <= head < most:
-                raise ValueError(f"--head must be between 0 and {most - 1}, and {head} came.")
+            if not 0 <= head <= last:
+                raise ValueError(f"Expected --head between 0 and {last}, got {head}.")
         layers = [Layer(one.name, one.map.only(heads=list(heads)), one.number) for one in layers]
-    return Run(run.title, layers, run.provenance, None)
+    return ViewedRun(run.title, layers, run.provenance)
 
 
-def _places(t: int, s: int) -> Iterator[tuple[float, tuple[int, int, int]]]:
-    """All tiles of a head, and how much is done with each: levels down to one tile, and a small picture."""
-    places = []
-    level = 0
-    while True:
-        side = SIDE << level
-        down, across = -(-t // side), -(-s // side)
-        places += [(level, x, y) for y in range(down) for x in range(across)]
+def _tiles(t: int, s: int) -> list[tuple[int, int, int]]:
+    """Return level, x and y of all tiles of a head up to a single one, and of its thumbnail."""
+    tiles = []
+    for level in range(64):
+        down, across = -(-t // (SIDE << level)), -(-s // (SIDE << level))
+        tiles += [(level, x, y) for y in range(down) for x in range(across)]
         if down * across == 1:
             break
-        level += 1
-    small = max(t, s)
-    if small > SIDE:
-        places.append(((-(-small // 64) - 1).bit_length(), 0, 0))
-    return (((n + 1) / len(places), place) for n, place in enumerate(places))
+    if max(t, s) > SIDE:
+        tiles.append(((-(-max(t, s) // 64) - 1).bit_length(), 0, 0))
+    return tiles
 
 
-def _text(answer: bytes) -> str:
-    return base64.b64encode(answer).decode()
-
-
-def _bytes(head: Head, single: int) -> int:
-    """Of a head as base64: so many bytes a weight on level 0, two numbers of two on others; and its edges."""
-    size = 4 * (head.t + head.s) + sum(len(label) + 4 for label in head.amap.tokens or ())
-    for level in range(head.top + 1):
+def _estimate(pyramid: Pyramid, weight_bytes: int) -> int:
+    """Return the bytes of a head as base64: a number per weight, and two float16 per pooled cell."""
+    size = 4 * (pyramid.t + pyramid.s) + sum(len(label) + 4 for label in pyramid.amap.tokens or ())
+    for level in range(pyramid.top + 1):
         side = SIDE << level
-        for start in range(0, head.t, side):
-            rows = min(side, head.t - start)
-            low, high = head.amap.problem.span(start, start + rows)[0]
-            cols = min(-(-high // side) * side, head.s) - low // side * side
-            size += (4 if level else single) * -(-rows // (1 << level)) * max(0, -(-cols // (1 << level)))
+        for start in range(0, pyramid.t, side):
+            rows = min(side, pyramid.t - start)
+            low, high = pyramid.problem.span(start, start + rows)[0]
+            cols = max(0, min(-(-high // side) * side, pyramid.s) - low // side * side)
+            size += (4 if level else weight_bytes) * (-(-rows >> level)) * (-(-cols >> level))
     return size * 4 // 3
 
 
-def document(answers: dict[str, str], folder: str | None = None, picture: bytes | None = None) -> str:
-    """A page with its answers, base64 by address, and a picture (PNG) for where scripts don't run."""
-    script = page.script() + (
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def build_page(answers: dict[str, str], folder: str | None = None, picture: bytes | None = None) -> str:
+    """Return a page that holds its answers.
+
+    Args:
+        answers: Base64 by address.
+        folder: The folder of tiles beside the page.
+        picture: A PNG shown where scripts don't run.
+
+    Returns:
+        The page as HTML.
+    """
+    script = assets.script() + (
         "const answers = JSON.parse(document.getElementById('answers').textContent);\n"
-        f"const source = new Written(answers, {json.dumps(folder)});\n"
-        "const app = show(document.body, source, location.protocol !== 'about:');\n"
-        "addEventListener('message', ({ source, data }) => source === parent && app.follow(data?.ink));\n"
+        f"const client = new PageClient(answers, {json.dumps(folder)});\n"
+        "const app = show(document.body, client, location.protocol !== 'about:');\n"
+        "addEventListener('message', ({ source, data }) => source === parent && app.adaptTo(data?.ink));\n"
     )
-    style = page.read("viewer.css")
-    hashes = [
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-        for text in (script, style)
-    ]
+    style = assets.read("viewer.css")
+    script_hash, style_hash = (
+        f"'sha256-{_base64(hashlib.sha256(text.encode()).digest())}'" for text in (script, style)
+    )
     assert not re.search("</script|<!--", script, re.IGNORECASE)  # either would end it
-    still = ""
+    fallback = "This page needs JavaScript."
     if picture is not None:
-        still = f'<img alt="every head" src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
-    loads = " 'self' file:" if folder else ""
-    policy = f"default-src 'none'; script-src {hashes[0]}{loads}; style-src {hashes[1]}; img-src data: blob:"
+        fallback = f'<img alt="every head" src="data:image/png;base64,{_base64(picture)}">'
+    tile_sources = " 'self' file:" if folder else ""
+    policy = (
+        f"default-src 'none'; script-src {script_hash}{tile_sources}; style-src {style_hash}; "
+        "img-src data: blob:"
+    )
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>manyheads</title>\n'
-        f"<style>{style}</style>\n<body><noscript>{still or 'This page draws with JavaScript.'}</noscript>\n"
+        f"<style>{style}</style>\n<body><noscript>{fallback}</noscript>\n"
         f'<script type="application/json" id="answers">{json.dumps(answers)}</script>\n'
         f'<script type="module">{script}</script>\n</html>\n'
     )

@@ -1,8 +1,8 @@
 """The viewer over HTTP, for this machine alone.
 
-It listens on the loopback address. A link carries a random token, which becomes a cookie; every other request
-needs that. The Host header must name the loopback address, so that no page from elsewhere reads it by giving
-that address a name of its own (DNS rebinding). Paths are looked up in a table and never on a disk.
+It listens on the loopback address. The link holds a random token, which becomes a cookie; every other request
+needs that cookie. The Host header must name the loopback address, so that no foreign page can read answers
+under a host name of its own (DNS rebinding). Paths are looked up in a table and never on a disk.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ import secrets
 import socket
 import threading
 import time
+import webbrowser
 from concurrent.futures import Future
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manyheads.viewer import page
-from manyheads.viewer.gallery import Gallery, Gone
+from manyheads.viewer import assets
+from manyheads.viewer.api import Api, FileChanged
 
 HOST = "127.0.0.1"
-LEFT = 499  # nobody is there to read it
-ALWAYS = {
+CLIENT_CLOSED = 499  # the status of a request whose browser has left
+SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -42,121 +45,119 @@ ALWAYS = {
 }
 
 
-class Guard:
-    """Lets through who is on this machine and holds the token, and says to a browser what a page may do."""
+class TokenMiddleware:
+    """Answers 403 without the token's cookie, and adds security headers to every response."""
 
-    def __init__(self, app: ASGIApp, port: int, token: str) -> None:
-        self.app, self.token, self.cookie = app, token, f"manyheads-{port}"
-        self.hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
+    def __init__(self, app: ASGIApp, cookie: str, token: str) -> None:
+        self.app, self.cookie, self.token = app, cookie, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self.app(scope, receive, send)
-            return
+        """Handle a request."""
 
-        async def with_headers(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(ALWAYS)
+                MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
-        answer = self.refusal(Request(scope))
-        await (self.app if answer is None else answer)(scope, receive, with_headers)
+        response = self._response(Request(scope)) or self.app
+        await response(scope, receive, send_with_headers)
 
-    def refusal(self, request: Request) -> Response | None:
-        """What to answer instead, or None."""
-        hosts = Headers(scope=request.scope).getlist("host")
-        if len(hosts) != 1 or hosts[0] not in self.hosts:
-            return PlainTextResponse("this viewer answers on the loopback address alone.\n", 403)
-        if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("this viewer is only read: GET it.\n", 405, {"Allow": "GET, HEAD"})
-        given = request.query_params.get("token")
-        if (
-            request.url.path == "/"
-            and given is not None
-            and secrets.compare_digest(given.encode(), self.token.encode())
-        ):
-            response = RedirectResponse("/", 303)
-            response.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", path="/")
-            return response
-        held = request.cookies.get(self.cookie, "")
-        if not secrets.compare_digest(held.encode(), self.token.encode()):
-            return PlainTextResponse(
-                "open the whole link that manyheads printed: it ends with a token.\n", 403
-            )
-        return None
+    def _response(self, request: Request) -> Response | None:
+        """Return the response to a new token or a missing cookie; None if the app may respond."""
+        if request.url.path == "/" and self._matches(request.query_params.get("token", "")):
+            redirect = RedirectResponse("/", 303)
+            redirect.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", path="/")
+            return redirect
+        if self._matches(request.cookies.get(self.cookie, "")):
+            return None
+        return PlainTextResponse("Open the whole link that manyheads printed; it ends with a token.\n", 403)
+
+    def _matches(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self.token.encode())
 
 
-def app(gallery: Gallery, port: int, token: str) -> Starlette:
-    """The pages and the data of a gallery."""
+def create_app(api: Api, port: int, token: str) -> Starlette:
+    """Return the application that serves the page and the answers of an API."""
 
-    async def asset(request: Request) -> Response:
+    async def serve_asset(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
-        found = page.ASSETS.get(name)
-        if found is None:
-            return PlainTextResponse("there is no such page.\n", 404)
-        return Response(page.read(name), media_type=found)
+        if name not in assets.MEDIA_TYPES:
+            raise HTTPException(404)
+        return Response(assets.read(name), media_type=assets.MEDIA_TYPES[name])
 
-    async def data(request: Request) -> Response:
+    async def serve_data(request: Request) -> Response:
         try:
-            asked = gallery.ask(request.path_params["address"])
-            answer = await _unless_left(request, asked)
+            answer = await _unless_disconnected(request, api.request(request.path_params["address"]))
         except LookupError as error:
-            return PlainTextResponse(str(error.args[0] if error.args else error) + "\n", 404)
-        except Gone as error:
+            return PlainTextResponse(f"{error.args[0] if error.args else error}\n", 404)
+        except FileChanged as error:
             return PlainTextResponse(f"{error}\n", 410)
         except (RuntimeError, ValueError, MemoryError) as error:
             return PlainTextResponse(f"{error}\n", 500)
         if answer is None:
-            return Response(status_code=LEFT)
-        if isinstance(answer, str):
-            return Response(answer, media_type="application/json")
-        return Response(answer, media_type="application/octet-stream")
+            return Response(status_code=CLIENT_CLOSED)
+        media_type = "application/json" if isinstance(answer, str) else "application/octet-stream"
+        return Response(answer, media_type=media_type)
 
-    routes = [Route("/", asset), Route("/data/{address:path}", data), Route("/{name}", asset)]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, port=port, token=token)])
+    return Starlette(
+        routes=[
+            Route("/", serve_asset),
+            Route("/data/{address:path}", serve_data),
+            Route("/{name}", serve_asset),
+        ],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False),
+            Middleware(TokenMiddleware, cookie=f"manyheads-{port}", token=token),
+        ],
+    )
 
 
-async def _unless_left(request: Request, asked: Future[Any]) -> Any:
-    """The answer; None, and nothing is computed that wasn't begun, when the browser wants it no more."""
+async def _unless_disconnected(request: Request, future: Future[Any]) -> Any:
+    """Return the result; None, and cancel the work, if the browser disconnects before."""
 
-    async def left() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answer, gone = asyncio.wrap_future(asked), asyncio.ensure_future(left())
-    await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+    answer, disconnected = asyncio.wrap_future(future), asyncio.ensure_future(wait_for_disconnect())
+    await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)
     if not answer.done():
-        answer.cancel()  # which cancels what was asked for
+        answer.cancel()  # and with it the future
         return None
-    gone.cancel()
+    disconnected.cancel()
     return None if answer.cancelled() else answer.result()
 
 
 class Server:
-    """A gallery on a port of this machine, 0 being any free one.
+    """A viewer that is open: serves `url` in a thread of its own until `close()` or the process ends.
 
-    Raises OSError where the port is taken, TypeError for what is no number.
+    Args:
+        api: What to serve; closing the server closes it.
+        port: Port to listen on (0 picks a free one).
+
+    Raises:
+        OSError: The port is taken or out of range.
+        TypeError: The port is not an int.
     """
 
-    def __init__(self, gallery: Gallery, port: int = 0) -> None:
-        self.gallery, token = gallery, secrets.token_urlsafe(16)
+    def __init__(self, api: Api, port: int = 0) -> None:
+        self.api, token = api, secrets.token_urlsafe(16)
         if isinstance(port, bool) or not isinstance(port, int):
-            raise TypeError(f"port must be a whole number from 0 to 65535, and {port!r} came.")
+            raise TypeError(f"Expected port to be an int between 0 and 65535, got {port!r}.")
         try:
-            if not 0 <= port <= 65535:  # which Python's own sockets leave half open
-                raise OSError(None, "as they go from 0 to 65535")
-            self._socket = socket.create_server((HOST, port))
+            if not 0 <= port <= 65535:  # for which Python's own sockets raise OverflowError
+                raise OSError(None, "it must lie between 0 and 65535")
+            listening = socket.create_server((HOST, port))
         except OSError as error:
             reason = os.strerror(error.errno).lower() if error.errno else error.strerror
             raise OSError(
-                f"port {port} can't be had, {reason}: take another one, or 0 for any free one."
+                f"Can't listen on port {port}: {reason}. Pass another port, or 0 for any free one."
             ) from None
-        self.port = self._socket.getsockname()[1]
+        self.port = listening.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}/?token={token}"
         config = uvicorn.Config(
-            app(gallery, self.port, token),
-            log_level="critical",  # a request that is none of a browser's is nobody's business
+            create_app(api, self.port, token),
+            log_level="critical",  # malformed requests don't concern the user
             ws="none",
             access_log=False,
             lifespan="off",
@@ -164,23 +165,30 @@ class Server:
             server_header=False,
         )
         self._server = uvicorn.Server(config)
-
-    def start(self) -> None:
-        """Serve in a thread of its own, until closed or the process ends; returns when it answers."""
         self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="manyheads server", daemon=True
+            target=self._server.run, args=([listening],), name="manyheads server", daemon=True
         )
         self._thread.start()
         while not self._server.started:
             time.sleep(0.01)
 
+    def open_browser(self) -> bool:
+        """Open the link in the user's browser and return True, or False if there is none."""
+        try:
+            return webbrowser.open(self.url)
+        except webbrowser.Error:
+            return False
+
     def wait(self) -> None:
-        """Return when it is closed."""
+        """Wait until it is closed or interrupted, so that a script doesn't end before."""
         while self._thread.is_alive():
-            self._thread.join(0.2)  # so that Ctrl-C is heard
+            self._thread.join(0.2)  # in short waits, which Ctrl-C interrupts
 
     def close(self) -> None:
-        """Answer no more."""
-        self.gallery.close()  # first, so that nobody waits for an answer that won't come
+        """Stop serving."""
+        self.api.close()  # first, which cancels all pending answers
         self._server.should_exit = True
         self._thread.join()
+
+    def __repr__(self) -> str:
+        return f"Server({self.url})"

@@ -68,16 +68,13 @@ template <class T, class Op> struct Call {
         int64_t queries = batch * (p.h / p.g);
         parts = y ? smaller(larger<int64_t>(y->chunks / queries, 1), blocks) : blocks;
         int64_t all_parts = queries * parts;
-        int64_t sizes[] = {batch * k, batch * v, batch * panels,
-                           p.key_ids ? p.b * panels * (int64_t)sizeof(Range) : 0,
-                           y && y->received ? all_parts * panels * PANEL * (int64_t)sizeof(Sum) : 0,
-                           all_parts * side() * (int64_t)sizeof(R), batch * panels * PANEL * (int64_t)sizeof(R)};
+        allocate(store_of, array(keys, given ? 0 : batch * panels * depth * PANEL),
+                 array(values, batch * across * panels * PANEL * PANEL), array(infinite, batch * panels),
+                 array(ranges, p.key_ids ? p.b * panels : 0),
+                 array(columns, y && y->received ? all_parts * panels * PANEL : 0), array(sides, all_parts * side()),
+                 array(squares, batch * panels * PANEL));
         // In float32 the queries carry the scale; in bfloat16 they stay exact, but for the sign.
         unit = Op::PAIR == 1 ? (R)1 : (R)std::fabs(p.scale);
-        char *at[7];
-        carve(store_of, sizes, at);
-        keys = (E *)at[0], values = (E *)at[1], infinite = (uint8_t *)at[2], ranges = (Range *)at[3];
-        columns = (Sum *)at[4], sides = (R *)at[5], squares = (R *)at[6];
     }
 
     int64_t side() const {  // numbers in a chunk's part of `sides`
@@ -443,21 +440,14 @@ template <class T, class Op> struct Call {
         k.first = block * rows;
         k.rows = (int)smaller(rows, p.t - k.first);
         k.position = offset_of(p, k.b) + k.first;
-        int64_t wide_out = across * PANEL;
-        int64_t number = sizeof(R), tops = y ? ROWS * up(y->top, W) : 0;
-        int64_t sizes[] = {(int64_t)sizeof(E) * ROWS * depth, number * up(smaller<int64_t>(rows, p.t), Op::EVEN) * line,
-                           Op::PAIR == 1 ? 0 : (int64_t)sizeof(E) * ROWS * KEYS, number * ROWS * wide_out,
-                           ROWS * BYTES, ROWS * BYTES, ROWS * number, y ? 2 * ROWS * BYTES : 0, y ? ROWS * number : 0,
-                           tops * number, tops * number,
-                           whole ? panels * (int64_t)sizeof(Interval) : 0, whole ? panels * ROWS * number : 0,
-                           ROWS * number, ROWS * (int64_t)sizeof(bool)};
-        char *at[15];
-        carve(scratch, sizes, at);
-        k.spread = (V *)at[7], k.away = k.spread + ROWS, k.best = (R *)at[8], k.top_scores = (V *)at[9];
-        k.top_keys = (I *)at[10], k.windows = (Interval *)at[11], k.grounds = (R *)at[12];
-        k.q = (E *)at[0], k.score = (R *)at[1], k.weight = (E *)(Op::PAIR == 1 ? at[1] : at[2]);
-        k.out = (R *)at[3], k.top = (V *)at[4], k.total = (V *)at[5], k.highest = (R *)at[6];
-        k.peak = (R *)at[13], k.bounded = (bool *)at[14];
+        int64_t wide_out = across * PANEL, tops = y ? ROWS * up(y->top, W) / W : 0, steps = whole ? panels : 0;
+        allocate(scratch, array(k.q, ROWS * depth), array(k.score, up(smaller<int64_t>(rows, p.t), Op::EVEN) * line),
+                 array(k.weight, Op::PAIR == 1 ? 0 : ROWS * KEYS), array(k.out, ROWS * wide_out), array(k.top, ROWS),
+                 array(k.total, ROWS), array(k.highest, ROWS), array(k.spread, y ? ROWS : 0),
+                 array(k.away, y ? ROWS : 0), array(k.best, y ? ROWS : 0), array(k.top_scores, tops),
+                 array(k.top_keys, tops), array(k.windows, steps), array(k.grounds, steps * ROWS), array(k.peak, ROWS),
+                 array(k.bounded, ROWS));
+        if (Op::PAIR == 1) k.weight = (E *)k.score;
 
         R by = Op::PAIR == 1 ? (R)p.scale : p.scale < 0 ? -(R)1 : (R)1;
         const T *q = ::at<T>(p.q, p.q_stride, k.b, k.h, k.first);
@@ -701,12 +691,11 @@ template <class T, class Op> struct Scores {
     // A panel of keys of one head, with all queries that share it.
     void compute(int64_t head, int64_t first) const {
         int64_t b = head / p.g, count = smaller<int64_t>(PANEL, p.s - first), depth = up(p.d, Op::DEPTH);
-        int64_t sizes[] = {depth * PANEL * (int64_t)sizeof(E), ROWS * depth * (int64_t)sizeof(E),
-                           ROWS * PANEL * (int64_t)sizeof(R), ROWS * BYTES};
-        char *at[4];
-        carve(scratch, sizes, at);
-        E *panel = (E *)at[0], *queries = (E *)at[1];
-        R *score = (R *)at[2];
+        E *panel, *queries;
+        R *score;
+        V *unused;
+        allocate(scratch, array(panel, depth * PANEL), array(queries, ROWS * depth), array(score, ROWS * PANEL),
+                 array(unused, ROWS));
         pack_columns<Op>(panel, ::at<T>(p.k, p.k_stride, b, head % p.g, first), p.k_stride + 2, count, p.d);
         for (int64_t h = head % p.g * (p.h / p.g), last = h + p.h / p.g; h < last; h++)
             for (int64_t t = 0; t < p.t; t += ROWS) {
@@ -715,7 +704,7 @@ template <class T, class Op> struct Scores {
                 for (int row = 0; row < rows; row++)
                     pack_query<Op>(queries + row * depth, q + row * p.q_stride[2], p.q_stride[3], p.d,
                                    Op::PAIR == 1 ? (R)p.scale : (R)1);
-                columns_of<Op, false, false>(rows, count, queries, depth, panel, score, PANEL, depth, (V *)at[3]);
+                columns_of<Op, false, false>(rows, count, queries, depth, panel, score, PANEL, depth, unused);
                 for (int row = 0; row < rows; row++) {
                     soften(p, Op::PAIR == 1 ? (R)1 : (R)p.scale, score + row * PANEL, nullptr, up(count, W));
                     memcpy(to + ((b * p.h + h) * p.t + t + row) * p.s + first, score + row * PANEL, sizeof(R) * count);

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from manyheads.kernels import batched, chunked
 from manyheads.kernels.native import library
 from manyheads.kernels.native.packing import pack
-from manyheads.kernels.native.passes import backward, forward, no_memory
+from manyheads.kernels.native.passes import CHUNKS, backward, forward, no_memory
 from manyheads.scores import Problem
 
 # -- operators: torch.compile and tensor subclasses see them ---------------------------------------
@@ -97,6 +98,8 @@ class Plan:
         self.sizes, self.strides, self.rest = data[:64], data[88:216], data[232:-16]
         self.threads = torch.get_num_threads()
         self.fill = struct.Struct(f"=64s3Q128s2Q{len(self.rest)}s2q").pack
+        self.layout = p.q.stride(), p.k.stride(), p.v.stride(), self.new_out(p.q).stride()
+        self.chunks = max(CHUNKS // (p.shape.b * p.shape.g), 1)
 
     def new_out(self, q: Tensor) -> Tensor:
         """Return an empty output `[b, h, t, w]`."""
@@ -107,21 +110,53 @@ class Plan:
         """Return the problem of this layout with these tensors, without any check."""
         return Problem(q, k, v, *self.others)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None) -> Tensor:
-        """Return the output `[b, h, t, w]`, and fill lse `[b, h, t]`."""
-        out = self.new_out(q)
-        data = self.fill(
+    def pack(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> bytes:
+        """Return the bytes of the problem with these tensors, as `packing.pack` does."""
+        return self.fill(
             self.sizes, q.data_ptr(), k.data_ptr(), v.data_ptr(), self.strides,
             out.data_ptr(), 0 if lse is None else lse.data_ptr(), self.rest, lse is not None, self.threads,
         )  # fmt: skip
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None) -> Tensor:
+        """Return the output `[b, h, t, w]`, and fill lse `[b, h, t]`."""
+        out = self.new_out(q)
         assert library.attend is not None
-        if library.attend(data, None, library.width):
+        if library.attend(self.pack(q, k, v, out, lse), None, library.width):
             raise no_memory(self.shape, q.element_size())
         return out
 
     def attend_with_gradient(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output `[b, h, t, w]`, recorded by autograd."""
         return PlannedAttention.apply(self, q, k, v)
+
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the gradients of q, k and v; None where they have to be computed without the plan.
+
+        That is for saved tensors that a hook has restrided, for gradients that are no plain tensors, where
+        gradients are recorded in turn, and where a number isn't finite or memory is short.
+        """
+        if (
+            type(d_out) is not Tensor
+            or torch.is_grad_enabled()
+            or _functorch.is_legacy_batchedtensor(d_out)
+            or _functorch.peek_interpreter_stack() is not None
+            or d_out.is_neg()
+            or (q.stride(), k.stride(), v.stride(), out.stride()) != self.layout
+            or not lse.is_contiguous()
+        ):
+            return None
+        n = self.shape
+        dq, dk = q.new_empty(n.b, n.h, n.t, n.d), k.new_empty(n.b, n.g, n.s, n.d)
+        dv = v.new_empty(n.b, n.g, n.s, n.w)
+        gradient = library.GRADIENT.pack(
+            d_out.data_ptr(), *d_out.stride(), 0, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0,
+            0, 0, 0, 0, 0, 0, False, self.chunks,
+        )  # fmt: skip
+        assert library.differentiate is not None
+        failed = library.differentiate(self.pack(q, k, v, out, lse), gradient, library.width)
+        return None if failed else (dq, dk, dv)
 
 
 class PlannedAttention(torch.autograd.Function):
@@ -141,7 +176,9 @@ class PlannedAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         """Return the gradients, None where none is needed."""
         out, lse, *saved = ctx.saved_tensors
-        # Packed anew: a hook on saved tensors may have given them other strides.
+        found = ctx.plan.gradients(*saved, out, lse, d_out)
+        if found is not None:
+            return (None, *found)
         needs = (*ctx.needs_input_grad, False, False)
         return _gradients(ctx.plan.problem(*saved), out, lse, d_out, None, needs, saved)[:4]
 

@@ -36,10 +36,7 @@ template <class T, class Op> struct Decode {
         splits = up(p.s, split) / split;
         width = up(p.w, W), depth = up(p.d, Op::DEPTH), units = up(up(p.d, Op::PAIR) / Op::PAIR, W);
         unit = Op::PAIR == 1 ? (R)1 : (R)p.scale;
-        int64_t sizes[] = {p.b * p.g * splits * rows * (width + 2) * (int64_t)sizeof(R)};
-        char *at[1];
-        carve(store_of, sizes, at);
-        parts = (R *)at[0];
+        allocate(store_of, array(parts, p.b * p.g * splits * rows * (width + 2)));
     }
 
     struct Split {
@@ -69,11 +66,8 @@ template <class T, class Op> struct Decode {
         Split k = {};
         k.b = head / p.g, k.g = head % p.g;
         int64_t even = up(rows, Op::EVEN);
-        int64_t sizes[] = {even * depth * (int64_t)sizeof(E), depth * PANEL * (int64_t)sizeof(E),
-                           rows * units * (int64_t)sizeof(R), even * STEP * (int64_t)sizeof(R), rows * BYTES};
-        char *at[5];
-        carve(scratch, sizes, at);
-        k.packed = (E *)at[0], k.panel = (E *)at[1], k.q = (V *)at[2], k.score = (R *)at[3], k.unused = (V *)at[4];
+        allocate(scratch, array(k.packed, even * depth), array(k.panel, depth * PANEL), array(k.q, rows * units / W),
+                 array(k.score, even * STEP), array(k.unused, rows));
         k.part = parts + (head * splits + n) * rows * (width + 2);
         for (int64_t row = 0; row < rows; row++) {
             const T *q = ::at<T>(p.q, p.q_stride, k.b, head_of(k, row), row % p.t);

@@ -5,6 +5,7 @@
 // weights is multiplied by to be a gradient of values or keys then lies as `product` wants it, and so do, as a
 // panel, the gradients of scores that are summed over keys. Gradients of queries are summed per chunk, a fixed
 // choice of blocks, and chunks in order: the bits depend on neither threads nor chance.
+#include "decode_gradient.h"
 #include "products.h"
 
 #include <cmath>
@@ -22,6 +23,7 @@ template <class T, class Op> struct Backward {
     const Gradient &y;
     int64_t panels, depth, deep;     // panels of queries; d and w rounded up as products need it
     int64_t lines;                   // d, as many as the rows of a product that gives gradients of queries
+    int64_t key_row, value_row;      // depth and deep in whole vectors
     int64_t across, over;            // panels of d, of w
     int64_t blocks, chunks;          // of keys; of these blocks
     E *q_columns, *q_rows;           // [b * h, panels, depth, PANEL], [b * h, across, panels * PANEL, PANEL]
@@ -36,17 +38,14 @@ template <class T, class Op> struct Backward {
     Backward(const Problem &p, const Gradient &y) : p(p), y(y) {
         panels = up(p.t, PANEL) / PANEL;
         depth = up(p.d, Op::DEPTH), deep = up(p.w, Op::DEPTH), lines = up(p.d, Op::EVEN);
+        key_row = up(depth, W), value_row = up(deep, W);
         across = up(p.d, PANEL) / PANEL, over = up(p.w, PANEL) / PANEL;
         blocks = up(p.s, KEYS) / KEYS, chunks = smaller(y.chunks, blocks);
         unit = PAIRS ? (R)p.scale : (R)1;
-        int64_t heads = p.b * p.h, rows = panels * PANEL;
-        int64_t one = heads * rows * sizeof(E), number = heads * rows * sizeof(R);
-        int64_t sizes[] = {one * depth, one * across * PANEL, one * deep,          one * over * PANEL,
-                           number,      number,               number * chunks * lines};
-        char *at[7];
-        carve(store_of, sizes, at);
-        q_columns = (E *)at[0], q_rows = (E *)at[1], out_columns = (E *)at[2], out_rows = (E *)at[3];
-        lse = (R *)at[4], delta = (R *)at[5], dq = (R *)at[6];
+        int64_t rows = p.b * p.h * panels * PANEL;
+        allocate(store_of, array(q_columns, rows * depth), array(q_rows, rows * across * PANEL),
+                 array(out_columns, rows * deep), array(out_rows, rows * over * PANEL), array(lse, rows),
+                 array(delta, rows), array(dq, rows * chunks * lines));
     }
 
     // -- queries ------------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ template <class T, class Op> struct Backward {
             for (int64_t x = 0; n < count && x < p.w; x++)
                 sum += wide(d[n * d_step[2] + x * d_step[3]]) * wide(out[n * out_step[2] + x * out_step[3]]);
             mean[n] = n < count && y.d_lse ? sum - ((const R *)y.d_lse)[row] : sum;
-            if (n < count) ((R *)y.delta)[row] = mean[n];
+            if (n < count && y.delta) ((R *)y.delta)[row] = mean[n];
         }
     }
 
@@ -84,7 +83,7 @@ template <class T, class Op> struct Backward {
 
     struct Block {
         int64_t b, g, chunk, first, count;  // count: of keys
-        E *k, *k_down, *v;        // [KEYS, depth], [lines, KEYS], [KEYS, deep]
+        E *k, *k_down, *v;        // [KEYS, key_row], [lines, KEYS], [KEYS, value_row]
         R *dk, *dv;               // [KEYS, across * PANEL], [KEYS, over * PANEL]
         R *score, *grad, *bend;   // [KEYS, QUERIES]: scores, gradients of weights, what the softcap bends them by
         E *weight, *pull, *pairs; // the same places in float32; weights, and gradients of scores in both orders
@@ -101,16 +100,12 @@ template <class T, class Op> struct Backward {
         Block k = {};
         k.b = b, k.g = g, k.chunk = chunk, k.first = block * KEYS;
         k.count = smaller<int64_t>(KEYS, p.s - k.first);
-        int64_t one = KEYS * sizeof(E), number = KEYS * sizeof(R), tile = number * QUERIES;
-        int64_t small = PAIRS ? one * QUERIES : 0;
-        int64_t sizes[] = {one * depth, one * lines, one * deep, number * across * PANEL, number * over * PANEL,
-                           tile, tile, p.softcap ? tile : 0, small, small, small, KEYS * BYTES};
-        char *at[12];
-        carve(scratch, sizes, at);
-        k.k = (E *)at[0], k.k_down = (E *)at[1], k.v = (E *)at[2], k.dk = (R *)at[3], k.dv = (R *)at[4];
-        k.score = (R *)at[5], k.grad = (R *)at[6], k.bend = (R *)at[7];
-        k.weight = PAIRS ? (E *)at[8] : (E *)k.score, k.pull = PAIRS ? (E *)at[9] : (E *)k.grad;
-        k.pairs = PAIRS ? (E *)at[10] : (E *)k.grad, k.unused = (V *)at[11];
+        int64_t tile = KEYS * QUERIES, small = PAIRS ? tile : 0;
+        allocate(scratch, array(k.k, KEYS * key_row), array(k.k_down, KEYS * lines), array(k.v, KEYS * value_row),
+                 array(k.dk, KEYS * across * PANEL), array(k.dv, KEYS * over * PANEL), array(k.score, tile),
+                 array(k.grad, tile), array(k.bend, p.softcap ? tile : 0), array(k.weight, small),
+                 array(k.pull, small), array(k.pairs, small), array(k.unused, KEYS));
+        if (!PAIRS) k.weight = (E *)k.score, k.pull = k.pairs = (E *)k.grad;
         return k;
     }
 
@@ -118,29 +113,32 @@ template <class T, class Op> struct Backward {
     void open(const Block &k) {
         const T *keys = at<T>(p.k, p.k_stride, k.b, k.g, k.first);
         const T *values = at<T>(p.v, p.v_stride, k.b, k.g, k.first);
-        R sum = 0;  // of zeros, unless something isn't finite
-        for (int64_t j = 0; j < k.count; j++) {
-            for (int64_t x = 0; x < p.d; x++) {
-                R one = wide(keys[j * p.k_stride[2] + x * p.k_stride[3]]);
-                k.k[j * depth + x] = k.k_down[x * KEYS + j] = Op::pack(one);
-                sum += one - one;
-            }
-            for (int64_t x = 0; x < p.w; x++) {
-                R one = wide(values[j * p.v_stride[2] + x * p.v_stride[3]]);
-                k.v[j * deep + x] = Op::pack(one);
-                sum += one - one;
-            }
-            for (int64_t x = p.d; x < depth; x++) k.k[j * depth + x] = E{};
-            for (int64_t x = p.w; x < deep; x++) k.v[j * deep + x] = E{};
-        }
-        // What rounds the keys up along a product's depth.
-        int64_t beyond = up(k.count, Op::DEPTH) - k.count;
-        for (int64_t x = 0; x < p.d; x++) memset(k.k_down + x * KEYS + k.count, 0, sizeof(E) * beyond);
-        if (PAIRS) memset(k.k + k.count * depth, 0, sizeof(E) * beyond * depth);
-        if (PAIRS) memset(k.v + k.count * deep, 0, sizeof(E) * beyond * deep);
+        bool fine = copy(k.k, key_row, k.k_down, keys, p.k_stride + 2, k.count, p.d);
+        fine &= copy(k.v, value_row, nullptr, values, p.v_stride + 2, k.count, p.w);
+        if (!fine) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
         memset(k.dk, 0, sizeof(R) * k.count * across * PANEL);
         memset(k.dv, 0, sizeof(R) * k.count * over * PANEL);
-        if (sum != 0) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
+    }
+
+    // Copies rows of keys or values, and, unless `down` is null, their columns to down [width, KEYS]. Zeros round both up
+    // along a product's depth. Returns whether all numbers are finite.
+    static bool copy(E *to, int64_t to_row, E *down, const T *rows, const int64_t step[2], int64_t count, int64_t width) {
+        V sums = {};  // of zeros, unless something isn't finite
+        for (int64_t j = 0; j < up(count, Op::DEPTH); j += W)
+            for (int64_t x = 0; x < to_row; x += W) {
+                V block[W];
+                for (int64_t n = 0; n < W; n++) {
+                    bool real = j + n < count && x < width;
+                    block[n] = real ? Single::units(rows + (j + n) * step[0], step[1], x, width) : V{};
+                    sums += block[n] - block[n];
+                    Op::round(to + (j + n) * to_row + x, block[n]);
+                }
+                if (!down) continue;
+                transpose(block);
+                for (int64_t m = 0; m < smaller<int64_t>(W, width - x); m++)
+                    Op::round(down + (x + m) * KEYS + j, block[m]);
+            }
+        return sum(sums) == 0;
     }
 
     void close(const Block &k) const {
@@ -197,9 +195,9 @@ template <class T, class Op> struct Backward {
         int64_t even = up(k.count, Op::DEPTH), whole = up(count, W), used = up(count, Op::DEPTH);
         for (int64_t c = 0; c < count; c += PANEL) {
             int64_t columns = smaller<int64_t>(PANEL, count - c);
-            columns_of<Op, false, false>((int)even, columns, k.k, depth, q_columns + (at + c) * depth, k.score + c,
+            columns_of<Op, false, false>((int)even, columns, k.k, key_row, q_columns + (at + c) * depth, k.score + c,
                                          QUERIES, depth, k.unused);
-            columns_of<Op, false, false>((int)even, columns, k.v, deep, out_columns + (at + c) * deep, k.grad + c,
+            columns_of<Op, false, false>((int)even, columns, k.v, value_row, out_columns + (at + c) * deep, k.grad + c,
                                          QUERIES, deep, k.unused);
         }
         R slope = 0;
@@ -346,14 +344,29 @@ template <class T, class Op> struct Backward {
 #define NAME2(level) differentiate_##level
 #define NAME(level) NAME2(level)
 
+namespace {
+
+constexpr int FEW = 12, SOME = 48;  // queries that share a key
+
+// Few queries don't pay for packing keys in both orders, nor do some, if half of the vectors that hold a head's queries
+// would be empty.
+template <class T, class Op> int differentiate(const Problem &p, const Gradient &y) {
+    int64_t group = p.h / p.g, rows = group * p.t;
+    bool few = rows <= FEW || (rows <= SOME && 2 * rows <= group * up(p.t, W));
+    if (few && !y.d_bias && !y.d_slopes) return DecodeGradient<T, Op>(p, y).run();
+    return Backward<T, Op>(p, y).run();
+}
+
+}  // namespace
+
 int NAME(LEVEL)(const Problem *p, const Gradient *y) {
 #if defined(REAL)
-    return Backward<double, Single>(*p, *y).run();
+    return differentiate<double, Single>(*p, *y);
 #else
     switch (p->dtype) {
-        case FLOAT32: return Backward<float, Single>(*p, *y).run();
-        case FLOAT16: return Backward<Half, Single>(*p, *y).run();
-        case BFLOAT16: return Backward<Brain, Brains>(*p, *y).run();
+        case FLOAT32: return differentiate<float, Single>(*p, *y);
+        case FLOAT16: return differentiate<Half, Single>(*p, *y);
+        case BFLOAT16: return differentiate<Brain, Brains>(*p, *y);
     }
     return 0;
 #endif

@@ -93,7 +93,7 @@ def _differentiate(
     dq = p.q.new_empty(n.b, n.h, n.t, n.d)  # which is faster than of a shape
     dk = p.q.new_empty(n.b, n.g, n.s, n.d)
     dv = p.q.new_empty(n.b, n.g, n.s, n.w)
-    delta = torch.empty_like(lse)
+    delta = None if p.sink is None else torch.empty_like(lse)
     d_bias: tuple[int, ...] = (0,) * 5
     table, slopes, shared = None, None, False
     chunks = max(CHUNKS // (n.b * n.g), 1)
@@ -115,7 +115,7 @@ def _differentiate(
         data,
         library.GRADIENT.pack(
             d_out.data_ptr(), *d_out.stride(), 0 if d_lse is None else d_lse.data_ptr(),
-            dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), delta.data_ptr(),
+            dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0 if delta is None else delta.data_ptr(),
             *d_bias, 0 if slopes is None else slopes.data_ptr(), shared, chunks,
         ),
         library.width,
@@ -126,7 +126,7 @@ def _differentiate(
         raise MemoryError(
             "Expected memory to pack queries and sums, several times their size, got none: free some memory."
         )
-    d_sink = None if p.sink is None else chunked.sink_gradient(p, lse, delta)
+    d_sink = None if delta is None else chunked.sink_gradient(p, lse, delta)
     d_table = None
     if table is not None and bias is not None:
         d_table = table.to(bias.tensor().dtype).reshape(bias.tensor().shape)

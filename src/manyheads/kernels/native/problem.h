@@ -41,7 +41,7 @@ struct Gradient {
     int64_t d_out_stride[4];
     const void *d_lse;                       // [b, h, t], contiguous, or null
     void *dq, *dk, *dv;                      // [b, h, t, d], [b, g, s, d], [b, g, s, w], contiguous, of its dtype
-    void *delta;                             // [b, h, t], contiguous: of each row, d_out · out − d_lse
+    void *delta;                             // [b, h, t], contiguous: of each row, d_out · out − d_lse; null if not wanted
     void *d_bias;                            // zeros that are added to, or null; broadcast by strides of 0
     int64_t d_bias_stride[4];
     void *d_slopes;                          // [b, h, chunks] zeros that are added to, or null

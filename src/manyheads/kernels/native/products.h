@@ -90,6 +90,27 @@ INLINE void narrow(float x, Half &y) {
     }
 }
 
+// A vector, and the first `count` numbers of one.
+template <class T> INLINE void narrow(V v, T *to) {
+    for (int n = 0; n < W; n++) narrow(v[n], to[n]);
+}
+INLINE void narrow(V v, R *to) { store(to, v); }
+#if !defined(REAL)
+INLINE I brains(V v) {  // to the nearest bfloat16, ties to even
+    U u = (U)v, even = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    return v != v ? I{} + 0x7fc0 : (I)even;
+}
+INLINE void narrow(V v, Brain *to) {
+    typedef uint16_t Short __attribute__((vector_size(2 * W)));
+    Short u = __builtin_convertvector((U)brains(v), Short);
+    memcpy(to, &u, sizeof u);
+}
+#endif
+template <class T> INLINE void narrow(V v, T *to, int64_t count) {
+    if (count == W) return narrow(v, to);
+    for (int64_t n = 0; n < count; n++) narrow(v[n], to[n]);
+}
+
 // -- products --------------------------------------------------------------------------------------
 
 // What the packed numbers of a key's value are: bits that are put together.
@@ -135,6 +156,7 @@ struct Single {
     INLINE V right(const R *b) { return load(b); }
     INLINE V add(V sum, V a, V b) { return sum + a * b; }
     INLINE void weights(R *to, V p, V r) { store(to, p); store(to + W, r); }
+    INLINE void round(R *to, V v) { store(to, v); }
 };
 
 #if defined(__AVX512BF16__) || defined(EMULATE_TILES)
@@ -187,10 +209,7 @@ struct Pairs {
         sum += (V)((I)a << 16) * (V)((I)b << 16);
         return sum + (V)((I)a & -65536) * (V)((I)b & -65536);
     }
-    INLINE I narrowed(V v) {  // to the nearest, ties to even
-        U u = (U)v, even = (u + 0x7fff + (u >> 16 & 1)) >> 16;
-        return v != v ? I{} + 0x7fc0 : (I)even;
-    }
+    INLINE I narrowed(V v) { return brains(v); }
     INLINE void weights(Brain *to, V p, V r) { round(to, p), round(to + W, r); }
     INLINE void round(Brain *to, V v) {
         I u = narrowed(v);
@@ -336,7 +355,8 @@ static void pack_columns(typename Op::E *to, const T *rows, const int64_t stride
                          R factor = 1, R *squares = nullptr) {
     int64_t units = up(d, Op::DEPTH) / Op::PAIR;
     for (int64_t j = 0; j < count; j += W) {
-        V square[W] = {};
+        V square[W];
+        for (int64_t n = 0; n < W; n++) square[n] = V{};
         for (int64_t x = 0; x < units; x += W) {
             V block[W];
             for (int64_t n = 0; n < W; n++) {
@@ -462,12 +482,16 @@ static void constrain(const Problem &p, R *score, int64_t b, int64_t h, int64_t 
 
 // -- memory and threads ------------------------------------------------------------------------------
 
-// Pieces of so many bytes, one behind the other, from `scratch` or `store_of`.
-template <int N> INLINE void carve(void *(*memory)(int64_t), int64_t (&sizes)[N], char *(&pieces)[N]) {
-    int64_t whole = 0;
-    for (int64_t &size : sizes) size = up(size, 64), whole += size;
-    char *next = (char *)memory(whole);
-    for (int n = 0; n < N; n++) pieces[n] = next, next += sizes[n];
+// Arrays of so many elements, one behind the other, from `scratch` or `store_of`.
+template <class X> struct Array {
+    X *&place;
+    int64_t count;
+    int64_t bytes() const { return up(count * (int64_t)sizeof(X), 64); }
+};
+template <class X> INLINE Array<X> array(X *&place, int64_t count) { return {place, count}; }
+template <class... X> INLINE void allocate(void *(*memory)(int64_t), Array<X>... arrays) {
+    char *next = (char *)memory((arrays.bytes() + ...));
+    ((arrays.place = (X *)next, next += arrays.bytes()), ...);
 }
 
 // f(n) of what no other thread took, until all `count` are taken.

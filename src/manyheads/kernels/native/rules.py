@@ -17,8 +17,6 @@ from manyheads.scores import Problem
 Rule = Callable[[Problem], str | None]
 
 FEW_QUERIES = 12  # of a head of keys, for which packing keys isn't paid back (`attend.cpp`)
-NARROW = 8  # queries, at most, of gradients whose blocks of scores are mostly padding
-MANY_KEYS = 512  # over all heads, from which that costs more than PyTorch's calls
 TILES = "amx"  # the build that multiplies bfloat16 in tiles
 
 
@@ -35,22 +33,6 @@ def float64(problem: Problem) -> str | None:
     return None
 
 
-def narrow_gradients(problem: Problem) -> str | None:
-    """Pass over float32 gradients of a few queries and many keys, which PyTorch computes in half the time.
-
-    Measured with AVX2: 0.42 to 1.03 of the time, for 1 to 8 queries. In bfloat16 PyTorch is slower, and where
-    it needs a mask tensor, building that takes longer.
-    """
-    if problem.q.dtype != torch.float32 or not problem.wants_gradient() or torch.compiler.is_exporting():
-        return None  # an exported graph has one kernel: a choice by size would restrict its lengths
-    n = problem.shape
-    if n.t > NARROW or n.b * n.h * n.s < MANY_KEYS or sdpa.needs_tensor(problem) or sdpa.refuse(problem):
-        return None
-    return (
-        f"PyTorch's backward is faster for at most {NARROW} queries of at least {MANY_KEYS} keys in all heads"
-    )
-
-
 def unused_tiles(problem: Problem) -> str | None:
     """Pass over bfloat16 where PyTorch multiplies it in tiles and this build doesn't."""
     if problem.q.dtype != torch.bfloat16:
@@ -64,12 +46,12 @@ def unused_tiles(problem: Problem) -> str | None:
 # By the build in use; `UNUSED` for one that leaves the processor's tiles unused.
 UNUSED = "tiles unused"
 FAMILIES: dict[str, tuple[Rule, ...]] = {
-    "portable": (float64, narrow_gradients),
-    "avx2": (float64, narrow_gradients),
-    "avx512": (float64, narrow_gradients),
-    "avx512bf16": (float64, narrow_gradients),
-    TILES: (float64, narrow_gradients),
-    UNUSED: (float64, narrow_gradients, unused_tiles),
+    "portable": (float64,),
+    "avx2": (float64,),
+    "avx512": (float64,),
+    "avx512bf16": (float64,),
+    TILES: (float64,),
+    UNUSED: (float64, unused_tiles),
 }
 
 

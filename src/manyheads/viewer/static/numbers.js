@@ -1,14 +1,14 @@
-// Numbers as they are sent, as they are coloured and as they are written.
+// Numbers: decoded, coloured and formatted.
 
-// Every float16 times 2^-15, by its bits.
+// The value of every float16, divided by 2^15.
 const HALVES = Float32Array.from({ length: 65536 }, (_, bits) => {
   const exponent = (bits >> 10) & 31, fraction = bits & 1023;
-  const size = exponent === 31 ? (fraction ? NaN : Infinity)
+  const magnitude = exponent === 31 ? (fraction ? NaN : Infinity)
     : exponent ? (1 + fraction / 1024) * 2 ** (exponent - 15) : fraction * 2 ** -24;
-  return (bits >> 15 ? -size : size) / 32768;
+  return (bits >> 15 ? -magnitude : magnitude) / 32768;
 });
 
-// A tile: planes [rows, cols] of means and maxima, or of weights alone. sampled: of how many queries one was read.
+// A tile: means and maxima of cells, or weights, [rows, cols]. sampled: estimated from one query in this many.
 function decode(buffer) {
   const [sampled, planes, rows, cols] = new Uint32Array(buffer, 0, 4);
   const size = rows * cols, masked = buffer.byteLength === 16, exact = buffer.byteLength === 16 + 4 * planes * size;
@@ -18,20 +18,20 @@ function decode(buffer) {
   return { sampled, rows, cols, exact, mean: plane(0), max: plane(planes - 1) };
 }
 
-// What every key receives and every query's entropy; null until a pass has found them.
-function decodeEdges(buffer) {
+// What each key receives and each query's entropy; null before a scan.
+function decodeMarginals(buffer) {
   const [ready, , t, s] = new Uint32Array(buffer, 0, 4);
   if (!ready) return null;
   const numbers = new Float32Array(buffer, 16);
   return { received: numbers.subarray(0, s), entropy: numbers.subarray(s, s + t) };
 }
 
-const DECADES = 4; // of a logarithmic scale, below its largest number
+const DECADES = 4; // of a logarithmic scale
 
-// Colours from 0 to 1, 256 of them; a weight's place among them on a scale that ends at `top`.
-class Colours {
-  constructor(ramp) {
-    this.ramp = Uint8ClampedArray.from({ length: 768 }, (_, n) => parseInt(ramp.slice(2 * n, 2 * n + 2), 16));
+// 256 colours, and a weight's place among them, from 0 to 1, on a scale that ends at `top`.
+class ColorScale {
+  constructor(colors) {
+    this.rgb = Uint8ClampedArray.from({ length: 768 }, (_, n) => parseInt(colors.slice(2 * n, 2 * n + 2), 16));
   }
 
   static place(weight, top, scale) {
@@ -40,26 +40,26 @@ class Colours {
 
   css(place) {
     const n = 3 * Math.round(255 * Math.min(1, Math.max(0, place)));
-    return `rgb(${this.ramp[n]} ${this.ramp[n + 1]} ${this.ramp[n + 2]})`;
+    return `rgb(${this.rgb[n]} ${this.rgb[n + 1]} ${this.rgb[n + 2]})`;
   }
 
-  // Black or white, whichever can be read on a colour.
-  ink(place) {
+  // Black or white text, whichever is legible on a colour.
+  textColor(place) {
     const n = 3 * Math.round(255 * Math.min(1, Math.max(0, place)));
-    return 0.299 * this.ramp[n] + 0.587 * this.ramp[n + 1] + 0.114 * this.ramp[n + 2] < 128 ? "#fff" : "#000";
+    return 0.299 * this.rgb[n] + 0.587 * this.rgb[n + 1] + 0.114 * this.rgb[n + 2] < 128 ? "#fff" : "#000";
   }
 
-  // A plane of a tile as a picture; what is masked stays clear.
-  paint(grid, plane, top, scale) {
+  // Means or maxima of a tile as an image, transparent where masked.
+  paint(tile, pooling, top, scale) {
     const canvas = document.createElement("canvas");
-    canvas.width = grid.cols, canvas.height = grid.rows;
-    const context = canvas.getContext("2d"), image = context.createImageData(grid.cols, grid.rows);
-    const numbers = grid[plane], pixels = image.data;
-    for (let n = 0; n < numbers.length; n++) {
-      const weight = numbers[n];
+    canvas.width = tile.cols, canvas.height = tile.rows;
+    const context = canvas.getContext("2d"), image = context.createImageData(tile.cols, tile.rows);
+    const weights = tile[pooling], pixels = image.data;
+    for (let n = 0; n < weights.length; n++) {
+      const weight = weights[n];
       if (weight !== weight) continue;
-      const at = 3 * Math.round(255 * Math.min(1, Math.max(0, Colours.place(weight, top, scale))));
-      pixels[4 * n] = this.ramp[at], pixels[4 * n + 1] = this.ramp[at + 1], pixels[4 * n + 2] = this.ramp[at + 2];
+      const at = 3 * Math.round(255 * Math.min(1, Math.max(0, ColorScale.place(weight, top, scale))));
+      pixels[4 * n] = this.rgb[at], pixels[4 * n + 1] = this.rgb[at + 1], pixels[4 * n + 2] = this.rgb[at + 2];
       pixels[4 * n + 3] = 255;
     }
     context.putImageData(image, 0, 0);
@@ -67,21 +67,21 @@ class Colours {
   }
 }
 
-// The first of 1, 2, 5, 10, 20, … times a power of ten that is at least x.
+// The smallest of 1, 2 and 5 times a power of ten that is at least x.
 function roundUp(x) {
   if (!(x > 0)) return 1;
   const ten = 10 ** Math.floor(Math.log10(x) + 1e-9);
   return ten * [1, 2, 5, 10].find((n) => n * ten >= x * (1 - 1e-6));
 }
 
-// A name among other words, whichever way it is written: isolated, so that it turns nothing around it.
+// A token isolated from the text around it, which a right-to-left token would reorder.
 const isolated = (name) => `\u2068${name}\u2069`;
 
 const count = (n) => n.toLocaleString("en-US");
 const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 
-// A weight with so many digits.
-function written(weight, digits = 3) {
+// A weight with a number of significant digits.
+function format(weight, digits = 3) {
   if (weight === 0) return "0";
   return Math.abs(weight) < 0.001 ? weight.toExponential(digits - 1) : String(Number(weight.toPrecision(digits)));
 }

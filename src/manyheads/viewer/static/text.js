@@ -1,9 +1,10 @@
-// The text: over a token, where it looks (its ground) and who looks at it (a line under each), and lines to the largest.
+// The text: which tokens the token under the pointer attends to (background, and lines to the largest weights), and which
+// attend to it (underlined).
 
-const PAGE = 2000; // tokens at a time
+const PAGE = 2000; // tokens
 
-// At most so many characters of a name.
-const short = (name, most) => ([...name].length > most ? `${[...name].slice(0, most - 1).join("")}…` : name);
+// A name, cut to a number of characters.
+const short = (name, length) => ([...name].length > length ? `${[...name].slice(0, length - 1).join("")}…` : name);
 
 class TextPage {
   constructor(root, app) {
@@ -12,7 +13,7 @@ class TextPage {
     this.pages = make("div", { class: "tools" });
     this.lines = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     this.lines.setAttribute("class", "lines");
-    this.words = make("div", { class: "words", onpointerover: (event) => this.over(event), onclick: (event) => this.pin(event) });
+    this.words = make("div", { class: "words", onpointerover: (event) => this.hover(event), onclick: (event) => this.pin(event) });
     this.sheet = make("div", { class: "sheet" }, this.words, this.lines);
     this.aside = make("aside", { class: "beside", "aria-live": "polite" });
     this.element = make("main", { class: "text" }, this.heads, this.pages, make("div", { class: "columns" }, this.sheet, this.aside));
@@ -20,7 +21,7 @@ class TextPage {
   }
 
   async open() {
-    const { state } = this.app, place = (this.place = { ...state, batch: this.app.entry(state) });
+    const { state } = this.app, place = (this.place = { ...state, batch: this.app.batchOf(state) });
     const layer = (this.layer = this.app.layer(place));
     this.tokens = await this.app.tokens(place);
     if (this.place !== place) return;
@@ -42,41 +43,41 @@ class TextPage {
       box("all heads", !chosen, () => this.app.change({ heads: "all" })),
       ...layer.heads.map((name, head) => box(String(name), !!chosen?.includes(head), () => toggle(head))));
     this.first = Math.min(Math.floor((state.token ?? 0) / PAGE), Math.floor((s - 1) / PAGE)) * PAGE;
-    this.write();
-    await this.look(state.token ?? this.first);
+    this.writePage();
+    await this.select(state.token ?? this.first);
   }
 
   remove() {
-    this.asking?.abort(), this.element.remove();
+    this.request?.abort(), this.element.remove();
   }
 
-  write() {
+  writePage() {
     const s = this.names.length, last = Math.min(s, this.first + PAGE);
-    const beyond = this.app.info.runs[this.place.run].extrapolated_from;
+    const trained = this.app.info.runs[this.place.run].extrapolated_from;
     this.spans = [];
     const parts = [];
     for (let n = this.first; n < last; n++) {
-      if (n === beyond) parts.push(make("span", { class: "mark" }, `extrapolated from token ${count(n)} on`));
+      if (n === trained) parts.push(make("span", { class: "mark" }, `extrapolated from token ${count(n)} on`));
       const span = make("span", { class: "token", "data-token": n, title: count(n), dir: "auto" }, short(this.names[n].replaceAll("\n", "⏎"), 80));
       this.spans.push(span), parts.push(span);
       if (/[\n⏎↵]/.test(this.names[n])) parts.push(make("br"));
     }
     this.words.replaceChildren(...parts);
-    const go = (to) => ((this.first = to), this.write(), this.look(to));
+    const go = (first) => ((this.first = first), this.writePage(), this.select(first));
     const place = make("input", {
       type: "number", min: 0, max: s - 1, value: this.first, "aria-label": "token",
       onchange: () => this.app.change({ token: Math.max(0, Math.min(s - 1, Number(place.value) || 0)) }),
     });
     this.pages.replaceChildren(...(s > PAGE ? [
-      make("button", { type: "button", disabled: this.first === 0, onclick: () => go(this.first - PAGE) }, "← before"),
+      make("button", { type: "button", disabled: this.first === 0, onclick: () => go(this.first - PAGE) }, "← previous"),
       make("span", {}, `tokens ${count(this.first)} to ${count(last - 1)} of ${count(s)}`),
-      make("button", { type: "button", disabled: last === s, onclick: () => go(this.first + PAGE) }, "after →"),
+      make("button", { type: "button", disabled: last === s, onclick: () => go(this.first + PAGE) }, "next →"),
       make("label", {}, "go to ", place)] : []));
   }
 
-  over(event) {
+  hover(event) {
     const token = event.target.dataset?.token;
-    if (token !== undefined && this.app.state.token === null) this.look(Number(token));
+    if (token !== undefined && this.app.state.token === null) this.select(Number(token));
   }
 
   pin(event) {
@@ -84,50 +85,46 @@ class TextPage {
     this.app.change({ token: token === undefined || Number(token) === state.token ? null : Number(token) });
   }
 
-  // Ask where a token looks and who looks at it, and show that.
-  async look(token) {
-    this.asking?.abort();
-    const asking = (this.asking = new AbortController()), { run, layer, batch } = this.place, { heads } = this.app.state;
+  // Request and show the weights of a token, as a query and as a key.
+  async select(token) {
+    this.request?.abort();
+    const request = (this.request = new AbortController()), { run, layer, batch } = this.place, { heads } = this.app.state;
     const [, , t] = this.layer.shape, { first } = this.tokens, query = token - first;
     try {
-      const line = (word, n) => json(this.app.source, `${word}/${run}/${layer}/${heads}/${n}/${batch}`, asking.signal);
+      const line = (word, n) => json(this.app.client, `${word}/${run}/${layer}/${heads}/${n}/${batch}`, request.signal);
       const [row, column] = await Promise.all([
         first !== null && query >= 0 && query < t ? line("row", query) : null, line("column", token)]);
-      if (asking === this.asking) this.show(token, row, column, first);
+      if (request === this.request) this.show(token, row, column, first);
     } catch (error) {
-      if (error.name !== "AbortError") this.app.complain(error);
+      if (error.name !== "AbortError") this.app.showError(error);
     }
   }
 
-  // offset: the place of query 0 among the keys; null where queries are of another text.
+  // offset: the key at query 0's position; null in cross-attention.
   show(token, row, column, offset) {
-    const at = (line, n) => line?.weights[n - line.first] ?? 0, most = (line) => Math.max(1e-9, line?.top[0]?.[1] ?? 0);
+    const at = (line, n) => line?.weights[n - line.first] ?? 0, largest = (line) => Math.max(1e-9, line?.top[0]?.[1] ?? 0);
     for (const [n, span] of this.spans.entries()) {
-      const key = this.first + n, out = at(row, key) / most(row);
-      const into = offset === null ? 0 : at(column, key - offset) / most(column);
+      const key = this.first + n, out = at(row, key) / largest(row);
+      const into = offset === null ? 0 : at(column, key - offset) / largest(column);
       span.style.setProperty("--out", out.toFixed(3)), span.style.setProperty("--in", into.toFixed(3));
-      span.classList.toggle("here", key === token);
+      span.classList.toggle("selected", key === token);
     }
     this.connect(token, row);
-    const list = (title, line, place, note) => {
+    const list = (title, line, offset, none) => {
       const items = (line?.top ?? []).map(([n, weight]) => make("li", {},
-        place === null ? make("b", {}, `query ${count(n)}`)
-          : make("button", { type: "button", onclick: () => this.jump(n + place) }, make("bdi", {}, short(this.names[n + place], 24)), ` ${count(n + place)}`),
-        make("span", { class: "value", "data-weight": weight }, written(weight, 4))));
-      return [make("h3", {}, title), items.length ? make("ol", {}, ...items) : make("p", { class: "quiet" }, note)];
+        offset === null ? make("b", {}, `query ${count(n)}`)
+          : make("button", { type: "button", onclick: () => this.app.change({ token: n + offset }) }, make("bdi", {}, short(this.names[n + offset], 24)), ` ${count(n + offset)}`),
+        make("span", { class: "value", "data-weight": weight }, format(weight, 4))));
+      return [make("h3", {}, title), items.length ? make("ol", {}, ...items) : make("p", { class: "quiet" }, none)];
     };
     this.aside.replaceChildren(
       make("h2", {}, make("bdi", {}, short(this.names[token], 60)), ` ${count(token)}`),
-      ...list("looks at", row, 0, offset === null ? "queries are of another text" : row ? "nothing: it may see no key" : "it is no query here"),
-      ...list("is looked at by", column, offset, "nobody"));
+      ...list("attends to", row, 0, offset === null ? "Queries are other tokens than keys." : row ? "All keys are masked." : "This token is not a query."),
+      ...list("attended to by", column, offset, "No query."));
     this.aside.dataset.token = token;
   }
 
-  jump(token) {
-    this.app.change({ token });
-  }
-
-  // Lines from a token to the keys that it looks at most.
+  // Draw lines from a token to the keys with its largest weights.
   connect(token, row) {
     const from = this.spans[token - this.first];
     this.lines.replaceChildren();

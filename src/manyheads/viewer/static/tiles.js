@@ -1,20 +1,19 @@
-// The tiles of a head: those in view are asked for, the nearest first; those that leave it before they come are not
-// waited for.
+// The tiles of a head: those in view are requested, the nearest first; requests for tiles that leave it are cancelled.
 
-const AT_ONCE = 4; // requests
-const HELD = 240; // tiles that are kept
-const AGAIN = 2000; // milliseconds after which what failed is asked for again
+const PARALLEL = 4; // requests
+const CACHED = 240; // tiles
+const RETRY = 2000; // milliseconds after a failed request
 
 class Tiles {
   // head: {run, layer, head, batch}; side: cells of a tile; changed: called when there is something new to draw.
-  constructor(source, head, shape, side, changed) {
-    Object.assign(this, { source, head, side, changed });
+  constructor(client, head, shape, side, changed) {
+    Object.assign(this, { client, head, side, changed });
     [, , this.t, this.s] = shape;
     this.top = Math.max(0, Math.ceil(Math.log2(Math.max(this.t, this.s) / side)));
-    this.ready = new Map(); // by "level/x/y": a grid, with what is drawn of it
+    this.ready = new Map(); // by "level/x/y": a decoded tile, with its image; the last one used at the end
     this.loading = new Map(); // AbortControllers
     this.wanted = [];
-    this.failed = null, this.resting = null;
+    this.failed = null, this.retrying = null;
   }
 
   address(place) {
@@ -23,21 +22,21 @@ class Tiles {
   }
 
   get(level, x, y) {
-    const place = `${level}/${x}/${y}`, grid = this.ready.get(place);
-    if (grid) this.ready.delete(place), this.ready.set(place, grid); // the last one used
-    return grid;
+    const place = `${level}/${x}/${y}`, tile = this.ready.get(place);
+    if (tile) this.ready.delete(place), this.ready.set(place, tile);
+    return tile;
   }
 
-  want(places) {
+  request(places) {
     this.wanted = places.filter((place) => !this.ready.has(place));
     for (const [place, loading] of this.loading) if (!this.wanted.includes(place)) loading.abort();
     this.load();
   }
 
   load() {
-    if (this.resting) return;
+    if (this.retrying) return;
     for (const place of this.wanted) {
-      if (this.loading.size >= AT_ONCE) return;
+      if (this.loading.size >= PARALLEL) return;
       if (!this.loading.has(place)) this.fetch(place);
     }
   }
@@ -46,27 +45,26 @@ class Tiles {
     const control = new AbortController();
     this.loading.set(place, control);
     try {
-      const grid = decode(await this.source.bytes(this.address(place), control.signal));
-      this.ready.set(place, grid), this.failed = null;
-      while (this.ready.size > HELD) this.ready.delete(this.ready.keys().next().value);
+      this.ready.set(place, decode(await this.client.bytes(this.address(place), control.signal))), this.failed = null;
+      while (this.ready.size > CACHED) this.ready.delete(this.ready.keys().next().value);
     } catch (error) {
-      if (error.name === "AbortError") return this.after(place);
+      if (error.name === "AbortError") return this.finish(place);
       this.failed = error.message;
-      this.resting ??= setTimeout(() => ((this.resting = null), this.load()), AGAIN);
+      this.retrying ??= setTimeout(() => ((this.retrying = null), this.load()), RETRY);
     }
-    this.after(place);
+    this.finish(place);
     this.changed();
   }
 
-  after(place) {
+  finish(place) {
     this.loading.delete(place);
-    this.wanted = this.wanted.filter((one) => !this.ready.has(one));
+    this.wanted = this.wanted.filter((other) => !this.ready.has(other));
     this.load();
   }
 
-  // Forget what was read off a few queries, now that all were read.
-  forgetSampled() {
-    for (const [place, grid] of this.ready) if (grid.sampled > 1) this.ready.delete(place);
+  // Remove the estimated tiles once the scan is complete.
+  removeSampled() {
+    for (const [place, tile] of this.ready) if (tile.sampled > 1) this.ready.delete(place);
     this.changed();
   }
 
@@ -75,27 +73,27 @@ class Tiles {
     for (const loading of this.loading.values()) loading.abort();
   }
 
-  // The outline of what may be seen, in cells of the tile: where a cell that may be borders on one that may not.
-  static outline(grid) {
-    if (grid.outline) return grid.outline;
-    const path = new Path2D(), { rows, cols, max } = grid, clear = (n) => max[n] !== max[n];
+  // The outline of the mask in cells of the tile: the edges between visible and masked cells.
+  static outline(tile) {
+    if (tile.outline) return tile.outline;
+    const path = new Path2D(), { rows, cols, max } = tile, masked = (n) => max[n] !== max[n];
     let pieces = 0;
     for (let r = 0; r < rows && pieces < 5000; r++) {
       for (let c = 0; c < cols; c++) {
         const n = r * cols + c;
-        if (c + 1 < cols && clear(n) !== clear(n + 1)) path.moveTo(c + 1, r), path.lineTo(c + 1, r + 1), pieces++;
-        if (r + 1 < rows && clear(n) !== clear(n + cols)) path.moveTo(c, r + 1), path.lineTo(c + 1, r + 1), pieces++;
+        if (c + 1 < cols && masked(n) !== masked(n + 1)) path.moveTo(c + 1, r), path.lineTo(c + 1, r + 1), pieces++;
+        if (r + 1 < rows && masked(n) !== masked(n + cols)) path.moveTo(c, r + 1), path.lineTo(c + 1, r + 1), pieces++;
       }
     }
-    return (grid.outline = pieces < 5000 ? path : new Path2D()); // a mask of single cells has none to be seen
+    return (tile.outline = pieces < 5000 ? path : new Path2D()); // a mask of scattered cells has no legible outline
   }
 
-  static most(grid, plane) {
-    const key = `most ${plane}`;
-    if (grid[key] === undefined) {
-      grid[key] = 0;
-      for (const weight of grid[plane]) if (weight > grid[key]) grid[key] = weight;
+  static largest(tile, pooling) {
+    const key = `largest ${pooling}`;
+    if (tile[key] === undefined) {
+      tile[key] = 0;
+      for (const weight of tile[pooling]) if (weight > tile[key]) tile[key] = weight;
     }
-    return grid[key];
+    return tile[key];
   }
 }

@@ -1,7 +1,7 @@
-"""How the shipped model was made: `python -m manyheads.lm.recipe --out DIR`.
+"""Make the model that ships with manyheads: `python scripts/make_shipped_model.py --out DIR`.
 
-It trains (or goes on, if DIR holds the run already), measures, and leaves in DIR/shipped what ships:
-the weights, the tokenizer, the log and a model card. Exit code 1 if the model missed a bar.
+It trains (or continues the run in DIR), measures, and writes the weights, the tokenizer, the log and a model
+card into DIR/shipped. Exit code 1: the model isn't good enough.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import lzma
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from manyheads import measures
 from manyheads.kernels import processor
 from manyheads.lm import checkpoint, data
-from manyheads.lm.folder import HELD_OUT, LOG, TRAINING
+from manyheads.lm.checkpoint import HELD_OUT, LOG, TRAINING
 from manyheads.lm.generate import complete
 from manyheads.lm.model import LanguageModel
 from manyheads.lm.train import Run, held_out_loss, train
@@ -38,18 +38,30 @@ OPTIONS = {
     "seed": 2,
     "device": "cpu",
 }
-PREVIOUS, INDUCTION = 0.5, 0.4  # the bars: what the best head's measure must be above
-TEXTS, LENGTH = 50, 256  # how many texts, and random sequences, of how many tokens
+PREVIOUS, INDUCTION = 0.5, 0.4  # what the scores of the best heads must exceed
+TEXTS, LENGTH = 50, 256  # the number of texts and of random sequences, and their tokens
 UNSEEN = 20_260_101  # the seed of the random sequences; training draws from [seed, step]
 PROMPT = "Return the"
 
 
+def split(documents: Sequence[data.Document]) -> tuple[list[data.Document], list[data.Document]]:
+    """Split documents into (training, held out)."""
+    places = data.held_out_places([document.name for document in documents])
+    training = [document for i, document in enumerate(documents) if i not in places]
+    return training, [document for i, document in enumerate(documents) if i in places]
+
+
+def byte_count(documents: Iterable[data.Document]) -> int:
+    """Return the bytes of the texts in UTF-8."""
+    return sum(len(document.text.encode()) for document in documents)
+
+
 @torch.no_grad()
 def previous_token(model: LanguageModel, held_out: data.Tokens) -> Tensor:
-    """The previous-token measure `[layers, h]`, averaged over 50 held-out texts of 256 tokens."""
+    """Return the previous-token score `[layers, h]`, averaged over 50 held-out texts of 256 tokens."""
     room = len(held_out) - LENGTH
     if room < (TEXTS - 1) * LENGTH:
-        raise ValueError(f"{TEXTS} texts of {LENGTH} tokens want more held-out text than there is.")
+        raise ValueError(f"Expected {TEXTS} held-out texts of {LENGTH} tokens, got {len(held_out)} tokens.")
     starts = np.linspace(0, room, TEXTS).astype(int)  # they don't overlap
     ids = np.stack([held_out[start : start + LENGTH] for start in starts]).astype(np.int64)
     maps = model.attend(torch.from_numpy(ids))[1]
@@ -58,7 +70,7 @@ def previous_token(model: LanguageModel, held_out: data.Tokens) -> Tensor:
 
 @torch.no_grad()
 def induction(model: LanguageModel, seed: int = UNSEEN) -> Tensor:
-    """The induction measure `[layers, h]`, averaged over 50 random sequences of 128 tokens said twice."""
+    """Return the induction score `[layers, h]`, averaged over 50 repeated sequences of 128 random tokens."""
     rng = np.random.default_rng(seed)
     once = rng.integers(data.END_ID + 1, model.config.vocab, (TEXTS, LENGTH // 2))
     ids = torch.from_numpy(np.concatenate([once, once], 1))  # [b, t]
@@ -67,17 +79,17 @@ def induction(model: LanguageModel, seed: int = UNSEEN) -> Tensor:
 
 
 def xz_bits(documents: Sequence[data.Document], before: Sequence[data.Document] = ()) -> float:
-    """Bits per byte of these documents under xz; given what came `before`, what they add to that."""
+    """Return the bits per byte of documents under xz, or what they add to the documents `before` them."""
 
     def size(some: Sequence[data.Document]) -> int:
         joined = "\0".join(document.text for document in some).encode()
         return len(lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME)) if some else 0
 
-    return 8 * (size([*before, *documents]) - size(before)) / data.byte_count(documents)
+    return 8 * (size([*before, *documents]) - size(before)) / byte_count(documents)
 
 
 def bigram_bits(training: data.Tokens, held_out: data.Tokens, vocab: int, bytes_: int) -> float:
-    """Bits per byte under a bigram model of the training ids with interpolated Kneser-Ney smoothing.
+    """Return the bits per byte under a bigram model with interpolated Kneser-Ney smoothing.
 
     P(w | v) = max(c(v w) − D, 0) / c(v) + D · n(v ·) / c(v) · P(w), where P(w) is the share of w in
     the kinds of pair, n(· w) / n(· ·), with one added to each n; D = n₁ / (n₁ + 2 n₂) from the kinds
@@ -96,14 +108,14 @@ def bigram_bits(training: data.Tokens, held_out: data.Tokens, vocab: int, bytes_
     seen = np.where(pairs[at] == v * vocab + w, counts[at], 0)
     known = follows[v] > 0
     total = np.where(known, follows[v], 1)
-    kept = np.where(known, discount * kinds[v] / total, 1.0)  # an unseen v tells nothing
+    kept = np.where(known, discount * kinds[v] / total, 1.0)  # an unknown v has no counts
     probability = np.maximum(seen - discount, 0) / total + kept * single[w]
     return float(-np.log2(probability).sum() / bytes_)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Bits per byte of the same held-out text, and what the heads measure `[layers, h]`."""
+    """Bits per byte of the same held-out text, and scores of the heads `[layers, h]`."""
 
     model: float
     xz: float
@@ -114,7 +126,7 @@ class Result:
     induction: Tensor
 
     def missed(self) -> list[str]:
-        """The bars that the model missed, as sentences."""
+        """Return what isn't good enough, as sentences."""
         bars = {
             f"no previous-token head is above {PREVIOUS}": self.previous.max() > PREVIOUS,
             f"no induction head is above {INDUCTION}": self.induction.max() > INDUCTION,
@@ -126,11 +138,11 @@ class Result:
 
 
 def measure(run: Run) -> Result:
-    """All that the card tells of a run on Python's own text."""
-    training, held_out = data.split(data.python_documents())
+    """Measure what the card reports of a run on Python's own text."""
+    training, held_out = split(data.python_documents())
     model, _ = checkpoint.load(run.out)
     ids, held_ids = data.read_tokens(run.out / TRAINING), data.read_tokens(run.out / HELD_OUT)
-    size = data.byte_count(held_out)
+    size = byte_count(held_out)
 
     def as_bytes(side: Sequence[data.Document]) -> data.Tokens:
         joined = "\0".join(["", *(document.text for document in side), ""])
@@ -148,7 +160,7 @@ def measure(run: Run) -> Result:
 
 
 def card(run: Run, result: Result) -> str:
-    """The model card, in Markdown."""
+    """Return the model card in Markdown."""
     model, tokenizer = checkpoint.load(run.out)
     config, options, facts = model.config, run.options, run.facts
     size = (run.out / "model.safetensors").stat().st_size
@@ -163,19 +175,19 @@ def card(run: Run, result: Result) -> str:
     ]
     return f"""# The shipped language model
 
-A causal transformer on this library's own attention, small enough to look at every head. It is made
-to show what attention does, not to be relied on for what it writes.
+A causal transformer on this library's own attention, small enough to inspect every head. It demonstrates what
+attention does; its text isn't reliable.
 
-Made by `python -m manyheads.lm.recipe --out DIR`; nothing was downloaded.
+Made by `python scripts/make_shipped_model.py --out DIR`; nothing was downloaded.
 
-## What it is
+## Architecture
 
 - {config.layers} layers of {config.heads} heads, model size {config.embed}, feed-forward {config.hidden}, \
 context {config.context} tokens, vocabulary {config.vocab}
 - {parameters:,} parameters in float32, {size:,} bytes; SHA-256 of `model.safetensors`:
   `{checkpoint.file_digest(run.out / "model.safetensors")}`
 
-## What it read
+## Training data
 
 - `pydoc_data.topics` and the docstrings of the standard library of Python \
 {platform.python_version()} on {platform.system()}; SHA-256 of all documents: \
@@ -184,10 +196,10 @@ context {config.context} tokens, vocabulary {config.vocab}
 {facts[TRAINING]["tokens"]:,} tokens; held out: {facts[HELD_OUT]["documents"]} documents, \
 {facts[HELD_OUT]["bytes"]:,} bytes, {facts[HELD_OUT]["tokens"]:,} tokens. The split is by document; \
 the tokenizer saw the training documents only.
-- {share:.0%} of the training tokens are synthetic: runs of random tokens said again and again, from \
-which heads learn to copy. The loss on them counts only what looking back can tell.
+- {share:.0%} of the training tokens are synthetic: repeated runs of random tokens, from which heads learn to
+\ copy. The loss on them counts only repeated tokens.
 
-## How it was trained
+## Training
 
 - {options.steps:,} steps of {options.batch_size * options.context:,} tokens ({tokens:,} in all, \
 {tokens * (1 - share) / facts[TRAINING]["tokens"]:.0f} passes over the text), seed {options.seed}, \
@@ -198,10 +210,10 @@ were cut into eight in the first quarter of the steps, then into four, into two,
 {torch.get_num_threads()} threads, PyTorch {torch.__version__.split("+")[0]}
 - all options: `{asdict(options)}`
 
-## How well it foretells held-out text
+## Loss on held-out text
 
-Bits per byte of the {facts[HELD_OUT]["bytes"]:,} held-out bytes; every method also pays for the ends \
-of the documents.
+Bits per byte of the {facts[HELD_OUT]["bytes"]:,} held-out bytes. Every method also encodes the ends of \
+the documents.
 
 | method | bits per byte |
 |---|---|
@@ -211,17 +223,17 @@ of the documents.
 | bigram model of tokens, fitted on the training text (Kneser-Ney) | {result.token_bigram:.3f} |
 | bigram model of bytes, likewise | {result.byte_bigram:.3f} |
 
-## Which heads do what
+## Head scores
 
 Previous token: the mean weight on the token just before, over {TEXTS} held-out texts of {LENGTH} \
 tokens. Induction: the mean weight on tokens that followed the query's own token, over {TEXTS} \
-sequences of {LENGTH // 2} random tokens said twice (seed {UNSEEN}, which training never drew from).
+repeated sequences of {LENGTH // 2} random tokens (seed {UNSEEN}, which training doesn't use).
 
 | layer | head | previous token | induction |
 |---|---|---|---|
 {chr(10).join(heads)}
 
-## What it writes
+## A sample
 
 Prompt `{PROMPT}`, temperature 0.8, seed 0:
 
@@ -232,7 +244,7 @@ Prompt `{PROMPT}`, temperature 0.8, seed 0:
 
 
 def make(out: Path) -> list[str]:
-    """Train, or go on; measure; write what ships to out/shipped. The bars that were missed."""
+    """Train or continue, measure, write out/shipped, and return what isn't good enough."""
     resume = (out / "state.json").exists() or (out / checkpoint.WRITTEN).exists()
     run = train(out, OPTIONS, resume=resume)
     result = measure(run)
@@ -245,7 +257,7 @@ def make(out: Path) -> list[str]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="Make the model that ships with manyheads.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     try:

@@ -1,4 +1,4 @@
-"""The lessons: notebooks to learn attention by running it, with exercises that the checker grades.
+"""The lessons: notebooks about attention, with exercises that the checker grades.
 
 They are `docs/lessons` in a clone, and are installed in the package.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from manyheads.files import replacing
 
-CLONE = Path(__file__).parents[2] / "docs" / "lessons"
-INSTALLED = Path(__file__).parent / "notebooks"
+CLONE = Path(__file__).parents[3] / "docs" / "lessons"
+INSTALLED = Path(__file__).parents[1] / "notebooks"
 
 
 def source() -> Path:
-    """Return the folder that holds them; FileNotFoundError where the installation lacks it."""
+    """Return the folder of the lessons, or raise FileNotFoundError if the installation lacks it."""
     for folder in (INSTALLED, CLONE):
         if any(folder.glob("*.ipynb")):
             return folder
@@ -29,10 +29,16 @@ def source() -> Path:
 
 
 def copy(folder: Path) -> list[Path]:
-    """Copy what isn't there yet, so that nothing of a learner's work is lost; the files that were copied.
+    """Copy the files of the lessons that a folder doesn't have yet.
 
-    Raises NotADirectoryError where `folder`, or what should be a folder on the way, is none; nothing is
-    copied then.
+    Args:
+        folder: The folder, which is created. Its files are kept.
+
+    Returns:
+        The files that were copied.
+
+    Raises:
+        NotADirectoryError: If `folder`, or a folder in its path, is a file. Nothing is copied then.
     """
     paths = [path for path in sorted(source().rglob("*")) if path.suffix in (".ipynb", ".py")]
     for parent in sorted({(folder / path.relative_to(source())).parent for path in paths}):
@@ -40,8 +46,8 @@ def copy(folder: Path) -> list[Path]:
             parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise NotADirectoryError(
-                f"the lessons go into a folder, and {parent} can't be one, as a file stands there or "
-                f"above it: name another one."
+                f"Expected a folder for the lessons, got {parent}, where a file is in its path. Choose "
+                "another one."
             ) from None
     made = []
     for path in paths:
@@ -55,21 +61,19 @@ def copy(folder: Path) -> list[Path]:
 
 
 def command(folder: Path) -> list[str]:
-    """What opens the folder in JupyterLab, to be typed; root must be allowed by name."""
+    """Return the command that opens a folder in JupyterLab, with the option that root needs."""
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     return ["jupyter", "lab", str(folder), *(["--allow-root"] if root else [])]
 
 
 def start(folder: Path) -> int:
-    """Open the folder in JupyterLab until that is closed, and its exit code.
-
-    Its terminals and cells find the command `manyheads`, whether the environment is activated or not.
-    """
+    """Open a folder in JupyterLab, wait until that is closed, and return its exit code."""
+    # Its terminals and cells find the command `manyheads`, also if the environment isn't activated.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     words = [sys.executable, "-m", "jupyterlab", *command(folder)[2:]]
     return subprocess.run(words, env={**os.environ, "PATH": path}, check=False).returncode
 
 
-def startable() -> bool:
-    """Is JupyterLab installed?"""
+def can_start() -> bool:
+    """Return True if JupyterLab is installed."""
     return find_spec("jupyterlab") is not None

@@ -1,0 +1,368 @@
+"""From panels to figures: heat maps, their colour scales and bars, and labels that fit and are legible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from io import BytesIO
+from itertools import count
+from textwrap import fill
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
+from matplotlib.colors import LogNorm, Normalize, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.image import AxesImage
+from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
+
+from manyheads.figures.cells import DPI, POOLING, SHARP, AxisLabels, Panel
+
+WEIGHT = "viridis"  # sequential, and legible without colour vision
+MASKED: dict[str, Any] = {"facecolor": "#e8e8e8", "edgecolor": "#cccccc", "hatch": "////", "linewidth": 0.0}
+
+FULL, HALF = 11.0, 7.0  # inches per side of a panel that shows every token, or is pooled
+PAGE = 20.0  # inches that small multiples fill at most, down and across
+MOST = int(FULL * SHARP)  # tokens per side that get a cell each; more are pooled
+FEW = 12  # tokens up to which each weight is written into its cell
+LONG = 40  # tokens from which small weights would be lost on a linear scale
+SPARSE = 5  # tokens per label; where labels would be rarer, positions are shown instead
+LONGEST = 20  # characters of a tick label
+GAP = 0.1  # inches between small multiples
+LINE = 0.125  # inches that a line of tick labels needs
+LETTER = 0.07  # inches that a character of a label needs
+
+
+class Picture(Figure):
+    """A matplotlib Figure that a notebook displays, with pyplot or without."""
+
+    def _repr_png_(self) -> bytes:
+        file = BytesIO()
+        self.savefig(file, format="png", bbox_inches="tight")
+        return file.getvalue()
+
+
+class Strip(NamedTuple):
+    """A row of panels: its name, the titles of its heads, the labels of both axes, its height in inches."""
+
+    name: str
+    heads: list[str]
+    panels: list[Panel]
+    labels: AxisLabels
+    height: float
+
+
+class Ticks(NamedTuple):
+    """The ticks of an axis: their positions, labels and distance in inches."""
+
+    positions: range
+    labels: list[str]
+    distance: float
+
+    @property
+    def width(self) -> float:
+        """Inches of the longest label."""
+        return LETTER * max(map(len, self.labels)) + 0.1
+
+    @property
+    def are_vertical(self) -> bool:
+        """Return True if the labels must be vertical below a panel."""
+        return self.width - 0.1 > 0.9 * self.distance
+
+    @property
+    def height(self) -> float:
+        """Inches that the labels take below a panel."""
+        return self.width if self.are_vertical else 0.25
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def draw_row(
+    groups: list[list[Panel]],
+    bar_labels: list[str],
+    labels: AxisLabels,
+    titles: Sequence[str],
+    title: str | None,
+) -> Figure:
+    """Draw panels of one shape side by side, with a colour scale and bar for each group of them."""
+    panels = sum(groups, [])
+    height, width = inches = panel_size(panels[0].t, panels[0].s)
+    y_ticks, x_ticks = make_ticks(labels[0], panels[0].t, height), make_ticks(labels[1], panels[0].s, width)
+    size = len(panels) * (width + 0.15) + 1.7 * len(groups) + y_ticks.width, height + 1.3 + x_ticks.height
+    figure = Picture(figsize=size, dpi=DPI, layout="constrained")
+    every = figure.subplots(1, len(panels), squeeze=False)[0].tolist()
+    rest = iter(every)
+    for group, bar_label in zip(groups, bar_labels, strict=True):
+        norm, own = weight_scale(group), [next(rest) for _ in group]
+        for axes, panel in zip(own, group, strict=True):
+            image = draw_heatmap(axes, panel, norm, inches)
+        _add_colorbar(figure, image, group, height, bar_label, ax=own, pad=0.02, aspect=height / 0.16)
+    for axes, name in zip(every, titles, strict=True):
+        axes.yaxis.set_visible(axes is every[0])
+        set_ticks(axes.yaxis, y_ticks)
+        set_ticks(axes.xaxis, x_ticks)
+        set_text(axes.set_title, name, 11, width if len(panels) > 1 else max(width, 3.6))
+        axes.set_xlabel(_axis_label("key", 1, panels), fontsize=10)
+    every[0].set_ylabel(_axis_label("query", 0, panels), fontsize=10)
+    set_title(figure, title, 12)
+    return figure
+
+
+def draw_sheet(
+    strips: list[Strip], width: float, norm: Normalize, bar_label: str, rows: str, title: str | None
+) -> Figure:
+    """Draw strips of panels on one colour scale, each panel `width` inches wide.
+
+    Axes are placed by hand: matplotlib's own layout takes minutes for a thousand panels.
+    """
+    panels = [panel for strip in strips for panel in strip.panels]
+    keys = [(strip.panels[0].s, strip.labels[1]) for strip in strips]
+    has_x_ticks = [own != below for own, below in zip(keys, [*keys[1:], None], strict=True)]
+    heads = [strip.heads for strip in strips]
+    has_titles = [own != above[: len(own)] for own, above in zip(heads, [[], *heads[:-1]], strict=True)]
+    y_ticks = [make_ticks(strip.labels[0], strip.panels[0].t, strip.height) for strip in strips]
+    x_ticks = [make_ticks(names, s, width) for s, names in keys]
+
+    # The size of the figure in inches, and the upper edge of each strip.
+    longest = LETTER * max(len(strip.name) for strip in strips)
+    is_flat = longest > min(strip.height for strip in strips) + GAP  # names that fit only horizontally
+    beside = max(ticks.width for ticks in y_ticks)
+    left = 0.25 + (longest if is_flat else 0.2) + beside
+    inside = max(map(len, heads)) * (width + GAP)
+    title = _wrap(title or "", 11, left + inside + 1)
+    y = 0.2 * (title.count("\n") + 1) if title else 0.0
+    tops = []
+    for strip, new, last, below in zip(strips, has_titles, has_x_ticks, x_ticks, strict=True):
+        tops.append(y + (0.25 if new and any(strip.heads) else 0.05))
+        y = tops[-1] + strip.height + GAP + (below.height if last else 0)
+    w, h = left + inside + 1.4, y + 0.35
+    figure = Picture(figsize=(w, h), dpi=DPI)
+
+    def place(x: float, y: float, width: float, height: float) -> Axes:
+        """Add axes, in inches from the upper left corner."""
+        return figure.add_axes((x / w, 1 - (y + height) / h, width / w, height / h))
+
+    for r, (strip, y) in enumerate(zip(strips, tops, strict=True)):
+        sparse = int(np.ceil(LETTER * max(map(len, strip.heads)) / (width + GAP))) or 1
+        for c, panel in enumerate(strip.panels):
+            axes = place(left + c * (width + GAP), y, width, strip.height)
+            image = draw_heatmap(axes, panel, norm, (strip.height, width))
+            axes.yaxis.set_visible(c == 0)
+            axes.xaxis.set_visible(has_x_ticks[r] or c >= len(heads[r + 1]))
+            if axes.xaxis.get_visible():
+                set_ticks(axes.xaxis, x_ticks[r])
+            if c == 0:
+                set_ticks(axes.yaxis, y_ticks[r])
+                set_text(axes.set_ylabel, strip.name, 9)
+                axes.yaxis.set_label_coords(-(beside + 0.05) / width, 0.5)
+                if is_flat:
+                    axes.yaxis.label.set(rotation=0, ha="right", va="center")
+            if has_titles[r] and c % sparse == 0:  # every few, if all don't fit
+                set_text(axes.set_title, strip.heads[c], 9)
+    bottom = tops[-1] + strips[-1].height
+    height = bottom - tops[0]
+    bar_axes = place(left + inside + 0.05, tops[0], 0.16, height)
+    _add_colorbar(figure, image, panels, height, bar_label, cax=bar_axes)
+    figure.supylabel(_axis_label(rows, 0, panels), x=0.05 / w, y=1 - (tops[0] + height / 2) / h, fontsize=9)
+    x, y = (left + inside / 2) / w, 1 - (bottom + x_ticks[-1].height + 0.1) / h
+    figure.supxlabel(_axis_label("key", 1, panels), x=x, y=y, va="top", fontsize=9)
+    if title:
+        set_text(partial(figure.suptitle, x=x, y=1 - 0.05 / h, va="top"), title, 11)
+    return figure
+
+
+def panel_size(t: int, s: int) -> tuple[float, float]:
+    """Return the inches of a single panel: room for a number in each cell while they are few."""
+    n = max(t, s)
+    side = FULL if n <= MOST else HALF
+    cell = 0.55 if n <= FEW else float(np.clip(9 / n, 0.14, 0.3)) if n <= 78 else side / n
+    return max(1.8, t * cell), max(1.8, s * cell)
+
+
+def small_panel_size(t: int, s: int, down: int, across: int) -> tuple[float, float]:
+    """Return the inches of a small multiple: room for a label at each token, until the page is full."""
+    side = min(float(np.clip(1.1 * LINE * max(t, s), 1.15, 2.75)), PAGE / across, PAGE / down)
+    height, width = (max(0.35, n / max(t, s)) * side for n in (t, s))
+    return height, width
+
+
+def _axis_label(name: str, axis: int, panels: list[Panel]) -> str:
+    """Return the label of an axis, with the number of tokens in a cell."""
+    most = max(-(-panel[1 + axis] // panel.cells.shape[axis]) for panel in panels)
+    return name if most == 1 else f"{name}, up to {most:,} in a cell"
+
+
+# -- panels ----------------------------------------------------------------------------------------
+
+
+def weight_label(reduce: str, panels: list[Panel]) -> str:
+    """Return the label of a colour bar of weights."""
+    is_pooled = any(panel.cells.shape != (panel.t, panel.s) for panel in panels)
+    return f"{POOLING[reduce]} attention weight of each cell" if is_pooled else "attention weight"
+
+
+def draw_heatmap(axes: Axes, panel: Panel, norm: Normalize, box: tuple[float, float]) -> AxesImage:
+    """Draw a panel in coordinates of tokens, with its numbers if they fit a box of inches."""
+    axes.patch.set(**MASKED)
+    axes.spines[:].set_visible(False)  # they would cover half of the first key, where sinks are
+    image = axes.imshow(
+        panel.cells,
+        cmap=WEIGHT,
+        norm=norm,
+        interpolation="nearest",
+        aspect="auto",
+        extent=(-0.5, panel.s - 0.5, panel.t - 0.5, -0.5),
+    )
+    if box[0] / panel.t >= 0.2 and box[1] / panel.s >= 0.5:
+        for (i, j), weight in np.ma.ndenumerate(panel.cells):
+            digits = f"{weight:.2f}" if weight >= 0.005 else "<.01" if weight else "0"
+            write_number(axes, i, j, digits, image.cmap(image.norm(weight)))
+    return image
+
+
+def write_number(axes: Axes, i: int, j: int, digits: str, background: Any) -> None:
+    """Write a number into row i and column j, black or white as the background needs."""
+    red, green, blue, _ = background
+    color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+    axes.text(j, i, digits, ha="center", va="center", fontsize=8, color=color)
+
+
+# -- colours ---------------------------------------------------------------------------------------
+
+
+def weight_scale(panels: list[Panel]) -> Normalize:
+    """Return a colour scale from 0 to the largest weight of a query with some choice of keys.
+
+    The first queries of a causal text share their weight among few keys, and would set the scale for
+    all others: to count, a query sees more than one, and an eighth of what any sees. The weights of
+    long texts are small and many: their scale is that of the square roots.
+    """
+    visible = [panel.cells.count(axis=1) for panel in panels]
+    free = [panel.cells[n > max(1, n.max() / 8)] for panel, n in zip(panels, visible, strict=True)]
+    top = max((float(rows.max()) for rows in free if rows.count()), default=1.0) or 1.0
+    step = 0.1 if top > 0.5 else 10.0 ** (np.floor(np.log10(top)) - 1)
+    top = float(np.ceil(top / step - 1e-3) * step)  # round up, but take 1 and a rounding error as 1
+    is_long = max(max(panel.t, panel.s) for panel in panels) > LONG
+    return PowerNorm(0.5, 0.0, top) if is_long else Normalize(0.0, top)
+
+
+def log_scale(panels: list[Panel], usual: float) -> Normalize:
+    """Return a logarithmic colour scale from about a hundredth of the usual number to the largest."""
+    top = max((float(panel.cells.max()) for panel in panels if panel.cells.count()), default=0.0)
+    if not top:
+        return Normalize(0.0, 1.0)
+    return LogNorm(10.0 ** round(np.log10(usual / 100)), top, clip=True)
+
+
+def _add_colorbar(
+    figure: Figure, image: AxesImage, panels: list[Panel], inches: float, label: str, **where: Any
+) -> None:
+    """Add one colour bar, `inches` long, and a legend of masked cells if there are any."""
+    low, top = image.get_clim()
+    values = [panel.cells for panel in panels if panel.cells.count()]
+    under = any(cells.min() < low for cells in values)
+    over = any(cells.max() > top * (1 + 1e-6) for cells in values)
+    extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get((under, over), "neither")
+    bar = figure.colorbar(image, extend=extend, extendfrac=0.1 / inches, **where)
+    if isinstance(image.norm, PowerNorm):
+        label += ", square-root scale"
+        bar.set_ticks([top * n * n / 25 for n in range(6)], minor=False)
+        bar.ax.yaxis.set_major_formatter("{x:.2g}")
+    if isinstance(image.norm, LogNorm):
+        label += ", logarithmic scale"
+        first, last = round(np.log10(low)), int(np.floor(np.log10(top) + 1e-9))
+        step = _round_up((last - first) * 0.2 / inches)
+        bar.set_ticks([10.0**n for n in range(first, last + 1, step)])
+        bar.ax.yaxis.set_major_formatter("{x:,g}")
+        bar.ax.yaxis.set_minor_locator(NullLocator())
+    set_text(bar.set_label, label, 9, inches)
+    bar.ax.tick_params(labelsize=8)
+    if any(np.ma.is_masked(panel.cells) for panel in panels):
+        bar.ax.legend(
+            handles=[Patch(**MASKED)],
+            labels=["masked"],
+            loc="upper left",
+            bbox_to_anchor=(0, -0.1 / inches),
+            borderaxespad=0,
+            borderpad=0,
+            handlelength=1.4,
+            fontsize=8,
+            frameon=False,
+        )
+
+
+# -- ticks -----------------------------------------------------------------------------------------
+
+
+def set_ticks(axis: XAxis | YAxis, ticks: Ticks) -> None:
+    """Put ticks on an axis."""
+    rotation = "vertical" if ticks.are_vertical and isinstance(axis, XAxis) else "horizontal"
+    axis.set_ticks(ticks.positions, ticks.labels, parse_math=False, rotation=rotation)
+    axis.set_tick_params(labelsize=8, length=2)
+
+
+def make_ticks(names: list[str] | None, size: int, inches: float) -> Ticks:
+    """Label every token, or every few if not all fit; label round positions if hardly any would fit."""
+    step = _round_up(LINE * size / inches)
+    if names is None or step > SPARSE:
+        step = _round_up(max(0.25, 0.15 + 0.075 * len(f"{size:,}")) * size / inches - 1e-6)
+        labels = [f"{i:,}" for i in range(0, size, step)]
+    else:  # where not every token is named, positions tell which ones are
+        labels = [_shorten(names[i]) + (f"  {i}" if step > 1 else "") for i in range(0, size, step)]
+    return Ticks(range(0, size, step), labels, step * inches / size)
+
+
+def _round_up(least: float) -> int:
+    """Return the first of 1, 2, 5, 10, 20, 50, … that is at least this."""
+    return next(n * 10**k for k in count() for n in (1, 2, 5) if n * 10**k >= least)
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def set_title(figure: Figure, title: str | None, size: float) -> None:
+    """Put a title above a figure, if there is one."""
+    if title:
+        set_text(figure.suptitle, title, size, figure.get_figwidth())
+
+
+def set_text(put: Callable[..., object], text: str, size: float, inches: float | None = None) -> None:
+    """Set a title or label: legible, without formulas, wrapped to a number of inches."""
+    put(_wrap(text, size, inches), fontsize=size, parse_math=False)
+
+
+def _wrap(text: str, size: float, inches: float | None) -> str:
+    """Return legible text in lines of a number of inches."""
+    if not isinstance(text, str):
+        raise TypeError(f"Expected title to be a string, got {text!r}.")
+    lines = [legible(line) for line in text.split("\n")]
+    if inches is not None:
+        lines = [fill(line, max(12, int(inches / (size * 0.0085)))) for line in lines]
+    return "\n".join(lines)
+
+
+def _shorten(name: str) -> str:
+    """Return a legible tick label, cut to `LONGEST` characters."""
+    name = legible(name)
+    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+
+
+def legible(text: str) -> str:
+    """Replace each character that the font lacks by its escape."""
+    drawable = _characters(tuple(FontProperties().get_family()))
+    return "".join(
+        c if ord(c) in drawable and c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+@lru_cache(maxsize=8)
+def _characters(families: tuple[str, ...]) -> frozenset[int]:
+    """Return the characters that the fonts of these families have."""
+    found: set[int] = set()
+    for family in families:
+        found |= get_font(findfont(FontProperties(family=[family]))).get_charmap().keys()
+    return frozenset(found)

@@ -1,0 +1,1 @@
+"""Models that read text, and what `manyheads show` says and draws about their heads."""

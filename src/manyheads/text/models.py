@@ -1,0 +1,313 @@
+"""Models that read text, with their tokenizers: checkpoints of `manyheads train` and Hugging Face models.
+
+Hugging Face models are loaded from a folder or from the local cache. Nothing is downloaded, no code that
+comes with a model is run, and the messages of transformers are suppressed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyheads import lm
+from manyheads.lm.checkpoint import is_ours
+from manyheads.observe import Recording, observe
+from manyheads.text.tokens import Token, align, printable
+
+SHIPPED = "shipped"  # the name of the model that comes with the package
+# What configurations call the longest text that a model reads.
+CONTEXTS = ("max_position_embeddings", "max_encoder_position_embeddings", "n_positions", "max_seq_len")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that reads text, one sequence at a time, on the CPU.
+
+    Attributes:
+        name: The name that the caller used.
+        module: The model.
+        reader: The part of it that reads text, called with ids `[1, t]`.
+        context: The largest number of tokens that it reads; None if there is no limit.
+        encode: A function of a text and the largest number of tokens (None: no limit), which returns tokens.
+        notes: Sentences to show with its maps.
+        scaled: A function of a number of tokens beyond the context, which returns the model with its rotary
+            frequencies scaled for so many; None if the model has no such variant.
+        layers: The modules that run one after another, if they are known.
+    """
+
+    name: str
+    module: nn.Module
+    reader: Callable[[torch.Tensor], object]
+    context: int | None
+    encode: Callable[[str, int | None], list[Token]]
+    notes: tuple[str, ...] = ()
+    scaled: Callable[[int], Model] | None = None
+    layers: tuple[nn.Module, ...] = ()
+
+    def read(self, ids: Sequence[int], on_layer: Callable[[], object] = lambda: None) -> Recording:
+        """Record the attention of the model while it reads a text.
+
+        Args:
+            ids: The tokens.
+            on_layer: A function that is called after each layer.
+
+        Returns:
+            The recording.
+
+        Raises:
+            ValueError: If the model can't read a text, calls no attention, or computes NaN or infinity.
+        """
+
+        def hook(*_: object) -> None:
+            on_layer()
+
+        with ExitStack() as stack:
+            for module in self.layers:
+                stack.callback(module.register_forward_hook(hook).remove)
+            recording = stack.enter_context(observe(self.module))
+            stack.enter_context(torch.no_grad())
+            try:
+                with _quiet():
+                    self.reader(torch.tensor([ids]))
+            except Exception as error:  # whatever a Hugging Face model raises
+                raise ValueError(f"{self.name} can't read a text alone: {_first_sentence(error)}.") from None
+        for layer in recording:
+            if any(bool((call.lse.isnan() | call.lse.isposinf()).any()) for call in recording.calls(layer)):
+                raise ValueError(f"{self.name} computes NaN or infinity in {layer}: its weights are broken.")
+        return recording
+
+
+def load(name: str | os.PathLike[str] | None = None) -> Model:
+    """Load a model that reads text.
+
+    Args:
+        name: A folder with a checkpoint of `manyheads train` or a Hugging Face model, or a name in the local
+            cache of Hugging Face. None is the model that ships with manyheads.
+
+    Returns:
+        The model with its tokenizer.
+
+    Raises:
+        FileNotFoundError: If there is no such model.
+        ValueError: If it can't be loaded, or doesn't read text.
+        ImportError: If it is a Hugging Face model and transformers isn't installed.
+    """
+    if name is None:
+        return _load_checkpoint(SHIPPED, None)
+    folder = Path(name) if Path(name).exists() else _find_cached(os.fspath(name))
+    load_from = _load_hugging_face if _is_hugging_face(folder) else _load_checkpoint
+    return load_from(os.fspath(name), folder)
+
+
+def _find_cached(name: str) -> Path:
+    """Return the folder of a model in the local cache of Hugging Face."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    expected = f"Expected a folder or a name in the local cache of Hugging Face, got {name}."
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except HFValidationError:  # it can't be a name
+        raise FileNotFoundError(expected) from None
+    except OSError:
+        raise FileNotFoundError(f"{expected} If it is a name, run hf download {name}.") from None
+
+
+def _is_hugging_face(folder: Path) -> bool:
+    """Return True if a folder holds a transformers model, not a checkpoint of manyheads."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    try:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            is_checkpoint = is_ours(file.metadata())
+    except (OSError, SafetensorError):  # its weights may be in other files
+        is_checkpoint = False
+    return isinstance(config, dict) and "model_type" in config and not is_checkpoint
+
+
+# -- checkpoints of manyheads ----------------------------------------------------------------------
+
+
+def _load_checkpoint(name: str, folder: Path | None) -> Model:
+    model, tokenizer = lm.load(folder)
+
+    def encode(text: str, most: int | None) -> list[Token]:
+        # With a space before it, a first "the" is the same token as a later one.
+        text = text if text[:1].isspace() else f" {text}"
+        return align(text, tokenizer.encode(text))[:most]
+
+    def wrap(model: lm.LanguageModel) -> Model:
+        return Model(
+            name,
+            model,
+            model,
+            model.context,
+            encode,
+            scaled=lambda context: wrap(model.scaled(context)),
+            layers=tuple(model.blocks),
+        )
+
+    return wrap(model)
+
+
+# -- Hugging Face models ---------------------------------------------------------------------------
+
+
+def _load_hugging_face(name: str, folder: Path) -> Model:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise ImportError(
+            f"{name} is a Hugging Face model and needs transformers, which isn't installed. "
+            "Run pip install '.[hf]' in a clone of manyheads."
+        ) from None
+    with _quiet():
+        model = _load_weights(name, folder)
+        tokenizer = _load_tokenizer(name, folder)
+    reader, vocabulary = _find_reader(model), _vocabulary_size(model)
+
+    def encode(text: str, most: int | None) -> list[Token]:
+        with _quiet():
+            tokens = _encode(tokenizer, text, most)
+        largest = max((token.id for token in tokens), default=0)
+        if vocabulary is not None and largest >= vocabulary:
+            raise ValueError(
+                f"{name}: the tokenizer returned the id {largest}, and the model has {vocabulary} tokens. "
+                "They belong to different models."
+            )
+        return tokens
+
+    notes = () if reader is model else ("the encoder of an encoder-decoder model is shown",)
+    return Model(name, model, reader, _find_context(reader, tokenizer), encode, notes)
+
+
+def _load_weights(name: str, folder: Path) -> Any:
+    """Return the model of a folder, without its head, in evaluation mode."""
+    from transformers import AutoModel
+
+    try:
+        model, loaded = AutoModel.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below
+        )
+    except Exception as error:  # of many types
+        raise ValueError(f"{name} can't be loaded by transformers: {_first_sentence(error)}.") from None
+    if model.main_input_name != "input_ids":
+        raise ValueError(f"Expected a model of text, got {name}, which reads {model.main_input_name}.")
+    # transformers initializes missing weights at random. That does no harm in a decoder, in a pooler after
+    # the last layer, and to sinusoidal tables.
+    reads = {id(x) for x in _find_reader(model).parameters()}
+    absent = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
+    random = [
+        path
+        for path, x in model.named_parameters()
+        if path in absent and id(x) in reads and "pooler" not in path
+        if "Sinusoid" not in type(model.get_submodule(path.rpartition(".")[0])).__name__
+    ]
+    if random:
+        raise ValueError(
+            f"{name}: {len(random)} of the weights that config.json describes are missing or of another "
+            f"size, the first is {random[0]}. The files belong to different models."
+        )
+    return model.eval()
+
+
+def _find_reader(model: Any) -> Any:
+    """Return the part that reads a text: the encoder, if the decoder needs a text of its own."""
+    return model.get_encoder() if "decoder_input_ids" in signature(model.forward).parameters else model
+
+
+def _vocabulary_size(model: Any) -> int | None:
+    try:
+        return len(model.get_input_embeddings().weight)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _load_tokenizer(name: str, folder: Path) -> Any:
+    """Return the tokenizer of a folder; without its files transformers would create an empty one."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, truncation_side="right"
+        )
+        files = type(tokenizer).vocab_files_names.values()
+        if files and not any((folder / file).exists() for file in {*files, "tokenizer.json"}):
+            raise ValueError(f"there is no {' or '.join(sorted({*files, 'tokenizer.json'}))}")
+    except Exception as error:  # of many types
+        raise ValueError(f"{name} has no tokenizer that can be loaded: {_first_sentence(error)}.") from None
+    return tokenizer
+
+
+def _encode(tokenizer: Any, text: str, most: int | None) -> list[Token]:
+    """Return a text as the tokens that its model reads, special tokens included."""
+    encoded = tokenizer(text, truncation=most is not None, max_length=most, return_special_tokens_mask=True)
+    if encoded.is_fast:
+        return align(text, encoded.encodings[0], own_spelling=True)
+    tokens = []  # a tokenizer in Python reports no offsets
+    for i, special in zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
+        label = printable(tokenizer.convert_ids_to_tokens(i))
+        tokens.append(Token(i, "" if special else tokenizer.decode([i]) or label, label, None))
+    return tokens
+
+
+def _find_context(reader: Any, tokenizer: Any) -> int | None:
+    """Return the largest number of tokens by the config or the position embeddings, else by the tokenizer."""
+    config = reader.config.get_text_config()
+    limits = [getattr(config, name) for name in CONTEXTS if isinstance(getattr(config, name, None), int)]
+    for path, part in reader.named_modules():
+        if f".{path}".endswith(".position_embeddings") and isinstance(part, nn.Embedding):
+            # With a padding token, as in RoBERTa, the first position is the index after it.
+            limits.append(part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1))
+    limit = min(limits or [tokenizer.model_max_length])
+    return limit if 0 < limit < 10**9 else None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the log, the progress bars and the warnings of transformers."""
+    if sys.modules.get("transformers") is None:
+        yield
+        return
+    from transformers.utils import logging as log
+
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(logging.CRITICAL)
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()
+
+
+def _first_sentence(error: Exception) -> str:
+    """Return the first sentence of another library's error, without its full stop."""
+    message = shorten(str(error), 300, placeholder=" …") or type(error).__name__
+    return re.split(r"(?<=[.!]) ", message)[0].rstrip(".! ")

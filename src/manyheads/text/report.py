@@ -1,0 +1,493 @@
+"""What `manyheads show` finds out about a text: maps, head scores and findings, as pictures and as JSON.
+
+    text → tokens → maps, one per layer → head scores and findings → pictures, JSON, or `terminal`
+
+Each step can be called from Python. Everything that can be wrong with the input is checked in `read_text`,
+`read`, `choose_head` and `check_format`, before the first line is printed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from matplotlib.figure import Figure
+
+from manyheads import figures, scores
+from manyheads.maps import AttentionMap
+from manyheads.observe import Recording
+from manyheads.text import models
+from manyheads.text.highlights import (
+    MASKS,
+    SEARCHED,
+    Finding,
+    HeadScores,
+    describe,
+    find_candidates,
+    most_characteristic,
+    name_head,
+    score_heads,
+    select_findings,
+    uniform,
+)
+from manyheads.text.tokens import Token
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+FORMATS = ("png", "svg", "pdf")
+COUNTERFACTUAL = "what if nothing were masked"
+AHEAD = {"next_token", "last_token"}  # which no causal head has
+LONGEST = 32_768  # tokens that --long reads
+CELLS = 128  # about the cells on a side of a small picture
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A text and the attention of a model that read it.
+
+    Attributes:
+        model: The name of the model.
+        tokens: The tokens that it read.
+        left_out: The number of tokens that were cut off at the end.
+        recording: All recorded attention, with labels.
+        layers: The paths of the layers with self-attention.
+        maps: The map of each of these layers.
+        candidates: The findings of every head, the most interesting first.
+        notes: Sentences to show with the maps.
+    """
+
+    model: str
+    tokens: list[Token]
+    left_out: int
+    recording: Recording
+    layers: list[str]
+    maps: list[AttentionMap]
+    candidates: list[Finding]
+    notes: list[str]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Return a handful of findings, the largest weight first."""
+        return select_findings(self.candidates)
+
+    @property
+    def trained(self) -> int | None:
+        """Return the trained context if the text is longer, so that the rest is extrapolated; else None."""
+        return self.recording.provenance.get("extrapolated_from")
+
+    @property
+    def ids(self) -> list[int]:
+        """Return the ids of the tokens."""
+        return [token.id for token in self.tokens]
+
+    @property
+    def labels(self) -> list[str]:
+        """Return the labels of the tokens."""
+        return [token.label for token in self.tokens]
+
+    def describe(self, finding: Finding) -> str:
+        """Return a finding as a sentence."""
+        return describe(finding, self.tokens)
+
+    def title(self, layer: int, head: int) -> str:
+        """Return a title for a head: its most interesting finding, or its name."""
+        best = next(one for one in self.candidates if (one.layer, one.head) == (layer, head))
+        return self.describe(best) if select_findings([best]) else name_head(layer, head)
+
+    @cached_property
+    def scores(self) -> list[list[HeadScores]]:
+        """Return the scores of every head, layer by layer."""
+        return [score_heads(amap, torch.tensor(self.ids)) for amap in self.maps]
+
+    @cached_property
+    def uniform(self) -> list[list[HeadScores]]:
+        """Return the scores of uniform heads under the same masks, layer by layer."""
+        return [score_heads(uniform(amap), torch.tensor(self.ids)) for amap in self.maps]
+
+    @property
+    def characteristic(self) -> list[list[str]]:
+        """Return the name of the score that stands out most for every head, layer by layer."""
+        ids = torch.tensor(self.ids)
+        layers = zip(self.maps, self.scores, self.uniform, strict=True)
+        return [most_characteristic(amap, ids, heads, base) for amap, heads, base in layers]
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the names of the scores that heads under these masks can have."""
+        ahead = any(scores["next_token"] is not None for heads in self.uniform for scores in heads)
+        return [name for name in (*MASKS, "entropy") if ahead or name not in AHEAD]
+
+    def unmasked(self) -> Reading:
+        """Return the reading with the weights that the same q and k give without a mask."""
+        return replace(self, maps=[amap.under(None) for amap in self.maps])
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_text(text: str | None, file: str | None) -> str:
+    """Return the text of a command line or a file.
+
+    Args:
+        text: The text, or None.
+        file: The path of a file, - for standard input, or None. A newline at its end isn't part of the text.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: Unless one of both is given, and if the text is blank or isn't UTF-8.
+        OSError: If the file can't be read.
+    """
+    if (text is None) == (file is None):
+        got = "neither" if text is None else "both"
+        raise ValueError(f"Expected a TEXT or a --text-file, got {got}.")
+    source = "TEXT" if file is None else "standard input" if file == "-" else file
+    try:
+        if text is not None:
+            data = os.fsencode(text)
+        else:
+            data = _read_stdin() if file == "-" else Path(str(file)).read_bytes()
+        found = data.decode("utf-8-sig")
+    except OSError as error:
+        raise OSError(f"--text-file {source} can't be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"Expected UTF-8 text, got an invalid byte at {error.start} of {source}. Convert it to UTF-8."
+        ) from None
+    if file is not None:
+        found = found.replace("\r\n", "\n").removesuffix("\n")
+    if not found.strip():
+        raise ValueError(f"Expected a text with some words, got a blank {source}.")
+    return found
+
+
+def _read_stdin() -> bytes:
+    if sys.stdin is None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return sys.stdin.buffer.read()
+
+
+def read(
+    text: str,
+    model: str | os.PathLike[str] | None = None,
+    *,
+    truncate: bool = False,
+    long: bool = False,
+    progress: Progress | None = None,
+) -> Reading:
+    """Let a model read a text.
+
+    Args:
+        text: The text.
+        model: The model, see `models.load`. None is the one that ships with manyheads.
+        truncate: Cut a text that is too long instead of raising.
+        long: Read up to `LONGEST` tokens with a manyheads model. Beyond its context, its rotary frequencies
+            are scaled for the length of the text (`lm.LanguageModel.scaled`).
+        progress: A progress bar that counts the layers. Beyond the context, the expected time is printed
+            above it.
+
+    Returns:
+        The maps, with findings.
+
+    Raises:
+        ValueError: If the text is too long, the model has no self-attention over it, or `long` is set for a
+            Hugging Face model. `models.load` and `Model.read` raise further errors.
+    """
+    reader = models.load(model)
+    if long and reader.scaled is None:
+        raise ValueError(
+            f"Expected a manyheads model for --long, which scales rotary frequencies, got the Hugging Face "
+            f"model {reader.name}. Leave --long out."
+        )
+    notes = list(reader.notes)
+    tokens = every = reader.encode(text, None)
+    if not tokens:
+        raise ValueError(f"Expected a text with tokens, got one of which {reader.name} reads none.")
+    trained = reader.context
+    most = max(LONGEST, trained) if long and trained is not None else trained
+    if most is not None and len(every) > most:
+        if not truncate:
+            raise ValueError(_too_long(len(every), most, can_scale=not long and reader.scaled is not None))
+        tokens = reader.encode(text, most)
+        notes.append(f"--truncate: only the first {len(tokens)} of {len(every)} tokens are read")
+    ids, t = [token.id for token in tokens], len(tokens)
+    extrapolated = trained is not None and t > trained
+    if extrapolated:
+        assert reader.scaled is not None
+        reader = reader.scaled(t)
+        notes.append(f"tokens from {trained} on are beyond the trained context of {trained} (extrapolated)")
+        if progress is not None:
+            expected = round_duration(estimate_time(reader, ids))
+            progress.console.print(f"reading {t:,} tokens, {expected}", highlight=False, soft_wrap=True)
+    if t > SEARCHED:
+        notes.append(f"findings are searched among the first {SEARCHED} of {t} tokens")
+    if progress is None:
+        recording = reader.read(ids)
+    else:
+        task = progress.add_task("reading", total=len(reader.layers) or None)
+        recording = reader.read(ids, lambda: progress.advance(task))
+    calls = _list_calls(recording)
+    if not any(amap.shape[2:] == (t, t) for _, amap in calls):
+        queries, keys = calls[0][1].shape[2:]
+        raise ValueError(
+            f"Expected self-attention over the {t} tokens of the text, got {queries} queries and {keys} keys "
+            f"in the first layer of {reader.name}."
+        )
+    recording.label([token.label for token in tokens])
+    square = [(layer, amap) for layer, amap in _list_calls(recording) if amap.shape[2:] == (t, t)]
+    if len(square) < len(calls):
+        notes.append(
+            f"{len(calls) - len(square)} of {len(calls)} layers have no self-attention over the text and "
+            "aren't shown"
+        )
+    recording.provenance.update(model=reader.name, ids=ids)
+    if extrapolated:
+        recording.provenance["extrapolated_from"] = trained
+    layers, maps = [layer for layer, _ in square], [amap for _, amap in square]
+    renumbered = next((n for n, layer in enumerate(layers) if str(n) not in layer.split(".")), None)
+    if renumbered is not None:  # some layers have no attention, or share a module
+        notes.append(f"layers are numbered by their calls: layer {renumbered} is {layers[renumbered]}")
+    special = {n for n, token in enumerate(tokens) if not token.text}
+    candidates = find_candidates(maps, ids, special)
+    return Reading(reader.name, tokens, len(every) - t, recording, layers, maps, candidates, notes)
+
+
+def _too_long(tokens: int, most: int, can_scale: bool) -> str:
+    longer = f"Read up to {LONGEST} tokens with --long, shorten it," if can_scale else "Shorten it,"
+    return (
+        f"Expected a text of at most {most} tokens, got {tokens}. {longer} or keep the first {most} tokens "
+        "with --truncate."
+    )
+
+
+def estimate_time(reader: models.Model, ids: Sequence[int]) -> float:
+    """Estimate how many seconds a text will take, from three short beginnings of it.
+
+    Args:
+        reader: The model.
+        ids: The tokens. The time is a quadratic function of their number.
+
+    Returns:
+        The seconds of reading, of head scores and of a small picture.
+    """
+
+    def seconds(t: int) -> float:
+        start = perf_counter()
+        beginning = torch.tensor(ids[:t])
+        for _, amap in _list_calls(reader.read(ids[:t])):
+            score_heads(amap, beginning)
+            score_heads(uniform(amap), beginning)
+            amap.pooled(min(t, CELLS), min(t, CELLS), "max")  # as a picture does
+        return perf_counter() - start
+
+    last = max(3, len(ids) // 4)
+    middle = max(2, last // 4)
+    first = max(1, middle // 4)
+    seconds(first)  # the first run takes longer
+    low, mid, high = seconds(first), seconds(middle), seconds(last)
+    slope, before = (high - mid) / (last - middle), (mid - low) / (middle - first)
+    curvature = (slope - before) / (last - first)  # Newton's divided differences
+    return high + (len(ids) - last) * (max(0.0, slope) + max(0.0, curvature) * (len(ids) - middle))
+
+
+def round_duration(seconds: float) -> str:
+    """Return a duration in words, as precise as an estimate can be."""
+    if seconds < 1.5:
+        return "about a second"
+    if seconds < 90:
+        return f"about {seconds if seconds < 10 else 5 * round(seconds / 5):.0f} seconds"
+    return f"about {seconds / 60:.0f} minutes"
+
+
+def _list_calls(recording: Recording) -> list[tuple[str, AttentionMap]]:
+    """Return all calls with their layers. A module that is called repeatedly counts as several layers."""
+    return [(layer, amap) for layer in recording for amap in recording.calls(layer)]
+
+
+def choose_head(reading: Reading, layer: int | None = None, head: int | None = None) -> tuple[int, int]:
+    """Return the layer and the head to show in detail.
+
+    Args:
+        reading: The maps.
+        layer: The layer, or None for that of the most interesting finding.
+        head: The head, or None for that of the most interesting finding.
+
+    Returns:
+        The layer and the head, counted from 0.
+
+    Raises:
+        ValueError: If the model has no such layer or head.
+    """
+    layers = len(reading.maps)
+    if layer is not None and not 0 <= layer < layers:
+        raise ValueError(f"Expected --layer to be between 0 and {layers - 1}, got {layer}.")
+    heads = max(amap.shape[1] for n, amap in enumerate(reading.maps) if layer in (None, n))
+    if head is not None and not 0 <= head < heads:
+        raise ValueError(f"Expected --head to be between 0 and {heads - 1}, got {head}.")
+    best = next(one for one in reading.candidates if layer in (None, one.layer) and head in (None, one.head))
+    return best.layer, best.head
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dict[str, Figure]:
+    """Draw all heads, and one in detail.
+
+    Args:
+        reading: The maps.
+        layer: The layer to show in detail.
+        head: The head to show in detail.
+        masked: If False, also draw the head with the same q and k and no mask.
+
+    Returns:
+        The figures by the names of their files.
+    """
+    amap, labels, trained = reading.maps[layer], reading.labels, reading.trained
+    note = ""
+    if trained is not None:
+        note = f"\nbelow the line, from token {trained} on, beyond the trained context: extrapolated"
+    title = reading.title(layer, head) + note
+    if masked or not hides_keys(amap):
+        detail = figures.head(amap, labels, head=head, title=title)
+    else:
+        causal = amap.problem.mask is not None and amap.problem.mask.normal().band[1] == 0
+        detail = figures.beside(
+            amap,
+            amap.under(None),
+            labels,
+            head=head,
+            titles=(f"{'causal, ' * causal}as the model computes it", COUNTERFACTUAL),
+            title=title,
+        )
+    overview = figures.grid(reading.maps, labels, title=f"what each head attends to{note}")
+    if trained is not None:
+        for axes in (*detail.axes, *overview.axes):
+            if axes.images:
+                axes.axhline(trained - 0.5, color="#ff5a36", linewidth=0.8)
+    return {"overview": overview, f"layer{layer}-head{head}": detail}
+
+
+def hides_keys(amap: AttentionMap) -> bool:
+    """Return True if the mask hides any key from any query."""
+    return not scores.sees_all(replace(amap.problem, bias=None), slice(None), slice(None))
+
+
+def check_format(name: str) -> str:
+    """Return the name of a picture format, or raise ValueError if it is unknown."""
+    if name not in FORMATS:
+        raise ValueError(f"Expected --format to be one of {', '.join(FORMATS)}, got {name!r}.")
+    return name
+
+
+def write(figures: Mapping[str, Figure], folder: Path, format: str = "png") -> list[Path]:
+    """Write figures into a folder. Files of an earlier run are replaced after all figures are drawn.
+
+    Args:
+        figures: The figures by the names of their files.
+        folder: The folder.
+        format: A format of `FORMATS`.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        OSError: If a file can't be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".drawing-") as temporary:
+            drawn = [Path(temporary) / f"{name}.{format}" for name in figures]
+            for path, figure in zip(drawn, figures.values(), strict=True):
+                figure.savefig(path, format=format, bbox_inches="tight")
+            return [path.replace(folder / path.name) for path in drawn]
+    except OSError as error:
+        raise OSError(f"--out {folder}: a picture can't be written: {error.strerror}.") from None
+
+
+def save(reading: Reading, path: Path) -> Path:
+    """Save all recorded attention in a file that `manyheads.open_run` reads.
+
+    Args:
+        reading: The maps.
+        path: The file.
+
+    Returns:
+        The path.
+
+    Raises:
+        OSError: If the file can't be written.
+    """
+    try:
+        reading.recording.save(path)
+    except OSError as error:
+        raise OSError(f"--save {path} can't be written: {error.strerror}.") from None
+    return path
+
+
+# -- JSON ------------------------------------------------------------------------------------------
+
+
+def to_json(reading: Reading, layer: int, head: int, files: list[Path], *, masked: bool = True) -> str:
+    """Return findings, head scores, tokens and files as JSON.
+
+    Args:
+        reading: The maps.
+        layer: The layer that is shown in detail.
+        head: The head that is shown in detail.
+        files: The files that were written.
+        masked: If False, add the head scores without a mask.
+
+    Returns:
+        The JSON text.
+    """
+    columns, plain = reading.columns, _head_rows(reading)
+    names = [name for layer_names in reading.characteristic for name in layer_names]
+    for row, name in zip(plain["measures"], names, strict=True):
+        row["characteristic"] = name
+    content: dict[str, Any] = {
+        "model": reading.model,
+        "notes": reading.notes,
+        "tokens": [{"position": n, **asdict(token)} for n, token in enumerate(reading.tokens)],
+        "tokens_left_out": reading.left_out,
+        "layers": [
+            {"name": name, "heads": len(heads), "even": _only(heads[0], columns)}
+            for name, heads in zip(reading.layers, reading.uniform, strict=True)
+        ],
+        "findings": [
+            {**asdict(finding), "surprise": finding.surprise, "sentence": reading.describe(finding)}
+            for finding in reading.findings
+        ],
+        "shown": {"layer": layer, "head": head},
+        **plain,
+        "files": [str(file) for file in files],
+    }
+    if not masked:
+        content["what_if_nothing_were_masked"] = _head_rows(reading.unmasked())
+    return json.dumps(content, indent=2, allow_nan=False)
+
+
+def _head_rows(reading: Reading) -> dict[str, Any]:
+    """Return the scores of every head, and of a uniform head of layer 0, as JSON holds them."""
+    columns = reading.columns
+    rows = [
+        {"layer": layer, "head": head, **_only(scores, columns)}
+        for layer, heads in enumerate(reading.scores)
+        for head, scores in enumerate(heads)
+    ]
+    return {"measures": rows, "even": _only(reading.uniform[0][0], columns)}
+
+
+def _only(scores: HeadScores, columns: Sequence[str]) -> HeadScores:
+    return {name: scores[name] for name in columns}

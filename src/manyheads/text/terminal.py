@@ -1,0 +1,193 @@
+"""What `manyheads show` prints: findings, a table of head scores, and a heat map of one head."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib import colormaps
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import Progress
+from rich.status import Status
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from manyheads import figures
+from manyheads.maps import AttentionMap
+from manyheads.reductions import Pooled, edges
+from manyheads.text.highlights import HeadScores, name_head
+from manyheads.text.report import COUNTERFACTUAL, Reading, hides_keys
+
+SHADES, ASCII = "·░▒▓█", ".-+*#"  # a weight of about 0, ¼, ½, ¾, 1
+
+
+def open_console() -> Console:
+    """Return a console on standard output. Characters that it can't encode are written as escapes."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return Console(highlight=False)
+
+
+def progress() -> Progress:
+    """Return a progress bar on standard error, which is only visible if that is a terminal."""
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def busy(activity: str) -> Status:
+    """Return a context manager that shows a spinner on standard error if it is a terminal."""
+    return Console(stderr=True).status(f"{activity} …")
+
+
+def show(reading: Reading, layer: int, head: int, *, masked: bool = True) -> None:
+    """Print findings, the table of head scores, and a heat map of one head.
+
+    Args:
+        reading: The maps.
+        layer: The layer of the heat map.
+        head: The head of the heat map.
+        masked: If False, print a second heat map, without the mask.
+    """
+    console = open_console()
+    amap, notes = reading.maps[layer], list(reading.notes)
+    heat_maps = {reading.title(layer, head): amap}
+    if not masked and hides_keys(amap):
+        heat_maps[f"{name_head(layer, head)}: {COUNTERFACTUAL}"] = amap.under(None)
+    elif not masked:
+        notes.append(f"--no-mask: layer {layer} masks nothing")
+    for line in map(reading.describe, reading.findings) if reading.findings else [explain_nothing(reading)]:
+        console.print(Text(line), soft_wrap=True)
+    for note in notes:
+        console.print(Text(f"({note})"), soft_wrap=True)
+    console.print()
+    for table in make_tables(reading, console):
+        console.print(table)
+    for title, shown in heat_maps.items():
+        console.print()
+        console.print(Text(title, style="bold"), soft_wrap=True)
+        console.print(draw_heat_map(shown, head, reading.labels, console), soft_wrap=True)
+    console.print()
+
+
+def explain_nothing(reading: Reading) -> str:
+    """Return the sentence that is printed if there are no findings."""
+    if len(reading.tokens) == 1:
+        return "The text has a single token, which is all that a head can attend to."
+    return "No weight stands out: each head gives every token about its usual weight."
+
+
+def list_files(files: list[Path]) -> None:
+    """Print the files that were written."""
+    *names, last = map(str, files)
+    open_console().print(Text(f"wrote {', '.join(names)} and {last}"), soft_wrap=True)
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def make_tables(reading: Reading, console: Console) -> list[Table]:
+    """Return the table of head scores, split into several with fewer columns for a narrow terminal."""
+    unlimited = console.options.update(max_width=1000)
+    parts: list[list[str]] = [[]]
+    for name in reading.columns:
+        wider = make_table(reading, [*parts[-1], name])
+        if parts[-1] and Measurement.get(console, unlimited, wider).minimum > console.width:
+            parts.append([])
+        parts[-1].append(name)
+    tables = [make_table(reading, columns) for columns in parts]
+    tables[0].title = "what each head attends to: mean weights"
+    tables[-1].caption = "entropy in nats; uniform: equal weights; *: the score that stands out most"
+    return tables
+
+
+def make_table(reading: Reading, columns: Sequence[str]) -> Table:
+    """Return a table of some scores of every head. The most characteristic score of a head has a star."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("layer", justify="right")
+    table.add_column("head", justify="right", no_wrap=True)
+    for heading in (name.replace("_", " ") for name in columns):
+        table.add_column(heading, justify="right", width=max(map(len, heading.split())), overflow="fold")
+
+    def cells(scores: HeadScores, marked: str | None = None) -> list[Text]:
+        numbers = {name: "-" if scores[name] is None else f"{scores[name]:.2f}" for name in columns}
+        return [
+            Text(f"{number}*", style="bold") if name == marked else Text(f"{number} ")
+            for name, number in numbers.items()
+        ]
+
+    uniform = [cells(heads[0]) for heads in reading.uniform]
+    shared = all(row == uniform[0] for row in uniform)  # all layers have the same mask
+    for layer, (heads, names) in enumerate(zip(reading.scores, reading.characteristic, strict=True)):
+        for head, (scores, name) in enumerate(zip(heads, names, strict=True)):
+            end = shared and head == len(heads) - 1
+            table.add_row(str(layer), str(head), *cells(scores, name), end_section=end)
+        if not shared:
+            table.add_row(str(layer), "uniform", *uniform[layer], style="dim", end_section=True)
+    if shared:
+        table.add_row("", "uniform", *uniform[0], style="dim")
+    return table
+
+
+# -- the heat map ----------------------------------------------------------------------------------
+
+
+def draw_heat_map(amap: AttentionMap, head: int, labels: list[str], console: Console) -> Text:
+    """Draw one head as a heat map, in colours or, without them, in shades.
+
+    Args:
+        amap: The map of the layer.
+        head: The head.
+        labels: The labels of the tokens.
+        console: The terminal. If the map doesn't fit, a cell is the largest weight of several tokens.
+
+    Returns:
+        The lines of the heat map.
+    """
+    names = [Text(f"{label} {n}") for n, label in enumerate(labels)]
+    width = min(20, max(name.cell_len for name in names))
+    step = -(-len(labels) // max(4, min(32, (console.width - width - 1) // 3)))
+    starts = edges(len(labels), -(-len(labels) // step))[:-1].tolist()  # the first token of each cell
+    weights = pool_weights(amap, head, len(starts))
+    coloured = console.color_system is not None and not console.no_color
+    shades = None if coloured else ASCII if console.options.ascii_only else SHADES
+    picture = Text()
+    for start, row in zip(starts, weights, strict=True):
+        name = names[start]
+        name.align("right", width)
+        picture.append_text(name).append(" ")
+        for weight in row:
+            picture.append_text(draw_cell(weight, shades)).append(" ")
+        picture.append("\n")
+    apart = -(-(len(str(len(labels) - 1)) + 1) // 3)  # cells between two positions: each is 3 characters wide
+    positions = "".join(f"{n:<{3 * apart}}" for n in starts[::apart])
+    picture.append(" " * (width + 1) + positions + "\n0 ")
+    for weight in (0.0, 0.25, 0.5, 0.75, 1.0):
+        picture.append_text(draw_cell(weight, shades))
+    blank = any(weight < 0 for row in weights for weight in row)
+    picture.append(" 1; rows: queries, columns: keys" + ("; blank: masked" if blank else ""))
+    if step > 1:
+        picture.append(f"\neach cell is the largest weight of {step} × {step} tokens")
+    return picture
+
+
+def pool_weights(amap: AttentionMap, head: int, count: int) -> list[list[float]]:
+    """Return the largest weight in each of count × count cells of a head, -1 where everything is masked."""
+    reductions = figures.cells.Visible(count, count), Pooled(count, count, "max")
+    visible, largest = figures.cells.reduced(
+        amap.only(batch=0, heads=head), *reductions
+    )  # [1, 1, count, count]
+    return largest.masked_fill(visible == 0, -1)[0, 0].tolist()
+
+
+def draw_cell(weight: float, shades: str | None) -> Text:
+    """Return a weight as two characters, coloured if `shades` is None, and blank for -1."""
+    if weight < 0:
+        return Text("  ")
+    if shades:
+        return Text(shades[min(4, round(4 * weight))] * 2)
+    red, green, blue, _ = colormaps[figures.WEIGHT](weight, bytes=True)
+    return Text("  ", Style(bgcolor=f"rgb({red},{green},{blue})"))

@@ -1,0 +1,446 @@
+"""The viewer's data: the runs that it shows, and an answer to every address that a page requests.
+
+    runs                                     what there is to show, JSON
+    tokens/RUN/LAYER/BATCH                   labels of "queries" and "keys", lists or null, and the key at the
+                                             "first" query's position, null in cross-attention; JSON
+    scores/RUN/LAYER/BATCH                   head scores of every head, JSON
+    tiles/RUN/LAYER/HEAD/LEVEL/X/Y/BATCH     cells of weights (`pyramid.Tile`), binary
+    marginals/RUN/LAYER/HEAD/BATCH           what each key receives [s] and each query's entropy [t], binary
+    scan/RUN/LAYER/HEAD/BATCH                start or continue the scan that computes both, JSON: its progress
+    weight/RUN/LAYER/HEAD/I/J/BATCH          one weight, JSON
+    row/RUN/LAYER/HEADS/I/BATCH              a query's weights, averaged over heads ("0,3" or "all"), JSON
+    column/RUN/LAYER/HEADS/J/BATCH           a key's weights, likewise
+
+Over HTTP they are below `data/`. RUN, LAYER, HEAD and BATCH count from 0. Binary answers are four
+little-endian uint32 (sampled, planes, rows, columns), then float16 times 2^15, or plain float32 in
+`marginals` and in exported pages; nothing follows where a tile is masked entirely, or a scan isn't complete.
+An address holds numbers and one of these words, never a path.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import struct
+import time
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from cachetools import LRUCache
+from torch import Tensor
+
+from manyheads import scores
+from manyheads.maps import AttentionMap
+from manyheads.measures import MAP_MASKS, TOKEN_MASKS
+from manyheads.observe import Recording, open_run
+from manyheads.observe.summaries import Reduced
+from manyheads.observe.table import score_heads
+from manyheads.shapes import kind
+from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile, has_fast_statistics
+from manyheads.viewer.worker import BACKGROUND, NORMAL, URGENT, Worker
+
+PYRAMID_BYTES = 192 * 2**20  # of the cache of heads, with the results of their scans
+TILE_BYTES = 24 * 2**20  # of the cache of tiles
+EXACT_WEIGHTS = 2**27  # head scores of a layer with more are estimated from some queries
+SAMPLES = 128  # of them
+SCAN_TIMEOUT = 3.0  # seconds after the last request for a scan until it stops
+LINE = 4096  # weights around a token that a row or column holds
+LARGEST = 12  # the largest weights of a row or column
+
+Answer = bytes | str  # binary, or JSON
+Steps = Generator[None, None, Any]  # yields where other requests may be served, and returns an answer
+
+
+class FileChanged(Exception):
+    """The file of a run was removed or changed, so that what was mapped into memory is gone."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention call: its map or the statistics kept of it, and its number among all calls."""
+
+    name: str
+    call: AttentionMap | Reduced
+    number: int = 0
+
+    @property
+    def has_weights(self) -> bool:
+        """Return True unless only statistics were kept."""
+        return isinstance(self.call, AttentionMap)
+
+    @property
+    def map(self) -> AttentionMap:
+        """The map.
+
+        Raises:
+            LookupError: Only statistics were kept.
+        """
+        if isinstance(self.call, AttentionMap):
+            return self.call
+        raise LookupError(f'{self.name} has only statistics. Use observe(..., keep="maps") to see weights.')
+
+
+class ViewedRun:
+    """A run as the viewer shows it: what one object or file holds, layer by layer."""
+
+    def __init__(
+        self, title: str, layers: list[Layer], provenance: Mapping[str, Any], path: Path | None = None
+    ) -> None:
+        self.title, self.layers, self.provenance, self.path = title, layers, provenance, path
+        self._stamp = _stamp(path)
+
+    @classmethod
+    def of(cls, source: Recording | AttentionMap | str | PathLike[str]) -> ViewedRun:
+        """Return a run.
+
+        Args:
+            source: Recorded attention, one map, or the path of a file of either.
+
+        Returns:
+            The run, with all numbers on the CPU.
+
+        Raises:
+            TypeError: The source is something else.
+            ValueError: It has nothing to show, or the file is broken.
+            OSError: The file can't be read.
+        """
+        path, title = None, "attention"
+        if isinstance(source, str | PathLike):
+            path = Path(fspath(source))
+            title, source = path.stem, open_run(path)
+        calls: list[tuple[str, Any]]
+        if isinstance(source, AttentionMap):
+            calls = [("attention", source)]
+        elif isinstance(source, Recording):
+            calls = []
+            for name in source:
+                several = source.calls(name)
+                label = name or "attention"
+                calls += [
+                    (label if len(several) == 1 else f"{label}, call {n}", c) for n, c in enumerate(several)
+                ]
+            title = str(source.provenance.get("model", title))
+        else:
+            raise TypeError(
+                f"Expected Recording, AttentionMap or a path to a file of either, got {kind(source)}."
+            )
+        calls = [(label, call) for label, call in calls if all(call.shape)]
+        if not calls:
+            raise ValueError("Nothing to show: expected an attention call with a query and a key, got none.")
+        layers = [Layer(label, _on_cpu(call), n) for n, (label, call) in enumerate(calls)]
+        return cls(title, layers, source.provenance, path)
+
+    def check_file(self) -> None:
+        """Raise FileChanged unless the file is as it was when it was opened."""
+        if self.path is not None and _stamp(self.path) != self._stamp:
+            raise FileChanged(f"{self.path.name} was removed or changed since it was opened. Open it again.")
+
+    def ids(self, amap: AttentionMap) -> Tensor | None:
+        """Return the token ids of one sequence, `[s]`: as recorded, else from labels; None if unknown."""
+        ids, s = self.provenance.get("ids"), amap.shape[3]
+        if isinstance(ids, list | tuple) and len(ids) == s and all(isinstance(n, int) for n in ids):
+            return torch.tensor(ids)
+        keys = key_labels(amap, 0)
+        if keys is None:
+            return None
+        numbers: dict[str, int] = {}
+        return torch.tensor([numbers.setdefault(label, len(numbers)) for label in keys])
+
+
+def _stamp(path: Path | None) -> tuple[int, ...] | None:
+    """Return what changes when a file does; None if there is none."""
+    try:
+        found = None if path is None else path.stat()
+    except OSError:
+        return None
+    return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def _on_cpu(call: Any) -> Any:
+    is_elsewhere = isinstance(call, AttentionMap) and call.problem.q.device.type != "cpu"
+    return call.to("cpu") if is_elsewhere else call
+
+
+def key_labels(call: AttentionMap | Reduced, batch: int) -> list[str] | None:
+    """Return the labels of one sequence's keys; None without labels."""
+    tokens = call.tokens
+    if not tokens or isinstance(tokens[0], str):
+        return None if tokens is None else [str(label) for label in tokens]
+    return list(tokens[batch])
+
+
+def first_position(amap: AttentionMap, batch: int) -> int | None:
+    """Return the key at the first query's position; None in cross-attention."""
+    *_, t, s = amap.shape
+    mask, offset = amap.problem.mask, amap.problem.offset
+    if t != s and (mask is None or mask.normal().band[1] != 0):
+        return None
+    return offset if isinstance(offset, int) else int(offset[batch])
+
+
+class Api:
+    """Answers the addresses that pages request; one worker computes all answers.
+
+    Args:
+        *sources: One or several of what `ViewedRun.of` takes.
+
+    Raises:
+        ValueError: No source was given.
+    """
+
+    def __init__(self, *sources: Any) -> None:
+        if not sources:
+            raise ValueError("Expected a Recording, an AttentionMap or a path, got nothing to show.")
+        self.runs = [x if isinstance(x, ViewedRun) else ViewedRun.of(x) for x in sources]
+        titles = [run.title for run in self.runs]
+        for n, run in enumerate(self.runs):
+            if titles.count(run.title) > 1:
+                file = "" if run.path is None or run.path.stem == run.title else f": {run.path.stem}"
+                run.title = f"{run.title}{file} ({n})"
+        self.worker = Worker()
+        # What alone exceeds a cache is kept as its only entry.
+        self._pyramids: LRUCache[tuple[int, ...], Pyramid] = LRUCache(
+            PYRAMID_BYTES, lambda pyramid: min(pyramid.nbytes, PYRAMID_BYTES)
+        )
+        self._tiles: LRUCache[tuple[str, ...], bytes] = LRUCache(TILE_BYTES, len)
+        self._scans: dict[tuple[int, ...], float] = {}  # by head: time of the last request
+        self._handlers: dict[str, tuple[Callable[..., Answer | Steps], int]] = {
+            "runs": (self._runs, URGENT),
+            "tokens": (self._tokens, URGENT),
+            "weight": (self._weight, URGENT),
+            "row": (partial(self._line, "query"), URGENT),
+            "column": (partial(self._line, "key"), URGENT),
+            "scan": (self._scan, URGENT),
+            "marginals": (self._marginals, URGENT),
+            "tiles": (self._tile, NORMAL),
+            "scores": (self._scores, BACKGROUND),
+        }
+
+    def request(self, address: str) -> Future[Answer]:
+        """Request the answer to an address.
+
+        Args:
+            address: One of those listed above.
+
+        Returns:
+            A future, which may be cancelled. It raises LookupError for an index out of range, and FileChanged.
+
+        Raises:
+            LookupError: There is no such address.
+        """
+        word, *parts = address.split("/")
+        handler, priority = self._handlers.get(word, (None, 0))
+        if handler is None or len(parts) != len(inspect.signature(handler).parameters):
+            raise LookupError(f"Unknown address {address[:80]!r}.")
+        return self.worker.submit(lambda: handler(*parts), priority)
+
+    def close(self) -> None:
+        """Stop computing."""
+        self.worker.close()
+
+    # -- runs, layers and heads --------------------------------------------------------------------
+
+    def _run(self, run: str) -> ViewedRun:
+        found = self.runs[parse_index(run, len(self.runs), "run")]
+        found.check_file()
+        return found
+
+    def _layer(self, run: str, layer: str) -> Layer:
+        layers = self._run(run).layers
+        return layers[parse_index(layer, len(layers), "layer")]
+
+    def _pyramid(self, run: str, layer: str, head: str, batch: str) -> Pyramid:
+        amap = self._layer(run, layer).map
+        h = parse_index(head, amap.shape[1], "head")
+        b = parse_index(batch, amap.shape[0], "batch entry")
+        key = int(run), int(layer), h, b
+        found = self._pyramids.get(key) or Pyramid(amap.only(b, h))
+        self._pyramids[key] = found  # it may have grown since it was last used
+        return found
+
+    def _runs(self) -> str:
+        runs = []
+        for run in self.runs:
+            trained = run.provenance.get("extrapolated_from")
+            runs.append(
+                {
+                    "title": run.title,
+                    "layers": [_describe(layer) for layer in run.layers],
+                    "extrapolated_from": trained if isinstance(trained, int) else None,
+                }
+            )
+        return json.dumps({"runs": runs, "side": SIDE, "max_weights": MAX_WEIGHTS, "colors": _colors()})
+
+    def _tokens(self, run: str, layer: str, batch: str) -> str:
+        call = self._layer(run, layer).call
+        b = parse_index(batch, call.shape[0], "batch entry")
+        keys, queries, first = key_labels(call, b), None, None
+        if isinstance(call, AttentionMap):
+            first = first_position(call, b)
+        if keys is not None and first is not None:
+            positions = range(first, first + call.shape[2])
+            queries = [keys[n] if 0 <= n < len(keys) else "" for n in positions]
+        return json.dumps({"queries": queries, "keys": keys, "first": first})
+
+    def _scores(self, run: str, layer: str, batch: str) -> Steps:
+        call = self._layer(run, layer).call
+        b = parse_index(batch, call.shape[0], "batch entry")
+        if isinstance(call, AttentionMap):
+            amap = call if call.shape[0] == 1 else call.only(batch=b)
+            columns, sampled = yield from head_scores(amap, self.runs[int(run)].ids(amap))
+        else:
+            columns, sampled = {name: x[b] for name, x in call.columns().items()}, 1
+        plain = {name: [None if x != x else x for x in column.tolist()] for name, column in columns.items()}
+        return json.dumps({"scores": plain, "sampled": sampled})
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def _tile(self, run: str, layer: str, head: str, level: str, x: str, y: str, batch: str) -> bytes:
+        self._run(run)
+        key = run, layer, head, level, x, y, batch
+        if key in self._tiles:
+            return self._tiles[key]
+        place = (parse_index(part, 2**31, "tile") for part in (level, x, y))
+        tile = self._pyramid(run, layer, head, batch).tile(*place)
+        packed = pack_tile(tile)
+        if tile.sampled == 1:
+            self._tiles[key] = packed
+        return packed
+
+    def _marginals(self, run: str, layer: str, head: str, batch: str) -> bytes:
+        return pack_marginals(self._pyramid(run, layer, head, batch))
+
+    def _scan(self, run: str, layer: str, head: str, batch: str) -> str:
+        pyramid = self._pyramid(run, layer, head, batch)
+        key = int(run), int(layer), int(head), int(batch)
+        if not pyramid.is_complete:
+            is_running = key in self._scans
+            self._scans[key] = time.monotonic()
+            if not is_running:
+                self.worker.submit(lambda: self._scan_steps(key, pyramid), BACKGROUND)
+        return json.dumps({"progress": pyramid.progress, "complete": pyramid.is_complete})
+
+    def _scan_steps(self, key: tuple[int, ...], pyramid: Pyramid) -> Steps:
+        """Scan a head for as long as pages request its progress."""
+        steps = pyramid.scan()
+        while time.monotonic() - self._scans[key] <= SCAN_TIMEOUT:
+            self.runs[key[0]].check_file()
+            if next(steps, None) is None:
+                break
+            yield
+        else:
+            pyramid.progress = 0.0  # the next scan starts over
+        del self._scans[key]
+
+    def _weight(self, run: str, layer: str, head: str, i: str, j: str, batch: str) -> str:
+        pyramid = self._pyramid(run, layer, head, batch)
+        weight = pyramid.weight(parse_index(i, pyramid.t, "query"), parse_index(j, pyramid.s, "key"))
+        return json.dumps({"weight": None if math.isnan(weight) else weight})
+
+    def _line(self, axis: str, run: str, layer: str, heads: str, index: str, batch: str) -> str:
+        """Return the weights of a query or key, averaged over heads: those around it, and the largest."""
+        amap, is_row = self._layer(run, layer).map, axis == "query"
+        _, h, t, s = amap.shape
+        b = parse_index(batch, amap.shape[0], "batch entry")
+        chosen = range(h) if heads == "all" else [parse_index(part, h, "head") for part in heads.split(",")]
+        place = parse_index(index, t if is_row else s, axis)
+        weights = torch.zeros(s if is_row else t)
+        for head in chosen:  # one by one, as all of them may take much memory
+            weights += (amap[b, head, place] if is_row else amap[b, head, :, place]) / len(chosen)
+        start, first = 0, first_position(amap, b)
+        if first is not None:
+            place += first if is_row else -first  # its position along the other axis
+        if len(weights) > LINE:
+            start = max(0, min(place - LINE // 2, len(weights) - LINE))
+        top = weights.topk(min(LARGEST, len(weights)))
+        largest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return json.dumps(
+            {
+                "first": start,
+                "weights": weights[start : start + LINE].tolist(),
+                "top": [[n, weight] for n, weight in largest if weight],
+            }
+        )
+
+
+def _describe(layer: Layer) -> dict[str, Any]:
+    """Return what a page knows of a layer from the start."""
+    call = layer.call
+    mask = call.problem.mask if isinstance(call, AttentionMap) else None
+    return {
+        "name": layer.name,
+        "number": layer.number,
+        "heads": list(call.heads),
+        "shape": list(call.shape),
+        "mask": "no mask" if mask is None else str(mask),
+        "has_weights": layer.has_weights,
+    }
+
+
+def _colors() -> str:
+    """Return the colours from 0 to 1 as 256 × rrggbb: viridis, legible without colour vision."""
+    from matplotlib import colormaps
+
+    return bytes(colormaps["viridis"](range(256), bytes=True)[:, :3]).hex()
+
+
+def pack_tile(tile: Tile, exact: bool = False) -> bytes:
+    """Return a tile as it is sent, in float32 if exact; without cells if all of them are masked."""
+    header = struct.pack("<4I", tile.sampled, *tile.cells.shape)
+    if bool(tile.cells.isnan().all()):
+        return header
+    return header + (tile.cells.contiguous().numpy().tobytes() if exact else tile.to_float16())
+
+
+def pack_marginals(pyramid: Pyramid) -> bytes:
+    """Return what keys receive [s] and entropies [t] as they are sent; without numbers before a scan."""
+    if pyramid.received is None or pyramid.entropy is None:
+        return struct.pack("<4I", 0, 0, pyramid.t, pyramid.s)
+    numbers = torch.cat((pyramid.received, pyramid.entropy)).float().numpy()
+    return struct.pack("<4I", 1, 1, pyramid.t, pyramid.s) + numbers.tobytes()
+
+
+def parse_index(text: str, size: int, name: str) -> int:
+    """Return an index below a size; LookupError for any other text."""
+    if not (text.isascii() and text.isdecimal()) or len(text) > 10 or not int(text) < size:
+        raise LookupError(f"Expected {name} between 0 and {size - 1}, got {text[:20]!r}.")
+    return int(text)
+
+
+def head_scores(
+    amap: AttentionMap, ids: Tensor | None
+) -> Generator[None, None, tuple[dict[str, Tensor], int]]:
+    """Compute the scores of every head of one sequence in steps: `[h]` by name, and how queries were sampled.
+
+    That number is 1 if all queries were read; of a large layer the scores are those of 1 query in so many.
+    """
+    _, h, t, s = amap.shape
+    problem = amap.problem
+    if h * t * s <= (EXACT_WEIGHTS if has_fast_statistics(problem) else EXACT_WEIGHTS // 16):
+        return {name: x[0] for name, x in score_heads(amap, ids).items()}, 1
+    stride = -(-t // SAMPLES)
+    masks = {name: mask_of(amap) for name, mask_of in MAP_MASKS.items()}
+    if ids is not None:
+        masks["induction"] = TOKEN_MASKS["induction"](ids)
+    masks = {name: mask.bind(problem.offset, s) for name, mask in masks.items()}
+    names = (*masks, "entropy")
+    total, count = ({name: torch.zeros(h) for name in names} for _ in range(2))
+    for row in range(stride // 2, t, stride):
+        index = torch.tensor([row])
+        weights = torch.stack([amap[0, head, row] for head in range(h)])  # [h, s]
+        visible = scores.visible(problem, index)[0, :, 0]  # [h or 1, s]
+        for name, mask in masks.items():
+            keep = problem.keep(mask, index, slice(None))[0, :, 0] & visible
+            total[name] += (weights * keep).sum(-1)
+            count[name] += keep.any(-1)
+        total["entropy"] -= torch.special.xlogy(weights, weights).sum(-1)
+        count["entropy"] += visible.any(-1)
+        yield
+    return {name: total[name] / count[name].clamp(min=1) for name in names}, stride

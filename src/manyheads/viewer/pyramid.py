@@ -1,0 +1,384 @@
+"""One head as a pyramid of tiles: 256 × 256 cells in a tile, 2^level × 2^level weights in a cell.
+
+A cell holds the mean and the largest of its weights (at level 0 the weight itself), NaN where the mask hides
+all of them. Fine levels are computed on request. Coarse levels come from one streaming scan of the head,
+`Pyramid.scan`; until it is complete they are estimated from one query in each row of cells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyheads import kernels, scores
+from manyheads.biases import ALiBi
+from manyheads.maps import AttentionMap
+from manyheads.masks import Documents, Full, Lengths, Mask, Window
+from manyheads.scores import Problem
+
+SIDE = 256  # cells per side of a tile
+MAX_WEIGHTS = 2**24  # weights that are computed on request: 4,096 × 4,096
+SCAN_LEVEL = 5  # the level that a scan computes: the first whose tiles hold more
+SCALE = 2.0**15  # float16 holds numbers from 6e-8 to 65,504: times this, weights from 2e-12 to 1
+STEP = 2**27  # weights in one step of a scan: a tenth of a second
+BLOCK = 2**20  # weights in memory at a time where no kernel computes their statistics
+MARGINALS = ("entropy", "received")  # of each query, of each key
+
+
+def has_fast_statistics(problem: Problem) -> bool:
+    """Return True if the native kernel computes a problem's statistics: about 16 times as fast as others."""
+    return bool(kernels.reader(problem).NAME == "native")
+
+
+class Tile(NamedTuple):
+    """A tile of cells.
+
+    cells: Weights `[1, r, c]` at level 0, else means and maxima `[2, r, c]`; NaN where all is masked.
+    sampled: The cells were estimated from one query in this many; 1 if all were read.
+    """
+
+    cells: Tensor
+    sampled: int = 1
+
+    def to_float16(self) -> bytes:
+        """Return the cells times 2^15 in float16, little-endian, row by row."""
+        return (self.cells * SCALE).half().numpy().tobytes()
+
+
+class Pyramid:
+    """Tiles, single weights and marginal sums of one head of one sequence.
+
+    amap: The map of one sequence and one head, `[1, 1, t, s]`.
+    received, entropy: What each key receives `[s]` and each query's entropy `[t]`; None before a scan.
+    progress: How much of the scan is done, from 0 to 1.
+    """
+
+    def __init__(self, amap: AttentionMap) -> None:
+        self.amap, self.problem = amap, amap.problem
+        self.t, self.s = amap.shape[2:]
+        self.top = max(0, math.ceil(math.log2(max(self.t, self.s) / SIDE)))  # the level of a single tile
+        self.received: Tensor | None = None
+        self.entropy: Tensor | None = None
+        self.progress = 0.0
+        self._coarse: dict[int, Tensor] = {}  # by level: [2, r, c], float16 times 2^15
+        self._parts = _Parts(self.problem)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held beyond the run's own tensors: the results of a scan, and a log-sum-exp."""
+        results = [*self._coarse.values(), *(x for x in (self.received, self.entropy) if x is not None)]
+        return 4 * self.t + sum(x.nbytes for x in results)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True once the scan has ended."""
+        return self.entropy is not None
+
+    def span(self, level: int, x: int, y: int) -> tuple[range, range]:
+        """Return the queries and keys of the tile in column x and row y; IndexError if there is none."""
+        highest = self.top + 8  # where all of the head is one cell
+        if not 0 <= level <= highest:
+            raise IndexError(f"Expected a level between 0 and {highest}, got {level}.")
+        side = SIDE << level
+        down, across = -(-self.t // side), -(-self.s // side)
+        if not (0 <= x < across and 0 <= y < down):
+            raise IndexError(f"Expected one of {across} × {down} tiles of level {level}, got {x}/{y}.")
+        return range(self.t)[y * side : (y + 1) * side], range(self.s)[x * side : (x + 1) * side]
+
+    def tile(self, level: int, x: int, y: int) -> Tile:
+        """Return the tile in column x and row y of a level; IndexError if there is none."""
+        rows, cols = self.span(level, x, y)
+        if len(rows) * len(cols) <= MAX_WEIGHTS:
+            return Tile(self._compute_cells(rows, cols, level))
+        if level in self._coarse:
+            cells = self._coarse[level][:, y * SIDE : (y + 1) * SIDE, x * SIDE : (x + 1) * SIDE]
+            return Tile(cells.float() / SCALE)
+        return self._sample(rows, cols, level)
+
+    def weight(self, i: int, j: int) -> float:
+        """Return a single weight; NaN if the query may not attend to the key."""
+        visible = scores.visible(self.problem, slice(i, i + 1), slice(j, j + 1))
+        return float(self.amap[0, 0, i, j]) if bool(visible.all()) else math.nan
+
+    def scan(self) -> Iterator[float]:
+        """Compute the coarse levels, `received` and `entropy` in steps; yield the progress after each."""
+        received, entropy = torch.zeros(self.s, dtype=torch.float64), torch.zeros(self.t)
+        is_large = self.t * self.s > MAX_WEIGHTS  # else every tile is computed on request
+        every = range(self.t), range(self.s)
+        coarse = _shape(*every, SCAN_LEVEL) if is_large else (0, 0)
+        first = torch.full((2, *coarse), math.nan, dtype=torch.float16)
+        sums = torch.zeros(_shape(*every, SCAN_LEVEL + 1))  # which is smaller than those of the first level
+        start = 0
+        while start < self.t:
+            rows = self._next_rows(start)
+            cols = self._visible_keys(rows)
+            if cols:
+                cells = self._pool(rows, cols, SCAN_LEVEL, entropy[rows.start :], received[cols.start :])
+                if is_large:
+                    i, j = rows.start >> SCAN_LEVEL, cols.start >> SCAN_LEVEL
+                    masked = self._parts.masked_cells(rows, cols, SCAN_LEVEL)
+                    _write(first[:, i:, j:], (cells * SCALE).masked_fill(masked, math.nan))
+                    halved = _add_pairs(cells[0] * _areas(rows, cols, SCAN_LEVEL))
+                    _write(sums[i // 2 :, j // 2 :], halved)
+            start, self.progress = rows.stop, rows.stop / self.t
+            yield self.progress
+        self._coarse = _coarse_levels(first, sums, *every) if is_large else {}
+        self.received, self.entropy = received.float(), entropy
+
+    def _next_rows(self, start: int) -> range:
+        """Return whole cells of queries from `start` on, with at most about `STEP` weights."""
+        step = STEP if self._parts.are_fast else STEP // 16
+        rows = 2 << SCAN_LEVEL  # of two levels
+        while (
+            start + rows < self.t
+            and 2 * rows * len(self._visible_keys(range(start, start + 2 * rows))) <= step
+        ):
+            rows *= 2
+        return range(self.t)[start : start + rows]
+
+    def _visible_keys(self, rows: range) -> range:
+        """Return the keys that some of these queries may attend to, in whole cells of two levels."""
+        unit = 2 << SCAN_LEVEL
+        low, high = self.problem.span(rows.start, min(rows.stop, self.t))[0]
+        return range(self.s)[low // unit * unit : -(-high // unit) * unit]
+
+    # -- cells -------------------------------------------------------------------------------------
+
+    def _compute_cells(self, rows: range, cols: range, level: int) -> Tensor:
+        """Return the cells of a tile, `[1 or 2, r, c]`."""
+        masked = self._parts.masked_cells(rows, cols, level)
+        if level and bool(masked.all()):
+            return torch.full((2, *masked.shape), math.nan)
+        if level:
+            cells = self._pool(rows, cols, level)
+        else:
+            cells = self.amap[0, 0, rows.start : rows.stop, cols.start : cols.stop].float()[None]
+        return cells.masked_fill_(masked, math.nan)
+
+    def _pool(
+        self,
+        rows: range,
+        cols: range,
+        level: int,
+        entropy: Tensor | None = None,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        """Return means and maxima of cells, `[2, r, c]`; add to the entropy [≥ rows] and received [≥ cols].
+
+        Pooling makes all cells alike, so the smaller ones at the lower and right edges are pooled apart.
+        """
+        cells = torch.zeros(2, *_shape(rows, cols, level))
+        for down in _whole_and_rest(rows, 1 << level):
+            for across in _whole_and_rest(cols, 1 << level):
+                shape = _shape(down, across, level)
+                mean, most, *sums = self._statistics(down, across, *shape, marginals=entropy is not None)
+                i, j = down.start - rows.start, across.start - cols.start
+                _write(cells[:, i >> level :, j >> level :], torch.stack((mean, most)))
+                if entropy is not None and received is not None:
+                    entropy[i : i + len(down)] += sums[0]
+                    received[j : j + len(across)] += sums[1]
+        return cells
+
+    def _statistics(self, rows: range, cols: range, r: int, c: int, marginals: bool) -> list[Tensor]:
+        """Return means and maxima of r × c cells, and with `marginals` the statistics of that name.
+
+        The only place that asks for statistics of a part of the head. Weights are exp(score − lse) with the
+        log-sum-exp of whole rows, so the part must be read by the kernel that computed it.
+        """
+        part = self._parts.cut(rows, cols)
+        if part is not None and kernels.reader(part) is kernels.reader(self.problem):
+            amap = AttentionMap.of(part, self.amap.lse[:, :, rows.start : rows.stop])
+            found = amap.statistics(*(MARGINALS if marginals else ()), pooled=[(r, c), (r, c, "max")])
+            return [x[0, 0] for x in (*found.pop("pooled"), *found.values())]
+        size = len(rows) // r, len(cols) // c
+        step = max(size[0], BLOCK // len(cols) // size[0] * size[0])
+        blocks = []
+        for start in range(rows.start, rows.stop, step):
+            weights = self.amap[0, 0, start : min(start + step, rows.stop), cols.start : cols.stop].float()
+            entropy = -torch.special.xlogy(weights, weights).sum(-1)
+            blocks.append((_mean(weights, *size), _max(weights, *size), entropy, weights.sum(0)))
+        mean, most, entropy, received = zip(*blocks, strict=True)
+        return [torch.cat(mean), torch.cat(most), torch.cat(entropy), torch.stack(received).sum(0)]
+
+    def _sample(self, rows: range, cols: range, level: int) -> Tile:
+        """Return a tile that is estimated from the middle query of each row of cells."""
+        side = 1 << level
+        middle = (torch.arange(rows.start, rows.stop, side) + side // 2).clamp(max=rows.stop - 1)  # [r]
+        blocks = []
+        for index in middle.split(max(1, BLOCK // self.s)):
+            score = scores.tile(self.problem, index)  # [1, 1, r, s]
+            sink = score.new_tensor([-math.inf]) if self.problem.sink is None else self.problem.sink.to(score)
+            lse = torch.logaddexp(score.logsumexp(-1), sink[:, None])
+            weights = scores.weights(score, lse)[0, 0, :, cols.start : cols.stop].float()
+            blocks.append(torch.stack((_mean(weights, 1, side), _max(weights, 1, side))))
+        cells = torch.cat(blocks, 1).masked_fill_(self._parts.masked_cells(rows, cols, level), math.nan)
+        return Tile(cells, side)
+
+
+def _coarse_levels(first: Tensor, sums: Tensor, rows: range, cols: range) -> dict[int, Tensor]:
+    """Return all levels from `SCAN_LEVEL` to a single cell, `[2, r, c]` in float16 times 2^15.
+
+    first: That of `SCAN_LEVEL`. sums: The sum of each cell of the next level, `[r, c]`.
+    """
+    levels, level = {SCAN_LEVEL: first}, SCAN_LEVEL
+    visible, most = (~first[0].isnan()).float(), first[1].float().nan_to_num()
+    while True:
+        level += 1
+        visible, most = _max(visible, 2, 2), _max(most, 2, 2)
+        cells = torch.stack((sums / _areas(rows, cols, level) * SCALE, most))
+        levels[level] = cells.masked_fill_(visible == 0, math.nan).half()
+        if sums.numel() == 1:
+            return levels
+        sums = _add_pairs(sums)
+
+
+# -- arithmetic of cells ---------------------------------------------------------------------------
+
+
+def _shape(rows: range, cols: range, level: int) -> tuple[int, int]:
+    """Return how many cells cover a region that begins with one, down and across."""
+    return -(-len(rows) >> level), -(-len(cols) >> level)
+
+
+def _write(target: Tensor, cells: Tensor) -> None:
+    """Write cells into the upper left of a tensor."""
+    target[..., : cells.shape[-2], : cells.shape[-1]] = cells
+
+
+def _whole_and_rest(run: range, side: int) -> list[range]:
+    """Split a range into the part that whole cells cover and the rest, leaving out what is empty."""
+    edge = len(run) - len(run) % side
+    return [part for part in (run[:edge], run[edge:]) if part]
+
+
+def _areas(rows: range, cols: range, level: int) -> Tensor:
+    """Return how many weights each cell holds, `[r, c]`."""
+    heights, widths = (
+        (run.stop - torch.arange(run.start, run.stop, 1 << level)).clamp(max=1 << level)
+        for run in (rows, cols)
+    )
+    return heights[:, None] * widths
+
+
+def _mean(x: Tensor, height: int, width: int) -> Tensor:
+    """Pool `[r, c]` to the mean of each cell; cells at the edges may be smaller."""
+    return F.avg_pool2d(x[None], (height, width), ceil_mode=True, count_include_pad=False)[0]
+
+
+def _max(x: Tensor, height: int, width: int) -> Tensor:
+    """Pool `[r, c]` to the maximum of each cell; cells at the edges may be smaller."""
+    return F.max_pool2d(x[None], (height, width), ceil_mode=True)[0]
+
+
+def _add_pairs(x: Tensor) -> Tensor:
+    """Pool `[r, c]` to the sums of 2 × 2 entries."""
+    return F.avg_pool2d(x[None], 2, ceil_mode=True, divisor_override=1)[0]
+
+
+# -- parts of a problem ----------------------------------------------------------------------------
+
+
+class _Parts:
+    """Parts of a problem of one sequence and head, and which of their cells are masked.
+
+    Bands, padding and documents are cut and pooled as intervals; other masks pair by pair.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.offset = problem, int(problem.offset)
+        normal = (Full() if problem.mask is None else problem.mask).normal()
+        self.band, (t, s) = normal.band, problem.shape[3:5]
+        spans = [lengths.span(range(1)).some for lengths in normal.lengths]
+        self.first = max([0, *(low for low, _ in spans)])  # the keys that aren't padding
+        self.last = min([s, *(high for _, high in spans)])
+        self.documents = [self._ids(documents, t, s) for documents in normal.segments]
+        self.are_intervals = not normal.rest and not (problem.bias is not None and problem.bias.hides)
+        self.are_fast = self.cut(range(t), range(s)) is not None and has_fast_statistics(problem)
+
+    def _ids(self, documents: Documents, t: int, s: int) -> tuple[Tensor, Tensor]:
+        """Return the documents of queries `[t]` and keys `[s]`; two numbers that differ stand for none."""
+        zero, none = torch.zeros(1, dtype=torch.int64), torch.iinfo(torch.int64).min
+        queries, has_query = documents.query(zero, torch.arange(t) + self.offset)
+        keys, has_key = documents.key(zero, torch.arange(s))
+        return (
+            torch.where(has_query, queries.to(torch.int64), none).flatten(),
+            torch.where(has_key, keys.to(torch.int64), none + 1).flatten(),
+        )
+
+    def cut(self, rows: range, cols: range) -> Problem | None:
+        """Return the problem of a range of queries and keys; None if mask or bias can't be cut."""
+        p, (low, high) = self.problem, self.band
+        off_diagonal = (low is not None and low > 0) or (high is not None and high < 0)
+        if not self.are_intervals or len(self.documents) > 1 or off_diagonal:
+            return None
+        if not (p.bias is None or isinstance(p.bias, ALiBi)):
+            return None
+        mask: Mask = Window(None if low is None else -low, high)
+        if self.first:
+            mask &= Lengths(max(cols.stop - max(self.first, cols.start), 0), left=True)
+        if self.last < p.shape.s:
+            mask &= Lengths(max(min(self.last, cols.stop) - cols.start, 0))
+        down, across = slice(rows.start, rows.stop), slice(cols.start, cols.stop)
+        for queries, keys in self.documents:
+            mask &= Documents(keys[across], queries=queries[down])
+        return Problem.of(
+            p.q[:, :, down],
+            p.k[:, :, across],
+            p.v[:, :, across],
+            mask=mask,
+            bias=p.bias,
+            scale=p.scale,
+            softcap=p.softcap,
+            sink=p.sink,
+            offset=self.offset + rows.start - cols.start,
+        )
+
+    def masked_cells(self, rows: range, cols: range, level: int) -> Tensor:
+        """Return where no query of a cell may attend to a key of it, `[r, c]`.
+
+        In large regions a cell counts as visible where the documents of its queries and of its keys overlap
+        as intervals, which is exact if ids rise along the sequence.
+        """
+        side = 1 << level
+        if scores.sees_all(self.problem, slice(rows.start, rows.stop), slice(cols.start, cols.stop)):
+            return torch.zeros(_shape(rows, cols, level), dtype=torch.bool)
+        if not self.are_intervals or (self.documents and len(rows) * len(cols) <= MAX_WEIGHTS):
+            return self._masked_pairs(rows, cols, side)
+        # The first and last position of each row of cells, and the first and last key of each column.
+        i0 = torch.arange(rows.start, rows.stop, side)[:, None] + self.offset
+        i1 = (i0 + side - 1).clamp(max=rows.stop - 1 + self.offset)
+        j0 = torch.arange(cols.start, cols.stop, side)[None]
+        j1 = (j0 + side - 1).clamp(max=min(cols.stop, self.last) - 1)
+        j0 = j0.clamp(min=self.first)
+        low, high = self.band
+        visible = (j0 <= j1) & (i0 <= i1)
+        visible = visible if low is None else visible & (j1 - i0 >= low)
+        visible = visible if high is None else visible & (j0 - i1 <= high)
+        for queries, keys in self.documents:
+            (q_low, q_high), (k_low, k_high) = (
+                (-_last_id(-ids[run.start : run.stop], side), _last_id(ids[run.start : run.stop], side))
+                for ids, run in ((queries, rows), (keys, cols))
+            )
+            visible = visible & (q_low[:, None] <= k_high) & (k_low <= q_high[:, None])
+        return ~visible
+
+    def _masked_pairs(self, rows: range, cols: range, side: int) -> Tensor:
+        """Return the same, from every pair of query and key."""
+        blocks = []
+        step = max(side, BLOCK // len(cols) // side * side)
+        for start in range(rows.start, rows.stop, step):
+            block = slice(start, min(start + step, rows.stop))
+            visible = scores.visible(self.problem, block, slice(cols.start, cols.stop))[0, 0]
+            blocks.append(_max(visible.float(), side, side) == 0)
+        return torch.cat(blocks)
+
+
+def _last_id(ids: Tensor, side: int) -> Tensor:
+    """Return the largest of every `side` ids."""
+    least = torch.iinfo(torch.int64).min
+    return F.pad(ids, (0, -len(ids) % side), value=least).unflatten(0, (-1, side)).amax(1)

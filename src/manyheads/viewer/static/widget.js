@@ -1,0 +1,22 @@
+// The viewer below a cell, in a shadow root: the notebook's style sheets don't apply in it, and element ids are its own.
+function showBelow(model, el, style, height) {
+  const host = make("div"), root = make("div"), sheet = new CSSStyleSheet(), client = new WidgetClient(model);
+  const tree = host.attachShadow({ mode: "open" });
+  sheet.replaceSync(style);
+  tree.adoptedStyleSheets = [sheet];
+  tree.append(root);
+  Object.assign(host.style, {
+    height: `${height}px`, boxSizing: "border-box", border: "1px solid #8888", overflow: "hidden", resize: "vertical",
+  });
+  el.append(host);
+  const app = show(root, client, false), adapt = () => app.adaptTo(getComputedStyle(host).color);
+  const changes = new MutationObserver(adapt), visible = new IntersectionObserver(adapt); // see SEND_THEME in widget.py
+  for (const element of [document.documentElement, document.body]) changes.observe(element, { attributes: true });
+  visible.observe(host);
+  // JupyterLab handles keys before the viewer can: without this attribute, `x` would cut the cell.
+  const suppress = ({ ctrlKey, metaKey, altKey }) => host.toggleAttribute("data-lm-suppress-shortcuts", !(ctrlKey || metaKey || altKey));
+  window.addEventListener("keydown", suppress, true);
+  return () => {
+    changes.disconnect(), visible.disconnect(), window.removeEventListener("keydown", suppress, true), app.remove(), client.close(), host.remove();
+  };
+}

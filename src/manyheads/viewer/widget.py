@@ -1,0 +1,200 @@
+"""The viewer below a notebook's cell: a page for small runs, a widget on the kernel's own channel for others.
+
+No port is opened, so it works wherever the notebook does: JupyterLab, VS Code, Colab, a remote hub.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from manyheads.viewer import assets
+from manyheads.viewer.api import Answer, Api, ViewedRun
+from manyheads.viewer.export import plan_export
+
+EMBEDDED_BYTES = 6e6  # of weights in the notebook itself
+HEIGHT = 640  # pixels
+PICTURE_WEIGHTS = 2**26  # of which a picture is drawn; more would take long
+# A page in a frame does not know the notebook's theme. It receives the text colour around the frame when it
+# becomes visible, and when attributes of the document change, as they do with every notebook's theme.
+SEND_THEME = (
+    "const send = () => this.isConnected ? "
+    "this.contentWindow.postMessage({ ink: getComputedStyle(this).color }, '*') : changes.disconnect(), "
+    "changes = new MutationObserver(send); "
+    "for (const x of [document.documentElement, document.body]) changes.observe(x, { attributes: true }); "
+    "new IntersectionObserver(send).observe(this)"
+)
+
+
+def in_notebook() -> bool:
+    """Return True if this code runs in a notebook's kernel."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+def display(api: Api) -> Any:
+    """Close an API and return what a notebook displays of its runs; ImportError if that needs anywidget."""
+    api.close()  # a page needs none, and a widget has one only while it is visible
+    try:
+        plan = plan_export(api, Path("page.html"))
+    except ValueError:  # too much for a page
+        return _widget_class()(api.runs)
+    try:
+        if plan.weight_bytes > EMBEDDED_BYTES:
+            return _widget_class()(api.runs)
+        picture = draw_heads(api.runs[0])
+        return EmbeddedPage(plan.page(picture), picture, describe(api.runs))
+    finally:
+        plan.api.close()
+
+
+def describe(runs: Sequence[ViewedRun]) -> str:
+    """Return the plain text of a viewer."""
+    return f"a viewer of {', '.join(run.title for run in runs)}"
+
+
+class EmbeddedPage:
+    """A whole page in a frame, which works without a kernel too."""
+
+    def __init__(self, page: str, picture: bytes | None, description: str) -> None:
+        self.page, self.picture, self.description = page, picture, description
+
+    def __repr__(self) -> str:
+        return self.description
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        frame = (
+            f'<iframe srcdoc="{html.escape(self.page)}" sandbox="allow-scripts allow-downloads" '
+            f'title="{html.escape(self.description)}" onload="{html.escape(SEND_THEME)}" style="position: '
+            'absolute; inset: 0; width: 100%; height: 100%; border: 0"></iframe>'
+        )
+        picture = ""  # behind the frame: notebooks that aren't trusted remove frames
+        if self.picture is not None:
+            data = base64.b64encode(self.picture).decode()
+            picture = f'<img alt="{html.escape(self.description)}" src="data:image/png;base64,{data}">'
+        text = (
+            f'<div style="position: relative; height: {HEIGHT}px; border: 1px solid #8888; '
+            f'box-sizing: border-box; overflow: hidden; resize: vertical">{picture}{frame}</div>'
+        )
+        return {"text/html": text, "text/plain": self.description} | _png(self.picture)
+
+
+def _png(picture: bytes | None) -> dict[str, bytes]:
+    return {} if picture is None else {"image/png": picture}
+
+
+def draw_heads(run: ViewedRun) -> bytes | None:
+    """Return every head of a run as a PNG, for where scripts can't run; None if drawing takes long."""
+    from manyheads import figures
+
+    maps = {f"{layer.number}: {layer.name}": layer.map for layer in run.layers if layer.has_weights}
+    weights = sum(h * t * s for _, h, t, s in (amap.shape for amap in maps.values()))
+    if not maps or weights > PICTURE_WEIGHTS:
+        return None
+    file = BytesIO()
+    figures.grid(maps).savefig(file, format="png", bbox_inches="tight", dpi=80)
+    return file.getvalue()
+
+
+@cache
+def _widget_class() -> Any:
+    """Return the class of widgets, which needs anywidget."""
+    try:
+        import anywidget
+    except ImportError:
+        raise ImportError(
+            "Showing a map this large in a notebook needs anywidget, which isn't installed. "
+            "Run pip install '.[view]' in a clone of manyheads."
+        ) from None
+
+    class Widget(anywidget.AnyWidget):
+        """A viewer whose answers are sent over the notebook's own channel.
+
+        It has an API, and with it a worker, only while a page shows it.
+        """
+
+        _esm = assets.script() + (
+            f"{assets.read('widget.js')}const style = {json.dumps(assets.read('viewer.css'))};\n"
+            f"export default {{ render: ({{ model, el }}) => showBelow(model, el, style, {HEIGHT}) }};\n"
+        )
+
+        def __init__(self, runs: Sequence[ViewedRun]) -> None:
+            super().__init__()
+            self._runs = runs
+            self._api: Api | None = None
+            self._pending: dict[str, dict[int, Future[Answer]]] = {}  # by view, then by number
+            self.on_msg(self._receive)
+
+        def close(self) -> None:
+            """Close the widget."""
+            super().close()
+            self._close_api()
+
+        def __repr__(self) -> str:
+            return describe(self._runs)
+
+        def _receive(self, _: Any, message: dict[str, Any], __: Any) -> None:
+            """Handle a message of a view: a request, its cancellation, or that the view was closed."""
+            view = message["view"]
+            if message.get("closed"):
+                for future in self._pending.pop(view, {}).values():
+                    future.cancel()
+                if not self._pending:
+                    self._close_api()
+            elif message.get("cancelled"):
+                self._pending.get(view, {}).pop(message["number"], Future()).cancel()
+            else:
+                self._request(view, message["number"], message["address"])
+
+        def _request(self, view: str, number: int, address: str) -> None:
+            if self._api is None:
+                self._api = Api(*self._runs)
+            pending = self._pending.setdefault(view, {})
+            try:
+                pending[number] = self._api.request(address)
+            except LookupError as error:
+                self._send_error(view, number, error)
+            else:
+                pending[number].add_done_callback(lambda future: self._send_answer(view, number, future))
+
+        def _send_answer(self, view: str, number: int, future: Future[Answer]) -> None:
+            """Send an answer from the worker's thread: a kernel's messages may come from any."""
+            self._pending.get(view, {}).pop(number, None)
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is not None:
+                self._send_error(view, number, error)
+                return
+            answer = future.result()
+            data = answer.encode() if isinstance(answer, str) else answer
+            self.send({"view": view, "number": number}, [data])
+
+        def _send_error(self, view: str, number: int, error: BaseException) -> None:
+            text = str(error.args[0] if error.args else error) or type(error).__name__
+            self.send({"view": view, "number": number, "error": text})
+
+        def _close_api(self) -> None:
+            """End the worker, and empty the caches."""
+            api, self._api = self._api, None
+            if api is not None:
+                api.close()
+
+        def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+            bundle = super()._repr_mimebundle_(**kwargs)
+            picture = _png(draw_heads(self._runs[0]))
+            if isinstance(bundle, tuple):
+                return {**bundle[0], **picture}, bundle[1]
+            return None if bundle is None else {**bundle, **picture}
+
+    return Widget

@@ -1,0 +1,98 @@
+"""One background thread that computes the viewer's answers, the most urgent first.
+
+Work comes in short steps (a tile, a row of weights, a part of a scan), so that no request waits long behind
+another. A request that is cancelled before its turn is never computed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import inspect
+import itertools
+import queue
+import sys
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any
+
+URGENT, NORMAL, BACKGROUND = range(3)  # what is under the pointer; what is in view; scans and head scores
+
+
+class Worker:
+    """A daemon thread with a priority queue, which ends with the process or when closed."""
+
+    def __init__(self) -> None:
+        self._queue: queue.PriorityQueue[tuple[int, int, Future[Any], Generator[None, None, Any]]] = (
+            queue.PriorityQueue()
+        )
+        self._numbers = itertools.count()  # requests of one priority are served in order
+        self._is_open = True
+        self._thread = threading.Thread(target=self._run, name="manyheads viewer", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a kernel that still runs while the process exits would crash it
+
+    def submit(self, work: Callable[[], Any], priority: int = NORMAL) -> Future[Any]:
+        """Queue work.
+
+        Args:
+            work: Returns the result, or a generator that returns it and yields wherever other requests may
+                be served first.
+            priority: `URGENT`, `NORMAL` or `BACKGROUND`.
+
+        Returns:
+            A future of the result, which is cancelled if the worker is closed.
+        """
+
+        def steps() -> Generator[None, None, Any]:
+            result = work()
+            return (yield from result) if inspect.isgenerator(result) else result
+
+        future: Future[Any] = Future()
+        self._put(priority, future, steps())
+        if not self._thread.is_alive():
+            self._cancel_all()
+        return future
+
+    def close(self) -> None:
+        """Finish the current step, cancel all other work and end the thread."""
+        self._is_open = False
+        self.submit(lambda: None, URGENT - 1)  # wakes the thread
+        self._thread.join()
+        self._cancel_all()
+        atexit.unregister(self.close)
+
+    def _put(self, priority: int, future: Future[Any], steps: Generator[None, None, Any]) -> None:
+        self._queue.put((priority, next(self._numbers), future, steps))
+
+    def _cancel_all(self) -> None:
+        while not self._queue.empty():
+            self._queue.get()[2].cancel()
+
+    def _run(self) -> None:
+        while self._is_open:
+            priority, _, future, steps = self._queue.get()
+            if not self._is_open or future.cancelled():
+                future.cancel()
+                continue
+            try:
+                next(steps)
+            except StopIteration as end:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(end.value)
+            except BaseException as error:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+            else:
+                self._put(priority, future, steps)
+            _release_memory()
+
+
+def _release_memory() -> None:
+    """Return freed memory to the system: glibc keeps it, which soon exceeds what is in use."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
