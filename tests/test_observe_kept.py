@@ -815,9 +815,9 @@ def test_labels():
         ([], ValueError, "as many tokens as a layer has keys, which is 3 or 4, got 0"),
         ("abcd", TypeError, "a list of strings, got a str"),
         (7, TypeError, "a list of strings, got an int"),
-        ([1, 2, 3, 4], TypeError, "tokens must be a list of … strings"),
-        ([list("abc")] * 3, ValueError, "b = 2 such lists, and 3 lists came"),
-        ([list("abc"), list("abcd")], ValueError, "and 4 came"),
+        ([1, 2, 3, 4], TypeError, "tokens to be a list of … strings"),
+        ([list("abc")] * 3, ValueError, "b = 2 such lists, got 3"),
+        ([list("abc"), list("abcd")], ValueError, "got 4"),
     ):
         with raises(error, message):
             recording.label(wrong)

@@ -116,14 +116,18 @@ class Outputs:
 
 
 class Oracle:
-    """A computation in steps, in the dtype of its inputs. A bug is a subclass that overrides steps."""
+    """A computation in steps, in the dtype of its inputs. A bug is a subclass that overrides steps.
+
+    Args:
+        weights: the parameters, if there are any.
+        dtype: the candidate's, on which the effect of some bugs depends.
+    """
 
     noun: ClassVar[str]  # what it computes, for the report
     axes: ClassVar[Mapping[int, tuple[str, ...]]]  # the names of the output's axes, by their number
     tolerance: ClassVar[float]  # the largest `difference` at which outputs count as equal
 
     def __init__(self, weights: Weights | None = None, dtype: torch.dtype = torch.float32) -> None:
-        """Set the weights, and the candidate's dtype, on which the effect of some bugs depends."""
         self.weights, self.dtype = weights, dtype
 
     def __call__(self, x: Inputs) -> Outputs:

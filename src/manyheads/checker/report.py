@@ -213,7 +213,10 @@ class Report:
         write(Path(path), self.as_junit() + "\n")
 
     def save_picture(self, folder: Path | str) -> Path | None:
-        """Draw expected and given maps and their difference into folder/check.png; OSError from the disk.
+        """Draw expected and given maps and their difference; OSError from the disk.
+
+        Args:
+            folder: the folder of check.png, made if needed.
 
         Returns:
             The file, or None if there is no pair of maps of one shape.

@@ -211,6 +211,7 @@ _stance: Any = None  # set while something is observed: compiled code, which run
 @contextmanager
 def listening(observer: Observer) -> Iterator[None]:
     """Run compiled code eagerly, and count attention calls on threads where no observed module runs."""
+    global _stance
     with _lock:
         if not _open:
             F.scaled_dot_product_attention, torch.compile = _count_strays, _compile
@@ -224,20 +225,15 @@ def listening(observer: Observer) -> Iterator[None]:
             _open.remove(observer)
             if not _open:
                 F.scaled_dot_product_attention, torch.compile = SDPA, COMPILE
-                _run_compiled()
+                if _stance is not None:
+                    _stance.__exit__(None, None, None)
+                    _stance = None
 
 
 def _run_eagerly() -> None:
     global _stance
     if _stance is None:
         _stance = torch.compiler.set_stance("force_eager")
-
-
-def _run_compiled() -> None:
-    global _stance
-    if _stance is not None:
-        _stance.__exit__(None, None, None)
-        _stance = None
 
 
 @contextmanager

@@ -62,12 +62,9 @@ class Table(Sequence[Any]):
         """Return the same rows sorted by a column, largest first; ValueError for an unknown column."""
         if by not in self.columns:
             raise ValueError(f"Expected one of the columns {', '.join(self.columns)}, got {by!r}.")
-
-        def value(row: Any) -> Any:
-            found = getattr(row, by)
-            return -float("inf") if found is None else found
-
-        return Table(sorted(self.rows, key=lambda row: -value(row)), self.columns)
+        present = [row for row in self.rows if getattr(row, by) is not None]
+        absent = [row for row in self.rows if getattr(row, by) is None]
+        return Table([*sorted(present, key=lambda row: -getattr(row, by)), *absent], self.columns)
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a pandas DataFrame; ImportError if pandas isn't installed."""

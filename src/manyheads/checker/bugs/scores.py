@@ -130,7 +130,7 @@ def rename_axes(o: Attention, x: Tensor) -> Tensor:
 
 
 def rename_axes_back(o: Attention, x: Tensor) -> Tensor:
-    """The inverse."""
+    """Undo `rename_axes`."""
     return x if o.weights is None else x.reshape(x.shape[1], x.shape[0], -1).transpose(0, 1)
 
 

@@ -37,6 +37,11 @@ class Options:
 class Adapter:
     """A candidate and how to call it.
 
+    Args:
+        candidate: what is called.
+        options: its kind, and what the user said about it.
+        same_width: build it with one width for queries, keys and values.
+
     Attributes:
         oracle: what it should compute.
         kind: its kind.

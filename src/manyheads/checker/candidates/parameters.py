@@ -108,8 +108,7 @@ class Projections:
 def find_projections(d: Description, init: Mapping[str, Any], given: Mapping[str, str]) -> Projections:
     """Find the parameters of each role; `given` maps roles to names of layers.
 
-    Raises:
-        Unclear: if a role has no weight, or the number of heads isn't known.
+    Unclear is raised if a role has no weight, or the number of heads isn't known.
     """
     shapes, found = d.parameters, Projections()
     paths = assign_roles(shapes, given, found)

@@ -291,7 +291,7 @@ def masks_key(c: AttentionAdapter, x: Inputs, keep: Tensor, form: MaskForm, role
 
 
 def find_padded_queries(c: AttentionAdapter, g: torch.Generator) -> None:
-    """Does it have its own outputs for the queries of padding, which nothing reads?"""
+    """Find out if it has its own outputs for the queries of padding, which nothing reads."""
     if "cross" in c.features or not {"keys", "padding"} & c.features:
         return
     x = c.draw(g)

@@ -119,10 +119,12 @@ class Answer:
 
 
 class Candidate:
-    """A class, a module, a function, or a factory that returns one of those without arguments."""
+    """A class, a module, a function, or a factory that returns one of those without arguments.
+
+    CandidateError of kind "import" is raised for anything that can't be called.
+    """
 
     def __init__(self, target: Any) -> None:
-        """Take a target; CandidateError of kind "import" for anything that can't be called."""
         self.target = call_factory(target)
         self.instance = None if isinstance(self.target, type) else self.target
 
@@ -245,7 +247,6 @@ class BorrowedCandidate(Candidate):
     """An object of the caller's; `close` restores it and the global state, whatever happened."""
 
     def __init__(self, target: Any) -> None:
-        """Take a target, and keep its content."""
         self._snapshot = Snapshot(target)
         try:
             super().__init__(target)
@@ -391,6 +392,7 @@ class Sink(io.BytesIO):
         self.kept = kept
 
     def write(self, data: Any) -> int:
+        """Accept bytes."""
         self.kept += bytes(data)[: 4 * PRINTED - len(self.kept)]
         return len(data)
 

@@ -16,9 +16,10 @@ OUR_FILES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "
 class CandidateError(Exception):
     """What went wrong with a candidate, in one sentence.
 
-    Attributes:
+    Args:
         kind: "import", "init" (the constructor raised), "call", "timeout", "memory", "crash" (the process
             ended) or "protocol" (its message can't be read).
+        sentence: the message.
         details: the last lines of the traceback in the user's files, or of the process's output.
         error: the exception's type in full, such as `torch._dynamo.exc.Unsupported`, or "".
     """

@@ -45,16 +45,14 @@ class CandidateProcess:
 
     Beside what `Candidate` raises, a request raises CandidateError of kind "timeout", "memory", "crash" or
     "protocol", after which the process is ended: open another.
+
+    Args:
+        target: what `find` takes.
+        timeout: seconds for each request, the import included.
+        memory: bytes for the process tree.
     """
 
     def __init__(self, target: str, timeout: float = 60.0, memory: int = 4 * 2**30) -> None:
-        """Start the process and import the target.
-
-        Args:
-            target: what `find` takes.
-            timeout: seconds for each request, the import included.
-            memory: bytes for the process tree.
-        """
         if os.name != "posix":
             raise CandidateError(
                 "import",

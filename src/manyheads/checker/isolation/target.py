@@ -18,10 +18,8 @@ def find(target: str) -> Any:
 
     A file is imported as `python file.py` would, with its folder first on sys.path (and left there, as it
     may import its neighbours later); one inside a package is imported as a module of that package.
-
-    Raises:
-        CandidateError: of kind "import", for a target of another form, a name that isn't there, and what the
-            import raises.
+    CandidateError of kind "import" is raised for a target of another form, a name that isn't there, and what
+    the import raises.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:

@@ -30,7 +30,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyheads.observe import intercept
-from manyheads.observe.transformers.calls import Call, Function, Kernel, shared_name
+from manyheads.observe.transformers.calls import Call, Function, Kernel
 from manyheads.observe.transformers.masks import remember_origins
 
 OLDEST = (5, 21)  # the oldest version with which the tests pass: before it, observing Gemma 2 fails
@@ -101,20 +101,18 @@ def _install() -> None:
 
 
 def _replace(cls: type, name: str, new: Callable[..., Any]) -> None:
-    if name in vars(cls):
-        old = vars(cls)[name]
-        _undo.append(lambda: setattr(cls, name, old))
-    else:  # inherited
-        _undo.append(lambda: delattr(cls, name))
+    old = vars(cls).get(name)  # None if it is inherited
+    _undo.append(lambda: delattr(cls, name) if old is None else setattr(cls, name, old))
     setattr(cls, name, new)
 
 
 def _wrap(function: Function, name: str | None = None) -> Function:
     """Return an attention function whose calls by attached modules are recorded."""
     key = id(function), name
-    if key not in _wrapped:
-        _wrapped[key] = _recorded(Kernel.of(function, name or shared_name(function)))
-    return _wrapped[key]
+    wrapped = _wrapped.get(key)
+    if wrapped is None:
+        wrapped = _wrapped[key] = _recorded(Kernel.of(function, name))
+    return wrapped
 
 
 def _recorded(kernel: Kernel) -> Function:

@@ -23,6 +23,9 @@ from manyheads.shapes import kind, shape_of, sizes
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 
+# Kernels that belong to no model, by their modules.
+SHARED = {f"transformers.integrations.{name}_attention": name for name in ("sdpa", "flash", "flex")}
+
 FIRST = ("module", "query", "key", "value", "attention_mask")
 
 # The options of a kernel that can be expressed in a Problem; and those of flash kernels for packed inputs.
@@ -30,13 +33,6 @@ SUPPORTED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_
 PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "block_table"}
 
 MAX_EAGER_BYTES = 2**31  # of weights that an eager kernel may build where manyheads could compute instead
-
-
-def shared_name(function: Function) -> str:
-    """Return the name of a kernel that belongs to no model, by its module; "" for an unknown one."""
-    home = getattr(function, "__module__", "")
-    names = {f"transformers.integrations.{name}_attention": name for name in ("sdpa", "flash", "flex")}
-    return names.get(home, "")
 
 
 @dataclass
@@ -57,8 +53,10 @@ class Kernel:
         return set(self.options) - SUPPORTED | (PACKED if self.name == "flash" else set())
 
     @classmethod
-    def of(cls, function: Function, name: str) -> Kernel:
-        """Read a function's parameters; it starts with those of `FIRST`, by whatever names."""
+    def of(cls, function: Function, name: str | None = None) -> Kernel:
+        """Read a function's parameters, the first of which are `FIRST`, by any names."""
+        if name is None:
+            name = SHARED.get(getattr(function, "__module__", ""), "")
         variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         options = [each for each in signature(function).parameters.values() if each.kind not in variable][5:]
         defaults = {each.name: each.default for each in options if each.default is not Parameter.empty}
