@@ -145,10 +145,10 @@ def test_it_is_a_torch_module_with_its_attributes():
     ("arguments", "says"),
     [
         ((8, 3), "Expected num_heads to divide embed_dim, got num_heads = 3 and embed_dim = 8."),
-        ((8, 0), "num_heads must be at least 1, and 0 came."),
-        ((0, 1), "embed_dim must be at least 1, and 0 came."),
+        ((8, 0), "Expected num_heads to be at least 1, got 0."),
+        ((0, 1), "Expected embed_dim to be at least 1, got 0."),
         ((8, 2, 1.5), "Expected dropout to be between 0 and 1, got 1.5."),
-        ((8, 2, 0.0, True, False, False, 0), "kdim must be at least 1, and 0 came."),
+        ((8, 2, 0.0, True, False, False, 0), "Expected kdim to be at least 1, got 0."),
     ],
 )
 def test_a_construction_that_cannot_be(arguments, says):

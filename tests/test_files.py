@@ -638,8 +638,8 @@ def test_files_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (tmp_path / "sprung").exists()
     torch.save(torch.ones(3), path)
     refuses(path, path.read_bytes(), ["can't be read as safetensors"])
-    not_ours = ["is a safetensors file, but not one of maps"]
-    refuses(path, save({"q": torch.ones(3)}), [*not_ours, "no mark came"])
+    not_ours = ["to be a file of maps"]
+    refuses(path, save({"q": torch.ones(3)}), [*not_ours, "with no mark."])
     refuses(path, save({"q": torch.ones(3)}, {"format": "pt"}), [*not_ours, "{'format': 'pt'}"])
     ours = {"format": "manyheads", "version": "1", "run": "{}"}
     for wrong in (

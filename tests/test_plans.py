@@ -255,3 +255,58 @@ def test_compiled_code_has_no_plan() -> None:
     q, k, v = operands()
     out = planned(q, k, v)
     torch.testing.assert_close(compiled(q, k, v), out)
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "bfloat16": lambda x: x.bfloat16(),
+    "float64": lambda x: x.double(),
+    "one head": lambda x: x[:, :1],
+    "meta": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+@pytest.mark.parametrize("known", [True, False], ids=["planned", "unplanned"])
+def test_hooks_that_do_not_restore_saved_tensors_raise(
+    change: Callable[[Tensor], Tensor], known: bool
+) -> None:
+    leaves = [x.requires_grad_() for x in operands(t=4, s=700, h=8, g=8)]
+    if known:
+        planned(*leaves)
+    with torch.autograd.graph.saved_tensors_hooks(change, lambda x: x):
+        out = mh.attention(*leaves)
+    with pytest.raises(RuntimeError, match="Saved-tensor hooks must restore what they pack"):
+        torch.autograd.grad(out.sum(), leaves)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["planned", "unplanned"])
+def test_an_upstream_gradient_without_memory(known: bool) -> None:
+    """PyTorch's own zeros, which have no storage."""
+    leaves = [x.requires_grad_() for x in operands()]
+    if known:
+        planned(*leaves)
+    out = mh.attention(*leaves)
+    grads = torch.autograd.grad(out, leaves, torch._efficientzerotensor(out.shape))
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_traced_code_has_no_plan() -> None:
+    """`torch.jit.trace` records operators, not calls of the library."""
+    q, k, v = operands()
+    out = planned(q, k, v)
+    traced = torch.jit.trace(lambda *x: mh.attention(*x), (q, k, v))
+    torch.testing.assert_close(traced(q, k, v), out)
+    for kernel in ("native", "chunked"):
+        with pytest.raises(ValueError, match=r"torch.jit.trace doesn't record it"):
+            torch.jit.trace(lambda *x, kernel=kernel: mh.attention(*x, kernel=kernel), (q, k, v))
+
+
+def test_plans_are_used_where_observe_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import manyheads.observe  # noqa: F401
+
+    q, k, v = operands()
+    planned(q, k, v)
+    layout = plans.layout(q, k, v, **{**DEFAULTS, "kernel": "auto"})
+    monkeypatch.setitem(plans._plans, layout, lambda *tensors: tensors[2])
+    assert mh.attention(q, k, v) is v

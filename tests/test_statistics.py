@@ -1093,8 +1093,8 @@ def test_another_map_remembers_nothing() -> None:
 @pytest.mark.parametrize(
     ("asked", "kind", "words"),
     [
-        ("entropy", TypeError, "statistics must be a dict.* and a str came"),
-        (["entropy"], TypeError, "statistics must be a dict.* and a list came"),
+        ("entropy", TypeError, "Expected statistics to be a dict.*, got a str"),
+        (["entropy"], TypeError, "Expected statistics to be a dict.*, got a list"),
         ({"entropi": ()}, ValueError, "there is no statistic 'entropi': entropy, "),
         ({"top": "x"}, TypeError, "'x'"),
         ({"pooled": (3,)}, TypeError, "pooled takes rows, cols, reduce"),

@@ -35,6 +35,8 @@ def refuse(problem: Problem) -> list[str]:
     """What the operator doesn't carry: forward-mode derivatives and torch.func's transforms."""
     if torch.compiler.is_compiling():
         return []
+    if torch._C._get_tracing_state() is not None:
+        return ["torch.jit.trace doesn't record it: use torch.export or torch.compile"]
     if problem.forward_mode():
         return ["it has no forward-mode derivative"]
     if transforms():

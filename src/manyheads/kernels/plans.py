@@ -49,6 +49,7 @@ def layout(
         or torch._C._len_torch_dispatch_stack()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
     ):
         return None
     # Numbers of other types equal these (True == 1.0), but are errors.

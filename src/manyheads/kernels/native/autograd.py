@@ -98,7 +98,8 @@ class Plan:
         self.sizes, self.strides, self.rest = data[:64], data[88:216], data[232:-16]
         self.threads = torch.get_num_threads()
         self.fill = struct.Struct(f"=64s3Q128s2Q{len(self.rest)}s2q").pack
-        self.layout = p.q.stride(), p.k.stride(), p.v.stride(), self.new_out(p.q).stride()
+        n, out = p.shape, self.new_out(p.q)
+        self.saved = _layout(p.q, p.k, p.v, out, p.q.new_empty(n.b, n.h, n.t, dtype=p.dtype))
         self.chunks = max(CHUNKS // (p.shape.b * p.shape.g), 1)
 
     def new_out(self, q: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ class Plan:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the gradients of q, k and v; None where they have to be computed without the plan.
 
-        That is for saved tensors that a hook has restrided, for gradients that are no plain tensors, where
+        That is for saved tensors that a hook has changed, for gradients that are no plain tensors, where
         gradients are recorded in turn, and where a number isn't finite or memory is short.
         """
         if (
@@ -143,8 +144,8 @@ class Plan:
             or _functorch.is_legacy_batchedtensor(d_out)
             or _functorch.peek_interpreter_stack() is not None
             or d_out.is_neg()
-            or (q.stride(), k.stride(), v.stride(), out.stride()) != self.layout
-            or not lse.is_contiguous()
+            or d_out._is_zerotensor()
+            or _layout(q, k, v, out, lse) != self.saved
         ):
             return None
         n = self.shape
@@ -157,6 +158,11 @@ class Plan:
         assert library.differentiate is not None
         failed = library.differentiate(self.pack(q, k, v, out, lse), gradient, library.width)
         return None if failed else (dq, dk, dv)
+
+
+def _layout(*tensors: Tensor) -> list[Any]:
+    """Return what the addresses of tensors mean: sizes, strides, dtypes, and whether they are in memory."""
+    return [(x.shape, x.stride(), x.dtype, x.is_cpu) for x in tensors]
 
 
 class PlannedAttention(torch.autograd.Function):

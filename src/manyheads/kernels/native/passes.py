@@ -89,7 +89,17 @@ def _differentiate(
 ) -> list[Tensor | None] | None:
     """Return the same by the library, for a bias that it supports; None where some number isn't finite."""
     n = p.shape
-    lse = lse.contiguous()  # a hook on saved tensors may have given it other strides
+    for name, x, sizes, dtype in (
+        ("output", out, (n.b, n.h, n.t, n.w), p.q.dtype),
+        ("log-sum-exp", lse, (n.b, n.h, n.t), p.dtype),
+        ("gradient of the output", d_out, (n.b, n.h, n.t, n.w), p.q.dtype),
+    ):
+        if tuple(x.shape) != sizes or x.dtype != dtype or not x.is_cpu or not p.q.is_cpu:
+            raise RuntimeError(
+                f"Expected the {name} as it was computed, {list(sizes)} in {dtype} on the CPU, got "
+                f"{list(x.shape)} in {x.dtype} on {x.device}. Saved-tensor hooks must restore what they pack."
+            )
+    lse = lse.contiguous()  # a hook may have given it other strides
     dq = p.q.new_empty(n.b, n.h, n.t, n.d)  # which is faster than of a shape
     dk = p.q.new_empty(n.b, n.g, n.s, n.d)
     dv = p.q.new_empty(n.b, n.g, n.s, n.w)
@@ -107,8 +117,8 @@ def _differentiate(
         slopes = p.q.new_zeros(n.b, n.h, chunks, dtype=p.dtype)
     if d_lse is not None:
         d_lse = d_lse.to(p.dtype).contiguous()
-    if d_out.is_neg():
-        d_out = d_out.resolve_neg()
+    if d_out.is_neg() or d_out._is_zerotensor():
+        d_out = d_out.resolve_neg() + 0.0  # in memory
     data, _held = pack(p, out, lse)
     assert library.differentiate is not None
     failed = library.differentiate(
