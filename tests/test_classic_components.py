@@ -211,7 +211,7 @@ X = torch.zeros(2, 5, 8)
         (lambda: SelfAttention(6, 4, 4)(X), r"Expected x to be \[N, L, 6\], got \[2, 5, 8\]"),
         (lambda: CrossAttention(8, 6, 4, 4)(X, X), r"Expected y to be \[N, S, 6\], got \[2, 5, 8\]"),
         (lambda: CrossAttention(8, 8, 4, 4)(X, X[:1]), r"got x \[2, 5, 8\] and y \[1, 5, 8\]"),
-        (lambda: SelfAttention(0, 4, 4), "input_dim must be at least 1"),
+        (lambda: SelfAttention(0, 4, 4), "Expected input_dim to be at least 1"),
         (lambda: MultiHeadedAttention([], 4), "at least one module"),
     ],
 )

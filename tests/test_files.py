@@ -638,8 +638,8 @@ def test_files_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (tmp_path / "sprung").exists()
     torch.save(torch.ones(3), path)
     refuses(path, path.read_bytes(), ["can't be read as safetensors"])
-    not_ours = ["to be a file of maps"]
-    refuses(path, save({"q": torch.ones(3)}), [*not_ours, "with no mark."])
+    not_ours = ["not one of maps"]
+    refuses(path, save({"q": torch.ones(3)}), [*not_ours, "got none."])
     refuses(path, save({"q": torch.ones(3)}, {"format": "pt"}), [*not_ours, "{'format': 'pt'}"])
     ours = {"format": "manyheads", "version": "1", "run": "{}"}
     for wrong in (
@@ -746,8 +746,8 @@ def chain(times: int, word: str = "Not", field: str = "mask") -> Any:
 CAUSAL = {"is": "Causal"}
 HOSTILE: list[tuple[str, Callable[[Any, Any], None], list[str]]] = [
     # what a run must give
-    ("a field less", without("tokens"), ["a run must give", "tokens"]),
-    ("a field more", top("more", to=1), ["a run must give", "more"]),
+    ("a field less", without("tokens"), ["Expected a run to have", "tokens"]),
+    ("a field more", top("more", to=1), ["Expected a run to have", "more"]),
     ("entries", top("entries", to={}), ["entries", "list", "{}"]),
     ("an entry", top("entries", 3, to=None), ["entry 3", "None"]),
     ("an entry of both kinds", top("entries", 3, "statistics", to={}), ["entry 3", "statistics"]),

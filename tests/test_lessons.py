@@ -112,7 +112,7 @@ def test_the_command_copies_files_and_keeps_existing_ones(tmp_path: Path) -> Non
     first = tmp_path / "mine" / NOTEBOOKS[0].name
     assert first.read_bytes() == NOTEBOOKS[0].read_bytes()
     first.write_text("a learner's work")
-    assert "stay as they are" in run()
+    assert "which are kept" in run()
     assert first.read_text() == "a learner's work"
 
 

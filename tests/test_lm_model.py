@@ -209,7 +209,7 @@ def test_complete_stops_before_a_text_and_at_the_context(model: lm.LanguageModel
     ("arguments", "said"),
     [
         ({"prompt": ""}, "empty"),
-        ({"prompt": "hello", "tokens": 0}, "tokens must be at least 1"),
+        ({"prompt": "hello", "tokens": 0}, "Expected tokens to be at least 1"),
         ({"prompt": "hello", "stop": ""}, "stop"),
         ({"prompt": "hello", "seed": -1}, "seed"),
         ({"prompt": "hello", "seed": 1 << 64}, "Expected seed to be below"),

@@ -236,10 +236,10 @@ def command(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--steps", 0], "steps must be at least 1"),
-        (["--context", 1], "context must be at least 2"),
+        (["--steps", 0], "Expected steps to be at least 1"),
+        (["--context", 1], "Expected context to be at least 2"),
         (["--context", 10**6], "smaller --context"),
-        (["--seed", -1], "seed must be at least 0"),
+        (["--seed", -1], "Expected seed to be at least 0"),
         (["--device", "toaster"], "got 'toaster'"),
         (["--device", "cuda:99"], "got 'cuda:99'"),
         (["--device", "meta"], "got 'meta'"),

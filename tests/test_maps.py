@@ -614,7 +614,7 @@ def test_on_a_device() -> None:
 @pytest.mark.parametrize(
     ("place", "kind", "words"),
     [
-        ("meta", ValueError, ["meta", "weights"]),
+        ("meta", ValueError, ["meta", "holds numbers"]),
         ("float16", ValueError, ["float16", "device"]),
         ("nowhere", ValueError, ["nowhere", "device"]),
         (None, ValueError, ["None", "device"]),

@@ -385,8 +385,8 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
     version = metadata.get("version", "")
     if metadata.get("format") != FORMAT or "run" not in metadata or not re.fullmatch("[1-9][0-9]*", version):
         raise ValueError(
-            f"Expected {path} to be a file of maps, which manyheads marks, got a safetensors file with "
-            f"{brief(dict(metadata)) if metadata else 'no mark'}."
+            f"{path} is a safetensors file, but not one of maps. Expected the mark of manyheads, got "
+            f"{brief(dict(metadata)) if metadata else 'none'}."
         )
     if version != str(VERSION):
         raise ValueError(
