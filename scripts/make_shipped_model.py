@@ -196,8 +196,8 @@ context {config.context} tokens, vocabulary {config.vocab}
 {facts[TRAINING]["tokens"]:,} tokens; held out: {facts[HELD_OUT]["documents"]} documents, \
 {facts[HELD_OUT]["bytes"]:,} bytes, {facts[HELD_OUT]["tokens"]:,} tokens. The split is by document; \
 the tokenizer saw the training documents only.
-- {share:.0%} of the training tokens are synthetic: repeated runs of random tokens, from which heads learn to \
-copy. The loss on them counts only repeated tokens.
+- {share:.0%} of the training tokens are synthetic: repeated runs of random tokens, from which heads \
+learn to copy. The loss on them counts only repeated tokens.
 
 ## Training
 

@@ -156,7 +156,7 @@ def explain(
 
 
 def _asked(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduction]:
-    """What can be computed ahead, by its key."""
+    """Return the statistics that can be computed ahead, by their keys."""
     if statistics is not None and not isinstance(statistics, Mapping):
         raise TypeError(
             f'Expected statistics to be a dict, {{"entropy": (), "top": 8}}, got {kind(statistics)}.'
@@ -173,7 +173,7 @@ def _asked(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduct
 def _run_and_look(
     problem: Problem, kernel: str, asked: dict[tuple[Any, ...], Reduction]
 ) -> tuple[Tensor, Tensor | None, dict[tuple[Any, ...], Any]]:
-    """The output, the log-sum-exp, and what was asked of the map, by its key."""
+    """Return the output, the log-sum-exp, and the statistics of the map by their keys."""
     if not asked:
         result = kernels.run(problem, kernel)
         return result.out, result.lse_of_map(problem), {}

@@ -96,7 +96,7 @@ class Problem:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def forward_mode(self) -> bool:
-        """Does anything here carry a forward-mode derivative (torch.func.jvp)?"""
+        """Return True if a tensor carries a forward-mode derivative (torch.func.jvp)."""
         if torch.compiler.is_compiling() or forward_ad._current_level < 0:
             return False
         parts = [self.q, self.k, self.v, self.sink, None if self.bias is None else self.bias.tensor()]
@@ -113,7 +113,7 @@ class Problem:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
-        """The same problem with `change` applied to every tensor inside, always in the same order."""
+        """Return the same problem with `change` applied to every tensor inside, always in the same order."""
         return Problem(  # `replace` would take longer than a small problem's gradient
             change(self.q),
             change(self.k),
@@ -129,25 +129,25 @@ class Problem:
         )
 
     def detach(self) -> Problem:
-        """The same problem with every tensor cut from its graph."""
+        """Return the same problem with every tensor cut from its graph."""
         return self.map(lambda tensor: tensor.detach())
 
     def to(self, device: torch.device | str) -> Problem:
-        """The same problem with every tensor on another device."""
+        """Return the same problem with every tensor on another device."""
         return self.map(lambda tensor: tensor.to(device))
 
     def cast(self, dtype: torch.dtype) -> Problem:
-        """The same problem with q, k and v in another dtype."""
+        """Return the same problem with q, k and v in another dtype."""
         return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
 
     def without_values(self) -> Problem:
-        """The same problem with values of width 0: weights don't need them, nor dropout."""
+        """Return the same problem with values of width 0: weights don't need them, nor dropout."""
         v = self.v.new_empty(*self.v.shape[:3], 0)
         shape = Shape(*self.shape[:-1], w=0)  # torch.compile of PyTorch 2.11 can't return what _replace makes
         return replace(self, v=v, dropout_p=0.0, shape=shape)
 
     def without_unseen(self, keep: Tensor) -> Problem:
-        """The same problem with zeros for the keys and values that no query may see.
+        """Return the same problem with zeros for the keys and values that no query may see.
 
         keep: where the mask keeps, `[b or 1, h or 1, t, s]`. For kernels that can't look at what they
         compute, so that at least there NaN and Inf don't leak.
@@ -159,7 +159,7 @@ class Problem:
         return replace(self, k=torch.where(seen, self.k, 0.0), v=torch.where(seen, self.v, 0.0))
 
     def under(self, mask: Mask | None) -> Problem:
-        """The same problem under another mask."""
+        """Return the same problem under another mask."""
         if mask is not None:
             _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", self.q.device)
             mask.check(self.shape)
@@ -167,14 +167,14 @@ class Problem:
         return replace(self, mask=mask)
 
     def within(self, mask: Mask) -> Problem:
-        """The same problem under its own mask and another one."""
+        """Return the same problem under its own mask and another one."""
         inside = self.under(mask)
         if self.mask is None or inside.mask is None:
             return inside
         return replace(self, mask=self.mask & inside.mask)
 
     def only(self, batch: Sequence[int], heads: Sequence[int]) -> Problem:
-        """The same problem for some batch entries and query heads, which are counted anew from 0.
+        """Return the same problem for some batch entries and query heads, which are counted anew from 0.
 
         q, k and v are views where these follow each other.
         """
@@ -198,7 +198,7 @@ class Problem:
     def at(
         self, rows: Rows, cols: Rows, batch: Rows | None = None, heads: Rows | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """b, h, i (positions), j of a tile, shaped to broadcast against `[b, h, t, s]`.
+        """Return b, h, i (positions), j of a tile, shaped to broadcast against `[b, h, t, s]`.
 
         batch and heads are None for all: torch.compile of PyTorch 2.11 can't read a slice as a default.
         """
@@ -221,8 +221,9 @@ class Problem:
         return b, h, i, j
 
     def apart(self, part: Mask | Bias) -> tuple[int, int]:
-        """For how many sequences and heads (1 or b, 1 or h) a mask or bias differs, found by asking for one
-        row and one column of it.
+        """Return for how many sequences and heads (1 or b, 1 or h) a mask or bias differs.
+
+        It is evaluated for one row and one column.
         """
         corner = slice(0, min(self.shape.t, 1)), slice(0, min(self.shape.s, 1))
         if isinstance(part, Mask):
@@ -234,7 +235,7 @@ class Problem:
     def keep(
         self, mask: Mask, rows: Rows, cols: Rows, batch: Rows | None = None, heads: Rows | None = None
     ) -> Tensor:
-        """Where a mask bound to this problem keeps a tile: boolean, broadcasts to `[b, h, r, c]`."""
+        """Return where a mask bound to this problem keeps a tile: boolean, broadcasts to `[b, h, r, c]`."""
         b, h, i, j = self.at(rows, cols, batch, heads)
         kept = torch.as_tensor(mask.keep(b, h, i, j), device=self.q.device)
         want = (b.shape[0], h.shape[1], i.shape[2], j.shape[3])
@@ -247,7 +248,7 @@ class Problem:
         return kept.reshape(got)
 
     def span(self, start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """For rows [start, stop): the keys that some may see, and those that all see, within [0, s)."""
+        """Return the keys that some of rows [start, stop) may see and those that all see, within [0, s)."""
         s = self.shape.s
         if self.mask is None:
             return (0, s), (0, s)
@@ -259,7 +260,7 @@ class Problem:
 
 
 def _some(x: Tensor, axis: int, index: Tensor) -> Tensor:
-    """Some entries of an axis: a view where they follow each other."""
+    """Return some entries of an axis: a view where they follow each other."""
     first, n = (int(index[0]), len(index)) if len(index) else (0, 0)
     if torch.equal(index, torch.arange(first, first + n, device=index.device)):
         return x.narrow(axis, first, n)
@@ -267,7 +268,7 @@ def _some(x: Tensor, axis: int, index: Tensor) -> Tensor:
 
 
 def _checked_offset(offset: Any, shape: Shape, device: torch.device) -> Any:
-    """The offset, an int or int64 `[b]`."""
+    """Return the offset, an int or int64 `[b]`."""
     if isinstance(offset, Tensor):
         if offset.dtype not in INTEGERS or tuple(offset.shape) != (shape.b,):
             raise ValueError(
@@ -316,7 +317,7 @@ _NOTHING = nullcontext()
 
 
 def exactly(device: torch.device) -> AbstractContextManager[Any]:
-    """Where no autocast rounds what is computed: scores and weights stay in their own dtype."""
+    """Return a context without autocast: scores and weights stay in their own dtype."""
     if not torch._C._is_any_autocast_enabled():
         return _NOTHING
     on = device.type
@@ -326,7 +327,7 @@ def exactly(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def finite(x: Tensor) -> bool:
-    """Is all of a tensor? One look at it, with no copy; NaN passes through aminmax.
+    """Return True if all of a tensor is finite, without a copy (NaN passes through aminmax).
 
     True where its numbers can't be read.
     """
@@ -338,13 +339,13 @@ def finite(x: Tensor) -> bool:
 
 
 def fold(x: Tensor, g: int) -> Tensor:
-    """Query heads that share a key head, side by side: `[b, h, r, …]` → `[b, g, (h/g)·r, …]`."""
+    """Put query heads that share a key head side by side: `[b, h, r, …]` → `[b, g, (h/g)·r, …]`."""
     b, h, r = x.shape[:3]
     return x.reshape(b, g, h // g * r if g else r, *x.shape[3:])
 
 
 def unfold(x: Tensor, h: int) -> Tensor:
-    """The way back: `[b, g, (h/g)·r, …]` → `[b, h, r, …]`."""
+    """Undo `fold`: `[b, g, (h/g)·r, …]` → `[b, h, r, …]`."""
     b, g, rows = x.shape[:3]
     return x.reshape(b, h, rows * g // h if h else rows, *x.shape[3:])
 
@@ -364,7 +365,7 @@ def operands(
 def products(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
-    """scale · q·k of a tile, `[b, h, r, c]`."""
+    """Return scale · q·k of a tile, `[b, h, r, c]`."""
     q, k = operands(problem, rows, cols, batch, heads)
     q = q.to(problem.dtype) * problem.scale  # [b, h, r, d]
     k = k.to(problem.dtype)  # [b, g, c, d]
@@ -375,13 +376,13 @@ def products(
 def logits(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
-    """scale · q·k, softcapped: what stands before bias and mask, `[b, h, r, c]`."""
+    """Return scale · q·k, softcapped, `[b, h, r, c]`: scores before bias and mask."""
     raw = products(problem, rows, cols, batch, heads)
     return raw if problem.softcap is None else problem.softcap * torch.tanh(raw / problem.softcap)
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """x `[…, r, d]` · y `[…, c, d]`, whose gradient keeps the NaN and Inf of one pair out of the others.
+    """Return x `[…, r, d]` · y `[…, c, d]`, whose gradient keeps NaN and Inf of a pair out of others.
 
     A masked pair's gradient is 0, and 0 · NaN is NaN in a plain product: so pairs of what isn't
     finite are computed aside, without a gradient.
@@ -404,7 +405,7 @@ def tile(
     heads: Rows = ALL,
     compute: Callable[..., Tensor] = logits,
 ) -> Tensor:
-    """THE formula: the scores of a tile, `[b, h, r, c]`, −inf where the query may not see the key.
+    """Return the scores of a tile, `[b, h, r, c]`, −inf where masked: THE formula.
 
     rows, cols, batch and heads are slices or index tensors of one dimension. float32 (float64 for
     float64); differentiable. With lse the log-sum-exp of a row (sink included), the weight is
@@ -424,7 +425,7 @@ def tile(
 def visible(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
-    """Where the query may see the key, without a score: `[b or 1, h or 1, r, c]`."""
+    """Return where the query may see the key, without a score: `[b or 1, h or 1, r, c]`."""
     b, h, i, j = problem.at(rows, cols, batch, heads)
     seen = torch.ones(1, 1, i.shape[2], j.shape[3], dtype=torch.bool, device=problem.q.device)
     if problem.bias is not None and problem.bias.hides:
@@ -435,14 +436,14 @@ def visible(
 
 
 def sees_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
-    """Is it known, without a look at the pairs, that in this tile every query may see every key?"""
+    """Return True if it is known without reading pairs that in this tile every query may see every key."""
     if problem.bias is not None and problem.bias.hides:
         return False
     return problem.mask is None or _keeps_all(problem, rows, cols)
 
 
 def _keeps_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
-    """Does the mask keep the whole tile? Only asked of plain slices, and where numbers can be read."""
+    """Return True if the mask is known to keep the whole tile: of plain slices, where numbers can be read."""
     if not can_read(problem.q) or not (isinstance(rows, slice) and isinstance(cols, slice)):
         return False
     start, stop, _ = rows.indices(problem.shape.t)
@@ -452,13 +453,13 @@ def _keeps_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
 
 
 def weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(score − lse): scores `[…, r, c]`, lse `[…, r]`; what is masked weighs 0 even in a row of NaN."""
+    """Return exp(score − lse): scores `[…, r, c]`, lse `[…, r]`; masked keys weigh 0 even in a row of NaN."""
     weight = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
     return torch.where(scores == -math.inf, 0.0, weight)
 
 
 def mix(weight: Tensor, keep: Tensor, x: Tensor) -> Tensor:
-    """weight `[…, r, c]` · x `[…, c, d]`, where pairs that aren't kept add nothing, whatever x holds there.
+    """Return weight `[…, r, c]` · x `[…, c, d]`; pairs that aren't kept add nothing, whatever x holds.
 
     In a plain product a weight of 0 on a NaN is NaN: what isn't finite in x reaches only the rows
     that keep it.

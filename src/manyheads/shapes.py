@@ -68,7 +68,7 @@ def can_read(*tensors: Tensor | None) -> bool:
 
 
 def transforms() -> list[str]:
-    """Return the names of torch.func's active transforms, outermost first: "vmap", "grad", "jvp", …"""
+    """Return the names of torch.func's active transforms, outermost first ("vmap", "grad", "jvp", …)."""
     stack = torch._C._functorch.get_interpreter_stack()
     return [] if stack is None else [interpreter.key().name.lower() for interpreter in stack]
 
@@ -136,7 +136,7 @@ def check_dense(x: Tensor, name: str, letters: str) -> None:
 
 
 def amount(size: float) -> str:
-    """Bytes as people say them."""
+    """Return bytes in a readable unit."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
@@ -145,14 +145,14 @@ def amount(size: float) -> str:
 
 
 def divide(whole: int, parts: int, what: str, into: str) -> int:
-    """whole / parts, or a sentence that names both."""
+    """Return whole / parts; ValueError that names both if parts doesn't divide whole."""
     if parts < 1 or whole % parts:
         raise ValueError(f"Expected {into} to divide {what}, got {into} = {parts}, {what} = {whole}.")
     return whole // parts
 
 
 def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> float:
-    """A number that fits, or a sentence; True, strings and tensors are not numbers here."""
+    """Return a number that fits; raise TypeError or ValueError otherwise. True and tensors are no numbers."""
     if isinstance(value, bool) or not isinstance(value, REALS):
         raise TypeError(f"Expected {name} to be {must}, got {value!r}.")
     if not torch.compiler.is_compiling() and not fits(float(value)):
@@ -161,7 +161,7 @@ def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> 
 
 
 def whole(value: object, name: str, least: int = 0) -> int:
-    """An int of at least `least`, or a sentence; True and 3.0 are not ints here."""
+    """Return an int of at least `least`; raise TypeError or ValueError otherwise. True and 3.0 aren't."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Expected {name} to be a whole number, got {value!r}.")
     if value < least:
@@ -178,5 +178,5 @@ def check_seed(seed: object) -> int:
 
 
 def most_bytes(value: object) -> int:
-    """`max_bytes=` as a number of bytes: 2e9 is one too."""
+    """Return `max_bytes=` as a number of bytes: 2e9 is one too."""
     return whole(int(value) if isinstance(value, float) and value.is_integer() else value, "max_bytes")

@@ -24,7 +24,7 @@ _FUNCTIONS: WeakValueDictionary[int, Callable[..., Any]] = WeakValueDictionary()
 
 
 def bound(default: Any) -> Any:
-    """A field that a problem fills in when it binds the value; it isn't written down."""
+    """Declare a field that a problem fills in when it binds the value; it isn't written down."""
     return field(default=default, metadata={"bound": True})
 
 
@@ -58,14 +58,14 @@ class Value:
         cls.unbound = cls.unbound | {name: place.default for name, place in marked.items() if place.metadata}
 
     def but(self, **changes: Any) -> Self:
-        """A copy with some fields changed. The changes are not checked: they come from our own code."""
+        """Return a copy with some fields changed. Changes aren't checked: they come from our own code."""
         new = object.__new__(type(self))
         for name in self.names:
             object.__setattr__(new, name, changes.get(name, getattr(self, name)))
         return new
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with `change` applied to every tensor inside, of any shape `[...]`, however deep."""
+        """Return a copy with `change` applied to every tensor inside, of any shape `[...]`, however deep."""
         changed: dict[str, Any] = {}
         for name in self.names:
             part = getattr(self, name)
@@ -76,15 +76,15 @@ class Value:
         return self.but(**changed) if changed else self
 
     def to(self, device: torch.device | str) -> Self:
-        """The same value with its tensors on `device`; RuntimeError, PyTorch's own, where there is none."""
+        """Return the same value with its tensors on `device`; PyTorch's RuntimeError if there is none."""
         return self.map(lambda tensor: tensor.to(device))
 
     def detach(self) -> Self:
-        """The same value with its tensors cut from any graph."""
+        """Return the same value with its tensors cut from any graph."""
         return self.map(lambda tensor: tensor.detach())
 
     def tensors(self) -> list[Tensor]:
-        """The tensors inside, of any shapes `[...]`, in the order of the fields."""
+        """Return the tensors inside, of any shapes `[...]`, in the order of the fields."""
         found: list[Tensor] = []
         for name in self.names:
             part = None if name in self.unbound else getattr(self, name)
@@ -122,12 +122,12 @@ def read(text: str, *tensors: list[Tensor]) -> tuple[Any, ...]:
 
 @functools.lru_cache(256)
 def _tree(text: str) -> tuple[Any, ...]:
-    """What a text says, in tuples; a training step reads the same few texts again and again."""
+    """Parse a text into tuples; cached, as a training step reads the same few texts again and again."""
     return ast.literal_eval(text)
 
 
 def functions(text: str) -> list[Callable[..., Any]]:
-    """The functions that a text names, to be held by who wants to read it later."""
+    """Return the functions that a text names: hold them to read it later."""
     return [_FUNCTIONS[int(place)] for place in re.findall(r"\('function', (\d+)\)", text)]
 
 

@@ -55,7 +55,7 @@ def check(name: str) -> str:
 
 
 def load(name: str) -> Any:
-    """The kernel of this name."""
+    """Return the kernel of this name."""
     # Imported one by one, when asked for, in words that torch.compile can follow.
     if name == "native":
         from manyheads.kernels import native
@@ -80,12 +80,12 @@ def load(name: str) -> Any:
 
 
 def verdicts(problem: Problem) -> dict[str, list[str]]:
-    """Each kernel, in order, and its reasons to refuse (none: it can)."""
+    """Return each kernel, in order, and its reasons to refuse (none: it can)."""
     return {name: load(name).refuse(problem) for name in ORDER}
 
 
 def choose(problem: Problem, kernel: str = "auto") -> Any:
-    """The kernel for a problem; ValueError with all the reasons if the one asked for can't."""
+    """Return the kernel for a problem; ValueError with all reasons if the named one doesn't support it."""
     if kernel != "auto":
         chosen = load(kernel)
         reasons = chosen.refuse(problem)
@@ -103,7 +103,7 @@ def choose(problem: Problem, kernel: str = "auto") -> Any:
 
 
 def deferred(kernel: Any, problem: Problem) -> list[str]:
-    """Why `auto` passes over a kernel that could compute a problem."""
+    """Return why `auto` passes over a kernel that could compute a problem."""
     return kernel.defers(problem) if hasattr(kernel, "defers") else []
 
 
@@ -178,7 +178,7 @@ LARGE = {torch.float32: 2.0**10, torch.bfloat16: 2.0**14, torch.float16: 2.0**14
 
 
 def _may_be_large(problem: Problem) -> bool:
-    """Is a gradient wanted, of scores |scale|·Σ|q||k| that may be above `LARGE` or aren't finite?"""
+    """Return True if a gradient is wanted of scores that may exceed `LARGE`, bounded by |scale|·Σ|q||k|."""
     if not problem.wants_gradient():
         return False
     q, k = (_largest(x.detach()) for x in (problem.q, problem.k))
@@ -192,7 +192,7 @@ def _largest(x: Tensor) -> float:
 
 
 def processor() -> str:
-    """The processor's name, where the system tells it."""
+    """Return the processor's name, where the system tells it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -201,7 +201,7 @@ def processor() -> str:
 
 
 def machine() -> str:
-    """What this machine has, as text: its devices, and each kernel with what it is."""
+    """Return what this machine has, as text: its devices, and each kernel with what it is."""
     devices = [f"cpu ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"]
     devices += [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
     lines = [f"torch {torch.__version__} on {', '.join(devices)}", 'kernel="auto" takes the first that can:']
@@ -215,7 +215,7 @@ def machine() -> str:
 
 
 def table(problem: Problem) -> str:
-    """The verdicts as text: each kernel with yes or all its reasons, and what a map costs there."""
+    """Return the verdicts as text: each kernel with yes or all its reasons, and what a map costs there."""
     chosen = choose(problem).NAME
     n = problem.shape
     lines = [
@@ -236,7 +236,7 @@ def table(problem: Problem) -> str:
 
 
 def _gives_lse_of_map(kernel: Any, problem: Problem) -> bool:
-    """Does a kernel give the log-sum-exp by which a map reads weights?"""
+    """Return True if a kernel gives the log-sum-exp by which a map reads weights."""
     gives = kernel.gives_lse(problem) if hasattr(kernel, "gives_lse") else kernel.GIVES_LSE
     return gives and load("native").reads(problem) == (kernel.NAME == "native")
 

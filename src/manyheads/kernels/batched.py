@@ -91,6 +91,7 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, backward: Callable[..., Sequence[Tensor]], *given: Any) -> tuple[Tensor, ...]:
+        """Return the gradients that `backward` computes of what it is given."""
         return tuple(backward(*given))
 
     backward = staticmethod(refuse_twice)

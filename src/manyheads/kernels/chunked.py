@@ -32,7 +32,7 @@ BLOCK = 1 << 19  # scores in a block, over all heads: 2 MiB in float32, so that 
 
 
 def refuse(problem: Problem) -> list[str]:
-    """What the operator doesn't carry: forward-mode derivatives and torch.func's transforms."""
+    """Return what the operator doesn't support: forward mode, torch.func's transforms, torch.jit.trace."""
     if torch.compiler.is_compiling():
         return []
     if torch._C._get_tracing_state() is not None:
@@ -45,12 +45,12 @@ def refuse(problem: Problem) -> list[str]:
 
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
+    """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
     return _attend(*arguments(problem))
 
 
 def lse(problem: Problem) -> Tensor:
-    """The log-sum-exp alone, `[b, h, t]`, in one pass over the keys; no gradient."""
+    """Return the log-sum-exp alone, `[b, h, t]`, in one pass over the keys; no gradient."""
     problem = problem.detach().without_values()
     if torch.compiler.is_compiling():
         return run(problem)[1]
@@ -85,14 +85,14 @@ def tile(
 
 
 def _run(part: Rows, size: int) -> range | None:
-    """The rows or columns of a plain slice; None for an index tensor and for steps."""
+    """Return the rows or columns of a plain slice; None for an index tensor and for steps."""
     if isinstance(part, Tensor) or part.step not in (None, 1):
         return None
     return range(*part.indices(size))
 
 
 def _shared(block: slice, low: int, high: int) -> tuple[slice, slice]:
-    """What a block shares with a run from low until before high, as a slice of each."""
+    """Return what a block shares with a run from low until before high, as a slice of each."""
     start, stop = max(block.start, low), min(block.stop, high)
     return slice(start - block.start, stop - block.start), slice(start - low, stop - low)
 
@@ -101,7 +101,7 @@ def _shared(block: slice, low: int, high: int) -> tuple[slice, slice]:
 
 
 def blocks(problem: Problem, first: int = 0, last: int | None = None) -> Iterator[tuple[slice, list[slice]]]:
-    """Blocks of rows, each with the blocks of columns that some of its rows may see.
+    """Yield blocks of rows, each with the blocks of columns that some of its rows may see.
 
     Those that hold a row from `first` until before `last` (t if None).
     """
@@ -120,7 +120,7 @@ def blocks(problem: Problem, first: int = 0, last: int | None = None) -> Iterato
 
 
 def _forward(p: Problem, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output `[b, h, t, w]` and log-sum-exp `[b, h, t]`."""
+    """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
     b, h, g, t, _, _, w = p.shape
     out = p.q.new_empty(b, h, t, w)
     lse = p.q.new_empty(b, h, t, dtype=p.dtype)
@@ -157,7 +157,7 @@ def _backward(
     seed: Tensor | None,
     needs: list[bool],
 ) -> list[Tensor]:
-    """Gradients of q, k, v, sink and the bias's tensor; those not needed are empty tensors."""
+    """Return the gradients of q, k, v, sink and the bias's tensor; those not needed are empty tensors."""
     h, g = p.shape.h, p.shape.g
     d_out = d_out.to(p.dtype)  # [b, h, t, w]
     dq, dk, dv = (torch.zeros(x.shape, dtype=p.dtype, device=x.device) for x in (p.q, p.k, p.v))
@@ -205,7 +205,7 @@ def _backward(
 
 
 def sink_gradient(p: Problem, lse: Tensor, delta: Tensor) -> Tensor:
-    """The gradient of the sink `[h]`, whose value is 0; empty without one.
+    """Return the gradient of the sink `[h]`, whose value is 0; empty without one.
 
     lse, and delta, the mean of a row's gradients of weights: both `[b, h, t]`.
     """
@@ -216,7 +216,7 @@ def sink_gradient(p: Problem, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _start(p: Problem, r: int) -> tuple[Tensor, Tensor]:
-    """The running maximum and sum before any key: nothing, or the sink alone. Both `[b, h, r]`."""
+    """Return the running maximum and sum before any key: nothing, or the sink alone. Both `[b, h, r]`."""
     b, h = p.shape.b, p.shape.h
     if p.sink is None:
         return p.q.new_full((b, h, r), -math.inf, dtype=p.dtype), p.q.new_zeros(b, h, r, dtype=p.dtype)
@@ -225,7 +225,7 @@ def _start(p: Problem, r: int) -> tuple[Tensor, Tensor]:
 
 
 def _dropout(p: Problem, seed: Tensor, rows: slice, cols: slice) -> Tensor:
-    """What dropout multiplies a block's weights by: 0 or 1/(1 − p). The same whenever asked again."""
+    """Return what dropout multiplies a block's weights by, 0 or 1/(1 − p): the same in every call."""
     if p.dropout_p == 1:
         return p.q.new_zeros((), dtype=p.dtype)
     place = (int(seed) + rows.start * p.shape.s + cols.start) % (1 << 63)
@@ -244,7 +244,7 @@ ARGUMENTS = (  # of an operator that takes a whole problem
 
 
 def arguments(problem: Problem) -> tuple[Any, ...]:
-    """A problem as an operator takes it."""
+    """Return a problem as an operator takes it."""
     masks: list[Tensor] = []
     biases: list[Tensor] = []
     text = f"({values.write(problem.mask, masks)}, {values.write(problem.bias, biases)})"
@@ -281,7 +281,7 @@ def problem_of(
     softcap: float,
     dropout_p: float,
 ) -> Problem:
-    """The problem that an operator was given."""
+    """Return the problem that an operator was given."""
     mask, bias = values.read(text, masks, biases)
     return Problem.of(
         q,
@@ -320,7 +320,7 @@ def _attend_backward(
 
 @_attend.register_fake
 def shaped(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp without their numbers."""
+    """Return the output and the log-sum-exp without their numbers."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
 
@@ -329,7 +329,7 @@ def shaped(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Te
 def gradients_shaped(
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
 ) -> list[Tensor]:
-    """Gradients of q, k, v, sink and the bias's tensor without their numbers."""
+    """Return the gradients of q, k, v, sink and the bias's tensor without their numbers."""
     q, k, v, sink, _, biases = arguments[:6]
     like = (q, k, v, sink, biases[0] if biases and needs[4] else None)
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
@@ -344,14 +344,14 @@ def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -
 
 
 def remembered(ctx: Any) -> tuple[Any, ...]:
-    """What `remember` kept: the output, the log-sum-exp, and the operator's arguments."""
+    """Return what `remember` kept: the output, the log-sum-exp, and the operator's arguments."""
     out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
     masks, biases = rest[: ctx.masks], rest[ctx.masks :]
     return (out, lse, q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers)
 
 
 def differentiated_by(backward: Callable[..., list[Tensor]]) -> Callable[..., tuple[Any, ...]]:
-    """How an operator's arguments get their gradients by `backward`, from what `remember` kept."""
+    """Return how an operator's arguments get their gradients by `backward`, from what `remember` kept."""
 
     def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
         out, lse, *arguments = remembered(ctx)

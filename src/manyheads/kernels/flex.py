@@ -79,7 +79,7 @@ def refuse(problem: Problem) -> list[str]:
 
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
+    """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
     problem = _spelled(problem)
     if torch.compiler.is_compiling():
         return _attend(problem)
@@ -102,7 +102,7 @@ def _compiled() -> Callable[[Problem], tuple[Tensor, Tensor]]:
 
 
 def _attend(p: Problem) -> tuple[Tensor, Tensor]:
-    """What is compiled; as it stands, PyTorch builds every weight, which is how the CPU tests it."""
+    """Return FlexAttention's results. Uncompiled, as the CPU's tests call it, PyTorch builds every weight."""
     n = p.shape
     blocks = None
     if p.mask is not None:
@@ -143,7 +143,7 @@ def _mask_mod(p: Problem, mask: Mask) -> Callable[..., Tensor]:
 
 
 def _score_mod(p: Problem) -> Callable[..., Tensor] | None:
-    """What becomes of scale · q·k of the query in row i and key j before the mask: softcap, then bias."""
+    """Return the score of the query in row i and key j before the mask: scale · q·k, softcap, then bias."""
     if p.softcap is None and p.bias is None:
         return None
     dtype, bias, position = p.dtype, p.bias, _position(p)
@@ -167,13 +167,13 @@ def _score_mod(p: Problem) -> Callable[..., Tensor] | None:
 
 
 def _position(p: Problem) -> Callable[[Index, Index], Index]:
-    """The position of the query in row i of batch entry b."""
+    """Return the position of the query in row i of batch entry b."""
     offset = p.offset
     return lambda b, i: i + (offset[b] if isinstance(offset, Tensor) else offset)
 
 
 def _spelled(p: Problem) -> Problem:
-    """The same problem, its mask and bias as they can be asked about one pair."""
+    """Return the same problem with a mask and bias that can be evaluated for one pair."""
     mask, bias = p.mask, p.bias
     if mask is not None:
         mask = _without_lists(mask, p.shape.s)
@@ -184,7 +184,7 @@ def _spelled(p: Problem) -> Problem:
 
 
 def _without_lists(mask: Mask, s: int) -> Mask:
-    """The same mask with comparisons in place of each list of keys, which would have to be searched."""
+    """Return the same mask with comparisons in place of lists of keys, which would have to be searched."""
     if isinstance(mask, Keys):
         found: Mask = Prefix(0)
         for start, stop in _runs(mask):
@@ -208,7 +208,7 @@ def _runs(keys: Keys) -> list[tuple[int, int]]:
 
 
 def _constant(x: float) -> float:
-    """A number for the compiler to write down; one that changed between calls it would else make an input."""
+    """Return a number as a constant: the compiler makes an input of one that changes between calls."""
     return float.fromhex(x.hex())
 
 
@@ -225,7 +225,7 @@ def _keep(p: Problem) -> Tensor | None:
 
 
 def _reads_tiles(p: Problem) -> bool:
-    """Does the kernel load a number for each pair, so that its shared memory must hold tiles of them?
+    """Return True if the kernel loads a number for each pair, of which its shared memory must hold tiles.
 
     PyTorch loads three tiles ahead, which a float32 bias at head size 64 has no room for on an H100.
     """
@@ -237,7 +237,7 @@ def _reads_tiles(p: Problem) -> bool:
 
 
 def _join(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and log-sum-exp once a sink `[h]` has joined the normaliser: it takes its share."""
+    """Return the output and log-sum-exp with a sink `[h]` in the normaliser."""
     sink = sink[None, :, None]  # [1, h, 1]
     seen = lse != -math.inf  # [b, h, t]
     lse = torch.where(seen, lse, 0.0)  # −inf − −inf is NaN, in a gradient too
@@ -260,7 +260,7 @@ def _refuse_machine(device: torch.device) -> list[str]:
 
 
 def _is_far(part: Any) -> bool:
-    """Does a mask, bias or offset hold a number, or a tensor of a size, that 32 bits are too few for?"""
+    """Return True if a mask, bias or offset holds a number, or a tensor of a size, that exceeds 32 bits."""
     if isinstance(part, Value):
         return any(_is_far(getattr(part, name)) for name in part.names)
     if isinstance(part, Tensor):
@@ -294,7 +294,7 @@ def _refuse_rule(rule: Rule, device: torch.device) -> list[str]:
 
 
 def _operators(rule: Rule, device: torch.device) -> set[str]:
-    """The operators that a rule calls when asked about one pair, but for pointwise ones."""
+    """Return the operators, other than pointwise ones, that a rule calls for one pair."""
 
     def ask(b: Index, h: Index, i: Index, j: Index) -> Tensor:
         answer = rule.keep(b, h, i, j)

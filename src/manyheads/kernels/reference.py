@@ -20,18 +20,18 @@ SHIELDS = True  # what is masked can't leak
 
 
 def refuse(problem: Problem) -> list[str]:
-    """Nothing."""
+    """Return no reason: every problem is supported."""
     return []
 
 
 def weights(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Differentiable weights `[b, h, t, s]` (before dropout) and log-sum-exp `[b, h, t]`."""
+    """Return differentiable weights `[b, h, t, s]` (before dropout) and the log-sum-exp `[b, h, t]`."""
     weight, lse, _ = _softmax(problem)
     return weight, lse
 
 
 def run(problem: Problem) -> tuple[Tensor, None]:
-    """The output `[b, h, t, w]`; no log-sum-exp."""
+    """Return the output `[b, h, t, w]`; no log-sum-exp."""
     if problem.mask is not None and not can_read(problem.q):  # what isn't finite can't be searched for
         problem = problem.without_unseen(problem.keep(problem.mask, scores.ALL, scores.ALL))
     weight, _, keep = _softmax(problem)
@@ -44,7 +44,7 @@ def run(problem: Problem) -> tuple[Tensor, None]:
 
 
 def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights `[b, h, t, s]`, log-sum-exp `[b, h, t]`, and which keys are kept."""
+    """Return weights `[b, h, t, s]`, the log-sum-exp `[b, h, t]`, and which keys are kept."""
     score = scores.tile(problem)  # [b, h, t, s]
     keep = score != -math.inf
     logits = score

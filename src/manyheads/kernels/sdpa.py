@@ -29,7 +29,7 @@ LIMIT = 64 * 2**20  # bytes of a mask tensor made from a rule
 
 
 def refuse(problem: Problem) -> list[str]:
-    """Why PyTorch's fused kernels can't say this problem; empty if they can."""
+    """Return why PyTorch's fused kernels don't support this problem; empty if they do."""
     p, n = problem, problem.shape
     reasons = []
     if p.forward_mode():
@@ -70,7 +70,7 @@ def refuse(problem: Problem) -> list[str]:
 
 
 def _refuse_on_cuda(p: Problem) -> list[str]:
-    """There, float32 and every mask tensor go to the memory-efficient kernel, which knows no groups."""
+    """Return why CUDA's kernels don't: float32 and mask tensors go to one without grouped heads."""
     reasons = []
     if p.q.dtype == torch.float64:
         reasons.append("PyTorch has no fused kernel for float64 on CUDA")
@@ -82,7 +82,7 @@ def _refuse_on_cuda(p: Problem) -> list[str]:
 
 
 def run(problem: Problem) -> tuple[Tensor, None]:
-    """The output `[b, h, t, w]`; no log-sum-exp."""
+    """Return the output `[b, h, t, w]`; no log-sum-exp."""
     p, n = problem, problem.shape
     tensor, causal = None, False
     if needs_tensor(p):
@@ -118,7 +118,7 @@ def _refuse_in(grads: tuple[Tensor | None, ...], _: Any) -> None:
 
 
 def _is_causal(p: Problem) -> bool:
-    """Is the mask the top-left triangle, which PyTorch calls causal?"""
+    """Return True if the mask is the top-left triangle, which PyTorch calls causal."""
     if p.mask is None or not isinstance(p.offset, int | torch.SymInt) or p.offset != 0:
         return False
     band, segments, lengths, rest = p.mask.normal()
@@ -126,7 +126,7 @@ def _is_causal(p: Problem) -> bool:
 
 
 def _sees_all(p: Problem) -> bool:
-    """Does a mask of bands alone keep everything here, as Causal does for a single last query?"""
+    """Return True if a mask of bands alone keeps everything, as Causal does for a single last query."""
     if p.mask is None:
         return True
     (low, high), segments, lengths, rest = p.mask.normal()
@@ -146,12 +146,12 @@ def needs_tensor(p: Problem) -> bool:
 
 
 def _given_as_tensor(p: Problem) -> bool:
-    """Did the caller bring the tensor, so that making it again is no surprise?"""
+    """Return True if the caller gave the mask as a tensor, so that another one costs no more."""
     return p.bias is None and isinstance(p.mask, Keep)  # or a Drop, which is one
 
 
 def _mask_bytes(p: Problem) -> int:
-    """At most: a mask may turn out to be the same for all heads or batch entries."""
+    """Return the bytes at most: a mask may turn out to be the same for all heads or batch entries."""
     b, h = 1, 1
     for part in (p.mask, p.bias):
         if part is not None:
@@ -161,12 +161,12 @@ def _mask_bytes(p: Problem) -> int:
 
 
 def _exact(p: Problem) -> bool:
-    """Is the bias a tensor of the queries' own dtype?"""
+    """Return True if the bias is a tensor of the queries' own dtype."""
     return isinstance(p.bias, Dense) and p.bias.values.dtype == p.q.dtype
 
 
 def _tensor(p: Problem) -> Tensor:
-    """Mask and bias as PyTorch wants them: boolean, or added numbers with −inf where it hides."""
+    """Return mask and bias as PyTorch takes them: boolean, or added numbers with −inf where masked."""
     n = p.shape
     keep = None if p.mask is None else p.keep(p.mask, ALL, ALL)
     if p.bias is None:

@@ -56,9 +56,15 @@ class Observer(Protocol):
     strays: int  # attention calls on threads where no module runs
     closed: bool
 
-    def record(self, path: str, problem: Problem, lse: Tensor | None) -> None: ...
-    def note_softmax(self, path: str, scores: Tensor) -> None: ...
-    def ablated(self, path: str, h: int) -> list[int]: ...
+    def record(self, path: str, problem: Problem, lse: Tensor | None) -> None:
+        """Record an attention call of a module."""
+
+    def note_softmax(self, path: str, scores: Tensor) -> None:
+        """Note a softmax that no attention call made."""
+
+    def ablated(self, path: str, h: int) -> list[int]:
+        """Return the heads of a module, of h, that are ablated."""
+        ...
 
 
 # -- which modules run -----------------------------------------------------------------------------

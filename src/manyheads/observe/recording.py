@@ -142,6 +142,9 @@ class Recording(Mapping[Any, Any]):
             ids: The tokens, integers `[s]` or `[b, s]`; with them, duplicate-token and induction heads are
                 scored.
 
+        Returns:
+            A table of named tuples, to print, sort or convert to pandas.
+
         Raises:
             TypeError, ValueError: For other ids.
         """
@@ -181,9 +184,12 @@ class Recording(Mapping[Any, Any]):
         In a script, `recording.view().wait()` keeps the process running.
 
         Args:
-            others: More recordings, maps or files, to compare side by side.
+            *others: More recordings, maps or files, to compare side by side.
             port: Port of this machine to listen on (0 picks a free one).
             browser: Whether to open a browser.
+
+        Returns:
+            The running server, or in a notebook its widget.
 
         Raises:
             TypeError, ValueError: For what can't be shown.

@@ -108,7 +108,7 @@ class Reduced:
         return sum(x.nbytes for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return every tensor that it holds, each in the shape of its statistic, `[b, h, t]`, …"""
+        """Return every tensor that it holds, each in the shape of its statistic (`[b, h, t]`, …)."""
         return list(self._tensors().values())
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> Reduced:

@@ -32,7 +32,7 @@ WHOLE = 1 << 15  # keys, beyond which a look doesn't keep whole rows of weights:
 
 
 def refuse(problem: Problem, values: bool = True) -> list[str]:
-    """Why the kernel can't compute this; empty if it can. Without values it only looks."""
+    """Return why the kernel doesn't support this; empty if it does. values: is an output needed?"""
     p, n = problem, problem.shape
     if not p.q.is_cpu:
         return [f"it is for the CPU, and this is on {p.q.device}"]
@@ -63,7 +63,7 @@ def defers(problem: Problem) -> list[str]:
 
 
 def built() -> str:
-    """The build that this processor runs, and whose threads; or why there is none."""
+    """Return the build that this processor runs and whose threads it uses, or why there is none."""
     if library.width is None:
         return f"not here: {library.missing}"
     left_out = "; ".join(f"{build} wasn't built: {why}" for build, why in library.left_out.items())
@@ -74,8 +74,7 @@ def built() -> str:
 
 
 def run(problem: Problem, asked: Look | None = None) -> tuple[Tensor, Tensor | None]:
-    """The output `[b, h, t, w]`, the log-sum-exp `[b, h, t]`, and what is asked of the weights, unless that
-    costs less after.
+    """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`; fill a look if that is faster now.
 
     A few queries read keys as they lie, where neither a gradient nor a look would compute their scores again:
     it takes half as long, but sums them in another order than `tile`. There is no log-sum-exp then, and a
@@ -119,18 +118,18 @@ def reads(problem: Problem) -> bool:
 
 
 def looks(problem: Problem) -> bool:
-    """Can it look at the weights of a problem, and is it the fastest to?"""
+    """Return True if it can compute statistics of a problem's weights, and is the fastest to."""
     return _direct(problem) and reads(problem)
 
 
 def look(problem: Problem, lse: Tensor, asked: Look) -> None:
-    """Find what is asked of the weights exp(score − lse), lse `[b, h, t]`, all of it finite or −inf."""
+    """Fill a look with statistics of the weights exp(score − lse), lse `[b, h, t]` finite or −inf."""
     p = problem.detach().without_values()
     passes.attend(p, p.q.new_empty(*lse.shape, 0), lse.contiguous(), asked, known=True)
 
 
 def lse(problem: Problem, asked: Look | None = None) -> Tensor:
-    """The log-sum-exp alone, `[b, h, t]`, and in the same pass what is asked of the weights."""
+    """Return the log-sum-exp alone, `[b, h, t]`, and fill a look in the same pass."""
     p = problem.detach().without_values()
     if not _direct(p):
         return torch.ops.manyheads.native(*chunked.arguments(p))[1]
