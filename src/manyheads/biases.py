@@ -30,8 +30,10 @@ class Bias(Value):
         return False
 
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
-        """What to add for query position i and key j, a natural logarithm as a score is: broadcasts to
-        `[b, h, t, s]`, of `dtype`."""
+        """Return what to add for query position i and key j, broadcasting to `[b, h, t, s]`, of `dtype`.
+
+        Like a score it is a natural logarithm.
+        """
         raise NotImplementedError
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
@@ -43,18 +45,18 @@ class Bias(Value):
         raise NotImplementedError
 
     def tensor(self) -> Tensor:
-        """The one tensor inside: `[h]`, `[h, 2n + 1]`, or what broadcasts to `[b, h, t, s]`."""
+        """Return the one tensor inside: `[h]`, `[h, 2n + 1]`, or what broadcasts to `[b, h, t, s]`."""
         return self.tensors()[0]
 
     def check(self, shape: Shape) -> None:
         """Raise ValueError unless the bias goes with a problem of this shape."""
 
     def bind(self, first: int | Tensor) -> Bias:
-        """The bias for queries whose row 0 stands at position `first` (int or `[b]`)."""
+        """Return the bias for queries whose row 0 stands at position `first` (int or `[b]`)."""
         return self
 
     def only(self, batch: Tensor, heads: Tensor) -> Bias:
-        """The bias of some batch entries `[b]` and heads `[h]`, which are counted anew from 0."""
+        """Return the bias of some batch entries `[b]` and heads `[h]`, which are counted anew from 0."""
         return OnlyBias(self, batch, heads)
 
     def __repr__(self) -> str:
@@ -89,7 +91,7 @@ def _heads(tensor: Tensor, shape: Shape, name: str) -> None:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """The slopes of the ALiBi paper (Press et al. 2022, arXiv:2108.12409) for any head count: `[h]`.
+    """Return the slopes of the ALiBi paper (Press et al. 2022, arXiv:2108.12409) for any head count: `[h]`.
 
     For a power of two n: 2^(−8/n), 2^(−16/n), …; between powers, those of the power below, then
     every other one of the power above, as in the authors' code.
@@ -159,7 +161,7 @@ class Relative(Bias):
 
     @classmethod
     def learned(cls, heads: int, distance: int) -> Relative:
-        """A table of zeros to be learned, for distances up to `distance` positions on both sides.
+        """Return a table of zeros to be learned, for distances up to `distance` positions on both sides.
 
         TypeError or ValueError where heads and distance are no such numbers.
         """

@@ -269,7 +269,7 @@ class _Writer:
 
 
 def _pick(tensor: Tensor, letters: str, picks: tuple[Tensor, Tensor]) -> Tensor:
-    """What a tensor holds for the picked batch entries and heads; itself where that is all of it."""
+    """Return what a tensor holds for the picked batch entries and heads; itself where that is all of it."""
     for axis, letter in enumerate(letters[len(letters) - tensor.dim() :]):
         size = tensor.shape[axis]
         if letter not in "bh" or size == 1:
@@ -281,7 +281,7 @@ def _pick(tensor: Tensor, letters: str, picks: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _header(run: str, tensors: Mapping[str, Tensor]) -> bytes:
-    """The header of a safetensors file, padded so that what follows is aligned."""
+    """Return the header of a safetensors file, padded so that what follows is aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": str(VERSION), "run": run}}
     stop = 0
     for name, tensor in tensors.items():
@@ -301,7 +301,7 @@ def _header(run: str, tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _numbers(tensor: Tensor) -> memoryview:
-    """A tensor's numbers as they lie in a file: compact, and copied only where they aren't so already."""
+    """Return a tensor's numbers as they lie in a file: compact, and copied only if necessary."""
     # A new last axis has a stride of 1, which a look at the bytes asks for, whatever the others have.
     lined_up = tensor.cpu().contiguous()[..., None].view(torch.uint8)
     return lined_up.numpy().data
@@ -309,7 +309,7 @@ def _numbers(tensor: Tensor) -> memoryview:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its place once it is written; nothing is left of one that isn't."""
+    """Write a file beside `path` that replaces it when complete; nothing is left of an incomplete one."""
     part = path.with_name(f".{token_hex(8)}.part")
     try:
         with open(part, "xb") as file:
@@ -335,7 +335,7 @@ def folder_for(path: Path, name: str) -> Path:
 
 
 def file_for(path: Path, name: str) -> Path:
-    """A file whose folder can be written; OSError, which calls it `name`, where it can't."""
+    """Return a file whose folder can be written; OSError, which calls it `name`, where it can't."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -381,7 +381,7 @@ def read(path: str | os.PathLike[str]) -> Run:
 
 
 def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
-    """The run's JSON, out of a header that says it is one of ours and of a version that is known."""
+    """Return the run's JSON, out of a header that says it is one of ours and of a version that is known."""
     version = metadata.get("version", "")
     if metadata.get("format") != FORMAT or "run" not in metadata or not re.fullmatch("[1-9][0-9]*", version):
         raise ValueError(
@@ -494,7 +494,7 @@ class _Reader:
 def _fields(
     tree: Any, schema: Schema, what: str, read: Callable[[Any], Any] = lambda part: part
 ) -> dict[str, Any]:
-    """The fields of a JSON object, read, which must be these and of these kinds."""
+    """Return the fields of a JSON object, read, which must be these and of these kinds."""
     if not isinstance(tree, dict) or tree.keys() != schema.keys():
         got = f"{brief(list(tree))}" if isinstance(tree, dict) else brief(tree)
         raise ValueError(f"Expected {what} to have {', '.join(schema) or 'no fields'}, got {got}.")
@@ -550,7 +550,7 @@ def _check_map(problem: Problem, lse: Tensor) -> None:
 
 
 def _bounded(value: Any) -> Any:
-    """A whole number within what positions may be; anything else as it is."""
+    """Return a whole number within what positions may be; anything else as it is."""
     if isinstance(value, int) and abs(value) > FAR:
         raise ValueError(f"Expected a whole number between -2^60 and 2^60, got {brief(value)}.")
     return value
@@ -579,7 +579,7 @@ def _fitting(tokens: Tokens, problem: Problem) -> Tokens:
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
-    """A dictionary that JSON can say."""
+    """Return a dictionary that JSON can say."""
     if not isinstance(value, Mapping):
         raise TypeError(f"Expected {where} to be a dictionary, got {brief(value)}.")
     plain: dict[str, Any] = _plain(value, where)
@@ -587,7 +587,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """What JSON can say and gives back as it was, but for tuples, which become lists."""
+    """Return what JSON can say and gives back as it was, but for tuples, which become lists."""
     if depth > DEPTH:
         raise ValueError(f"{where} is nested more than {DEPTH} deep.")
     if isinstance(value, list | tuple):

@@ -57,11 +57,11 @@ class SelfAttention(nn.Module):
         self.v = nn.Linear(context_dim, d, projection_bias)
 
     def forward(self, x: Tensor, *, mask: Mask | None = None) -> Tensor:
-        """x `[b, t, e]` → `[b, t, d]`, under the mask; TypeError or ValueError for another x or mask."""
+        """Map x `[b, t, e]` → `[b, t, d]`, under the mask; TypeError or ValueError for another x or mask."""
         return attention(*self._heads(x, x), mask=mask, kernel=self.kernel).squeeze(1)
 
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
-        """The output and its map, `[b, 1, t, t]`; arguments as `forward`, TypeError or ValueError too."""
+        """Return the output and its map, `[b, 1, t, t]`; as `forward` (TypeError, ValueError)."""
         out, amap = attention_with_map(*self._heads(x, x), mask=mask, kernel=self.kernel)
         return out.squeeze(1), amap
 
@@ -100,7 +100,7 @@ class CrossAttention(SelfAttention):
         self._build(embed, context_dim, head_dim, projection_bias, kernel)
 
     def forward(self, x: Tensor, context: Tensor, *, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
-        """x `[b, t, e]`, context `[b, s, c]` → `[b, t, d]`, under the mask.
+        """Map x `[b, t, e]`, context `[b, s, c]` → `[b, t, d]`, under the mask.
 
         TypeError or ValueError for others.
         """
@@ -109,7 +109,7 @@ class CrossAttention(SelfAttention):
     def attend(  # type: ignore[override]
         self, x: Tensor, context: Tensor, *, mask: Mask | None = None
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map, `[b, 1, t, s]`; arguments as `forward`, TypeError or ValueError too."""
+        """Return the output and its map, `[b, 1, t, s]`; as `forward` (TypeError, ValueError)."""
         out, amap = attention_with_map(*self._heads(x, context), mask=mask, kernel=self.kernel)
         return out.squeeze(1), amap
 
@@ -196,7 +196,7 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """x `[b, t, e]`, and a context `[b, s, c]` to look at instead of x → `[b, t, e]`.
+        """Map x `[b, t, e]`, and a context `[b, s, c]` to attend to instead of x → `[b, t, e]`.
 
         With a cache, x is what comes after what the cache holds, which is looked at too, under the
         cache's mask (causal unless it was made otherwise) and `mask`.
@@ -229,7 +229,7 @@ class MultiHeadAttention(nn.Module):
     def _voted(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, rest: dict[str, Any]
     ) -> tuple[Tensor, AttentionMap]:
-        """The output and its map, whose last queries vote in the cache."""
+        """Return the output and its map, whose last queries vote in the cache."""
         look = {"received": ()} if q.shape[2] == 1 else None
         out, amap = attention_with_map(q, k, v, **rest, statistics=look)
         before, out = cache.offset, self._merge(out, cache, k)
@@ -331,13 +331,15 @@ class MultiHeadAttention(nn.Module):
         return self
 
     def export(self, layout: str = "separate") -> dict[str, Tensor]:
-        """The weights in one of the layouts that `load` reads, with its shapes (`q.weight` `[h·d, e]`, …), as
-        detached copies; ValueError where this layer has no such layout."""
+        """Return detached copies of the weights in one of the layouts that `load` reads.
+
+        Shapes are those of `load` (`q.weight` `[h·d, e]`, …). ValueError where this layer has no such layout.
+        """
         chosen = _layout(layout)
         return chosen.write(self, {name: x.detach().clone() for name, x in self._projections().items()})
 
     def _projections(self) -> dict[str, nn.Parameter]:
-        """The weights and biases of q, k, v and o by their names in "separate"."""
+        """Return the weights and biases of q, k, v and o by their names in "separate"."""
         named = {name: getattr(getattr(self, name[0]), name[2:]) for name in _SEPARATE}
         return {name: parameter for name, parameter in named.items() if parameter is not None}
 
@@ -356,7 +358,7 @@ class Held(nn.Module):
                 self.register_buffer(name, tensor)
 
     def value(self) -> Bias:
-        """The bias, on the layer's own tensors."""
+        """Return the bias, on the layer's own tensors."""
         own = {**self._parameters, **self._buffers}
         return self._bias.but(**own)
 

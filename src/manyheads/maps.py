@@ -63,7 +63,7 @@ class AttentionMap:
         tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> AttentionMap:
-        """The map of a problem; without a log-sum-exp `[b, h, t]`, a pass over the keys finds it when needed.
+        """Return the map of a problem; without a log-sum-exp `[b, h, t]`, it is computed when needed.
 
         A given log-sum-exp should be summed as `kernels.reader(problem)` sums it: else rows of huge scores
         don't sum to 1.
@@ -121,14 +121,14 @@ class AttentionMap:
         return sum(x.nbytes for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that it holds: q `[b, h, t, d]`, k `[b, g, s, d]`, lse `[b, h, t]` if known, …"""
+        """Return every tensor that it holds: q `[b, h, t, d]`, k `[b, g, s, d]`, lse `[b, h, t]` if known."""
         kept = [x for one in self._kept.values() for x in ([one] if isinstance(one, Tensor) else one)]
         return [*_read(self.problem), *([self.lse] if self.knows_lse else []), *kept]
 
     # -- the same map, otherwise -------------------------------------------------------------------
 
     def under(self, mask: Mask | None) -> AttentionMap:
-        """The map of the same q and k under another mask (None: no mask): a what-if.
+        """Return the map of the same q and k under another mask (None: no mask): a counterfactual.
 
         TypeError for what is no mask, ValueError for one of another shape.
         """
@@ -138,7 +138,7 @@ class AttentionMap:
     def only(
         self, batch: int | Sequence[int] | None = None, heads: int | Sequence[int] | None = None
     ) -> AttentionMap:
-        """The map of some batch entries and heads (None: all), which are counted anew from 0.
+        """Return the map of some batch entries and heads (None: all), which are counted anew from 0.
 
         IndexError for those that aren't there.
         """
@@ -154,7 +154,7 @@ class AttentionMap:
         return AttentionMap.of(problem, lse, tokens, where)
 
     def compact(self, always: bool = False) -> AttentionMap:
-        """The map with q and k in memory of their own, always or if they are views of something larger."""
+        """Return the map with q and k in their own memory, always or if they are views of larger tensors."""
         p = self.problem
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (p.q, p.k)}
         if not always and sum(held.values()) <= p.q.nbytes + p.k.nbytes:
@@ -162,7 +162,7 @@ class AttentionMap:
         return self.again(replace(p, q=p.q.clone(), k=p.k.clone()), self.lse if self.knows_lse else None)
 
     def to(self, place: torch.device | str | torch.dtype) -> AttentionMap:
-        """The map with q and k on another device, or stored in another floating-point dtype.
+        """Return the map with q and k on another device, or stored in another floating-point dtype.
 
         Stored in another dtype its log-sum-exp is computed anew from what is stored, when needed, so
         that rows still sum to one. ValueError for another place, or numbers that are too large for the
@@ -184,7 +184,7 @@ class AttentionMap:
         return self.again(problem, self.lse.to(device) if self._keeps_lse(problem) else None)
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> AttentionMap:
-        """The map with labels of its keys: s strings, or b lists of them.
+        """Return the map with labels of its keys: s strings, or b lists of them.
 
         ValueError for another number of them, TypeError for what aren't strings.
         """
@@ -193,7 +193,7 @@ class AttentionMap:
         return replace(AttentionMap.of(self.problem, lse, tokens, self.provenance), _kept=self._kept)
 
     def again(self, problem: Problem, lse: Tensor | None = None) -> AttentionMap:
-        """The map of another problem, with this one's tokens (if they are as many) and provenance.
+        """Return the map of another problem, with this one's tokens (if they are as many) and provenance.
 
         TypeError or ValueError unless lse is `[b, h, t]`.
         """
@@ -208,7 +208,7 @@ class AttentionMap:
     # -- the matrix --------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The weights of a tile, `[b, h, rows, cols]`, by an index of up to four parts or an ellipsis.
+        """Return the weights of a tile, `[b, h, rows, cols]`, by an index of up to four parts or an ellipsis.
 
         A part is an int, which drops its dimension, a slice, or a list or tensor of integers or booleans;
         what is left out is all. Raises IndexError for other parts, or what isn't there.
@@ -256,14 +256,14 @@ class AttentionMap:
         return self._reduce(reductions.Distance())
 
     def row_max(self) -> Tensor:
-        """The largest weight of each query, between 0 and 1: `[b, h, t]`.
+        """Return the largest weight of each query, between 0 and 1: `[b, h, t]`.
 
         A head's confidence (Voita et al. 2019, arXiv:1905.09418) is its mean.
         """
         return self._reduce(reductions.RowMax())
 
     def received(self, last: int | None = None, normalize: str | None = None) -> Tensor:
-        """What each key gets: the column sums of the weights, between 0 and t, `[b, h, s]`.
+        """Return what each key gets: the column sums of the weights, between 0 and t, `[b, h, s]`.
 
         last: of so many last queries only, as cache eviction votes (Li et al. 2024, arXiv:2404.14469;
         all queries: Zhang et al. 2023, arXiv:2306.14048). normalize="age": divided by how many of
@@ -273,7 +273,7 @@ class AttentionMap:
         return self._reduce(reductions.Received(last, normalize))
 
     def top(self, k: int) -> reductions.TopKeys:
-        """The k largest weights of each query and their keys, `(weights, keys)`, both `[b, h, t, k]`.
+        """Return the k largest weights of each query and their keys, `(weights, keys)`, both `[b, h, t, k]`.
 
         Weights between 0 and 1, in falling order, among equals the first keys: equal as they were computed,
         as the scores of two keys that are alike may differ in the last bit. Where a query sees fewer than k
@@ -282,7 +282,7 @@ class AttentionMap:
         return self._reduce(reductions.Top(k))
 
     def mass(self, mask: Mask, mean: bool = False) -> Tensor:
-        """The weight that each query puts inside a mask: `[b, h, t]`, between 0 and 1.
+        """Return the weight that each query puts inside a mask: `[b, h, t]`, between 0 and 1.
 
         With `mean=True`, `[b, h]`: its average over those queries that share at least one visible
         key with the mask; where there is none, 0. Clark et al. 2019 (arXiv:1906.04341) tell heads apart by
@@ -292,13 +292,15 @@ class AttentionMap:
         return reductions.mass(self.problem, self.lse, mask, mean)
 
     def masses(self, mask: Mask) -> tuple[Tensor, Tensor]:
-        """`mass` of each query, between 0 and 1, and whether it shares a visible key with the mask: both
-        `[b, h, t]`. TypeError or ValueError, as `mass`."""
+        """Return `mass` of each query, between 0 and 1, and whether it shares a visible key with the mask.
+
+        Both are `[b, h, t]`. TypeError or ValueError, as `mass`.
+        """
         self._fresh()
         return reductions.masses(self.problem, self.lse, mask)
 
     def pooled(self, rows: int, cols: int, reduce: str = "mean") -> Tensor:
-        """A picture of every head, `[b, h, rows, cols]`: the "mean" or the "max" weight of each cell.
+        """Return a picture of every head, `[b, h, rows, cols]`: the "mean" or the "max" weight of each cell.
 
         rows and cols are numbers of cells, at most t and s. Cell r covers the queries from ⌊r·t/rows⌋
         to ⌊(r + 1)·t/rows⌋, and likewise for keys; a masked weight counts as 0. The way to reduce a
@@ -308,7 +310,7 @@ class AttentionMap:
         return self._reduce(reductions.Pooled(rows, cols, reduce))
 
     def value_norms(self, v: Tensor, w_o: Tensor) -> Tensor:
-        """What each key really gives: the column sums of w·‖v W_o‖ (Euclidean), `[b, h, s]`.
+        """Return what each key really gives: the column sums of w·‖v W_o‖ (Euclidean), `[b, h, s]`.
 
         ‖w·f(x)‖ is the norm-based weight of Kobayashi et al. 2020 (arXiv:2004.10102), f(x) being the
         value after the head's share of the output projection: a key may receive much attention and
@@ -320,7 +322,7 @@ class AttentionMap:
         return self._reduce(reductions.ValueNorms(v, w_o))
 
     def logits_max(self) -> Tensor:
-        """The largest score that enters a head's softmax, `[b, h]`; −inf where nothing is visible.
+        """Return the largest score that enters a head's softmax, `[b, h]`; −inf where nothing is visible.
 
         What grows before training diverges (Dehghani et al. 2023, arXiv:2302.05442). Scaled, softcapped
         and biased, over visible pairs; the sink isn't counted. A score is the natural log of a weight, but
@@ -329,14 +331,14 @@ class AttentionMap:
         return self._reduce(reductions.LogitsMax())
 
     def sink_weight(self) -> Tensor:
-        """What the sink takes of each query: 1 − Σ w, between 0 and 1, `[b, h, t]`; 0 without a sink.
+        """Return what the sink takes of each query: 1 − Σ w, between 0 and 1, `[b, h, t]`; 0 without a sink.
 
         1 where a query may see nothing but the sink (Xiao et al. 2024, arXiv:2309.17453).
         """
         return self._reduce(reductions.SinkWeight())
 
     def divergence(self, other: AttentionMap | None = None) -> Tensor:
-        """The Jensen–Shannon divergence (Lin 1991) of rows of weights, in nats, averaged over queries.
+        """Return the Jensen–Shannon divergence (Lin 1991) of rows of weights, in nats, averaged over queries.
 
         Without `other` between this map's heads, `[b, h, h]`; else head by head between two maps of one
         shape, `[b, h]`: 0 is the same, ln 2 nothing in common. It is taken over keys: of two rows of
@@ -396,7 +398,7 @@ class AttentionMap:
         return results
 
     def first_key(self) -> Mask:
-        """A mask of the first key that each query may see: column 0 unless padded or packed."""
+        """Return a mask of the first key that each query may see: column 0 unless padded or packed."""
         self._fresh()
         first, s = reductions.first_keys(self.problem), self.shape[3]  # [b, h, t]
         least = first.amin((1, 2), keepdim=True) if first.numel() else first  # [b, 1, 1]
@@ -437,7 +439,7 @@ class AttentionMap:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> AttentionMap:
-        """The map that `save` wrote to path, memory-mapped: nothing is read before it is needed.
+        """Return the map that `save` wrote to path, memory-mapped: nothing is read before it is needed.
 
         Raises ValueError for a file of something else, a broken one, or one of several maps
         (`manyheads.open_run` opens that); OSError where it can't be read.
@@ -453,7 +455,7 @@ class AttentionMap:
         return cls.of(*maps[0])
 
     def stored(self) -> files.Stored:
-        """What a file holds of the map."""
+        """Return what a file holds of the map."""
         from manyheads import files
 
         self._fresh()
@@ -483,7 +485,7 @@ class AttentionMap:
 
 
 def _copy(statistic: Any) -> Any:
-    """A statistic that may be written into, as others may be."""
+    """Return a statistic that may be written into, as others may be."""
     return statistic.clone() if isinstance(statistic, Tensor) else type(statistic)(*map(_copy, statistic))
 
 
@@ -507,7 +509,7 @@ def labels_of(tokens: Any, b: int, s: int) -> Tokens:
 
 
 def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
-    """q and k in another dtype; ValueError where a number would become infinite there."""
+    """Return q and k in another dtype; ValueError where a number would become infinite there."""
     if dtype not in DTYPES:
         raise TypeError(f"Expected one of {', '.join(map(str, DTYPES))} to store a map in, got {dtype}.")
     cast = problem.cast(dtype)
@@ -522,14 +524,14 @@ def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
 
 
 def picked_rows(rows: int | Sequence[int] | slice | Tensor, t: int) -> list[int]:
-    """An index of rows as a list, with negative ones resolved."""
+    """Return an index of rows as a list, with negative ones resolved."""
     return _chosen(rows, t, LETTERS[2])
 
 
 def _chosen(
     index: int | Sequence[int] | slice | Tensor | None, size: int, what: tuple[str, str]
 ) -> list[int]:
-    """Some of a dimension's entries as a list, with negative ones resolved; None is all."""
+    """Return some of a dimension's entries as a list, with negative ones resolved; None is all."""
     if index is None:
         return list(range(size))
     if isinstance(index, Sequence) and any(isinstance(n, bool) for n in index):
@@ -546,7 +548,7 @@ def _versions(problem: Problem) -> tuple[int, ...] | None:
 
 
 def _read(problem: Problem) -> list[Tensor]:
-    """The tensors that weights are made of."""
+    """Return the tensors that weights are made of."""
     parts = [part for part in (problem.mask, problem.bias) if part is not None]
     more = [x for x in (problem.sink, problem.offset) if isinstance(x, Tensor)]
     return [problem.q, problem.k, *more, *(x for part in parts for x in part.tensors())]

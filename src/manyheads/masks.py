@@ -68,7 +68,7 @@ class Mask(Value):
         return Span(some=EVERYTHING, all=NOTHING)
 
     def parts(self) -> tuple[Mask, ...]:
-        """The masks that this one is made of."""
+        """Return the masks that this one is made of."""
         return ()
 
     def check(self, shape: Shape) -> None:
@@ -77,19 +77,19 @@ class Mask(Value):
             part.check(shape)
 
     def bind(self, first: int | Tensor, s: int) -> Mask:
-        """The mask for queries whose row 0 stands at position `first` (int or `[b]`), and s keys."""
+        """Return the mask for queries whose row 0 stands at position `first` (int or `[b]`), and s keys."""
         return self
 
     def only(self, batch: Tensor, heads: Tensor) -> Mask:
-        """The mask of some batch entries `[b]` and heads `[h]`, which are counted anew from 0."""
+        """Return the mask of some batch entries `[b]` and heads `[h]`, which are counted anew from 0."""
         return Only(self, batch, heads)
 
     def conjuncts(self) -> list[Mask]:
-        """The masks whose `&` this is."""
+        """Return the masks whose `&` this is."""
         return [self]
 
     def normal(self) -> Normal:
-        """The mask as band & segments & lengths & rest."""
+        """Return the mask as band & segments & lengths & rest."""
         low, high = -FAR, FAR
         segments: list[Documents] = []
         lengths: list[Lengths] = []
@@ -127,7 +127,7 @@ class Mask(Value):
     # Drawing: the size is what the mask itself speaks of, at most 32 × 32, else 12 × 12.
 
     def extent(self) -> tuple[int, int] | None:
-        """Queries and keys that the mask itself speaks of, if it does."""
+        """Return queries and keys that the mask itself speaks of, if it does."""
         return next(filter(None, (part.extent() for part in self.parts())), None)
 
     def table(
@@ -138,7 +138,7 @@ class Mask(Value):
         b: int = 0,
         h: int = 0,
     ) -> Tensor:
-        """The mask of batch entry b and head h as a boolean `[t, s]`; offset is s − t if not given.
+        """Return the mask of batch entry b and head h as a boolean `[t, s]`; offset is s − t if not given.
 
         Raises TypeError or ValueError for sizes and an offset that aren't whole numbers.
         """
@@ -154,7 +154,7 @@ class Mask(Value):
         return torch.as_tensor(bound.keep(b, h, i, j)).expand(t, s)
 
     def draw(self, t: int | None = None, s: int | None = None, offset: int | None = None) -> str:
-        """A picture for a terminal: a line per query, a column per key, ■ where it may attend.
+        """Return a picture for a terminal: a line per query, a column per key, ■ where it may attend.
 
         Arguments as `table`, TypeError or ValueError too.
         """
@@ -332,7 +332,7 @@ def _hull(x: Interval, y: Interval) -> Interval:
 
 
 def _join(x: Interval, y: Interval) -> Interval:
-    """The union where it is an interval, else the longer of the two: never more than the union."""
+    """Return the union where it is an interval, else the longer of the two: never more than the union."""
     if max(x[0], y[0]) <= min(x[1], y[1]):
         return _hull(x, y)
     return max(x, y, key=lambda interval: interval[1] - interval[0])
@@ -368,7 +368,7 @@ class Band(Mask):
     """A mask that only asks for low ≤ j − i ≤ high: what Causal, Window and Diagonal share."""
 
     def band(self) -> tuple[int, int]:
-        """low and high, ±FAR where there is no bound."""
+        """Return low and high, ±FAR where there is no bound."""
         raise NotImplementedError
 
     def only(self, batch: Tensor, heads: Tensor) -> Mask:
@@ -566,7 +566,7 @@ class Keys(Mask):
 
 
 def _counts(n: object, name: str) -> None:
-    """n must be a number of keys: an int ≥ 0, or an integer tensor [b] of them."""
+    """Check that n is a number of keys: an int ≥ 0, or an integer tensor [b] of them."""
     if not isinstance(n, Tensor):
         whole(n, f"the number of keys in {name}")
         return
@@ -593,7 +593,7 @@ def _check_batch(n: int | Tensor, shape: Shape, name: str) -> None:
 
 
 def _per_batch(n: int | Tensor, b: Index) -> Any:
-    """The number of batch entry b."""
+    """Return the number of batch entry b."""
     if isinstance(n, int):
         return n
     if n.shape[0] == 0 and not isinstance(b, Tensor):  # drawn for a batch of none
@@ -602,14 +602,14 @@ def _per_batch(n: int | Tensor, b: Index) -> Any:
 
 
 def extremes(n: int | Tensor) -> tuple[int, int]:
-    """The least and the greatest, of one number or one per sequence."""
+    """Return the least and the greatest, of one number or one per sequence."""
     if isinstance(n, int):
         return n, n
     return (int(n.min()), int(n.max())) if n.numel() else (0, 0)
 
 
 def _short(value: object) -> str:
-    """A field as `str` prints it: small tensors whole, large ones by their size."""
+    """Return a field as `str` prints it: small tensors whole, large ones by their size."""
     if not isinstance(value, Tensor):
         return str(value)
     return str(value.tolist()) if value.numel() <= 8 and not opaque(value) else sizes(value)
@@ -641,11 +641,11 @@ class Ids(Mask):
                 raise TypeError(f"Expected {what} as an integer tensor {letters} for {name}, got {got}.")
 
     def key(self, b: Index, j: Index) -> tuple[Any, Any]:
-        """The id of key j of batch entry b, and whether there is one."""
+        """Return the id of key j of batch entry b, and whether there is one."""
         return _look_up(self.ids, b, j)
 
     def query(self, b: Index, i: Index) -> tuple[Any, Any]:
-        """The id of the query at position i of batch entry b, and whether there is one."""
+        """Return the id of the query at position i of batch entry b, and whether there is one."""
         if self.queries is None:
             return _look_up(self.ids, b, i)
         return _look_up(self.queries, b, i - _per_batch(self.first, b))
@@ -695,7 +695,7 @@ class Ids(Mask):
 
 
 def _look_up(ids: Tensor, b: Index, position: Index) -> tuple[Any, Any]:
-    """ids at a position of batch entry b, and whether the position is inside."""
+    """Return the ids at a position of batch entry b, and whether the position is inside."""
     n = ids.shape[-1]
     position = torch.as_tensor(position, device=ids.device)
     if n == 0 or (ids.dim() == 2 and ids.shape[0] == 0 and not isinstance(b, Tensor)):
@@ -779,7 +779,7 @@ class Keep(Mask):
             )
 
     def _entry(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, Any]:
-        """The tensor's entry, and whether there is one: outside it matches nothing."""
+        """Return the tensor's entry, and whether there is one: outside it matches nothing."""
         row = i - _per_batch(self.first, b)
         inside: Any = True
         places = []
@@ -869,7 +869,7 @@ class Rule(Mask):
             ) from None
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
-        """What the function answers; TypeError where that isn't boolean."""
+        """Return what the function answers; TypeError where that isn't boolean."""
         answer = self.fn(b, h, i, j)
         if isinstance(answer, bool) or (isinstance(answer, Tensor) and answer.dtype == torch.bool):
             return answer

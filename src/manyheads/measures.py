@@ -29,7 +29,7 @@ TOKEN_MASKS: dict[str, Callable[[Tensor], Mask]] = {
 
 
 def previous_token(amap: AttentionMap) -> Tensor:
-    """The mean weight of amap on the key just before, j = i − 1: `[b, h]`, between 0 and 1.
+    """Return the mean weight of amap on the key just before, j = i − 1: `[b, h]`, between 0 and 1.
 
     What a previous-token head has (Clark et al. 2019, arXiv:1906.04341). TypeError for what is no map.
     """
@@ -37,7 +37,7 @@ def previous_token(amap: AttentionMap) -> Tensor:
 
 
 def current_token(amap: AttentionMap) -> Tensor:
-    """The mean weight of amap on the query's own key, j = i: `[b, h]`, between 0 and 1.
+    """Return the mean weight of amap on the query's own key, j = i: `[b, h]`, between 0 and 1.
 
     Clark et al. 2019 (arXiv:1906.04341). TypeError for what is no map.
     """
@@ -45,7 +45,7 @@ def current_token(amap: AttentionMap) -> Tensor:
 
 
 def first_token(amap: AttentionMap) -> Tensor:
-    """The mean weight of amap on the first key that the query may see: `[b, h]`, between 0 and 1.
+    """Return the mean weight of amap on the first key that the query may see: `[b, h]`, between 0 and 1.
 
     An attention sink (Xiao et al. 2024, arXiv:2309.17453). TypeError for what is no map.
     """
@@ -53,7 +53,7 @@ def first_token(amap: AttentionMap) -> Tensor:
 
 
 def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
-    """The mean weight of amap on earlier keys with the query's own token: `[b, h]`, between 0 and 1.
+    """Return the mean weight of amap on earlier keys with the query's own token: `[b, h]`, between 0 and 1.
 
     ids: the tokens, integers `[s]` or `[b, s]`. What a duplicate-token head has (Wang et al. 2023,
     arXiv:2211.00593). TypeError for what is no map or no tokens, ValueError for another number of them.
@@ -62,7 +62,7 @@ def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
 
 
 def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
-    """The mean weight of amap on keys that follow the query's own token: `[b, h]`, between 0 and 1.
+    """Return the mean weight of amap on keys that follow the query's own token: `[b, h]`, between 0 and 1.
 
     ids: the tokens, integers `[s]` or `[b, s]`. What an induction head has (Elhage et al. 2021; Olsson et
     al. 2022, arXiv:2209.11895). TypeError for what is no map or no tokens, ValueError for another number.
@@ -71,7 +71,7 @@ def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
 
 
 def local(amap: AttentionMap, width: int) -> Tensor:
-    """The mean weight of amap within `width` keys of the query's own position, on both sides: `[b, h]`.
+    """Return the mean weight of amap within `width` keys of the query's position, on both sides: `[b, h]`.
 
     It lies between 0 and 1, and is all that a window keeps (Beltagy et al. 2020, arXiv:2004.05150). TypeError
     or ValueError for what is no map or no width.
@@ -89,14 +89,14 @@ def _token_score(amap: AttentionMap, name: str, ids: Tensor) -> Tensor:
 
 
 def _map(amap: object) -> AttentionMap:
-    """A map, checked."""
+    """Return a map, checked."""
     if not isinstance(amap, AttentionMap):
         raise TypeError(f"Expected an AttentionMap to measure, got {kind(amap)}.")
     return amap
 
 
 def _one_for_each_key(ids: Tensor, amap: AttentionMap) -> Tensor:
-    """The tokens, checked: integers `[s]` or `[b, s]`."""
+    """Return the tokens, checked: integers `[s]` or `[b, s]`."""
     s = amap.shape[3]
     if not isinstance(ids, Tensor) or ids.is_floating_point():
         raise TypeError(f"Expected ids to be the tokens, integers [s] or [b, s], got {kind(ids)}.")

@@ -52,7 +52,7 @@ class Tile:
 
     @cached_property
     def logs(self) -> Tensor:
-        """ln w = score − lse, `[b, h, r, c]`, but at least `LEAST`."""
+        """Logarithms of weights, score − lse, `[b, h, r, c]`, but at least `LEAST`."""
         return _below(self.scores, self.lse[:, :, self.rows, None])
 
     @cached_property
@@ -73,7 +73,7 @@ class Tile:
 
 
 def tiles(problem: Problem, lse: Tensor, start: int = 0) -> Iterator[Tile]:
-    """The tiles that aren't empty under the mask, but those above row `start`, row of tiles by row."""
+    """Return the tiles that aren't empty under the mask, but those above row `start`, row of tiles by row."""
     # Whole blocks: `chunked` sums the log-sum-exp in the same ones, and a product of another shape may round
     # otherwise.
     for rows, columns in chunked.blocks(problem, start):
@@ -87,7 +87,7 @@ class Reduction:
     start = 0  # the first row that it needs
 
     def key(self) -> tuple[Any, ...]:
-        """What tells it from others before it begins: its kind and arguments, as far as they are plain."""
+        """Return what tells it from others before it begins: its class and arguments."""
         return type(self), *vars(self).items()
 
     def begin(self, problem: Problem, lse: Tensor) -> None:
@@ -110,7 +110,7 @@ class Reduction:
         raise NotImplementedError
 
     def end(self) -> Any:
-        """The statistic."""
+        """Return the statistic."""
         raise NotImplementedError
 
 
@@ -120,7 +120,7 @@ Compute = Callable[[Look | None], Tensor | None]  # a log-sum-exp [b, h, t], and
 def reduce(
     problem: Problem, lse: Tensor, reductions: Sequence[Reduction], compute: Compute | None = None
 ) -> list[Any]:
-    """The results of several reductions, in one pass over the scores.
+    """Return the results of several reductions, in one pass over the scores.
 
     lse `[b, h, t]` is written where it isn't known yet: then `compute` gives it, or None where it can't.
     """
@@ -317,7 +317,7 @@ class Top(Reduction):
 
 
 def _packed(x: Tensor, chosen: Tensor, widest: int) -> tuple[Tensor, Tensor]:
-    """The chosen entries of each row `[n, c]` moved to its front, and where they stood: `[n, widest]`."""
+    """Return the chosen entries of each row `[n, c]`, moved to its front, and their places: `[n, widest]`."""
     rows, where = chosen.nonzero(as_tuple=True)
     place = chosen.cumsum(-1)[rows, where] - 1
     values = x.new_full((len(x), widest), -math.inf).index_put_((rows, place), x[rows, where])
@@ -325,7 +325,7 @@ def _packed(x: Tensor, chosen: Tensor, widest: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest entries of each row `[n, c]` in order, and where; among equals the first ones."""
+    """Return the k largest entries of each row `[n, c]` in order, and where; among equals the first ones."""
     k = min(k, x.shape[-1])
     found = x.topk(k)
     # topk takes any of those equal to the k-th, and gives equals in any order.
@@ -577,7 +577,7 @@ def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
 
 
 def between(one: tuple[Problem, Tensor], other: tuple[Problem, Tensor]) -> Tensor:
-    """The mean Jensen–Shannon divergence head by head, `[b, h]`, of two problems of one shape."""
+    """Return the mean Jensen–Shannon divergence head by head, `[b, h]`, of two problems of one shape."""
     n, lse = one[0].shape, one[1]
     total = torch.zeros(n.b, n.h, dtype=torch.float64, device=lse.device)
     with torch.no_grad(), scores.exactly(lse.device):
@@ -591,7 +591,7 @@ def between(one: tuple[Problem, Tensor], other: tuple[Problem, Tensor]) -> Tenso
 
 
 def mixed(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
-    """share `[b, r, t]` · W `[b, t, s]`, the weights averaged over heads: `[b, r, s]`."""
+    """Return share `[b, r, t]` · W `[b, t, s]`, the weights averaged over heads: `[b, r, s]`."""
     made = share.new_zeros(*share.shape[:2], problem.shape.s)
     with torch.no_grad(), scores.exactly(lse.device):
         for tile in tiles(problem, lse):
@@ -604,7 +604,7 @@ def mixed(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
 
 
 def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """The weight of each row inside a mask, and whether the row sees any of it: both `[b, h, t]`."""
+    """Return the weight of each row inside a mask, and whether the row sees any of it: both `[b, h, t]`."""
     if mask is None:
         raise TypeError("Expected a mask for mass, got None: Full() asks for all the weight of a row.")
     both = replace(problem.within(mask), sink=None)
@@ -674,7 +674,7 @@ def _is_own(mask: Mask) -> bool:
 
 
 def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
-    """The weight of each row inside a mask `[b, h, t]`, or its mean over the rows that could, `[b, h]`."""
+    """Return the weight of each row inside a mask `[b, h, t]`, or its mean over rows that could, `[b, h]`."""
     if not isinstance(mean, bool):
         raise TypeError(f"Expected mean to be True or False, got {mean!r}.")
     total, could = masses(problem, lse, mask)
@@ -684,7 +684,7 @@ def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
 
 
 def first_keys(problem: Problem) -> Tensor:
-    """The first key that each query may see, `[b, h, t]`; s where it sees none. No score is computed."""
+    """Return the first key that each query may see, `[b, h, t]`; s if it sees none. Computes no score."""
     n = problem.shape
     first = torch.full((n.b, n.h, n.t), n.s, device=problem.q.device)
     for rows, columns in chunked.blocks(problem):
@@ -742,12 +742,12 @@ def named(asked: Mapping[str, Any]) -> dict[str, list[Reduction]]:
 
 
 def make(name: str, given: Any) -> Reduction:
-    """A reduction by its name, with one argument, a tuple of them, or a dict of them by name."""
+    """Return a reduction by its name, with one argument, a tuple of them, or a dict of them by name."""
     return BY_NAME[name](**arguments(name, given))
 
 
 def arguments(name: str, given: Any) -> dict[str, Any]:
-    """The arguments of a statistic by their names; TypeError where they don't fit."""
+    """Return the arguments of a statistic by their names; TypeError where they don't fit."""
     made = BY_NAME[name]
     named = given if isinstance(given, dict) else {}
     plain = () if isinstance(given, dict) else given if isinstance(given, tuple) else (given,)
@@ -761,7 +761,7 @@ def arguments(name: str, given: Any) -> dict[str, Any]:
 
 
 def _below(scores: Tensor, lse: Tensor) -> Tensor:
-    """score − lse, but at least `LEAST`."""
+    """Return score − lse, but at least `LEAST`."""
     return (scores - torch.where(lse == -math.inf, 0.0, lse)).clamp_(min=LEAST)
 
 
