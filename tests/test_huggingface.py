@@ -774,7 +774,7 @@ def test_options_of_a_call() -> None:
     assert idle.problem().dropout_p == 0.0
     assert (
         replace(idle, kernel=replace(idle.kernel, name="sdpa")).problem().dropout_p == 0.5
-    )  # it drops if it is told to
+    )  # sdpa drops with the probability it is given, in evaluation mode too
     shared = call()
     assert replace(shared, query=shared.query[:1]).problem().shape.b == 2
     bias = torch.randn(1, 4, 6, 9)

@@ -95,6 +95,12 @@ class Problem:
         """What scores, weights and log-sum-exps are computed in: float32, or float64 for float64."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """Return the fields after q, k and v: `Problem(q, k, v, *problem.options)` is the same problem."""
+        p = self
+        return p.mask, p.bias, p.scale, p.softcap, p.sink, p.offset, p.dropout_p, p.shape
+
     def forward_mode(self) -> bool:
         """Return True if a tensor carries a forward-mode derivative (torch.func.jvp)."""
         if torch.compiler.is_compiling() or forward_ad._current_level < 0:

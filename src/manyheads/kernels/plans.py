@@ -102,10 +102,9 @@ def _plan(problem: Problem, kernel: str) -> Call:
     call = chosen.plan(problem) if hasattr(chosen, "plan") else None
     if call is not None:
         return call
-    p = problem
-    rest = (p.mask, p.bias, p.scale, p.softcap, p.sink, p.offset, p.dropout_p, p.shape)
+    options = problem.options  # and not the problem, whose tensors would stay in memory
 
     def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernels.compute(Problem(q, k, v, *rest), chosen, kernel).out
+        return kernels.compute(Problem(q, k, v, *options), chosen, kernel).out
 
     return compute

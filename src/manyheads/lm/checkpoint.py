@@ -53,7 +53,7 @@ FILES = (
     "state.json",
 )
 TRAINING, HELD_OUT, LOG = "train.npy", "held_out.npy", "log.jsonl"
-# Folders inside the folder of a checkpoint. Nobody else uses these names: their files may be deleted.
+# Folders inside the folder of a checkpoint. These names are reserved: the files inside may be deleted.
 WRITING, WRITTEN = ".manyheads-writing", ".manyheads-written"
 MARKER, LOCK = ".manyheads-run", ".manyheads-lock"
 MARKER_START = "This folder holds a run of `manyheads train`"

@@ -91,7 +91,7 @@ class Plan:
     def __init__(self, problem: Problem) -> None:
         p = problem
         self.shape, self.dtype = p.shape, p.dtype
-        self.others = (p.mask, p.bias, p.scale, p.softcap, p.sink, p.offset, p.dropout_p, p.shape)
+        self.options = p.options
         data, held = pack(p, self.new_out(p.q), None)
         self.only_addresses_differ = not held
         # The struct of problem.h: 8 sizes, 3 addresses, 16 strides, 2 addresses, …, again, threads.
@@ -109,7 +109,7 @@ class Plan:
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor) -> Problem:
         """Return the problem of this layout with these tensors, without any check."""
-        return Problem(q, k, v, *self.others)
+        return Problem(q, k, v, *self.options)
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> bytes:
         """Return the bytes of the problem with these tensors, as `packing.pack` does."""
