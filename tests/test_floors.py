@@ -18,11 +18,11 @@ ROOT = Path(manyheads.__file__).parent
 # or a package with all that is in it; the members of a package may import each other in any order that
 # Python itself can load.
 FLOORS = (
-    ("startup", "shapes", "values"),
+    ("startup", "shapes", "trees"),
     ("masks", "biases", "positions"),
     ("scores",),
     ("kernels",),
-    ("files", "reductions", "maps", "measures", "cache"),
+    ("storage", "statistics", "maps", "measures", "cache"),
     ("functional", "layers", "classic", "figures"),
     ("observe", "lm"),
     # Leaves that don't import each other, but for what a page or a command puts together.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import manyheads as mh
-from manyheads import checker, figures, files, lm, measures
+from manyheads import checker, figures, lm, measures, storage
 from manyheads.classic import annotated, components, modeling_attention, torch_multihead
 from manyheads.observe import NoSuchLayer, Recording, Reduced, record_attention
 from manyheads.scores import Problem
@@ -299,7 +299,7 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
      lambda: Reduced.of(amap(), {"entropy": ()}).labelled(["a"])),
     ("observe.summaries.Reduced.stored", ValueError,
      lambda: Reduced.of(amap(), {"mass": mh.Causal()}).stored()),
-    ("observe.summaries.Reduced.restored", ValueError, lambda: Reduced.restored(files.Kept({}, {}))),
+    ("observe.summaries.Reduced.restored", ValueError, lambda: Reduced.restored(storage.Kept({}, {}))),
     ("observe.intercept.record_attention", ValueError, lambda: attending(Q.to("meta"), K.to("meta"))),
     ("observe.intercept.record_attention", MemoryError, lambda: attending(Q, K, max_bytes=10)),
     # figures

@@ -1062,7 +1062,7 @@ def test_what_is_asked_beside_the_output(kernel: str, dtype: torch.dtype, gradie
     for name, x in look_of(amap).items():
         torch.testing.assert_close(x, look_of(other)[name], **near)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("manyheads.reductions.reduce", None)
+        patched.setattr("manyheads.statistics.reduce", None)
         amap.statistics(**asked)
         assert torch.equal(amap.received(5), amap.statistics(received=(5,))["received"])
         with pytest.raises(TypeError):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manyheads.masks import picked, spread
 from manyheads.shapes import Shape, can_read, kind, real, sizes, whole
-from manyheads.values import Value, bound
+from manyheads.trees import Value, bound
 
 Index = Any
 

@@ -115,7 +115,7 @@ def show(
 
     Prints findings as sentences, a table of head scores and a heat map, and draws pictures.
     """
-    from manyheads.files import file_for, folder_for
+    from manyheads.storage import file_for, folder_for
     from manyheads.text import report, terminal
 
     if browser and json:
@@ -184,7 +184,7 @@ def view(
         viewer.require_server()
         serve(Api(*runs), port, browser)
         return
-    from manyheads.files import file_for
+    from manyheads.storage import file_for
     from manyheads.viewer.export import plan_export
 
     plan = plan_export(Api(*runs), export, layer, head)
@@ -383,7 +383,7 @@ def bench(
     from rich.progress import Progress
 
     from manyheads import bench
-    from manyheads.files import folder_for
+    from manyheads.storage import folder_for
 
     if "choice" in (kind or ()):
         if len(kind or ()) > 1:
@@ -442,7 +442,7 @@ def bench_choice(
     from rich.progress import Progress
 
     from manyheads.bench import choice, describe_machine
-    from manyheads.files import folder_for
+    from manyheads.storage import folder_for
 
     seed = SystemRandom().randrange(1 << 32) if seed is None else seed
     todo = choice.cases(dtypes, sizes, lengths, seed)

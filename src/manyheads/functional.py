@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from manyheads import kernels, reductions
+from manyheads import kernels
 from manyheads.biases import Bias
 from manyheads.kernels import plans
 from manyheads.kernels.native.look import Look
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
-from manyheads.reductions import Reduction
 from manyheads.scores import Problem
 from manyheads.shapes import kind
+from manyheads.statistics import Reduction, named, reduce
 
 
 def attention(
@@ -166,7 +166,7 @@ def _asked(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduct
             raise ValueError(
                 f"{name} takes what may change before it is read, so it isn't computed ahead: amap.{name}(…)."
             )
-    made = reductions.named(statistics or {})
+    made = named(statistics or {})
     return {one.key(): one for several in made.values() for one in several}
 
 
@@ -189,7 +189,7 @@ def _run_and_look(
 
     bare, n = problem.detach().without_values(), problem.shape
     lse = bare.q.new_empty(n.b, n.h, n.t, dtype=problem.dtype)
-    results = reductions.reduce(bare, lse, list(asked.values()), compute)
+    results = reduce(bare, lse, list(asked.values()), compute)
     return out[0], lse, dict(zip(asked, results, strict=True))
 
 

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyheads import kernels, reductions, scores
+from manyheads import kernels, scores, statistics
 from manyheads.kernels import native
 from manyheads.masks import Lengths, Mask, Rule
 from manyheads.scores import Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
+from manyheads.statistics import Reduction, TopKeys
 
 if TYPE_CHECKING:
-    from manyheads import files
+    from manyheads import storage
 
 Tokens = tuple[str, ...] | tuple[tuple[str, ...], ...]
 
@@ -245,7 +246,7 @@ class AttentionMap:
 
         Shannon 1948; 0 is one key, ln n is n keys alike. Not renormalised under a sink.
         """
-        return self._reduce(reductions.Entropy())
+        return self._reduce(statistics.Entropy())
 
     def distance(self) -> Tensor:
         """How far each query looks: Σ w·|i − j|, in positions, `[b, h, t]`.
@@ -253,14 +254,14 @@ class AttentionMap:
         The mean attention distance of Dosovitskiy et al. 2021 (arXiv:2010.11929), over positions of
         a sequence. Under a sink, which has no position, divide by 1 − `sink_weight()` for a mean.
         """
-        return self._reduce(reductions.Distance())
+        return self._reduce(statistics.Distance())
 
     def row_max(self) -> Tensor:
         """Return the largest weight of each query, between 0 and 1: `[b, h, t]`.
 
         A head's confidence (Voita et al. 2019, arXiv:1905.09418) is its mean.
         """
-        return self._reduce(reductions.RowMax())
+        return self._reduce(statistics.RowMax())
 
     def received(self, last: int | None = None, normalize: str | None = None) -> Tensor:
         """Return what each key gets: the column sums of the weights, between 0 and t, `[b, h, s]`.
@@ -270,16 +271,16 @@ class AttentionMap:
         these queries may see the key, as early keys are seen by more; 0 where none may. TypeError or
         ValueError for another argument.
         """
-        return self._reduce(reductions.Received(last, normalize))
+        return self._reduce(statistics.Received(last, normalize))
 
-    def top(self, k: int) -> reductions.TopKeys:
+    def top(self, k: int) -> TopKeys:
         """Return the k largest weights of each query and their keys, `(weights, keys)`, both `[b, h, t, k]`.
 
         Weights between 0 and 1, in falling order, among equals the first keys: equal as they were computed,
         as the scores of two keys that are alike may differ in the last bit. Where a query sees fewer than k
         keys, the weight is 0 and the key −1. TypeError or ValueError for another k.
         """
-        return self._reduce(reductions.Top(k))
+        return self._reduce(statistics.Top(k))
 
     def mass(self, mask: Mask, mean: bool = False) -> Tensor:
         """Return the weight that each query puts inside a mask: `[b, h, t]`, between 0 and 1.
@@ -289,7 +290,7 @@ class AttentionMap:
         such means. TypeError for what is no mask, ValueError for one of another shape.
         """
         self._fresh()
-        return reductions.mass(self.problem, self.lse, mask, mean)
+        return statistics.mass(self.problem, self.lse, mask, mean)
 
     def masses(self, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return `mass` of each query, between 0 and 1, and whether it shares a visible key with the mask.
@@ -297,7 +298,7 @@ class AttentionMap:
         Both are `[b, h, t]`. TypeError or ValueError, as `mass`.
         """
         self._fresh()
-        return reductions.masses(self.problem, self.lse, mask)
+        return statistics.masses(self.problem, self.lse, mask)
 
     def pooled(self, rows: int, cols: int, reduce: str = "mean") -> Tensor:
         """Return a picture of every head, `[b, h, rows, cols]`: the "mean" or the "max" weight of each cell.
@@ -307,7 +308,7 @@ class AttentionMap:
         cell matters: a mean fades what is one key wide, such as a diagonal; a maximum doesn't. Both lie
         between 0 and 1. TypeError or ValueError for other numbers of cells or another way.
         """
-        return self._reduce(reductions.Pooled(rows, cols, reduce))
+        return self._reduce(statistics.Pooled(rows, cols, reduce))
 
     def value_norms(self, v: Tensor, w_o: Tensor) -> Tensor:
         """Return what each key really gives: the column sums of w·‖v W_o‖ (Euclidean), `[b, h, s]`.
@@ -319,7 +320,7 @@ class AttentionMap:
         v: the values `[b, g, s, w]`; w_o: the output projection's weight `[e, h·w]`, as of `nn.Linear`.
         The sums are in the unit of v W_o. TypeError or ValueError for other tensors.
         """
-        return self._reduce(reductions.ValueNorms(v, w_o))
+        return self._reduce(statistics.ValueNorms(v, w_o))
 
     def logits_max(self) -> Tensor:
         """Return the largest score that enters a head's softmax, `[b, h]`; −inf where nothing is visible.
@@ -328,14 +329,14 @@ class AttentionMap:
         and biased, over visible pairs; the sink isn't counted. A score is the natural log of a weight, but
         for a constant of its row.
         """
-        return self._reduce(reductions.LogitsMax())
+        return self._reduce(statistics.LogitsMax())
 
     def sink_weight(self) -> Tensor:
         """Return what the sink takes of each query: 1 − Σ w, between 0 and 1, `[b, h, t]`; 0 without a sink.
 
         1 where a query may see nothing but the sink (Xiao et al. 2024, arXiv:2309.17453).
         """
-        return self._reduce(reductions.SinkWeight())
+        return self._reduce(statistics.SinkWeight())
 
     def divergence(self, other: AttentionMap | None = None) -> Tensor:
         """Return the Jensen–Shannon divergence (Lin 1991) of rows of weights, in nats, averaged over queries.
@@ -346,7 +347,7 @@ class AttentionMap:
         no map of this shape.
         """
         if other is None:
-            return self._reduce(reductions.Divergence())
+            return self._reduce(statistics.Divergence())
         if not isinstance(other, AttentionMap):
             raise TypeError(f"Expected another AttentionMap for divergence, got {kind(other)}.")
         self._fresh()
@@ -355,7 +356,7 @@ class AttentionMap:
             raise ValueError(
                 f"Expected maps of one shape for divergence, got {list(self.shape)} and {list(other.shape)}."
             )
-        return reductions.between((self.problem, self.lse), (other.problem, other.lse))
+        return statistics.between((self.problem, self.lse), (other.problem, other.lse))
 
     def statistics(self, *names: str, **arguments: Any) -> dict[str, Any]:
         """Several statistics by their names, which share one pass over the scores.
@@ -373,14 +374,14 @@ class AttentionMap:
             if not isinstance(name, str):
                 raise TypeError(f"Expected names of statistics, got {kind(name)}.")
         asked: dict[str, Any] = dict.fromkeys(names, ()) | arguments
-        made = reductions.named(asked)
+        made = statistics.named(asked)
         results = iter(self._reduce(*(one for several in made.values() for one in several), each=True))
         return {
             name: [next(results) for _ in several] if isinstance(asked[name], list) else next(results)
             for name, several in made.items()
         }
 
-    def _reduce(self, *asked: reductions.Reduction, each: bool = False) -> Any:
+    def _reduce(self, *asked: Reduction, each: bool = False) -> Any:
         self._fresh()
         keys = [one.key() for one in asked]
         new = {key: one for key, one in zip(keys, asked, strict=True) if key not in self._kept}
@@ -388,19 +389,19 @@ class AttentionMap:
         results = [_copy(self._kept[key]) if key in self._kept else found[key] for key in keys]
         return results if each else results[0]
 
-    def _reduced(self, asked: list[reductions.Reduction]) -> list[Any]:
+    def _reduced(self, asked: list[Reduction]) -> list[Any]:
         if self.knows_lse or not native.looks(self.problem):
-            return reductions.reduce(self.problem, self.lse, asked)
+            return statistics.reduce(self.problem, self.lse, asked)
         b, h, t, _ = self.shape
         lse = self.problem.q.new_empty(b, h, t, dtype=self.problem.dtype)
-        results = reductions.reduce(self.problem, lse, asked, lambda look: native.lse(self.problem, look))
+        results = statistics.reduce(self.problem, lse, asked, lambda look: native.lse(self.problem, look))
         object.__setattr__(self, "_lse", lse)
         return results
 
     def first_key(self) -> Mask:
         """Return a mask of the first key that each query may see: column 0 unless padded or packed."""
         self._fresh()
-        first, s = reductions.first_keys(self.problem), self.shape[3]  # [b, h, t]
+        first, s = statistics.first_keys(self.problem), self.shape[3]  # [b, h, t]
         least = first.amin((1, 2), keepdim=True) if first.numel() else first  # [b, 1, 1]
         if first.numel() and bool((first == least).all()):
             one = least.flatten()
@@ -433,9 +434,9 @@ class AttentionMap:
         Raises ValueError where the mask holds a `Rule`: a function can't be written down; OSError from the
         disk.
         """
-        from manyheads import files
+        from manyheads import storage
 
-        files.write(path, [files.Entry("", 0, self.stored())])
+        storage.write(path, [storage.Entry("", 0, self.stored())])
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> AttentionMap:
@@ -444,22 +445,22 @@ class AttentionMap:
         Raises ValueError for a file of something else, a broken one, or one of several maps
         (`manyheads.open_run` opens that); OSError where it can't be read.
         """
-        from manyheads import files
+        from manyheads import storage
 
-        run = files.read(path)
+        run = storage.read(path)
         maps = [entry.content for entry in run.entries]
-        if len(maps) != 1 or not isinstance(maps[0], files.Stored):
+        if len(maps) != 1 or not isinstance(maps[0], storage.Stored):
             raise ValueError(
                 f"{path} holds {len(maps)} maps or statistics of a run: manyheads.open_run reads it."
             )
         return cls.of(*maps[0])
 
-    def stored(self) -> files.Stored:
+    def stored(self) -> storage.Stored:
         """Return what a file holds of the map."""
-        from manyheads import files
+        from manyheads import storage
 
         self._fresh()
-        return files.Stored(self.problem, self.lse, self.tokens, self.provenance)
+        return storage.Stored(self.problem, self.lse, self.tokens, self.provenance)
 
     def __repr__(self) -> str:
         b, h, t, s = self.shape

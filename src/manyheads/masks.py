@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from manyheads.shapes import Shape, can_read, kind, sizes, whole
-from manyheads.values import Value, bound, number
+from manyheads.trees import Value, bound, number
 
 FAR = 1 << 60  # "no bound", on the axis of positions
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from manyheads import reductions
+from manyheads import statistics
 from manyheads.maps import AttentionMap, picked_rows
 from manyheads.masks import AfterSameToken, Causal, Diagonal, Mask, SameToken, Window
 from manyheads.shapes import kind, sizes
@@ -148,5 +148,5 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
     share[:, torch.arange(len(chosen)), chosen] = 1.0  # [b, r, s]
     for amap in reversed(maps):
         amap._fresh()
-        share = (share + reductions.mixed(amap.problem, amap.lse, share)) / 2
+        share = (share + statistics.mixed(amap.problem, amap.lse, share)) / 2
     return share[:, 0] if isinstance(rows, int) else share

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manyheads.shapes import kind, sizes, whole
-from manyheads.values import Value
+from manyheads.trees import Value
 
 
 def _angles(positions: Tensor, width: int, base: float) -> Tensor:

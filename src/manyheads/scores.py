@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from manyheads.biases import Bias
 from manyheads.masks import FAR, Mask, extremes, opaque
 from manyheads.shapes import Shape, can_read, kind, real, shape_of, sizes
-from manyheads.values import Value
+from manyheads.trees import Value
 
 Rows = slice | Tensor  # which rows or columns: a slice, or an index tensor of one dimension
 ALL = slice(None)

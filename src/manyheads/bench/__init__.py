@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyheads.files import replacing
 from manyheads.functional import attention, attention_with_map
 from manyheads.kernels import load, processor
 from manyheads.kernels.native import library, rules
@@ -34,6 +33,7 @@ from manyheads.layers import MultiHeadAttention
 from manyheads.masks import Causal
 from manyheads.scores import Problem as Posed
 from manyheads.shapes import amount
+from manyheads.storage import replacing
 
 HEADS = 8
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192, 16384)

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads.bench import ROOM, Run, describe_time, describe_versions, split, timed, training_step
-from manyheads.files import replacing
 from manyheads.functional import attention
 from manyheads.kernels import ORDER, choose, load
 from manyheads.masks import Causal, Lengths, Mask, Window
 from manyheads.scores import Problem
 from manyheads.shapes import amount
+from manyheads.storage import replacing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = (64, 32, 80, 128)  # head sizes, of which some cases have the first only

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manyheads.checker.checks.registry import Check
 from manyheads.checker.diagnosis import Diagnosis
-from manyheads.files import replacing
+from manyheads.storage import replacing
 
 if TYPE_CHECKING:
     from rich.console import Console

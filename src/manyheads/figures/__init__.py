@@ -34,8 +34,8 @@ from manyheads.figures.difference import difference
 from manyheads.figures.heatmaps import MOST, WEIGHT, Picture, Strip
 from manyheads.figures.positions import curves, image
 from manyheads.maps import AttentionMap
-from manyheads.reductions import Entropy, Received
 from manyheads.shapes import kind, whole
+from manyheads.statistics import Entropy, Received
 
 __all__ = [
     "MOST",

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from manyheads.maps import AttentionMap
-from manyheads.reductions import Bins, Pooled, Reduction, Tile, edges
 from manyheads.scores import Problem
 from manyheads.shapes import kind, sizes
+from manyheads.statistics import Bins, Pooled, Reduction, Tile, edges
 
 Weights = AttentionMap | Tensor
 Layers = AttentionMap | Sequence[AttentionMap] | Mapping[str, AttentionMap]

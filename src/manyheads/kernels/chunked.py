@@ -6,7 +6,7 @@ recomputes each block from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135). 
 leaves empty are skipped.
 
 It is one opaque operator, `manyheads::chunked`, on tensors and numbers: `torch.compile` doesn't
-unroll its loop. Masks and biases go through it as text beside their tensors (`values.write`).
+unroll its loop. Masks and biases go through it as text beside their tensors (`trees.write`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads import scores, values
+from manyheads import scores, trees
 from manyheads.kernels import reference
 from manyheads.kernels.batched import one_by_one, refuse_twice
 from manyheads.scores import ALL, Problem, Rows, fold, unfold
@@ -247,7 +247,7 @@ def arguments(problem: Problem) -> tuple[Any, ...]:
     """Return a problem as an operator takes it."""
     masks: list[Tensor] = []
     biases: list[Tensor] = []
-    text = f"({values.write(problem.mask, masks)}, {values.write(problem.bias, biases)})"
+    text = f"({trees.write(problem.mask, masks)}, {trees.write(problem.bias, biases)})"
     per_sequence = isinstance(problem.offset, Tensor)
     return (
         problem.q,
@@ -282,7 +282,7 @@ def problem_of(
     dropout_p: float,
 ) -> Problem:
     """Return the problem that an operator was given."""
-    mask, bias = values.read(text, masks, biases)
+    mask, bias = trees.read(text, masks, biases)
     return Problem.of(
         q,
         k,
@@ -339,7 +339,7 @@ def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -
     """Keep what the gradient needs."""
     q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers = inputs
     ctx.masks = len(masks)
-    ctx.held = values.functions(ctx.numbers[0])
+    ctx.held = trees.functions(ctx.numbers[0])
     ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
 
 

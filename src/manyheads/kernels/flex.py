@@ -29,7 +29,7 @@ from manyheads.biases import Dense, Relative
 from manyheads.masks import And, Keep, Keys, Mask, Not, Or, Prefix, Rule
 from manyheads.scores import ALL, Problem
 from manyheads.shapes import sizes, transforms
-from manyheads.values import Value
+from manyheads.trees import Value
 
 NAME = "flex"
 GIVES_LSE = True

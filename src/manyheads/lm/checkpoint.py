@@ -34,9 +34,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_bytes
 from torch import Tensor
 
-from manyheads.files import folder_for, replacing
 from manyheads.lm.model import Config, LanguageModel
 from manyheads.shapes import sizes
+from manyheads.storage import folder_for, replacing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

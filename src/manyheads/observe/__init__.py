@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyheads import reductions
 from manyheads.measures import MAP_MASKS
 from manyheads.observe.intercept import record_attention
 from manyheads.observe.recorder import Recorder
@@ -25,6 +24,7 @@ from manyheads.observe.recording import NoSuchLayer, Recording, open_run
 from manyheads.observe.summaries import STANDARD, Reduced
 from manyheads.observe.table import Table
 from manyheads.shapes import DTYPES, kind, most_bytes, whole
+from manyheads.statistics import BY_NAME, make
 
 __all__ = ["NoSuchLayer", "Recording", "Reduced", "Table", "observe", "open_run", "record_attention"]
 
@@ -118,11 +118,11 @@ def _check_statistics(keep: Any) -> dict[str, Any]:
         if name in MAP_MASKS:
             if given != ():
                 raise TypeError(f"{name} takes no arguments, got {given!r}.")
-        elif name in reductions.BY_NAME:
+        elif name in BY_NAME:
             for arguments in given if isinstance(given, list) else [given]:
-                reductions.make(name, arguments)
+                make(name, arguments)
         else:
-            names = ", ".join((*reductions.BY_NAME, *MAP_MASKS))
+            names = ", ".join((*BY_NAME, *MAP_MASKS))
             raise ValueError(f"There is no statistic {name!r} to keep, but {names}.")
     return statistics
 

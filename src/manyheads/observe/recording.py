@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyheads import files
+from manyheads import storage
 from manyheads.maps import AttentionMap
 from manyheads.observe.generation import checksums, join, reached_keys
 from manyheads.observe.summaries import Call, Reduced
@@ -205,11 +205,11 @@ class Recording(Mapping[Any, Any]):
         Raises ValueError for what a file can't hold, such as a `Rule`, and OSError from the disk.
         """
         entries = [
-            files.Entry(name, n, call.stored())
+            storage.Entry(name, n, call.stored())
             for name, calls in self._calls.items()
             for n, call in enumerate(calls)
         ]
-        files.write(path, entries, provenance=self.provenance)
+        storage.write(path, entries, provenance=self.provenance)
 
     def __repr__(self) -> str:
         lines = [
@@ -235,11 +235,11 @@ def open_run(path: str | os.PathLike[str]) -> Recording:
         ValueError: If it isn't such a file, or a broken one.
         OSError: If it can't be read.
     """
-    run = files.read(path)
+    run = storage.read(path)
     recording = Recording(run.provenance)
     for entry in run.entries:
         content = entry.content
-        call = Reduced.restored(content) if isinstance(content, files.Kept) else AttentionMap.of(*content)
+        call = Reduced.restored(content) if isinstance(content, storage.Kept) else AttentionMap.of(*content)
         recording._calls.setdefault(entry.name, []).append(call)
     return recording
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads import files, reductions
+from manyheads import statistics, storage
 from manyheads.maps import AttentionMap, Tokens, labels_of
 from manyheads.measures import MAP_MASKS
-from manyheads.reductions import TopKeys
 from manyheads.shapes import kind, whole
+from manyheads.statistics import TopKeys
 
 STANDARD = ("entropy", "distance", "row_max", "received", *MAP_MASKS)
 PER_QUERY = ("entropy", "distance", "row_max", "sink_weight", *MAP_MASKS)  # [b, h, t]
@@ -65,14 +65,14 @@ class Reduced:
             amap.problem.offset,
             dict(arguments),
             values,
-            reductions.first_keys(amap.problem) < amap.shape[3],
+            statistics.first_keys(amap.problem) < amap.shape[3],
             shares_keys,
             amap.tokens,
             amap.provenance,
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in (*reductions.BY_NAME, *MAP_MASKS):
+        if name.startswith("_") or name not in (*statistics.BY_NAME, *MAP_MASKS):
             raise AttributeError(f"Reduced has no attribute {name!r}.")
         if name not in self.values:
             raise ValueError(
@@ -88,7 +88,7 @@ class Reduced:
         kept = self.arguments[name]
         same = given in (kept, (kept,), ())
         if not isinstance(kept, list):  # several, which are only had together
-            same = same or reductions.arguments(name, given) == reductions.arguments(name, kept)
+            same = same or statistics.arguments(name, given) == statistics.arguments(name, kept)
         if not same:
             raise ValueError(
                 f"{name} of {self._layer()} was kept with the arguments {kept!r}, got {given!r}."
@@ -161,7 +161,7 @@ class Reduced:
         found |= {f"{name}.could": x for name, x in self.shares_keys.items()}
         return found | {"sees": self.has_keys}
 
-    def stored(self) -> files.Kept:
+    def stored(self) -> storage.Kept:
         """Return what a file holds of it; ValueError where an argument, such as a mask, can't be written."""
         if not isinstance(self.offset, int):
             raise ValueError(
@@ -174,10 +174,10 @@ class Reduced:
             "asked": {name: _encode(name, given) for name, given in self.arguments.items()},
             "provenance": dict(self.provenance),
         }
-        return files.Kept(self._tensors(), plain, self.tokens)
+        return storage.Kept(self._tensors(), plain, self.tokens)
 
     @classmethod
-    def restored(cls, kept: files.Kept) -> Reduced:
+    def restored(cls, kept: storage.Kept) -> Reduced:
         """Return what a file holds; ValueError where its parts don't fit together."""
         tensors = dict(kept.tensors)
         try:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from manyheads import measures, reductions
+from manyheads import measures
 from manyheads.observe.summaries import Call, Reduced, mean_where
 from manyheads.shapes import sizes
+from manyheads.statistics import first_keys
 
 if TYPE_CHECKING:
     import pandas
@@ -28,7 +29,7 @@ def score_heads(call: Call, ids: Tensor | None = None) -> dict[str, Tensor]:
             raise ValueError(f"Expected one id for each of s = {call.shape[3]} keys, got {sizes(ids)}.")
         ids = ids.to(call.problem.q.device)
         columns |= {name: getattr(measures, name)(call, ids) for name in measures.TOKEN_MASKS}
-    has_keys = reductions.first_keys(call.problem) < call.shape[3]  # [b, h, t]
+    has_keys = first_keys(call.problem) < call.shape[3]  # [b, h, t]
     statistics = call.statistics("entropy", "distance")
     return columns | {name: mean_where(x, has_keys) for name, x in statistics.items()}
 

@@ -12,7 +12,7 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
-from manyheads.files import replacing
+from manyheads.storage import replacing
 
 CLONE = Path(__file__).parents[3] / "docs" / "lessons"
 INSTALLED = Path(__file__).parents[1] / "notebooks"

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from manyheads import figures
 from manyheads.maps import AttentionMap
-from manyheads.reductions import Pooled, edges
+from manyheads.statistics import Pooled, edges
 from manyheads.text.highlights import HeadScores, name_head
 from manyheads.text.report import COUNTERFACTUAL, Reading, hides_keys
 

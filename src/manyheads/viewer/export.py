@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from manyheads.files import replacing
 from manyheads.shapes import amount
+from manyheads.storage import replacing
 from manyheads.viewer import assets
 from manyheads.viewer.api import Api, Layer, ViewedRun, pack_marginals, pack_tile
 from manyheads.viewer.pyramid import SIDE, Pyramid

@@ -31,7 +31,7 @@ from manyheads.biases import Bias
 from manyheads.masks import FAR, Mask, extremes
 from manyheads.scores import Problem
 from manyheads.shapes import kind, sizes, whole
-from manyheads.values import Value
+from manyheads.trees import Value
 
 FORMAT, VERSION = "manyheads", 1
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import manyheads as mh
-from manyheads import AttentionMap, biases, files, masks, scores
-from manyheads.files import Entry, Kept, Run, Stored
+from manyheads import AttentionMap, biases, masks, scores, storage
 from manyheads.scores import Problem
+from manyheads.storage import Entry, Kept, Run, Stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,8 +47,8 @@ def simple(
 
 
 def there_and_back(content: Any, path: Path) -> Any:
-    files.write(path, [Entry("layer", 0, content)])
-    (entry,) = files.read(path).entries
+    storage.write(path, [Entry("layer", 0, content)])
+    (entry,) = storage.read(path).entries
     assert entry[:2] == ("layer", 0)
     return entry.content
 
@@ -155,7 +155,7 @@ def test_some_heads_and_sequences_come_back(
 def test_what_is_picked_whole_is_still_shared(tmp_path: Path) -> None:
     table = mh.Keep(torch.rand(2, 1, 5, 5) < 0.6)
     maps = [AttentionMap.of(simple(table).problem).only(heads=[1, 2]) for _ in range(2)]
-    files.write(tmp_path / "run", [Entry("layer", n, amap.stored()) for n, amap in enumerate(maps)])
+    storage.write(tmp_path / "run", [Entry("layer", n, amap.stored()) for n, amap in enumerate(maps)])
     assert sum(name.endswith("mask.tensor") for name in _header(tmp_path / "run")) == 1
 
 
@@ -177,8 +177,8 @@ def test_every_mask_and_bias_has_its_word() -> None:
     made = {cls for module in (masks, biases) for cls in vars(module).values() if isinstance(cls, type)}
     found = {cls for base in (masks.Mask, biases.Bias) for cls in _subclasses(base)} & made
     shared, unwritten = {masks.Band, masks.Ids}, {masks.Rule, masks.Only, biases.OnlyBias}
-    assert found - shared - unwritten == set(files.WORDS)
-    for cls, schema in files.PARTS.values():
+    assert found - shared - unwritten == set(storage.WORDS)
+    for cls, schema in storage.PARTS.values():
         assert set(schema) == set(cls.names) - set(cls.unbound), cls
 
 
@@ -203,7 +203,7 @@ def test_what_a_problem_holds_comes_back(dtype: torch.dtype, offset: Any, tmp_pa
 
 def test_statistics_come_back(tmp_path: Path) -> None:
     tensors = {
-        f"of {dtype}": torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype) for dtype in files.DTYPES.values()
+        f"of {dtype}": torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype) for dtype in storage.DTYPES.values()
     }
     tensors |= {"a scalar": torch.tensor(0.1), "nothing": torch.zeros(0, 3), "nan": torch.tensor([math.nan])}
     plain = {"top": 8, "names": ["a", "b"], "inner": {"é\n": None, "x": [True, 0.1, -(2**60)]}, "": "\ud800"}
@@ -224,8 +224,8 @@ def test_a_run_comes_back_in_order(tmp_path: Path) -> None:
         Entry("", 0, Kept({"entropy": torch.ones(2, 4, 5)}, {"tokens": 5})),
     ]
     path = tmp_path / "run.safetensors"
-    files.write(path, entries, tokens=labels, provenance={"made by": "a test"})
-    run = files.read(path)
+    storage.write(path, entries, tokens=labels, provenance={"made by": "a test"})
+    run = storage.read(path)
     assert [entry[:2] for entry in run.entries] == [entry[:2] for entry in entries]
     assert (run.tokens, run.provenance) == (labels, {"made by": "a test"})
     contents: list[Any] = [entry.content for entry in run.entries]
@@ -236,8 +236,8 @@ def test_a_run_comes_back_in_order(tmp_path: Path) -> None:
 
 
 def test_no_entries_is_a_run_too(tmp_path: Path) -> None:
-    files.write(tmp_path / "run", [])
-    assert files.read(tmp_path / "run") == Run((), None, {})
+    storage.write(tmp_path / "run", [])
+    assert storage.read(tmp_path / "run") == Run((), None, {})
 
 
 def test_a_map_saves_and_opens(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_map_saves_and_opens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_run_is_no_single_map(tmp_path: Path, count: int) -> None:
-    files.write(tmp_path / "run", [Entry("layer", n, simple()) for n in range(count)])
+    storage.write(tmp_path / "run", [Entry("layer", n, simple()) for n in range(count)])
     with pytest.raises(ValueError, match="open_run"):
         AttentionMap.open(tmp_path / "run")
 
@@ -273,7 +273,7 @@ def test_safetensors_reads_it_and_all_is_aligned(tmp_path: Path) -> None:
 
     path = tmp_path / "map.safetensors"
     before = simple(mh.Keep(torch.rand(5, 3) < 0.6), 5, 3, torch.float16, offset=torch.tensor([0, 1]))
-    files.write(path, [Entry("layer", 0, before)])
+    storage.write(path, [Entry("layer", 0, before)])
     tensors = load_file(path)
     assert same(tensors["0.q"], before.problem.q)
     assert same(tensors["0.lse"], before.lse)
@@ -289,11 +289,11 @@ def test_views_are_stored_compactly_and_shared_tensors_once(tmp_path: Path) -> N
     table = mh.Keep(torch.rand(10, 10) < 0.6)
     path = tmp_path / "map.safetensors"
     entries = [Entry("layer", n, stored(Problem.of(q, k, k, mask=table & mh.Causal()))) for n in range(3)]
-    files.write(path, entries)
+    storage.write(path, entries)
     header = _header(path)
     assert sorted(header) == ["0.lse", "0.mask.left.tensor", "0.q", "1.lse", "2.lse", "__metadata__"]
     assert header["0.q"]["data_offsets"][1] - header["0.q"]["data_offsets"][0] == 2 * 10 * 8 * 4
-    for entry in files.read(path).entries:
+    for entry in storage.read(path).entries:
         assert isinstance(entry.content, Stored)
         assert same(entry.content.problem.q, q.contiguous())
         assert entry.content.problem.q is entry.content.problem.k
@@ -343,10 +343,10 @@ def test_opening_reads_no_tensor(tmp_path: Path) -> None:
 
     path = tmp_path / "map.safetensors"
     q = torch.zeros(1, 1, 2**17, 64)  # 32 MB
-    files.write(
+    storage.write(
         path, [Entry("layer", 0, Stored(Problem.of(q, q.clone(), q), torch.zeros(1, 1, 2**17), None, {}))]
     )
-    (entry,) = files.read(path).entries
+    (entry,) = storage.read(path).entries
     assert isinstance(entry.content, Stored)
     amap = AttentionMap.of(*entry.content)
     assert resident() < 2e6
@@ -372,7 +372,7 @@ def test_changing_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "map.safetensors"
-    files.write(path, [Entry("layer", 0, simple())])
+    storage.write(path, [Entry("layer", 0, simple())])
     before = path.read_bytes()
 
     def full(_: int) -> None:
@@ -381,7 +381,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "fsync", full)
     for place in (path, tmp_path / "new.safetensors"):
         with pytest.raises(OSError, match="No space"):
-            files.write(place, [Entry("layer", 0, simple())])
+            storage.write(place, [Entry("layer", 0, simple())])
     assert os.listdir(tmp_path) == [path.name]
     assert path.read_bytes() == before
 
@@ -392,15 +392,15 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        files.write(tmp_path / "map", [Entry("layer", 0, simple())])
+        storage.write(tmp_path / "map", [Entry("layer", 0, simple())])
     assert os.listdir(tmp_path) == []
 
 
 def test_where_no_file_can_be(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="is a folder: name a file in it"):
-        files.write(tmp_path, [])
+        storage.write(tmp_path, [])
     with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere.* make it first\.$"):
-        files.write(tmp_path / "nowhere" / "map", [])
+        storage.write(tmp_path / "nowhere" / "map", [])
 
 
 def deep(times: int) -> masks.Mask:
@@ -477,14 +477,14 @@ REFUSED: list[tuple[str, Callable[[], Any], list[str]]] = [
 @pytest.mark.parametrize(("entry", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
 def test_what_a_file_cannot_hold(tmp_path: Path, entry: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
-        files.write(tmp_path / "map", [entry()])
+        storage.write(tmp_path / "map", [entry()])
     one_sentence(caught.value, words)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_call_stands_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="call 3 of 'layer' twice"):
-        files.write(tmp_path / "map", [Entry("layer", 3, simple())] * 2)
+        storage.write(tmp_path / "map", [Entry("layer", 3, simple())] * 2)
 
 
 def test_the_deepest_masks_that_are_written_are_read(tmp_path: Path) -> None:
@@ -497,15 +497,15 @@ def test_the_deepest_masks_that_are_written_are_read(tmp_path: Path) -> None:
 def test_a_header_as_large_as_can_be(tmp_path: Path) -> None:
     """What is just small enough to be written can be read."""
     frame = 400
-    for size in (files.HEADER - frame, files.HEADER - 64):
+    for size in (storage.HEADER - frame, storage.HEADER - 64):
         try:
-            files.write(tmp_path / "run", [Entry("a", 0, Kept({}, {"text": "x" * size}))])
+            storage.write(tmp_path / "run", [Entry("a", 0, Kept({}, {"text": "x" * size}))])
         except ValueError:
             continue
-        (entry,) = files.read(tmp_path / "run").entries
+        (entry,) = storage.read(tmp_path / "run").entries
         assert isinstance(entry.content, Kept)
         assert len(entry.content.plain["text"]) == size
-    assert (tmp_path / "run").stat().st_size > files.HEADER - frame
+    assert (tmp_path / "run").stat().st_size > storage.HEADER - frame
 
 
 def one_sentence(error: BaseException, words: list[str]) -> None:
@@ -567,7 +567,7 @@ def sample() -> list[Entry]:
 @pytest.fixture(scope="module")
 def whole_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("files") / "run.safetensors"
-    files.write(path, sample(), tokens=("a", "b"), provenance={"made by": "a test"})
+    storage.write(path, sample(), tokens=("a", "b"), provenance={"made by": "a test"})
     return path.read_bytes()
 
 
@@ -589,7 +589,7 @@ def put_together(header: dict[str, Any], run: Any, data: bytes) -> bytes:
 def refuses(path: Path, raw: bytes, words: list[str]) -> None:
     path.write_bytes(raw)
     with pytest.raises(ValueError, match=r".") as caught:
-        files.read(path)
+        storage.read(path)
     assert str(caught.value).startswith(str(path))
     one_sentence(caught.value, words)
 
@@ -597,20 +597,20 @@ def refuses(path: Path, raw: bytes, words: list[str]) -> None:
 def test_taken_apart_and_put_together_is_the_same(whole_file: bytes, tmp_path: Path) -> None:
     """The forger's tools leave nothing behind, so that what is refused below is refused for its edit."""
     (tmp_path / "run").write_bytes(put_together(*take_apart(whole_file)))
-    usable(files.read(tmp_path / "run"))
+    usable(storage.read(tmp_path / "run"))
 
 
 def test_where_there_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no file .*/nothing\.$"):
-        files.read(tmp_path / "nothing")
+        storage.read(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"there is no file .*, it is a folder\.$"):
-        files.read(tmp_path)
+        storage.read(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no file"):
-        files.read(str(tmp_path / "a\0b"))
+        storage.read(str(tmp_path / "a\0b"))
     if hasattr(os, "mkfifo"):  # which would wait for ever for somebody to write
         os.mkfifo(tmp_path / "pipe")
         with pytest.raises(FileNotFoundError, match="there is no file"):
-            files.read(tmp_path / "pipe")
+            storage.read(tmp_path / "pipe")
 
 
 def test_cut_short_anywhere(whole_file: bytes, tmp_path: Path) -> None:
@@ -905,7 +905,7 @@ def test_an_empty_tensor_has_no_endless_axis(tmp_path: Path) -> None:
 
 
 def made_bytes(folder: Path, entries: list[Entry]) -> bytes:
-    files.write(folder / "made", entries)
+    storage.write(folder / "made", entries)
     return (folder / "made").read_bytes()
 
 
@@ -939,7 +939,7 @@ def read_or_refuse(path: Path, raw: bytes) -> None:
     path.write_bytes(raw)
     refused: ValueError | None = None
     try:
-        usable(files.read(path))
+        usable(storage.read(path))
     except ValueError as error:
         refused = error
     if refused is not None:
@@ -1027,7 +1027,7 @@ def test_edited_json(whole_file: bytes, scratch: Path, data: st.DataObject) -> N
 
 def test_version_1_is_read_for_ever() -> None:
     """`sample()` as version 1 wrote it: no later version may need another file."""
-    run = files.read(DATA / "run-1.safetensors")
+    run = storage.read(DATA / "run-1.safetensors")
     made = sample()
     assert (run.tokens, run.provenance) == (("a", "b"), {"made by": "manyheads"})
     assert [entry[:2] for entry in run.entries] == [entry[:2] for entry in made]
@@ -1078,15 +1078,15 @@ def test_the_page_on_the_format_is_right(tmp_path: Path) -> None:
     tensors = {"0.q": randn(1, 1, 3, 2), "0.k": randn(1, 1, 3, 2), "0.lse": randn(1, 1, 3)}
     tensors |= {"0.bias.slopes": randn(1), "1.entropy": randn(1, 1, 3)}
     (tmp_path / "run").write_bytes(save(tensors, {"format": "manyheads", "version": "1", "run": run}))
-    found = files.read(tmp_path / "run")
+    found = storage.read(tmp_path / "run")
     usable(found)
     assert isinstance(found.entries[0].content, Stored)
     assert str(found.entries[0].content.problem.mask) == "Causal() & Window(left=255, right=None)"
     table = page.split("## Masks and biases")[1].split("## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
     told = {word: set(_quoted(fields)) for words, fields in rows for word in _quoted(words)}
-    assert told == {word: set(schema) for word, (_, schema) in files.PARTS.items()}
-    assert f"dtypes are\n  {', '.join(files.DTYPES)}." in page
+    assert told == {word: set(schema) for word, (_, schema) in storage.PARTS.items()}
+    assert f"dtypes are\n  {', '.join(storage.DTYPES)}." in page
 
 
 def _quoted(text: str) -> list[str]:
@@ -1096,7 +1096,7 @@ def _quoted(text: str) -> list[str]:
 
 def test_safetensors_is_loaded_when_a_file_is_opened() -> None:
     code = (
-        "import sys; from manyheads import files; assert 'safetensors' not in sys.modules;"
-        f"files.read({str(DATA / 'map-1.safetensors')!r}); assert 'safetensors' in sys.modules"
+        "import sys; from manyheads import storage; assert 'safetensors' not in sys.modules;"
+        f"storage.read({str(DATA / 'map-1.safetensors')!r}); assert 'safetensors' in sys.modules"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
