@@ -78,6 +78,14 @@ def test_the_matrix_is_as_large_as_it_is_said_to_be() -> None:
     assert len(CELLS) > 780
     assert len({bug for _, bug in CELLS}) >= 70
     assert len({style for style, _ in some()}) >= 20
+    files = {path.stem for path in matrix.STYLES.glob("*.py")}
+    assert files == set(matrix.PLANTS) == set(matrix.TARGET) == set(matrix.KIND)
+
+
+def test_a_plant_must_fit_into_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matrix.PLANTS["einsum"], "unscaled", [("no such text", "")])
+    with pytest.raises(ValueError, match="einsum, unscaled: expected 'no such text' once, found it 0 times"):
+        matrix.source("einsum", "unscaled")
 
 
 @pytest.mark.usefixtures("quick")
