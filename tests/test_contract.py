@@ -18,7 +18,7 @@ from torch import Tensor
 import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import chunked, reference
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

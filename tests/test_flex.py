@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import flex, native, reference
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -11,7 +11,7 @@ from cases import CASES, DTYPES, KERNELS, Answer, Case, Inputs, error, make, ora
 import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import chunked
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
