@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import manyheads as mh
-from manyheads.kernels import chunked
+from manyheads.kernels import operator
 from manyheads.masks import Not  # what ~ makes: Dynamo can't trace ~ on a class of ours
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from tests.cases import KERNELS
 
 T, S = 6, 9
@@ -478,12 +478,13 @@ def test_the_operator_is_a_good_citizen(bias: str | None) -> None:
     )  # fmt: skip
     table = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     problem = Problem.of(q, k, v, mask=mh.Causal(), bias=None if bias is None else mh.Relative(table))
-    forward, backward = chunked._attend, chunked._attend_backward
-    calls: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "_attend", lambda *given: calls.append(given) or forward(*given))
-        patch.setattr(chunked, "_attend_backward", lambda *given: calls.append(given) or backward(*given))
-        out, _ = chunked.run(problem)
-        out.backward(torch.randn_like(out))
-    torch.library.opcheck(forward, calls[0])
-    torch.library.opcheck(backward, calls[1], test_utils=("test_schema", "test_faketensor"))
+    given = operator.arguments(problem)
+    forward, backward = torch.ops.manyheads.chunked, torch.ops.manyheads.chunked_backward
+    out, lse = (x.detach() for x in forward(*given))
+    torch.library.opcheck(forward.default, given)
+    d_out, d_lse, needs = torch.randn_like(out), torch.randn_like(lse), [True, True, True, False, bool(bias)]
+    torch.library.opcheck(
+        backward.default,
+        (out, lse, d_out, d_lse, needs, *given),
+        test_utils=("test_schema", "test_faketensor"),
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import manyheads as mh
 from manyheads import figures, measures
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import kind
 
 FUNCTIONS = (mh.attention, mh.attention_with_map, mh.explain)

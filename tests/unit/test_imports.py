@@ -21,7 +21,7 @@ ROOT = Path(manyheads.__file__).parent
 LAYERS = (
     ("startup", "shapes", "trees"),
     ("masks", "biases", "positions"),
-    ("scores",),
+    ("problem", "scores"),
     ("kernels",),
     ("storage", "statistics", "maps", "measures", "cache"),
     ("functional", "layers", "classic", "figures"),
@@ -206,7 +206,7 @@ LAZY = {
         from manyheads import observe
         assert m.observe is bound is observe and callable(observe)
     """,
-    "submodules": "assert m.measures.rollout and m.kernels.ORDER and m.scores.Problem",
+    "submodules": "assert m.measures.rollout and m.kernels.ORDER and m.problem.Problem",
     "completion": "assert {'attention', 'measures'} <= set(m.__all__) <= set(dir(m))",
     "pickling": """
         import pickle

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import manyheads as mh
 from manyheads import measures
 from manyheads.kernels import chunked
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,7 +67,7 @@ def one(
 ) -> tuple[mh.AttentionMap, Tensor]:
     """A map, and the same weights from the reference kernel."""
     from manyheads.kernels import reference
-    from manyheads.scores import Problem
+    from manyheads.problem import Problem
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, n, m, D, dtype=torch.float64).to(dtype) for n, m in ((H, T), (G, S), (G, S)))
@@ -210,7 +210,7 @@ def test_rows_sum_to_one_in_every_dtype(dtype: torch.dtype, kernel: str) -> None
 def test_dense_refuses_what_is_too_large() -> None:
     q, k = torch.zeros(1, 1, 1, 4).expand(8, 8, 5000, 4), torch.zeros(1, 1, 1, 4).expand(8, 8, 7000, 4)
     from manyheads.maps import AttentionMap
-    from manyheads.scores import Problem
+    from manyheads.problem import Problem
 
     amap = AttentionMap.of(Problem.of(q, k, k), torch.zeros(8, 8, 5000))
     with pytest.raises(ValueError, match=r"8\.96 GB.*max_bytes is 2\.15 GB") as caught:
@@ -865,7 +865,7 @@ class Largest(TorchDispatchMode):
 def test_a_tile_of_100_000_tokens_costs_a_tile(index: Any, numbers: int, kind: str) -> None:
     """No tensor is made that is as large as q, k, or the ids' square: a few times what is asked for."""
     from manyheads.maps import AttentionMap
-    from manyheads.scores import Problem
+    from manyheads.problem import Problem
 
     n = 100_000
     q, k = torch.zeros(1, 8, 1, 64).expand(1, 8, n, 64), torch.zeros(1, 2, 1, 64).expand(1, 2, n, 64)

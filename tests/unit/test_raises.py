@@ -19,7 +19,7 @@ import manyheads as mh
 from manyheads import checker, figures, lm, measures, storage
 from manyheads.classic import annotated, components, modeling_attention, torch_multihead
 from manyheads.observe import NoSuchLayer, Recording, Reduced, record_attention
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import Shape
 from manyheads.text import models
 

@@ -28,7 +28,7 @@ import manyheads as mh
 from manyheads import measures
 from manyheads.kernels import chunked, native
 from manyheads.maps import AttentionMap
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from tests.cases import (
     BIASES,
     CASES,
@@ -1120,7 +1120,7 @@ torch.set_num_threads(1)
 def look(n, cells):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, n, size) for _ in range(3))
-    amap = mh.AttentionMap.of(mh.scores.Problem.of(q, k, v[..., :0], mask=mh.Causal()))
+    amap = mh.AttentionMap.of(mh.problem.Problem.of(q, k, v[..., :0], mask=mh.Causal()))
     found = amap.statistics(
         "entropy", "received", "distance", "row_max", top=8, pooled=[(cells, cells), (cells, cells, "max")]
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import manyheads as mh
 from manyheads import AttentionMap, biases, masks, scores, storage
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.storage import Entry, Kept, Run, Stored
 from tests.cases import CASES, Case, build, make
 

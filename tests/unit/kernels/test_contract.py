@@ -17,7 +17,7 @@ from torch import Tensor
 import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import chunked, reference
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from tests.cases import KERNELS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import flex, native, reference
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from tests.cases import BIASES, CASES, MASKS, Case, Inputs, build, library_bias, make, over
 from tests.unit.kernels.test_kernels import answer_for, check
 

@@ -10,7 +10,7 @@ import torch
 import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import chunked
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from tests.cases import CASES, DTYPES, KERNELS, Answer, Case, Inputs, error, make, oracle, over, plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -26,10 +26,10 @@ from torch import Tensor
 
 import manyheads as mh
 from manyheads import kernels, scores
-from manyheads.kernels import chunked, native
+from manyheads.kernels import chunked, native, operator
 from manyheads.kernels.native import library, rules
 from manyheads.kernels.native.look import Look
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from tests.cases import CASES, Case, make, oracle, over
 from tests.waiting import HANG
 
@@ -901,7 +901,7 @@ def test_a_direct_call_gives_the_bits_of_the_operator(case: Case) -> None:
         return
     leaves = list(inputs.leaves().values())
     answers = []
-    for out, lse in (native.run(problem), torch.ops.manyheads.native(*chunked.arguments(problem))):
+    for out, lse in (native.run(problem), torch.ops.manyheads.native(*operator.arguments(problem))):
         grads = torch.autograd.grad(
             (out.float() * inputs.upstream).sum() + lse.nan_to_num(neginf=0).sum(), leaves, allow_unused=True
         )

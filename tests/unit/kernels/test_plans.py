@@ -18,7 +18,7 @@ import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import plans
 from manyheads.masks import Mask
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 MASKS: tuple[Mask | None, ...] = (
     None, mh.Causal(), mh.Window(left=2), mh.Window(left=1, right=1), mh.Diagonal(-1),
