@@ -1,6 +1,6 @@
 """Every planted bug is named, none is named falsely, and what is right as it stands has none.
 
-The ordinary run takes one cell of each bug, in one style after the other; `-m slow` takes all.
+The ordinary run takes one cell of each bug, in one style after the other; `-m full` takes the others.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_what_is_right_passes(style: str, tmp_path: Path) -> None:
     assert not found.diagnosis
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("style", matrix.PLANTS)
 def test_every_planted_bug_is_named(style: str, tmp_path: Path) -> None:

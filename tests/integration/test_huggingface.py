@@ -622,7 +622,7 @@ def test_the_steps_of_a_generation_are_one_map(
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, while it compiles, and where it doesn't
-@pytest.mark.slow
+@pytest.mark.full
 def test_flex_attention() -> None:
     """Its masks have a function in place of entries."""
     model = build("llama", "flex_attention")

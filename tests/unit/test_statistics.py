@@ -41,6 +41,7 @@ from tests.cases import (
     Spec,
     bias_numbers,
     build,
+    everyday,
     make,
     oracle,
     over,
@@ -381,7 +382,7 @@ def check_all(inputs: Inputs, exact: Matrix) -> None:
 
 
 @both_ways
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", everyday(CASES))
 def test_table(case: Case) -> None:
     check_all(make(case), truth(case))
 
@@ -399,7 +400,7 @@ LONG = {
 
 
 @both_ways
-@pytest.mark.parametrize("case", pairwise(LONG), ids=str)
+@pytest.mark.parametrize("case", everyday(pairwise(LONG)))
 def test_across_blocks(case: Case) -> None:
     check_all(make(case), read(case))
 
@@ -1155,7 +1156,7 @@ def test_a_whole_look_at_16k_tokens() -> None:
     assert beyond(16_384, 2, 16) < 60
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_whole_look_at_128k_tokens() -> None:
     """Where the weights of the eight heads would take 550 GB."""
     assert beyond(131_072, 8, 64) < 500

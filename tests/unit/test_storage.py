@@ -23,7 +23,7 @@ import manyheads as mh
 from manyheads import AttentionMap, biases, masks, scores, storage
 from manyheads.problem import Problem
 from manyheads.storage import Entry, Kept, Run, Stored
-from tests.cases import CASES, Case, build, make
+from tests.cases import CASES, Case, build, everyday, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,7 +66,7 @@ def same(x: Tensor, y: Tensor) -> bool:
 # -- there and back --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.mask != "rule"], ids=str)
+@pytest.mark.parametrize("case", everyday(case for case in CASES if case.mask != "rule"))
 def test_every_case_comes_back_bit_for_bit(case: Case, tmp_path: Path) -> None:
     inputs = make(case)
     before = stored(Problem.of(inputs.q, inputs.k, inputs.v, **inputs.arguments()))

@@ -301,7 +301,7 @@ def test_table_with_gradients(case: Case) -> None:
     backward(case)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("trainable")
 def test_the_whole_table_with_gradients() -> None:
     for case in TAKEN:
@@ -444,7 +444,7 @@ def test_inside_a_compiled_function_it_is_a_part_of_its_graph(monkeypatch: pytes
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 @pytest.mark.parametrize("mask", [*MASKS, *ASKABLE])
 def test_masks_are_written_into_a_kernel(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +452,7 @@ def test_masks_are_written_into_a_kernel(mask: str, monkeypatch: pytest.MonkeyPa
     into_a_kernel(Case((2, 4, 2, 6, 9, 16, 16), mask=mask if mask in MASKS else "none"), mask, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases_are_written_into_a_kernel(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:

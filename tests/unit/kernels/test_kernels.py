@@ -11,7 +11,20 @@ import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import chunked
 from manyheads.problem import Problem
-from tests.cases import CASES, DTYPES, KERNELS, Answer, Case, Inputs, error, make, oracle, over, plain
+from tests.cases import (
+    CASES,
+    DTYPES,
+    KERNELS,
+    Answer,
+    Case,
+    Inputs,
+    error,
+    everyday,
+    make,
+    oracle,
+    over,
+    plain,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,7 +71,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", everyday(CASES))
 def test_table(case: Case, kernel: str) -> None:
     inputs = make(case)
     if refused(inputs, kernel):
@@ -73,7 +86,7 @@ def test_table(case: Case, kernel: str) -> None:
 PLAINER = [c for c in CASES if c.bias != "none" and c.sink == "none" and c.softcap is None]
 
 
-@pytest.mark.parametrize("case", PLAINER, ids=str)
+@pytest.mark.parametrize("case", everyday(PLAINER))
 def test_without_a_bias_gradient(case: Case) -> None:
     """A bias that asks for no gradient: there sdpa computes what it must refuse in training."""
     inputs = make(case)
@@ -89,7 +102,7 @@ def test_without_a_bias_gradient(case: Case) -> None:
         check(case, kernel, {"out": out} | found)
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=str)
+@pytest.mark.parametrize("case", everyday(CASES[::2]))
 def test_map(case: Case) -> None:
     """The map beside the output: its weights within the budget, lse as the definition has it."""
     inputs, answer = make(case), truth(case)  # a map's weights are never PyTorch's
