@@ -12,12 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -486,25 +484,6 @@ def _corners() -> list[Case]:
 
 
 CASES = _corners() + pairwise(FACTORS) + pairwise(FUSED, seed=1)
-
-
-def everyday(cases: Iterable[Case]) -> list[Any]:
-    """Return the cases as parameters of a test, those marked `full` that the everyday tier leaves out.
-
-    It takes few in which every value of every field occurs, chosen greedily; cases that PyTorch's fused
-    kernels compute have another seed, so that every mask is among both.
-    """
-    cases = list(cases)
-    settings = {case: {(case.seed, f.name, getattr(case, f.name)) for f in fields(case)} for case in cases}
-    left = set().union(*settings.values())
-    chosen: set[Case] = set()
-    while left:
-        best = max(cases, key=lambda case: len(settings[case] & left))  # the first among equals
-        chosen.add(best)
-        left -= settings[best]
-    return [
-        pytest.param(case, id=str(case), marks=() if case in chosen else pytest.mark.full) for case in cases
-    ]
 
 
 # -- oracles -----------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ from tests.cases import (
     Spec,
     bias_numbers,
     build,
-    everyday,
     make,
     oracle,
     over,
@@ -50,6 +49,7 @@ from tests.cases import (
     visible,
     wide,
 )
+from tests.tiers import everyday
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

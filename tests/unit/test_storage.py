@@ -23,7 +23,8 @@ import manyheads as mh
 from manyheads import AttentionMap, biases, masks, scores, storage
 from manyheads.problem import Problem
 from manyheads.storage import Entry, Kept, Run, Stored
-from tests.cases import CASES, Case, build, everyday, make
+from tests.cases import CASES, Case, build, make
+from tests.tiers import everyday
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,12 +19,12 @@ from tests.cases import (
     Case,
     Inputs,
     error,
-    everyday,
     make,
     oracle,
     over,
     plain,
 )
+from tests.tiers import everyday
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -30,7 +30,8 @@ from manyheads.kernels import chunked, native, operator
 from manyheads.kernels.native import library, rules
 from manyheads.kernels.native.look import Look
 from manyheads.problem import Problem
-from tests.cases import CASES, Case, everyday, make, oracle, over
+from tests.cases import CASES, Case, make, oracle, over
+from tests.tiers import everyday
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[3]
