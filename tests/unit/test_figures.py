@@ -42,6 +42,7 @@ from manyheads.classic.modeling_attention import MultiHeadSelfAttention
 from manyheads.figures import cells
 from manyheads.kernels import chunked
 from tests.cases import CASES, Case, bias_numbers, make, oracle
+from tests.tiers import crossed
 
 SENTENCE = ["the", "train", "left", "the", "station", "on", "time"]
 
@@ -578,8 +579,7 @@ def page(kind: str, tokens: int) -> Figure:
     return figure
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7, 26, 60, 300, 2000])
-@pytest.mark.parametrize("kind", ["head", "beside", "grid", "received", "entropy"])
+@crossed(kind=["head", "beside", "grid", "received", "entropy"], tokens=[1, 2, 7, 26, 60, 300, 2000])
 def test_labels_never_overlap_nor_leave_the_page(kind: str, tokens: int) -> None:
     figure = page(kind, tokens)
     paper = figure.bbox.padded(2)

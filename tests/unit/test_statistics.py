@@ -884,6 +884,7 @@ def test_two_threads(everything: dict[str, Any]) -> None:
     close(found, expected)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_inside_a_compiled_function() -> None:
     """Dynamo leaves the walk over tiles to Python, and the numbers are the same but for rounding."""

@@ -26,6 +26,7 @@ from manyheads import kernels
 from manyheads.kernels import flex, native, reference
 from manyheads.problem import Problem
 from tests.cases import BIASES, CASES, MASKS, Case, Inputs, build, library_bias, make, over
+from tests.tiers import everyday
 from tests.unit.kernels.test_kernels import answer_for, check
 
 HALF = (torch.float16, torch.bfloat16)
@@ -290,23 +291,17 @@ def test_of_the_table_it_refuses_sizes_of_0_alone() -> None:
 
 
 @pytest.mark.usefixtures("trainable", "untraced")
-@pytest.mark.parametrize("case", TAKEN[::3], ids=str)
+@pytest.mark.parametrize("case", everyday(TAKEN[::3]))
 def test_table(case: Case) -> None:
     forward(case)
 
 
-@pytest.mark.usefixtures("trainable")
-@pytest.mark.parametrize("case", TAKEN[1::20], ids=str)
-def test_table_with_gradients(case: Case) -> None:
-    backward(case)
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("trainable")
-def test_the_whole_table_with_gradients() -> None:
-    for case in TAKEN:
-        torch._dynamo.reset()
-        backward(case)
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_table_with_gradients(case: Case) -> None:
+    torch._dynamo.reset()
+    backward(case)
 
 
 @pytest.mark.usefixtures("trainable")

@@ -193,6 +193,7 @@ def flat(x: Any) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else [one for part in x for one in flat(part)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", library.runs)
 def test_every_width_on_the_table(width: str) -> None:
     code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE[::3]); print(t.native.built())"
@@ -213,11 +214,13 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"MANYHEADS_LIBRARY": str(folder / "native.so"), "MANYHEADS_WIDTH": "amx", "OMP_NUM_THREADS": "2"}
 
 
+@pytest.mark.full
 def test_emulated_tiles_on_the_table(emulated: dict[str, str]) -> None:
     code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE); print(t.native.built())"
     assert python(code, **emulated).startswith("amx of portable, amx, ")
 
 
+@pytest.mark.full
 def test_emulated_tiles_give_every_pass_the_same_scores(emulated: dict[str, str]) -> None:
     """The weights of huge scores are 0 or 1 only if output, gradient, statistics and map share their bits."""
     code = """
@@ -353,6 +356,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return to / "by quick", to / "by false"
 
 
+@pytest.mark.full
 @pytest.mark.skipif("avx2" not in library.runs, reason="it has one width")
 def test_a_width_that_does_not_compile_is_left_out(
     installed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -371,6 +375,7 @@ def test_a_width_that_does_not_compile_is_left_out(
     assert missing.startswith(f"MANYHEADS_WIDTH=avx512bf16 is set, and that build isn't there: {why}")
 
 
+@pytest.mark.full
 def test_a_build_that_fails_leaves_no_library_of_before(installed: tuple[Path, Path]) -> None:
     assert [path.name for path in installed[1].rglob("native.*")] == ["native.log"]
 
@@ -384,6 +389,7 @@ def setup() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "setup.py"))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("setup")
 def test_an_old_library_goes_from_the_sources_too(installed: tuple[Path, Path]) -> None:
     """Where they are installed editable; and an odd CXX doesn't end the installation."""
@@ -440,6 +446,7 @@ def test_the_line_that_says_why_a_compiler_failed(setup: Any, output: str, line:
     assert setup["told"](output) == line
 
 
+@pytest.mark.full
 def test_without_a_compiler_it_installs_and_says_why(installed: tuple[Path, Path], tmp_path: Path) -> None:
     """Everything works on the other kernels."""
     to = installed[1]
@@ -476,6 +483,7 @@ def chosen(q: Tensor, k: Tensor, **more: Any) -> str:
     return name
 
 
+@pytest.mark.full
 def test_bfloat16_goes_to_pytorch_where_the_build_leaves_tiles_unused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -719,6 +727,7 @@ def test_a_child_computes_after_its_parent_did(how: str) -> None:
     assert child.exitcode == 0
 
 
+@pytest.mark.full
 def test_a_fork_that_is_the_first_to_compute() -> None:
     """The library is loaded in the child, and PyTorch's pool was already at work in the parent."""
     code = (
@@ -1027,6 +1036,7 @@ def test_negated_views_are_read_as_they_are() -> None:
         torch.testing.assert_close(mh.attention(q, q, q, kernel="native"), right(q, q, q))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_for_packing_is_given_back() -> None:
     """What a long call needed isn't held until the next."""
