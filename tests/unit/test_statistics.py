@@ -49,7 +49,6 @@ from tests.cases import (
     visible,
     wide,
 )
-from tests.tiers import everyday
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -381,8 +380,9 @@ def check_all(inputs: Inputs, exact: Matrix) -> None:
         check_top(top, k, exact)
 
 
+@pytest.mark.sampled
 @both_ways
-@pytest.mark.parametrize("case", everyday(CASES))
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_table(case: Case) -> None:
     check_all(make(case), truth(case))
 
@@ -399,8 +399,9 @@ LONG = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @both_ways
-@pytest.mark.parametrize("case", everyday(pairwise(LONG)))
+@pytest.mark.parametrize("case", pairwise(LONG), ids=str)
 def test_across_blocks(case: Case) -> None:
     check_all(make(case), read(case))
 

@@ -24,7 +24,6 @@ from manyheads import AttentionMap, biases, masks, scores, storage
 from manyheads.problem import Problem
 from manyheads.storage import Entry, Kept, Run, Stored
 from tests.cases import CASES, Case, build, make
-from tests.tiers import everyday
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,7 +66,8 @@ def same(x: Tensor, y: Tensor) -> bool:
 # -- there and back --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", everyday(case for case in CASES if case.mask != "rule"))
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", [case for case in CASES if case.mask != "rule"], ids=str)
 def test_every_case_comes_back_bit_for_bit(case: Case, tmp_path: Path) -> None:
     inputs = make(case)
     before = stored(Problem.of(inputs.q, inputs.k, inputs.v, **inputs.arguments()))

@@ -26,7 +26,6 @@ from manyheads import kernels
 from manyheads.kernels import flex, native, reference
 from manyheads.problem import Problem
 from tests.cases import BIASES, CASES, MASKS, Case, Inputs, build, library_bias, make, over
-from tests.tiers import everyday
 from tests.unit.kernels.test_kernels import answer_for, check
 
 HALF = (torch.float16, torch.bfloat16)
@@ -290,8 +289,9 @@ def test_of_the_table_it_refuses_sizes_of_0_alone() -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("trainable", "untraced")
-@pytest.mark.parametrize("case", everyday(TAKEN[::3]))
+@pytest.mark.parametrize("case", TAKEN[::3], ids=str)
 def test_table(case: Case) -> None:
     forward(case)
 

@@ -24,7 +24,6 @@ from tests.cases import (
     over,
     plain,
 )
-from tests.tiers import everyday
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,8 +69,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "BLOCK", 1)
 
 
+@pytest.mark.sampled("kernel")
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", everyday(CASES))
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_table(case: Case, kernel: str) -> None:
     inputs = make(case)
     if refused(inputs, kernel):
@@ -86,7 +86,8 @@ def test_table(case: Case, kernel: str) -> None:
 PLAINER = [c for c in CASES if c.bias != "none" and c.sink == "none" and c.softcap is None]
 
 
-@pytest.mark.parametrize("case", everyday(PLAINER))
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", PLAINER, ids=str)
 def test_without_a_bias_gradient(case: Case) -> None:
     """A bias that asks for no gradient: there sdpa computes what it must refuse in training."""
     inputs = make(case)
@@ -102,7 +103,8 @@ def test_without_a_bias_gradient(case: Case) -> None:
         check(case, kernel, {"out": out} | found)
 
 
-@pytest.mark.parametrize("case", everyday(CASES[::2]))
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
 def test_map(case: Case) -> None:
     """The map beside the output: its weights within the budget, lse as the definition has it."""
     inputs, answer = make(case), truth(case)  # a map's weights are never PyTorch's

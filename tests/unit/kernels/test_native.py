@@ -31,7 +31,6 @@ from manyheads.kernels.native import library, rules
 from manyheads.kernels.native.look import Look
 from manyheads.problem import Problem
 from tests.cases import CASES, Case, make, oracle, over
-from tests.tiers import everyday
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[3]
@@ -902,7 +901,8 @@ def test_a_graph_holds_tensors_as_saved_ones_alone(name: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("case", everyday(HERE))
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", HERE, ids=str)
 def test_a_direct_call_gives_the_bits_of_the_operator(case: Case) -> None:
     """The same kernel reached in two ways: the operator takes masks and biases as text."""
     inputs = make(case)
