@@ -672,7 +672,7 @@ def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tens
 
 
 def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
-    """Return the weight inside a mask of each row `[b, h, t]`, or its mean over rows with keys there `[b, h]`."""
+    """Return the weight inside a mask by row `[b, h, t]`, or the mean of rows with keys there `[b, h]`."""
     if not isinstance(mean, bool):
         raise TypeError(f"Expected mean to be True or False, got {mean!r}.")
     total, has_keys = masses(problem, lse, mask)
