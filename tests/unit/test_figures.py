@@ -287,6 +287,7 @@ DRAWABLE = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", DRAWABLE, ids=str)
 def test_cells_equal_the_pooled_matrix(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without pooling, under every mask and bias of the table of cases."""

@@ -433,6 +433,7 @@ def test_any_case(case: Case) -> None:
     check_all(make(case), read(case))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("offset", [-40, 50, 200, torch.tensor([-33, 64]), torch.tensor([70, -70])], ids=str)
 @pytest.mark.parametrize("mask", [("causal",), ("window", 1, 3), ("and", ("causal",), ("lengths", 40, True))])
 def test_offsets_that_empty_whole_blocks(mask: Spec, offset: Any) -> None:
@@ -502,6 +503,7 @@ def drawn(
     return AttentionMap.of(Problem.of(q, k, v, **arguments)), q, k, v
 
 
+@pytest.mark.sampled
 @both_ways
 @pytest.mark.parametrize("case", CASES[::11], ids=str)
 def test_together_as_one_by_one(case: Case) -> None:
@@ -529,6 +531,7 @@ def test_statistics_by_name_and_argument() -> None:
     assert amap.statistics() == {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", [1, 1 << 13, 1 << 15, 1 << 19])
 def test_the_size_of_a_block_does_not_matter(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {
@@ -589,6 +592,7 @@ def other_inputs(inputs: Inputs, what: str) -> Inputs:
     raise AssertionError(what)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["queries", "no mask", "offset", "nothing"])
 @pytest.mark.parametrize("case", CASES[::31], ids=str)
 def test_divergence_between_two_maps(case: Case, what: str) -> None:
@@ -658,6 +662,7 @@ def test_rollout_is_the_product_of_matrices(case: Case, rows: Any) -> None:
     assert not over(found, value, may + TINY)
 
 
+@pytest.mark.sampled
 @both_ways
 @pytest.mark.parametrize("case", CASES[::11], ids=str)
 def test_measures(case: Case) -> None:

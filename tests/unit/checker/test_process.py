@@ -694,6 +694,7 @@ def test_descendants_end_with_the_subject(folder: Path) -> None:
     wait_until(lambda: all(map(ended, pids)))
 
 
+@pytest.mark.full
 @own_process
 @pytest.mark.parametrize(
     ("name", "kind", "said"),

@@ -369,6 +369,7 @@ VARYING: dict[str, Callable[[int], Problem]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", VARYING)
 def test_lengths_and_numbers_are_of_one_kind(name: str) -> None:
     """At most three graphs: the first length alone, lengths of one block, longer ones."""

@@ -760,6 +760,7 @@ def test_an_interrupt_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(Path("manyheads-out").iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("columns", [30, 40, 60, 72, 80, 200])
 def test_no_number_is_cut_on_a_narrow_terminal(
     run: Any, monkeypatch: pytest.MonkeyPatch, columns: int
