@@ -28,6 +28,7 @@ def test_the_limits_of_the_machine_are_plausible() -> None:
     assert torch.__version__.startswith(found["versions"]["torch"])  # "2.15.0" of "2.15.0+cu132"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", bench.KINDS)
 @pytest.mark.parametrize("dtype", bench.DTYPES)
 def test_contestants_compute_the_same(kind: str, dtype: str) -> None:
@@ -100,6 +101,7 @@ def made_up(
     return report
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kinds", "dtypes", "sizes"),
     [
@@ -282,6 +284,7 @@ def test_operations_are_counted() -> None:
     assert layer == 4 * 8 * 100 * 100 * 64 + 4 * 2 * 100 * 512 * 512
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

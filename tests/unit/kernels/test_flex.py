@@ -463,6 +463,7 @@ def into_a_kernel(case: Case, mask: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(flex, "flex_attention", without_lse)
     problem, _ = problem_of(make(case))
+    problem = replace(problem, **{name: getattr(problem, name).detach() for name in "qkv"})
     if mask in ASKABLE:
         problem = replace(problem, mask=mh.Rule(ASKABLE[mask]))
     with torch.no_grad():

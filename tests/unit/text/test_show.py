@@ -549,6 +549,7 @@ def test_a_single_token(run: Any) -> None:
     assert found["shown"] == {"layer": 0, "head": 0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "text", ["$x$ [bold]:smile: \x1b[31m", "漢字 🙂 é \u202e \u200b", "'\"'", "-- ---", "a\x07b\r\x00c"]
 )
