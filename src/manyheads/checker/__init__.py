@@ -14,6 +14,7 @@ if values differ, with oracles that have a known bug (`bugs`, `diagnosis`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from manyheads.checker.candidates.adapter import Adapter, Options
 from manyheads.checker.candidates.construct import KINDS, find_kind, parse_arguments
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.candidates.probe import open_adapter
-from manyheads.checker.checks import Check, has_ended, is_random, run_checks
+from manyheads.checker.checks import Check, is_random, run_checks
 from manyheads.checker.checks.evidence import gather, smallest_failure
 from manyheads.checker.diagnosis import EXPLAINED, Diagnosis, diagnose
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CandidateError, ProcessEnded
 from manyheads.checker.isolation.process import open_candidate
 from manyheads.checker.kinds import compare_with_classic, find_classic
 from manyheads.checker.report import Report
@@ -90,8 +91,8 @@ def check(
             progress("reading")
             c = open_adapter(candidate, options)
             checks, diagnosis, pair = check_adapter(c, progress)
-            if classic is not None and not has_ended(checks):
-                checks.append(compare_with_classic(c, classic))
+            if classic is not None and c.ended is None:
+                checks.append(replace(compare_with_classic(c, classic), name=f"like {classic.name}"))
             return Report(target, like or kind, guessed, checks, diagnosis, c.notes, pair)
     except CandidateError as error:
         if error.kind in ("import", "init"):
@@ -107,15 +108,13 @@ def check_adapter(
     """Run all checks, and return them, what is wrong, and a pair of maps that differ."""
     checks = run_checks(c, progress)
     is_explained = any(one.status == "failed" and one.name in EXPLAINED for one in checks)
-    if not is_explained or is_random(checks) or has_ended(checks):
+    if not is_explained or is_random(checks) or c.ended is not None:
         return checks, [], None
     progress("diagnosis")
     try:
         return checks, diagnose(c), find_pair(c)
-    except CandidateError as error:
-        if not error.ends_process:
-            raise
-        reason = f"its process ended before a diagnosis: {error}".rstrip(".")
+    except ProcessEnded as error:
+        reason = f"its process ended before a diagnosis: {error.reason}"
         return checks, [Diagnosis("", reason, "", False)], None
 
 

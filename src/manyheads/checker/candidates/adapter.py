@@ -15,7 +15,7 @@ from manyheads.checker.candidates.documentation import read_documentation
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.isolation.candidate import Answer, Call, Candidate
 from manyheads.checker.isolation.describe import Description
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CandidateError, CodeError, ProcessEnded
 from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.oracle import Inputs, Oracle, Outputs, Weights, exact, largest_difference
 from manyheads.shapes import sizes
@@ -64,6 +64,7 @@ class Adapter:
         self.convention: tuple[type[Oracle], ...] = ()
         self.judged: set[str] = set()  # mask arguments on which a compared output depends
         self.last_error: CandidateError | None = None  # of `attempt`
+        self.ended: ProcessEnded | None = None  # why its process is gone
         self.width_error = ""  # why different widths for queries, keys and values failed
         self._build(options.init, same_width)
         self.layout = options.layout or "batch"
@@ -79,8 +80,7 @@ class Adapter:
                 if error.kind != "init":
                     raise Unclear(f"building {d.name}({shown}): {error}") from None
                 raise Unclear(
-                    f"{str(error).rstrip('.')}: it was built with {shown or 'no arguments'}. "
-                    "Give others with --init."
+                    f"{error.reason}: it was built with {shown or 'no arguments'}. Give others with --init."
                 ) from None
             if self.init:
                 self.notes.append(f"built as {d.name}({shown})")
@@ -130,9 +130,7 @@ class Adapter:
             return self.run(x, strict, **options)
         except UnexpectedOutput:
             return None
-        except CandidateError as error:
-            if error.ends_process:
-                raise
+        except CodeError as error:
             self.last_error = error
             return None
 
@@ -140,11 +138,10 @@ class Adapter:
         """Return the error of a candidate whose first call failed; raise one that no other call can avoid."""
         if error.kind != "call" or error.is_exit:
             raise error
-        reason = str(error).rstrip(".")
         if error.is_unwritten:
-            return Unclear(f"{reason}. Write it, and check again.")
+            return Unclear(f"{error.reason}. Write it, and check again.")
         fix = "Give its kind with --like" if self.options.guessed else f"Fix that, if it is {self.kind}"
-        return Unclear(f"{reason}: it was called with {self.show_call(x)}. {fix}, or write an adapter.")
+        return Unclear(f"{error.reason}: it was called with {self.show_call(x)}. {fix}, or write an adapter.")
 
     def show_call(self, x: Inputs) -> str:
         """Return the arguments of a call, tensors by their shapes."""

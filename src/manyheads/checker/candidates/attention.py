@@ -16,7 +16,7 @@ from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.candidates.forms import HEAD_LAYOUTS, WEIGHT_LAYOUTS, MaskForm
 from manyheads.checker.candidates.parameters import NAME_THEM, find_projections, input_widths
 from manyheads.checker.isolation.candidate import Call, Candidate
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CandidateError, CodeError
 from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.isolation.trees import iterate_tensors, top_tensors
 from manyheads.checker.oracle import (
@@ -156,9 +156,7 @@ class AttentionAdapter(Adapter):
         x = self.draw(torch.Generator().manual_seed(4), s=S).but(need_weights=True)
         try:
             output = self.answer(x).output
-        except CandidateError as error:
-            if error.kind != "call":
-                raise
+        except CodeError:
             return
         shapes = [tuple(y.shape) for _, y in iterate_tensors(output)]
         counts = {n for b, n, *rest in (shape for shape in shapes if len(shape) == 4)
@@ -410,19 +408,18 @@ class AttentionAdapter(Adapter):
             return HEAD_LAYOUTS[self.head_layout][1](x) if is_heads else x
         return x.transpose(0, 1) if self.layout == "sequence" and x.dim() == 3 else x
 
-    def sequence_paths(self, call: Call) -> dict[str, str]:
-        """Return the paths of query, key and value in a call, for gradients."""
+    def sequence_paths(self, call: Call) -> dict[str, tuple[str, ...]]:
+        """Return the roles of each sequence by its path in a call, for gradients."""
+        every = ("query", "key", "value")
+        roles = {"x": ("query",) if "cross" in self.features else every, "context": ("key", "value")}
         positional = [one.name for one in self.d.call if one.kind == "positional"][: len(call.args)]
-        found = {}
-        for role, argument in (
-            *(("query", "x"), ("query", "query"), ("key", "context")),
-            *(("key", "key"), ("value", "value")),
-        ):
-            name = self.arguments.get(argument)
+        found: dict[str, tuple[str, ...]] = {}
+        for argument, meaning in (roles | {role: (role,) for role in every}).items():
+            name = self.arguments.get(argument, "")
             if name in call.kwargs:
-                found[role] = str(name)
+                found[name] = meaning
             elif name in positional:
-                found[role] = str(positional.index(str(name)))
+                found[str(positional.index(name))] = meaning
         return found
 
     # -- outputs -----------------------------------------------------------------------------------

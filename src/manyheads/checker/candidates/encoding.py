@@ -15,7 +15,7 @@ from manyheads.checker.candidates.forms import HEAD_LAYOUTS
 from manyheads.checker.encodings import Encoding, Interleaved, Rotary, Sinusoidal
 from manyheads.checker.isolation.candidate import Call, Candidate
 from manyheads.checker.isolation.describe import Argument
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CandidateError, CodeError
 from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.isolation.trees import top_tensors
 from manyheads.checker.oracle import Inputs, Oracle, Outputs, largest_difference
@@ -209,9 +209,7 @@ class RotaryAdapter(EncodingAdapter):
                 out = self.run(inputs).out[0]
             except UnexpectedOutput:
                 continue
-            except CandidateError as error:
-                if error.kind != "call":
-                    raise
+            except CodeError as error:
                 last_error = error
                 continue
             alike = float((out - out[:1, :1]).abs().max()) < 1e-5

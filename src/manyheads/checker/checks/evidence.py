@@ -13,7 +13,7 @@ from torch import Tensor
 from manyheads.checker.candidates.adapter import Adapter
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.candidates.errors import UnexpectedOutput
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Inputs, Outputs
 
 
@@ -57,11 +57,7 @@ def decode(c: AttentionAdapter, seed: int) -> list[Evidence]:
     x = c.draw(torch.Generator().manual_seed(seed), 2, 5 + seed % 2)
     try:
         outs, has_cache = run_steps(c, x, [x.t - 1, 1])
-    except UnexpectedOutput:
-        return []
-    except CandidateError as error:
-        if error.ends_process:
-            raise
+    except (UnexpectedOutput, CodeError):
         return []
     last = x.but(query=x.query[:, -1:], causal=True, offset=x.s - 1, need_weights=False)
     return [Evidence("decoding", last, Outputs(outs[-1]))] if has_cache else []

@@ -25,7 +25,7 @@ from torch import Tensor, initial_seed, manual_seed, nn
 from torch.random import fork_rng
 
 from manyheads.checker.isolation.describe import Description, describe, module_tensors, read_signature
-from manyheads.checker.isolation.errors import CandidateError, describe_exception, print_safely
+from manyheads.checker.isolation.errors import CandidateError, CodeError, describe_exception, print_safely
 from manyheads.checker.isolation.snapshot import GLOBALS, Snapshot
 from manyheads.checker.isolation.trees import (
     is_same,
@@ -143,7 +143,7 @@ class Candidate:
                 raise describe_exception("init", f"building {self.target.__name__}({given})", error) from None
         elif init:
             name = self.describe().name
-            raise CandidateError(
+            raise CodeError(
                 "init", f"Expected no constructor arguments for {name}, which isn't a class, got {given}."
             )
         return self.describe()
@@ -157,9 +157,9 @@ class Candidate:
         held = {name: x for _, name, x in module_tensors(self._built())}
         for name, values in tensors.items():
             if name not in held:
-                raise CandidateError("call", f"Expected names of {list(held)} to load, got {name!r}.")
+                raise CodeError("call", f"Expected names of {list(held)} to load, got {name!r}.")
             if held[name].shape != values.shape:
-                raise CandidateError(
+                raise CodeError(
                     "call", f"Expected {sizes(held[name])} to load into {name!r}, got {sizes(values)}."
                 )
         for name, values in tensors.items():
@@ -183,9 +183,7 @@ class Candidate:
         originals = {path: tensor.clone() for path, tensor in passed.items()}
         for path in call.grads:
             if path not in passed or not passed[path].is_floating_point():
-                raise CandidateError(
-                    "call", f"Expected the path of a floating tensor in grads, got {path!r}."
-                )
+                raise CodeError("call", f"Expected the path of a floating tensor in grads, got {path!r}.")
             passed[path].requires_grad_(True)
         printed = PrintedText()
         with contextlib.ExitStack() as stack:
@@ -239,7 +237,7 @@ class Candidate:
 
     def _built(self) -> Any:
         if self.instance is None:
-            raise CandidateError("call", f"{self.target.__name__} is a class: build() it first.")
+            raise CodeError("call", f"{self.target.__name__} is a class: build() it first.")
         return self.instance
 
 
@@ -266,7 +264,7 @@ def call_factory(target: Any) -> Any:
         if callable(target):
             return target
         kind = type(target).__name__
-        raise CandidateError("import", f"Expected a class, a function or a callable object, got a {kind}.")
+        raise CodeError("import", f"Expected a class, a function or a callable object, got a {kind}.")
     arguments = read_signature(target, bound=True)
     if any(argument.required or not argument.is_named for argument in arguments):
         return target
@@ -281,7 +279,7 @@ def call_factory(target: Any) -> Any:
         return made
     if arguments:
         return target
-    raise CandidateError(
+    raise CodeError(
         "import",
         f"{target.__name__}() takes no arguments, so it should return a class, module or function, "
         f"but it returned a {type(made).__name__}.",
@@ -414,9 +412,7 @@ def run_backward(
         first = next((tensor for _, tensor in iterate_tensors(top_tensors(output) or output)), None)
         if first is not None and first.shape != call.cotangent.shape:
             expected, given = sizes(first), sizes(call.cotangent)
-            raise CandidateError(
-                "call", f"Expected a cotangent of the output's shape {expected}, got {given}."
-            )
+            raise CodeError("call", f"Expected a cotangent of the output's shape {expected}, got {given}.")
         if first is not None and first.requires_grad:
             torch.autograd.backward(first, call.cotangent.to(first))
         return (

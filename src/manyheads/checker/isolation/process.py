@@ -29,7 +29,7 @@ from torch import Tensor
 from manyheads.checker.isolation import protocol
 from manyheads.checker.isolation.candidate import Answer, BorrowedCandidate, Call, Candidate
 from manyheads.checker.isolation.describe import Description
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CandidateError, CodeError, ProcessEnded, candidate_error
 from manyheads.shapes import amount
 
 POLL = 0.05  # seconds between two checks of the limits
@@ -54,7 +54,7 @@ class CandidateProcess:
 
     def __init__(self, target: str, timeout: float = 60.0, memory: int = 4 * 2**30) -> None:
         if os.name != "posix":
-            raise CandidateError(
+            raise CodeError(
                 "import",
                 f"{target!r} can't be checked in a separate process, which needs pipes that {sys.platform} "
                 "lacks. Import the object, and check it in this process.",
@@ -71,13 +71,7 @@ class CandidateProcess:
         try:
             with self._output.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "manyheads.checker.isolation.child",
-                        str(child_in),
-                        str(child_out),
-                    ],
+                    [sys.executable, "-m", CHILD, str(child_in), str(child_out)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -142,7 +136,7 @@ class CandidateProcess:
     def _request(self, request: str, hint: Any, *args: Any) -> Any:
         """Send a request and return its answer, of this type; raise what the candidate raised."""
         if not self._finish.alive:
-            raise CandidateError(
+            raise ProcessEnded(
                 "crash", f"The process of {self.target} is ended, and can't {request}. Open another."
             )
         self._begin(request, self.timeout)
@@ -155,7 +149,7 @@ class CandidateProcess:
                     limit = f"{amount(self.memory)}: allocate less, or raise the memory limit."
                     sentence = f"{sentence.rstrip('.')}, and the limit is {limit}"
                 if kind in ("import", "init", "call", "memory"):
-                    raise CandidateError(kind, sentence, details, error)  # type: ignore[arg-type]
+                    raise candidate_error(kind, sentence, details, error)  # type: ignore[arg-type]
         self.close()
         protocol.reject(f"another reply to {request}")
 
@@ -213,7 +207,7 @@ class CandidateProcess:
 
     def _check_limits(self, now: float) -> None:
         if now > self._deadline:
-            raise CandidateError(
+            raise ProcessEnded(
                 "timeout",
                 f"{self._current} of {self.target} didn't end within {self._limit:g} s. "
                 "Look for an endless loop, or raise the time limit.",
@@ -224,7 +218,7 @@ class CandidateProcess:
             with contextlib.suppress(psutil.Error):
                 used += process.memory_info().rss
         if used > self.memory:
-            raise CandidateError(
+            raise ProcessEnded(
                 "memory",
                 f"{self._current} of {self.target} held {amount(used)} of memory, and the limit is "
                 f"{amount(self.memory)}. Allocate less, or raise the memory limit.",
@@ -242,7 +236,7 @@ class CandidateProcess:
             how = "closed its answer pipe"
         else:
             how = f"exited with code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
-        raise CandidateError(
+        raise ProcessEnded(
             "crash",
             f"The process of {self.target} {how} during {self._current}. Call it by itself to see why.",
             self._tail(),
