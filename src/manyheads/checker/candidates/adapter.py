@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.bugs import CONVENTIONS, compose
-from manyheads.checker.candidates.construct import fill_arguments, guess_note
+from manyheads.checker.candidates.construct import fill_arguments
 from manyheads.checker.candidates.documentation import read_documentation
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.isolation.candidate import Answer, Call, Candidate
@@ -25,7 +25,7 @@ B, T, S, D = 3, 5, 7, 6  # sizes to probe with; no two dimensions of an input ar
 
 @dataclass(frozen=True)
 class Options:
-    """The kind of a candidate, whether it was guessed, and what the user said about it."""
+    """The kind of a candidate, whether it was guessed, and the other options of the user."""
 
     kind: str
     guessed: bool
@@ -39,16 +39,15 @@ class Adapter:
 
     Args:
         candidate: what is called.
-        options: its kind, and what the user said about it.
-        same_width: build it with one width for queries, keys and values.
+        options: its kind, and the options of the user.
+        same_width: build it with the same width for queries, keys and values.
 
     Attributes:
-        oracle: what it should compute.
+        oracle: the oracle that it is compared with.
         kind: its kind.
-        notes: what was assumed, for the report.
-        features: what it can be asked for, such as "mask" or "weights".
-        weights: its parameters as the oracle takes them, None for a function.
-        convention: which of equally right ways it takes.
+        notes: the assumptions, for the report.
+        features: the inputs and outputs that it supports, such as "mask" or "weights".
+        convention: the steps in which it computes in another, equally right way.
     """
 
     oracle: type[Oracle]
@@ -57,9 +56,10 @@ class Adapter:
         self, candidate: Candidate | CandidateProcess, options: Options, same_width: bool = False
     ) -> None:
         self.candidate, self.options, self.kind = candidate, options, options.kind
-        self.notes = [guess_note(options.kind)] if options.guessed else []
+        guess = f"taken as {options.kind} by its name and arguments (--like changes that)"
+        self.notes = [guess] if options.guessed else []
         self.init: dict[str, Any] = {}
-        self.weights: Weights | None = None
+        self.packings: list[Weights | None] = [None]  # the weights in each order in which they may be packed
         self.features: set[str] = set()
         self.convention: tuple[type[Oracle], ...] = ()
         self.judged: set[str] = set()  # mask arguments on which a compared output depends
@@ -89,7 +89,7 @@ class Adapter:
         self.d: Description = d
         self.text = read_documentation(d)
 
-    # -- what its kind defines ---------------------------------------------------------------------
+    # -- defined by each kind ----------------------------------------------------------------------
 
     def draw(self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None) -> Inputs:
         """Return random inputs without masks."""
@@ -150,7 +150,7 @@ class Adapter:
         return ", ".join(f"{n} {sizes(v) if isinstance(v, Tensor) else v}" for n, v in named.items())
 
     def argument_name(self, path: str) -> str:
-        """Return the name of the argument that a path such as "0" or "mask" leads to."""
+        """Return the name of the argument at a path such as "0" or "mask"."""
         names = [one.name for one in self.d.call if one.kind == "positional"]
         return names[int(path)] if path.isdigit() and int(path) < len(names) else path
 
@@ -162,12 +162,17 @@ class Adapter:
         return CONVENTIONS.get(self.oracle, [()])
 
     @property
+    def weights(self) -> Weights | None:
+        """The candidate's parameters as the oracle takes them, None for a function."""
+        return self.packings[0]
+
+    @property
     def readings(self) -> list[Weights | None]:
-        """Return the weights in float64, in each order in which they may be packed."""
-        return [None if self.weights is None else self.weights.to(torch.float64)]
+        """The weights in float64, in each order in which they may be packed."""
+        return [None if weights is None else weights.to(torch.float64) for weights in self.packings]
 
     def exact(self, x: Inputs) -> Outputs:
-        """Return what is right, in float64."""
+        """Return the right outputs, in float64."""
         return exact(self.weights, x, compose(self.oracle, *self.convention))
 
     def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:
@@ -186,13 +191,13 @@ class Adapter:
                 return difference, room, "weights"
         return error, allowed, "output"
 
-    def is_right(self, x: Inputs) -> bool:
-        """Return True if the candidate's output and weights for these inputs are right."""
-        error, allowed, _ = self.compare(x, self.run(x), self.exact(x))
+    def is_right(self, x: Inputs, got: Outputs) -> bool:
+        """Return True if these outputs of the candidate are right, weights included."""
+        error, allowed, _ = self.compare(x, got, self.exact(x))
         return error <= allowed
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
-        """If these outputs are wrong, take the convention in which they are right, if any."""
+        """If these outputs are wrong, take the convention in which they are right, if there is one."""
 
 
 def short_repr(value: Any) -> str:

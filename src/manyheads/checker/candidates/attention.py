@@ -52,7 +52,6 @@ class AttentionAdapter(Adapter):
         self.ignores_padded_queries = False  # it has its own outputs there, which nothing reads
         self.weight_layouts: dict[bool, str] = {}  # of returned weights, averaged or not, once it is known
         self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that take no form of mask
-        self.side_by_side = False  # how packed weights are ordered
         self._assign_arguments()
         if options.kind in PROJECTED:
             self._find_weights(options.weights)
@@ -127,44 +126,47 @@ class AttentionAdapter(Adapter):
             random[path] = torch.randn(shape, generator=generator) * spread
         self.candidate.load(random)
         self.held = {**held, **random}
-        self._set_weights(self.projections.read(self.held))
-        weight = self.projections.weight
-        roles = [f"{role} = {', '.join(dict.fromkeys(p.path for p in weight[role]))}" for role in weight]
-        groups = f", {self.key_heads} key heads" if self.key_heads != self.heads else ""
-        plural = "s" * (self.heads > 1)
-        self.notes.append(f"weights: {'; '.join(roles)}; {self.heads} head{plural}{groups}")
+        weights = self._read_weights()
+        parts = self.projections.weight.items()
+        roles = [f"{role} = {', '.join(dict.fromkeys(p.path for p in every))}" for role, every in parts]
+        groups = f", {weights.key_heads} key heads" if weights.key_heads != weights.heads else ""
+        plural = "s" * (weights.heads > 1)
+        self.notes.append(f"weights: {'; '.join(roles)}; {weights.heads} head{plural}{groups}")
         if self.projections.unused:
             self.notes.append(f"not part of attention: {', '.join(self.projections.unused)}")
         if not self.projections.heads_known:
-            self._count_heads()
+            weights = self._count_heads(weights)
         try:
-            exact(self.weights, self.draw(torch.Generator().manual_seed(4)))
+            exact(weights, self.draw(torch.Generator().manual_seed(4)))
         except RuntimeError as error:
-            shapes = "; ".join(f"{role} {sizes(x)}" for role, x in self._weights.weight.items())
+            shapes = "; ".join(f"{role} {sizes(x)}" for role, x in weights.weight.items())
             reason = str(error).splitlines()[0].rstrip(".")
             raise Unclear(
-                f"The weights of {self.d.name} ({shapes}, {self.heads} heads) don't fit together ({reason}). "
-                f"{NAME_THEM}"
+                f"The weights of {self.d.name} ({shapes}, {weights.heads} heads) don't fit together "
+                f"({reason}). {NAME_THEM}"
             ) from None
 
-    def _set_weights(self, weights: Weights) -> None:
-        self._weights = self.weights = weights
+    def _read_weights(self) -> Weights:
+        orders = (False, True) if self.projections.can_be_side_by_side else (False,)
+        weights, *others = (self.projections.read(self.held, order) for order in orders)
+        self.packings = [weights, *others]
         self.widths = input_widths(weights)
+        return weights
 
-    def _count_heads(self) -> None:
-        """Where nothing tells the number of heads, returned weights do."""
+    def _count_heads(self, weights: Weights) -> Weights:
+        """Count the heads of returned weights, where nothing else says how many there are."""
         x = self.draw(torch.Generator().manual_seed(4), s=S).but(need_weights=True)
         try:
             output = self.answer(x).output
         except CodeError:
-            return
-        shapes = [tuple(y.shape) for _, y in iterate_tensors(output)]
-        counts = {n for b, n, *rest in (shape for shape in shapes if len(shape) == 4)
-                  if b == B and tuple(rest) == (x.t, x.s)}  # fmt: skip
-        if len(counts) == 1 and self._weights.weight["q"].shape[0] % (n := counts.pop()) == 0:
-            self.projections.heads = self.projections.key_heads = n
-            self._set_weights(self.projections.read(self.held))
-            self.notes.append(f"{n} heads, as its weights show")
+            return weights
+        shapes = [tuple(y.shape) for _, y in iterate_tensors(output) if y.dim() == 4]
+        counts = {h for b, h, *rest in shapes if b == B and rest == [x.t, x.s]}
+        if len(counts) == 1 and weights.weight["q"].shape[0] % (h := counts.pop()) == 0:
+            self.projections.heads = self.projections.key_heads = h
+            self.notes.append(f"{h} heads, as its weights show")
+            return self._read_weights()
+        return weights
 
     @property
     def heads(self) -> int:
@@ -173,36 +175,14 @@ class AttentionAdapter(Adapter):
             return self.weights.heads
         return 4 if "h" in self.head_layout else 1
 
-    @property
-    def key_heads(self) -> int:
-        """The number of key heads of a module."""
-        return self._weights.key_heads
-
-    @property
-    def readings(self) -> list[Weights | None]:
-        """Return the weights in float64, in each order in which they may be packed."""
-        if self.weights is None or not self.projections.can_be_side_by_side:
-            return super().readings
-        orders = (self.side_by_side, not self.side_by_side)
-        return [self.projections.read(self.held, order).to(torch.float64) for order in orders]
-
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
         """If these outputs are wrong, order packed weights the other way if they are right then."""
-        if len(self.readings) == 1 or self._explains(x, got):
-            return
-        self._reorder_packed()
-        if self._explains(x, got):
-            self.notes.append("packed weights are ordered [head, (q, k, v), d]")
-        else:
-            self._reorder_packed()
-
-    def _explains(self, x: Inputs, got: Outputs) -> bool:
-        error, allowed, _ = self.compare(x, got, self.exact(x))
-        return error <= allowed
-
-    def _reorder_packed(self) -> None:
-        self.side_by_side = not self.side_by_side
-        self._set_weights(self.projections.read(self.held, self.side_by_side))
+        if len(self.packings) > 1 and not self.is_right(x, got):
+            self.packings.reverse()
+            if self.is_right(x, got):
+                self.notes.append("packed weights are ordered [head, (q, k, v), d]")
+            else:
+                self.packings.reverse()
 
     def allowed_error(self, x: Inputs) -> float:
         """Return the error budget."""
@@ -451,7 +431,7 @@ class AttentionAdapter(Adapter):
         if not out.is_floating_point():
             raise UnexpectedOutput(f"Expected an output of floats, got {out.dtype}")
         h = self.heads if self.weights is not None else x.query.shape[1]
-        weights = self._read_weights(rest, x, h)
+        weights = self._find_returned_weights(rest, x, h)
         if strict and x.need_weights:
             if not rest:
                 raise UnexpectedOutput("Expected weights, as asked for, got none")
@@ -465,7 +445,7 @@ class AttentionAdapter(Adapter):
                 raise UnexpectedOutput(f"Expected {what}, {letters} = {shape}, got {sizes(rest[0])}")
         return Outputs(out, weights)
 
-    def _read_weights(self, rest: list[Tensor], x: Inputs, h: int) -> Tensor | None:
+    def _find_returned_weights(self, rest: list[Tensor], x: Inputs, h: int) -> Tensor | None:
         """Return weights `[b, h, t, s]` or `[b, 1, t, s]`; the layout is found once, at sizes that differ."""
         size = {"b": x.b, "h": h, "t": x.t, "s": x.s, "1": 1, "bh": x.b * h}
         known = self.weight_layouts.get(x.average_weights)

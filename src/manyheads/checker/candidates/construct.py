@@ -48,11 +48,6 @@ def find_kind(kind: str | None, d: Description) -> tuple[str, bool]:
     raise Unclear(f"{signature} doesn't look like attention or positions. Give --like ({', '.join(KINDS)}).")
 
 
-def guess_note(kind: str) -> str:
-    """Return the note on a guessed kind."""
-    return f"taken as {kind} by its name and arguments (--like changes that)"
-
-
 def parse_arguments(text: str) -> dict[str, Any]:
     """Return `hidden=16, num_heads=4` as a dict; Unclear for anything but names and plain values."""
     try:

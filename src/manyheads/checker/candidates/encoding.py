@@ -276,8 +276,7 @@ class RotaryAdapter(EncodingAdapter):
         """Take the kind of pairs in which these outputs are right, unless one is documented."""
         for one in self.conventions:
             before, self.convention = self.convention, one
-            error, allowed, _ = self.compare(x, got, self.exact(x))
-            if error <= allowed:
+            if self.is_right(x, got):
                 pairs = "neighbours, 2n and 2n + 1" if one else "entries n and n + d/2"
                 self.notes.append(f"rotates {pairs}")
                 return
