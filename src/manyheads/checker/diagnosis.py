@@ -25,22 +25,15 @@ from manyheads.checker.encodings import Encoding
 from manyheads.checker.oracle import Attention, Oracle, Outputs, Weights, largest_difference
 from manyheads.shapes import sizes
 
-EXPLAINED = (  # checks whose failure a bug of the family may explain
-    *("values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "grouped heads"),
-    *(
-        "one query",
-        "empty rows",
-        "large scores",
-        "training and evaluation",
-        "rows sum to one",
-        "shapes",
-        "cache",
-    ),
-)
+# Checks whose failure a bug of the family may explain.
+EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "grouped heads",
+             "one query", "empty rows", "large scores", "training and evaluation", "rows sum to one", "shapes",
+             "cache"}  # fmt: skip
 OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # which large scores show
 EMPTY_ROWS = ("empty-rows-nan", "empty-rows-uniform", "empty-rows-spoil-others")
 REPEATS = 256  # calls that dropout is averaged over
 UNKNOWN = "no known bug explains it; "
+WEIGHT_AXES = ("batch entry", "head", "query", "key")
 
 Bugs = tuple[type[Oracle], ...]
 
@@ -271,44 +264,45 @@ def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
 # -- no bug fits -----------------------------------------------------------------------------------
 
 
+def is_wrong(c: Adapter, call: Evidence) -> bool:
+    """Return True if what the candidate returned isn't right."""
+    return difference(c, c.readings[0], c.convention, call) > c.oracle.tolerance
+
+
 def locate(c: Adapter, evidence: list[Evidence]) -> list[Diagnosis]:
     """Return what can be measured of a difference that no bug explains."""
-
-    def is_wrong(one: Evidence) -> bool:
-        return difference(c, c.readings[0], c.convention, one) > c.oracle.tolerance
-
-    wrong = [one for one in evidence if is_wrong(one)]
+    wrong = [call for call in evidence if is_wrong(c, call)]
     if not wrong:
         return []
-    one = min(wrong, key=lambda e: (e.scenario != "plain", e.x.query.numel()))
-    right = c.exact(one.x)
-    if one.outputs.out.shape != right.out.shape:
-        return unexplained(f"its output is {sizes(one.outputs.out)}, expected {sizes(right.out)}")
+    first = min(wrong, key=lambda call: (call.scenario != "plain", call.x.query.numel()))
+    out, right = first.outputs.out, c.exact(first.x)
+    if out.shape != right.out.shape:
+        return unexplained(f"its output is {sizes(out)}, expected {sizes(right.out)}")
     said = []
-    wrong_names = {e.scenario for e in wrong}
-    if right_names := sorted({e.scenario for e in evidence} - wrong_names):
+    wrong_names = {call.scenario for call in wrong}
+    if right_names := sorted({call.scenario for call in evidence} - wrong_names):
         said.append(f"wrong with {', '.join(sorted(wrong_names))}, and right with {', '.join(right_names)}")
-    if not any(is_wrong(replace(e, outputs=Outputs(e.outputs.out))) for e in wrong):
-        difference_text = describe_weights(c, one, right)
-        return unexplained(*said, f"the output is right, and the returned weights are wrong{difference_text}")
+    if not any(is_wrong(c, replace(call, outputs=Outputs(call.outputs.out))) for call in wrong):
+        where = describe_weights(c, first.outputs, right)
+        return unexplained(*said, f"the output is right, and the returned weights are wrong{where}")
     said += find_simple_relation(c, wrong)
-    got, expected = one.outputs.weights, right.weights
+    got, expected = first.outputs.weights, right.weights
     if got is not None and expected is not None and got.shape == expected.shape:
         if c.oracle.difference(got, expected) <= c.oracle.tolerance:
             said.append("its weights are right, so the bug is in mixing, merging heads or the output")
         else:
-            where = locate_entries(got, expected, ("batch entry", "head", "query", "key"))
+            where = locate_entries(got, expected, WEIGHT_AXES)
             said.append(f"its weights are wrong already, so the bug is in scores, mask or softmax{where}")
     if is_right_alone(c, wrong):
         said.append("one sequence alone is right, several together are wrong, so batch entries are mixed up")
     said += find_wrong_heads(c, wrong)
-    axes = c.oracle.axes[right.out.dim()]
-    return unexplained(*said, f"the output is wrong{locate_entries(one.outputs.out, right.out, axes)}")
+    where = locate_entries(out, right.out, c.oracle.axes[right.out.dim()])
+    return unexplained(*said, f"the output is wrong{where}")
 
 
-def describe_weights(c: Adapter, one: Evidence, right: Outputs) -> str:
+def describe_weights(c: Adapter, outputs: Outputs, right: Outputs) -> str:
     """Return how returned weights differ: in shape, by a factor, or where."""
-    got, expected = one.outputs.weights, right.weights
+    got, expected = outputs.weights, right.weights
     if got is None or expected is None:
         return ""
     if got.shape != expected.shape:
@@ -316,7 +310,7 @@ def describe_weights(c: Adapter, one: Evidence, right: Outputs) -> str:
     factor = float((got.to(torch.float64) * expected).sum() / (expected * expected).sum())
     if abs(factor - 1) > 1e-3 and c.oracle.difference(got, expected * factor) <= c.oracle.tolerance:
         return f": {factor:.6g} times the right ones"
-    return locate_entries(got, expected, ("batch entry", "head", "query", "key"))
+    return locate_entries(got, expected, WEIGHT_AXES)
 
 
 def locate_entries(got: Tensor, expected: Tensor, axes: tuple[str, ...]) -> str:
@@ -369,16 +363,11 @@ def find_temperature(c: Adapter, wrong: list[Evidence]) -> float | None:
 
 def is_right_alone(c: Adapter, wrong: list[Evidence]) -> bool:
     """Return True if each sequence is right by itself."""
-    for one in wrong[:2]:
-        fields = {n: y[:1] for n, y in one.x.tensors().items() if n not in ("sink", "bias")}
-        alone = one.x.but(**fields)
+    for call in wrong[:2]:
+        fields = {n: y[:1] for n, y in call.x.tensors().items() if n not in ("sink", "bias")}
+        alone = call.x.but(**fields)
         got = c.attempt(alone)
-        if got is None:
-            return False
-        if (
-            difference(c, c.readings[0], c.convention, Evidence(one.scenario, alone, got))
-            > c.oracle.tolerance
-        ):
+        if got is None or is_wrong(c, Evidence(call.scenario, alone, got)):
             return False
     return True
 
@@ -404,6 +393,5 @@ def find_wrong_heads(c: Adapter, wrong: list[Evidence]) -> list[str]:
     heads = is_wrong.nonzero().flatten().tolist()
     if not 0 < len(heads) < weights.heads:
         return []
-    many = len(heads) > 1
-    listed = ", ".join(map(str, heads))
-    return [f"only head{'s' * many} {listed} of {weights.heads} {'are' if many else 'is'} wrong"]
+    subject, verb = ("heads", "are") if len(heads) > 1 else ("head", "is")
+    return [f"only {subject} {', '.join(map(str, heads))} of {weights.heads} {verb} wrong"]

@@ -13,7 +13,7 @@ from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
 from manyheads.checker.candidates.documentation import is_mask
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import HEAD_LAYOUTS, WEIGHT_LAYOUTS, MaskForm
+from manyheads.checker.candidates.forms import LAYOUTS, WEIGHT_LAYOUTS, MaskForm
 from manyheads.checker.candidates.parameters import NAME_THEM, find_projections, input_widths
 from manyheads.checker.isolation.candidate import Call, Candidate
 from manyheads.checker.isolation.errors import CandidateError, CodeError
@@ -375,18 +375,20 @@ class AttentionAdapter(Adapter):
             found[self.arguments["causal"]] = x.but(causal=False)
         return found
 
+    @property
+    def letters(self) -> str:
+        """The layout of inputs and outputs, such as "[b, t, e]"."""
+        if self.weights is None:
+            return self.head_layout
+        return "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
+
     def to_layout(self, x: Tensor) -> Tensor:
         """Convert `[b, t, e]` or `[b, h, t, d]` to the candidate's layout."""
-        if self.weights is None:
-            return HEAD_LAYOUTS[self.head_layout][0](x)
-        return x.transpose(0, 1) if self.layout == "sequence" else x
+        return LAYOUTS[self.letters][0](x)
 
     def from_layout(self, x: Tensor) -> Tensor:
         """Convert from the candidate's layout, if the number of dimensions is right."""
-        if self.weights is None:
-            is_heads = x.dim() == self.head_layout.count(",") + 1
-            return HEAD_LAYOUTS[self.head_layout][1](x) if is_heads else x
-        return x.transpose(0, 1) if self.layout == "sequence" and x.dim() == 3 else x
+        return LAYOUTS[self.letters][1](x) if x.dim() == self.letters.count(",") + 1 else x
 
     def sequence_paths(self, call: Call) -> dict[str, tuple[str, ...]]:
         """Return the roles of each sequence by its path in a call, for gradients."""
@@ -411,38 +413,35 @@ class AttentionAdapter(Adapter):
             raise UnexpectedOutput(f"Expected a tensor as output, got {type(output).__name__}")
         first, *rest = found
         out = self.from_layout(first)
+        h = self.heads if self.weights is not None else x.query.shape[1]
         if self.weights is not None:
             expected: tuple[int, ...] = (x.b, x.t, self.weights.out_width)
-            letters = "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
         else:
-            h, d = x.query.shape[1], x.value.shape[-1]
-            if self.kind == "hf" and tuple(out.shape) == (x.b, x.t, h, d):
+            expected = (x.b, h, x.t, x.value.shape[-1])
+            if self.kind == "hf" and tuple(out.shape) == (x.b, x.t, h, x.value.shape[-1]):
                 out = out.transpose(1, 2)
-            expected, letters = (x.b, h, x.t, d), self.head_layout
-        if not strict and out.dim() == len(expected) and tuple(out.shape[:-1]) == expected[:-1]:
-            expected = tuple(out.shape)
+        if not strict and out.dim() == len(expected):
+            expected = (*expected[:-1], out.shape[-1])
         if tuple(out.shape) != expected:
             shape = list(expected)
             if self.layout == "sequence":
                 shape[:2] = shape[1::-1]
             swapped = [shape[1], shape[0], *shape[2:]]
             hint = ", with the first two axes swapped" if list(first.shape) == swapped != shape else ""
-            raise UnexpectedOutput(f"Expected an output {letters} = {shape}, got {sizes(first)}{hint}")
+            raise UnexpectedOutput(f"Expected an output {self.letters} = {shape}, got {sizes(first)}{hint}")
         if not out.is_floating_point():
             raise UnexpectedOutput(f"Expected an output of floats, got {out.dtype}")
-        h = self.heads if self.weights is not None else x.query.shape[1]
         weights = self._find_returned_weights(rest, x, h)
         if strict and x.need_weights:
             if not rest:
                 raise UnexpectedOutput("Expected weights, as asked for, got none")
             if weights is None or weights.shape[:2] != (x.b, 1 if x.average_weights else h):
-                letters, shape = "[b, h, t, s]", [x.b, h, x.t, x.s]
+                what, letters, shape = "weights", "[b, h, t, s]", [x.b, h, x.t, x.s]
                 if x.average_weights:
-                    letters, shape = "[b, t, s]", [x.b, x.t, x.s]
-                what = (
-                    f"the average weights of {h} heads" if x.average_weights else f"the weights of {h} heads"
+                    what, letters, shape = "average weights", "[b, t, s]", [x.b, x.t, x.s]
+                raise UnexpectedOutput(
+                    f"Expected the {what} of {h} heads, {letters} = {shape}, got {sizes(rest[0])}"
                 )
-                raise UnexpectedOutput(f"Expected {what}, {letters} = {shape}, got {sizes(rest[0])}")
         return Outputs(out, weights)
 
     def _find_returned_weights(self, rest: list[Tensor], x: Inputs, h: int) -> Tensor | None:

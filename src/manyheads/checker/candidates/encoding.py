@@ -11,7 +11,7 @@ from torch import Tensor
 from manyheads.checker.candidates import names
 from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import HEAD_LAYOUTS
+from manyheads.checker.candidates.forms import HEAD_LAYOUTS, LAYOUTS
 from manyheads.checker.encodings import Encoding, Interleaved, Rotary, Sinusoidal
 from manyheads.checker.isolation.candidate import Call, Candidate
 from manyheads.checker.isolation.describe import Argument
@@ -203,7 +203,7 @@ class RotaryAdapter(EncodingAdapter):
         accepted: list[tuple[bool, bool, int, str]] = []
         last_error: CandidateError | None = None
         inputs = Inputs(x, x, x)
-        for n, layout in enumerate(list(HEAD_LAYOUTS)[:3]):
+        for n, layout in enumerate(HEAD_LAYOUTS[:3]):
             self.head_layout = layout
             try:
                 out = self.run(inputs).out[0]
@@ -244,7 +244,7 @@ class RotaryAdapter(EncodingAdapter):
 
         def value(one: Argument) -> Any:
             if one.name in self.vectors:
-                return HEAD_LAYOUTS[self.head_layout][0](values[one.name]).contiguous()
+                return LAYOUTS[self.head_layout][0](values[one.name]).contiguous()
             if one.name in POSITIONS:
                 return torch.arange(x.t)
             return {"cos": table.cos(), "sin": table.sin()}.get(one.name, x.t)
@@ -264,7 +264,7 @@ class RotaryAdapter(EncodingAdapter):
 
     def read_vectors(self, output: Any, x: Inputs, count: int) -> Tensor:
         """Return rotated vectors, `[count, b, h, t, d]`."""
-        to_layout, from_layout = HEAD_LAYOUTS[self.head_layout]
+        to_layout, from_layout = LAYOUTS[self.head_layout]
         shape = tuple(to_layout(x.query).shape)
         found = top_tensors(output)[:count]
         if len(found) < count or any(tuple(y.shape) != shape for y in found):

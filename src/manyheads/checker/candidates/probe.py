@@ -96,7 +96,7 @@ def find_returned_weights(c: AttentionAdapter, x: Inputs, plain: Outputs | None)
 def find_head_layout(c: AttentionAdapter, g: torch.Generator) -> None:
     """Take the documented layout of heads, or the first that is accepted where no two sizes are the same."""
     text = c.text.replace("s, h", "t, h").replace("s, b", "t, b")
-    documented = [one for one in list(HEAD_LAYOUTS)[1:3] if one[:-1] in text]
+    documented = [one for one in HEAD_LAYOUTS[1:3] if one[:-1] in text]
     for layout in dict.fromkeys([*documented, *HEAD_LAYOUTS]):
         c.head_layout = layout
         if c.attempt(c.draw(g, b=1 if layout == "[t, d]" else B, s=S)) is not None:
