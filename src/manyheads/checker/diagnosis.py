@@ -26,9 +26,9 @@ from manyheads.checker.oracle import Attention, Oracle, Outputs, Weights, larges
 from manyheads.shapes import sizes
 
 # Checks whose failure a bug of the family may explain.
-EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "grouped heads",
-             "one query", "empty rows", "large scores", "training and evaluation", "rows sum to one", "shapes",
-             "cache"}  # fmt: skip
+EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "shapes",
+             "one query", "empty rows", "large scores", "training and evaluation", "rows sum to one", "cache",
+             "grouped heads"}  # fmt: skip
 OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # which large scores show
 EMPTY_ROWS = ("empty-rows-nan", "empty-rows-uniform", "empty-rows-spoil-others")
 REPEATS = 256  # calls that dropout is averaged over
@@ -74,7 +74,7 @@ def diagnose(c: Adapter) -> list[Diagnosis]:
     found = search(c, evidence)
     if not found:
         return locate(c, evidence)
-    return [one for one, _ in found] + find_rare_bugs(c, [bugs for _, bugs in found])
+    return [diagnosis for diagnosis, _ in found] + find_rare_bugs(c, [bugs for _, bugs in found])
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def search(c: Adapter, evidence: list[Evidence]) -> list[tuple[Diagnosis, Bugs]]
     fresh = gather(c, range(300, 302))
     kept: dict[frozenset[str], tuple[Diagnosis, Bugs]] = {}
     for names, bugs, weights in fits:
-        error = max((difference(c, weights, bugs, one) for one in fresh), default=math.inf)
+        error = max((difference(c, weights, bugs, call) for call in fresh), default=math.inf)
         if error <= c.oracle.tolerance and frozenset(names) not in kept:
             description = " and ".join(FAMILY[name].description for name in names)
             fix = "; ".join(dict.fromkeys(FAMILY[name].fix for name in names))
@@ -139,10 +139,12 @@ def find_fits(
     """Yield (names, bugs with the convention, weights) of the trials that explain everything."""
     readings = c.readings
     # Conventions of attention show under a mask only: what doesn't fit without one can be skipped early.
-    plain = next((one for one in evidence if one.scenario.startswith("plain")), None)
+    plain = next((call for call in evidence if call.scenario.startswith("plain")), None)
     if c.oracle is not Attention or (isinstance(c, AttentionAdapter) and c.always_causal):
         plain = None
-    worst_first = sorted(evidence, key=lambda one: -largest_difference(one.outputs.out, c.exact(one.x).out))
+    worst_first = sorted(
+        evidence, key=lambda call: -largest_difference(call.outputs.out, c.exact(call.x).out)
+    )
     for names, bugs in trials:
         for weights in readings:
             if plain is not None and difference(c, weights, bugs, plain) > c.oracle.tolerance:
@@ -155,19 +157,19 @@ def find_fits(
 
 def explains(c: Adapter, weights: Weights | None, bugs: Bugs, evidence: list[Evidence]) -> bool:
     """Return True if the oracle with these bugs returns all that the candidate returned."""
-    return all(difference(c, weights, bugs, one) <= c.oracle.tolerance for one in evidence)
+    return all(difference(c, weights, bugs, call) <= c.oracle.tolerance for call in evidence)
 
 
-def difference(c: Adapter, weights: Weights | None, bugs: Bugs, one: Evidence) -> float:
+def difference(c: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> float:
     """Return how far the oracle with these bugs is from what the candidate returned."""
-    expected = run_oracle(c, weights, bugs, one)
-    if expected is None or expected.out.shape != one.outputs.out.shape:
+    expected = run_oracle(c, weights, bugs, call)
+    if expected is None or expected.out.shape != call.outputs.out.shape:
         return math.inf
-    got = one.outputs
-    if one.scenario != "empty":
-        expected, got = c.ignore_padding(one.x, expected), c.ignore_padding(one.x, got)
+    got = call.outputs
+    if call.scenario != "empty":
+        expected, got = c.ignore_padding(call.x, expected), c.ignore_padding(call.x, got)
     error = c.oracle.difference(got.out, expected.out)
-    if got.weights is not None and one.x.need_weights and error <= c.oracle.tolerance:
+    if got.weights is not None and call.x.need_weights and error <= c.oracle.tolerance:
         if expected.weights is None:
             return math.inf
         lowest = torch.finfo(got.weights.dtype).min  # the sum of two of these is -inf
@@ -176,10 +178,10 @@ def difference(c: Adapter, weights: Weights | None, bugs: Bugs, one: Evidence) -
     return error
 
 
-def run_oracle(c: Adapter, weights: Weights | None, bugs: Bugs, one: Evidence) -> Outputs | None:
+def run_oracle(c: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> Outputs | None:
     """Return what the oracle with these bugs returns, or None if the shapes don't allow them."""
     try:
-        return compose(c.oracle, *bugs)(weights, one.x.query.dtype)(one.exact_x)
+        return compose(c.oracle, *bugs)(weights, call.x.query.dtype)(call.exact_x)
     except (RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError, TypeError):
         return None
 
@@ -187,13 +189,13 @@ def run_oracle(c: Adapter, weights: Weights | None, bugs: Bugs, one: Evidence) -
 def matters(c: Adapter, bugs: Bugs, evidence: list[Evidence]) -> bool:
     """Return True if bugs change what the oracle returns."""
     weights = c.readings[0]
-    for one in evidence:
-        got, right = run_oracle(c, weights, bugs, one), c.exact(one.x)
+    for call in evidence:
+        got, right = run_oracle(c, weights, bugs, call), c.exact(call.x)
         if got is None or (issubclass(c.oracle, Encoding) and bool(got.out.isnan().any())):
             continue  # NaN matches anything in an encoding, so it would fit with many others
         if c.oracle.difference(got.out, right.out) > c.oracle.tolerance:
             return True
-        pair = [one.weights for one in (got, right) if one.weights is not None]
+        pair = [outputs.weights for outputs in (got, right) if outputs.weights is not None]
         if len(pair) == 2 and c.oracle.difference(pair[0], pair[1]) > c.oracle.tolerance:
             return True
     return False
@@ -203,7 +205,7 @@ def matters(c: Adapter, bugs: Bugs, evidence: list[Evidence]) -> bool:
 
 
 def find_dropout(c: Adapter) -> Diagnosis | None:
-    """Is dropout applied in evaluation: do outputs depend on the seed, and average to the right one?"""
+    """Return a diagnosis if outputs depend on the seed in evaluation: dropout if their average is right."""
     x = c.draw(torch.Generator().manual_seed(31), 1, 4)
     outs: list[Tensor] = []
     for seed in range(REPEATS):
@@ -247,7 +249,7 @@ def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
         evidence = [Evidence(scenario, x, got) for x, got in answers if got is not None]
         if len(evidence) < len(inputs):
             continue
-        # A candidate may compute differently when weights are asked for: skip what is right.
+        # A candidate may compute differently in calls that return weights: skip what is right.
         evidence = [e for e in evidence if min(difference(c, weights, bugs, e) for bugs in before) > room]
         for name in names if evidence else ():
             bug = FAMILY[name]
@@ -327,7 +329,7 @@ def locate_entries(got: Tensor, expected: Tensor, axes: tuple[str, ...]) -> str:
 
 def find_simple_relation(c: Adapter, wrong: list[Evidence]) -> list[str]:
     """Return a factor, a constant, or a scale of the scores that explains the outputs, to the digit."""
-    outs = [(one.outputs.out.to(torch.float64), c.exact(one.x).out) for one in wrong]
+    outs = [(call.outputs.out.to(torch.float64), c.exact(call.x).out) for call in wrong]
     outs = [(got, right) for got, right in outs if got.shape == right.shape]
     if not all(bool(x.isfinite().all()) for pair in outs for x in pair):
         return ["some outputs are not finite"]
@@ -350,7 +352,7 @@ def find_temperature(c: Adapter, wrong: list[Evidence]) -> float | None:
 
     def error(log: float) -> float:
         scaled = override(scale=lambda _: math.exp(log))
-        return max(difference(c, c.readings[0], (scaled,), one) for one in wrong[:4])
+        return max(difference(c, c.readings[0], (scaled,), call) for call in wrong[:4])
 
     best = min((-6 + 0.1 * n for n in range(100)), key=error)
     low, high = best - 0.1, best + 0.1
@@ -381,13 +383,13 @@ def find_wrong_heads(c: Adapter, wrong: list[Evidence]) -> list[str]:
     if o.shape[0] < o.shape[1]:
         return []
     inverse, is_wrong = torch.linalg.pinv(o), torch.zeros(weights.heads, dtype=torch.bool)
-    for one in wrong:
-        right = c.exact(one.x).out
-        if one.outputs.out.shape != right.shape or not bool(one.outputs.out.isfinite().all()):
+    for call in wrong:
+        right = c.exact(call.x).out
+        if call.outputs.out.shape != right.shape or not bool(call.outputs.out.isfinite().all()):
             return []
         got, expected = (
             (y.to(torch.float64) @ inverse.mT).unflatten(-1, (weights.heads, -1))
-            for y in (one.outputs.out, right)
+            for y in (call.outputs.out, right)
         )
         is_wrong |= ((got - expected).abs() > 1e-3 * expected.abs().max()).any(-1).flatten(0, -2).any(0)
     heads = is_wrong.nonzero().flatten().tolist()

@@ -26,7 +26,7 @@ from torch.random import fork_rng
 
 from manyheads.checker.isolation.describe import Description, describe, module_tensors, read_signature
 from manyheads.checker.isolation.errors import CandidateError, CodeError, describe_exception, print_safely
-from manyheads.checker.isolation.snapshot import GLOBALS, Snapshot
+from manyheads.checker.isolation.snapshot import GLOBALS, Snapshot, read_globals, restore_globals
 from manyheads.checker.isolation.trees import (
     is_same,
     iterate_tensors,
@@ -321,7 +321,7 @@ class State:
 
     def __init__(self, candidate: Any) -> None:
         self.seed = initial_seed()
-        self.globals = [read() for _, read, _ in GLOBALS]
+        self.globals = read_globals()
         self.module = candidate if isinstance(candidate, nn.Module) else None
         self.modules = list(self.module.modules()) if self.module is not None else []
         self.modes = self.modes_in_call = [module.training for module in self.modules]
@@ -341,24 +341,22 @@ class State:
         """Yield what differs from before."""
         if initial_seed() != self.seed:
             yield Change("state", "the random seed")
-        for (name, read, _), value in zip(GLOBALS, self.globals, strict=True):
-            if read() != value:
+        for (name, *_), now, before in zip(GLOBALS, read_globals(), self.globals, strict=True):
+            if now != before:
                 yield Change("state", name)
         if [module.training for module in self.modules] != self.modes_in_call:
             yield Change("state", "the training flag")
-        now = {name: (kind, x) for kind, name, x in module_tensors(self.module)}
+        tensors = {name: (kind, x) for kind, name, x in module_tensors(self.module)}
         for name, (kind, _, value) in self.before.items():
-            if name not in now or not is_same(now[name][1], value):
+            if name not in tensors or not is_same(tensors[name][1], value):
                 yield Change(kind, name)
-        for name, (kind, _) in now.items():
+        for name, (kind, _) in tensors.items():
             if name not in self.before:
                 yield Change(kind, name)
 
     def restore(self) -> None:
         """Put everything back."""
-        for (_, read, write), value in zip(GLOBALS, self.globals, strict=True):
-            if read() != value:
-                write(value)
+        restore_globals(self.globals)
         for module, mode in zip(self.modules, self.modes, strict=True):
             module.training = mode
         for slots, held in zip(self.slots, self.held, strict=True):
