@@ -107,7 +107,7 @@ def check_adapter(
 ) -> tuple[list[Check], list[Diagnosis], Pair | None]:
     """Run all checks, and return them, what is wrong, and a pair of maps that differ."""
     checks = run_checks(c, progress)
-    is_explained = any(one.status == "failed" and one.name in EXPLAINED for one in checks)
+    is_explained = any(result.status == "failed" and result.name in EXPLAINED for result in checks)
     if not is_explained or is_random(checks) or c.ended is not None:
         return checks, [], None
     progress("diagnosis")
@@ -120,13 +120,13 @@ def check_adapter(
 
 def find_pair(c: Adapter) -> Pair | None:
     """Return the expected and the given map of a small failing input: weights, or else outputs."""
-    for one in gather(c, range(100, 103)):
-        right = c.exact(one.x)
-        error, allowed, _ = c.compare(one.x, one.outputs, right)
-        if error <= allowed or one.outputs.out.shape != right.out.shape:
+    for call in gather(c, range(100, 103)):
+        right = c.exact(call.x)
+        error, allowed, _ = c.compare(call.x, call.outputs, right)
+        if error <= allowed or call.outputs.out.shape != right.out.shape:
             continue
-        x = smallest_failure(c, one.x)
-        x = one.x if x.t * x.s < 4 else x
+        x = smallest_failure(c, call.x)
+        x = call.x if x.t * x.s < 4 else x
         if "weights" in c.features:
             x = x.but(need_weights=True)
         try:

@@ -74,5 +74,5 @@ def compose(base: type[Oracle], *bugs: type[Oracle]) -> type[Oracle]:
 
 def overridden_steps(bugs: tuple[type[Oracle], ...], base: type[Oracle]) -> frozenset[str]:
     """Return the steps that bugs override."""
-    classes = {cls for one in bugs for cls in one.__mro__} - set(base.__mro__)
+    classes = {cls for bug in bugs for cls in bug.__mro__} - set(base.__mro__)
     return frozenset(step for cls in classes for step in vars(cls) if not step.startswith("__"))

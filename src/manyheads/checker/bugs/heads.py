@@ -45,7 +45,7 @@ class PackedSplit(Attention):
     def compute_heads(self, role: str) -> Tensor:
         if self.weights is None:
             return super().compute_heads(role)
-        packed = torch.cat([self.project(one, self.source(one)) for one in "qkv"], -1)
+        packed = torch.cat([self.project(which, self.source(which)) for which in "qkv"], -1)
         b, t, _ = packed.shape
         return packed.reshape(b, 3, self.count_heads(role), t, -1)[:, "qkv".index(role)]
 

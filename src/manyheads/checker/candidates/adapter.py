@@ -146,12 +146,12 @@ class Adapter:
     def show_call(self, x: Inputs) -> str:
         """Return the arguments of a call, tensors by their shapes."""
         call = self.call(x)
-        named = dict(zip((one.name for one in self.d.call), call.args, strict=False)) | call.kwargs
+        named = dict(zip((arg.name for arg in self.d.call), call.args, strict=False)) | call.kwargs
         return ", ".join(f"{n} {sizes(v) if isinstance(v, Tensor) else v}" for n, v in named.items())
 
     def argument_name(self, path: str) -> str:
         """Return the name of the argument at a path such as "0" or "mask"."""
-        names = [one.name for one in self.d.call if one.kind == "positional"]
+        names = [arg.name for arg in self.d.call if arg.kind == "positional"]
         return names[int(path)] if path.isdigit() and int(path) < len(names) else path
 
     # -- comparing ---------------------------------------------------------------------------------

@@ -62,23 +62,23 @@ class AttentionAdapter(Adapter):
         """Map what arguments mean to their names."""
         self.arguments: dict[str, str] = {}
         unknown: list[str] = []
-        named = [one for one in self.d.call if one.is_named]
-        for one in named:
-            role = names.argument_role(one.name) or names.guess_mask_role(one.name)
-            if role == "mask" and isinstance(one.default, bool):
+        named = [arg for arg in self.d.call if arg.is_named]
+        for arg in named:
+            role = names.argument_role(arg.name) or names.guess_mask_role(arg.name)
+            if role == "mask" and isinstance(arg.default, bool):
                 role = "causal"  # a switch
             if role is not None and role not in self.arguments:
-                self.arguments[role] = one.name
-            elif one.required:
-                unknown.append(one.name)
+                self.arguments[role] = arg.name
+            elif arg.required:
+                unknown.append(arg.name)
         hint = self.arguments.pop("causal", None) if self.kind == "torch-mha" else None
         self.mask_arguments = [
-            one.name for one in self.d.call if is_mask(one, self.text) and one.name not in unknown
+            arg.name for arg in self.d.call if is_mask(arg, self.text) and arg.name not in unknown
         ]
         if hint == "is_causal" and "mask" in self.arguments:
             self.mask_arguments.remove(hint)  # PyTorch's hint about the mask, which says the same
         used = {*self.arguments.values(), *unknown}
-        if left := [one.name for one in named if one.name not in used]:
+        if left := [arg.name for arg in named if arg.name not in used]:
             self.notes.append(f"left at their defaults: {', '.join(left)}")
         self._name_sequences(unknown)
 
@@ -107,7 +107,7 @@ class AttentionAdapter(Adapter):
         if self.kind == "multihead" and "x" in roles:
             inputs = ["x"]
         if any(role not in roles for role in inputs):
-            taken = ", ".join(one.name for one in self.d.call) or "nothing"
+            taken = ", ".join(arg.name for arg in self.d.call) or "nothing"
             raise Unclear(
                 f"Expected {self.d.name} to take {', '.join(inputs)} as {self.kind} does, but it takes "
                 f"{taken}. Give its kind with --like."
@@ -349,15 +349,15 @@ class AttentionAdapter(Adapter):
             if role in roles and roles[role] not in kwargs and self._is_required(role):
                 kwargs[roles[role]] = default
         args: list[Any] = []
-        for one in self.d.call:  # positional as far as possible, as people call it
-            if one.kind != "positional" or one.name not in kwargs:
+        for arg in self.d.call:  # positional as far as possible, as people call it
+            if arg.kind != "positional" or arg.name not in kwargs:
                 break
-            args.append(kwargs.pop(one.name))
+            args.append(kwargs.pop(arg.name))
         options.setdefault("dtype", dtype if dtype != torch.float32 else None)
         return Call(args=tuple(args), kwargs=kwargs, **options)
 
     def _is_required(self, role: str) -> bool:
-        return any(one.name == self.arguments.get(role) and one.required for one in self.d.call)
+        return any(arg.name == self.arguments.get(role) and arg.required for arg in self.d.call)
 
     def mask_form(self, feature: str) -> tuple[str, MaskForm]:
         """Return the argument that a mask or padding is passed to, and its form."""
@@ -394,7 +394,7 @@ class AttentionAdapter(Adapter):
         """Return the roles of each sequence by its path in a call, for gradients."""
         every = ("query", "key", "value")
         roles = {"x": ("query",) if "cross" in self.features else every, "context": ("key", "value")}
-        positional = [one.name for one in self.d.call if one.kind == "positional"][: len(call.args)]
+        positional = [arg.name for arg in self.d.call if arg.kind == "positional"][: len(call.args)]
         found: dict[str, tuple[str, ...]] = {}
         for argument, meaning in (roles | {role: (role,) for role in every}).items():
             name = self.arguments.get(argument, "")

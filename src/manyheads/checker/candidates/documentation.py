@@ -58,14 +58,14 @@ def lines_about(name: str, text: str) -> str:
 # -- masks -----------------------------------------------------------------------------------------
 
 
-def is_mask(one: Argument, text: str) -> bool:
+def is_mask(arg: Argument, text: str) -> bool:
     """Return True if an argument is a mask, or a switch for one, by its name or its documentation."""
-    if not one.is_named:
+    if not arg.is_named:
         return False
-    role = names.argument_role(one.name) or names.guess_mask_role(one.name)
-    if role is not None or isinstance(one.default, bool):
+    role = names.argument_role(arg.name) or names.guess_mask_role(arg.name)
+    if role is not None or isinstance(arg.default, bool):
         return role in ("mask", "padding", "lengths", "causal")
-    name, lines = re.escape(one.name), lines_about(one.name, text)
+    name, lines = re.escape(arg.name), lines_about(arg.name, text)
     shape, words = r"(?:[\[(][^\])]*[\])]\W*)?", r"(?:(?!before|after)\w+ ){0,3}"
     is_called_mask = re.search(rf"\b{name}\b\W{{1,3}}{shape}{words}mask\b", text, re.I)
     says_true = re.search(rf"\b{name}\b[^.;]{{0,24}}\bTrue\b", lines)
@@ -147,7 +147,7 @@ def causal_reason(d: Description, text: str) -> str | None:
     for name in d.buffers:
         if re.search(r"tril|causal|triangle|(^|\.)(bias|mask|attn_mask)$", name):
             return f"its buffer {name}"
-    roles = {names.argument_role(one.name) for one in d.call}
+    roles = {names.argument_role(arg.name) for arg in d.call}
     if not {"mask", "padding"} & roles:
         mentions = r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead"
         if re.search(mentions, text, re.I):

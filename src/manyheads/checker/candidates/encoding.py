@@ -42,7 +42,7 @@ class EncodingAdapter(Adapter):
         widths = [values[n] for n in (*names.CONSTRUCTOR["the width of a head"][1],
                                       *names.CONSTRUCTOR["the model width"][1]) if n in values]  # fmt: skip
         self.width = next((n for n in widths if type(n) is int), names.WIDTH)
-        self.required = [one for one in self.d.call if one.is_named and one.required]
+        self.required = [arg for arg in self.d.call if arg.is_named and arg.required]
         self.find_arguments()
 
     def find_arguments(self) -> None:
@@ -79,11 +79,11 @@ class TableAdapter(EncodingAdapter):
         self.is_function = not self.d.torch_module and len(self.required) == 2 and not self.d.parameters
         if self.is_function:
             second = self.required[1].name
-            is_length = [one in (*LENGTH_NAMES, *POSITIONS) for one in (first, second)]
+            is_length = [name in (*LENGTH_NAMES, *POSITIONS) for name in (first, second)]
             self.length_first = is_length[0] or not is_length[1]
             self.takes_x = False
         elif len(self.required) != 1:
-            taken = ", ".join(one.name for one in self.required) or "nothing"
+            taken = ", ".join(arg.name for arg in self.required) or "nothing"
             raise Unclear(
                 f"Expected {self.d.name} to take a length and a width, or x, as a positional encoding does, "
                 f"but it takes {taken}. Give its kind with --like."
@@ -129,7 +129,7 @@ class TableAdapter(EncodingAdapter):
         """Return the output for x `[b, t, e]`, in this layout; the mean of several, as dropout may be on."""
         y = self._turn(x)
         outputs = self.candidate.call(Call(args=(y,), repeat=REPEATED)).output
-        found = [one for output in outputs for one in top_tensors(output)[:1]]
+        found = [y for output in outputs for y in top_tensors(output)[:1]]
         if not found or found[0].dim() not in (2, 3) or found[0].shape[-1] != self.width:
             got = sizes(found[0]) if found else "no tensor"
             raise Unclear(f"Expected x plus an encoding, or an encoding, of {sizes(y)}, got {got}.")
@@ -145,7 +145,7 @@ class TableAdapter(EncodingAdapter):
 
     def arguments(self, x: Inputs) -> list[Any]:
         """Return the length or positions, and the width; or x."""
-        by_positions = any(one.name in POSITIONS for one in self.required)
+        by_positions = any(arg.name in POSITIONS for arg in self.required)
         length = torch.arange(x.t) if by_positions else x.t
         if self.is_function:
             return [length, self.width] if self.length_first else [self.width, length]
@@ -178,13 +178,13 @@ class RotaryAdapter(EncodingAdapter):
         text = self.text + self.d.name + " ".join(re.findall(r"rotate_\w+", self.d.source))
         patterns: dict[tuple[type[Oracle], ...], str] = {(): r"rotate_half|halves|half of|d/2|d / 2",
                     (Interleaved,): r"every_two|interleav|neighbo|adjacent|\(0, 1\)"}  # fmt: skip
-        documented = [one for one, pattern in patterns.items() if re.search(pattern, text)]
+        documented = [convention for convention, pattern in patterns.items() if re.search(pattern, text)]
         self.documented = documented if len(documented) == 1 else []
         self.convention = self.documented[0] if self.documented else ()
-        self.vectors = [one.name for one in self.required if one.name in VECTORS]
+        self.vectors = [arg.name for arg in self.required if arg.name in VECTORS]
         if not self.vectors and self.required:
             self.vectors = [self.required[0].name]
-        others = [one.name for one in self.required if one.name not in self.vectors]
+        others = [arg.name for arg in self.required if arg.name not in self.vectors]
         known = (*POSITIONS, *LENGTH_NAMES, "cos", "sin")
         unknown = [name for name in others if name not in known]
         if unknown or not self.vectors or len({"cos", "sin"} & set(others)) == 1:
@@ -242,21 +242,23 @@ class RotaryAdapter(EncodingAdapter):
         table = angles.angles().repeat(1, 2).to(torch.float32)
         values = dict(zip(self.vectors, vectors or (x.query, x.key), strict=False))
 
-        def value(one: Argument) -> Any:
-            if one.name in self.vectors:
-                return LAYOUTS[self.head_layout][0](values[one.name]).contiguous()
-            if one.name in POSITIONS:
+        def value(arg: Argument) -> Any:
+            if arg.name in self.vectors:
+                return LAYOUTS[self.head_layout][0](values[arg.name]).contiguous()
+            if arg.name in POSITIONS:
                 return torch.arange(x.t)
-            return {"cos": table.cos(), "sin": table.sin()}.get(one.name, x.t)
+            return {"cos": table.cos(), "sin": table.sin()}.get(arg.name, x.t)
 
-        return [value(one) for one in self.required]
+        return [value(arg) for arg in self.required]
 
     def run(self, x: Inputs, strict: bool = True, **options: Any) -> Outputs:
         """Rotate queries and keys, in two calls if the candidate takes one vector."""
         if len(self.vectors) > 1:
             return super().run(x, strict, **options)
-        calls = [Call(args=tuple(self.arguments(x, one)), **options) for one in (x.query, x.key)]
-        return Outputs(torch.cat([self.read_vectors(self.candidate.call(one).output, x, 1) for one in calls]))
+        calls = [Call(args=tuple(self.arguments(x, vector)), **options) for vector in (x.query, x.key)]
+        return Outputs(
+            torch.cat([self.read_vectors(self.candidate.call(call).output, x, 1) for call in calls])
+        )
 
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
         """Return rotated queries and keys, `[2, b, h, t, d]`."""
@@ -274,10 +276,10 @@ class RotaryAdapter(EncodingAdapter):
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
         """Take the kind of pairs in which these outputs are right, unless one is documented."""
-        for one in self.conventions:
-            before, self.convention = self.convention, one
+        for convention in self.conventions:
+            before, self.convention = self.convention, convention
             if self.is_right(x, got):
-                pairs = "neighbours, 2n and 2n + 1" if one else "entries n and n + d/2"
+                pairs = "neighbours, 2n and 2n + 1" if convention else "entries n and n + d/2"
                 self.notes.append(f"rotates {pairs}")
                 return
             self.convention = before

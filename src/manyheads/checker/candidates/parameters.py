@@ -207,7 +207,7 @@ def find_listed(shapes: Shapes) -> dict[str, tuple[str, str, None]]:
 
 def count_heads(d: Description, what: str, init: Mapping[str, Any]) -> int | None:
     """Return a number of heads, from attributes or constructor arguments, None if nothing tells."""
-    defaults = {one.name: one.default for one in d.init or () if not one.required}
+    defaults = {arg.name: arg.default for arg in d.init or () if not arg.required}
     values = {**defaults, **init, **d.attributes}
     counts = {name: n for name, n in values.items() if type(n) is int and n > 0}
     candidates = [counts[name] for name in names.CONSTRUCTOR[what][1] if name in counts]
@@ -260,8 +260,8 @@ def unpack_rows(role: str, parts: list[Part], found: Projections, shapes: Shapes
     heads = [found.heads, found.key_heads, found.key_heads] if role == "qkv" else [1, 1]
     starts = [rows // sum(heads) * sum(heads[:n]) for n in range(len(heads) + 1)]
     return {
-        one: [Part(part.path, part.transposed, rows=(a, b), packed=n if role == "qkv" else None)]
-        for n, (one, a, b) in enumerate(zip(role, starts, starts[1:], strict=False))
+        letter: [Part(part.path, part.transposed, rows=(a, b), packed=n if role == "qkv" else None)]
+        for n, (letter, a, b) in enumerate(zip(role, starts, starts[1:], strict=False))
     }
 
 

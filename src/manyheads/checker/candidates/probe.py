@@ -96,7 +96,7 @@ def find_returned_weights(c: AttentionAdapter, x: Inputs, plain: Outputs | None)
 def find_head_layout(c: AttentionAdapter, g: torch.Generator) -> None:
     """Take the documented layout of heads, or the first that is accepted where no two sizes are the same."""
     text = c.text.replace("s, h", "t, h").replace("s, b", "t, b")
-    documented = [one for one in HEAD_LAYOUTS[1:3] if one[:-1] in text]
+    documented = [layout for layout in HEAD_LAYOUTS[1:3] if layout[:-1] in text]
     for layout in dict.fromkeys([*documented, *HEAD_LAYOUTS]):
         c.head_layout = layout
         if c.attempt(c.draw(g, b=1 if layout == "[t, d]" else B, s=S)) is not None:
@@ -117,12 +117,12 @@ def find_layout(c: AttentionAdapter, g: torch.Generator) -> None:
         c.layout, why = documented, "its documentation or code"
     else:
         is_apart = {}
-        for one in ("batch", "sequence"):
-            c.layout = one
+        for layout in ("batch", "sequence"):
+            c.layout = layout
             x = c.draw(g, s=S)
             changed = {n: change_entry(getattr(x, n), 0) for n in ("query", "key", "value")}
             a, b = c.attempt(x), c.attempt(x.but(**changed))
-            is_apart[one] = a is not None and b is not None and torch.equal(a.out[1:], b.out[1:])
+            is_apart[layout] = a is not None and b is not None and torch.equal(a.out[1:], b.out[1:])
         # If neither works, as PyTorch's layer by default.
         is_sequence = not is_apart["batch"] and (c.kind == "torch-mha" or is_apart["sequence"])
         c.layout = "sequence" if is_sequence else "batch"
@@ -196,24 +196,26 @@ def find_mask(c: AttentionAdapter, g: torch.Generator, role: str) -> None:
     letters = [*GENERAL_MASKS, *keys]
     documented = documentation.documented_shapes(name, c.text).intersection(letters)
     if documented:
-        letters = [one for one in letters if one in documented]
+        letters = [shape for shape in letters if shape in documented]
     elif role == "padding":
-        letters = sorted(keys, key=lambda one: one != "bs")
+        letters = sorted(keys, key=lambda shape: shape != "bs")
     elif c.layout == "sequence":
-        letters.sort(key=lambda one: not one.endswith("b"))
+        letters.sort(key=lambda shape: not shape.endswith("b"))
     types = mask_types(c, role)
     found: list[tuple[str, MaskForm, bool]] = []
     for general in (True, False):
-        shapes = [one for one in letters if (one in GENERAL_MASKS) == general]
+        shapes = [shape for shape in letters if (shape in GENERAL_MASKS) == general]
         feature = "padding" if role == "padding" else "mask" if general else "keys"
         if feature not in c.forms and shapes:
             form, works = find_form(
-                c, g, role, [MaskForm(one, keeps, kind) for one in shapes for kind in types]
+                c, g, role, [MaskForm(shape, keeps, kind) for shape in shapes for kind in types]
             )
             if form is not None:
                 found.append((feature, form, works))
     if not documented and any(works for *_, works in found):
-        found = [one for one in found if one[2]]  # what is accepted and masks nothing broadcasts by chance
+        found = [
+            entry for entry in found if entry[2]
+        ]  # what is accepted and masks nothing broadcasts by chance
     for feature, form, _ in found:
         c.forms[feature] = (role, form)
         c.features.add(feature)
@@ -238,7 +240,7 @@ def mask_types(c: AttentionAdapter, role: str) -> tuple[str, ...]:
         types = ("bool", "01")
     else:
         types = ("bool", "01", "added")
-    is_ours = any(one.name == name and re.search(r"\bMask\b", one.annotation) for one in c.d.call)
+    is_ours = any(arg.name == name and re.search(r"\bMask\b", arg.annotation) for arg in c.d.call)
     return ("Keep", *types) if is_ours else types
 
 
@@ -255,10 +257,12 @@ def find_form(
 
     accepted: list[MaskForm] = []
     shapes = list(dict.fromkeys(form.letters for form in forms))
-    for s, letters in [(S, one) for one in shapes] + [(T, one) for one in shapes]:
+    for s, letters in [(S, shape) for shape in shapes] + [(T, shape) for shape in shapes]:
         x, keep = masking(s, letters)
         accepted = [
-            one for one in forms if one.letters == letters and masks_key(c, x, keep, one, role) is not None
+            form
+            for form in forms
+            if form.letters == letters and masks_key(c, x, keep, form, role) is not None
         ]
         if accepted:
             break

@@ -27,7 +27,7 @@ def check_large_scores(c: AttentionAdapter) -> Check:
         if not error <= 4 * allowed:
             reason = f"with scores of some hundreds{masked} the {what} differ{'s' * (what == 'output')}."
             return failed(reason, error, 4 * allowed)
-        worst = max(worst, (error, 4 * allowed), key=lambda one: one[0] / one[1])
+        worst = max(worst, (error, 4 * allowed), key=lambda result: result[0] / result[1])
     return passed("scores of some hundreds", *worst)
 
 

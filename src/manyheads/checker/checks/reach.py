@@ -46,7 +46,7 @@ def check_causality(c: AttentionAdapter) -> Check:
 def check_masked_keys(c: AttentionAdapter) -> Iterator[Check]:
     """Change a masked key, and compare all queries."""
     yield from check_mask_arguments(c)
-    features = [one for one in ("padding", "keys", "mask") if one in c.features]
+    features = [feature for feature in ("padding", "keys", "mask") if feature in c.features]
     if not features:
         yield skipped("it takes no mask")
         return

@@ -30,6 +30,12 @@ class Check:
     error: float | None = None
     allowed: float | None = None
 
+    @property
+    def explanation(self) -> str:
+        """The reason, after the status unless that is plain."""
+        is_plain = self.status in ("passed", "failed")
+        return self.reason if is_plain else f"{self.status}: {self.reason}"
+
 
 def passed(reason: str = "", error: float | None = None, allowed: float | None = None) -> Check:
     """Return a check that passed; `run_checks` adds its name, as to the others."""

@@ -152,7 +152,7 @@ def check_gradients(c: AttentionAdapter) -> Check:
         error = largest_difference(c.from_layout(got), expected)
         eps = torch.finfo(torch.float32).eps
         allowed = 8 * largest_difference(low, expected) + 256 * eps * (1 + float(expected.abs().max()))
-        worst = max(worst, (error, allowed, what), key=lambda one: one[0] / one[1])
+        worst = max(worst, (error, allowed, what), key=lambda result: result[0] / result[1])
     weights = {} if c.weights is None else c.projections.weight
     used = {part.path for parts in weights.values() for part in parts}
     missing = [path for path, grad in answer.weight_grads.items() if grad is None and path in used]

@@ -47,7 +47,7 @@ def check_empty_rows(c: AttentionAdapter) -> Check:
     worst, room, nothing = 0.0, c.allowed_error(x), "a query that may attend to nothing"
     for y, when in inputs:
         got, right = c.run(y), c.exact(y)
-        row, expected = (empty_rows(one.out, y) for one in (got, right))
+        row, expected = (empty_rows(outputs.out, y) for outputs in (got, right))
         if bool(row.isnan().any()):
             return failed(f"{nothing} gives NaN{when}: its weights should be 0.")
         worst = max(worst, largest_difference(row, expected))

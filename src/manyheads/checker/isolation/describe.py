@@ -159,9 +159,11 @@ def read_documented_signature(function: Any) -> list[inspect.Parameter]:
             (arguments.posonlyargs + arguments.args, arguments.defaults, parameter.POSITIONAL_OR_KEYWORD),
             (arguments.kwonlyargs, arguments.kw_defaults, parameter.KEYWORD_ONLY),
         ):
-            for one, default in zip(names, [None] * (len(names) - len(defaults)) + [*defaults], strict=True):
+            for argument, default in zip(
+                names, [None] * (len(names) - len(defaults)) + [*defaults], strict=True
+            ):
                 value = parameter.empty if default is None else ast.literal_eval(default)
-                found.append(parameter(one.arg, kind, default=value))
+                found.append(parameter(argument.arg, kind, default=value))
     except (SyntaxError, ValueError, TypeError):
         return [parameter("args", parameter.VAR_POSITIONAL), parameter("kwargs", parameter.VAR_KEYWORD)]
     return found

@@ -230,7 +230,7 @@ class Snapshot:
 
     def _keep_container(self, part: Any) -> Iterator[Any]:
         kinds: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
-        kind = next(one for one in kinds if isinstance(part, one))
+        kind = next(kind for kind in kinds if isinstance(part, kind))
 
         def read() -> list[Any]:  # of a dict, keys and values by turns
             if issubclass(kind, dict):
