@@ -11,7 +11,7 @@ t queries, s keys, d head size, e model width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -34,16 +34,14 @@ class Weights:
     bias: Mapping[str, Tensor] = field(default_factory=dict)
     sink: Tensor | None = None  # [h]
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Weights:
+        """Return the weights with each tensor changed."""
+        weight, bias = ({role: change(x) for role, x in part.items()} for part in (self.weight, self.bias))
+        return replace(self, weight=weight, bias=bias, sink=None if self.sink is None else change(self.sink))
+
     def to(self, dtype: torch.dtype) -> Weights:
         """Return the same weights in another dtype."""
-        sink = None if self.sink is None else self.sink.to(dtype)
-        weight, bias = ({role: x.to(dtype) for role, x in part.items()} for part in (self.weight, self.bias))
-        return replace(self, weight=weight, bias=bias, sink=sink)
-
-    def abs(self) -> Weights:
-        """Return the absolute values of all but the sink."""
-        weight, bias = ({role: x.abs() for role, x in part.items()} for part in (self.weight, self.bias))
-        return replace(self, weight=weight, bias=bias)
+        return self.map(lambda x: x.to(dtype))
 
     @property
     def head_size(self) -> int:
@@ -362,7 +360,7 @@ def allowed_error(weights: Weights | None, x: Inputs) -> float:
     plain = Attention(None if weights is None else weights.to(dtype), dtype)(x)
     oracle = Attention(None if weights is None else weights.to(torch.float64), dtype)
     true = oracle(x.to(torch.float64))
-    oracle.weights = None if oracle.weights is None else oracle.weights.abs()
+    oracle.weights = None if oracle.weights is None else oracle.weights.map(torch.abs)
     oracle.x = replace(oracle.x, value=oracle.x.value.abs())
     oracle.v = oracle.repeat_heads(oracle.compute_value())
     bound = oracle.project_output(oracle.merge_heads(oracle.attention @ oracle.v))

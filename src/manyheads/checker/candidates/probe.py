@@ -45,7 +45,7 @@ def open_adapter(candidate: Candidate | CandidateProcess, options: Options) -> A
 
 
 def fit(c: AttentionAdapter) -> AttentionAdapter:
-    """Find out how the candidate is called and what it can be asked for."""
+    """Find out how the candidate is called, and which inputs and outputs it supports."""
     g = torch.Generator().manual_seed(2)
     if c.weights is None:
         find_head_layout(c, g)
@@ -60,7 +60,8 @@ def fit(c: AttentionAdapter) -> AttentionAdapter:
     except UnexpectedOutput:
         pass  # the check of shapes reports it
     find_returned_weights(c, x, plain)
-    if c.weights is None and "h" in c.head_layout and takes_groups(c, g):
+    has_heads = c.weights is None and "h" in c.head_layout
+    if has_heads and ("grouped" in c.arguments or c.attempt(c.draw(g, key_heads=2)) is not None):
         c.features.add("grouped")
     c.features |= {role for role in ("scale", "sink", "causal", "past") if role in c.arguments}
     find_causality(c, g)
@@ -69,13 +70,8 @@ def fit(c: AttentionAdapter) -> AttentionAdapter:
     return c
 
 
-def takes_groups(c: AttentionAdapter, g: torch.Generator) -> bool:
-    """Return True if it takes fewer key heads than query heads."""
-    return "grouped" in c.arguments or c.attempt(c.draw(g, key_heads=2)) is not None
-
-
 def find_returned_weights(c: AttentionAdapter, x: Inputs, plain: Outputs | None) -> None:
-    """Are weights returned, always or if asked for, and always averaged?"""
+    """Find out if weights are returned, always or on request, and if they are always averaged."""
     got = plain
     if "weights" in c.arguments:  # the check of weights reports those that are missing
         got = None if plain is None else c.attempt(x.but(need_weights=True))
@@ -120,7 +116,8 @@ def find_layout(c: AttentionAdapter, g: torch.Generator) -> None:
         for layout in ("batch", "sequence"):
             c.layout = layout
             x = c.draw(g, s=S)
-            changed = {n: change_entry(getattr(x, n), 0) for n in ("query", "key", "value")}
+            sequences = {n: getattr(x, n) for n in ("query", "key", "value")}
+            changed = {n: torch.cat((y[:1] + 1, y[1:])) for n, y in sequences.items()}
             a, b = c.attempt(x), c.attempt(x.but(**changed))
             is_apart[layout] = a is not None and b is not None and torch.equal(a.out[1:], b.out[1:])
         # If neither works, as PyTorch's layer by default.
@@ -129,13 +126,6 @@ def find_layout(c: AttentionAdapter, g: torch.Generator) -> None:
         why = "only then are batch entries independent; give --layout batch if [b, t, e] is meant"
     if c.layout == "sequence":
         c.notes.append(f"sequence first, [t, b, e] ({why})")
-
-
-def change_entry(x: Tensor, entry: int) -> Tensor:
-    """Return the tensor with one batch entry changed."""
-    x = x.clone()
-    x[entry] += 1.0
-    return x
 
 
 def find_causality(c: AttentionAdapter, g: torch.Generator) -> None:
@@ -173,14 +163,12 @@ def ignores_future(c: AttentionAdapter, x: Inputs) -> bool:
 
 def find_masks(c: AttentionAdapter, g: torch.Generator) -> None:
     """Find the form of each mask that the candidate takes."""
-    for role in ("mask", "padding", "lengths"):
-        if role not in c.arguments:
-            continue
-        if role == "lengths":
-            c.forms.setdefault("keys", ("lengths", MaskForm("lengths")))
-            c.features.add("keys")
-        else:
+    for role in ("mask", "padding"):
+        if role in c.arguments:
             find_mask(c, g, role)
+    if "lengths" in c.arguments:
+        c.forms.setdefault("keys", ("lengths", MaskForm("lengths")))
+        c.features.add("keys")
     if c.kind in ("sdpa", "torch-mha") and "mask" in c.forms:
         x = c.draw(g, s=S)
         is_documented = documentation.documented_polarity(c.arguments["mask"], c.text) is not None

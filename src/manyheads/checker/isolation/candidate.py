@@ -6,10 +6,8 @@ import contextlib
 import copy
 import ctypes
 import inspect
-import io
 import os
 import shutil
-import time
 import types
 import warnings
 from collections.abc import Iterator
@@ -37,8 +35,6 @@ from manyheads.checker.isolation.trees import (
 )
 from manyheads.masks import Keep
 from manyheads.shapes import sizes
-
-PRINTED = 2000  # characters of a call's output that are kept
 
 
 @dataclass(frozen=True)
@@ -89,9 +85,6 @@ class Change:
     kind: Literal["argument", "parameter", "buffer", "state"]
     name: str
 
-    def __str__(self) -> str:
-        return self.name if self.kind == "state" else f"the {self.kind} {self.name}"
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -99,22 +92,16 @@ class Answer:
 
     Attributes:
         output: a tree.
-        grads: the gradients that were asked for, by path; None where none arrived.
+        grads: the gradients of `Call.grads` by path; None where no gradient arrives.
         weight_grads: the gradients of all parameters.
         changed: what the call changed; it is restored.
-        warnings: their first lines.
-        printed: the beginning of what it wrote to sys.stdout.
-        seconds: the time of the call and its backward pass.
-        peak: the resident bytes at their peak beyond the start, None if not asked for or not available.
+        peak: the resident bytes at their peak beyond the start, None if not measured or not available.
     """
 
     output: Any
     grads: dict[str, Tensor | None]
     weight_grads: dict[str, Tensor | None]
     changed: tuple[Change, ...]
-    warnings: tuple[str, ...]
-    printed: str
-    seconds: float
     peak: int | None
 
 
@@ -154,16 +141,15 @@ class Candidate:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Copy values into the parameters and buffers of these names."""
-        held = {name: x for _, name, x in module_tensors(self._built())}
+        own = {name: x for _, name, x in module_tensors(self._built())}
         for name, values in tensors.items():
-            if name not in held:
-                raise CodeError("call", f"Expected names of {list(held)} to load, got {name!r}.")
-            if held[name].shape != values.shape:
-                raise CodeError(
-                    "call", f"Expected {sizes(held[name])} to load into {name!r}, got {sizes(values)}."
-                )
+            if name not in own:
+                raise CodeError("call", f"Expected names of {list(own)} to load, got {name!r}.")
+            if own[name].shape != values.shape:
+                expected = sizes(own[name])
+                raise CodeError("call", f"Expected {expected} to load into {name!r}, got {sizes(values)}.")
         for name, values in tensors.items():
-            held[name].data.copy_(values)
+            own[name].data.copy_(values)
 
     def call(self, call: Call) -> Answer:
         """Call it, and restore what it changed; CandidateError of kind "call" or "memory" if it raises."""
@@ -185,7 +171,6 @@ class Candidate:
             if path not in passed or not passed[path].is_floating_point():
                 raise CodeError("call", f"Expected the path of a floating tensor in grads, got {path!r}.")
             passed[path].requires_grad_(True)
-        printed = PrintedText()
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(call.seed))
             stack.enter_context(torch.set_grad_enabled(call.cotangent is not None))
@@ -199,14 +184,13 @@ class Candidate:
                     torch._dynamo.reset()  # no graph, and no count of graphs, of an earlier call
                     stack.callback(torch._dynamo.reset)
                     method = torch.compile(method, backend=compiler_backend())
-                caught = stack.enter_context(warnings.catch_warnings(record=True))
-                warnings.simplefilter("always")
-                stack.enter_context(contextlib.redirect_stdout(printed))
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8", errors="replace"))
+                stack.enter_context(contextlib.redirect_stdout(nowhere))
                 resident = reset_peak() if call.memory else None
-                start = time.perf_counter()
                 outputs = [method(*args, **kwargs) for _ in range(call.repeat)]
                 grads, weight_grads = run_backward(outputs[0], call, passed, candidate)
-                seconds = time.perf_counter() - start
                 peak = None if resident is None else max(0, read_peak() - resident)
                 changed = [*state.changes()]
                 outputs = [to_tree(output) for output in outputs]
@@ -215,19 +199,10 @@ class Candidate:
             except (Exception, SystemExit) as error:
                 raise describe_exception("call", f"calling {name}", error) from None
         changed += [Change("argument", path) for path, x in passed.items() if not is_same(x, originals[path])]
-        return Answer(
-            output=outputs[0] if call.repeat == 1 else outputs,
-            grads=grads,
-            weight_grads=weight_grads,
-            changed=tuple(changed),
-            warnings=tuple(print_safely(str, w.message).split("\n")[0] for w in caught),
-            printed=str(printed),
-            seconds=seconds,
-            peak=peak,
-        )
+        return Answer(outputs[0] if call.repeat == 1 else outputs, grads, weight_grads, tuple(changed), peak)
 
     def close(self) -> None:
-        """Release what it holds: nothing here."""
+        """Do nothing: subclasses and `CandidateProcess` release what they use."""
 
     def __enter__(self) -> Candidate:
         return self
@@ -328,7 +303,7 @@ class State:
         self.slots: list[dict[str, Any]] = [
             slots for module in self.modules for slots in (module._parameters, module._buffers)
         ]
-        self.held = [dict(slots) for slots in self.slots]
+        self.contents = [dict(slots) for slots in self.slots]
         self.before = {name: (kind, x, x.detach().clone()) for kind, name, x in module_tensors(self.module)}
 
     def set_mode(self, training: bool) -> None:
@@ -359,38 +334,14 @@ class State:
         restore_globals(self.globals)
         for module, mode in zip(self.modules, self.modes, strict=True):
             module.training = mode
-        for slots, held in zip(self.slots, self.held, strict=True):
+        for slots, content in zip(self.slots, self.contents, strict=True):
             slots.clear()
-            slots.update(held)
+            slots.update(content)
         for _, tensor, value in self.before.values():
             if tensor.shape != value.shape or tensor.dtype != value.dtype:
                 tensor.data = value
             elif not is_same(tensor, value):
                 tensor.data.copy_(value)
-
-
-class PrintedText(io.TextIOWrapper):
-    """A text file that accepts everything and keeps the beginning; print and .buffer both work."""
-
-    def __init__(self) -> None:
-        self.kept = bytearray()
-        super().__init__(Sink(self.kept), encoding="utf-8", errors="replace", write_through=True)
-
-    def __str__(self) -> str:
-        return bytes(self.kept).decode(errors="replace")[:PRINTED]
-
-
-class Sink(io.BytesIO):
-    """Accepts all bytes, and keeps the first ones."""
-
-    def __init__(self, kept: bytearray) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def write(self, data: Any) -> int:
-        """Accept bytes."""
-        self.kept += bytes(data)[: 4 * PRINTED - len(self.kept)]
-        return len(data)
 
 
 # -- backward, compiler, memory --------------------------------------------------------------------
@@ -399,7 +350,7 @@ class Sink(io.BytesIO):
 def run_backward(
     output: Any, call: Call, passed: dict[str, Tensor], candidate: Any
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """Return the gradients of the arguments asked for and of the parameters; .grad keeps its value."""
+    """Return the gradients of arguments (`call.grads`) and of parameters, whose .grad keeps its value."""
     if call.cotangent is None:
         return {}, {}
     parameters = dict(candidate.named_parameters()) if isinstance(candidate, nn.Module) else {}

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -46,7 +45,6 @@ class Description:
 
     type: Type
     name: str
-    where: str  # "file.py:12", or "torch.nn.modules.activation:MultiheadAttention"
     doc: str
     init: tuple[Argument, ...] | None  # of a class's constructor
     call: tuple[Argument, ...]  # of forward, __call__ or the function, without self
@@ -69,7 +67,10 @@ def describe(target: Any, instance: Any) -> Description:
     written = type(target) if kind == "module" else target  # what has source and documentation
     while isinstance(written, functools.partial):
         written = written.func
-    where, source = find_source(written)
+    try:
+        source = inspect.getsource(written)
+    except (OSError, TypeError):
+        source = ""
     torch_module = isinstance(target, nn.Module) or (kind == "class" and issubclass(target, nn.Module))
     if kind == "function":
         call = read_signature(target, bound=True)
@@ -82,7 +83,6 @@ def describe(target: Any, instance: Any) -> Description:
     return Description(
         type=kind,
         name=getattr(written, "__name__", type(written).__name__),
-        where=where,
         doc=inspect.getdoc(written) or "",
         init=read_signature(target, bound=True) if kind == "class" else None,
         call=call,
@@ -181,16 +181,3 @@ def plain_default(default: Any, depth: int = 0) -> Any:
 def annotation_text(annotation: Any) -> str:
     """Return an annotation as it is written."""
     return annotation if isinstance(annotation, str) else print_safely(inspect.formatannotation, annotation)
-
-
-def find_source(thing: Any) -> tuple[str, str]:
-    """Return where a class or function is written, and its source, "" if it can't be read."""
-    module = getattr(thing, "__module__", None) or ""
-    name = f"{module}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"
-    try:
-        lines, line = inspect.getsourcelines(thing)
-        file = Path(str(inspect.getsourcefile(thing)))
-    except (OSError, TypeError):
-        return name, ""
-    is_installed = {"site-packages", "dist-packages"} & set(file.parts)
-    return name if is_installed else f"{file.name}:{line}", "".join(lines)

@@ -235,7 +235,9 @@ class CandidateProcess:
         except subprocess.TimeoutExpired:
             how = "closed its answer pipe"
         else:
-            how = f"exited with code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
+            names = {number.value: number.name for number in signal.Signals}
+            end = names.get(-code, f"signal {-code}")
+            how = f"exited with code {code}" if code >= 0 else f"was ended by {end}"
         raise ProcessEnded(
             "crash",
             f"The process of {self.target} {how} during {self._current}. Call it by itself to see why.",
@@ -255,14 +257,6 @@ def open_candidate(
 ) -> Candidate | CandidateProcess:
     """Open a target's name in a process of its own, or an object in this one, restored when it is closed."""
     return CandidateProcess(target, timeout, memory) if isinstance(target, str) else BorrowedCandidate(target)
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def child_environment(token: str) -> dict[str, str]:
