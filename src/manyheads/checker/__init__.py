@@ -58,17 +58,17 @@ def check(
         like: one of KINDS, or "classic.MODULE.CLASS"; guessed from names and arguments if None.
         init: constructor arguments, a mapping or 'hidden=16, num_heads=4'.
         weights: names of the projection layers where they can't be guessed, such as {"q": "a", "k": "b"}.
-        layout: "batch" for `[b, t, e]`, "sequence" for `[t, b, e]`; found out if None.
-        timeout: seconds for each call.
-        memory: bytes for its process.
+        layout: "batch" for `[b, t, e]`, "sequence" for `[t, b, e]`; detected if None.
+        timeout: the time limit of each call, in seconds.
+        memory: the memory limit of its process, in bytes.
         progress: called with the name of each check before it runs.
 
     Returns:
-        A `Report`; print it. `report.verdict` is "passed", "failed", or "not judged" if nothing failed, but a
+        A `Report` to print. `report.verdict` is "passed", "failed", or "not judged" if nothing failed, but a
         mask argument was never used or every call with it raised. `report.passed` is True for "passed" only.
 
     Raises:
-        Unclear: if it can't be imported, built or understood, with the reason in one sentence.
+        Unclear: if it can't be imported, built or understood; the message says why.
     """
     if layout not in (None, "batch", "sequence"):
         raise Unclear(f'Expected layout "batch" for [b, t, e] or "sequence" for [t, b, e], got {layout!r}.')
@@ -105,7 +105,7 @@ def check(
 def check_adapter(
     c: Adapter, progress: Callable[[str], None]
 ) -> tuple[list[Check], list[Diagnosis], Pair | None]:
-    """Run all checks, and return them, what is wrong, and a pair of maps that differ."""
+    """Run all checks, and return their results, the diagnosis, and a pair of maps that differ."""
     checks = run_checks(c, progress)
     is_explained = any(result.status == "failed" and result.name in EXPLAINED for result in checks)
     if not is_explained or is_random(checks) or c.ended is not None:
@@ -119,7 +119,7 @@ def check_adapter(
 
 
 def find_pair(c: Adapter) -> Pair | None:
-    """Return the expected and the given map of a small failing input: weights, or else outputs."""
+    """Return the expected and the given map of a small failing input: weights if they differ, or outputs."""
     for call in gather(c, range(100, 103)):
         right = c.exact(call.x)
         error, allowed, _ = c.compare(call.x, call.outputs, right)
@@ -153,13 +153,13 @@ def assert_attention(obj: Any, like: str | None = None, **options: Any) -> None:
     """Raise AssertionError, with the report, unless a check of `obj` passes; for tests.
 
     Args:
-        obj: what to check, as for `check`.
+        obj: the code to check, as for `check`.
         like: its kind, as for `check`.
         **options: the other arguments of `check`.
 
     Raises:
         AssertionError: if it doesn't pass.
-        Unclear: as by `check`.
+        Unclear: if it can't be imported, built or understood.
     """
     report = check(obj, like, **options)
     if not report.passed:

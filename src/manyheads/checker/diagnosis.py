@@ -1,4 +1,4 @@
-"""Which known bug explains what a candidate returns; and if none does, where the difference is.
+"""Finds the known bug that explains what a candidate returns, or measures where the difference is.
 
 A bug is named if the oracle with that bug returns what the candidate returns, outputs and weights, in every
 way in which it can be called, and again on fresh inputs. Bugs that no input distinguishes are named together.
@@ -44,10 +44,10 @@ class Diagnosis:
 
     Attributes:
         mistake: the bug's name, or "" if none fits.
-        says: what is wrong, in a sentence.
+        says: the description of the bug or of the difference, in a sentence.
         mend: how to fix it.
-        verified: whether the bug gives the candidate's own numbers.
-        error: how closely it does.
+        verified: whether the oracle with this bug returns the candidate's numbers.
+        error: the largest difference between the two.
     """
 
     mistake: str
@@ -58,12 +58,12 @@ class Diagnosis:
 
 
 def unexplained(*sentences: str) -> list[Diagnosis]:
-    """Return the diagnosis where no bug fits."""
+    """Return the diagnosis if no bug fits."""
     return [Diagnosis("", UNKNOWN + "; ".join(sentences), "", False)]
 
 
 def diagnose(c: Adapter) -> list[Diagnosis]:
-    """Return what is wrong with a candidate; empty if everything that was compared is right."""
+    """Return the bugs of a candidate; an empty list if all outputs are right."""
     if (dropout := find_dropout(c)) is not None:
         return [dropout]
     evidence = gather(c, range(200, 203))
@@ -240,7 +240,7 @@ def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
     masked = [x for seed in seeds for x in with_low_scores(c, seed)]
     weights = c.readings[0]
     found: list[Diagnosis] = []
-    for scenario, names, inputs, room in (
+    for scenario, names, inputs, tolerance in (
         ("empty", EMPTY_ROWS, empty, c.oracle.tolerance),
         ("large", OVERFLOWS, large, 1e-3),
         ("large, masked", OVERFLOWS, masked, 1e-3),
@@ -250,12 +250,14 @@ def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
         if len(evidence) < len(inputs):
             continue
         # A candidate may compute differently in calls that return weights: skip what is right.
-        evidence = [e for e in evidence if min(difference(c, weights, bugs, e) for bugs in before) > room]
+        evidence = [
+            e for e in evidence if min(difference(c, weights, bugs, e) for bugs in before) > tolerance
+        ]
         for name in names if evidence else ():
             bug = FAMILY[name]
             trials = [(*bugs, variant) for bugs in before for variant in bug.variants]
             error = min(max(difference(c, weights, bugs, e) for e in evidence) for bugs in trials)
-            if error <= room:
+            if error <= tolerance:
                 found.append(describe_fit(c, (name,), bug.description, bug.fix, error))
                 break
         if scenario == "large" and evidence:
@@ -272,7 +274,7 @@ def is_wrong(c: Adapter, call: Evidence) -> bool:
 
 
 def locate(c: Adapter, evidence: list[Evidence]) -> list[Diagnosis]:
-    """Return what can be measured of a difference that no bug explains."""
+    """Describe a difference that no bug explains: in which calls, heads and entries, by which factor."""
     wrong = [call for call in evidence if is_wrong(c, call)]
     if not wrong:
         return []
@@ -317,8 +319,8 @@ def describe_weights(c: Adapter, outputs: Outputs, right: Outputs) -> str:
 
 def locate_entries(got: Tensor, expected: Tensor, axes: tuple[str, ...]) -> str:
     """Return in which entries of which axes two tensors differ, if not in all."""
-    room = 1e-5 * max(1.0, float(expected.abs().nan_to_num().max()))
-    same = torch.isclose(got.to(torch.float64), expected, rtol=1e-4, atol=room, equal_nan=True)
+    tolerance = 1e-5 * max(1.0, float(expected.abs().nan_to_num().max()))
+    same = torch.isclose(got.to(torch.float64), expected, rtol=1e-4, atol=tolerance, equal_nan=True)
     said = []
     for axis, name in enumerate(axes):
         entries = (~same.movedim(axis, 0).flatten(1).all(1)).nonzero().flatten().tolist()

@@ -48,14 +48,14 @@ class Report:
     """The results for one candidate.
 
     Attributes:
-        target: what was checked.
+        target: the name of the code that was checked.
         like: its kind.
         guessed: whether its kind was guessed.
         checks: the results of all checks.
-        diagnosis: what is wrong.
-        notes: what was assumed.
+        diagnosis: the bugs that were found.
+        notes: the assumptions of the checker.
         pair: the expected and the given map of a small failing input, for a picture: two tensors `[t, s]`
-            (weights) or `[t, e]` (outputs), and which they are.
+            (weights) or `[t, e]` (outputs), and "weights" or "output".
     """
 
     target: str

@@ -703,7 +703,7 @@ def test_descendants_end_with_the_candidate(folder: Path) -> None:
         (
             "hoard",
             "memory",
-            "held 1.* of memory, and the limit is 1.07 GB|the limit is 1.07 GB",
+            "used 1.* of memory, and the limit is 1.07 GB|the limit is 1.07 GB",
         ),
         ("huge", "memory", "can't allocate memory.*the limit is 1.07 GB"),
         ("close_all", "crash", "exited with code 1|closed its answer pipe"),

@@ -92,7 +92,7 @@ class ValueHeadsTiled(Attention):
     """Repeats the values again, in another order than the keys."""
 
     def mix(self, weights: Tensor) -> Tensor:
-        self.v = tile(self, self.compute_value())
+        self.v = tile(self, self.compute_heads("v"))
         return super().mix(weights)
 
 

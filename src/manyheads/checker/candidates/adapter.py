@@ -135,7 +135,7 @@ class Adapter:
             return None
 
     def reject_call(self, error: CandidateError, x: Inputs) -> Unclear:
-        """Return the error of a candidate whose first call failed; raise one that no other call can avoid."""
+        """Return the error of a candidate whose first call failed; raise one that isn't about this call."""
         if error.kind != "call" or error.is_exit:
             raise error
         if error.is_unwritten:
@@ -186,9 +186,9 @@ class Adapter:
         error = largest_difference(got.out, expected.out)
         if expected.weights is not None and got.weights is not None and error <= allowed:
             difference = largest_difference(got.weights, expected.weights)
-            room = 1e-5 + 40 * torch.finfo(x.query.dtype).eps * (1 + float(x.query.abs().max()) ** 2)
-            if difference > room:
-                return difference, room, "weights"
+            rounding = 1e-5 + 40 * torch.finfo(x.query.dtype).eps * (1 + float(x.query.abs().max()) ** 2)
+            if difference > rounding:
+                return difference, rounding, "weights"
         return error, allowed, "output"
 
     def is_right(self, x: Inputs, got: Outputs) -> bool:

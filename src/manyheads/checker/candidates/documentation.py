@@ -1,4 +1,4 @@
-"""What documentation and code say of a candidate's masks, layout and weights."""
+"""Reads a candidate's documentation and code for its masks, layout and weights."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def is_mask(arg: Argument, text: str) -> bool:
 
 
 def documented_polarity(name: str, text: str) -> bool | None:
-    """Return whether True keeps, by documentation; None if it doesn't say."""
+    """Return whether True keeps a key, by documentation; None if it doesn't say."""
     lines = lines_about(name, text)
     hides, keeps = bool(HIDES.search(lines)), bool(KEEPS.search(lines))
     return keeps if hides != keeps else None
 
 
 def mask_polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str]:
-    """Return (does True keep?, why), by documentation, by the kind's convention, or by name."""
+    """Return whether True keeps a key, and why: by documentation, by the kind's convention, or by name."""
     documented = documented_polarity(name, text)
     if documented is not None:
         return documented, "as its documentation says"
@@ -125,7 +125,7 @@ def says_averaged(text: str) -> bool:
 
 
 def documented_layout(d: Description, text: str) -> str | None:
-    """Return the layout that documentation, or the unpacking of a shape in the code, tells."""
+    """Return the layout that documentation, or the unpacking of a shape in the code, gives."""
     batch, tokens = r"(?:b|n|batch\w*|bsz|bs)", r"(?:t|l|s|seq\w*|tgt\w*|length|len|tokens|n_tokens)"
     for layout, first, second in (("sequence", tokens, batch), ("batch", batch, tokens)):
         if re.search(rf"[\[(]\s*{first}\s*,\s*{second}\s*,\s*[\w ]+[\])]", text, re.I):

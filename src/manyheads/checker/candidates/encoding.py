@@ -15,7 +15,7 @@ from manyheads.checker.candidates.forms import HEAD_LAYOUTS, LAYOUTS
 from manyheads.checker.encodings import Encoding, Interleaved, Rotary, Sinusoidal
 from manyheads.checker.isolation.candidate import Call, Candidate
 from manyheads.checker.isolation.describe import Argument
-from manyheads.checker.isolation.errors import CandidateError, CodeError
+from manyheads.checker.isolation.errors import CandidateError
 from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.isolation.trees import top_tensors
 from manyheads.checker.oracle import Inputs, Oracle, Outputs, largest_difference
@@ -73,23 +73,20 @@ class TableAdapter(EncodingAdapter):
     oracle = Sinusoidal
 
     def find_arguments(self) -> None:
-        """Find the arguments for the length, the width or x, and what the output holds."""
-        self.added = 0.0  # how many times x is in the output
-        first = self.required[0].name if self.required else ""
-        self.is_function = not self.d.torch_module and len(self.required) == 2 and not self.d.parameters
-        if self.is_function:
-            second = self.required[1].name
-            is_length = [name in (*LENGTH_NAMES, *POSITIONS) for name in (first, second)]
-            self.length_first = is_length[0] or not is_length[1]
-            self.takes_x = False
-        elif len(self.required) != 1:
+        """Find the arguments for the length, the width or x, and whether the output contains x."""
+        self.added = 0.0  # the factor of x in the output
+        is_length = [arg.name in (*LENGTH_NAMES, *POSITIONS) for arg in self.required]
+        if len(is_length) == 1:
+            self.meanings = ["length" if is_length[0] else "x"]
+        elif len(is_length) == 2 and not self.d.torch_module and not self.d.parameters:
+            self.meanings = ["width", "length"] if is_length == [False, True] else ["length", "width"]
+        else:
             taken = ", ".join(arg.name for arg in self.required) or "nothing"
             raise Unclear(
                 f"Expected {self.d.name} to take a length and a width, or x, as a positional encoding does, "
                 f"but it takes {taken}. Give its kind with --like."
             )
-        else:
-            self.takes_x = first not in (*LENGTH_NAMES, *POSITIONS)
+        self.takes_x = "x" in self.meanings
         x = self.draw(torch.Generator().manual_seed(1), 2, 5)
         try:
             if self.takes_x:
@@ -114,7 +111,7 @@ class TableAdapter(EncodingAdapter):
             self.notes.append("sequence first, [t, b, e]")
 
     def _find_sum(self, x: Tensor) -> None:
-        """Is its table added to x, and to how many times x?"""
+        """Find out if its table is added to x, or to a multiple of x."""
         a, b = self._mean_output(x), self._mean_output(x * 0)
         if a.shape == x.shape and largest_difference(a, b) > 1e-6:
             self.added = float(((a - b) * x).sum() / (x * x).sum())
@@ -129,7 +126,7 @@ class TableAdapter(EncodingAdapter):
         """Return the output for x `[b, t, e]`, in this layout; the mean of several, as dropout may be on."""
         y = self._turn(x)
         outputs = self.candidate.call(Call(args=(y,), repeat=REPEATED)).output
-        found = [y for output in outputs for y in top_tensors(output)[:1]]
+        found = [tensor for output in outputs for tensor in top_tensors(output)[:1]]
         if not found or found[0].dim() not in (2, 3) or found[0].shape[-1] != self.width:
             got = sizes(found[0]) if found else "no tensor"
             raise Unclear(f"Expected x plus an encoding, or an encoding, of {sizes(y)}, got {got}.")
@@ -147,9 +144,8 @@ class TableAdapter(EncodingAdapter):
         """Return the length or positions, and the width; or x."""
         by_positions = any(arg.name in POSITIONS for arg in self.required)
         length = torch.arange(x.t) if by_positions else x.t
-        if self.is_function:
-            return [length, self.width] if self.length_first else [self.width, length]
-        return [self._turn(x.query) if self.takes_x else length]
+        values = {"length": length, "width": self.width, "x": self._turn(x.query)}
+        return [values[meaning] for meaning in self.meanings]
 
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
         """Return the table `[b, t, e]`."""
@@ -159,13 +155,14 @@ class TableAdapter(EncodingAdapter):
             if not found or found[0].numel() != x.t * self.width:
                 raise UnexpectedOutput(f"Expected an encoding [{x.t}, {self.width}], got {got}")
             return Outputs(found[0].reshape(1, x.t, self.width).to(torch.float64).expand(x.query.shape))
+        wrong = UnexpectedOutput(f"Expected an output {sizes(self._turn(x.query))}, got {got}")
         if not found or found[0].shape[-1:] != (self.width,) or found[0].dim() not in (2, 3):
-            raise UnexpectedOutput(f"Expected an output {sizes(self._turn(x.query))}, got {got}")
+            raise wrong
         out = self._turn(found[0]) - self.added * x.query if self.added else self._turn(found[0])
         try:
             return Outputs(out.to(torch.float64).expand(x.query.shape))
         except RuntimeError:
-            raise UnexpectedOutput(f"Expected an output {sizes(self._turn(x.query))}, got {got}") from None
+            raise wrong from None
 
 
 class RotaryAdapter(EncodingAdapter):
@@ -174,7 +171,7 @@ class RotaryAdapter(EncodingAdapter):
     oracle = Rotary
 
     def find_arguments(self) -> None:
-        """Find what each argument means, which pairs are documented, and how heads are laid out."""
+        """Find the meaning of each argument, the documented kind of pairs, and the layout of heads."""
         text = self.text + self.d.name + " ".join(re.findall(r"rotate_\w+", self.d.source))
         patterns: dict[tuple[type[Oracle], ...], str] = {(): r"rotate_half|halves|half of|d/2|d / 2",
                     (Interleaved,): r"every_two|interleav|neighbo|adjacent|\(0, 1\)"}  # fmt: skip
@@ -201,25 +198,20 @@ class RotaryAdapter(EncodingAdapter):
         vector = torch.randn(self.width, generator=torch.Generator().manual_seed(6))
         x = vector.expand(2, 3, 5, -1)
         accepted: list[tuple[bool, bool, int, str]] = []
-        last_error: CandidateError | None = None
         inputs = Inputs(x, x, x)
         for n, layout in enumerate(HEAD_LAYOUTS[:3]):
             self.head_layout = layout
-            try:
-                out = self.run(inputs).out[0]
-            except UnexpectedOutput:
+            if (got := self.attempt(inputs)) is None:
                 continue
-            except CodeError as error:
-                last_error = error
-                continue
+            out = got.out[0]
             alike = float((out - out[:1, :1]).abs().max()) < 1e-5
             rotates = float((out - out[:, :, :1]).abs().max()) > 1e-3
             accepted.append((not (alike and rotates), not alike, n, layout))
         if accepted:
             self.head_layout = min(accepted)[-1]
-        elif last_error is not None:
+        elif self.last_error is not None:
             self.head_layout = "[b, h, t, d]"
-            raise self.reject_call(last_error, inputs)
+            raise self.reject_call(self.last_error, inputs)
         else:
             raise Unclear(
                 f"Expected {self.d.name} to return rotated vectors {sizes(x)}. Give its kind with --like."

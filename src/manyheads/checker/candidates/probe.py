@@ -129,7 +129,7 @@ def find_layout(c: AttentionAdapter, g: torch.Generator) -> None:
 
 
 def find_causality(c: AttentionAdapter, g: torch.Generator) -> None:
-    """Is it always causal: by its constructor, its documentation, or its outputs?"""
+    """Find out if it is always causal, by its constructor, its documentation, or its outputs."""
     if "causal" in c.arguments:
         return
     values = {**c.d.attributes, **c.init}
@@ -235,7 +235,7 @@ def mask_types(c: AttentionAdapter, role: str) -> tuple[str, ...]:
 def find_form(
     c: AttentionAdapter, g: torch.Generator, role: str, forms: list[MaskForm]
 ) -> tuple[MaskForm | None, bool]:
-    """Return the first shape that is accepted, in the first type that masks, and whether one masks at all."""
+    """Return the first shape that is accepted, in the first type that masks, and whether any type masks."""
 
     def masking(s: int, letters: str) -> tuple[Inputs, Tensor]:
         x = c.draw(g, s=s)
@@ -297,8 +297,8 @@ def find_padded_queries(c: AttentionAdapter, g: torch.Generator) -> None:
     got, expected = c.attempt(x), c.exact(x).out
     if got is None or got.out.shape != expected.shape:
         return
-    room = 1e-4 * float(expected.abs().max())
-    right = torch.isclose(got.out.to(expected.dtype), expected, rtol=1e-4, atol=room).all(-1)
+    tolerance = 1e-4 * float(expected.abs().max())
+    right = torch.isclose(got.out.to(expected.dtype), expected, rtol=1e-4, atol=tolerance).all(-1)
     c.ignores_padded_queries = bool(right[padding].all()) and not bool(right[~padding].all())
     if c.ignores_padded_queries:
         c.notes.append("outputs of padded queries aren't compared, because it has its own there")

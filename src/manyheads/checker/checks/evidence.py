@@ -1,4 +1,4 @@
-"""What a candidate answers in many situations, and the smallest input on which it is wrong."""
+"""Collects what a candidate returns in many situations, and finds the smallest input on which it is wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Evidence:
 
 
 def gather(c: Adapter, seeds: range) -> list[Evidence]:
-    """Return what the candidate answers in each scenario, if it does."""
+    """Return what the candidate returns in each scenario, without calls that raise."""
     found = []
     for seed in seeds:
         t = 5 + seed % 2
@@ -46,7 +46,7 @@ def gather(c: Adapter, seeds: range) -> list[Evidence]:
 
 
 def answered(c: Adapter, seed: int) -> Iterator[tuple[str, Inputs]]:
-    """Yield the scenarios in which the candidate answers; the check of values reports the others."""
+    """Yield the scenarios in which the candidate doesn't raise; the check of values reports the others."""
     for name, x in c.scenarios(seed).items():
         if c.attempt(x) is not None:
             yield name, x

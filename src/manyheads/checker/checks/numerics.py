@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,13 +92,5 @@ def check_half(c: AttentionAdapter, dtype: torch.dtype) -> Check:
     return judge(error, 4 * loss + allowed_error(weights, x), reason, failure)
 
 
-@check("float16", depends_on=("values", "mask"))
-def check_float16(c: AttentionAdapter) -> Check:
-    """Run in float16."""
-    return check_half(c, torch.float16)
-
-
-@check("bfloat16", depends_on=("values", "mask"))
-def check_bfloat16(c: AttentionAdapter) -> Check:
-    """Run in bfloat16."""
-    return check_half(c, torch.bfloat16)
+for name in ("float16", "bfloat16"):
+    check(name, depends_on=("values", "mask"))(partial(check_half, dtype=getattr(torch, name)))

@@ -44,23 +44,23 @@ def check_empty_rows(c: AttentionAdapter) -> Check:
         inputs.append((x.but(need_weights=True), " when weights are asked for"))
     if (both := with_row_emptied_by_two(c, 18)) is not None:
         inputs.append((both, ", masked by the causal mask and another one together"))
-    worst, room, nothing = 0.0, c.allowed_error(x), "a query that may attend to nothing"
+    worst, tolerance, nothing = 0.0, c.allowed_error(x), "a query that may attend to nothing"
     for y, when in inputs:
         got, right = c.run(y), c.exact(y)
         row, expected = (empty_rows(outputs.out, y) for outputs in (got, right))
         if bool(row.isnan().any()):
             return failed(f"{nothing} gives NaN{when}: its weights should be 0.")
         worst = max(worst, largest_difference(row, expected))
-        if worst > room:
+        if worst > tolerance:
             reason = f"{nothing} attends to masked keys{when}: its weights should be 0."
-            return failed(reason, worst, room)
+            return failed(reason, worst, tolerance)
         error, allowed, what = c.compare(y, got, right)
         visible = {n: torch.ones_like(z) for n, z in y.tensors().items() if n in ("keep", "padding")}
         if not error <= allowed and c.is_right(z := y.but(**visible), c.run(z)):
             other = "the output of other queries differs"
             other = other if what == "output" else "the returned weights differ"
             return failed(f"where a query may attend to nothing{when}, {other}.", error, allowed)
-    return passed("weights of 0", worst, room)
+    return passed("weights of 0", worst, tolerance)
 
 
 def empty_rows(out: Tensor, x: Inputs) -> Tensor:

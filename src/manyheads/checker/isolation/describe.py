@@ -1,4 +1,4 @@
-"""What can be known of a candidate without calling it: signature, documentation, parameters, source."""
+"""Describes a candidate without calling it: signature, documentation, parameters, source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one error of a candidate, whatever it raised and wherever it ran."""
+"""The errors of a candidate, in this process or in a separate one."""
 
 from __future__ import annotations
 

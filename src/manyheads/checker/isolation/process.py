@@ -1,10 +1,13 @@
-"""A candidate in a process of its own, with limits on time and memory, ended with all its descendants.
+"""A candidate in a separate process, with limits on time and memory, ended with all its descendants.
 
-This is not a sandbox: the candidate has the user's files, network and rights. What holds: the process is
-spawned anew, with empty standard input and a temporary working folder; each request has a time limit; a
-memory limit applies to what its process tree holds resident (polled every 50 ms), and on Linux to its address
-space; it doesn't outlive the checker; and it answers with data that are checked as they are read, so that no
-print, exit or patched function of its own can become a verdict. It sees no GPU, where neither limit holds.
+This is not a sandbox: the candidate has the user's files, network and permissions. But:
+
+- The process is new, with empty standard input and a temporary working folder, and ends with the checker.
+- Each request has a time limit.
+- A memory limit applies to the resident memory of its process tree (polled every 50 ms), and on Linux to its
+  address space. GPUs are hidden from it, because neither limit applies there.
+- It answers with data that are validated as they are read, so that nothing it prints, and no exit or patched
+  function, can become a verdict.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ TOKEN = "MANYHEADS_CANDIDATE"  # the environment variable that marks its descend
 
 
 class CandidateProcess:
-    """A candidate in a process of its own, with the methods of `Candidate`.
+    """A candidate in a separate process, with the methods of `Candidate`.
 
     Beside what `Candidate` raises, a request raises CandidateError of kind "timeout", "memory", "crash" or
     "protocol", after which the process is ended: open another.
@@ -210,7 +213,7 @@ class CandidateProcess:
             raise ProcessEnded(
                 "timeout",
                 f"{self._current} of {self.target} didn't end within {self._limit:g} s. "
-                "Look for an endless loop, or raise the time limit.",
+                "It may have an endless loop; if not, raise the time limit.",
                 self._tail(),
             )
         used = 0
@@ -220,7 +223,7 @@ class CandidateProcess:
         if used > self.memory:
             raise ProcessEnded(
                 "memory",
-                f"{self._current} of {self.target} held {amount(used)} of memory, and the limit is "
+                f"{self._current} of {self.target} used {amount(used)} of memory, and the limit is "
                 f"{amount(self.memory)}. Allocate less, or raise the memory limit.",
                 self._tail(),
             )
@@ -255,7 +258,7 @@ class CandidateProcess:
 def open_candidate(
     target: Any, timeout: float = 60.0, memory: int = 4 * 2**30
 ) -> Candidate | CandidateProcess:
-    """Open a target's name in a process of its own, or an object in this one, restored when it is closed."""
+    """Open the name of a target in a separate process, or an object in this one, restored by `close`."""
     return CandidateProcess(target, timeout, memory) if isinstance(target, str) else BorrowedCandidate(target)
 
 

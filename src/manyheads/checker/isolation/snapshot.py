@@ -88,7 +88,7 @@ class Snapshot:
     """The content of everything that is reachable from some objects, and the global state."""
 
     def __init__(self, *roots: Any) -> None:
-        self._seen: dict[int, Any] = {}  # id → part; held, so that no id is given twice
+        self._seen: dict[int, Any] = {}  # id → part; a reference, so that no id is reused
         self._filled: set[int] = set()  # storages; tied weights and views share one
         self._globals = _global_state()
         # Tensors are pointed at their storages first, then storages are filled, then the rest is restored.
@@ -120,7 +120,7 @@ class Snapshot:
                 kept.clear()
 
     def _keep(self, part: Any) -> Iterator[Any]:
-        """Keep the content of one part, and yield what it holds."""
+        """Keep the content of one part, and yield the parts inside it."""
         if isinstance(part, Tensor):
             yield from self._keep_tensor(part)
         if isinstance(part, type):
@@ -320,7 +320,7 @@ def _class_writer(part: Any) -> Callable[[], None]:
 
 
 def _state_of(part: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return how to read and write the content of an object that holds it outside of Python, or None."""
+    """Return how to read and write the content of an object whose content isn't in attributes, or None."""
     if isinstance(part, torch.Generator):
         return part.get_state, part.set_state
     if isinstance(part, random.Random) and not isinstance(part, random.SystemRandom):
