@@ -3,7 +3,7 @@
 A message is the length of the header (8 bytes, big-endian), the header (JSON: a tree, and the dtype, shape
 and strides of its tensors), and the bytes of each tensor. The reader trusts nothing: it checks the header
 against the limit before it allocates memory, allocates as bytes arrive, and checks the fields of each record
-against its class. A message that can't be read is a CandidateError of kind "protocol".
+against its class. A message that can't be read raises ProcessEnded of kind "protocol".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from manyheads.checker.isolation.candidate import Answer, Call, Change
 from manyheads.checker.isolation.describe import Argument, Description
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import ProcessEnded
 from manyheads.checker.isolation.trees import Foreign, to_bytes, with_strides
 from manyheads.trees import DTYPES, NAMES, expect, pack, unpack
 
@@ -29,7 +29,7 @@ RECORDS = {record.__name__: record for record in (Call, Answer, Change, Descript
 
 def reject(problem: str) -> NoReturn:
     """Raise the error of a message that can't be read."""
-    raise CandidateError("protocol", f"Expected a message that can be read from the process, got {problem}.")
+    raise ProcessEnded("protocol", f"Expected a message that can be read from the process, got {problem}.")
 
 
 # -- writing ---------------------------------------------------------------------------------------
