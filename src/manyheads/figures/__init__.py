@@ -384,8 +384,8 @@ def measures(
     figure = Picture(figsize=(width, 0.22 * len(order) + 1.4), dpi=cells.DPI, layout="constrained")
     axes = figure.subplots()
     drawn = heatmaps.draw_heatmap(axes, Panel(shares, *shares.shape), Normalize(0, 1), (0, 0))
-    for (i, j), share in np.ma.ndenumerate(shares):
-        heatmaps.write_number(axes, i, j, f"{numbers[order[i], j]:,.{digits[j]}f}", drawn.cmap(share))
+    texts = {(i, j): f"{x:,.{digits[j]}f}" for (i, j), x in np.ma.ndenumerate(numbers[order])}
+    heatmaps.write_numbers(drawn, texts)
     axes.set_yticks(range(len(order)), labels, parse_math=False)
     axes.set_xticks(range(len(names)), columns, parse_math=False, rotation=40, ha="left")
     axes.tick_params(labelsize=8, length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
