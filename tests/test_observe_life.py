@@ -472,7 +472,7 @@ def test_kernels_called_by_name_raise(kernel: str):
     model, x = ByName(kernel).eval(), randn(2, 5, E)
     with torch.no_grad():
         model(x)
-        with raises(ValueError, f"calls the kernel {kernel} … by its name"), observe(model):
+        with raises(ValueError, f"calls the kernel {kernel} … directly"), observe(model):
             model(x)
 
 

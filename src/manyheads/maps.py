@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyheads import kernels, scores, statistics
+from manyheads import extras, kernels, scores, statistics
 from manyheads.kernels import native
 from manyheads.masks import Lengths, Mask, Rule
 from manyheads.scores import Problem, Rows
@@ -423,10 +423,8 @@ class AttentionMap:
         A script that would end goes on with `view().wait()`. TypeError or ValueError for what can't be shown,
         OSError for a port that is taken.
         """
-        from manyheads import viewer
-
         self._fresh()
-        return viewer.view(self, *others, port=port, browser=browser)
+        return extras.view(self, *others, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the map, its tokens and provenance into a safetensors file at path: see docs/format.md.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyheads import storage
+from manyheads import extras, storage
 from manyheads.maps import AttentionMap
 from manyheads.observe.generation import checksums, join, reached_keys
 from manyheads.observe.summaries import Call, Reduced
@@ -195,9 +195,7 @@ class Recording(Mapping[Any, Any]):
             TypeError, ValueError: For what can't be shown.
             OSError: If the port is in use.
         """
-        from manyheads import viewer
-
-        return viewer.view(self, *others, port=port, browser=browser)
+        return extras.view(self, *others, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything into a safetensors file, which `manyheads.open_run` reads (docs/format.md).

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from manyheads import extras
+
 if TYPE_CHECKING:
     from manyheads.viewer.server import Server
 
@@ -22,10 +24,7 @@ def require_server() -> type[Server]:
     try:
         from manyheads.viewer.server import Server
     except ImportError as error:
-        raise ImportError(
-            f"The viewer needs {error.name}, which isn't installed. "
-            "Run pip install '.[view]' in a clone of manyheads."
-        ) from None
+        raise extras.missing("The viewer", error.name, "view") from None
     return Server
 
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from manyheads import scores
 from manyheads.maps import AttentionMap
-from manyheads.measures import MAP_MASKS, TOKEN_MASKS
+from manyheads.measures import MAP_MASKS, TOKEN_MASKS, UNITS
 from manyheads.observe import Recording, open_run
 from manyheads.observe.summaries import Reduced
 from manyheads.observe.table import score_heads
@@ -53,6 +53,7 @@ SAMPLES = 128  # of them
 SCAN_TIMEOUT = 3.0  # seconds after the last request for a scan until it stops
 LINE = 4096  # weights around a token that a row or column holds
 LARGEST = 12  # the largest weights of a row or column
+BARS = ("previous_token", "first_token", "induction", "entropy")  # the head scores on a card of the overview
 
 Answer = bytes | str  # binary, or JSON
 Steps = Generator[None, None, Any]  # yields where other requests may be served, and returns an answer
@@ -115,26 +116,23 @@ class ViewedRun:
         if isinstance(source, str | PathLike):
             path = Path(fspath(source))
             title, source = path.stem, open_run(path)
-        calls: list[tuple[str, Any]]
         if isinstance(source, AttentionMap):
-            calls = [("attention", source)]
+            calls: dict[str, list[Any]] = {"": [source]}
         elif isinstance(source, Recording):
-            calls = []
-            for name in source:
-                several = source.calls(name)
-                label = name or "attention"
-                calls += [
-                    (label if len(several) == 1 else f"{label}, call {n}", c) for n, c in enumerate(several)
-                ]
+            calls = {name: source.calls(name) for name in source}
             title = str(source.provenance.get("model", title))
         else:
             raise TypeError(
                 f"Expected Recording, AttentionMap or a path to a file of either, got {kind(source)}."
             )
-        calls = [(label, call) for label, call in calls if all(call.shape)]
-        if not calls:
+        layers: list[Layer] = []
+        for name, several in calls.items():
+            for n, call in enumerate(several):
+                if all(call.shape):
+                    label = (name or "attention") + (f", call {n}" if len(several) > 1 else "")
+                    layers.append(Layer(label, _on_cpu(call), len(layers)))
+        if not layers:
             raise ValueError("Nothing to show: expected an attention call with a query and a key, got none.")
-        layers = [Layer(label, _on_cpu(call), n) for n, (label, call) in enumerate(calls)]
         return cls(title, layers, source.provenance, path)
 
     def check_file(self) -> None:
@@ -230,17 +228,18 @@ class Api:
             address: One of those listed above.
 
         Returns:
-            A future, which may be cancelled. It raises LookupError for an index out of range, FileChanged
-            for a file that changed.
-
-        Raises:
-            LookupError: There is no such address.
+            A future, which may be cancelled. It raises LookupError for an unknown address or an index out of
+            range, and FileChanged for a file that changed.
         """
         word, *parts = address.split("/")
-        handler, priority = self._handlers.get(word, (None, 0))
-        if handler is None or len(parts) != len(inspect.signature(handler).parameters):
-            raise LookupError(f"Unknown address {address[:80]!r}.")
-        return self.worker.submit(lambda: handler(*parts), priority)
+        handler, priority = self._handlers.get(word, (None, URGENT))
+
+        def answer() -> Answer | Steps:
+            if handler is None or len(parts) != len(inspect.signature(handler).parameters):
+                raise LookupError(f"Unknown address {address[:80]!r}.")
+            return handler(*parts)
+
+        return self.worker.submit(answer, priority)
 
     def close(self) -> None:
         """Stop computing."""
@@ -253,20 +252,22 @@ class Api:
         found.check_file()
         return found
 
-    def _layer(self, run: str, layer: str) -> Layer:
+    def _layer(self, run: str, layer: str, batch: str) -> tuple[Layer, int]:
+        """Return a layer and the index of a sequence."""
         layers = self._run(run).layers
-        return layers[parse_index(layer, len(layers), "layer")]
+        found = layers[parse_index(layer, len(layers), "layer")]
+        return found, parse_index(batch, found.call.shape[0], "batch entry")
 
     def _pyramid(self, run: str, layer: str, head: str, batch: str) -> Pyramid:
-        amap = self._layer(run, layer).map
-        h = parse_index(head, amap.shape[1], "head")
-        b = parse_index(batch, amap.shape[0], "batch entry")
-        key = int(run), int(layer), h, b
-        found = self._pyramids.get(key) or Pyramid(amap.only(b, h))
-        self._pyramids[key] = found  # it may have grown since it was last used
-        return found
+        found, b = self._layer(run, layer, batch)
+        key = int(run), int(layer), parse_index(head, found.map.shape[1], "head"), b
+        pyramid = self._pyramids.get(key) or Pyramid(found.map.only(b, key[2]))
+        self._pyramids[key] = pyramid  # it may have grown since it was last used
+        return pyramid
 
     def _runs(self) -> str:
+        from matplotlib import colormaps
+
         runs = []
         for run in self.runs:
             trained = run.provenance.get("extrapolated_from")
@@ -277,22 +278,30 @@ class Api:
                     "extrapolated_from": trained if isinstance(trained, int) else None,
                 }
             )
-        return json.dumps({"runs": runs, "side": SIDE, "max_weights": MAX_WEIGHTS, "colors": _colors()})
+        viridis = colormaps["viridis"](range(256), bytes=True)[:, :3]  # legible without colour vision
+        info = {
+            "runs": runs,
+            "side": SIDE,
+            "max_weights": MAX_WEIGHTS,
+            "colors": bytes(viridis).hex(),
+            "scores": {name: UNITS.get(name, "") for name in (*MAP_MASKS, *TOKEN_MASKS, *UNITS)},
+            "bars": BARS,
+        }
+        return json.dumps(info)
 
     def _tokens(self, run: str, layer: str, batch: str) -> str:
-        call = self._layer(run, layer).call
-        b = parse_index(batch, call.shape[0], "batch entry")
-        keys, queries, first = key_labels(call, b), None, None
-        if isinstance(call, AttentionMap):
-            first = first_position(call, b)
+        found, b = self._layer(run, layer, batch)
+        keys, queries, first = key_labels(found.call, b), None, None
+        if isinstance(found.call, AttentionMap):
+            first = first_position(found.call, b)
         if keys is not None and first is not None:
-            positions = range(first, first + call.shape[2])
+            positions = range(first, first + found.call.shape[2])
             queries = [keys[n] if 0 <= n < len(keys) else "" for n in positions]
         return json.dumps({"queries": queries, "keys": keys, "first": first})
 
     def _scores(self, run: str, layer: str, batch: str) -> Steps:
-        call = self._layer(run, layer).call
-        b = parse_index(batch, call.shape[0], "batch entry")
+        found, b = self._layer(run, layer, batch)
+        call = found.call
         if isinstance(call, AttentionMap):
             amap = call if call.shape[0] == 1 else call.only(batch=b)
             columns, sampled = yield from head_scores(amap, self.runs[int(run)].ids(amap))
@@ -347,9 +356,9 @@ class Api:
 
     def _line(self, axis: str, run: str, layer: str, heads: str, index: str, batch: str) -> str:
         """Return the weights of a query or key, averaged over heads: those around it, and the largest."""
-        amap, is_row = self._layer(run, layer).map, axis == "query"
+        found, b = self._layer(run, layer, batch)
+        amap, is_row = found.map, axis == "query"
         _, h, t, s = amap.shape
-        b = parse_index(batch, amap.shape[0], "batch entry")
         chosen = range(h) if heads == "all" else [parse_index(part, h, "head") for part in heads.split(",")]
         place = parse_index(index, t if is_row else s, axis)
         weights = torch.zeros(s if is_row else t)
@@ -361,14 +370,9 @@ class Api:
         if len(weights) > LINE:
             start = max(0, min(place - LINE // 2, len(weights) - LINE))
         top = weights.topk(min(LARGEST, len(weights)))
-        largest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return json.dumps(
-            {
-                "first": start,
-                "weights": weights[start : start + LINE].tolist(),
-                "top": [[n, weight] for n, weight in largest if weight],
-            }
-        )
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        largest = [[n, weight] for n, weight in pairs if weight]
+        return json.dumps({"first": start, "weights": weights[start : start + LINE].tolist(), "top": largest})
 
 
 def _describe(layer: Layer) -> dict[str, Any]:
@@ -383,13 +387,6 @@ def _describe(layer: Layer) -> dict[str, Any]:
         "mask": "no mask" if mask is None else str(mask),
         "has_weights": layer.has_weights,
     }
-
-
-def _colors() -> str:
-    """Return the colours from 0 to 1 as 256 × rrggbb: viridis, legible without colour vision."""
-    from matplotlib import colormaps
-
-    return bytes(colormaps["viridis"](range(256), bytes=True)[:, :3]).hex()
 
 
 def pack_tile(tile: Tile, exact: bool = False) -> bytes:

@@ -63,10 +63,10 @@ class Export:
             tiles.mkdir()
             for address, answer in self._answers(progress):
                 if address.startswith("tiles/"):
-                    script = f"manyheadsLoaded({json.dumps(address)},{json.dumps(_base64(answer))})"
+                    script = f"manyheadsLoaded({json.dumps(address)},{json.dumps(answer)})"
                     (tiles / f"{address.replace('/', '-')}.js").write_text(script, encoding="ascii")
                 else:
-                    answers[address] = _base64(answer)
+                    answers[address] = answer
             with replacing(self.path) as file:
                 file.write(build_page(answers, self.folder.name).encode())
                 tiles.rename(self.folder)
@@ -74,15 +74,14 @@ class Export:
 
     def page(self, picture: bytes | None = None, progress: Progress = lambda share: None) -> str:
         """Return all of it as one page; picture: a PNG shown where scripts don't run."""
-        answers = {address: _base64(answer) for address, answer in self._answers(progress)}
-        return build_page(answers, None, picture)
+        return build_page(dict(self._answers(progress)), None, picture)
 
-    def _answers(self, progress: Progress) -> Iterator[tuple[str, bytes]]:
-        """Yield every address of a page with its answer."""
+    def _answers(self, progress: Progress) -> Iterator[tuple[str, str]]:
+        """Yield every address of a page with its answer as base64."""
 
-        def answer(address: str) -> tuple[str, bytes]:
+        def answer(address: str) -> tuple[str, str]:
             found = self.api.request(address).result()
-            return address, found.encode() if isinstance(found, str) else found
+            return address, _base64(found.encode() if isinstance(found, str) else found)
 
         yield answer("runs")
         layers = [(r, n, layer) for r, run in enumerate(self.api.runs) for n, layer in enumerate(run.layers)]
@@ -97,12 +96,12 @@ class Export:
                     place, pyramid = f"{run}/{n}/{head}", Pyramid(layer.map.only(batch, head))
                     for _ in pyramid.scan():
                         pass
-                    yield f"marginals/{place}/{batch}", pack_marginals(pyramid)
-                    yield f"scan/{place}/{batch}", json.dumps({"progress": 1, "complete": True}).encode()
+                    yield f"marginals/{place}/{batch}", _base64(pack_marginals(pyramid))
+                    yield f"scan/{place}/{batch}", _base64(b'{"progress": 1, "complete": true}')
                     tiles = _tiles(pyramid.t, pyramid.s)
                     for m, (level, x, y) in enumerate(tiles):
                         packed = pack_tile(pyramid.tile(level, x, y), exact=not (level or self.has_folder))
-                        yield f"tiles/{place}/{level}/{x}/{y}/{batch}", packed
+                        yield f"tiles/{place}/{level}/{x}/{y}/{batch}", _base64(packed)
                         progress((done + (m + 1) / len(tiles)) / count)
                     done += 1
 

@@ -98,7 +98,7 @@ class App {
     if (!["mean", "max"].includes(state.pooling)) state.pooling = "max";
     if (!["linear", "log"].includes(state.scale)) state.scale = "linear";
     if (!Object.hasOwn(THEMES, state.theme)) state.theme = null;
-    for (const name of ["sort", "score"]) if (!SCORES.includes(state[name])) state[name] = "";
+    for (const name of ["sort", "score"]) if (!Object.hasOwn(this.info.scores, state[name])) state[name] = "";
     if (!Number.isFinite(state.minimum)) state.minimum = 0;
     clamp(state);
     if (state.second) clamp((state.second = { ...state.second }));
