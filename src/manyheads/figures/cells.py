@@ -1,6 +1,6 @@
-"""From weights to the cells of a heat map: as many as fit a panel, masked where nothing may attend.
+"""The cells of a heat map: weights, or pooled weights if there are more than fit a panel.
 
-Maps pool themselves in one pass over their tiles, never from the matrix; tensors are pooled the same way.
+Maps are pooled in one pass over their tiles, without building the matrix; tensors are pooled the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Weights = AttentionMap | Tensor
 Layers = AttentionMap | Sequence[AttentionMap] | Mapping[str, AttentionMap]
 Labels = Sequence[str]
 AxisLabels = tuple[list[str] | None, list[str] | None]  # of queries, of keys
-Cells = Any  # a numpy masked array [rows, cols]; masked = no pair of the cell may attend
+Cells = Any  # a numpy masked array [rows, cols]; masked: all weights of the cell are masked
 Heads = AttentionMap | list[Cells]  # of one sequence: a map of b = 1, or each head's weights
 
 DPI = 150
@@ -38,7 +38,7 @@ class Panel(NamedTuple):
 
 
 class Visible(Reduction):
-    """How many pairs of each cell may attend, `[b, h, rows, cols]`: none in a masked cell."""
+    """The number of visible pairs of query and key in each cell, `[b, h, rows, cols]`."""
 
     def __init__(self, rows: int, cols: int) -> None:
         self.rows, self.cols = rows, cols

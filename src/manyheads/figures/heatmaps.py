@@ -239,9 +239,9 @@ def write_numbers(image: AxesImage, numbers: Mapping[Any, str]) -> None:
 def weight_scale(panels: list[Panel]) -> Normalize:
     """Return a colour scale from 0 to the largest weight of a query with some choice of keys.
 
-    The first queries of a causal text share their weight among few keys, and would set the scale for
-    all others: to count, a query sees more than one, and an eighth of what any sees. The weights of
-    long texts are small and many: their scale is that of the square roots.
+    The first queries of a causal text share their weight among few keys, and would set the scale for all
+    others. So a query counts only if it has more than one visible key, and an eighth of the most that any
+    query has. Long texts have many small weights, for which the scale is that of square roots.
     """
     visible = [panel.cells.count(axis=1) for panel in panels]
     free = [panel.cells[n > max(1, n.max() / 8)] for panel, n in zip(panels, visible, strict=True)]

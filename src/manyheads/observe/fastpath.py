@@ -40,19 +40,26 @@ def skips_padding(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     return kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None) is not None
 
 
+def _is_from(package: str, hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith(package)
+
+
 def has_other_hooks(module: nn.Module) -> bool:
     """Return True if a user's hooks, which mustn't run twice, are attached to a module or a part of it."""
     return any(
-        not getattr(hook, "__module__", "").startswith("manyheads.")
+        not _is_from("manyheads.", hook)
         for part in module.modules()
         for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     )
 
 
 def without_hooks(module: nn.Module) -> nn.Module:
-    """Return a copy of a module without forward hooks, which shares the parameters of the original."""
+    """Return a copy of a module without the hooks of `observe`, which shares the original's parameters."""
     plain = copy(module)
     children = module._modules.items()
     plain._modules = {name: None if child is None else without_hooks(child) for name, child in children}
-    plain._forward_hooks, plain._forward_pre_hooks = OrderedDict(), OrderedDict()
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = getattr(module, name).items()
+        kept = OrderedDict((key, hook) for key, hook in hooks if not _is_from("manyheads.observe", hook))
+        setattr(plain, name, kept)
     return plain

@@ -1,9 +1,9 @@
-"""What `manyheads show` finds out about a text: maps, head scores and findings, as pictures and as JSON.
+"""The steps of `manyheads show`, from a text to findings, pictures and JSON.
 
     text → tokens → maps, one per layer → head scores and findings → pictures, JSON, or `terminal`
 
-Each step can be called from Python. Everything that can be wrong with the input is checked in `read_text`,
-`read`, `choose_head` and `check_format`, before the first line is printed.
+Each step can be called from Python. `read_text`, `read`, `choose_head` and `check_format` check the input
+before the first line is printed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 COUNTERFACTUAL = "what if nothing were masked"
-AHEAD = {"next_token", "last_token"}  # which no causal head has
+AHEAD = {"next_token", "last_token"}  # scores of later keys, which are masked for causal heads
 LONGEST = 32_768  # tokens that --long reads
-CELLS = 128  # about the cells on a side of a small picture
+CELLS = 128  # on each side of a small picture, about
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Reading:
 
     def title(self, layer: int, head: int) -> str:
         """Return a title for a head: its most interesting finding, or its name."""
-        best = next(one for one in self.candidates if (one.layer, one.head) == (layer, head))
+        best = next(found for found in self.candidates if (found.layer, found.head) == (layer, head))
         return self.describe(best) if select_findings([best]) else name_head(layer, head)
 
     @cached_property
@@ -141,13 +141,13 @@ def read_text(text: str | None, file: str | None) -> str:
 
     Args:
         text: The text, or None.
-        file: The path of a file, - for standard input, or None. A newline at its end isn't part of the text.
+        file: The path of a file, - for standard input, or None. A newline at its end is left out.
 
     Returns:
         The text.
 
     Raises:
-        ValueError: Unless one of both is given, and if the text is blank or isn't UTF-8.
+        ValueError: If none or both of them are given, or the text is blank or isn't UTF-8.
         OSError: If the file can't be read.
     """
     if (text is None) == (file is None):
@@ -214,7 +214,7 @@ def read(
     notes = list(reader.notes)
     tokens = every = reader.encode(text, None)
     if not tokens:
-        raise ValueError(f"Expected a text with tokens, got one of which {reader.name} reads none.")
+        raise ValueError(f"Expected a text with tokens, got one without any for {reader.name}.")
     trained = reader.context
     most = max(LONGEST, trained) if long and trained is not None else trained
     if most is not None and len(every) > most:
@@ -336,7 +336,8 @@ def choose_head(reading: Reading, layer: int | None = None, head: int | None = N
     heads = max(amap.shape[1] for n, amap in enumerate(reading.maps) if layer in (None, n))
     if head is not None and not 0 <= head < heads:
         raise ValueError(f"Expected --head to be between 0 and {heads - 1}, got {head}.")
-    best = next(one for one in reading.candidates if layer in (None, one.layer) and head in (None, one.head))
+    candidates = (found for found in reading.candidates if layer in (None, found.layer))
+    best = next(found for found in candidates if head in (None, found.head))
     return best.layer, best.head
 
 
@@ -360,7 +361,7 @@ def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dic
     if trained is not None:
         note = f"\nbelow the line, from token {trained} on, beyond the trained context: extrapolated"
     title = reading.title(layer, head) + note
-    if masked or not hides_keys(amap):
+    if masked or not has_masked_keys(amap):
         detail = figures.head(amap, labels, head=head, title=title)
     else:
         causal = amap.problem.mask is not None and amap.problem.mask.normal().band[1] == 0
@@ -380,8 +381,8 @@ def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dic
     return {"overview": overview, f"layer{layer}-head{head}": detail}
 
 
-def hides_keys(amap: AttentionMap) -> bool:
-    """Return True if the mask hides any key from any query."""
+def has_masked_keys(amap: AttentionMap) -> bool:
+    """Return True if any key is masked for any query."""
     return not scores.sees_all(replace(amap.problem, bias=None), slice(None), slice(None))
 
 

@@ -28,7 +28,7 @@ SHARED = {f"transformers.integrations.{name}_attention": name for name in ("sdpa
 
 FIRST = ("module", "query", "key", "value", "attention_mask")
 
-# The options of a kernel that a Problem can express, and the unsupported ones of flash kernels (packed inputs).
+# Options of kernels that a Problem can express, and those of flash kernels that it can't (packed inputs).
 SUPPORTED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
 PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "block_table"}
 
