@@ -222,9 +222,9 @@ LAZY = {
                 return attention(x, x, x)
         layer, x = Layer(), torch.randn(1, 2, 3, 4)
         layer(x)
-        with m.observe(layer) as seen:
+        with m.observe(layer) as recording:
             layer(x)
-        assert len(seen) == 1
+        assert len(recording) == 1
     """,
 }
 

@@ -98,7 +98,7 @@ class Export:
                         pass
                     yield f"marginals/{place}/{batch}", _base64(pack_marginals(pyramid))
                     yield f"scan/{place}/{batch}", _base64(b'{"progress": 1, "complete": true}')
-                    tiles = _tiles(pyramid.t, pyramid.s)
+                    tiles = _tiles(pyramid)
                     for m, (level, x, y) in enumerate(tiles):
                         packed = pack_tile(pyramid.tile(level, x, y), exact=not (level or self.has_folder))
                         yield f"tiles/{place}/{level}/{x}/{y}/{batch}", _base64(packed)
@@ -166,16 +166,14 @@ def _select(run: ViewedRun, layer: int | None, heads: Sequence[int] | None) -> V
     return ViewedRun(run.title, layers, run.provenance)
 
 
-def _tiles(t: int, s: int) -> list[tuple[int, int, int]]:
+def _tiles(pyramid: Pyramid) -> list[tuple[int, int, int]]:
     """Return level, x and y of all tiles of a head up to a single one, and of its thumbnail."""
     tiles = []
-    for level in range(64):
-        down, across = -(-t // (SIDE << level)), -(-s // (SIDE << level))
+    for level in range(pyramid.top + 1):
+        down, across = -(-pyramid.t // (SIDE << level)), -(-pyramid.s // (SIDE << level))
         tiles += [(level, x, y) for y in range(down) for x in range(across)]
-        if down * across == 1:
-            break
-    if max(t, s) > SIDE:
-        tiles.append(((-(-max(t, s) // 64) - 1).bit_length(), 0, 0))
+    if pyramid.top:
+        tiles.append(((-(-max(pyramid.t, pyramid.s) // 64) - 1).bit_length(), 0, 0))
     return tiles
 
 

@@ -545,18 +545,18 @@ class Compiling(torch.nn.Module):
         return torch.compile(Attention(), backend="eager", fullgraph=True)(x)
 
 plain, compiling, x, compile = Attention(), Compiling(), torch.randn(1, 2, 5, 8), torch.compile
-with observe(plain) as seen:
+with observe(plain) as recording:
     plain(x)
-assert len(seen) == 1 and "torch._dynamo" not in sys.modules
-with observe(compiling) as seen:
+assert len(recording) == 1 and "torch._dynamo" not in sys.modules
+with observe(compiling) as recording:
     compiling(x)
     compiling(x)
     assert torch._dynamo.eval_frame._stance.stance == "force_eager"
-assert [len(seen.calls(name)) for name in seen] == [2]
+assert [len(recording.calls(name)) for name in recording] == [2]
 assert torch._dynamo.eval_frame._stance.stance == "default" and torch.compile is compile
-with observe(compiling) as seen:
+with observe(compiling) as recording:
     compiling(x)
-assert len(seen) == 1
+assert len(recording) == 1
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
