@@ -383,7 +383,7 @@ def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dic
 
 def has_masked_keys(amap: AttentionMap) -> bool:
     """Return True if any key is masked for any query."""
-    return not scores.sees_all(replace(amap.problem, bias=None), slice(None), slice(None))
+    return not scores.is_fully_visible(replace(amap.problem, bias=None), slice(None), slice(None))
 
 
 def check_format(name: str) -> str:

@@ -206,7 +206,7 @@ class Call:
         some, mask = self.query[:, :, rows], _take_rows(self.mask, rows)
         eager, _ = self.kernel.function(self.module, some, self.key, self.value, mask, **options)
         self.compare(problem, eager, only_rows=True)  # [b, r, h, w]
-        _, out, lse = kernels.run(problem)  # [b, h, t, w], [b, h, t]
+        _, out, lse, _ = kernels.run(problem)  # [b, h, t, w], [b, h, t]
         if lse is not None:  # in fully masked rows, eager attention gives all keys the same weight
             mean = problem.v.mean(2, keepdim=True)  # [b, g, 1, w]
             mean = mean.repeat_interleave(problem.shape.h // problem.shape.g, 1)  # [b, h, 1, w]
