@@ -724,7 +724,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep": 3}, TypeError, "Expected keep to be … got an int"),
     ({"keep": None}, TypeError, "Expected keep to be … got a NoneType"),
     ({"keep": []}, ValueError, "keep"),
-    ({"keep": ["entropie"]}, ValueError, "There is no statistic 'entropie' to keep, but entropy, "),
+    ({"keep": ["entropie"]}, ValueError, "Expected statistics among entropy, … got 'entropie'"),
     ({"keep": ["top"]}, TypeError, "the statistic top takes k"),
     ({"keep": {"entropy": 3}}, TypeError, "the statistic entropy takes no arguments"),
     ({"keep": {"previous_token": 4}}, TypeError, "previous_token"),
