@@ -125,8 +125,9 @@ class Pass:
         self.problem, self.reductions = problem, reductions
         self.fused: dict[int, Spec] = {}  # by the first row that counts
         self.fused_reductions: list[Reduction] = []
-        for reduction in reductions:
-            reduction.begin(problem)
+        with torch.no_grad(), scores.exactly(problem.q.device):
+            for reduction in reductions:
+                reduction.begin(problem)
         for reduction in reductions if kernels.fuses(problem) else ():
             spec = reduction.spec() if reduction.start < problem.shape.t else None
             if spec is not None:
