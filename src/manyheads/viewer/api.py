@@ -1,20 +1,21 @@
 """The viewer's data: the runs that it shows, and an answer to every address that a page requests.
 
-    runs                                     what there is to show, JSON
+    runs                                     the runs, their layers, and the names of head scores, JSON
     tokens/RUN/LAYER/BATCH                   labels of "queries" and "keys", lists or null, and the key at the
                                              "first" query's position, null in cross-attention; JSON
     scores/RUN/LAYER/BATCH                   head scores of every head, JSON
     tiles/RUN/LAYER/HEAD/LEVEL/X/Y/BATCH     cells of weights (`pyramid.Tile`), binary
-    marginals/RUN/LAYER/HEAD/BATCH           what each key receives [s] and each query's entropy [t], binary
+    marginals/RUN/LAYER/HEAD/BATCH           the weight that each key receives [s], and the entropy of each
+                                             query [t], binary
     scan/RUN/LAYER/HEAD/BATCH                start or continue the scan that computes both, JSON: its progress
-    weight/RUN/LAYER/HEAD/I/J/BATCH          one weight, JSON
+    weight/RUN/LAYER/HEAD/I/J/BATCH          a single weight, JSON
     row/RUN/LAYER/HEADS/I/BATCH              a query's weights, averaged over heads ("0,3" or "all"), JSON
     column/RUN/LAYER/HEADS/J/BATCH           a key's weights, likewise
 
 Over HTTP they are below `data/`. RUN, LAYER, HEAD and BATCH count from 0. Binary answers are four
 little-endian uint32 (sampled, planes, rows, columns), then float16 times 2^15, or plain float32 in
 `marginals` and in exported pages; nothing follows where a tile is masked entirely, or a scan isn't complete.
-An address holds numbers and one of these words, never a path.
+An address consists of one of these words and numbers, and is never a path.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ TILE_BYTES = 24 * 2**20  # of the cache of tiles
 EXACT_WEIGHTS = 2**27  # head scores of a layer with more are estimated from some queries
 SAMPLES = 128  # of them
 SCAN_TIMEOUT = 3.0  # seconds after the last request for a scan until it stops
-LINE = 4096  # weights around a token that a row or column holds
+LINE = 4096  # weights around a token in the answer for a row or column
 LARGEST = 12  # the largest weights of a row or column
 BARS = ("previous_token", "first_token", "induction", "entropy")  # the head scores on a card of the overview
 
@@ -60,7 +61,7 @@ Steps = Generator[None, None, Any]  # yields where other requests may be served,
 
 
 class FileChanged(Exception):
-    """The file of a run was removed or changed, so that what was mapped into memory is gone."""
+    """The file of a run, which is mapped into memory, was removed or changed."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Layer:
 
 
 class ViewedRun:
-    """A run as the viewer shows it: what one object or file holds, layer by layer."""
+    """The layers of a recording, of a single map, or of a file of either."""
 
     def __init__(
         self, title: str, layers: list[Layer], provenance: Mapping[str, Any], path: Path | None = None
@@ -153,7 +154,7 @@ class ViewedRun:
 
 
 def _stamp(path: Path | None) -> tuple[int, ...] | None:
-    """Return what changes when a file does; None if there is none."""
+    """Return numbers that change with a file; None if there is no file."""
     try:
         found = None if path is None else path.stat()
     except OSError:
@@ -167,7 +168,7 @@ def _on_cpu(call: Any) -> Any:
 
 
 def key_labels(call: AttentionMap | Reduced, batch: int) -> list[str] | None:
-    """Return the labels of one sequence's keys; None without labels."""
+    """Return the labels of the keys of a sequence; None without labels."""
     tokens = call.tokens
     if not tokens or isinstance(tokens[0], str):
         return None if tokens is None else [str(label) for label in tokens]
@@ -187,7 +188,7 @@ class Api:
     """Answers the addresses that pages request; one worker computes all answers.
 
     Args:
-        *sources: One or several of what `ViewedRun.of` takes.
+        *sources: Recordings, maps or paths of files, at least one.
 
     Raises:
         ValueError: No source was given.
@@ -362,7 +363,7 @@ class Api:
         chosen = range(h) if heads == "all" else [parse_index(part, h, "head") for part in heads.split(",")]
         place = parse_index(index, t if is_row else s, axis)
         weights = torch.zeros(s if is_row else t)
-        for head in chosen:  # one by one, as all of them may take much memory
+        for head in chosen:  # not all at once, which may take much memory
             weights += (amap[b, head, place] if is_row else amap[b, head, :, place]) / len(chosen)
         start, first = 0, first_position(amap, b)
         if first is not None:
@@ -376,7 +377,7 @@ class Api:
 
 
 def _describe(layer: Layer) -> dict[str, Any]:
-    """Return what a page knows of a layer from the start."""
+    """Return the description of a layer for a page."""
     call = layer.call
     mask = call.problem.mask if isinstance(call, AttentionMap) else None
     return {
@@ -398,7 +399,7 @@ def pack_tile(tile: Tile, exact: bool = False) -> bytes:
 
 
 def pack_marginals(pyramid: Pyramid) -> bytes:
-    """Return what keys receive [s] and entropies [t] as they are sent; without numbers before a scan."""
+    """Return the weights that keys receive [s], and entropies [t], as they are sent; none before a scan."""
     if pyramid.received is None or pyramid.entropy is None:
         return struct.pack("<4I", 0, 0, pyramid.t, pyramid.s)
     numbers = torch.cat((pyramid.received, pyramid.entropy)).float().numpy()
@@ -415,9 +416,10 @@ def parse_index(text: str, size: int, name: str) -> int:
 def head_scores(
     amap: AttentionMap, ids: Tensor | None
 ) -> Generator[None, None, tuple[dict[str, Tensor], int]]:
-    """Compute the scores of every head of one sequence in steps: `[h]` by name, and how queries were sampled.
+    """Compute the scores of every head of one sequence in steps.
 
-    That number is 1 if all queries were read; of a large layer the scores are those of 1 query in so many.
+    Returns:
+        The scores `[h]` by name, and n if they are those of 1 query in n, as in a large layer.
     """
     _, h, t, s = amap.shape
     problem = amap.problem

@@ -1,4 +1,4 @@
-"""The viewer as a file to send: one page that opens from a disk, with all weights in it.
+"""The viewer as a file to send: a page with all weights, which opens from a disk.
 
 A page with many weights has a folder of tiles beside it.
 """
@@ -11,14 +11,14 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from manyheads.shapes import amount
 from manyheads.storage import replacing
 from manyheads.viewer import assets
-from manyheads.viewer.api import Api, Layer, ViewedRun, pack_marginals, pack_tile
+from manyheads.viewer.api import Api, ViewedRun, pack_marginals, pack_tile
 from manyheads.viewer.pyramid import SIDE, Pyramid
 
 PAGE_BYTES = 40e6  # of weights that go into the page itself
@@ -27,9 +27,9 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Export:
-    """What to write: `description` tells how much, `write` writes it.
+    """A page to write: `description` gives its size, `write` writes it.
 
-    weight_bytes: Bytes of weights, as text. has_folder: Tiles go into a folder beside the page.
+    weight_bytes: Bytes of weights, as text. has_folder: Tiles are written into a folder beside the page.
     """
 
     api: Api
@@ -44,13 +44,13 @@ class Export:
 
     @property
     def description(self) -> str:
-        """What will be written, and its size."""
+        """The files, and their size."""
         size = amount(self.weight_bytes + len(assets.script()) + 30_000)
         beside = f" and the folder {self.folder.name} beside it" if self.has_folder else ""
         return f"{self.path}{beside} will take about {size}"
 
     def write(self, progress: Progress = lambda share: None) -> list[Path]:
-        """Write it, whole or not at all, and return the paths; OSError if the folder exists already."""
+        """Write all files or none, and return their paths; OSError if the folder exists already."""
         if not self.has_folder:
             with replacing(self.path) as file:
                 file.write(self.page(progress=progress).encode())
@@ -73,7 +73,7 @@ class Export:
         return [self.path, self.folder]
 
     def page(self, picture: bytes | None = None, progress: Progress = lambda share: None) -> str:
-        """Return all of it as one page; picture: a PNG shown where scripts don't run."""
+        """Return a single page; picture: a PNG that is displayed where scripts don't run."""
         return build_page(dict(self._answers(progress)), None, picture)
 
     def _answers(self, progress: Progress) -> Iterator[tuple[str, str]]:
@@ -107,7 +107,7 @@ class Export:
 
 
 def plan_export(api: Api, path: Path, layer: int | None = None, heads: Sequence[int] | None = None) -> Export:
-    """Return what to write for some layers and heads.
+    """Return the page to write for some layers and heads.
 
     Args:
         api: What to export.
@@ -127,10 +127,10 @@ def plan_export(api: Api, path: Path, layer: int | None = None, heads: Sequence[
     if not path.parent.is_dir():
         raise ValueError(f"The folder {path.parent} of --export doesn't exist. Create it first.")
     runs = [_select(run, layer, heads) for run in api.runs]
-    maps = [one.map for run in runs for one in run.layers if one.has_weights]
+    maps = [shown.map for run in runs for shown in run.layers if shown.has_weights]
 
     def sizes(weight_bytes: int) -> list[tuple[int, int]]:
-        """Return each layer's number of heads, and the bytes of one in all sequences."""
+        """Return each layer's number of heads, and the bytes of a head in all sequences."""
         return [
             (amap.shape[1], amap.shape[0] * _estimate(Pyramid(amap.only(0, 0)), weight_bytes))
             for amap in maps
@@ -158,11 +158,11 @@ def _select(run: ViewedRun, layer: int | None, heads: Sequence[int] | None) -> V
             )
         layers = [layers[layer]]
     if heads is not None:
-        last = min(one.call.shape[1] for one in layers) - 1
+        last = min(shown.call.shape[1] for shown in layers) - 1
         for head in heads:
             if not 0 <= head <= last:
                 raise ValueError(f"Expected --head between 0 and {last}, got {head}.")
-        layers = [Layer(one.name, one.map.only(heads=list(heads)), one.number) for one in layers]
+        layers = [replace(shown, call=shown.map.only(heads=list(heads))) for shown in layers]
     return ViewedRun(run.title, layers, run.provenance)
 
 
@@ -200,7 +200,7 @@ def build_page(answers: dict[str, str], folder: str | None = None, picture: byte
     Args:
         answers: Base64 by address.
         folder: The folder of tiles beside the page.
-        picture: A PNG shown where scripts don't run.
+        picture: A PNG that is displayed where scripts don't run.
 
     Returns:
         The page as HTML.

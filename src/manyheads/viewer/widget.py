@@ -44,8 +44,8 @@ def in_notebook() -> bool:
 
 
 def display(api: Api) -> Any:
-    """Close an API and return what a notebook displays of its runs; ImportError if that needs anywidget."""
-    api.close()  # a page needs none, and a widget has one only while it is visible
+    """Close an API, and return its runs as a page or widget; ImportError if anywidget isn't installed."""
+    api.close()  # a page needs none, and a widget opens its own while it is visible
     try:
         plan = plan_export(api, Path("page.html"))
     except ValueError:  # too much for a page

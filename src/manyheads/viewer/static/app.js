@@ -87,7 +87,7 @@ class App {
     if (this.linked) history.replaceState(null, "", `#${this.toHash()}`);
   }
 
-  // Replace what a hand-written link has out of range.
+  // Replace values of a hand-written link that are out of range.
   correct() {
     const { runs } = this.info, within = (n, size) => Math.max(0, Math.min(Math.floor(n) || 0, size - 1));
     const clamp = (place) => {
@@ -117,7 +117,7 @@ class App {
     this.show();
   }
 
-  // The sequence shown of a layer, which may have fewer than others.
+  // The sequence that is shown of a layer: the last one, if it has fewer sequences than other layers.
   batchOf(place) {
     return Math.min(this.state.batch, this.layer(place).shape[0] - 1);
   }
