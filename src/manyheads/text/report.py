@@ -26,20 +26,8 @@ from matplotlib.figure import Figure
 from manyheads import figures, scores
 from manyheads.maps import AttentionMap
 from manyheads.observe import Recording
-from manyheads.text import models
-from manyheads.text.highlights import (
-    MASKS,
-    SEARCHED,
-    Finding,
-    HeadScores,
-    describe,
-    find_candidates,
-    most_characteristic,
-    name_head,
-    score_heads,
-    select_findings,
-    uniform,
-)
+from manyheads.text import highlights, models
+from manyheads.text.highlights import Finding, HeadScores
 from manyheads.text.tokens import Token
 
 if TYPE_CHECKING:
@@ -79,7 +67,7 @@ class Reading:
     @property
     def findings(self) -> list[Finding]:
         """Return a handful of findings, the largest weight first."""
-        return select_findings(self.candidates)
+        return highlights.select_findings(self.candidates)
 
     @property
     def trained(self) -> int | None:
@@ -98,35 +86,39 @@ class Reading:
 
     def describe(self, finding: Finding) -> str:
         """Return a finding as a sentence."""
-        return describe(finding, self.tokens)
+        return highlights.describe(finding, self.tokens)
 
     def title(self, layer: int, head: int) -> str:
         """Return a title for a head: its most interesting finding, or its name."""
         best = next(found for found in self.candidates if (found.layer, found.head) == (layer, head))
-        return self.describe(best) if select_findings([best]) else name_head(layer, head)
+        return (
+            self.describe(best) if highlights.select_findings([best]) else highlights.name_head(layer, head)
+        )
 
     @cached_property
     def scores(self) -> list[list[HeadScores]]:
         """Return the scores of every head, layer by layer."""
-        return [score_heads(amap, torch.tensor(self.ids)) for amap in self.maps]
+        return [highlights.score_heads(amap, torch.tensor(self.ids)) for amap in self.maps]
 
     @cached_property
     def uniform(self) -> list[list[HeadScores]]:
         """Return the scores of uniform heads under the same masks, layer by layer."""
-        return [score_heads(uniform(amap), torch.tensor(self.ids)) for amap in self.maps]
+        return [
+            highlights.score_heads(highlights.uniform(amap), torch.tensor(self.ids)) for amap in self.maps
+        ]
 
     @property
     def characteristic(self) -> list[list[str]]:
         """Return the name of the score that stands out most for every head, layer by layer."""
         ids = torch.tensor(self.ids)
         layers = zip(self.maps, self.scores, self.uniform, strict=True)
-        return [most_characteristic(amap, ids, heads, base) for amap, heads, base in layers]
+        return [highlights.most_characteristic(amap, ids, heads, base) for amap, heads, base in layers]
 
     @property
     def columns(self) -> list[str]:
         """Return the names of the scores that heads under these masks can have."""
         ahead = any(scores["next_token"] is not None for heads in self.uniform for scores in heads)
-        return [name for name in (*MASKS, "entropy") if ahead or name not in AHEAD]
+        return [name for name in (*highlights.MASKS, "entropy") if ahead or name not in AHEAD]
 
     def unmasked(self) -> Reading:
         """Return the reading with the weights that the same q and k give without a mask."""
@@ -231,8 +223,8 @@ def read(
         if progress is not None:
             expected = round_duration(estimate_time(reader, ids))
             progress.console.print(f"reading {t:,} tokens, {expected}", highlight=False, soft_wrap=True)
-    if t > SEARCHED:
-        notes.append(f"findings are searched among the first {SEARCHED} of {t} tokens")
+    if t > highlights.SEARCHED:
+        notes.append(f"findings are searched among the first {highlights.SEARCHED} of {t} tokens")
     if progress is None:
         recording = reader.read(ids)
     else:
@@ -260,7 +252,7 @@ def read(
     if renumbered is not None:  # some layers have no attention, or share a module
         notes.append(f"layers are numbered by their calls: layer {renumbered} is {layers[renumbered]}")
     special = {n for n, token in enumerate(tokens) if not token.text}
-    candidates = find_candidates(maps, ids, special)
+    candidates = highlights.find_candidates(maps, ids, special)
     return Reading(reader.name, tokens, len(every) - t, recording, layers, maps, candidates, notes)
 
 
@@ -287,8 +279,8 @@ def estimate_time(reader: models.Model, ids: Sequence[int]) -> float:
         start = perf_counter()
         beginning = torch.tensor(ids[:t])
         for _, amap in _list_calls(reader.read(ids[:t])):
-            score_heads(amap, beginning)
-            score_heads(uniform(amap), beginning)
+            highlights.score_heads(amap, beginning)
+            highlights.score_heads(highlights.uniform(amap), beginning)
             amap.pooled(min(t, CELLS), min(t, CELLS), "max")  # as a picture does
         return perf_counter() - start
 
