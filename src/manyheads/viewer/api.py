@@ -416,10 +416,9 @@ def parse_index(text: str, size: int, name: str) -> int:
 def head_scores(
     amap: AttentionMap, ids: Tensor | None
 ) -> Generator[None, None, tuple[dict[str, Tensor], int]]:
-    """Compute the scores of every head of one sequence in steps.
+    """Compute the scores of every head of one sequence in steps: `[h]` by name, and a number n.
 
-    Returns:
-        The scores `[h]` by name, and n if they are those of 1 query in n, as in a large layer.
+    In a large layer, the scores are those of 1 query in n; else n is 1.
     """
     _, h, t, s = amap.shape
     problem = amap.problem
