@@ -510,6 +510,13 @@ def labels_of(tokens: Any, b: int, s: int) -> Tokens:
     return tuple(tuple(labels) for labels in tokens) if several else tuple(tokens)
 
 
+def sequence_labels(tokens: Tokens | None, batch: int = 0) -> list[str] | None:
+    """Return the labels of the keys of one sequence; None without labels."""
+    if not tokens or isinstance(tokens[0], str):
+        return None if tokens is None else [str(label) for label in tokens]
+    return list(tokens[batch])
+
+
 def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
     """Return q and k in another dtype; ValueError where a number would become infinite there."""
     if dtype not in DTYPES:

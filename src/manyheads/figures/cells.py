@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyheads.maps import AttentionMap
+from manyheads.maps import AttentionMap, sequence_labels
 from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes
 from manyheads.statistics import Bins, Pooled, Reduction, Tile, edges
@@ -231,8 +231,8 @@ def masked_array(values: Tensor, visible: Tensor | None) -> Cells:
 def axis_labels(heads: Heads, tokens: Labels | None, keys: Labels | None = None) -> AxisLabels:
     """Return the labels of queries and keys, checked; a map's tokens if none are given."""
     t, s = size(heads)
-    if tokens is None and keys is None and isinstance(heads, AttentionMap) and heads.tokens:
-        keys = cast(Labels, heads.tokens if isinstance(heads.tokens[0], str) else heads.tokens[0])
+    if tokens is None and keys is None and isinstance(heads, AttentionMap):
+        keys = sequence_labels(heads.tokens)
         tokens = keys if t == s else None
     if keys is None and t == s:
         keys = tokens

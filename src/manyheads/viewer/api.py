@@ -38,7 +38,7 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from manyheads import kernels, scores
-from manyheads.maps import AttentionMap
+from manyheads.maps import AttentionMap, sequence_labels
 from manyheads.measures import MAP_MASKS, TOKEN_MASKS, UNITS
 from manyheads.observe import Recording, open_run
 from manyheads.observe.summaries import Reduced
@@ -146,7 +146,7 @@ class ViewedRun:
         ids, s = self.provenance.get("ids"), amap.shape[3]
         if isinstance(ids, list | tuple) and len(ids) == s and all(isinstance(n, int) for n in ids):
             return torch.tensor(ids)
-        keys = key_labels(amap, 0)
+        keys = sequence_labels(amap.tokens)
         if keys is None:
             return None
         numbers: dict[str, int] = {}
@@ -165,14 +165,6 @@ def _stamp(path: Path | None) -> tuple[int, ...] | None:
 def _on_cpu(call: Any) -> Any:
     is_elsewhere = isinstance(call, AttentionMap) and call.problem.q.device.type != "cpu"
     return call.to("cpu") if is_elsewhere else call
-
-
-def key_labels(call: AttentionMap | Reduced, batch: int) -> list[str] | None:
-    """Return the labels of the keys of a sequence; None without labels."""
-    tokens = call.tokens
-    if not tokens or isinstance(tokens[0], str):
-        return None if tokens is None else [str(label) for label in tokens]
-    return list(tokens[batch])
 
 
 def first_position(amap: AttentionMap, batch: int) -> int | None:
@@ -292,7 +284,7 @@ class Api:
 
     def _tokens(self, run: str, layer: str, batch: str) -> str:
         found, b = self._layer(run, layer, batch)
-        keys, queries, first = key_labels(found.call, b), None, None
+        keys, queries, first = sequence_labels(found.call.tokens, b), None, None
         if isinstance(found.call, AttentionMap):
             first = first_position(found.call, b)
         if keys is not None and first is not None:
