@@ -18,7 +18,7 @@ ROOT = Path(manyheads.__file__).parent
 # or a package with all that is in it; the members of a package may import each other in any order that
 # Python itself can load.
 FLOORS = (
-    ("startup", "shapes", "trees"),
+    ("startup", "shapes", "trees", "extras"),
     ("masks", "biases", "positions"),
     ("problem", "scores"),
     ("kernels",),
@@ -36,11 +36,8 @@ FLOORS = (
     ("__main__",),
 )
 
-# Calls that point upward, or from a leaf to a leaf: inside a function, and only these.
-UPWARD = {
-    ("observe", "viewer"),
-    ("maps", "viewer"),
-}
+# Optional extras, which are imported when they are called: the only imports that point upward.
+UPWARD = {("extras", "viewer")}
 
 LEAVES = {"viewer", "checker"}
 ORDER = [entry for floor in FLOORS for entry in floor]
@@ -223,9 +220,9 @@ LAZY = {
                 return attention(x, x, x)
         layer, x = Layer(), torch.randn(1, 2, 3, 4)
         layer(x)
-        with m.observe(layer) as seen:
+        with m.observe(layer) as recording:
             layer(x)
-        assert len(seen) == 1
+        assert len(recording) == 1
     """,
 }
 
