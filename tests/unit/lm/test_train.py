@@ -128,6 +128,7 @@ class Killed(BaseException):
     """The process dies here."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["before", "between", "after"])
 def test_a_run_killed_while_saving_resumes_to_the_same_end(
     text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -163,6 +164,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.full
 def test_a_killed_process_resumes_to_the_same_end(text: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-c", CHILD, str(out), str(text), json.dumps(GIVEN)]
@@ -179,6 +181,7 @@ def test_a_killed_process_resumes_to_the_same_end(text: Path, whole: Path, tmp_p
     same(whole, out)
 
 
+@pytest.mark.full
 def test_another_seed_gives_other_weights(text: Path, whole: Path, tmp_path: Path) -> None:
     lm.train(tmp_path / "run", GIVEN | {"seed": 4}, [text])
     ours, theirs = (lm.load(folder)[0].embedding.weight for folder in (whole, tmp_path / "run"))
