@@ -154,18 +154,11 @@ template <class T, class Op> struct Call {
         return {y->top, k.top_scores + row * vectors, k.top_keys + row * vectors};
     }
 
-    Interval seen(const Block &k, int row) const {  // the keys that a row may see, but for ids, keep and bias
-        int64_t i = k.position + row;
-        int64_t begin = larger<int64_t>(0, i + p.low), end = smaller<int64_t>(p.s, i + p.high + 1);
-        if (p.first) begin = larger(begin, p.first[k.b]), end = smaller(end, p.last[k.b]);
-        return {begin, end};
-    }
-
     // What the products at hand become: scores with softcap, bias and mask, and their top.
     void finish(const Block &k, int row, int64_t first, int64_t count) const {
         R *score = scores(k, row, first);
         soften(p, unit, score, nullptr, count);
-        constrain<3>(p, score, k.b, k.h, k.first + row, first, smaller(count, p.s - first), count, seen(k, row));
+        constrain<3>(p, score, k.b, k.h, k.first + row, first, smaller(count, p.s - first), count, visible_keys(p, k.b, k.first + row));
         V top = all(-INF);
         for (int64_t j = 0; j < count; j += W) top = max(load(score + j), top);
         k.top[row] = top;
@@ -259,7 +252,7 @@ template <class T, class Op> struct Call {
         Interval over = {0, 0};  // the keys that `largest` is of
         int bounded = 0;
         for (int row = 0; row < k.rows; row++) {
-            Interval keys = seen(k, row);
+            Interval keys = visible_keys(p, k.b, k.first + row);
             if (keys.begin < keys.end) {
                 if (keys.begin != over.begin || keys.end < over.end) over = {keys.begin, keys.begin}, largest = 0;
                 largest = larger(largest, largest_of(square + over.end, keys.end - over.end));
@@ -476,7 +469,7 @@ template <class T, class Op> struct Call {
 
     // The columns that some row may see, in steps; those that all rows see whole are plain.
     void walk(Block &k) const {
-        Interval top = seen(k, 0), bottom = seen(k, k.rows - 1);
+        Interval top = visible_keys(p, k.b, k.first), bottom = visible_keys(p, k.b, k.first + k.rows - 1);
         int64_t begin = smaller(top.begin, bottom.begin), end = larger(top.end, bottom.end);
         int64_t full_begin = larger(top.begin, bottom.begin), full_end = smaller(top.end, bottom.end);
         bool never = p.softcap || p.slopes || p.bias || p.keep || (p.key_ids && k.ids.least != k.ids.most);
@@ -751,65 +744,3 @@ void NAME(LEVEL)(const Problem *p, const Look *look) {
     }
 #endif
 }
-
-// -- what the machine can do ------------------------------------------------------------------------
-
-#if !defined(REAL)
-
-namespace {
-
-// Multiply-adds on registers alone, as many at a time as the kernel's product has; how many operations that were.
-template <class Op> double spin(int64_t rounds, float *kept) {
-    V sum[STRIP][VECTORS] = {}, a = all(1e-3f), b[VECTORS];
-    for (int n = 0; n < VECTORS; n++) b[n] = all(1e-3f);
-    for (int i = 0; i < STRIP; i++)
-        for (int n = 0; n < VECTORS; n++) OPAQUE(sum[i][n]);  // else equal sums are counted once
-    for (int64_t x = 0; x < rounds; x++) {
-        OPAQUE(a);
-        for (int n = 0; n < VECTORS; n++) OPAQUE(b[n]);
-#pragma GCC unroll 6
-        for (int i = 0; i < STRIP; i++)
-#pragma GCC unroll 4
-            for (int n = 0; n < VECTORS; n++) sum[i][n] = Op::add(sum[i][n], a, b[n]);
-    }
-    for (int i = 0; i < STRIP; i++)
-        for (int n = 0; n < VECTORS; n++) *kept += ::sum(sum[i][n]);
-    return 2. * Op::PAIR * STRIP * VECTORS * W * rounds;
-}
-
-}  // namespace
-
-#define SPIN2(level) spin_##level
-#define SPIN(level) SPIN2(level)
-#define READ2(level) read_##level
-#define READ(level) READ2(level)
-
-double SPIN(LEVEL)(int64_t rounds, int pairs, float *kept) {
-#if defined(TILES)
-    if (pairs) {  // four tiles of sums, as in the kernel's product
-#if defined(EMULATE_TILES)
-        rounds /= 1024;  // it is so many times as slow
-#endif
-        TilesReady ready;
-        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-        tile_zero<4>(), tile_zero<5>(), tile_zero<6>(), tile_zero<7>();
-        for (int64_t x = 0; x < rounds; x++)
-            tile_multiply<0, 4, 6>(), tile_multiply<1, 4, 7>(), tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
-        *kept += 1e-3f;
-        return 2. * 4 * 16 * 16 * 32 * rounds;
-    }
-#elif defined(__AVX512BF16__)
-    if (pairs) return spin<Pairs>(rounds, kept);
-#endif
-    return pairs ? 0 : spin<Single>(rounds, kept);
-}
-
-float READ(LEVEL)(const float *x, int64_t count) {  // a multiple of 8 vectors
-    V sum[8] = {};
-    for (int64_t j = 0; j < count; j += 8 * W)
-        for (int n = 0; n < 8; n++) sum[n] += load(x + j + n * W);
-    for (int n = 1; n < 8; n++) sum[0] += sum[n];
-    return ::sum(sum[0]);
-}
-
-#endif

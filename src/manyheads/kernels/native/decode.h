@@ -17,7 +17,6 @@ template <class T, class Op> struct Decode {
     static constexpr int STEP = 256;     // keys, which stay near for all queries
     static constexpr int SHORT = 512, LONG = 4096;  // keys that one thread reads, at least and at most
     static constexpr int SPLITS = 16;    // over all heads, if there are so many keys: each thread has something to do
-    static constexpr int BESIDE = 4;     // queries that share a value on its way through the registers
     static constexpr int AHEAD = 24;     // keys that are fetched before they are needed
 
     const Problem &p;
@@ -55,13 +54,6 @@ template <class T, class Op> struct Decode {
         return kept + ((k.b * p.h + head_of(k, row)) * p.t + row % p.t) * line;
     }
 
-    Interval seen(const Split &k, int64_t row) const {  // the keys that a query may see, but for ids, keep and bias
-        int64_t i = offset_of(p, k.b) + row % p.t;
-        int64_t begin = larger<int64_t>(0, i + p.low), end = smaller<int64_t>(p.s, i + p.high + 1);
-        if (p.first) begin = larger(begin, p.first[k.b]), end = smaller(end, p.last[k.b]);
-        return {begin, end};
-    }
-
     void compute(int64_t head, int64_t n) {
         Split k = {};
         k.b = head / p.g, k.g = head % p.g;
@@ -83,7 +75,7 @@ template <class T, class Op> struct Decode {
         }
         Interval some = {p.s, 0}, every = {0, p.s};
         for (int64_t row = 0; row < p.t; row++) {
-            Interval own = seen(k, row);
+            Interval own = visible_keys(p, k.b, row);
             some = {smaller(some.begin, own.begin), larger(some.end, own.end)};
             every = {larger(every.begin, own.begin), smaller(every.end, own.end)};
         }
@@ -116,12 +108,7 @@ template <class T, class Op> struct Decode {
     // The same, each key read once as it lies: of so many queries at a time, which share a key in the registers.
     void score(const Split &k, int64_t first, int64_t count) const {
         bool fits = p.k_stride[3] == 1 && p.d % (W * Op::PAIR) == 0;
-        for (int64_t row = 0; row < rows; row += BESIDE) switch (smaller<int64_t>(rows - row, BESIDE)) {
-                case 1: score_rows<1>(k, row, first, count, fits); break;
-                case 2: score_rows<2>(k, row, first, count, fits); break;
-                case 3: score_rows<3>(k, row, first, count, fits); break;
-                default: score_rows<BESIDE>(k, row, first, count, fits);
-            }
+        each_four(rows, [&](int64_t row, auto group) { score_rows<group>(k, row, first, count, fits); });
     }
 
     template <int ROWS> void score_rows(const Split &k, int64_t row, int64_t first, int64_t count, bool fits) const {
@@ -161,7 +148,7 @@ template <class T, class Op> struct Decode {
         R *score = k.score + row * STEP;
         int64_t whole = up(count, W);
         soften(p, unit, score, nullptr, whole);
-        Interval own = seen(k, row);
+        Interval own = visible_keys(p, k.b, row % p.t);
         own.end = smaller(own.end, first + count);
         constrain<3>(p, score, k.b, head_of(k, row), row % p.t, first, count, whole, own);
         if (kept) memcpy(kept_of(k, row) + first, score, sizeof(R) * count);
@@ -189,12 +176,7 @@ template <class T, class Op> struct Decode {
     void add(const Split &k, int64_t first, int64_t count) const {
         for (int64_t row = 0; row < rows; row++) weigh(k, row, up(count, W));
         const T *values = at<T>(p.v, p.v_stride, k.b, k.g, first);
-        for (int64_t row = 0; row < rows; row += BESIDE) switch (smaller<int64_t>(rows - row, BESIDE)) {
-                case 1: add_rows<1, 8>(k, row, values, count); break;
-                case 2: add_rows<2, 8>(k, row, values, count); break;
-                case 3: add_rows<3, 4>(k, row, values, count); break;
-                default: add_rows<BESIDE, 4>(k, row, values, count);
-            }
+        each_four(rows, [&](int64_t row, auto group) { add_rows<group, group <= 2 ? 8 : 4>(k, row, values, count); });
     }
 
     template <int ROWS, int N> void add_rows(const Split &k, int64_t row, const T *values, int64_t count) const {

@@ -13,7 +13,6 @@ template <class T, class Op> struct DecodeGradient {
     typedef typename Op::E E;
     static constexpr int STEP = 64;     // keys in a step, at least a panel
     static constexpr int SHORT = 512;   // keys in a split, at least
-    static constexpr int GROUP = 4;     // queries that share a key or value in the registers
     static constexpr int KEY_VECTORS = BYTES == 64 ? 4 : 2, MIX_VECTORS = 4;  // of a row, whose sums stay in registers
 
     const Problem &p;
@@ -45,13 +44,6 @@ template <class T, class Op> struct DecodeGradient {
     };
 
     int64_t head_of(const Split &k, int64_t row) const { return k.g * (p.h / p.g) + row / p.t; }
-
-    Interval seen(const Split &k, int64_t row) const {  // the keys that a query may see, but for ids, keep and bias
-        int64_t i = offset_of(p, k.b) + row % p.t;
-        int64_t begin = larger<int64_t>(0, i + p.low), end = smaller<int64_t>(p.s, i + p.high + 1);
-        if (p.first) begin = larger(begin, p.first[k.b]), end = smaller(end, p.last[k.b]);
-        return {begin, end};
-    }
 
     // Copies a row of `width` numbers, zeros beyond; what isn't finite is noticed.
     void copy(R *to, int64_t to_width, const T *row, int64_t step, int64_t width) {
@@ -109,22 +101,12 @@ template <class T, class Op> struct DecodeGradient {
             columns_of<Op, false, false>((int)rows, columns, k.packed, depth, k.panel, k.score + c, STEP, depth, k.unused);
         }
         const T *keys = ::at<T>(p.k, p.k_stride, k.b, k.g, first), *values = ::at<T>(p.v, p.v_stride, k.b, k.g, first);
-        for (int64_t row = 0; row < rows; row += GROUP) switch (smaller<int64_t>(rows - row, GROUP)) {
-                case 1: times_values<1>(k, row, values, count); break;
-                case 2: times_values<2>(k, row, values, count); break;
-                case 3: times_values<3>(k, row, values, count); break;
-                default: times_values<GROUP>(k, row, values, count);
-            }
+        each_four(rows, [&](int64_t row, auto group) { times_values<group>(k, row, values, count); });
         for (int64_t row = 0; row < rows; row++) weigh(k, row, first, count);
         int64_t place = (k.b * p.g + k.g) * p.s + first;
         mix((T *)y.dv + place * p.w, p.w, k.score, k.d_out, wide_row, 1, count);
         mix((T *)y.dk + place * p.d, p.d, k.grad, k.q, long_row, (R)p.scale, count);
-        for (int64_t row = 0; row < rows; row += GROUP) switch (smaller<int64_t>(rows - row, GROUP)) {
-                case 1: times_keys<1>(k, row, keys, count); break;
-                case 2: times_keys<2>(k, row, keys, count); break;
-                case 3: times_keys<3>(k, row, keys, count); break;
-                default: times_keys<GROUP>(k, row, keys, count);
-            }
+        each_four(rows, [&](int64_t row, auto group) { times_keys<group>(k, row, keys, count); });
     }
 
     // Gradients of weights: of so many queries' outputs, times the values.
@@ -155,7 +137,7 @@ template <class T, class Op> struct DecodeGradient {
         R *score = k.score + row * STEP, *grad = k.grad + row * STEP, *bend = k.bend ? k.bend + row * STEP : nullptr;
         int64_t whole = up(count, W);
         soften(p, unit, score, bend, whole);
-        Interval own = seen(k, row);
+        Interval own = visible_keys(p, k.b, row % p.t);
         own.end = smaller(own.end, first + count);
         constrain<3>(p, score, k.b, head_of(k, row), row % p.t, first, count, whole, own);
         V lse = all(k.lse[row]), delta = all(k.delta[row]);

@@ -4,7 +4,7 @@
 
 extern "C" {
 
-constexpr int64_t INTERFACE = 8;  // counted up whenever a struct or function changes: Python asks before it calls
+constexpr int64_t INTERFACE = 9;  // counted up whenever a struct or function changes: Python asks before it calls
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 

@@ -35,6 +35,19 @@ template <class F> INLINE void each(int64_t count, int64_t step, F f) {
 }
 INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// Calls f(row, count) for groups of four rows and the rest. count is a constant while compiling: a template's argument.
+template <int N> struct Constant {
+    constexpr operator int() const { return N; }
+};
+template <class F> INLINE void each_four(int64_t rows, F f) {
+    for (int64_t row = 0; row < rows; row += 4) switch (rows - row) {
+            case 1: f(row, Constant<1>()); break;
+            case 2: f(row, Constant<2>()); break;
+            case 3: f(row, Constant<3>()); break;
+            default: f(row, Constant<4>());
+        }
+}
+
 // -- numbers ---------------------------------------------------------------------------------------
 
 INLINE uint32_t bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
@@ -420,6 +433,14 @@ INLINE bool any(const uint8_t *kinds, int64_t count, uint8_t kind) {
 struct Interval { int64_t begin, end; };
 
 INLINE int64_t offset_of(const Problem &p, int64_t b) { return p.offsets ? p.offsets[b] : p.offset; }
+
+// The keys that query t of sequence b may see by the band and the lengths; ids, keep and bias may mask more.
+INLINE Interval visible_keys(const Problem &p, int64_t b, int64_t t) {
+    int64_t position = offset_of(p, b) + t;
+    int64_t begin = larger<int64_t>(0, position + p.low), end = smaller<int64_t>(p.s, position + p.high + 1);
+    if (p.first) begin = larger(begin, p.first[b]), end = smaller(end, p.last[b]);
+    return {begin, end};
+}
 
 // Where a row of a tensor of strides `step` lies.
 template <class T> INLINE const T *at(const void *x, const int64_t step[4], int64_t b, int64_t h, int64_t row) {

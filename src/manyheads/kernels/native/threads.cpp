@@ -26,9 +26,7 @@
 #define BUILD(width)                                                  \
     void attend_##width(const Problem *p, const Look *look);           \
     int differentiate_##width(const Problem *p, const Gradient *y);   \
-    void scores_##width(const Problem *p, void *to);                   \
-    double spin_##width(int64_t rounds, int pairs, float *kept);       \
-    float read_##width(const float *x, int64_t count);
+    void scores_##width(const Problem *p, void *to);
 
 void attend_float64(const Problem *p, const Look *look);
 int differentiate_float64(const Problem *p, const Gradient *y);
@@ -244,48 +242,5 @@ __attribute__((visibility("default"))) void manyheads_parts(double *seconds) {
     for (int part = 0; part < PARTS; part++) seconds[part] = part_seconds[part], part_seconds[part] = 0;
 }
 #endif
-
-// For benchmarks. Operations of so many rounds of multiply-adds on each of the threads, 0 where the build has none;
-// pairs: of bfloat16, else of float32.
-__attribute__((visibility("default"))) double manyheads_spin(int level, int64_t rounds, int pairs, int64_t threads) {
-    struct Spin {
-        double (*spin)(int64_t, int, float *);
-        int64_t rounds, left;
-        int pairs;
-        double operations;
-    };
-    double (*builds[])(int64_t, int, float *) = EACH(spin);
-    Spin all = {builds[level], rounds, threads, pairs, 0};
-    parallel(threads, [](void *data) {
-        Spin &all = *(Spin *)data;
-        float kept = 0;
-        while (__atomic_fetch_sub(&all.left, 1, __ATOMIC_RELAXED) > 0) {
-            double done = all.spin(all.rounds, all.pairs, &kept);
-            if (kept != 1.f) all.operations = done;  // the same from every thread
-        }
-    }, &all);
-    return all.operations * threads;
-}
-
-// Reads so many floats once, in pieces, on all threads; their sum.
-__attribute__((visibility("default"))) float manyheads_read(int level, const float *x, int64_t count, int64_t threads) {
-    constexpr int64_t PIECE = 1 << 18;
-    struct Read {
-        float (*read)(const float *, int64_t);
-        const float *x;
-        std::vector<float> sums;  // of each piece
-        int64_t next;
-    };
-    float (*builds[])(const float *, int64_t) = EACH(read);
-    Read all = {builds[level], x, std::vector<float>(count / PIECE), 0};
-    parallel(threads, [](void *data) {
-        Read &all = *(Read *)data;
-        for (int64_t n; (n = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED)) < (int64_t)all.sums.size();)
-            all.sums[n] = all.read(all.x + n * PIECE, PIECE);
-    }, &all);
-    float sum = 0;
-    for (float one : all.sums) sum += one;
-    return sum;
-}
 
 }  // extern "C"
