@@ -39,7 +39,7 @@ from manyheads.kernels import load, processor
 from manyheads.kernels.native import library
 from manyheads.layers import MultiHeadAttention
 from manyheads.masks import Causal
-from manyheads.scores import Problem as Posed
+from manyheads.problem import Problem as Posed
 from manyheads.shapes import amount
 from manyheads.storage import replacing
 

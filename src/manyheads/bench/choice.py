@@ -26,7 +26,7 @@ from manyheads.bench import ROOM, Run, describe_time, describe_versions, split, 
 from manyheads.functional import attention
 from manyheads.kernels import ORDER, choose, load
 from manyheads.masks import Causal, Lengths, Mask, Window
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import amount
 from manyheads.storage import replacing
 

@@ -38,7 +38,7 @@ from manyheads.functional import attention, attention_with_map, autocast
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Rule
 from manyheads.observe.recognize import collapse, first_position, split_masks, visible
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes
 
 INTERCEPTED = (

@@ -18,7 +18,7 @@ from manyheads.masks import Causal, Keep, Mask, Window
 from manyheads.observe.intercept import check_readable
 from manyheads.observe.recognize import first_position, split_masks, visible
 from manyheads.observe.transformers.masks import combine, find_origin, padding_mask
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import kind, shape_of, sizes
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
@@ -206,7 +206,7 @@ class Call:
         some, mask = self.query[:, :, rows], _take_rows(self.mask, rows)
         eager, _ = self.kernel.function(self.module, some, self.key, self.value, mask, **options)
         self.compare(problem, eager, only_rows=True)  # [b, r, h, w]
-        _, out, lse = kernels.run(problem)  # [b, h, t, w], [b, h, t]
+        _, out, lse, _ = kernels.run(problem)  # [b, h, t, w], [b, h, t]
         if lse is not None:  # eager gives all keys the same weight in fully masked rows, and so its output
             mean = problem.v.mean(2, keepdim=True)  # [b, g, 1, w]
             mean = mean.repeat_interleave(problem.shape.h // problem.shape.g, 1)  # [b, h, 1, w]
