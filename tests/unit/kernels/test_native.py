@@ -241,7 +241,7 @@ void manyheads_attend() {} void manyheads_differentiate() {} void manyheads_scor
 
 
 def test_tiles_that_linux_does_not_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = (library.LOOK.size * 1000 + library.GRADIENT.size) * 1000 + library.PROBLEM.size
+    sizes = (library.STATISTICS.size * 1000 + library.GRADIENT.size) * 1000 + library.PROBLEM.size
     (tmp_path / "none.cpp").write_text(NO_PERMISSION % (library.INTERFACE * 10**9 + sizes))
     file = str(tmp_path / "none.so")
     subprocess.run(["c++", "-shared", "-fPIC", str(tmp_path / "none.cpp"), "-o", file], check=True)

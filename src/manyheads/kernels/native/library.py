@@ -22,8 +22,8 @@ LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, isn't t
 INTERFACE = 9  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq 2q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
-LOOK = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
-GRID = struct.Struct("=2q2Q")
+STATISTICS = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
+POOLED_MAP = struct.Struct("=2q2Q")
 WIDTHS = ("portable", "avx2", "avx512", "avx512bf16", "amx")  # by what they need of a processor
 
 attend: ctypes._NamedFuncPointer | None = None  # (a problem, a look or None, number of the build) → 0
@@ -52,7 +52,7 @@ def _load() -> None:
         missing = _unusable("has none of its functions")
         return
     library.manyheads_interface.restype = ctypes.c_int64
-    sizes = (LOOK.size * 1000 + GRADIENT.size) * 1000 + PROBLEM.size
+    sizes = (STATISTICS.size * 1000 + GRADIENT.size) * 1000 + PROBLEM.size
     if library.manyheads_interface() != INTERFACE * 10**9 + sizes:
         missing = _unusable("was built from another version of the sources")
         return
