@@ -125,8 +125,9 @@ class Pass:
         self.problem, self.reductions = problem, reductions
         self.fused: dict[int, Spec] = {}  # by the first row that counts
         self.fused_reductions: list[Reduction] = []
-        for reduction in reductions:
-            reduction.begin(problem)
+        with torch.no_grad(), scores.exactly(problem.q.device):
+            for reduction in reductions:
+                reduction.begin(problem)
         for reduction in reductions if kernels.fuses(problem) else ():
             spec = reduction.spec() if reduction.start < problem.shape.t else None
             if spec is not None:
@@ -672,7 +673,7 @@ def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tens
 
 
 def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
-    """Return the weight inside a mask of each row `[b, h, t]`, or its mean over rows with keys there `[b, h]`."""
+    """Return the weight inside a mask by row `[b, h, t]`, or the mean of rows with keys there `[b, h]`."""
     if not isinstance(mean, bool):
         raise TypeError(f"Expected mean to be True or False, got {mean!r}.")
     total, has_keys = masses(problem, lse, mask)
