@@ -214,10 +214,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "FILE").write_text("the train left the station on time " * 100, encoding="utf-8")
     model, _ = manyheads.lm.load()
-    with manyheads.observe(model) as seen:
+    with manyheads.observe(model) as recording:
         model(torch.arange(300)[None])
     for name in ("run", "one", "other"):
-        seen.save(folder / f"{name}.safetensors")
+        recording.save(folder / f"{name}.safetensors")
     return folder
 
 

@@ -19,7 +19,7 @@ ROOT = Path(manyheads.__file__).parent
 # From the lowest layer up. A module may import from lower layers and from what is listed before it in its
 # layer. An entry is a module, or a package with everything in it.
 LAYERS = (
-    ("startup", "shapes", "trees"),
+    ("startup", "shapes", "trees", "extras"),
     ("masks", "biases", "positions"),
     ("problem", "scores"),
     ("kernels",),
@@ -33,7 +33,7 @@ LAYERS = (
 ORDER = [entry for layer in LAYERS for entry in layer]
 
 # The only imports that point upward, inside functions: what needs them is installed by an extra.
-OPTIONAL = {("maps", "viewer"): "view", ("observe", "viewer"): "view"}
+OPTIONAL = {("extras", "viewer"): "view"}
 
 
 def entry(module: str) -> str:

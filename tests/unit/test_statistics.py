@@ -1105,7 +1105,7 @@ def test_another_map_remembers_nothing() -> None:
         (["entropy"], TypeError, "Expected statistics to be a dict.*, got a list"),
         ({"entropi": ()}, ValueError, "Expected statistics among entropy, .*, got 'entropi'"),
         ({"top": "x"}, TypeError, "'x'"),
-        ({"pooled": (3,)}, TypeError, "pooled takes rows, cols, reduce"),
+        ({"pooled": (3,)}, TypeError, "arguments of pooled to be rows, cols, reduce"),
         ({"pooled": (3, 99)}, ValueError, "at most 30 cols"),
         ({"mass": (mh.Full(),)}, ValueError, "mass takes what may change before it is read"),
         ({"value_norms": ()}, ValueError, "value_norms takes what may change"),

@@ -239,13 +239,12 @@ int manyheads_runs(int level) { return level < 4; }
 int manyheads_tiles() { return 1; }
 int manyheads_begin(int) { return 0; }
 void manyheads_attend() {} void manyheads_differentiate() {} void manyheads_scores() {}
-void manyheads_spin() {} void manyheads_read() {}
 }
 """
 
 
 def test_tiles_that_linux_does_not_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = (library.LOOK.size * 1000 + library.GRADIENT.size) * 1000 + library.PROBLEM.size
+    sizes = (library.STATISTICS.size * 1000 + library.GRADIENT.size) * 1000 + library.PROBLEM.size
     (tmp_path / "none.cpp").write_text(NO_PERMISSION % (library.INTERFACE * 10**9 + sizes))
     file = str(tmp_path / "none.so")
     subprocess.run(["c++", "-shared", "-fPIC", str(tmp_path / "none.cpp"), "-o", file], check=True)
@@ -320,9 +319,7 @@ for x; do case $x in
         exit 1 ;;
     -DLEVEL=*) build=${x#-DLEVEL=} ;;
     */attend.cpp) what="void attend_$build(const Problem *, const Look *) {}
-        void scores_$build(const Problem *, void *) {}
-        double spin_$build(int64_t, int, float *) { return 0; }
-        float read_$build(const float *, int64_t) { return 0; }" ;;
+        void scores_$build(const Problem *, void *) {}" ;;
     */differentiate.cpp) what="int differentiate_$build(const Problem *, const Gradient *) { return 0; }" ;;
     *.o) to=$x ;;
 esac; done
