@@ -102,6 +102,7 @@ def interrupted(words: Sequence[str], delay: float, folder: Path) -> tuple[int, 
     return process.returncode, out, err
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 @pytest.mark.parametrize(
     ("words", "moments"),
@@ -179,6 +180,7 @@ def test_a_reader_that_leaves_doesnt_stop_the_work(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("manyheads-out/*.png"))) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words",
     [["show", "naïve ⏎ 日本"], ["generate", "naïve", "--tokens", "3"], ["kernels"]],
@@ -231,6 +233,7 @@ def test_without_uvicorn_the_viewer_raises_before_any_work(words: list[str], tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_show_leaves_the_compiler_of_torch_alone(tmp_path: Path) -> None:
     code = (
         "import atexit, sys; from manyheads.__main__ import main;"

@@ -123,6 +123,7 @@ def test_masks_made_outside(mask: str, kernel: str, tensors: dict[str, Tensor]) 
     assert counter.frame_count == 1
 
 
+@pytest.mark.sampled(kernel="auto")
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_gradients_of_biases_and_sinks(kernel: str, tensors: dict[str, Tensor]) -> None:
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
@@ -139,6 +140,7 @@ def test_gradients_of_biases_and_sinks(kernel: str, tensors: dict[str, Tensor]) 
         same(run, quick, [*heads(), leaf, sink])
 
 
+@pytest.mark.sampled(kernel="auto")
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_a_bias_made_outside_gets_its_gradient(kernel: str) -> None:
     bias = mh.Relative.learned(4, 2)

@@ -75,6 +75,7 @@ def test_the_oracle_with_projections_is_our_layer() -> None:
     torch.testing.assert_close(Attention(w)(Inputs(x, x, x)).out, layer(x))
 
 
+@pytest.mark.full
 def test_conventions_change_nothing_and_every_bug_changes_something() -> None:
     """Among inputs of all kinds; a bug that changes nothing could be named for anything."""
     torch.manual_seed(3)
@@ -439,6 +440,7 @@ def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
     assert found.passed, found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("base", "name", "shown"),
     [
@@ -482,6 +484,7 @@ def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, says: str)
     assert says in next(one.reason for one in found.checks if one.name == "shapes" and one.status == "failed")
 
 
+@pytest.mark.full
 def test_where_only_the_weights_are_wrong_the_output_is_not_blamed() -> None:
     found = checked(Layer, shown=lambda self, w, average: w.mean(1) * 1.5 if average else w * 1.5)
     (one,) = found.diagnosis
