@@ -19,7 +19,7 @@ ROOT = Path(manyheads.__file__).parent
 # Python itself can load.
 FLOORS = (
     ("startup", "shapes", "trees"),
-    ("masks", "biases", "positions"),
+    ("layouts", "masks", "biases", "positions"),
     ("scores",),
     ("kernels",),
     ("storage", "statistics", "maps", "measures", "cache"),

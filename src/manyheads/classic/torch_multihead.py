@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from manyheads.biases import Dense
 from manyheads.classic.common import mix, weigh
 from manyheads.functional import attention, attention_with_map
+from manyheads.layouts import merge_heads, project_inputs, split_heads, spread_masks
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Drop, Mask
 from manyheads.shapes import can_read, kind, sizes, whole
@@ -208,7 +209,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check(query, key, value)
         q, k, v = self._project(query, key, value)  # [b, t, e], [b, s, e], [b, s, e]
         (b, t, _), s = q.shape, k.shape[1]
-        masks = self._four(key_padding_mask, attn_mask, b, t, s, batched=query.dim() == 3)
+        if key_padding_mask is not None:
+            _check_mask(key_padding_mask, "key_padding_mask", [b, s] if query.dim() == 3 else [s])
+        if attn_mask is not None:
+            _check_mask(attn_mask, "attn_mask", [t, s], [b * self.num_heads, t, s])
+        masks = spread_masks(key_padding_mask, attn_mask, self.num_heads, b, t, s)
         if is_causal and attn_mask is None:
             raise Refused(
                 "Expected an attn_mask with is_causal=True, which is only a hint about it, got none. Pass "
@@ -219,7 +224,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             masks.pop("attn_mask")
         k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)  # [b, s + appended, e]
         rest = _rest({name: F.pad(x, (0, k.shape[1] - s)) for name, x in masks.items()}, causal)
-        return self._split(q), self._split(k), self._split(v), rest
+        q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))
+        return q, k, v, rest
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         whole_of = (
@@ -265,9 +271,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = self.in_proj_weight.chunk(3)
         else:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        parts = zip((query, key, value), weights, biases, strict=True)
-        return [F.linear(self._batch_first(x), weight, bias) for x, weight, bias in parts]
+        return project_inputs(map(self._batch_first, (query, key, value)), weights, self.in_proj_bias)
 
     def _appended(self) -> int:
         """Return the number of appended keys."""
@@ -282,42 +286,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             parts.append(x.new_zeros(x.shape[0], 1, x.shape[2]))
         return torch.cat(parts, 1) if len(parts) > 1 else x
 
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [b, h, t, d]
-
     def _merge(self, out: Tensor, query: Tensor) -> Tensor:
         """Project the heads `[b, h, t, d]` to the output, in the layout of the query."""
         if query.dim() == 3 and not self.batch_first:
             return self.out_proj(out.permute(2, 0, 1, 3).flatten(2))  # [t, b, e]
-        merged = self.out_proj(out.transpose(1, 2).flatten(2))  # [b, t, e]
+        merged = self.out_proj(merge_heads(out))  # [b, t, e]
         return merged if query.dim() == 3 else merged.squeeze(0)
 
     def _dropout_p(self) -> float:
         return self.dropout if self.training else 0.0
-
-    # -- masks ---------------------------------------------------------------------------------------
-
-    def _four(
-        self,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        b: int,
-        t: int,
-        s: int,
-        batched: bool,
-    ) -> dict[str, Tensor]:
-        """Check the masks and return them by name, broadcastable to `[b, h, t, s]`."""
-        h = self.num_heads
-        masks = {}
-        if key_padding_mask is not None:
-            want = [b, s] if batched else [s]
-            _check_mask(key_padding_mask, "key_padding_mask", want)
-            masks["key_padding_mask"] = key_padding_mask.reshape(b, 1, 1, s)
-        if attn_mask is not None:
-            _check_mask(attn_mask, "attn_mask", [t, s], [b * h, t, s])
-            shape = (1, 1, t, s) if attn_mask.dim() == 2 else (b, h, t, s)
-            masks["attn_mask"] = attn_mask.reshape(shape)
-        return masks
 
     # -- nested tensors ------------------------------------------------------------------------------
 
