@@ -40,9 +40,9 @@ def test_contestants_compute_the_same(kind: str, dtype: str) -> None:
     assert len(outs) >= 4
     if kind == "layer":  # two layers, each with weights of its own
         return
-    if kind == "look":  # an output, with more beside it
+    if kind == "statistics":  # an output, with more beside it
         outs = {name: out[0] if isinstance(out, tuple) else out for name, out in outs.items()}
-        statistics = outs.pop("a look after")
+        statistics = outs.pop("statistics afterwards")
         assert list(statistics) == ["entropy", "distance", "row_max", "received", "pooled"]
     if kind == "training":  # gradients of q, k and v
         outs = {name: torch.stack(grads) for name, grads in outs.items()}
@@ -56,11 +56,12 @@ def test_contestants_compute_the_same(kind: str, dtype: str) -> None:
 
 def test_a_report_is_written(tmp_path: Path) -> None:
     report = bench.Report(bench.machine())
+    (tmp_path / "bench.png").write_bytes(b"an earlier plot")
     for problem in bench.problems(("forward", "layer"), ("float32",), (64,), (64, 128)):
         if problem.tokens == 64 or problem.kind == "layer":
-            report.results.append(bench.measure(problem, 2))
-    assert [file.name for file in report.keep(tmp_path)] == ["bench.json", "bench.md"]
-    assert not (tmp_path / "bench.png").exists()
+            report.measure(problem, 2)
+    report.keep(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"bench.json", "bench.md"}
     files = report.save(tmp_path)
     assert [file.name for file in files] == ["bench.json", "bench.md", "bench.png"]
     written = json.loads(files[0].read_text())
@@ -94,7 +95,7 @@ def made_up(
         result = bench.Result(problem)
         for n, name in enumerate(names):
             rate = report.machine["peak"][problem.dtype] * (share if n == len(names) - 1 else 0.5)
-            took = problem.operations / rate
+            took = problem.work / rate
             result.timings.append(bench.Timing(name, took, took, took, 1))
         report.results.append(result)
     return report
@@ -197,7 +198,7 @@ def test_without_a_build_for_tiles_no_peak_of_bfloat16_is_reported(monkeypatch: 
 def test_the_larger_of_two_measurements_of_the_machine_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     report = bench.Report({"peak": {"float32": 2.0, "bfloat16": 3.0}, "read": 5.0})
     monkeypatch.setattr(bench, "limits", lambda: ({"float32": 1.0, "bfloat16": 4.0}, 6.0))
-    report.settle()
+    assert report.finish(1, iter)
     assert report.machine == {"peak": {"float32": 2.0, "bfloat16": 4.0}, "read": 6.0}
 
 
@@ -274,11 +275,11 @@ def test_the_folder_is_checked_before_anything_is_measured(
 
 
 def test_operations_are_counted() -> None:
-    assert bench.Problem("forward", "float32", 100, 64).operations == 4 * 8 * 100 * 100 * 64
-    assert bench.Problem("causal", "float32", 100, 64).operations == 2 * 8 * 100 * 100 * 64
-    training = bench.Problem("training", "float32", 100, 64).operations
+    assert bench.Problem("forward", "float32", 100, 64).work == 4 * 8 * 100 * 100 * 64
+    assert bench.Problem("causal", "float32", 100, 64).work == 2 * 8 * 100 * 100 * 64
+    training = bench.Problem("training", "float32", 100, 64).work
     assert training == 7 * 8 * 100 * 100 * 64
-    layer = bench.Problem("layer", "float32", 100, 64).operations
+    layer = bench.Problem("layer", "float32", 100, 64).work
     assert layer == 4 * 8 * 100 * 100 * 64 + 4 * 2 * 100 * 512 * 512
 
 
@@ -287,7 +288,7 @@ def test_operations_are_counted() -> None:
     [
         (
             ("--kind", "backward"),
-            "Expected kind to be one of forward, causal, training, look, decode, layer, choice, "
+            "Expected kind to be one of forward, causal, training, statistics, decode, layer, choice, "
             "got 'backward'.",
         ),
         (("--dtype", "int8"), "Expected dtype to be one of float32, bfloat16, got 'int8'."),
