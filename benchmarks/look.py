@@ -20,7 +20,7 @@ import typer
 
 from manyheads import AttentionMap, Causal
 from manyheads.bench import timed
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 HEADS, SIZE = 8, 64
 CHEAP = ("entropy", "received", "distance", "row_max")

@@ -6,7 +6,8 @@ import os
 import shutil
 
 from playwright.sync_api import Frame, Page, expect
-from waiting import HANG
+
+from tests.waiting import HANG
 
 CHROMIUM = os.environ.get("MANYHEADS_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 MISSING = "Chromium isn't installed: apt-get install chromium"

@@ -24,7 +24,10 @@ OPTIONS = {
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
 }
-RUN = "import torch; torch.set_num_threads(3); import test_native as t; t.within_budget(t.HERE); t.attend()"
+RUN = (
+    "import torch; torch.set_num_threads(3); import tests.unit.kernels.test_native as t;"
+    "t.within_budget(t.HERE); t.attend()"
+)
 
 
 def main(sanitizer: str) -> int:
@@ -48,7 +51,7 @@ def main(sanitizer: str) -> int:
                     "MANYHEADS_LIBRARY": str(built),
                     "MANYHEADS_WIDTH": width,
                     "MANYHEADS_THREADS": "own",
-                    "PYTHONPATH": str(ROOT / "tests"),
+                    "PYTHONPATH": str(ROOT),
                     "OMP_NUM_THREADS": "1",
                 }
                 done = subprocess.run(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -388,7 +387,7 @@ def bench(
     from manyheads.storage import folder_for
 
     report: bench.BaseReport
-    todo: Sequence[Any]  # problems, or cases of choice
+    todo: Any  # problems, or cases of choice
     if kind == ["choice"]:
         seed = SystemRandom().randrange(1 << 32) if seed is None else seed
         todo = choice.cases(tuple(dtype or ()), tuple(size or ()), tuple(length or ()), seed)

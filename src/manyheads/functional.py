@@ -16,7 +16,7 @@ from manyheads.kernels import plans
 from manyheads.kernels.native.look import Look
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import kind
 from manyheads.statistics import Reduction, named, reduce
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from manyheads import kernels, scores, statistics
 from manyheads.kernels import native
 from manyheads.masks import Lengths, Mask, Rule
-from manyheads.scores import Problem, Rows
+from manyheads.problem import Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
 from manyheads.statistics import Reduction, TopKeys
 

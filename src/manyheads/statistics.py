@@ -24,7 +24,7 @@ from manyheads import kernels, scores
 from manyheads.kernels import chunked, native
 from manyheads.kernels.native.look import DEEPEST, Look
 from manyheads.masks import FAR, AfterSameToken, Causal, Diagonal, Documents, Full, Mask, Not, SameToken
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import amount, kind, sizes, whole
 
 MOST = 2**33  # bytes for the keys of a row that aren't there

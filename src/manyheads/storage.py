@@ -29,7 +29,7 @@ from torch import Tensor
 from manyheads import biases, masks
 from manyheads.biases import Bias
 from manyheads.masks import FAR, Mask, extremes
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes, whole
 from manyheads.trees import Value
 

@@ -32,7 +32,7 @@ from manyheads.kernels import load, processor
 from manyheads.kernels.native import library, rules
 from manyheads.layers import MultiHeadAttention
 from manyheads.masks import Causal, Mask
-from manyheads.scores import Problem as AttentionProblem
+from manyheads.problem import Problem as AttentionProblem
 from manyheads.shapes import amount, whole
 from manyheads.storage import replacing
 

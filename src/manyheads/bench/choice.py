@@ -24,7 +24,7 @@ from manyheads.bench import ROOM, Forward, Run, describe_time, describe_versions
 from manyheads.functional import attention
 from manyheads.kernels import ORDER, choose
 from manyheads.masks import Causal, Lengths, Mask, Window
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import amount
 
 DTYPES = bench.DTYPES | {"float16": torch.float16}

@@ -19,7 +19,7 @@ from manyheads.classic.common import check, mix, weigh
 from manyheads.functional import attention_with_map
 from manyheads.maps import AttentionMap
 from manyheads.masks import Keep
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import divide, kind, real, sizes, whole
 
 Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention

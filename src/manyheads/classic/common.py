@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from manyheads import scores
 from manyheads.kernels import reference
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyheads.maps import AttentionMap
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes
 from manyheads.statistics import Bins, Pooled, Reduction, Tile, edges
 

@@ -41,7 +41,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manyheads.scores import Problem, exactly, finite
+from manyheads.problem import Problem
+from manyheads.scores import exactly, finite
 from manyheads.shapes import can_read
 
 ORDER = ("native", "sdpa", "flex", "chunked", "reference")

@@ -5,23 +5,21 @@ Rows and columns are walked in blocks; a running maximum and sum per row make th
 recomputes each block from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135). Blocks that the mask
 leaves empty are skipped.
 
-It is one opaque operator, `manyheads::chunked`, on tensors and numbers: `torch.compile` doesn't
-unroll its loop. Masks and biases go through it as text beside their tensors (`trees.write`).
+It is one custom operator, `manyheads::chunked`, so that `torch.compile` doesn't unroll its loop.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from manyheads import scores, trees
-from manyheads.kernels import reference
-from manyheads.kernels.batched import one_by_one, refuse_twice
-from manyheads.scores import ALL, Problem, Rows, fold, unfold
+from manyheads import scores
+from manyheads.kernels import operator, reference
+from manyheads.problem import ALL, Problem, Rows
+from manyheads.scores import fold, unfold
 from manyheads.shapes import transforms
 
 NAME = "chunked"
@@ -46,7 +44,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
     """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
-    return _attend(*arguments(problem))
+    return torch.ops.manyheads.chunked(*operator.arguments(problem))
 
 
 def lse(problem: Problem) -> Tensor:
@@ -57,7 +55,7 @@ def lse(problem: Problem) -> Tensor:
     if "vmap" in transforms():
         return reference.weights(problem)[1]
     with torch.no_grad(), scores.exactly(problem.q.device):  # an operator's first call is slow
-        return _forward(problem, None)[1]
+        return forward(problem)[1]
 
 
 def tile(
@@ -119,7 +117,7 @@ def blocks(problem: Problem, first: int = 0, last: int | None = None) -> Iterato
         )
 
 
-def _forward(p: Problem, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(p: Problem, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
     b, h, g, t, _, _, w = p.shape
     out = p.q.new_empty(b, h, t, w)
@@ -148,14 +146,14 @@ def _forward(p: Problem, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _backward(
+def backward(
     p: Problem,
     out: Tensor,
     lse: Tensor,
     d_out: Tensor,
     d_lse: Tensor,
-    seed: Tensor | None,
     needs: list[bool],
+    seed: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, sink and the bias's tensor; those not needed are empty tensors."""
     h, g = p.shape.h, p.shape.g
@@ -235,137 +233,4 @@ def _dropout(p: Problem, seed: Tensor, rows: slice, cols: slice) -> Tensor:
     return kept.to(p.dtype) / (1 - p.dropout_p)
 
 
-# -- the operator ----------------------------------------------------------------------------------
-
-ARGUMENTS = (  # of an operator that takes a whole problem
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] masks, Tensor[] biases, Tensor? offsets, "
-    "Tensor? seed, str text, SymInt offset, float scale, float softcap, float dropout_p"
-)
-
-
-def arguments(problem: Problem) -> tuple[Any, ...]:
-    """Return a problem as an operator takes it."""
-    masks: list[Tensor] = []
-    biases: list[Tensor] = []
-    text = f"({trees.write(problem.mask, masks)}, {trees.write(problem.bias, biases)})"
-    per_sequence = isinstance(problem.offset, Tensor)
-    return (
-        problem.q,
-        problem.k,
-        problem.v,
-        problem.sink,
-        masks,
-        biases,
-        problem.offset if per_sequence else None,
-        torch.randint(1 << 62, (1,)) if problem.dropout_p else None,
-        text,
-        0 if per_sequence else problem.offset,
-        problem.scale,
-        problem.softcap or 0.0,
-        problem.dropout_p,
-    )
-
-
-def problem_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    masks: list[Tensor],
-    biases: list[Tensor],
-    offsets: Tensor | None,
-    seed: Tensor | None,
-    text: str,
-    offset: int,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-) -> Problem:
-    """Return the problem that an operator was given."""
-    mask, bias = trees.read(text, masks, biases)
-    return Problem.of(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        softcap=softcap or None,
-        sink=sink,
-        dropout_p=dropout_p,
-        offset=offset if offsets is None else offsets,
-    )
-
-
-@torch.library.custom_op(
-    "manyheads::chunked", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor out, Tensor lse)"
-)
-def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-    problem = problem_of(*arguments)
-    with scores.exactly(problem.q.device):
-        return _forward(problem, arguments[7])
-
-
-GIVEN = f"Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] needs, {ARGUMENTS}"  # to its gradient
-
-
-@torch.library.custom_op("manyheads::chunked_backward", mutates_args=(), schema=f"({GIVEN}) -> Tensor[]")
-def _attend_backward(
-    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
-) -> list[Tensor]:
-    problem = problem_of(*arguments)
-    with scores.exactly(problem.q.device):
-        return _backward(problem, out, lse, d_out, d_lse, arguments[7], needs)
-
-
-@_attend.register_fake
-def shaped(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp without their numbers."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
-
-
-@_attend_backward.register_fake
-def gradients_shaped(
-    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
-) -> list[Tensor]:
-    """Return the gradients of q, k, v, sink and the bias's tensor without their numbers."""
-    q, k, v, sink, _, biases = arguments[:6]
-    like = (q, k, v, sink, biases[0] if biases and needs[4] else None)
-    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
-
-
-def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep what the gradient needs."""
-    q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers = inputs
-    ctx.masks = len(masks)
-    ctx.held = trees.functions(ctx.numbers[0])
-    ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
-
-
-def remembered(ctx: Any) -> tuple[Any, ...]:
-    """Return what `remember` kept: the output, the log-sum-exp, and the operator's arguments."""
-    out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
-    masks, biases = rest[: ctx.masks], rest[ctx.masks :]
-    return (out, lse, q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers)
-
-
-def differentiated_by(backward: Callable[..., list[Tensor]]) -> Callable[..., tuple[Any, ...]]:
-    """Return how an operator's arguments get their gradients by `backward`, from what `remember` kept."""
-
-    def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-        out, lse, *arguments = remembered(ctx)
-        sink, masks, biases = arguments[3:6]
-        needs = [True, True, True, sink is not None, any(x.requires_grad for x in biases)]
-        dq, dk, dv, d_sink, d_bias = one_by_one(
-            lambda d_out, d_lse: backward(out, lse, d_out, d_lse, needs, *arguments), d_out, d_lse
-        )
-        d_biases = [d_bias if needs[4] else None for _ in biases]
-        nothing = [None] * (2 + len(ctx.numbers))
-        return (dq, dk, dv, None if sink is None else d_sink, [None] * len(masks), d_biases, *nothing)
-
-    return differentiate
-
-
-_attend.register_autograd(differentiated_by(lambda *given: _attend_backward(*given)), setup_context=remember)
-_attend_backward.register_autograd(refuse_twice)
+operator.register(NAME, forward, backward)

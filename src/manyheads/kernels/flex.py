@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, cre
 
 from manyheads.biases import Dense, Relative
 from manyheads.masks import And, Keep, Keys, Mask, Not, Or, Prefix, Rule
-from manyheads.scores import ALL, Problem
+from manyheads.problem import ALL, Problem
 from manyheads.shapes import sizes, transforms
 from manyheads.trees import Value
 

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from manyheads import kernels
 from manyheads.masks import Band
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 Layout = tuple[Any, ...]
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → the output

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from manyheads import scores
-from manyheads.scores import Problem
+from manyheads.problem import ALL, Problem
 from manyheads.shapes import can_read
 
 NAME = "reference"
@@ -33,7 +33,7 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
 def run(problem: Problem) -> tuple[Tensor, None]:
     """Return the output `[b, h, t, w]`; no log-sum-exp."""
     if problem.mask is not None and not can_read(problem.q):  # what isn't finite can't be searched for
-        problem = problem.without_unseen(problem.keep(problem.mask, scores.ALL, scores.ALL))
+        problem = problem.without_unseen(problem.keep(problem.mask, ALL, ALL))
     weight, _, keep = _softmax(problem)
     if problem.dropout_p:
         weight = torch.nn.functional.dropout(weight, problem.dropout_p)

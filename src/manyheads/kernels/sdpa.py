@@ -18,7 +18,7 @@ from torch import Tensor
 from manyheads.biases import Dense
 from manyheads.kernels.batched import refuse_twice
 from manyheads.masks import Keep
-from manyheads.scores import ALL, Problem
+from manyheads.problem import ALL, Problem
 from manyheads.shapes import can_read, transforms
 
 NAME = "sdpa"

@@ -9,7 +9,7 @@ from manyheads.biases import ALiBi, Bias, Relative
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Drop, Full, Keep, Keys, Lengths, Mask, Only, Window
 from manyheads.observe.summaries import Call, Reduced
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 Band = tuple[int | None, int | None]  # low ≤ j − i ≤ high; None: no bound
 

@@ -39,7 +39,7 @@ from manyheads.layouts import project_inputs, spread_masks
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Rule
 from manyheads.observe.recognize import collapse, first_position, split_masks, visible
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes
 
 INTERCEPTED = (

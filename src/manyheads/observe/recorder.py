@@ -17,7 +17,7 @@ from manyheads.maps import AttentionMap
 from manyheads.observe import fastpath, intercept, transformers
 from manyheads.observe.recording import Recording, close_matches, paths_within
 from manyheads.observe.summaries import Reduced
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import amount, whole
 
 COMPILED = "_orig_mod"  # what torch.compile adds to the paths of a model's modules

@@ -19,7 +19,7 @@ from manyheads import kernels, scores
 from manyheads.biases import ALiBi
 from manyheads.maps import AttentionMap
 from manyheads.masks import Documents, Full, Lengths, Mask, Window
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 SIDE = 256  # cells per side of a tile
 MAX_WEIGHTS = 2**24  # weights that are computed on request: 4,096 × 4,096

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from manyheads import scores
-from manyheads.kernels import chunked, sdpa
+from manyheads.kernels import chunked, operator, sdpa
 from manyheads.kernels.native import library, passes, rules
 from manyheads.kernels.native.autograd import Attention, Plan
 from manyheads.kernels.native.look import Look
 from manyheads.kernels.native.packing import DTYPES, tensor_bytes
-from manyheads.scores import ALL, Problem, Rows
+from manyheads.problem import ALL, Problem, Rows
 from manyheads.shapes import PLAIN
 
 NAME = "native"
@@ -81,7 +81,7 @@ def run(problem: Problem, asked: Look | None = None) -> tuple[Tensor, Tensor | N
     map that is read finds its own.
     """
     if not _direct(problem):
-        return torch.ops.manyheads.native(*chunked.arguments(problem))
+        return torch.ops.manyheads.native(*operator.arguments(problem))
     if problem.wants_gradient():
         p, table = problem, None if problem.bias is None else problem.bias.tensor()
         return Attention.apply(problem, p.q, p.k, p.v, p.sink, table)
@@ -132,7 +132,7 @@ def lse(problem: Problem, asked: Look | None = None) -> Tensor:
     """Return the log-sum-exp alone, `[b, h, t]`, and fill a look in the same pass."""
     p = problem.detach().without_values()
     if not _direct(p):
-        return torch.ops.manyheads.native(*chunked.arguments(p))[1]
+        return torch.ops.manyheads.native(*operator.arguments(p))[1]
     found = passes.forward(p, asked if p.shape.s <= WHOLE else None)[1]
     if asked is not None and p.shape.s > WHOLE:
         look(p, found, asked)

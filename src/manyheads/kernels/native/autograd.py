@@ -10,42 +10,20 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from manyheads.kernels import batched, chunked
+from manyheads.kernels import batched, operator
 from manyheads.kernels.native import library
 from manyheads.kernels.native.packing import pack
 from manyheads.kernels.native.passes import CHUNKS, backward, forward, no_memory
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
-# -- operators: torch.compile and tensor subclasses see them ---------------------------------------
+# -- the operator: torch.compile and tensor subclasses see it --------------------------------------
 
-_library = torch.library.Library("manyheads", "FRAGMENT")
-_library.define(f"native({chunked.ARGUMENTS}) -> (Tensor out, Tensor lse)")
-_library.define(f"native_backward({chunked.GIVEN}) -> Tensor[]")
-
-
-def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return forward(chunked.problem_of(*arguments))
-
-
-def _attend_backward(
-    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *arguments: Any
-) -> list[Tensor]:
-    grads = backward(chunked.problem_of(*arguments), out, lse, d_out, d_lse, needs)
-    return [out.new_empty(0) if grad is None else grad for grad in grads]
-
-
-_library.impl("native", _attend, "CPU")
-_library.impl("native_backward", _attend_backward, "CPU")
-torch.library.register_fake("manyheads::native", chunked.shaped, lib=_library)
-torch.library.register_fake("manyheads::native_backward", chunked.gradients_shaped, lib=_library)
-torch.library.register_autograd(
-    "manyheads::native",
-    chunked.differentiated_by(lambda *given: torch.ops.manyheads.native_backward(*given)),
-    setup_context=chunked.remember,
-    lib=_library,
+operator.register(
+    "native",
+    lambda problem, _: forward(problem),
+    lambda problem, *given: backward(problem, *given[:-1]),  # without a seed
+    key="CPU",
 )
-torch.library.register_autograd("manyheads::native_backward", batched.refuse_twice, lib=_library)
-
 
 # -- functions: without an operator, whose call takes longer than a small problem ------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manyheads.kernels.native import library
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 CHUNKS = 16  # of the queries, over all heads at hand: as many threads have something to do
 ROWS = ("total", "entropy", "distance", "best")

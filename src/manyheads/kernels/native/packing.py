@@ -12,7 +12,7 @@ from torch import Tensor
 from manyheads.biases import ALiBi, Dense
 from manyheads.kernels.native import library
 from manyheads.masks import FAR, Band, Documents, Drop, Keep, Lengths, Mask, Normal
-from manyheads.scores import ALL, Problem
+from manyheads.problem import ALL, Problem
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # numbered as in problem.h
 

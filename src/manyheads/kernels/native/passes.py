@@ -13,7 +13,7 @@ from manyheads.kernels import chunked
 from manyheads.kernels.native import library
 from manyheads.kernels.native.look import Look
 from manyheads.kernels.native.packing import pack
-from manyheads.scores import Problem, Rows
+from manyheads.problem import Problem, Rows
 from manyheads.shapes import Shape, amount
 
 CHUNKS = 16  # of a gradient's keys, over all heads: the number of threads that have work
@@ -80,8 +80,8 @@ def backward(
     nothing = torch.zeros_like(lse) if d_lse is None else d_lse
     # Its scores are summed in another order, to which this log-sum-exp doesn't belong.
     with torch.no_grad(), scores.exactly(p.q.device):
-        out, lse = chunked._forward(p, None)
-        return chunked._backward(p, out, lse, d_out, nothing, None, list(needs))
+        out, lse = chunked.forward(p)
+        return chunked.backward(p, out, lse, d_out, nothing, list(needs))
 
 
 def _differentiate(

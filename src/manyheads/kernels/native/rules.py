@@ -12,7 +12,7 @@ import torch
 
 from manyheads.kernels import sdpa
 from manyheads.kernels.native import library
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 
 Rule = Callable[[Problem], str | None]
 

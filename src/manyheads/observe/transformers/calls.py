@@ -18,7 +18,7 @@ from manyheads.masks import Causal, Keep, Mask, Window
 from manyheads.observe.intercept import check_readable
 from manyheads.observe.recognize import first_position, split_masks, visible
 from manyheads.observe.transformers.masks import combine, find_origin, padding_mask
-from manyheads.scores import Problem
+from manyheads.problem import Problem
 from manyheads.shapes import kind, shape_of, sizes
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]

@@ -1,0 +1,130 @@
+"""Kernels as custom operators of PyTorch: their schema, shapes and gradients.
+
+`torch.compile` puts an operator into a graph as one node, and tensor subclasses and dispatch modes see it.
+An operator takes tensors, numbers and text only, so a mask and a bias become text beside their tensors
+(`trees.write`), and are read back inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads import trees
+from manyheads.kernels.batched import one_by_one, refuse_twice
+from manyheads.problem import Problem
+from manyheads.scores import exactly
+
+PROBLEM = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] masks, Tensor[] biases, Tensor? offsets, "
+    "Tensor? seed, str text, SymInt offset, float scale, float softcap, float dropout_p"
+)
+SEED = 7  # its place among these
+
+Forward = Callable[[Problem, Tensor | None], tuple[Tensor, Tensor]]
+Backward = Callable[..., Sequence[Tensor | None]]
+
+_library = torch.library.Library("manyheads", "FRAGMENT")
+
+
+def register(name: str, forward: Forward, backward: Backward, key: str = "CompositeExplicitAutograd") -> None:
+    """Register `manyheads::name` and its gradient `manyheads::name_backward`.
+
+    Args:
+        name: Name of the operator. It is called as `torch.ops.manyheads.name(*arguments(problem))`.
+        forward: Takes a problem and the seed of its dropout, returns output `[b, h, t, w]` and log-sum-exp
+            `[b, h, t]`.
+        backward: Takes a problem, these two, their gradients, which of q, k, v, sink and bias need a
+            gradient, and the seed; returns the five gradients, None where there is none.
+        key: PyTorch's dispatch key: the devices that it runs on.
+    """
+
+    def attend(*given: Any) -> tuple[Tensor, Tensor]:
+        with exactly(given[0].device):
+            return forward(_problem_of(*given), given[SEED])
+
+    def attend_backward(
+        out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *given: Any
+    ) -> list[Tensor]:
+        with exactly(out.device):
+            grads = backward(_problem_of(*given), out, lse, d_out, d_lse, needs, given[SEED])
+        return [out.new_empty(0) if grad is None else grad for grad in grads]
+
+    def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+        out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
+        masks, biases = rest[: ctx.masks], rest[ctx.masks :]
+        given = (q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers)
+        needs = [True, True, True, sink is not None, any(x.requires_grad for x in biases)]
+        operator = getattr(torch.ops.manyheads, f"{name}_backward")
+        dq, dk, dv, d_sink, d_bias = one_by_one(
+            lambda d_out, d_lse: operator(out, lse, d_out, d_lse, needs, *given), d_out, d_lse
+        )
+        d_biases = [d_bias if needs[4] else None for _ in biases]
+        nothing = [None] * (2 + len(ctx.numbers))
+        return (dq, dk, dv, None if sink is None else d_sink, [None] * len(masks), d_biases, *nothing)
+
+    _library.define(f"{name}({PROBLEM}) -> (Tensor out, Tensor lse)")
+    _library.define(
+        f"{name}_backward(Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] needs, {PROBLEM}) "
+        "-> Tensor[]"
+    )
+    for operator, implementation, fake, gradient, setup in (
+        (name, attend, _fake, differentiate, _save),
+        (f"{name}_backward", attend_backward, _fake_backward, refuse_twice, None),
+    ):
+        _library.impl(operator, implementation, key)
+        operator = f"manyheads::{operator}"
+        torch.library.register_fake(operator, fake, lib=_library)
+        torch.library.register_autograd(operator, gradient, setup_context=setup, lib=_library)
+
+
+def arguments(problem: Problem) -> tuple[Any, ...]:
+    """Return a problem as the arguments of an operator."""
+    masks: list[Tensor] = []
+    biases: list[Tensor] = []
+    text = f"({trees.write(problem.mask, masks)}, {trees.write(problem.bias, biases)})"
+    offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
+    seed = torch.randint(1 << 62, (1,)) if problem.dropout_p else None
+    return (
+        problem.q, problem.k, problem.v, problem.sink, masks, biases, offsets,
+        seed, text, offset, problem.scale, problem.softcap or 0.0, problem.dropout_p,
+    )  # fmt: skip
+
+
+def _problem_of(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, masks: list[Tensor], biases: list[Tensor],
+    offsets: Tensor | None, seed: Tensor | None, text: str, offset: int, scale: float, softcap: float,
+    dropout_p: float,
+) -> Problem:  # fmt: skip
+    """Return the problem that an operator was given."""
+    mask, bias = trees.read(text, masks, biases)
+    return Problem.of(
+        q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap or None, sink=sink, dropout_p=dropout_p,
+        offset=offset if offsets is None else offsets,
+    )  # fmt: skip
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save what the gradient needs."""
+    q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers = inputs
+    ctx.masks = len(masks)
+    ctx.functions = trees.functions(ctx.numbers[0])  # which the text only names
+    ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp without their numbers."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
+
+
+def _fake_backward(
+    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *given: Any
+) -> list[Tensor]:
+    """Return the gradients of q, k, v, sink and the bias's tensor without their numbers."""
+    q, k, v, sink, _, biases = given[:6]
+    like = (q, k, v, sink, biases[0] if biases and needs[4] else None)
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]

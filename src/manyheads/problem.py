@@ -1,0 +1,312 @@
+"""One attention problem: its tensors, mask, bias and numbers, checked once and passed on as an object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from manyheads.biases import Bias
+from manyheads.masks import FAR, Mask, extremes, opaque
+from manyheads.shapes import Shape, can_read, kind, real, shape_of, sizes
+from manyheads.trees import Value
+
+Rows = slice | Tensor  # which rows or columns: a slice, or an index tensor of one dimension
+ALL = slice(None)
+WHOLES = (int, torch.SymInt)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, torch.uint16, torch.uint8)
+FARTHEST = FAR // 4  # position of a row 0: its sum with the side of a band is below FAR, "no bound"
+
+
+@dataclass(eq=False)  # not frozen, which makes the creation take four times as long
+class Problem:
+    """Everything that decides an attention output; made by `Problem.of`, which checks it, and never changed.
+
+    q `[b, h, t, d]`, k `[b, g, s, d]`, v `[b, g, s, w]`; sink `[h]`; offset is the position of row 0,
+    an int or one per sequence `[b]`; mask and bias are bound to it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None
+    bias: Bias | None
+    scale: float
+    softcap: float | None
+    sink: Tensor | None
+    offset: int | Tensor
+    dropout_p: float
+    shape: Shape
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        bias: Bias | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+        dropout_p: float = 0.0,
+        offset: int | Tensor | None = None,
+    ) -> Problem:
+        """Check the parts, fill in what was left out, and bind mask and bias to their place."""
+        shape = shape_of(q, k, v)
+        if scale is None:
+            scale = 1 / math.sqrt(shape.d) if shape.d else 1.0
+        else:
+            scale = real(scale, "scale", math.isfinite, "a finite number (1/√d if None)")
+        if softcap is not None:
+            softcap = real(softcap, "softcap", lambda cap: 0 < cap < math.inf, "a positive number or None")
+        dropout_p = real(dropout_p, "dropout_p", lambda p: 0 <= p <= 1, "a number between 0 and 1")
+        place = shape.s - shape.t if offset is None else _checked_offset(offset, shape, q.device)
+        if sink is not None:
+            _check_sink(sink, shape, q.device)
+        if mask is not None:
+            _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", q.device)
+        if bias is not None:
+            _check_part(bias, Bias, "bias", "Dense(t)", q.device)
+        if mask is not None:
+            mask.check(shape)
+            mask = mask.bind(place, shape.s)
+        if bias is not None:
+            bias.check(shape)
+            bias = bias.bind(place)
+        return cls(q, k, v, mask, bias, scale, softcap, sink, place, dropout_p, shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What scores, weights and log-sum-exps are computed in: float32, or float64 for float64."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """Return the fields after q, k and v: `Problem(q, k, v, *problem.options)` is the same problem."""
+        p = self
+        return p.mask, p.bias, p.scale, p.softcap, p.sink, p.offset, p.dropout_p, p.shape
+
+    def forward_mode(self) -> bool:
+        """Return True if a tensor carries a forward-mode derivative (torch.func.jvp)."""
+        if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+            return False
+        parts = [self.q, self.k, self.v, self.sink, None if self.bias is None else self.bias.tensor()]
+        return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in parts)
+
+    def wants_gradient(self) -> bool:
+        """Return True if autograd records what is computed from these tensors."""
+        return torch.is_grad_enabled() and (
+            self.q.requires_grad
+            or self.k.requires_grad
+            or self.v.requires_grad
+            or (self.sink is not None and self.sink.requires_grad)
+            or (self.bias is not None and self.bias.tensor().requires_grad)
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
+        """Return the same problem with `change` applied to every tensor inside, always in the same order."""
+        return Problem(  # `replace` would take longer than a small problem's gradient
+            change(self.q),
+            change(self.k),
+            change(self.v),
+            None if self.mask is None else self.mask.map(change),
+            None if self.bias is None else self.bias.map(change),
+            self.scale,
+            self.softcap,
+            None if self.sink is None else change(self.sink),
+            change(self.offset) if isinstance(self.offset, Tensor) else self.offset,
+            self.dropout_p,
+            self.shape,
+        )
+
+    def detach(self) -> Problem:
+        """Return the same problem with every tensor cut from its graph."""
+        return self.map(lambda tensor: tensor.detach())
+
+    def to(self, device: torch.device | str) -> Problem:
+        """Return the same problem with every tensor on another device."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    def cast(self, dtype: torch.dtype) -> Problem:
+        """Return the same problem with q, k and v in another dtype."""
+        return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
+
+    def without_values(self) -> Problem:
+        """Return the same problem with values of width 0: weights don't need them, nor dropout."""
+        v = self.v.new_empty(*self.v.shape[:3], 0)
+        shape = Shape(*self.shape[:-1], w=0)  # torch.compile of PyTorch 2.11 can't return what _replace makes
+        return replace(self, v=v, dropout_p=0.0, shape=shape)
+
+    def without_unseen(self, keep: Tensor) -> Problem:
+        """Return the same problem with zeros for the keys and values that no query may see.
+
+        keep: where the mask keeps, `[b or 1, h or 1, t, s]`. For kernels that can't look at what they
+        compute, so that at least there NaN and Inf don't leak.
+        """
+        seen = keep.any(2)  # [b or 1, h or 1, s]
+        if seen.shape[1] > 1:
+            seen = seen.unflatten(1, (self.shape.g, -1)).any(2)  # [b or 1, g, s]
+        seen = seen[..., None]
+        return replace(self, k=torch.where(seen, self.k, 0.0), v=torch.where(seen, self.v, 0.0))
+
+    def under(self, mask: Mask | None) -> Problem:
+        """Return the same problem under another mask."""
+        if mask is not None:
+            _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", self.q.device)
+            mask.check(self.shape)
+            mask = mask.bind(self.offset, self.shape.s)
+        return replace(self, mask=mask)
+
+    def within(self, mask: Mask) -> Problem:
+        """Return the same problem under its own mask and another one."""
+        inside = self.under(mask)
+        if self.mask is None or inside.mask is None:
+            return inside
+        return replace(self, mask=self.mask & inside.mask)
+
+    def only(self, batch: Sequence[int], heads: Sequence[int]) -> Problem:
+        """Return the same problem for some batch entries and query heads, which are counted anew from 0.
+
+        q, k and v are views where these follow each other.
+        """
+        n, device = self.shape, self.q.device
+        b = torch.tensor(batch, dtype=torch.int64, device=device)
+        h = torch.tensor(heads, dtype=torch.int64, device=device)
+        group = h // max(n.h // max(n.g, 1), 1)  # the key head of each
+        q, k, v = (_some(_some(x, 0, b), 1, n) for x, n in ((self.q, h), (self.k, group), (self.v, group)))
+        return replace(
+            self,
+            q=q,
+            k=k,
+            v=v,
+            mask=None if self.mask is None else self.mask.only(b, h),
+            bias=None if self.bias is None else self.bias.only(b, h),
+            sink=None if self.sink is None else self.sink[h],
+            offset=self.offset if isinstance(self.offset, int) else self.offset[b],
+            shape=shape_of(q, k, v),
+        )
+
+    def at(
+        self, rows: Rows, cols: Rows, batch: Rows | None = None, heads: Rows | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return b, h, i (positions), j of a tile, shaped to broadcast against `[b, h, t, s]`.
+
+        batch and heads are None for all: torch.compile of PyTorch 2.11 can't read a slice as a default.
+        """
+        n, device = self.shape, self.q.device
+
+        def pick(size: int, chosen: Rows | None) -> Tensor:
+            # In full where a graph must not learn the size; else no longer than the tile.
+            if chosen is None:
+                return torch.arange(size, device=device)
+            if torch.compiler.is_compiling() or isinstance(chosen, Tensor):
+                return torch.arange(size, device=device)[chosen]
+            start, stop, step = chosen.indices(size)
+            return torch.arange(start, max(start, stop), step, device=device)
+
+        b = pick(n.b, batch)[:, None, None, None]
+        h = pick(n.h, heads)[None, :, None, None]
+        i = pick(n.t, rows)[None, None, :, None]
+        j = pick(n.s, cols)[None, None, None, :]
+        i = i + (self.offset if isinstance(self.offset, int) else self.offset.to(device)[b])
+        return b, h, i, j
+
+    def apart(self, part: Mask | Bias) -> tuple[int, int]:
+        """Return for how many sequences and heads (1 or b, 1 or h) a mask or bias differs.
+
+        It is evaluated for one row and one column.
+        """
+        corner = slice(0, min(self.shape.t, 1)), slice(0, min(self.shape.s, 1))
+        if isinstance(part, Mask):
+            b, h = self.keep(part, *corner).shape[:2]
+        else:
+            b, h = part.add(*self.at(*corner), self.dtype).shape[:2]
+        return b, h
+
+    def keep(
+        self, mask: Mask, rows: Rows, cols: Rows, batch: Rows | None = None, heads: Rows | None = None
+    ) -> Tensor:
+        """Return where a mask bound to this problem keeps a tile: boolean, broadcasts to `[b, h, r, c]`."""
+        b, h, i, j = self.at(rows, cols, batch, heads)
+        kept = torch.as_tensor(mask.keep(b, h, i, j), device=self.q.device)
+        want = (b.shape[0], h.shape[1], i.shape[2], j.shape[3])
+        got = (1,) * (4 - kept.dim()) + tuple(kept.shape)
+        if len(got) > 4 or any(n not in (1, m) for n, m in zip(got, want, strict=True)):
+            raise ValueError(
+                f"Expected a mask that broadcasts to [b, h, t, s] = {list(want)}, "
+                f"got {sizes(kept)} from {mask}."
+            )
+        return kept.reshape(got)
+
+    def span(self, start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the keys that some of rows [start, stop) may see and those that all see, within [0, s)."""
+        s = self.shape.s
+        if self.mask is None:
+            return (0, s), (0, s)
+        if not can_read(self.q):  # nor the numbers of the mask
+            return (0, s), (0, 0)
+        low, high = extremes(self.offset)
+        some, every = self.mask.span(range(start + low, stop + high))
+        return (some[0], min(some[1], s)), (every[0], min(every[1], s))
+
+
+def _some(x: Tensor, axis: int, index: Tensor) -> Tensor:
+    """Return some entries of an axis: a view where they follow each other."""
+    first, n = (int(index[0]), len(index)) if len(index) else (0, 0)
+    if torch.equal(index, torch.arange(first, first + n, device=index.device)):
+        return x.narrow(axis, first, n)
+    return x.index_select(axis, index)
+
+
+def _checked_offset(offset: Any, shape: Shape, device: torch.device) -> Any:
+    """Return the offset, an int or int64 `[b]`."""
+    if isinstance(offset, Tensor):
+        if offset.dtype not in INTEGERS or tuple(offset.shape) != (shape.b,):
+            raise ValueError(
+                f"Expected offset to be an int or a tensor [b] = [{shape.b}] of integers up to int64, "
+                f"one per sequence, got {kind(offset)} {sizes(offset)}."
+            )
+        if offset.device != device:
+            raise ValueError(f"q is on {device} and offset is on {offset.device}: move them together.")
+        offset = offset.to(torch.int64)  # sums of narrow integers wrap around
+    elif isinstance(offset, np.integer):
+        offset = int(offset)
+    elif isinstance(offset, bool) or not isinstance(offset, WHOLES):
+        raise TypeError(f"Expected offset to be an int, integers [b], or None for s - t, got {offset!r}.")
+    if torch.compiler.is_compiling() or (isinstance(offset, Tensor) and opaque(offset)):
+        return offset
+    low, high = extremes(offset)
+    if low < -FARTHEST or high > FARTHEST:
+        raise ValueError(f"Expected offset between -2**58 and 2**58, got {low if low < -FARTHEST else high}.")
+    return offset
+
+
+def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        raise TypeError(f"Expected sink to be a tensor of floats [h], one logit per head, got {kind(sink)}.")
+    if tuple(sink.shape) != (shape.h,):
+        raise ValueError(f"Expected sink to be [h] = [{shape.h}], one logit per head, got {sizes(sink)}.")
+    if sink.device != device:
+        raise ValueError(f"q is on {device} and sink is on {sink.device}: move them together.")
+    if device.type == "cpu" and can_read(sink) and not bool((sink < math.inf).all()):
+        raise ValueError(f"Expected finite logits or -inf (no sink) in sink, got {sink.tolist()}.")
+
+
+def _check_part(part: Any, kind_of: type[Value], name: str, wrap: str, device: torch.device) -> None:
+    if not isinstance(part, kind_of):
+        hint = f": wrap it as {wrap}" if isinstance(part, Tensor) else ""
+        raise TypeError(f"Expected {name} to be a {kind_of.__name__} or None, got {kind(part)}{hint}.")
+    for tensor in part.tensors():
+        if tensor.device != device:
+            raise ValueError(
+                f"q is on {device} and the {name} is on {tensor.device}: "
+                f"move it with {name}.to({str(device)!r})."
+            )

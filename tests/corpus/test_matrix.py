@@ -1,0 +1,107 @@
+"""Every planted bug is named, none is named falsely, and what is right as it stands has none.
+
+The ordinary run takes one cell of each bug, in one style after the other; `-m slow` takes all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyheads import checker
+from manyheads.checker.isolation.target import find
+from tests.corpus.planted import matrix
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Bugs that these styles can't carry as such, though the corpus holds the cell.
+NOT_ONE = {
+    # PyTorch's own layers return weights after dropout in training: the report says so, without a failure.
+    (style, "weights-after-dropout")
+    for style in matrix.PLANTS
+} | {
+    # Nothing says that its mask is boolean: one that is added is taken to be added, 0 or -inf.
+    ("annotated", "masked-ones-added"),
+}
+
+# Bugs that are one and the same thing where queries, keys and values come from one sequence, or where
+# padding and mask are one argument: named together.
+ALIKE = {
+    "q-k-swapped": {"scores-transposed", "q-k-arguments-swapped"},
+    "k-v-swapped": {"k-v-arguments-swapped"},
+    "q-v-swapped": {"q-v-arguments-swapped"},
+    "padding-ignored": {"mask-ignored", "causal-in-place-of-mask"},
+    "mask-ignored": {"padding-ignored", "causal-in-place-of-mask"},
+    "scaled-by-d": {"scaled-twice"},
+    "softmax-missing": {"scores-as-weights"},
+    "unscaled": {"scaled-by-heads"},  # of one head
+    "input-bias-missing": {"biases-missing"},
+    "output-bias-missing": {"biases-missing"},  # where the output has the only one
+    "queries-as-keys": {"key-from-query-weights", "keys-from-x"},
+    "queries-as-values": {"value-from-query-weights", "values-from-x"},
+    "keys-as-values": {"value-from-key-weights", "key-as-value-input"},
+    "key-from-query-weights": {"queries-as-keys"},
+    "polarity-swapped": {"causal-flipped-strict"},
+}
+
+CELLS = [
+    (style, bug) for style, plants in matrix.PLANTS.items() for bug in plants if (style, bug) not in NOT_ONE
+]
+
+
+def report(folder: Path, style: str, bug: str | None) -> checker.Report:
+    return checker.check(find(matrix.write(folder, style, bug)), like=matrix.KIND[style])
+
+
+def named(folder: Path, style: str, bug: str) -> None:
+    found = report(folder, style, bug)
+    names = [one.mistake for one in found.diagnosis]
+    assert not found.passed, (style, bug)
+    assert bug in names, (style, bug, names, [one.says for one in found.diagnosis])
+    assert all(one.verified for one in found.diagnosis)
+    # Beside it only what can't be distinguished from it, and what a fully masked row then gives.
+    beside = {name for name in names if not name.startswith("empty-rows")} - {bug}
+    assert beside <= ALIKE.get(bug, set()), (style, bug, names)
+
+
+def some() -> list[tuple[str, str]]:
+    """One cell of each bug, of the n-th style that carries it for the n-th bug."""
+    carried: dict[str, list[str]] = {}
+    for style, bug in CELLS:
+        carried.setdefault(bug, []).append(style)
+    return [(styles[n % len(styles)], bug) for n, (bug, styles) in enumerate(carried.items())]
+
+
+def test_the_matrix_is_as_large_as_it_is_said_to_be() -> None:
+    assert len(CELLS) > 780
+    assert len({bug for _, bug in CELLS}) >= 70
+    assert len({style for style, _ in some()}) >= 20
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("style", "bug"), some(), ids=str)
+def test_a_planted_bug_is_named(style: str, bug: str, tmp_path: Path) -> None:
+    named(tmp_path, style, bug)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("style", matrix.PLANTS)
+def test_what_is_right_passes(style: str, tmp_path: Path) -> None:
+    found = report(tmp_path, style, None)
+    assert found.passed, [one for one in found.checks if one.status == "failed"]
+    assert not found.diagnosis
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("style", matrix.PLANTS)
+def test_every_planted_bug_is_named(style: str, tmp_path: Path) -> None:
+    wrong: list[Any] = []
+    for _, bug in (cell for cell in CELLS if cell[0] == style):
+        try:
+            named(tmp_path, style, bug)
+        except AssertionError as error:
+            wrong.append(str(error).splitlines()[0])
+    assert not wrong

@@ -1,0 +1,280 @@
+"""What the README and the docs show runs: each Python block, each command, and CI runs the README's own two.
+
+The findings need libraries that the other tests don't: `.ci/run` installs the extra `findings` and runs what
+finds something once more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import manyheads
+from manyheads.lm.checkpoint import SHIPPED
+from tests.chromium import CHROMIUM, MISSING
+from tests.waiting import HANG
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PEERS = ("x_transformers", "labml_nn", "keras", "jax")  # the extra `findings`
+
+
+def blocks(path: Path) -> list[str]:
+    """The page's Python blocks."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.S | re.M)
+
+
+def commands(path: Path) -> list[str]:
+    """The page's indented lines that start one of our commands."""
+    return re.findall(r"^    (manyheads .*)$", path.read_text(encoding="utf-8"), re.M)
+
+
+def shell(path: Path) -> list[str]:
+    """The page's indented lines that start any command."""
+    words = "manyheads|pip|python3?|bash|cd|git"
+    return re.findall(rf"^    ((?:{words}) .*)$", path.read_text(encoding="utf-8"), re.M)
+
+
+def needs(text: str) -> None:
+    """Skip where a library that the text names isn't installed."""
+    for peer in PEERS:
+        if peer in text and find_spec(peer) is None:
+            pytest.skip(f"{peer} is not installed: pip install -c constraints.txt '.[findings]'")
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def names():
+    """What the README's examples leave behind, run one after the other."""
+    left: dict = {}
+    for block in blocks(ROOT / "README.md"):
+        exec(compile(block, "README.md", "exec"), left)
+    return left
+
+
+def test_the_examples_run_and_have_the_shapes_of_their_comments(names):
+    assert tuple(names["out"].shape) == (1, 10, 512)
+    assert tuple(names["amap"].shape) == (1, 8, 10, 10)
+
+
+def test_token_by_token_gives_the_same_output(names):
+    whole = names["layer"](names["x"], mask=names["Causal"]())
+    assert (torch.cat(names["steps"], 1) - whole).abs().max().item() < 1e-5
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for words in re.findall(r"^(?:.*\()?.*readme \w+ '(.*?)'", script, re.M):
+        assert words in README
+    assert "readme tests 'python -m pytest'" in script
+
+
+PAGE = ROOT / "docs" / "findings.md"
+FINDINGS = blocks(PAGE)
+[JUDGED] = re.findall(r"PyTorch ([\d.]+) on a CPU", PAGE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("block", FINDINGS, ids=[str(n) for n in range(len(FINDINGS))])
+def test_a_finding_is_still_true(block: str, tmp_path: Path) -> None:
+    """Its script asserts what the page says, in a process of its own, as it stands."""
+    assert "assert " in block
+    needs(block)
+    if torch.__version__.partition("+")[0] != JUDGED:
+        pytest.skip(f"the page is about PyTorch {JUDGED}")
+    (tmp_path / "finding.py").write_text(block, encoding="utf-8")
+    done = run([sys.executable, "finding.py"], tmp_path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+# Files that the pages' commands speak of: these, and the adapters as docs/checker.md has them.
+LATE = '''
+import torch
+from torch import nn
+
+
+class MyAttention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (q, k, v))
+        t = x.shape[1]
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.ones(t, t).triu(2).bool(), -torch.inf)  # one too far
+        return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+'''
+GROUPS = '''
+from torch import nn
+from x_transformers import Attention
+
+
+class Groups(nn.Module):
+    """Self-attention."""
+
+    def __init__(self, dim, heads, kv_heads):
+        super().__init__()
+        self.attention = Attention(dim, heads=heads, dim_head=dim // heads, kv_heads=kv_heads)
+
+    def forward(self, x):
+        return self.attention(x)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    used, keras, jax = blocks(ROOT / "docs" / "checker.md")
+    files = {"attention": LATE, "groups": GROUPS, "keras_attention": keras, "jax_attention": jax}
+    files["used"] = f"from manyheads import SelfAttention as MyAttention\n{used}"
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_the_python_examples_of_the_checker_run(folder: Path) -> None:
+    done = run([sys.executable, "used.py"], folder)
+    assert done.returncode == 0, done.stderr
+    assert "SelfAttention" in done.stdout
+
+
+# What each of the pages' commands finds, as their prose says: the checks that fail, and the name.
+NAN, UNIFORM = ({"empty rows"}, ["empty-rows-nan"]), ({"empty rows"}, ["empty-rows-uniform"])
+FOUND: dict[str, tuple[set[str], list[str]]] = {
+    "attention.py:MyAttention": ({"values", "causality"}, ["causal-late"]),
+    "groups.py:Groups": ({"values"}, ["key-heads-tiled"]),
+    "jax_attention.py:attention": UNIFORM,
+    "keras_attention.py:KerasAttention": UNIFORM,
+    "labml_nn.transformers.mha:MultiHeadAttention": NAN,
+    "torch.nn.functional:scaled_dot_product_attention": (set(), []),
+    "torch.nn:MultiheadAttention": NAN,
+    "transformers.models.llama.modeling_llama:eager_attention_forward": NAN,
+    "x_transformers:Attention": ({"empty rows"}, []),
+}
+COMMANDS = sorted({command for page in PAGES for command in commands(page) if " check " in command})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_check_reports_what_its_page_shows(command: str, folder: Path) -> None:
+    needs((folder / f"{m[1]}.py").read_text() if (m := re.search(r" (\w+)\.py:", command)) else command)
+    words = [*shlex.split(command, comments=True)[1:], "--json", "report.json"]
+    done = run([sys.executable, "-m", "manyheads", *words], folder)
+    assert (folder / "report.json").exists(), done.stderr
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    failed = {check["name"] for check in report["checks"] if check["status"] == "failed"}
+    names = [one["mistake"] for one in report["diagnosis"]]
+    assert (failed, names) == FOUND[words[1]]
+    assert done.returncode == bool(failed)
+
+
+def test_lessons_are_copied(tmp_path: Path) -> None:
+    """The README's line but for the installation, which is an environment of its own, and the start."""
+    [command] = [line.partition("&& ")[2] for line in shell(ROOT / "README.md") if "[lessons]" in line]
+    done = run([sys.executable, "-m", "manyheads", *command.split()[1:], "--no-start"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.rglob("*.ipynb"))) == 4
+
+
+VIEWS = sorted(
+    {command for page in PAGES for command in commands(page) if re.search(r" view |--open", command)}
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the viewer's commands name."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "FILE").write_text("the train left the station on time " * 100, encoding="utf-8")
+    model, _ = manyheads.lm.load()
+    with manyheads.observe(model) as seen:
+        model(torch.arange(300)[None])
+    for name in ("run", "one", "other"):
+        seen.save(folder / f"{name}.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("command", VIEWS)
+def test_the_viewer_opens_as_in_its_page(command: str, runs: Path) -> None:
+    """A page that is served answers under its link; one that is exported stands there."""
+    words = [sys.executable, "-m", "manyheads", *shlex.split(command, comments=True)[1:]]
+    if "--export" in words:
+        done = run(words, runs)
+        assert done.returncode == 0, done.stderr
+        assert "<html" in (runs / "page.html").read_text(encoding="utf-8")
+        return
+    quiet = {**os.environ, "BROWSER": "true", "OMP_NUM_THREADS": "1"}  # a browser that shows nothing
+    with subprocess.Popen(words, cwd=runs, env=quiet, stdout=subprocess.PIPE, text=True) as served:
+        try:
+            assert served.stdout is not None
+            links = (re.search(r"http://127\.0\.0\.1:\S+", line) for line in served.stdout)
+            link = next(found[0] for found in links if found)
+            with urllib.request.build_opener(urllib.request.HTTPCookieProcessor()).open(link) as answer:
+                assert "<html" in answer.read().decode()
+        finally:
+            served.terminate()
+
+
+BENCHMARKS = re.findall(
+    r"`python (benchmarks/.*?)`", " ".join(page.read_text(encoding="utf-8") for page in PAGES)
+)
+
+
+@pytest.mark.parametrize("command", BENCHMARKS)
+def test_a_benchmark_runs(command: str) -> None:
+    """As the page has it, but short."""
+    words = re.sub(r" --length \d+", "", command).split()
+    if "viewer" in command:
+        if CHROMIUM is None:
+            pytest.skip(MISSING)
+        words += ["--browser", CHROMIUM]
+    short = ["--length", "512", "--rounds", "1"]
+    done = run([sys.executable, str(ROOT / words[0]), *words[1:], *short], ROOT)
+    assert done.returncode == 0, done.stderr
+    assert " 512 " in done.stdout
+
+
+def test_no_example_is_left_out() -> None:
+    """What a page gains is run here too: Python only where it is run, and no command of another kind."""
+    run_here = {ROOT / "README.md", *(ROOT / "docs" / name for name in ("checker.md", "findings.md"))}
+    assert {page for page in PAGES if blocks(page)} == run_here
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for page in PAGES:
+        for line in shell(page):
+            in_ci = any(words in line for words in re.findall(r"readme \w+ '(.*?)'", script))
+            here = line in COMMANDS + VIEWS or "--model" in line or "[lessons]" in line
+            assert in_ci or here or "venv" in line or line.endswith("'.[view]'"), line
+    assert BENCHMARKS
+    assert VIEWS
+
+
+def test_a_model_is_shown_and_saved(tmp_path: Path) -> None:
+    [command] = [command for command in commands(ROOT / "README.md") if " --model " in command]
+    words = shlex.split(command.replace("NAME_OR_PATH", shlex.quote(str(SHIPPED))))
+    done = run([sys.executable, "-m", "manyheads", *words[1:]], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert manyheads.open_run(tmp_path / "run.safetensors")

@@ -1,0 +1,864 @@
+"""The checker: its oracle, what it reads and reports, and the command's exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+import manyheads as mh
+from manyheads import checker, kernels, layers
+from manyheads.checker import command
+from manyheads.checker.bugs import CONVENTIONS, FAMILY, compose, family_of
+from manyheads.checker.candidates import names
+from manyheads.checker.candidates.construct import parse_arguments
+from manyheads.checker.oracle import Attention, Inputs, Weights, exact
+from tests.waiting import HANG
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quick")
+
+
+# -- the oracle ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_oracle_is_attention(causal: bool, sink: bool, scale: float | None) -> None:
+    q, k, v = (torch.randn(2, n, s, 6, dtype=torch.float64) for n, s in ((4, 5), (2, 7), (2, 7)))
+    keep = torch.rand(2, 1, 5, 7) < 0.6
+    keep[1, :, 2] = False  # a fully masked row
+    padding = torch.tensor([7, 4])
+    bias = torch.randn(5, 7, dtype=torch.float64)
+    sinks = torch.randn(4, dtype=torch.float64) if sink else None
+    x = Inputs(
+        q,
+        k,
+        v,
+        keep=keep,
+        padding=torch.arange(7) < padding[:, None],
+        bias=bias,
+        causal=causal,
+        offset=2,
+        scale=scale,
+        sink=sinks,
+        need_weights=True,
+    )
+    mask = mh.Keep(keep) & mh.Lengths(padding)
+    mask = mask & mh.Causal() if causal else mask
+    out, amap = mh.attention_with_map(
+        q, k, v, mask=mask, bias=mh.Dense(bias), scale=scale, sink=sinks, offset=2, kernel="reference"
+    )
+    found = Attention()(x)
+    torch.testing.assert_close(found.out, out)
+    torch.testing.assert_close(found.weights, amap.dense())
+
+
+def test_the_oracle_with_projections_is_our_layer() -> None:
+    layer = layers.MultiHeadAttention(24, 4).double()
+    held = dict(layer.named_parameters())
+    w = Weights(4, 4, {r: held[f"{r}.weight"] for r in "qkvo"}, {r: held[f"{r}.bias"] for r in "qkvo"})
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    torch.testing.assert_close(Attention(w)(Inputs(x, x, x)).out, layer(x))
+
+
+def test_conventions_change_nothing_and_every_bug_changes_something() -> None:
+    """Among inputs of all kinds; a bug that changes nothing could be named for anything."""
+    torch.manual_seed(3)
+    e, h = 24, 4
+    weight = {r: torch.randn(24 if r in "qo" else 12, e, dtype=torch.float64) for r in "qkvo"}
+    grouped = Weights(
+        h, 2, weight, {r: torch.randn(x.shape[0], dtype=torch.float64) for r, x in weight.items()}
+    )
+    weight = {r: torch.randn(24, e, dtype=torch.float64) for r in "qkvo"}
+    square = Weights(h, h, weight, {r: torch.randn(24, dtype=torch.float64) for r in "qkvo"})
+    sunk = replace(square, sink=torch.randn(h, dtype=torch.float64))
+    cases: list[tuple[Weights | None, Inputs]] = []
+    for w in (grouped, square, sunk):
+        x, y, z = (torch.randn(2, 6, e, dtype=torch.float64) for _ in range(3))
+        keep = torch.rand(2, 1, 6, 6) < 0.7
+        keep[..., 0] = True
+        padding = torch.arange(6) < torch.tensor([6, 4])[:, None]
+        for query, key, value in ((x, x, x), (x, y, y), (x, y, z)):
+            for rest in (
+                {},
+                {"causal": True},
+                {"causal": True, "keep": keep, "need_weights": True},
+                {"need_weights": True, "average_weights": True},
+                {"padding": padding, "keep": keep, "bias": torch.randn(6, 6).double(), "scale": 0.4},
+            ):
+                cases.append((w, Inputs(query, key, value, **rest)))
+        cases.append((w, Inputs(x[:, :2], y, y, causal=True, offset=4)))
+        cases.append((w, Inputs(x[:, :2], y, y, causal=True)))
+    q, k, v = (torch.randn(2, 4, 5, 6, dtype=torch.float64) for _ in range(3))
+    hidden = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    hidden[0, :, 1] = False
+    cases += [
+        (None, Inputs(q, k, v[..., :3], sink=torch.randn(4).double())),
+        (None, Inputs(q, k, v, keep=hidden)),
+    ]
+    cases.append((None, Inputs(q.float() * 40, k.float() * 40, v.float())))
+    right = [exact(w, x) for w, x in cases]
+    for convention in CONVENTIONS[Attention]:
+        for (w, x), told in zip(cases, right, strict=True):
+            if x.keep is None or bool(x.keep.any(-1).all()):
+                found = exact(w, x, compose(Attention, *convention))
+                torch.testing.assert_close(found.out, told.out)
+    for bug in family_of(Attention):
+        changes = False
+        for variant in bug.variants:
+            for (w, x), told in zip(cases, right, strict=True):
+                try:
+                    found = exact(w, x, variant)
+                except (RuntimeError, KeyError, IndexError, TypeError):
+                    continue
+                changes |= found.out.shape != told.out.shape or not torch.allclose(found.out, told.out)
+                changes |= found.weights is not None and not (
+                    found.weights.shape == told.weights.shape and torch.allclose(found.weights, told.weights)
+                )
+        assert changes or bug.name == "key-bias-missing", bug.name  # which the softmax cancels
+        assert bug.description
+        assert bug.fix
+
+
+def test_the_family_is_as_large_as_it_is_said_to_be() -> None:
+    assert len(FAMILY) >= 100
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "role"),
+    [
+        ("q_proj.weight", ("q", "weight", None)),
+        ("W_k", ("k", "weight", None)),
+        ("b_q", ("q", "bias", None)),
+        ("to_out.0.weight", ("o", "weight", None)),
+        ("heads.2.query.weight", ("q", "weight", 2)),
+        ("in_proj_weight", ("qkv", "weight", None)),
+        ("in_proj_bias", ("qkv", "bias", None)),
+        ("c_attn.weight", ("qkv", "weight", None)),
+        ("to_kv.weight", ("kv", "weight", None)),
+        ("query.linear.weight", ("q", "weight", None)),
+        ("attention.self.value.bias", ("v", "bias", None)),
+        ("norm.weight", None),
+        ("mlp.weight", None),
+    ],
+)
+def test_names_of_parameters(path: str, role: Any) -> None:
+    assert names.parameter_role(path) == role
+
+
+def test_constructor_arguments() -> None:
+    assert parse_arguments("hidden=16, num_heads=4, name='x', bias=False") == {
+        "hidden": 16,
+        "num_heads": 4,
+        "name": "x",
+        "bias": False,
+    }
+    for text in ("hidden", "hidden=torch.float", "**x", "hidden=", "hidden=1; x", "f(1)"):
+        with pytest.raises(checker.Unclear, match="names and plain values for --init"):
+            parse_arguments(text)
+
+
+class Plain(nn.Module):
+    """Two names that mean nothing, and a width that does."""
+
+    def __init__(self, embed_dim: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.alpha, self.beta, self.gamma, self.delta = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.alpha(x), self.beta(x), self.gamma(x)
+        scores = q @ k.mT / q.shape[-1] ** 0.5 * self.scale
+        return self.delta(scores.softmax(-1) @ v)
+
+
+WEIGHTS = {"q": "alpha", "k": "beta", "v": "gamma", "o": "delta"}
+
+
+def test_weights_that_no_name_tells_are_asked_for() -> None:
+    with pytest.raises(checker.Unclear, match=r"no weights for q and k and v .*alpha\.weight.*--weights"):
+        checker.check(Plain)
+    assert checker.check(Plain, weights=WEIGHTS).passed
+    assert checker.check(Plain(24), weights=WEIGHTS).passed  # an instance
+    with pytest.raises(checker.Unclear, match="'epsilon' for q, but the parameters are alpha"):
+        checker.check(Plain, weights={**WEIGHTS, "q": "epsilon"})
+
+
+def test_a_swap_of_queries_and_keys_does_not_pass() -> None:
+    found = checker.check(Plain, weights={**WEIGHTS, "q": "beta", "k": "alpha"})
+    assert "q-k-swapped" in {one.mistake for one in found.diagnosis}
+
+
+def test_an_unknown_scale_is_reported_to_the_digit() -> None:
+    """No bug of the family, and still a true and useful sentence."""
+    found = checker.check(Plain, weights=WEIGHTS, init={"embed_dim": 24, "scale": 1.7})
+    assert not found.passed
+    (one,) = found.diagnosis
+    assert (one.mistake, one.verified) == ("", False)
+    assert f"scores multiplied by {1.7 / 24**0.5:.5g}, where 1/√d = {24**-0.5:.5g}" in one.says
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda out, x: 0.7 * out, "0.7 times the right one"),
+        (lambda out, x: out + torch.linspace(0, 1, out.shape[-1]), "the same vector for every query"),
+        (lambda out, x: torch.cat((out[:, :1] * 2, out[:, 1:]), 1), "in query 0 only"),
+        (
+            lambda out, x: torch.cat((out[..., :3] + 1, out[..., 3:] + 0.1 * x[..., 3:] ** 2), -1),
+            "no known bug explains it",
+        ),
+    ],
+)
+def test_the_report_where_no_bug_fits(change: Any, says: str) -> None:
+    class Odd(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return change(super().forward(x), x)
+
+    found = checker.check(Odd, like="self", weights=WEIGHTS)
+    assert not found.passed
+    assert {one.mistake for one in found.diagnosis} == {""}
+    assert says in found.diagnosis[0].says, found.diagnosis[0].says
+
+
+def test_invalid_options() -> None:
+    for like in ("selfish", "classic.components.Nothing", "classic."):
+        with pytest.raises(checker.Unclear, match="--like"):
+            checker.check(Plain, like=like)
+    with pytest.raises(checker.Unclear, match='Expected layout "batch"'):
+        checker.check(Plain, layout="tokens")
+    with pytest.raises(checker.Unclear, match="no constructor argument 'width', only "):
+        checker.check(Plain, init={"width": 3})
+    with pytest.raises(checker.Unclear, match="is built already"):
+        checker.check(Plain(24), init={"embed_dim": 24})
+
+    class Needs(nn.Module):
+        def __init__(self, embed_dim: int, flavour: str) -> None:
+            super().__init__()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(checker.Unclear, match=r"Needs needs 'flavour'.*--init 'flavour="):
+        checker.check(Needs)
+
+
+# -- what is right passes --------------------------------------------------------------------------
+
+
+class Ours(nn.Module):
+    """An adapter: our layer, with a mask `[b, t, s]`, True = may attend."""
+
+    def __init__(self, embed: int, heads: int) -> None:
+        super().__init__()
+        self.inner = layers.MultiHeadAttention(embed, heads)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, return_weights: bool = False) -> Any:
+        """mask [b, t, s]: True keeps."""
+        mask = None if mask is None else mh.Keep(mask[:, None])
+        if not return_weights:
+            return self.inner(x, mask=mask)
+        out, amap = self.inner.attend(x, mask=mask)
+        return out, amap.dense()
+
+
+@pytest.mark.parametrize(
+    "layer", [layers.SelfAttention, layers.CrossAttention, layers.MultiHeadAttention, Ours]
+)
+def test_our_layers_pass(layer: Any) -> None:
+    checker.assert_attention(layer)
+
+
+@pytest.mark.parametrize("kernel", kernels.ORDER)
+def test_our_kernels_pass(kernel: str) -> None:
+    def attention(q, k, v, mask=None, scale=None, sinks=None):  # type: ignore[no-untyped-def]
+        """mask [b, 1, t, s]: True keeps."""
+        mask = None if mask is None else mh.Keep(mask)
+        return mh.attention(q, k, v, mask=mask, scale=scale, sink=sinks, kernel=kernel)
+
+    if kernel == "flex":
+        with pytest.raises(checker.Unclear, match='kernel="flex" can\'t compute this'):
+            checker.check(attention, "attention")
+        return
+    if kernel == "sdpa":  # which has no sink, and refuses odd strides
+
+        def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return mh.attention(q, k, v, kernel=kernel)
+
+        failed = [one for one in checker.check(fused).checks if one.status == "failed"]
+        assert [one.name for one in failed] == ["non-contiguous inputs"]
+        assert "the last dimension of q, k or v isn't contiguous" in failed[0].reason
+        return
+    checker.assert_attention(attention, "attention")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "components.SelfAttention",
+        "components.CrossAttention",
+        "components.attention",
+        "annotated.MultiHeadAttention",
+        "components.PositionalEncoder",
+        "modeling_attention.SelfAttention",
+        "modeling_attention.MultiHeadSelfAttention",
+        "torch_multihead.MultiheadAttention",
+    ],
+)
+def test_our_textbook_classes_are_like_themselves(name: str) -> None:
+    module, _, thing = name.partition(".")
+    ours = getattr(importlib.import_module(f"manyheads.classic.{module}"), thing)
+    found = checker.check(ours, f"classic.{name}")
+    assert found.passed, found
+    last = found.checks[-1]
+    assert last.name == f"like classic.{name}" or "PositionalEncoder" in name
+    assert last.status == "passed" or name == "components.attention" or "PositionalEncoder" in name
+
+
+def test_pytorchs_own_function_passes() -> None:
+    checker.assert_attention(F.scaled_dot_product_attention, "sdpa")
+
+
+def test_pytorchs_own_layer_gives_nan_in_empty_rows_when_asked_for_weights() -> None:
+    found = checker.check(nn.MultiheadAttention, init={"embed_dim": 24, "num_heads": 4})
+    failed = [one for one in found.checks if one.status == "failed"]
+    assert [one.name for one in failed] == ["empty rows"]
+    assert "NaN when weights are asked for" in failed[0].reason
+    assert [one.mistake for one in found.diagnosis] == ["empty-rows-nan"]
+
+
+def test_a_configuration_object_is_filled() -> None:
+    class Block(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.n_head = config.n_head
+            self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+            self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+            self.dropout = config.dropout
+
+        def forward(self, x: Tensor) -> Tensor:
+            b, t, e = x.shape
+            q, k, v = (y.view(b, t, self.n_head, -1).transpose(1, 2) for y in self.c_attn(x).split(e, 2))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.c_proj(y.transpose(1, 2).reshape(b, t, e))
+
+    found = checker.check(Block)
+    assert found.passed, found
+    assert "built as Block(config=Namespace(...))" in found.notes
+
+
+def test_a_failure_in_a_test_is_the_report() -> None:
+    with pytest.raises(AssertionError, match="q-k-swapped") as caught:
+        checker.assert_attention(Plain, weights={**WEIGHTS, "q": "beta", "k": "alpha"})
+    assert "To fix it" in str(caught.value)
+
+
+# -- layers like PyTorch's --------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """As `torch.nn.MultiheadAttention`: sequence first, and a boolean mask hides where it is True."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(embed_dim, embed_dim) for _ in range(4)
+        )
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)  # [b, h, t, d]
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x.permute(2, 0, 1, 3).flatten(2)  # [t, b, e]
+
+    def shown(self, weights: Tensor, average: bool) -> Tensor:
+        return weights.mean(dim=1) if average else weights
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores = q @ k.mT / self.head_dim**0.5  # [b, h, t, s]
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf)
+        weights = scores.softmax(-1).masked_fill(scores == -math.inf, 0.0)
+        return weights @ v, weights
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = self.split(self.q_proj(query)), self.split(self.k_proj(key)), self.split(self.v_proj(value))
+        out, weights = self.mixed(q, k, v, attn_mask)
+        return self.out_proj(self.merge(out)), self.shown(
+            weights, average_attn_weights
+        ) if need_weights else None
+
+
+class Always(Layer):
+    """As `torch.nn.MultiheadAttention`, `[t, b, e]`, its weights always there, averaged over the heads."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return super().forward(query, key, value)
+
+
+class Either(Layer):
+    """As `torch.nn.MultiheadAttention`, `[t, b, e]`. Its weights are always there."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, average_attn_weights: bool = True) -> Any:
+        return super().forward(query, key, value, True, None, average_attn_weights)
+
+
+def checked(base: type[Layer], **steps: Any) -> checker.Report:
+    return checker.check(type(base.__name__, (base,), {"__doc__": base.__doc__, **steps}), "torch-mha")
+
+
+@pytest.mark.parametrize("base", [Layer, Always, Either])
+def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
+    found = checked(base)
+    assert found.passed, found
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "shown"),
+    [
+        (Layer, "weights-not-averaged", lambda self, w, average: w),
+        (Layer, "weights-averaged", lambda self, w, average: w.mean(1)),
+        (Layer, "average-inverted", lambda self, w, average: w if average else w.mean(1)),
+        (Layer, "weights-summed", lambda self, w, average: w.sum(1) if average else w),
+        (Layer, "weights-averaged-over-batch", lambda self, w, average: w.mean(0) if average else w),
+        (Layer, "first-head-returned", lambda self, w, average: w[:, 0] if average else w),
+        (Either, "weights-averaged", lambda self, w, average: w.mean(1)),
+        (Either, "weights-not-averaged", lambda self, w, average: w),
+        (Always, "weights-not-averaged", lambda self, w, average: w),
+        (Always, "weights-summed", lambda self, w, average: w.sum(1)),
+    ],
+)
+def test_returned_weights_are_those_asked_for(base: type[Layer], name: str, shown: Any) -> None:
+    found = checked(base, shown=shown)
+    assert not found.passed
+    assert [one.mistake for one in found.diagnosis] == [name]
+    assert found.pair is not None
+    want, got, what = found.pair
+    assert what == "weights"
+    assert want.shape != got.shape or not torch.allclose(want, got.to(want.dtype), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shown", "says"),
+    [
+        (
+            lambda self, w, average: w.mean(-1) if average else w,
+            "[b, t, s] = [3, 5, 7], got [3, 4, 5]",
+        ),
+        (
+            lambda self, w, average: w.mean(1, keepdim=True) if average else w,
+            "[b, t, s] = [3, 5, 7], got [3, 1, 5, 7]",
+        ),
+    ],
+)
+def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, says: str) -> None:
+    found = checked(Layer, shown=shown)
+    assert says in next(one.reason for one in found.checks if one.name == "shapes" and one.status == "failed")
+
+
+def test_where_only_the_weights_are_wrong_the_output_is_not_blamed() -> None:
+    found = checked(Layer, shown=lambda self, w, average: w.mean(1) * 1.5 if average else w * 1.5)
+    (one,) = found.diagnosis
+    assert "the output is right, and the returned weights are wrong: 1.5 times the right ones" in one.says
+    assert "output is wrong" not in one.says
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("merge-the-other-way", {"merge": lambda self, x: x.permute(2, 0, 3, 1).flatten(2)}),
+        ("split-the-other-way", {"split": lambda self, x: x.unflatten(-1, (-1, 4)).permute(1, 3, 0, 2)}),
+        (
+            "heads-interleaved",
+            {
+                "split": lambda self, x: x.unflatten(-1, (-1, 4)).permute(1, 3, 0, 2),
+                "merge": lambda self, x: x.permute(2, 0, 3, 1).flatten(2),
+            },
+        ),
+        (
+            "batch-reshaped",
+            {"split": lambda self, x: x.reshape(x.shape[1], x.shape[0], 4, -1).transpose(1, 2)},
+        ),
+        (
+            "merge-without-transpose",
+            {"merge": lambda self, x: x.reshape(x.shape[2], x.shape[0], -1)},
+        ),
+    ],
+)
+def test_how_heads_are_split_and_merged_is_named_as_it_is(name: str, steps: dict[str, Any]) -> None:
+    assert [one.mistake for one in checked(Layer, **steps).diagnosis] == [name]
+
+
+def test_heads_interleaved_is_the_network_with_its_weights_in_another_order() -> None:
+    weight = {r: torch.randn(24, 24, dtype=torch.float64) for r in "qkvo"}
+    bias = {r: torch.randn(24, dtype=torch.float64) for r in "qkvo"}
+    order = torch.arange(24).view(6, 4).T.flatten()  # of columns: d · h as h · d
+    moved = {r: weight[r][order] if r != "o" else weight[r][:, order] for r in "qkvo"}
+    other = Weights(4, 4, moved, {r: bias[r][order] if r != "o" else bias[r] for r in "qkvo"})
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    (change,) = FAMILY["heads-interleaved"].variants
+    torch.testing.assert_close(
+        exact(Weights(4, 4, weight, bias), Inputs(x, x, x), change).out, exact(other, Inputs(x, x, x)).out
+    )
+
+
+def test_fixes_name_an_axis_only_with_its_layout() -> None:
+    for one in FAMILY.values():
+        if "dim=" in one.fix or "transpose(" in one.fix or "permute(" in one.fix:
+            assert "[b, h, t, s]" in one.fix or "[t, b, e]" in one.fix, one
+
+
+class Tokens(nn.Module):
+    """x `[b, t, e]`."""
+
+    def __init__(self, hidden: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1))  # [b, t, h, d], and no transpose
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x.flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
+        return self.out(self.merge(F.scaled_dot_product_attention(q, k, v)))
+
+
+class Backwards(Tokens):
+    """x `[b, t, e]`."""
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)
+
+
+class Early(Tokens):
+    """x `[b, t, e]`."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).reshape(x.shape[0], self.num_heads, x.shape[1], -1)
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [(Tokens, "heads-as-tokens"), (Backwards, "heads-as-tokens"), (Early, "split-after-transpose")],
+)
+def test_heads_that_were_never_moved(wrong: type[Tokens], name: str) -> None:
+    assert [one.mistake for one in checker.check(wrong, "self").diagnosis] == [name]
+
+
+def masked(step: Any) -> Any:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask `[t, s]`: True = may attend."""
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        out: Tensor = scores.softmax(-1) @ v if mask is None else step(scores, v, ~mask)
+        return out
+
+    return attention
+
+
+def right(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return scores.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def spoilt(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+    return torch.zeros_like(out) if out.isnan().any() else out
+
+
+def hundred(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return scores.masked_fill(hidden, -100.0).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def divided(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    weights = scores.softmax(-1).masked_fill(hidden, 0.0)
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+def high(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return scores.masked_fill(hidden, math.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def between(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return scores.softmax(-1).masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+@pytest.mark.parametrize(
+    ("step", "names", "failed"),
+    [
+        (right, [], []),
+        (spoilt, ["empty-rows-spoil-others"], ["empty rows"]),
+        (hundred, ["masked-low"], ["large scores"]),
+        (divided, ["empty-rows-nan", "masked-and-divided"], ["empty rows", "large scores"]),
+        (high, ["masked-plus-infinity"], ["mask"]),
+    ],
+)
+def test_masks_that_go_wrong_in_some_rows_only(step: Any, names: list[str], failed: list[str]) -> None:
+    found = checker.check(masked(step), "attention")
+    assert [one.mistake for one in found.diagnosis] == names
+    assert [one.name for one in found.checks if one.status == "failed"] == failed
+    assert "overflows" not in f"{found}"
+
+
+def test_checks_that_depend_on_a_wrong_mask_are_not_run() -> None:
+    found = checker.check(masked(lambda scores, v, hidden: right(scores, v, ~hidden)), "attention")
+    assert {one.mistake for one in found.diagnosis} == {"polarity-swapped"}
+    status = {one.name: one.status for one in found.checks}
+    assert {status[name] for name in ("float16", "bfloat16", "large scores")} == {"could not be checked"}
+
+
+def test_a_mask_between_two_softmaxes_alone() -> None:
+    class Twice(nn.Module):
+        """Causal attention of x `[b, t, hidden]`."""
+
+        def __init__(self, hidden: int) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.q(x) @ self.k(x).mT / x.shape[-1] ** 0.5
+            hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+            return between(scores, self.v(x), hidden)
+
+    assert [one.mistake for one in checker.check(Twice, "self").diagnosis] == ["softmax-twice"]
+
+
+def test_an_output_of_another_shape_is_said_once() -> None:
+    found = checked(Layer, merge=lambda self, x: x.transpose(1, 2).flatten(2))  # [b, t, e]
+    failed = {one.name: one.reason for one in found.checks if one.status == "failed"}
+    assert set(failed) <= {"shapes", "values", "mask", "added bias"}
+    assert "with the first two axes swapped" in failed["shapes"]
+
+
+def test_code_still_to_be_written_is_reported_as_such() -> None:
+    class Gap(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            raise NotImplementedError("write it here")
+
+    with pytest.raises(checker.Unclear, match="write it here") as caught:
+        checker.check(Gap, "self", weights=WEIGHTS)
+    assert "--like" not in f"{caught.value}"
+    assert "adapter" not in f"{caught.value}"
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        raise NotImplementedError("and here")
+
+    with pytest.raises(checker.Unclear, match="and here") as caught:
+        checker.check(rotate, "rotary")
+    assert "adapter" not in f"{caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("name", "turned"),
+    [
+        ("rotary-one-of-pair-swapped", lambda a, b, c, s: (a * c - b * s, a * c + b * s)),
+        ("rotary-pair-exchanged", lambda a, b, c, s: (a * s + b * c, a * c - b * s)),
+        ("rotary-entries-apart", lambda a, b, c, s: (a * c, b * s)),
+        ("rotary-reflected", lambda a, b, c, s: (a * c + b * s, a * s + b * c)),
+    ],
+)
+def test_bugs_in_a_rotation(name: str, turned: Any) -> None:
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        """Neighbours, 2n and 2n + 1, are a pair."""
+        a = positions[:, None] / 10000 ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
+        return torch.stack(turned(x[..., 0::2], x[..., 1::2], a.cos(), a.sin()), -1).flatten(-2)
+
+    assert [one.mistake for one in checker.check(rotate, "rotary").diagnosis] == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "angle"),
+    [
+        ("pairs-from-one", lambda p, c, e: p / 10000 ** ((c + 2) / e)),
+        ("exponent-of-odd", lambda p, c, e: p / 10000 ** ((c + 1) / e)),
+        ("exponent-over-narrower-width", lambda p, c, e: p / 10000 ** (c / (e - 2))),
+        ("power-of-the-quotient", lambda p, c, e: (p / 10000) ** (c / e)),
+        ("exponent-as-factor", lambda p, c, e: p / (10000 * c / e)),
+        ("angles-in-turns", lambda p, c, e: 2 * math.pi * p / 10000 ** (c / e)),
+    ],
+)
+def test_bugs_in_a_sinusoidal_table(name: str, angle: Any) -> None:
+    def table(length: int, width: int) -> Tensor:
+        p = torch.arange(length, dtype=torch.float64)[:, None]
+        a = angle(p, torch.arange(0, width, 2, dtype=torch.float64), width)
+        return torch.stack((a.sin(), a.cos()), -1).flatten(-2).float()
+
+    assert [one.mistake for one in checker.check(table, "positional").diagnosis] == [name]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "manyheads", "check", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=HANG,
+        check=False,
+    )
+
+
+WRONG = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, hidden, num_heads=1):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
+
+    def forward(self, x):
+        return (self.q(x) @ self.k(x).transpose(1, 2)).softmax(-1) @ self.v(x)
+"""
+
+
+def test_the_command_writes_its_files(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WRONG)
+    done = run(
+        tmp_path,
+        "mine.py:Attention",
+        "--init",
+        "hidden=16",
+        "--out",
+        "pictures",
+        "--json",
+        "r.json",
+        "--junit",
+        "r.xml",
+    )
+    assert done.returncode == 1, done.stderr
+    for words in (
+        "unscaled",
+        "are not divided by √d (d = 16)",
+        "To fix it",
+        "not sandboxed",
+        "expected",
+        "got",
+    ):
+        assert words in " ".join(done.stdout.split()), done.stdout
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert set(told) >= {"format", "target", "like", "guessed", "verdict", "checks", "diagnosis"}
+    assert (told["format"], told["target"], told["like"], told["guessed"], told["verdict"]) == (
+        1,
+        "mine.py:Attention",
+        "self",
+        True,
+        "failed",
+    )
+    assert all(set(one) == {"name", "status", "reason", "error", "allowed"} for one in told["checks"])
+    (one,) = told["diagnosis"]
+    assert one["mistake"] == "unscaled"
+    assert one["verified"] is True
+    assert one["error"] < 1e-5
+    suite = ElementTree.parse(tmp_path / "r.xml").getroot()
+    assert int(suite.get("tests", "0")) == len(told["checks"]) == len(suite.findall("testcase"))
+    assert int(suite.get("failures", "0")) == len(suite.findall("testcase/failure")) > 0
+    assert (tmp_path / "pictures" / "check.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_passes_what_is_right(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WRONG.replace(".softmax", ".div(x.shape[-1] ** 0.5).softmax"))
+    done = run(tmp_path, "mine.py:Attention")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nothing.py:A",), "nothing.py"),
+        (("mine.py:Attenshun",), "Attention"),
+        (("mine.py",), "module:name"),
+        (("mine.py:Attention", "--like", "cube"), "cube"),
+        (("mine.py:Attention", "--init", "hidden"), "--init"),
+        (("mine.py:Attention", "--weights", "q"), "--weights"),
+        (("mine.py:Attention", "--layout", "rows"), "rows"),
+        (("mine.py:Attention", "--memory", "lots"), "lots"),
+        (("mine.py:Attention", "--timeout", "0"), "--timeout"),
+        (("mine.py:unfillable",), "--init"),
+    ],
+)
+def test_the_command_reports_invalid_use(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        WRONG
+        + "\nclass unfillable(nn.Module):\n    def __init__(self, zest): pass\n"
+        + "    def forward(self, x): return x\n"
+    )
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_call_that_never_ends_fails(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        WRONG.replace("        return (self", "        while x.shape[1] > 8: pass\n        return (self")
+    )
+    done = run(tmp_path, "mine.py:Attention", "--timeout", "3")
+    assert done.returncode == 1
+    assert "3" in done.stdout
+    assert "had ended" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4G", 4 * 2**30), ("500M", 500 * 2**20), ("1.5g", 3 * 2**29), ("536870912", 2**29)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert command.parse_size(text) == size
+
+
+def test_roles() -> None:
+    assert command.parse_weights("q=a, k=b.c,v=d") == {"q": "a", "k": "b.c", "v": "d"}
+    for text in ("q", "q=", "=a", ","):
+        with pytest.raises(ValueError, match="Expected roles and layers for --weights"):
+            command.parse_weights(text)
+
+
+@pytest.mark.parametrize("width", [40, 60, 72, 80, 200])
+def test_nothing_is_cut_on_a_narrow_terminal(width: int) -> None:
+    reason = "the output differs in 17 of 20 inputs (plain)"
+    found = checker.Report("x", "self", True, [checker.Check("determinism", "failed", reason, 1.8, 2.1e-5)])
+    page = Console(file=StringIO(), width=width)
+    found.print(page)
+    printed = page.file.getvalue()  # type: ignore[attr-defined]
+    rows = printed.rpartition("─")[2].partition("failed:")[0]
+    cells = f"✗ determinism 1.8e+00 2.1e-05 {reason}"
+    assert sorted("".join(rows.split())) == sorted("".join(cells.split()))
+
+
+def test_an_error_that_is_no_number_is_null() -> None:
+    found = checker.Report("x", "self", True, [checker.Check("values", "failed", "so", math.inf, 1.0)])
+    assert found.as_json()["checks"][0]["error"] is None

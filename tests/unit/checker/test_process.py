@@ -1,0 +1,908 @@
+"""The candidate called in this process and in its own: the same answers, and limits that hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manyheads.checker.isolation import process, protocol
+from manyheads.checker.isolation.candidate import Answer, Call, Candidate, Change
+from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.process import CandidateProcess, open_candidate
+from manyheads.checker.isolation.target import find
+from manyheads.checker.isolation.trees import Foreign, with_strides
+from tests.waiting import HANG, wait_until
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+own_process = pytest.mark.skipif(os.name != "posix", reason="needs inherited pipes")
+
+CANDIDATES = '''
+import collections, ctypes, dataclasses, os, signal, subprocess, sys, time, warnings
+import numpy as np
+import torch
+from torch import nn
+import neighbour
+
+print("printed while importing")
+
+
+class Head(nn.Module):
+    """One head."""
+
+    width = 3
+
+    def __init__(self, size, causal=False, *, scale: float = 0.5, act=torch.relu):
+        super().__init__()
+        if size % 2:
+            raise ValueError(f"size must be even,\\nnot {size}")
+        self.q_proj = nn.Linear(size, size)
+        self.register_buffer("steps", torch.zeros(1))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.size, self.causal, self._hidden = size, causal, 1
+        self.scale = scale
+
+    def forward(self, x, mask=None, *rest, need_weights: bool = False, **more):
+        return self.q_proj(x) * self.scale
+
+    def second(self, x):
+        return x + 2
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            return x
+
+
+class Many:
+    """What a request asks for by its name: one process serves many tests."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, x, *others):
+        self.calls += 1
+        return x
+
+    def count(self):
+        return self.calls
+
+    def shout(self):
+        print("é" * 5000)
+        os.write(1, b"straight to 1\\n" * 1000)
+        os.write(2, b"straight to 2\\n" * 1000)
+        subprocess.run(["echo", "from a child"])
+        return 1
+
+    def leave(self, how):
+        if how == "exit":
+            sys.exit("enough")
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        if how == "generator":
+            raise GeneratorExit
+        return self.leave(how) + 1
+
+    def objects(self):
+        class Rude:
+            def __repr__(self):
+                raise RuntimeError("no")
+
+        Pair = collections.namedtuple("Pair", "a b")
+        Record = dataclasses.make_dataclass("Record", ["x"])
+        loop = []
+        loop.append(loop)
+        return {
+            "numpy": np.arange(4.0).reshape(2, 2).T,
+            "scalar": np.float32(0.5),
+            "strings": np.array(["a"]),
+            "pair": Pair(torch.ones(1), None),
+            "record": Record(1),
+            "ordered": collections.OrderedDict(a=1),
+            "rude": Rude(),
+            "keys": {1: 2},
+            "parameter": nn.Parameter(torch.ones(2)),
+            "values": [True, -3, float("nan"), float("-inf"), "ü\\ud800", 2**70],
+            "sparse": torch.eye(2).to_sparse(),
+        }
+
+    def loop(self):
+        loop = []
+        loop.append(loop)
+        return loop
+
+    def seed(self):
+        torch.manual_seed(7)
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_grad_enabled(not torch.is_grad_enabled())
+        torch.use_deterministic_algorithms(True)
+        torch.set_float32_matmul_precision("medium")
+        warnings.warn("two\\nlines")
+
+    def state(self):
+        return [str(torch.get_default_dtype()), torch.get_num_threads(), torch.is_grad_enabled(),
+                torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()]
+
+    def draw(self):
+        return torch.rand(3)
+
+    def in_place(self, x, more):
+        more["y"][1].add_(1)
+        return x.mul_(2)
+
+    def layout(self, x):
+        return [list(x.stride()), x.is_contiguous()]
+
+    def one(self, x, y):
+        return x is y
+
+    def surroundings(self):
+        here = os.getcwd()
+        os.rmdir(here)
+        return [here, sys.stdin.read(), neighbour.NAME, torch.cuda.is_available()]
+
+    def allocate(self, count):
+        return float(torch.ones(count).sum())
+
+    def patched(self):
+        def lie(*args, **kwargs):
+            return True
+        torch.equal = torch.allclose = torch.initial_seed = lie
+        torch.get_default_dtype = lambda: torch.float32
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(3)
+
+    def starts(self):
+        """A process that leaves the group and one that is orphaned there."""
+        stay = "import os, time; os.setsid(); time.sleep(1200)"
+        first = subprocess.Popen([sys.executable, "-c", stay])
+        code = (f"import os, subprocess, sys; os.setsid(); "
+                f"null = subprocess.DEVNULL;"
+                f"print(subprocess.Popen([sys.executable, '-c', {stay!r}], stdout=null, stderr=null).pid)")
+        second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        child = os.fork()
+        if child == 0:
+            time.sleep(1200)
+        return [first.pid, int(second.stdout), child]
+
+
+def many():
+    return Many()
+
+
+def sound(x):
+    return x
+
+
+def end(x):
+    os._exit(0)
+
+
+def fault(x):
+    ctypes.string_at(0)
+
+
+def endless(x):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1200)"])
+    while True:
+        pass
+
+
+def hoard(x):
+    kept = []
+    while True:
+        kept.append(torch.ones(2**20))
+
+
+def huge(x):
+    return torch.ones(2**40)
+
+
+def close_all(x):
+    os.closerange(3, 4096)
+    return x
+
+
+def forks(x):
+    if os.fork() == 0:
+        time.sleep(1200)
+    os._exit(3)
+
+
+def both(x):
+    """Both processes come back from the call."""
+    os.fork()
+    return x
+
+
+def flood(x):
+    while True:
+        os.write(1, b"x" * 2**16)
+
+
+def forge(x):
+    for descriptor in range(200, 260):
+        try:
+            os.write(descriptor, (2**60).to_bytes(8, "big"))
+        except OSError:
+            pass
+    return x
+
+
+def nothing():
+    return 3
+
+
+def fails():
+    raise OSError("no such weights")
+
+
+def defaults(q=None, k=None):
+    return q @ k
+
+
+def factory(size=4):
+    return Head(size)
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("candidates")
+    (folder / "candidates.py").write_text(CANDIDATES, encoding="utf-8")
+    (folder / "neighbour.py").write_text("NAME = 'next door'\n", encoding="utf-8")
+    (folder / "random.py").write_text("def f(x):\n    return x\n", encoding="utf-8")
+    (folder / "syntax.py").write_text("def f(x):\n    return (\n", encoding="utf-8")
+    (folder / "asks.py").write_text("name = input('your name')\n", encoding="utf-8")
+    (folder / "lacks.py").write_text("\nimport no_such_module\n", encoding="utf-8")
+    (folder / "quits.py").write_text("import sys\nsys.exit(3)\n", encoding="utf-8")
+    (folder / "package" / "deep").mkdir(parents=True)
+    for place in ("package", "package/deep"):
+        (folder / place / "__init__.py").write_text("", encoding="utf-8")
+    (folder / "package" / "base.py").write_text("def double(x):\n    return 2 * x\n", encoding="utf-8")
+    (folder / "package" / "deep" / "mine.py").write_text("from ..base import double\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Objects of the candidates' file in this process; sys.path and sys.modules as they were after."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield lambda name: find(f"{folder / 'candidates.py'}:{name}")
+    for name in set(sys.modules) - before:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def many(folder: Path) -> Iterator[CandidateProcess]:
+    with CandidateProcess(f"{folder / 'candidates.py'}:many", timeout=HANG) as opened:
+        yield opened
+
+
+@pytest.fixture(params=["here", "there"])
+def either(request: pytest.FixtureRequest) -> Candidate | CandidateProcess:
+    """`Many` in this process, and in its own: the same answers."""
+    if request.param == "here":
+        return Candidate(request.getfixturevalue("here")("many"))
+    if os.name != "posix":
+        pytest.skip("needs inherited pipes")
+    return request.getfixturevalue("many")
+
+
+def ask(candidate: Candidate | CandidateProcess, method: str, *args: Any) -> Answer:
+    return candidate.call(Call(args, attribute=method, seed=12345))
+
+
+# ------------------------------------------------------------------------------------- describing
+
+
+def check_head(candidate: Candidate | CandidateProcess) -> None:
+    told = candidate.describe()
+    assert (told.type, told.name, told.torch_module, told.parameters) == ("class", "Head", True, {})
+    assert told.where.startswith("candidates.py:")
+    assert (told.doc, told.source.splitlines()[0]) == ("One head.", "class Head(nn.Module):")
+    assert told.init is not None
+    size, causal, scale, act = told.init
+    assert (size.name, size.kind, size.required) == ("size", "positional", True)
+    assert (causal.kind, causal.required, causal.default) == ("positional", False, False)
+    assert (scale.kind, scale.default, scale.annotation) == ("keyword", 0.5, "float")
+    assert "relu" in act.default
+    assert [(a.name, a.kind, a.required) for a in told.call] == [
+        ("x", "positional", True),
+        ("mask", "positional", False),
+        ("rest", "var_positional", False),
+        ("need_weights", "keyword", False),
+        ("more", "var_keyword", False),
+    ]
+    with pytest.raises(CandidateError, match=r"build\(\) it first"):
+        candidate.call(Call((torch.ones(4),)))
+    with pytest.raises(
+        CandidateError,
+        match=r"building Head\(size=3\) raised ValueError: size must be even, \(candidates.py:\d+\)",
+    ) as raised:
+        candidate.build({"size": 3})
+    assert raised.value.kind == "init"
+    assert "raise ValueError" in raised.value.details
+    with pytest.raises(CandidateError, match="missing 1 required positional argument: 'size'"):
+        candidate.build({})
+
+    told = candidate.build({"size": 4, "causal": True})
+    assert told.type == "class"
+    assert told.parameters == {"q_proj.weight": (4, 4), "q_proj.bias": (4,), "unused": (2,)}
+    assert told.buffers == {"steps": (1,)}
+    assert told.layers == {"": "Head", "q_proj": "Linear"}
+    assert told.attributes == {"size": 4, "causal": True, "scale": 0.5}
+
+    # Weights go out and in, and what is computed is what float64 says.
+    first = candidate.weights()
+    candidate.build({"size": 4})
+    assert all(torch.equal(value, first[name]) for name, value in candidate.weights().items())
+    assert set(first) == set(told.parameters) | set(told.buffers)
+    new = {"q_proj.weight": torch.randn(4, 4), "q_proj.bias": torch.randn(4)}
+    candidate.load(new)
+    assert torch.equal(candidate.weights()["q_proj.weight"], new["q_proj.weight"])
+    with pytest.raises(CandidateError, match=r"Expected \[2\] to load into 'unused', got \[3\]"):
+        candidate.load({"unused": torch.ones(3)})
+    with pytest.raises(CandidateError, match="got 'nope'"):
+        candidate.load({"nope": torch.ones(3)})
+    x = torch.randn(2, 3, 4)
+    given = torch.randn(2, 3, 4)
+    answer = candidate.call(Call((x,), grads=("0",), cotangent=given))
+    exact = x.double() @ new["q_proj.weight"].double().T + new["q_proj.bias"].double()
+    torch.testing.assert_close(answer.output.double(), 0.5 * exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(answer.grads["0"], 0.5 * given @ new["q_proj.weight"])
+    torch.testing.assert_close(answer.weight_grads["q_proj.bias"], 0.5 * given.sum((0, 1)))
+    assert answer.weight_grads["unused"] is None
+    assert answer.changed == ()
+    assert answer.seconds > 0
+
+    # In another dtype for one call; exact values stay.
+    answer = candidate.call(Call((x,), dtype=torch.float64))
+    assert answer.output.dtype == torch.float64
+    torch.testing.assert_close(answer.output, 0.5 * exact, rtol=1e-14, atol=1e-14)
+    assert candidate.call(Call((x,), dtype=torch.bfloat16)).output.dtype == torch.bfloat16
+    assert torch.equal(candidate.weights()["q_proj.weight"], new["q_proj.weight"])
+    with pytest.raises(CandidateError, match=r"cotangent of the output's shape \[2, 3, 4\], got \[1\]"):
+        candidate.call(Call((x,), cotangent=torch.ones(1)))
+    with pytest.raises(CandidateError, match="got '1'"):
+        candidate.call(Call((x,), grads=("1",), cotangent=given))
+    answer = candidate.call(Call(kwargs={"x": x}, attribute="second"))
+    assert torch.equal(answer.output, x + 2)
+
+
+def test_a_class_here(here: Callable[[str], Any]) -> None:
+    with Candidate(here("Head")) as candidate:
+        check_head(candidate)
+
+
+@own_process
+def test_a_class_in_a_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)  # and named from there
+    with CandidateProcess("candidates.py:Head") as candidate:
+        check_head(candidate)
+
+
+def test_pytorchs_own() -> None:
+    told = Candidate(nn.functional.scaled_dot_product_attention).describe()
+    assert told.type == "function"
+    assert [(a.name, a.required, a.default) for a in told.call[2:6]] == [
+        ("value", True, None),
+        ("attn_mask", False, None),
+        ("dropout_p", False, 0.0),
+        ("is_causal", False, False),
+    ]
+    told = Candidate(nn.MultiheadAttention(8, 2)).describe()
+    assert (told.type, told.where) == ("module", "torch.nn.modules.activation:MultiheadAttention")
+    assert told.init is None
+    assert told.attributes["num_heads"] == 2
+
+
+def test_factories(here: Callable[[str], Any]) -> None:
+    assert Candidate(here("many")).describe().name == "Many"
+    assert Candidate(here("factory")).describe().attributes["size"] == 4
+    assert Candidate(here("defaults")).describe().type == "function"
+    assert Candidate(lambda *args: args).describe().type == "function"
+    with pytest.raises(CandidateError, match=r"nothing\(\) takes no arguments.*returned a int"):
+        Candidate(here("nothing"))
+    with pytest.raises(CandidateError, match=r"factory fails\(\) raised OSError: no such weights") as raised:
+        Candidate(here("fails"))
+    assert raised.value.kind == "import"
+    with pytest.raises(CandidateError, match="got a dict"):
+        Candidate({})
+    with pytest.raises(CandidateError, match=r"no constructor arguments for Head, .* got size=4"):
+        Candidate(here("factory")).build({"size": 4})
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("candidates", "Expected a target module:name or path/to/file.py:name, got 'candidates'"),
+        ("{}/candidates.py:", "Expected a target module:name"),
+        ("{}/candidats.py:Head", "Did you mean candidates.py"),
+        ("{}/candidates.py:Haed", "Did you mean Head"),
+        ("{}/candidates.py:Head.Iner", "Did you mean Inner"),
+        ("no_such_package.x:f", "No module 'no_such_package' is found"),
+        ("torch.nn:MultiHeadAttention", "Did you mean MultiheadAttention"),
+        ("{}/syntax.py:f", r"SyntaxError: '\(' was never closed \(syntax.py:2\)"),
+        ("{}/lacks.py:f", r"ModuleNotFoundError: No module named 'no_such_module' \(lacks.py:2\)"),
+        ("{}/quits.py:f", r"SystemExit: 3 \(quits.py:2\)"),
+    ],
+)
+def test_targets_that_are_not_there(here: Callable[[str], Any], folder: Path, target: str, said: str) -> None:
+    with pytest.raises(CandidateError, match=said) as raised:
+        find(target.format(folder))
+    assert raised.value.kind == "import"
+    assert str(raised.value).endswith((".", "?"))
+    assert "\n" not in str(raised.value)
+
+
+def test_targets(here: Callable[[str], Any], folder: Path) -> None:
+    import random
+
+    assert find(f"{folder}/candidates.py:Head.Inner").__name__ == "Inner"
+    assert find(f"{folder}/package/deep/mine.py:double")(2) == 4
+    assert find(f"{folder}/random.py:f")(1) == 1
+    assert sys.modules["random"] is random
+    assert find("torch.nn:MultiheadAttention") is nn.MultiheadAttention
+
+
+@own_process
+def test_what_an_import_reads_and_prints_in_a_process(folder: Path) -> None:
+    with pytest.raises(CandidateError, match=r"EOFError: EOF when reading a line \(asks.py:1\)") as raised:
+        CandidateProcess(f"{folder / 'asks.py'}:name")
+    assert raised.value.kind == "import"
+
+
+# ---------------------------------------------------------------------------------------- calling
+
+
+def test_outputs_come_back_as_trees(either: Candidate | CandidateProcess) -> None:
+    output = ask(either, "objects").output
+    assert torch.equal(output["numpy"], torch.tensor([[0.0, 2.0], [1.0, 3.0]], dtype=torch.float64))
+    assert output["scalar"] == 0.5
+    assert isinstance(output["strings"], Foreign)
+    assert output["pair"] == (torch.ones(1), None)
+    assert output["record"] == {"x": 1}
+    assert output["ordered"] == {"a": 1}
+    assert output["rude"] == Foreign("Rude", "a Rude whose repr raises RuntimeError")
+    assert output["keys"] == Foreign("dict", "{1: 2}")
+    assert type(output["parameter"]) is Tensor
+    assert not output["parameter"].requires_grad
+    true, three, nan, infinite, text, big = output["values"]
+    assert (true, three, infinite, text) == (True, -3, -torch.inf, "ü\ud800")
+    assert nan != nan
+    assert big == Foreign("int", str(2**70))
+    assert isinstance(output["sparse"], Foreign)
+    deepest = ask(either, "loop").output
+    for _ in range(32):
+        [deepest] = deepest
+    assert deepest == Foreign("list", "[[...]]")
+
+
+def test_what_is_printed(either: Candidate | CandidateProcess) -> None:
+    answer = ask(either, "shout")
+    assert answer.printed == "é" * 2000
+    assert answer.output == 1
+
+
+def test_global_state_is_found_and_put_back(either: Candidate | CandidateProcess) -> None:
+    before, drawn = ask(either, "state").output, ask(either, "draw").output
+    answer = ask(either, "seed")
+    assert [(one.kind, one.name) for one in answer.changed] == [
+        ("state", "the random seed"),
+        ("state", "the default dtype"),
+        ("state", "the number of threads"),
+        ("state", "grad mode"),
+        ("state", "deterministic algorithms"),
+        ("state", "the precision of float32 products"),
+    ]
+    assert answer.warnings == ("two",)
+    assert ask(either, "state").output == before
+    assert torch.equal(ask(either, "draw").output, drawn)
+    with torch.random.fork_rng():
+        torch.manual_seed(12345)
+        assert torch.equal(drawn, torch.rand(3))
+
+
+def test_calling_leaves_the_callers_random_numbers_alone(here: Callable[[str], Any]) -> None:
+    state = torch.random.get_rng_state()
+    candidate = Candidate(here("many"))
+    ask(candidate, "seed")
+    ask(candidate, "draw")
+    Candidate(here("Head")).build({"size": 2})
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_draws_of_one_call_differ(either: Candidate | CandidateProcess) -> None:
+    one, two = either.call(Call(attribute="draw", repeat=2)).output
+    assert not torch.equal(one, two)
+
+
+def test_arguments_changed_in_place(either: Candidate | CandidateProcess) -> None:
+    x, y = torch.randn(2, 3), torch.randn(4)
+    kept = x.clone()
+    more = {"y": [y, y[1:]]}
+    answer = ask(either, "in_place", x, more)
+    assert answer.changed == (Change("argument", "0"), Change("argument", "1.y.1"))
+    assert torch.equal(answer.output, 2 * kept)
+    assert torch.equal(x, kept)
+
+
+def test_layouts_and_identity_reach_the_subject(either: Candidate | CandidateProcess) -> None:
+    x = torch.randn(2, 3, 4)
+    for given in (x, x.transpose(0, 2), x[:, ::2], x[:, :1].expand(2, 5, 4), torch.tensor(1.0)):
+        assert ask(either, "layout", given).output == [list(given.stride()), given.is_contiguous()]
+        assert torch.equal(either.call(Call((given,))).output, given)
+    assert either.call(Call((x[:, :0],))).output.shape == (2, 0, 4)
+    assert ask(either, "one", x, x).output is True
+    assert ask(either, "one", x, x.clone()).output is False
+
+
+def test_instances_keep_their_state_between_calls(either: Candidate | CandidateProcess) -> None:
+    before = ask(either, "count").output
+    either.call(Call((torch.ones(1),), repeat=3))
+    assert ask(either, "count").output == before + 3
+
+
+def test_what_calls_raise(either: Candidate | CandidateProcess) -> None:
+    with pytest.raises(
+        CandidateError, match=r"calling Many.leave raised SystemExit: enough \(candidates.py"
+    ) as raised:
+        ask(either, "leave", "exit")
+    assert raised.value.kind == "call"
+    with pytest.raises(CandidateError, match="raised RecursionError") as raised:
+        ask(either, "leave", "forever")
+    assert raised.value.error == "builtins.RecursionError"
+    assert "return self.leave(how) + 1" in raised.value.details
+    with pytest.raises(CandidateError, match=r"AttributeError.*no attribute 'nothing'"):
+        ask(either, "nothing")
+
+
+@own_process
+def test_an_interrupt_in_a_process_is_the_subjects(many: CandidateProcess) -> None:
+    for how in ("interrupt", "generator"):
+        with pytest.raises(CandidateError, match=r"raised (KeyboardInterrupt|GeneratorExit)") as raised:
+            ask(many, "leave", how)
+        assert raised.value.kind == "call"
+
+
+def test_a_module_that_changes_itself() -> None:
+    class Restless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_buffer("seen", torch.zeros(1))
+            self.register_buffer("cache", None)
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            was = self.training
+            with torch.no_grad():
+                self.weight.mul_(2)
+            self.seen = torch.zeros(3)
+            self.cache = x
+            self.eval()
+            return x * self.weight.detach() + was
+
+    module = Restless().train()
+    weight, seen = module.weight, module.seen
+    x = torch.randn(3, 2)
+    answer = Candidate(module).call(Call((x,), training=True))
+    assert answer.changed == (
+        Change("state", "the training flag"),
+        Change("parameter", "weight"),
+        Change("buffer", "seen"),
+        Change("buffer", "cache"),
+    )
+    assert torch.equal(answer.output, 2 * x + 1)
+    assert torch.equal(Candidate(module).call(Call((x,))).output, 2 * x)
+    assert module.weight is weight
+    assert torch.equal(weight, torch.ones(2))
+    assert module.seen is seen
+    assert module.cache is None
+    assert module.training
+    assert module.norm.training
+    assert weight.grad is None
+
+
+def test_weights_keep_the_gradients_they_had() -> None:
+    module = nn.Linear(2, 2)
+    module.weight.grad = torch.full((2, 2), 5.0)
+    answer = Candidate(module).call(Call((torch.ones(1, 2),), cotangent=torch.ones(1, 2)))
+    assert torch.equal(answer.weight_grads["weight"], torch.ones(2, 2))
+    assert torch.equal(module.weight.grad, torch.full((2, 2), 5.0))
+    assert module.bias.grad is None
+
+
+def test_calls_that_ask_for_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="need a cotangent"):
+        Call((torch.ones(1),), grads=("0",))
+    with pytest.raises(ValueError, match="Expected repeat to be at least 1"):
+        Call(repeat=0)
+
+
+@linux
+def test_the_peak_of_a_call(many: CandidateProcess) -> None:
+    count = 2**24  # floats: 64 MiB
+    many.call(Call((1024,), attribute="allocate", memory=True))
+    peak = many.call(Call((count,), attribute="allocate", memory=True)).peak
+    assert peak is not None
+    assert 0.95 * 4 * count < peak < 1.25 * 4 * count
+    assert many.call(Call((count,), attribute="allocate")).peak is None
+
+
+@own_process
+def test_compiled(folder: Path) -> None:
+    x = torch.randn(2, 4)
+    with CandidateProcess(f"{folder / 'candidates.py'}:factory") as candidate:
+        eager = candidate.call(Call((x,))).output
+        answer = candidate.call(Call((x,), compiled=True))
+        torch.testing.assert_close(answer.output, eager)
+
+
+# ----------------------------------------------------------------------------------- in a process
+
+
+@own_process
+def test_surroundings(folder: Path) -> None:
+    with open_candidate(f"{folder / 'candidates.py'}:many") as candidate:
+        assert isinstance(candidate, CandidateProcess)
+        where, read, name, gpu = ask(candidate, "surroundings").output
+        assert read == ""
+        assert name == "next door"
+        assert gpu is False
+        assert Path(where) != Path.cwd()
+        # The folder it stood in is gone by its own doing; it still answers, and lies about nothing.
+        assert ask(candidate, "patched").changed == (
+            Change("state", "the random seed"),
+            Change("state", "the default dtype"),
+        )
+        assert "printed while importing" in candidate._tail()
+    assert not Path(where).parent.exists()
+    candidate.close()
+    with pytest.raises(CandidateError, match="is ended, and can't describe"):
+        candidate.describe()
+    assert isinstance(open_candidate(nn.Identity()), Candidate)
+
+
+def ended(pid: int) -> bool:
+    """Return True if a process is gone, or a zombie that init hasn't reaped yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@linux
+def test_descendants_end_with_the_subject(folder: Path) -> None:
+    with CandidateProcess(f"{folder / 'candidates.py'}:many") as candidate:
+        pids = ask(candidate, "starts").output
+        assert all(map(psutil.pid_exists, pids))
+    wait_until(lambda: all(map(ended, pids)))
+
+
+@own_process
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("end", "crash", "exited with code 0 during call"),
+        ("fault", "crash", "was ended by SIGSEGV"),
+        ("endless", "timeout", "didn't end within 3 s"),
+        ("flood", "timeout", "didn't end within 10 s"),
+        (
+            "hoard",
+            "memory",
+            "held 1.* of memory, and the limit is 1.07 GB|the limit is 1.07 GB",
+        ),
+        ("huge", "memory", "can't allocate memory.*the limit is 1.07 GB"),
+        ("close_all", "crash", "exited with code 1|closed its answer pipe"),
+        ("forks", "crash", "exited with code 3"),
+        ("forge", "protocol", "a header of 1152921504606846976 bytes"),
+    ],
+)
+def test_hostile_calls(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, said: str
+) -> None:
+    cut: list[Path] = []
+    truncate = os.truncate
+    monkeypatch.setattr(process, "OUTPUT_LIMIT", 2**20)
+    monkeypatch.setattr(os, "truncate", lambda path, size: (cut.append(path), truncate(path, size)))
+    limit = {"endless": 3, "flood": 10}.get(name, HANG)  # a flood needs time to reach the limit of its file
+    with CandidateProcess(f"{folder / 'candidates.py'}:{name}", timeout=limit, memory=2**30) as candidate:
+        root, folder = candidate._process.pid, candidate._output.parent
+        with pytest.raises(CandidateError, match=said) as raised:
+            candidate.call(Call((torch.ones(2),)))
+        assert raised.value.kind == kind
+        if name == "fault":
+            assert "Segmentation fault" in raised.value.details
+            assert "in fault" in raised.value.details
+        if name == "flood":
+            assert cut
+            assert len(raised.value.details) <= 4000
+        if name == "huge":  # refused, and nothing is broken
+            assert candidate.weights() == {}
+            return
+        assert not process.process_tree(root)
+        assert not folder.exists()
+        with pytest.raises(CandidateError, match="is ended"):
+            candidate.weights()
+
+
+@linux
+def test_a_call_that_comes_back_twice_answers_once(folder: Path) -> None:
+    x = torch.randn(3)
+    with CandidateProcess(f"{folder / 'candidates.py'}:both") as candidate:
+        for _ in range(2):
+            assert torch.equal(candidate.call(Call((x,))).output, x)
+
+
+@linux
+def test_the_subject_ends_with_the_checker(folder: Path) -> None:
+    code = (
+        "import sys, torch; from manyheads.checker.isolation.process import CandidateProcess;"
+        "from manyheads.checker.isolation.candidate import Call;"
+        "p = CandidateProcess(sys.argv[1]);"
+        "print(p._process.pid, p._output.parent, flush=True); p.call(Call((torch.ones(1),)))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, f"{folder / 'candidates.py'}:endless"], stdout=subprocess.PIPE, text=True
+    ) as checker:
+        assert checker.stdout is not None
+        first, where = checker.stdout.readline().split()
+        pid = int(first)
+        wait_until(lambda: len(process.process_tree(pid)) > 1)  # its own child is there
+        family = [one.pid for one in process.process_tree(pid)]
+        checker.send_signal(signal.SIGKILL)
+    wait_until(lambda: all(map(ended, family)))
+    assert not Path(where).exists()
+
+
+# --------------------------------------------------------------------------------------- messages
+
+
+def packed(value: Any) -> bytes:
+    data = bytearray()
+    protocol.write(lambda part: data.extend(part), value)
+    return bytes(data)
+
+
+def taken(data: bytes, limit: int = 2**20) -> Any:
+    rest = bytearray(data)
+
+    def take(count: int) -> bytearray:
+        if count > len(rest):
+            raise EOFError
+        part = rest[:count]
+        del rest[:count]
+        return part
+
+    value = protocol.read(take, limit)
+    assert not rest
+    return value
+
+
+@pytest.mark.parametrize("dtype", protocol.NAMES)
+def test_every_dtype_goes_through(dtype: torch.dtype) -> None:
+    values = torch.randn(3, 4, 2, dtype=torch.float64) * 100
+    for given in (
+        values.to(torch.complex64 if dtype.is_complex else torch.float32).to(dtype),
+        values[0, 0, 0],
+    ):
+        given = given.to(dtype)
+        for x in (given, given.mT if given.dim() else given, given[..., :0] if given.dim() else given):
+            back = taken(packed([x]))[0]
+            assert back.dtype == dtype
+            assert back.stride() == x.stride() or not x.numel()
+            assert torch.equal(back, x)
+    if dtype.is_complex:
+        assert torch.equal(taken(packed(given.conj())), given.conj())
+
+
+def test_values_go_through() -> None:
+    call = Call(
+        (1, (2.5, [None, True]), {"a": "é\ud800", "tuple": ()}), {"x": float("-inf")}, dtype=torch.float16
+    )
+    assert taken(packed(call)) == call
+    assert taken(packed((dataclasses.replace(call, dtype=None), Foreign("a", "b"))))[1] == Foreign("a", "b")
+    x = torch.ones(2)
+    one, two = taken(packed([x, x]))
+    assert one is two
+    with pytest.raises(TypeError, match="Expected a tensor or a plain value for a message, got a object"):
+        packed([object()])
+    with pytest.raises(TypeError, match="got a dict"):
+        packed({1: 2})
+
+
+def message(tree: Any, tensors: Any = (), data: bytes = b"") -> bytes:
+    header = json.dumps({"tree": tree, "tensors": tensors}).encode()
+    return len(header).to_bytes(8, "big") + header + data
+
+
+def described(dtype: Any = "float32", shape: Any = (2,), stride: Any = None) -> list[Any]:
+    return [{"dtype": dtype, "shape": shape, "stride": stride}]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\x00\x00\x01" + bytes(5), "a header of 1099511627776 bytes"),
+        ((3).to_bytes(8, "big") + b"{,}", "isn't JSON"),
+        ((3).to_bytes(8, "big") + b"\xff\xff\xff", "isn't JSON"),
+        ((3).to_bytes(8, "big") + b"NaN", "got NaN"),
+        ((200000).to_bytes(8, "big") + b"[" * 200000, "RecursionError"),
+        ((2).to_bytes(8, "big") + b"[]", "without a tree"),
+        (message({"tensor": 0}, described(shape=(2**20,))), "a message of 4194304 bytes"),
+        (message({"tensor": 0}, described(shape=(2**39, 2**39))), "a tensor of shape"),
+        (message({"tensor": 0}, described(shape=(0, 2**39, 2**39))), "a tensor of shape"),
+        (message({"tensor": 0}, described(shape=(-1,))), "a tensor of shape"),
+        (message({"tensor": 0}, described(shape=(True,))), "a bool instead of a int"),
+        (message({"tensor": 0}, described(shape=(1,) * 65)), "a tensor of shape"),
+        (message({"tensor": 0}, described(shape=(2,), stride=(2**38,))), "a message of"),
+        (message({"tensor": 0}, described(shape=(2,), stride=(1, 1))), "a tensor of shape"),
+        (message({"tensor": 0}, described(dtype="qint8")), "a tensor described as"),
+        (message({"tensor": 0}, [{}]), "a tensor described as"),
+        (message({"tensor": 1}, described(), bytes(8)), "a node"),
+        (message({"tensor": "0"}, described(), bytes(8)), "a str instead of a int"),
+        (message({"float": "1"}), "a node"),
+        (message({"code": "x"}), "a node"),
+        (message({"tuple": 1}), "a int instead of a list"),
+        (message({"tuple": [], "dict": {}}), "a node"),
+        (message({"record": ["CandidateError", {}]}), "a node"),
+        (message({"record": ["Foreign", {"type": "a"}]}), "a record Foreign of"),
+        (message({"record": ["Foreign", {"type": "a", "text": 3}]}), "whose text is a int"),
+        (message([[]] * 2, described(), bytes(7)), "EOF"),
+    ],
+)
+def test_lying_messages(data: bytes, said: str) -> None:
+    if said == "EOF":
+        with pytest.raises(EOFError):
+            taken(data)
+        return
+    with pytest.raises(CandidateError, match=said) as raised:
+        taken(data)
+    assert raised.value.kind == "protocol"
+
+
+def test_a_tree_that_nests_too_deep() -> None:
+    tree: Any = 1
+    for _ in range(protocol.NESTING - 1):
+        tree = [tree]
+    taken(message(tree))
+    with pytest.raises(CandidateError, match="nested too deeply"):
+        taken(message([tree]))
+
+
+def test_bytes_that_are_no_bool() -> None:
+    back = taken(message({"tensor": 0}, described("bool", (3,)), b"\x00\x02\xff"))
+    assert torch.equal(back, torch.tensor([False, True, True]))
+    assert int(back.sum()) == 2
+
+
+def test_records_are_what_their_classes_say() -> None:
+    answer = Answer(None, {"0": None}, {}, (Change("state", "x"),), (), "", 0.5, None)
+    assert taken(packed(answer)) == answer
+    for wrong in ({"grads": {"0": 1}}, {"changed": ["x"]}, {"seconds": 1}, {"peak": True}, {"changed": (1,)}):
+        with pytest.raises(CandidateError, match=f"a record Answer whose {next(iter(wrong))} is"):
+            taken(packed(dataclasses.replace(answer, **wrong)))
+
+
+def test_with_strides_keeps_values_and_strides() -> None:
+    x = torch.randn(3, 4, 5)
+    for given in (x, x.permute(2, 0, 1), x[::2, 1:3], x[:1].expand(7, 4, 5), x[0, 0, 0]):
+        copied = with_strides(given, given.stride())
+        assert torch.equal(copied, given)
+        assert copied.stride() == given.stride() or 1 in given.shape
+        assert copied.data_ptr() != given.data_ptr()

@@ -1,0 +1,1059 @@
+"""The contract, line by line, on every kernel, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from torch import Tensor
+
+import manyheads as mh
+from manyheads import kernels
+from manyheads.kernels import chunked, reference
+from manyheads.problem import Problem
+from tests.cases import KERNELS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OWN = (
+    "reference",
+    "chunked",
+    "native",
+    "auto",
+)  # those that compute everything, and promise that nothing leaks
+DROPPING = ("reference", "chunked", "auto")
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest blocks (32 × 32), so that short problems have several."""
+    monkeypatch.setattr(chunked, "BLOCK", 1)
+
+
+def heads(
+    b: int = 2, h: int = 4, g: int = 2, t: int = 5, s: int = 7, d: int = 8, w: int | None = None
+) -> list[Tensor]:
+    """q, k and v in float64, asking for gradients."""
+    shapes = ((b, h, t, d), (b, g, s, d), (b, g, s, d if w is None else w))
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def by_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Each query with the keys that it sees and no others: what is masked has no way in."""
+    (b, h, t, d), g = q.shape, k.shape[1]
+    outs = []
+    for n in range(b):
+        for m in range(h):
+            for row in range(t):
+                seen = keep.expand(b, h, t, k.shape[2])[n, m, row].nonzero().flatten()
+                if not len(seen):
+                    outs.append(torch.zeros_like(v[n, 0, 0] if len(v[n, 0]) else v.new_zeros(v.shape[-1])))
+                    continue
+                kv = m // (h // g)
+                score = k[n, kv, seen] @ q[n, m, row] * (1 / math.sqrt(d) if scale is None else scale)
+                if softcap is not None:
+                    score = softcap * torch.tanh(score / softcap)
+                if bias is not None:
+                    score = score + bias.expand(b, h, t, k.shape[2])[n, m, row, seen]
+                weight = (score if sink is None else torch.cat((score, sink[m : m + 1]))).softmax(-1)
+                outs.append((weight[: len(seen), None] * v[n, kv, seen]).sum(0))
+    return torch.stack(outs).reshape(b, h, t, v.shape[-1]) if outs else q.new_zeros(b, h, t, v.shape[-1])
+
+
+def grads(out: Tensor, leaves: list[Tensor], upstream: Tensor | None = None) -> list[Tensor]:
+    if not out.requires_grad:  # nobody sees anything
+        return [torch.zeros_like(x) for x in leaves]
+    upstream = torch.ones_like(out) if upstream is None else upstream
+    found = torch.autograd.grad(out, leaves, upstream, allow_unused=True)
+    return [torch.zeros_like(x) if y is None else y for x, y in zip(leaves, found, strict=True)]
+
+
+def close(x: Tensor, y: Tensor) -> None:
+    torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+# -- scale · q·k → softcap → + bias → keep(mask) → softmax over keys (with sink) → · v ---------------
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_the_order_of_the_formula(kernel: str) -> None:
+    """A softcap before the bias, a bias before the mask, a sink in the softmax: no other order fits."""
+    q, k, v = heads()
+    bias = 3 * torch.randn(4, 5, 7, dtype=torch.float64, requires_grad=True)
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    rule = {"softcap": 0.5, "scale": 1.7, "sink": sink}
+    keep = torch.rand(2, 4, 5, 7) < 0.7
+    out = mh.attention(q, k, v, mask=mh.Keep(keep), bias=mh.Dense(bias), kernel=kernel, **rule)
+    expected = by_row(q, k, v, keep, bias=bias, **rule)
+    close(out, expected)
+    upstream = torch.randn_like(out)
+    for x, y in zip(
+        grads(out, [q, k, v, bias, sink], upstream),
+        grads(expected, [q, k, v, bias, sink], upstream),
+        strict=True,
+    ):
+        close(x, y)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_true_may_attend(kernel: str) -> None:
+    q, k, _ = heads()
+    v = torch.eye(7, 8, dtype=torch.float64).expand(2, 2, 7, 8)
+    keep = torch.rand(5, 7) < 0.5
+    keep[:, 3] = True
+    for mask in (mh.Keep(keep), mh.Drop(~keep), ~mh.Keep(~keep), ~mh.Drop(keep)):
+        weights = mh.attention(q, k, v, mask=mask, kernel=kernel)[..., :7]
+        assert ((weights > 0) == keep).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_query_head_i_uses_key_head_i_of_its_group(kernel: str) -> None:
+    q, k, v = heads(h=6, g=2)
+    spread = [x.detach().repeat_interleave(3, 1).requires_grad_() for x in (k, v)]
+    out, expected = mh.attention(q, k, v, kernel=kernel), mh.attention(q, *spread, kernel="reference")
+    close(out, expected)
+    for x, y in zip(grads(out, [k, v]), grads(expected, spread), strict=True):
+        close(x, y.unflatten(1, (2, 3)).sum(2))
+
+
+# -- position, not row number ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("t", "s"), [(3, 7), (5, 5), (7, 3)])
+@pytest.mark.parametrize("offset", [None, 0, 2, -1, -9, 9, [1, 3], [-2, 0]], ids=str)
+def test_a_querys_position_is_its_row_plus_the_offset(t: int, s: int, offset: Any, kernel: str) -> None:
+    q, k, v = heads(t=t, s=s)
+    given = torch.tensor(offset) if isinstance(offset, list) else offset
+    first = offset if isinstance(offset, list) else [s - t if offset is None else offset] * 2
+    i = torch.tensor(first)[:, None] + torch.arange(t)  # [b, t]
+    j = torch.arange(s)
+    keep = ((j <= i[..., None]) & (j >= i[..., None] - 2))[:, None]  # [b, 1, t, s]
+    mask = mh.Causal() & mh.Window(left=2)
+    out = mh.attention(q, k, v, mask=mask, offset=given, kernel=kernel)
+    expected = by_row(q, k, v, keep)
+    close(out, expected)
+    for x, y in zip(grads(out, [q, k, v]), grads(expected, [q, k, v]), strict=True):
+        close(x, y)
+
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, torch.uint16, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_offsets_are_integers_of_any_width(kernel: str, dtype: torch.dtype) -> None:
+    """And no narrow one wraps around: 120 + 8 and 250 + 8 are positions like others."""
+    first = 120 if dtype == torch.int8 else 250
+    q, k, v = heads(t=9, s=first + 9)
+    for mask in (mh.Causal(), mh.Window(left=3), mh.Lengths(torch.tensor([first, 9]))):
+        out = mh.attention(q, k, v, mask=mask, offset=torch.tensor([first, 0], dtype=dtype), kernel=kernel)
+        wide = mh.attention(q, k, v, mask=mask, offset=torch.tensor([first, 0]), kernel="reference")
+        close(out, wide)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int16, np.uint8])
+def test_an_offset_may_be_numpys(kind: type) -> None:
+    q, k, v = heads(t=3, s=9)
+    close(
+        mh.attention(q, k, v, mask=mh.Causal(), offset=kind(4)),
+        mh.attention(q, k, v, mask=mh.Causal(), offset=4),
+    )
+
+
+@pytest.mark.parametrize("offset", [2**58, -(2**58), 2**40, -(2**40)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_far_offsets_are_positions_like_others(kernel: str, offset: int) -> None:
+    """Compared with Python's own integers, which don't wrap around."""
+    q, k, v = heads(t=3, s=5)
+    sides = (None, 0, abs(offset) - 2, abs(offset) + 1, 2**59, 2**63 - 1)
+    for left, right in product(sides, sides):
+        rows = [
+            [
+                (left is None or j >= offset + t - left) and (right is None or j <= offset + t + right)
+                for j in range(5)
+            ]
+            for t in range(3)
+        ]
+        expected = mh.attention(q, k, v, mask=mh.Keep(torch.tensor(rows)), kernel="reference")
+        mask = mh.Window(left=left, right=right)
+        close(mh.attention(q, k, v, mask=mask, offset=offset, kernel=kernel), expected)
+
+
+@pytest.mark.parametrize("least", [-(2**63), -(2**63) + 1, 0])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_documents_of_any_id(kernel: str, least: int) -> None:
+    """A query or key outside the ids has no id, not even the smallest number there is."""
+    q, k, v = heads(t=7, s=7)
+    ids = torch.tensor([least, least + 1, least, 2**63 - 1, least + 1])  # five ids, seven positions
+    keep = torch.zeros(7, 7, dtype=torch.bool)
+    keep[:5, :5] = ids[:, None] == ids
+    expected = mh.attention(q, k, v, mask=mh.Keep(keep), kernel="reference")
+    close(mh.attention(q, k, v, mask=mh.Documents(ids), kernel=kernel), expected)
+    close(mh.attention(q, k, v, mask=mh.Documents(ids.expand(2, 5)), kernel=kernel), expected)
+    queries = torch.cat((ids, ids[:2]))
+    keep[5:, :5] = ids[:2, None] == ids
+    expected = mh.attention(q, k, v, mask=mh.Keep(keep), kernel="reference")
+    close(mh.attention(q, k, v, mask=mh.Documents(ids, queries=queries), kernel=kernel), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_offset_0_is_pytorchs_is_causal(kernel: str) -> None:
+    for t, s in ((3, 7), (7, 3), (5, 5)):
+        q, k, v = heads(h=2, t=t, s=s)
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        close(mh.attention(q, k, v, mask=mh.Causal(), offset=0, kernel=kernel), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_window_counts_the_other_keys(kernel: str) -> None:
+    q, k, _ = heads(t=9, s=9, d=9)
+    v = torch.eye(9, dtype=torch.float64).expand(2, 2, 9, 9)
+    seen = (mh.attention(q, k, v, mask=mh.Window(left=2, right=0), kernel=kernel) > 0).sum(-1)
+    assert seen[0, 0].tolist() == [1, 2, 3, 3, 3, 3, 3, 3, 3]
+    seen = (mh.attention(q, k, v, mask=mh.Window(left=0, right=1), kernel=kernel) > 0).sum(-1)
+    assert seen[0, 0].tolist() == [2] * 8 + [1]
+    seen = (mh.attention(q, k, v, mask=mh.Window(left=3), kernel=kernel) > 0).sum(-1)  # right is open
+    assert seen[0, 0].tolist() == [9, 9, 9, 9, 8, 7, 6, 5, 4]
+    assert (mh.attention(q, k, v, mask=mh.Window(), kernel=kernel) > 0).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_biases_go_by_position_too(kernel: str) -> None:
+    """The last of 7 tokens alone, at its position, gets what it got beside the others."""
+    q, k, v = (x.detach() for x in heads(t=7, s=7))
+    table = torch.randn(4, 5, dtype=torch.float64)
+    for bias in (mh.ALiBi(torch.rand(4, dtype=torch.float64)), mh.Relative(table)):
+        whole = mh.attention(q, k, v, bias=bias, mask=mh.Causal(), kernel=kernel)
+        last = mh.attention(q[:, :, -1:], k, v, bias=bias, mask=mh.Causal(), kernel=kernel)
+        close(last, whole[:, :, -1:])
+        fourth = mh.attention(q[:, :, 3:5], k, v, bias=bias, mask=mh.Causal(), offset=3, kernel=kernel)
+        close(fourth, whole[:, :, 3:5])
+        each = mh.attention(
+            torch.stack((q[0, :, 2:4], q[1, :, 5:7])), k, v, bias=bias, mask=mh.Causal(),
+            offset=torch.tensor([2, 5]), kernel=kernel,
+        )  # fmt: skip
+        close(each, torch.stack((whole[0, :, 2:4], whole[1, :, 5:7])))
+
+
+# -- rows that may attend to nothing -----------------------------------------------------------------
+
+EMPTY = {
+    "by mask": lambda t, s: {"mask": mh.Keys([]), "rows": slice(None)},
+    "before the first key": lambda t, s: {"mask": mh.Causal(), "offset": -2, "rows": slice(0, 2)},
+    "more queries than keys": lambda t, s: {"mask": mh.Causal(), "rows": slice(0, max(t - s, 0))},
+    "by bias": lambda t, s: {
+        "bias": mh.Dense(torch.tensor([0.0] + [-math.inf] * (t - 1), dtype=torch.float64)[:, None]),
+        "rows": slice(1, None),
+    },
+    "outside the ids": lambda t, s: {
+        "mask": mh.Documents(torch.zeros(1).long()),
+        "offset": 0,
+        "rows": slice(1, None),
+    },
+    "a tensor's row": lambda t, s: {
+        "mask": mh.Keep(torch.arange(t)[:, None].expand(t, s) != 1),
+        "rows": slice(1, 2),
+    },
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("why", EMPTY)
+@pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
+def test_a_row_that_sees_nothing_gives_zeros(why: str, with_sink: bool, kernel: str) -> None:
+    q, k, v = heads(t=6, s=3)
+    rest = EMPTY[why](6, 3)
+    rows = rest.pop("rows")
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True) if with_sink else None
+    if kernel == "sdpa" and with_sink:
+        return
+    out, amap = mh.attention_with_map(q, k, v, **rest, sink=sink, kernel=kernel)
+    empty = torch.zeros(6, dtype=torch.bool)
+    empty[rows] = True
+    assert (amap.dense().sum(-1) == 0)[:, :, empty].all()
+    assert not out[:, :, empty].any()
+    assert out[:, :, ~empty].all()
+    expected = torch.full((4,), -math.inf, dtype=torch.float64) if sink is None else sink.detach()
+    assert (amap.lse[:, :, empty] == expected[None, :, None]).all()
+    assert amap.lse[:, :, ~empty].isfinite().all()
+    assert (amap.entropy()[:, :, empty] == 0).all()
+    upstream = torch.randn_like(out)
+    dq, dk, dv = grads(out, [q, k, v], upstream)
+    assert not dq[:, :, empty].any()
+    # The empty rows' upstream gradient reaches nobody.
+    upstream = torch.where(empty[:, None], 1e6, upstream)
+    out = mh.attention(q, k, v, **rest, sink=sink, kernel=kernel)
+    for x, y in zip(grads(out, [q, k, v], upstream), (dq, dk, dv), strict=True):
+        close(x, y)
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", DROPPING)
+def test_no_keys_at_all(kernel: str) -> None:
+    q, k, v = heads(s=0)
+    out, amap = mh.attention_with_map(q, k, v, kernel=kernel)
+    assert out.shape == (2, 4, 5, 8)
+    assert not out.any()
+    assert (amap.lse == -math.inf).all()
+    assert not grads(out, [q])[0].any()
+    sink = torch.randn(4, dtype=torch.float64)
+    assert (mh.attention_with_map(q, k, v, sink=sink, kernel=kernel)[1].lse == sink[None, :, None]).all()
+
+
+# -- sinks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_a_sink_is_a_key_with_this_score_and_no_value(kernel: str) -> None:
+    q, k, v = heads()
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    out, amap = mh.attention_with_map(q, k, v, sink=sink, mask=mh.Causal(), kernel=kernel)
+    # The same, with one more key whose score is the sink (by a bias) and whose value is 0.
+    zero = torch.zeros(2, 2, 1, 8, dtype=torch.float64)
+    scores = torch.zeros(4, 1, 8, dtype=torch.float64)
+    bias = torch.cat((scores[..., :7], sink[:, None, None]), -1)
+    wider_k, wider_v = torch.cat((k, zero), 2), torch.cat((v, zero), 2)
+    mask = mh.Causal() | mh.Keys([7])
+    expected = mh.attention(q, wider_k, wider_v, bias=mh.Dense(bias), mask=mask, offset=2, kernel="reference")
+    close(out, expected)
+    leaves = [q, k, v, sink]
+    for x, y in zip(grads(out, leaves), grads(expected, leaves), strict=True):
+        close(x, y)
+    total = amap.dense().sum(-1)
+    close(total, 1 - torch.exp(sink.detach()[None, :, None] - amap.lse))
+    assert (total < 1).all()
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_a_sink_of_minus_infinity_is_no_sink(kernel: str) -> None:
+    q, k, v = heads()
+    sink = torch.full((4,), -math.inf, dtype=torch.float64, requires_grad=True)
+    out = mh.attention(q, k, v, sink=sink, kernel=kernel)
+    close(out, mh.attention(q, k, v, kernel="reference"))
+    assert (grads(out, [sink])[0] == 0).all()
+
+
+# -- weights, lse, entropy ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_weight_is_exp_of_score_less_lse(kernel: str) -> None:
+    q, k, v = heads()
+    _, amap = mh.attention_with_map(q, k, v, mask=mh.Causal(), kernel=kernel)
+    with torch.no_grad():
+        score = q @ k.repeat_interleave(2, 1).mT / math.sqrt(8)
+        score = score.masked_fill(torch.arange(7) > torch.arange(5)[:, None] + 2, -math.inf)
+    close(amap.lse, score.logsumexp(-1))
+    close(amap.dense(), torch.exp(score - amap.lse[..., None]))
+    close(amap.dense().sum(-1), torch.ones(2, 4, 5, dtype=torch.float64))
+    close(amap.dense(), score.softmax(-1))
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
+def test_entropy_is_never_renormalised(with_sink: bool, kernel: str) -> None:
+    q, k, v = heads()
+    sink = torch.randn(4, dtype=torch.float64) if with_sink else None
+    mask = mh.Causal() & mh.Window(left=1)
+    _, amap = mh.attention_with_map(q, k, v, mask=mask, sink=sink, offset=-1, kernel=kernel)
+    w = amap.dense()
+    close(amap.entropy(), -torch.where(w > 0, w * w.log(), 0).sum(-1))
+    score = torch.where(w > 0, q.detach() @ k.detach().repeat_interleave(2, 1).mT / math.sqrt(8), 0)
+    lse = torch.where(amap.lse == -math.inf, 0, amap.lse)
+    close(amap.entropy(), lse * w.sum(-1) - (w * score).sum(-1))
+
+
+def test_weights_are_per_head_and_before_dropout() -> None:
+    q, k, v = heads(h=3, g=1)
+    for kernel in DROPPING:
+        out, amap = mh.attention_with_map(q, k, v, dropout_p=0.5, kernel=kernel)
+        expected = (q @ k.mT / math.sqrt(8)).softmax(-1).detach()
+        assert amap.shape == (2, 3, 5, 7)
+        close(amap.dense(), expected)
+        assert not torch.allclose(out, expected @ v)  # something was dropped
+
+
+def test_the_log_sum_exp_of_a_kernel_has_its_gradient() -> None:
+    """Beside the output's, from kernels that give it (a map then detaches it)."""
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    leaves = [*heads(), sink]
+    found = []
+    problem = Problem.of(*leaves[:3], sink=sink, mask=mh.Causal(), softcap=2.0)
+    for out, lse in ((reference.run(problem)[0], reference.weights(problem)[1]), chunked.run(problem)):
+        found.append(torch.autograd.grad(lse.sin().sum() + out.cos().sum(), leaves))
+    for x, y in zip(*found, strict=True):
+        close(x, y)
+
+
+def test_reference_weights_are_differentiable() -> None:
+    q, k, v = heads()
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def weights(q: Tensor, k: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.weights(Problem.of(q, k, v, mask=mh.Causal(), sink=sink, offset=0))
+
+    assert torch.autograd.gradcheck(weights, (q, k, sink))
+
+
+# -- what is masked cannot leak ----------------------------------------------------------------------
+
+
+@st.composite
+def poisoned(draw: st.DrawFn) -> dict[str, Any]:
+    """A small problem with NaN and Inf anywhere in q, k and v, and a mask."""
+    b, g, times = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    t, s, d = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.sampled_from([2, 3]))
+    gen = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    tensors = {}
+    for name, shape in (("q", (b, g * times, t, d)), ("k", (b, g, s, d)), ("v", (b, g, s, d))):
+        x = torch.randn(shape, generator=gen, dtype=torch.float64)
+        for _ in range(draw(st.integers(0, 2))):
+            place = tuple(draw(st.integers(0, n - 1)) for n in shape)
+            x[place] = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+        tensors[name] = x.requires_grad_()
+    if draw(st.booleans()):
+        mask: Any = mh.Causal()
+        offset = draw(st.integers(-2, 3))
+        keep = torch.arange(s) <= torch.arange(t)[:, None] + offset
+    else:
+        shape = draw(st.sampled_from([(b, g * times, t, s), (b, 1, 1, s), (1, 1, t, s)]))
+        keep = torch.rand(shape, generator=gen) < draw(st.sampled_from([0.2, 0.6]))
+        mask, offset = mh.Keep(keep), 0
+    rest: dict[str, Any] = {"softcap": draw(st.sampled_from([None, None, 2.0]))}
+    sink = torch.randn(g * times, generator=gen, dtype=torch.float64).requires_grad_()
+    rest["sink"] = draw(st.sampled_from([None, None, sink]))
+    return {"tensors": tensors, "mask": mask, "offset": offset, "keep": keep, "rest": rest}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@given(case=poisoned())
+def test_nothing_leaks_through_a_mask(case: dict[str, Any], kernel: str) -> None:
+    """Wherever gathering only the visible keys gives a number, so does the kernel, and the same one."""
+    q, k, v = case["tensors"].values()
+    rest = case["rest"]
+    if kernel == "sdpa" and (rest["softcap"] or rest["sink"] is not None):
+        return
+    leaves = [q, k, v] + ([] if rest["sink"] is None else [rest["sink"]])
+    expected = by_row(q, k, v, case["keep"], **rest)
+    upstream = torch.cos(torch.arange(expected.numel(), dtype=torch.float64)).reshape(expected.shape)
+    wanted = [expected, *grads(expected, leaves, upstream)]
+    refusal = ""
+    try:
+        out = mh.attention(q, k, v, mask=case["mask"], offset=case["offset"], kernel=kernel, **rest)
+    except ValueError as error:
+        refusal = str(error)
+    if refusal:
+        assert kernel == "sdpa"
+        assert "NaN or Inf" in refusal
+        return
+    for x, y in zip([out, *grads(out, leaves, upstream)], wanted, strict=True):
+        fine = y.isfinite()
+        assert x[fine].isfinite().all()
+        close(x[fine], y[fine])
+    # And what a query may see isn't hidden from it.
+    for tensor in (q, k):
+        if tensor.isinf().any():
+            return
+    assert out[expected.isnan()].isnan().all()
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("what", ["key", "value", "both"])
+def test_nothing_leaks_across_blocks(what: str, poison: float, kernel: str) -> None:
+    """Padding full of NaN, many blocks long, behind lengths, a causal mask and a bias of −inf."""
+    q, k, v = (x.detach() for x in heads(b=2, t=70, s=110))
+    lengths = torch.tensor([40, 75])
+    bias = torch.zeros(110, dtype=torch.float64)
+    bias[10:20] = -math.inf
+    hidden = (torch.arange(110) >= lengths[:, None]) | (bias == -math.inf)  # [b, s]
+    dirty = torch.where(hidden[:, None, :, None], poison, 0.0)
+    ok = (k + (dirty if what != "value" else 0)).requires_grad_()
+    ov = (v + (dirty if what != "key" else 0)).requires_grad_()
+    mask = mh.Lengths(lengths) & mh.Causal()
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    clean = mh.attention(q, k, v, mask=mask, bias=mh.Dense(bias), kernel="reference")
+    out = mh.attention(q, ok, ov, mask=mask, bias=mh.Dense(bias), kernel=kernel)
+    close(out, clean)
+    for x, y in zip(grads(out, [q, ok, ov]), grads(clean, [q, k, v]), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_nothing_leaks_in_any_dtype(dtype: torch.dtype, kernel: str) -> None:
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in heads(t=7, s=7))
+    dirty_k, dirty_v = k.detach().clone(), v.detach().clone()
+    dirty_k[:, :, 5:], dirty_v[:, :, 5:] = math.nan, math.inf
+    dirty_k.requires_grad_(), dirty_v.requires_grad_()
+    mask = mh.Lengths(5)
+    out, clean = (mh.attention(q, *kv, mask=mask, kernel=kernel) for kv in ((dirty_k, dirty_v), (k, v)))
+    torch.testing.assert_close(out, clean, rtol=2e-2, atol=2e-2)
+    for x, y in zip(grads(out, [q, dirty_k, dirty_v]), grads(clean, [q, k, v]), strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_huge_numbers_behind_a_mask(dtype: torch.dtype, kernel: str) -> None:
+    """Padding that was never written may hold anything: finite, and yet its scores overflow."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in heads(t=7, s=7))
+    huge = torch.where(torch.arange(7)[:, None] < 5, 0, torch.finfo(dtype).max).to(dtype)
+    dirty = [(x.detach() + huge).requires_grad_() for x in (k, v)]
+    for mask in (mh.Lengths(5), mh.Lengths(5) & mh.Causal()):
+        out, clean = (mh.attention(q, *kv, mask=mask, kernel=kernel) for kv in (dirty, (k, v)))
+        torch.testing.assert_close(out, clean, rtol=2e-2, atol=2e-2)
+        for x, y in zip(grads(out, [q, *dirty]), grads(clean, [q, k, v]), strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+
+
+def test_sdpa_by_name_says_what_it_cannot_promise() -> None:
+    q, k, v = heads()
+    with torch.no_grad():
+        v[:, :, 6] = math.nan
+    with pytest.raises(ValueError, match=r'kernel="sdpa" found NaN or Inf'):
+        mh.attention(q, k, v, mask=mh.Lengths(6), kernel="sdpa")
+    assert mh.attention(q, k, v, mask=mh.Lengths(6)).isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("s", [1, 5, 40])
+def test_without_a_mask_nan_is_nan(s: int, kernel: str) -> None:
+    """It isn't hidden either: PyTorch's fused kernel answers a NaN query with zeros when keys are few."""
+    q, k, v = (x.detach() for x in heads(s=s))
+    dirty = v.clone()
+    dirty[0, 0, s - 1, 3] = math.nan
+    out = mh.attention(q, k, dirty, kernel=kernel)
+    assert out.isnan().nonzero()[:, [0, 3]].unique(dim=0).tolist() == [[0, 3]]
+    q[1, 3, 2, 0] = math.nan
+    out = mh.attention(q, k, v, kernel=kernel)
+    assert out.isnan().all(-1).nonzero().tolist() == [[1, 3, 2]]
+    k[:, :, :, 1] = math.nan
+    assert mh.attention(q, k, v, kernel=kernel).isnan().all()
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_maps_and_measures_do_not_leak(kernel: str) -> None:
+    q, k, v = (x.detach() for x in heads(t=7, s=7))
+    clean = mh.attention_with_map(q, k, v, mask=mh.Lengths(5), kernel=kernel)[1]
+    k = k.clone()
+    k[:, :, 5:] = math.nan
+    amap = mh.attention_with_map(q, k, v, mask=mh.Lengths(5), kernel=kernel)[1]
+    close(amap.lse, clean.lse)
+    close(amap.dense(), clean.dense())
+    close(amap.entropy(), clean.entropy())
+    close(amap.mass(mh.Causal(), mean=True), clean.mass(mh.Causal(), mean=True))
+    close(amap.mass(mh.Full()), clean.mass(mh.Full()))
+
+
+# -- dropout -----------------------------------------------------------------------------------------
+
+
+def read_dropout(kernel: str, p: float, seed: int, t: int = 64, s: int = 70) -> tuple[Tensor, ...]:
+    """With v the identity, output and weights and their quotient: what was drawn."""
+    torch.manual_seed(1)
+    q, k, _ = heads(b=2, h=2, g=1, t=t, s=s)
+    v = torch.eye(s, dtype=torch.float64).expand(2, 1, s, s).clone().requires_grad_()
+    torch.manual_seed(seed)
+    out, amap = mh.attention_with_map(q, k, v, dropout_p=p, mask=mh.Causal(), kernel=kernel)
+    weights = amap.dense()
+    drawn = torch.where(weights > 0, out.detach() / weights.clamp(min=1e-300), 0)
+    return q, k, v, out, weights, drawn
+
+
+@pytest.mark.parametrize("kernel", DROPPING)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_multiplies_weights_by_0_or_1_over_1_minus_p(p: float, kernel: str) -> None:
+    _, _, _, _, weights, drawn = read_dropout(kernel, p, seed=3)
+    drawn = drawn[weights > 1e-12]
+    kept = drawn > 0
+    close(drawn[kept], torch.full_like(drawn[kept], 1 / (1 - p)))
+    n = len(drawn)  # some 10,000 draws: five standard deviations
+    assert abs(kept.double().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
+
+
+@pytest.mark.parametrize("kernel", DROPPING)
+def test_dropouts_gradient_is_that_of_the_drawn_mask(kernel: str) -> None:
+    q, k, v, out, _, drawn = read_dropout(kernel, 0.4, seed=5)
+    keep = torch.arange(70) <= torch.arange(64)[:, None] + 6
+    score = (q @ k.mT / math.sqrt(8)).masked_fill(~keep, -math.inf)
+    expected = (score.softmax(-1) * (drawn > 0) / 0.6) @ v
+    close(out, expected)
+    upstream = torch.randn_like(out)
+    for x, y in zip(grads(out, [q, k, v], upstream), grads(expected, [q, k, v], upstream), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("kernel", DROPPING)
+def test_dropout_is_drawn_anew_and_again_under_a_seed(kernel: str) -> None:
+    *_, first = read_dropout(kernel, 0.5, seed=7)
+    *_, again = read_dropout(kernel, 0.5, seed=7)
+    *_, other = read_dropout(kernel, 0.5, seed=8)
+    assert torch.equal(first > 0, again > 0)
+    assert not torch.equal(first > 0, other > 0)
+    torch.manual_seed(7)
+    q = torch.randn(1, 1, 30, 8)
+    one, two = (mh.attention(q, q, q, dropout_p=0.5, kernel=kernel) for _ in range(2))
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("kernel", DROPPING)
+def test_dropout_is_independent_between_heads_rows_and_batch_entries(kernel: str) -> None:
+    *_, weights, drawn = read_dropout(kernel, 0.5, seed=9)
+    kept = torch.where(weights > 1e-12, (drawn > 0).double() * 2 - 1, 0.0)
+    pairs = [
+        (kept[0], kept[1]),  # batch entries
+        (kept[:, 0], kept[:, 1]),  # heads
+        (kept[..., 1:, :], kept[..., :-1, :]),  # rows
+        (kept[..., 1:], kept[..., :-1]),  # columns
+        (kept[..., 32:, :], kept[..., :32, :]),  # blocks of rows
+        (kept[..., 32:64], kept[..., :32]),  # blocks of columns
+    ]
+    for x, y in pairs:
+        n = int(((x != 0) & (y != 0)).sum())
+        assert n > 100
+        assert abs((x * y).sum() / math.sqrt(n)) < 5  # a sum of n signs, in standard deviations
+
+
+@pytest.mark.parametrize("kernel", DROPPING)
+def test_dropout_of_0_and_of_1(kernel: str) -> None:
+    q, k, v = heads()
+    close(mh.attention(q, k, v, dropout_p=0.0, kernel=kernel), mh.attention(q, k, v, kernel="reference"))
+    out = mh.attention(q, k, v, dropout_p=1.0, kernel=kernel)
+    assert not out.any()
+    assert not any(x.any() for x in grads(out, [q, k, v]))
+
+
+@pytest.mark.parametrize("kernel", DROPPING)
+def test_dropouts_expectation_is_no_dropout(kernel: str) -> None:
+    q, k, v = (x.detach() for x in heads(b=1, h=1, g=1, t=2, s=5))
+    many = [x.expand(4000, *x.shape[1:]) for x in (q, k, v)]
+    mean = mh.attention(*many, dropout_p=0.3, kernel=kernel).mean(0)
+    spread = math.sqrt(0.3 / 0.7 / 4000) * v.abs().amax() * 5
+    assert (mean - mh.attention(q, k, v, kernel="reference")[0]).abs().max() < spread
+
+
+# -- softcap -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_a_saturated_softcap_passes_no_gradient(kernel: str) -> None:
+    """Where tanh is 1 its slope is 0, not a rounding error times the keys."""
+    q, k, v = heads(s=4)
+    q, k = (x.detach().sign().mul(1e4).requires_grad_() for x in (q, k))
+    out = mh.attention(q, k, v, softcap=0.7, kernel=kernel)
+    dq, dk, _ = grads(out, [q, k, v], torch.randn_like(out))
+    saturated = (q @ k.repeat_interleave(2, 1).mT != 0).all(-1)
+    assert saturated.any()
+    assert not dq[saturated].any()
+    assert not dk[:, :1].isnan().any()
+
+
+# -- autocast ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_casts_as_pytorchs_attention_does(low: torch.dtype, kernel: str) -> None:
+    mixed = [x.detach().float() for x in heads(h=2)]
+    mixed[1] = mixed[1].to(low)
+    with torch.autocast("cpu", dtype=low):
+        theirs = F.scaled_dot_product_attention(*mixed)
+        ours, amap = mh.attention_with_map(*mixed, kernel=kernel)
+    assert ours.dtype == theirs.dtype == low
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    rounded = [x.to(low) for x in mixed]
+    torch.testing.assert_close(ours, mh.attention(*rounded, kernel=kernel), rtol=0, atol=0)
+    assert amap.lse.dtype == torch.float32
+    ones = torch.ones(2, 2, 5)
+    torch.testing.assert_close(amap.dense().sum(-1), ones, rtol=0, atol=1e-6)
+    with torch.autocast("cpu", dtype=low):  # reading it there casts nothing
+        torch.testing.assert_close(amap.dense().sum(-1), ones, rtol=0, atol=1e-6)
+        assert amap.mass(mh.Full()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_autocast_leaves_float64_alone(kernel: str) -> None:
+    q, k, v = heads()
+    expected = mh.attention(q, k, v, kernel=kernel)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = mh.attention(q, k, v, kernel=kernel)
+    assert out.dtype == torch.float64
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_through_autocast(kernel: str) -> None:
+    q, k, v = (x.detach().float().requires_grad_() for x in heads())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = mh.attention(q, k, v, mask=mh.Causal(), kernel=kernel)
+        inside = grads(out.float().sum(), [q, k, v])  # as some loops do, although PyTorch advises against it
+        out = mh.attention(q, k, v, mask=mh.Causal(), kernel=kernel)
+    outside = grads(out.float().sum(), [q, k, v])
+    exact = grads(mh.attention(q, k, v, mask=mh.Causal(), kernel="reference").sum(), [q, k, v])
+    for x, y, z in zip(inside, outside, exact, strict=True):
+        assert x.dtype == y.dtype == torch.float32
+        torch.testing.assert_close(x, z, rtol=5e-2, atol=5e-2)
+        torch.testing.assert_close(y, z, rtol=5e-2, atol=5e-2)
+
+
+# -- gradients ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize("offset", [None, 0, [1, -1]], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: None,
+        lambda x: mh.ALiBi(x(4)),
+        lambda x: mh.ALiBi(x(1)),
+        lambda x: mh.Relative(x(4, 5)),
+        lambda x: mh.Relative(x(1, 3)),
+        *(
+            lambda x, shape=shape: mh.Dense(x(*shape))
+            for shape in ((2, 4, 3, 4), (4, 1, 1), (3, 4), (2, 1, 1, 4), (1, 1, 3, 1), (1,), ())
+        ),
+    ],
+    ids=[
+        "none",
+        "alibi",
+        "alibi one",
+        "relative",
+        "relative one",
+        "dense bhts",
+        "dense h",
+        "dense ts",
+        "dense bs",
+        "dense t",
+        "dense 1",
+        "dense 0",
+    ],
+)
+def test_gradcheck(make: Any, offset: Any, kernel: str) -> None:
+    """Numerical against analytical gradients of q, k, v, sink and the bias's tensor."""
+    q, k, v = heads(t=3, s=4, d=2, w=3)
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    place = torch.tensor(offset) if isinstance(offset, list) else offset
+    bias = make(lambda *shape: torch.randn(shape, dtype=torch.float64, requires_grad=True))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, *rest: Tensor) -> Tensor:
+        again = type(bias)(*rest) if rest else None
+        return mh.attention(
+            q,
+            k,
+            v,
+            sink=sink,
+            bias=again,
+            softcap=1.5,
+            mask=mh.Window(left=2, right=1),
+            offset=place,
+            kernel=kernel,
+        )
+
+    leaves = [q, k, v, sink] + ([] if bias is None else [bias.tensor()])
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("kernel", OWN)
+def test_gradients_reach_only_who_asks(kernel: str) -> None:
+    q, k, v = heads()
+    table = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    expected = grads(mh.attention(q, k, v, bias=mh.Relative(table), kernel="reference"), [table, v])
+    out = mh.attention(q.detach(), k.detach(), v.detach(), bias=mh.Relative(table), kernel=kernel)
+    close(grads(out, [table])[0], expected[0])
+    out = mh.attention(q.detach(), k.detach(), v, bias=mh.Relative(table.detach()), kernel=kernel)
+    close(grads(out, [v])[0], expected[1])
+    assert not mh.attention(q.detach(), k.detach(), v.detach(), kernel=kernel).requires_grad
+    with torch.no_grad():
+        assert not mh.attention(q, k, v, bias=mh.Relative(table), kernel=kernel).requires_grad
+
+
+@pytest.mark.parametrize("t", [4, 300], ids=["short", "long"])
+@pytest.mark.parametrize("kernel", ["auto", "native", "sdpa", "chunked"])
+def test_a_second_gradient_is_refused_in_one_sentence(kernel: str, t: int) -> None:
+    """And the first one is right, with `create_graph=True` too."""
+    q, k, v = (x.float().detach().requires_grad_() for x in heads(t=t, s=t))
+    out = mh.attention(q, k, v, mask=mh.Causal(), kernel=kernel)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    expected = mh.attention(q, k, v, mask=mh.Causal(), kernel="reference")
+    torch.testing.assert_close(dq, torch.autograd.grad(expected.square().sum(), q)[0])
+    with pytest.raises(RuntimeError, match=r'got a second one.*kernel="reference" to attention or') as caught:
+        torch.autograd.grad(dq.square().sum(), q)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("t", [4, 300], ids=["short", "long"])
+def test_the_advice_for_a_second_gradient_can_be_followed_from_a_layer(t: int) -> None:
+    """A gradient penalty: refused under "auto", right under "reference"."""
+    torch.manual_seed(0)
+    layer, x = mh.MultiHeadAttention(8, 2), torch.randn(1, t, 8, requires_grad=True)
+
+    def penalty(layer: mh.MultiHeadAttention) -> Tensor:
+        (dx,) = torch.autograd.grad(layer(x, mask=mh.Causal()).square().sum(), x, create_graph=True)
+        return dx.square().sum()
+
+    with pytest.raises(RuntimeError, match=r'kernel="reference"'):
+        penalty(layer).backward()
+    follower = mh.MultiHeadAttention(8, 2, kernel="reference")
+    follower.load_state_dict(layer.state_dict())
+    (found,) = torch.autograd.grad(penalty(follower), x)
+    follower, x = follower.double(), x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(penalty(follower), x)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_pytorchs_math_path_keeps_its_second_gradient() -> None:
+    q, k, v = heads()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        out = mh.attention(q, k, v, kernel="sdpa")
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    torch.autograd.grad(dq.square().sum(), q)
+
+
+def test_the_reference_has_a_second_gradient() -> None:
+    q, k, v = heads(t=2, s=3, d=2)
+    assert torch.autograd.gradgradcheck(
+        lambda q, k, v: mh.attention(q, k, v, mask=mh.Causal(), kernel="reference"), (q, k, v)
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_forward_mode_derivative_is_right_or_refused(kernel: str) -> None:
+    """Never a silent zero: `auto` gives it, a kernel that can't says so."""
+    q, k, v = (x.detach() for x in heads())
+    tangents = tuple(torch.randn_like(x) for x in (q, k, v))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, kernel: str = kernel) -> Tensor:
+        return mh.attention(q, k, v, mask=mh.Causal(), kernel=kernel)
+
+    if kernel in ("chunked", "native", "sdpa"):
+        with pytest.raises(ValueError, match="forward-mode"):
+            torch.func.jvp(run, (q, k, v), tangents)
+        return
+    out, slope = torch.func.jvp(run, (q, k, v), tangents)
+    close(out, run(q, k, v))
+    step = 1e-6
+    ahead = run(*(x + step * y for x, y in zip((q, k, v), tangents, strict=True)), kernel="reference")
+    behind = run(*(x - step * y for x, y in zip((q, k, v), tangents, strict=True)), kernel="reference")
+    torch.testing.assert_close(slope, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-8)
+
+
+def test_a_rule_outlives_the_call_for_its_gradient() -> None:
+    """The mask is gone when the gradient is asked for, and the gradient needs it."""
+    import gc
+
+    q, k, v = heads()
+    keep = torch.rand(2, 4, 5, 7) < 0.6
+    out = mh.attention(q, k, v, mask=mh.Rule(lambda b, h, i, j: keep[b, h, i - 2, j]), kernel="chunked")
+    gc.collect()
+    expected = mh.attention(q, k, v, mask=mh.Keep(keep), kernel="reference")
+    for x, y in zip(grads(out, [q, k, v]), grads(expected, [q, k, v]), strict=True):
+        close(x, y)
+
+
+def test_rules_are_let_go() -> None:
+    """A rule made for every step doesn't pile up, nor what its function holds on to."""
+    import gc
+    import weakref
+
+    held = []
+    q, k, v = heads()
+    for _ in range(3):
+        keep = torch.rand(2, 4, 5, 7) < 0.6
+        held.append(weakref.ref(keep))
+        out = mh.attention(
+            q, k, v, mask=mh.Rule(lambda b, h, i, j, x=keep: x[b, h, i - 2, j]), kernel="chunked"
+        )
+        grads(out, [q])
+        del keep, out
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_inputs_are_left_alone(kernel: str) -> None:
+    q, k, v = (x.detach() for x in heads())
+    copies, versions = [x.clone() for x in (q, k, v)], [x._version for x in (q, k, v)]
+    out, amap = mh.attention_with_map(q, k, v, mask=mh.Causal(), kernel=kernel)
+    amap.dense(), amap.mass(mh.Causal())
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), copies, strict=True))
+    assert [x._version for x in (q, k, v)] == versions
+    assert out.data_ptr() not in {x.data_ptr() for x in (q, k, v)}
+
+
+# -- choosing a kernel -------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_first_that_refuses_nothing() -> None:
+    q, k, v = heads()
+    for rest in ({}, {"softcap": 2.0}, {"mask": mh.Causal()}, {"dropout_p": 0.1}):
+        problem = Problem.of(q, k, v, **rest)
+        verdicts = kernels.verdicts(problem)
+        assert list(verdicts) == list(kernels.ORDER)
+        can = [name for name, reasons in verdicts.items() if not reasons]
+        assert (
+            next(name for name in can if not kernels.deferred(kernels.load(name), problem))
+            == kernels.choose(problem).NAME
+        )
+
+    def chosen(*qkv: Tensor, **rest: Any) -> str:
+        return kernels.choose(Problem.of(*qkv, **rest)).NAME
+
+    long = [torch.randn(1, 2, 70, 8) for _ in range(3)]
+    assert chosen(*long) == chosen(*(x.detach().bfloat16() for x in heads())) == "native"
+    assert chosen(*(x.double() for x in long)) == "sdpa"
+    wanting = [x.clone().requires_grad_() for x in long]
+    assert chosen(*wanting) == chosen(*wanting, softcap=2.0) == "native"
+
+
+def test_a_named_kernel_raises_all_its_reasons() -> None:
+    q, k, v = heads(w=3)
+    with pytest.raises(ValueError, match='kernel="sdpa"') as caught:
+        mh.attention(q, k, v, softcap=2.0, sink=torch.zeros(4), dropout_p=0.1, kernel="sdpa")
+    message = str(caught.value)
+    for word in ("softcap", "sinks", "dropout", "width 3", "width 8"):
+        assert word in message
+    assert "\n" not in message
+
+
+def test_explain_prints_the_table_and_returns_it(capsys: pytest.CaptureFixture[str]) -> None:
+    q, k, v = heads()
+    verdicts = mh.explain(q, k, v, softcap=2.0)
+    printed = capsys.readouterr().out
+    assert set(verdicts) == set(kernels.ORDER)
+    for name, reasons in verdicts.items():
+        assert name in printed
+        for reason in reasons:
+            assert reason in printed
+    assert "yes" in printed
+    assert "no" in printed
+    assert "map" in printed
+    assert any("softcap" in reason for reason in verdicts["sdpa"])
+
+
+@pytest.mark.parametrize(
+    "mask", [None, mh.Causal(), mh.Lengths(torch.tensor([3, 4])), mh.Rule(lambda b, h, i, j: j <= i)]
+)
+def test_explain_does_not_look_at_the_data(mask: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    q, k, v = heads()
+    clean, text = mh.explain(q, k, v, mask=mask), capsys.readouterr().out
+    dirty = mh.explain(*(torch.full_like(x, math.nan, requires_grad=True) for x in (q, k, v)), mask=mask)
+    assert clean == dirty
+    assert capsys.readouterr().out == text
+
+
+def test_a_rule_above_64_mb_is_refused_and_a_callers_tensor_is_not() -> None:
+    """PyTorch makes numbers of q's dtype of a boolean mask, so those are counted."""
+
+    def reasons(t: int, mask: mh.Mask, dtype: torch.dtype = torch.float32, b: int = 1) -> list[str]:
+        q = torch.empty(1, 1, 1, 8, dtype=dtype).expand(b, 1, t, 8)
+        problem = Problem.of(q, q, q, mask=mask)
+        found = kernels.verdicts(problem)["sdpa"]
+        return found
+
+    limit = kernels.load("sdpa").LIMIT
+    assert limit == 2**26
+    window = mh.Window(left=3)
+    assert not reasons(4096, window)  # 64 MB
+    (reason,) = reasons(4100, window)
+    assert "64" in reason
+    assert not reasons(4100, window, torch.bfloat16)
+    assert reasons(5800, window, torch.bfloat16)
+    assert reasons(2900, window, torch.float64)
+    lengths = mh.Causal() & mh.Lengths(torch.tensor([1, 2, 3]))
+    assert not reasons(2300, lengths, b=3)  # 63 MB, one mask for each sequence
+    assert reasons(2400, lengths, b=3)
+    assert not reasons(8200, mh.Causal())  # said without a tensor
+    assert not reasons(8200, mh.Keep(torch.ones(1, 1, dtype=torch.bool).expand(8200, 8200)))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Problems of every shape, layout, dtype, mask and gradient, for asking PyTorch what it would do."""
+    g, times = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    b, t, s = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    d = draw(st.sampled_from([1, 3, 8]))
+    w = draw(st.sampled_from([d, d, d, 5]))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    layout = st.sampled_from(["contiguous", "contiguous", "columns", "batch first", "gap", "expanded"])
+
+    def tensor(heads: int, length: int, width: int) -> Tensor:
+        x = torch.randn(b, heads, length, width).to(dtype)
+        match draw(layout):
+            case "columns":
+                x = x.mT.contiguous().mT
+            case "batch first":
+                x = x.transpose(1, 2).contiguous().transpose(1, 2)
+            case "gap":
+                x = torch.stack((x, x), -1)[..., 0]
+            case "expanded":
+                x = x[:1, :1, :1, :1].expand(x.shape)
+        return x.requires_grad_(draw(st.booleans()))
+
+    tensors = tensor(g * times, t, d), tensor(g, s, d), tensor(g, s, w)
+    mask = draw(
+        st.sampled_from(
+            [None, None, mh.Causal(), mh.Full(), mh.Window(left=1), mh.Lengths(1), mh.Keys([]),
+             mh.Keep(torch.ones(t, s) > 0), mh.Keep(torch.ones(b, 1, 1, s) > 0),
+             mh.Drop(torch.ones(1, g * times, 1, 1) > 0), mh.Rule(lambda b, h, i, j: (h + j) % 2 == 0)]
+        )
+    )  # fmt: skip
+    values = torch.randn(draw(st.sampled_from([(t, s), (g * times, 1, 1), (b, 1, 1, s), (1,)])))
+    bias_dtype = draw(st.sampled_from([torch.float32, dtype]))
+    bias = draw(st.sampled_from([None, None, mh.Dense(values.to(bias_dtype)), mh.ALiBi(g * times)]))
+    softcap = draw(st.sampled_from([None, None, None, 2.0]))
+    offset = draw(st.sampled_from([None, 0, -1, 3]))
+    return Problem.of(*tensors, mask=mask, bias=bias, softcap=softcap, offset=offset)
+
+
+@given(problem=problems())
+def test_sdpa_never_takes_pytorchs_math_path(problem: Problem) -> None:
+    """What sdpa accepts, PyTorch has a fused kernel for: asked while it is called."""
+    sdpa = kernels.load("sdpa")
+    if sdpa.refuse(problem):
+        return
+    calls: list[int] = []
+    theirs = F.scaled_dot_product_attention
+
+    def watch(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
+        calls.append(torch._fused_sdp_choice(q, k, v, **rest))
+        return theirs(q, k, v, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", watch)
+        sdpa.run(problem)
+    assert len(calls) == 1
+    assert calls[0] != 0, "PyTorch would build the weights"
+
+
+def test_the_math_path_is_told_apart() -> None:
+    """The question that the test above asks can be answered with 0."""
+    q = torch.randn(1, 1, 3, 8)
+    assert torch._fused_sdp_choice(q, q, q[..., :3]) == 0
+    assert torch._fused_sdp_choice(q, q, q) != 0
+
+
+def test_the_kernels_list_is_ordered_and_lazy() -> None:
+    assert kernels.ORDER[-1] == "reference"
+    assert not kernels.load("reference").refuse(Problem.of(*heads()))
+    with pytest.raises(ValueError, match=r'"auto" or one of .*, got \'flash\''):
+        mh.attention(*heads(), kernel="flash")

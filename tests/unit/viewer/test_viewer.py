@@ -1,0 +1,594 @@
+"""The viewer's API and server: all numbers equal the map's, and only its own page gets them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+import manyheads as mh
+from manyheads import cli, scores
+from manyheads.observe import Recording
+from manyheads.viewer import pyramid
+from manyheads.viewer.api import Api, FileChanged, ViewedRun, head_scores
+from manyheads.viewer.export import plan_export
+from manyheads.viewer.pyramid import SCALE, Pyramid
+from manyheads.viewer.server import Server
+from manyheads.viewer.worker import BACKGROUND, URGENT, Worker
+from tests.waiting import HANG, wait_until
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def a_map(t: int, s: int, mask: mh.Mask | None = None, heads: int = 1, **parts: Any) -> mh.AttentionMap:
+    q, k = torch.randn(1, heads, t, 8) * 2, torch.randn(1, heads, s, 8)
+    return mh.attention_with_map(q, k, k, mask=mask, **parts)[1]
+
+
+MASKS = (
+    lambda t, s: None,
+    lambda t, s: mh.Causal(),
+    lambda t, s: mh.Window(left=9, right=4),
+    lambda t, s: mh.Diagonal(-2),
+    lambda t, s: mh.Causal() & mh.Lengths(max(s - 5, 1)),
+    lambda t, s: mh.Lengths(max(s - 7, 1), left=True),
+    lambda t, s: mh.Documents(torch.arange(s) // 23, queries=torch.arange(t) // 19),
+    lambda t, s: mh.Rule(lambda b, h, i, j: (i + 2 * j) % 7 != 0),
+    lambda t, s: mh.Keep(torch.arange(t)[:, None] % 50 < torch.arange(s) % 60),
+    lambda t, s: mh.Causal() & ~mh.Window(left=3, right=3),
+)
+
+
+def expected(amap: mh.AttentionMap, rows: range, cols: range, level: int) -> np.ndarray:
+    """Return the weights or the means and maxima of cells, NaN where all is masked, cell by cell."""
+    down, across = slice(rows.start, rows.stop), slice(cols.start, cols.stop)
+    weights = amap[0, 0, down, across].double().numpy()
+    visible = scores.visible(amap.problem, down, across)[0, 0].expand(len(rows), len(cols)).numpy()
+    weights = np.where(visible, weights, 0.0)
+    if not level:
+        return np.where(visible, weights, np.nan)[None]
+    side = 1 << level
+    starts = [np.arange(0, len(run), side) for run in (rows, cols)]
+
+    def over(ufunc: np.ufunc, x: np.ndarray) -> np.ndarray:
+        return ufunc.reduceat(ufunc.reduceat(x, starts[0], axis=0), starts[1], axis=1)
+
+    area = over(np.add, np.ones_like(weights))
+    found = np.stack((over(np.add, weights) / area, over(np.maximum, weights)))
+    return np.where(over(np.logical_or, visible), found, np.nan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 150), st.integers(1, 150), st.sampled_from(MASKS), st.booleans(), st.integers(0, 2**31))
+def test_tiles_of_every_level_equal_the_map(t: int, s: int, mask: Any, biased: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    bias = mh.ALiBi(torch.tensor([0.1])) if biased else None
+    amap = a_map(t, s, mask(t, s), bias=bias)
+    with pytest.MonkeyPatch.context() as patch:  # so that 150 tokens are many
+        small = {"SIDE": 16, "MAX_WEIGHTS": 2**12, "SCAN_LEVEL": 3, "STEP": 2**12, "BLOCK": 2**10}
+        for name, value in small.items():
+            patch.setattr(pyramid, name, value)
+        head = Pyramid(amap)
+        for scanned in (False, True):
+            for level in range(head.top + 3):
+                side = 16 << level
+                for y in range(-(-t // side)):
+                    for x in range(-(-s // side)):
+                        tile = head.tile(level, x, y)
+                        if tile.sampled > 1:
+                            assert not scanned
+                            continue
+                        wanted = expected(amap, *head.span(level, x, y), level)
+                        # The results of a scan are stored in float16.
+                        np.testing.assert_allclose(
+                            tile.cells, wanted, rtol=1e-3 if scanned else 1e-5, atol=2e-7
+                        )
+            for _ in head.scan():
+                pass
+    assert head.received is not None
+    assert head.entropy is not None
+    np.testing.assert_allclose(head.received, amap.received()[0, 0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(head.entropy, amap.entropy()[0, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_sampled_tile_holds_the_middle_query_of_each_row_of_cells() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"SIDE": 16, "MAX_WEIGHTS": 2**12, "SCAN_LEVEL": 3}.items():
+            patch.setattr(pyramid, name, value)
+        amap = a_map(128, 128, mh.Causal())
+        tile = Pyramid(amap).tile(3, 0, 0)
+        assert tile.sampled == 8
+        row = amap[0, 0, 5 * 8 + 4].view(16, 8)
+        torch.testing.assert_close(tile.cells[0, 5, :6], row.mean(1)[:6])
+        torch.testing.assert_close(tile.cells[1, 5, :6], row.amax(1)[:6])
+        assert tile.cells[:, 5, 6:].isnan().all()
+
+
+def test_weights_are_sent_as_float16_times_32768() -> None:
+    amap = a_map(7, 9, mh.Causal())
+    answer = Api(amap).request("tiles/0/0/0/0/0/0/0").result()
+    assert isinstance(answer, bytes)
+    assert struct.unpack("<4I", answer[:16]) == (1, 1, 7, 9)
+    numbers = np.frombuffer(answer[16:], "<f2").astype(np.float64).reshape(7, 9) / SCALE
+    masked = ~scores.visible(amap.problem)[0, 0].numpy()
+    assert (np.isnan(numbers) == masked).all()
+    np.testing.assert_allclose(numbers[~masked], amap[0, 0].numpy()[~masked], rtol=2**-11, atol=1e-12)
+
+
+def test_small_weights_keep_their_digits() -> None:
+    tile = pyramid.Tile(torch.tensor([[[1e-5, 1e-8]]]))
+    np.testing.assert_allclose(
+        np.frombuffer(tile.to_float16(), "<f2").astype(float) / SCALE, [1e-5, 1e-8], rtol=1e-3
+    )
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    amap = a_map(12, 12, mh.Causal(), heads=3).labelled([*"abcabc", "<script>", "a\nb", *"abcd"])
+    api = Api(amap)
+    yield api
+    api.close()
+
+
+def fetch(api: Api, address: str) -> Any:
+    answer = api.request(address).result()
+    return json.loads(answer) if isinstance(answer, str) else answer
+
+
+def test_single_weights_rows_and_columns_equal_the_map(api: Api) -> None:
+    amap = api.runs[0].layers[0].map
+    assert fetch(api, "weight/0/0/2/7/3/0") == {"weight": float(amap[0, 2, 7, 3])}
+    assert fetch(api, "weight/0/0/2/3/7/0") == {"weight": None}
+    row = fetch(api, "row/0/0/0,2/7/0")
+    torch.testing.assert_close(torch.tensor(row["weights"]), amap[0, [0, 2], 7].mean(0))
+    best = amap[0, [0, 2], 7].mean(0).topk(8)
+    assert [n for n, _ in row["top"]] == best.indices.tolist()
+    column = fetch(api, "column/0/0/all/3/0")
+    torch.testing.assert_close(torch.tensor(column["weights"]), amap[0, :, :, 3].mean(0))
+
+
+def test_labels_and_head_scores_equal_the_map(api: Api) -> None:
+    amap = api.runs[0].layers[0].map
+    names = list(amap.tokens or ())
+    assert fetch(api, "tokens/0/0/0") == {"queries": names, "keys": names, "first": 0}
+    found = fetch(api, "scores/0/0/0")
+    assert found["sampled"] == 1
+    ids = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5])
+    for name, measured in (
+        ("previous_token", mh.measures.previous_token(amap)),
+        ("first_token", mh.measures.first_token(amap)),
+        ("induction", mh.measures.induction(amap, ids)),
+        ("entropy", amap.entropy().mean(-1)),
+    ):
+        torch.testing.assert_close(torch.tensor(found["scores"][name]), measured[0])
+
+
+def test_cross_attention_has_no_labels_of_queries() -> None:
+    cross = Api(a_map(3, 7).labelled([*"abcdefg"]))
+    assert fetch(cross, "tokens/0/0/0") == {"queries": None, "keys": [*"abcdefg"], "first": None}
+    step = Api(a_map(2, 7, mh.Causal(), offset=torch.tensor([5])).labelled([*"abcdefg"]))
+    assert fetch(step, "tokens/0/0/0") == {"queries": ["f", "g"], "keys": [*"abcdefg"], "first": 5}
+    cross.close(), step.close()
+
+
+def test_sampled_head_scores_approximate_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyheads.viewer import api
+
+    amap, ids = a_map(300, 300, mh.Causal(), heads=2), torch.arange(300) % 7
+
+    def compute() -> tuple[dict[str, torch.Tensor], int]:
+        steps = head_scores(amap, ids)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
+    exact, single = compute()
+    monkeypatch.setattr(api, "EXACT_WEIGHTS", 0)
+    some, stride = compute()
+    assert (single, stride) == (1, 3)
+    for name in ("previous_token", "first_token", "induction", "entropy"):
+        torch.testing.assert_close(some[name], exact[name], rtol=0.2, atol=0.05)
+    monkeypatch.setattr(api, "SAMPLES", 300)
+    every, stride = compute()
+    assert stride == 1
+    for name in ("previous_token", "first_token", "induction", "entropy"):
+        torch.testing.assert_close(every[name], exact[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "nothing",
+        "runs/0",
+        "tiles/0/0/0/0/0/0",
+        "tiles/0/0/0/0/0/0/1",
+        "tiles/0/0/3/0/0/0/0",
+        "tiles/0/0/-1/0/0/0/0",
+        "tiles/0/0/0/99/0/0/0",
+        "tiles/0/0/0/0/5/0/0",
+        "tiles/1/0/0/0/0/0/0",
+        "weight/0/0/0/12/0/0",
+        "row/0/0/0,9/1/0",
+        "row/0/0//1/0",
+        "tokens/../../etc/passwd",
+        "tokens/0/0/٣",
+        "tiles/0/0/0/0/0/0/99999999999999999999",
+    ],
+)
+def test_an_unknown_address_raises_one_sentence(api: Api, address: str) -> None:
+    with pytest.raises(LookupError) as caught:
+        api.request(address).result()
+    assert str(caught.value.args[0]).endswith(".")
+
+
+def test_a_changed_or_removed_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    a_map(40, 40, mh.Causal()).save(path)
+    api = Api(path)
+    assert fetch(api, "tiles/0/0/0/0/0/0/0")
+    with open(path, "r+b") as file:
+        file.truncate(200)
+    with pytest.raises(FileChanged, match=r"run\.safetensors was removed or changed since it was opened"):
+        fetch(api, "tiles/0/0/0/0/0/0/0")
+    path.unlink()
+    with pytest.raises(FileChanged):
+        fetch(api, "weight/0/0/0/3/3/0")
+    api.close()
+
+
+def test_wrong_sources_raise_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="AttentionMap or a path to a file of either, got an int"):
+        ViewedRun.of(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected an attention call with a query and a key, got none"):
+        ViewedRun.of(Recording())
+    with pytest.raises(ValueError, match="got nothing to show"):
+        Api()
+    with pytest.raises(ValueError, match="expected an attention call with a query and a key"):
+        Api(a_map(0, 9))
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        Api(tmp_path / "nothing.safetensors")
+
+
+def test_recorded_statistics_have_scores_but_no_weights() -> None:
+    layer = mh.SelfAttention(16)
+    with mh.observe(layer, keep=["entropy", "previous_token"]) as seen, torch.no_grad():
+        layer(torch.randn(1, 9, 16))
+    api = Api(seen)
+    assert fetch(api, "runs")["runs"][0]["layers"][0]["has_weights"] is False
+    assert set(fetch(api, "scores/0/0/0")["scores"]) == {"entropy", "previous_token"}
+    with pytest.raises(LookupError, match="has only statistics"):
+        fetch(api, "tiles/0/0/0/0/0/0/0")
+
+
+def test_a_scan_stops_without_requests_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyheads.viewer import api as module
+
+    monkeypatch.setattr(pyramid, "STEP", 2**10)
+    monkeypatch.setattr(module, "SCAN_TIMEOUT", 0.0)
+    api = Api(a_map(600, 600, mh.Causal()))
+    assert fetch(api, "scan/0/0/0/0") == {"progress": 0.0, "complete": False}
+    time.sleep(0.2)
+    assert fetch(api, "scan/0/0/0/0")["complete"] is False  # it stopped before its first step
+    monkeypatch.setattr(module, "SCAN_TIMEOUT", 60.0)
+    wait_until(lambda: fetch(api, "scan/0/0/0/0")["complete"])
+    ready, planes, t, s = struct.unpack("<4I", fetch(api, "marginals/0/0/0/0")[:16])
+    assert (ready, planes, t, s) == (1, 1, 600, 600)
+    api.close()
+
+
+# -- the worker ------------------------------------------------------------------------------------
+
+
+def test_the_most_urgent_work_is_done_first_and_cancelled_work_never() -> None:
+    worker, started, go, done = Worker(), threading.Event(), threading.Event(), []
+
+    def block() -> None:
+        started.set()
+        go.wait()
+
+    worker.submit(block)
+    started.wait()
+    later = worker.submit(lambda: done.append("later"), BACKGROUND)
+    cancelled = worker.submit(lambda: done.append("cancelled"))
+    urgent = worker.submit(lambda: done.append("urgent"), URGENT)
+    assert cancelled.cancel()
+    go.set()
+    later.result(), urgent.result()
+    assert done == ["urgent", "later"]
+    failing = worker.submit(lambda: 1 / 0)
+    assert isinstance(failing.exception(), ZeroDivisionError)
+    worker.close()
+    assert worker.submit(lambda: None).cancelled()
+
+
+def test_long_work_lets_others_go_first_between_its_steps() -> None:
+    worker, done = Worker(), []
+
+    def steps() -> Generator[None, None, str]:
+        worker.submit(lambda: done.append("other"), URGENT)
+        for n in range(3):
+            done.append(str(n))
+            yield
+        return "result"
+
+    def failing() -> Iterator[None]:
+        yield
+        raise LookupError("nothing")
+
+    assert worker.submit(steps).result() == "result"
+    assert done == ["0", "other", "1", "2"]
+    with pytest.raises(LookupError, match="nothing"):
+        worker.submit(failing).result()
+    started, go = threading.Event(), threading.Event()
+    worker.submit(lambda: (started.set(), go.wait()))
+    started.wait()
+    pending = worker.submit(steps)
+    threading.Timer(0.2, go.set).start()
+    worker.close()
+    assert pending.cancelled()
+
+
+def test_work_that_is_cancelled_between_its_steps_ends() -> None:
+    worker, done, cancelled = Worker(), [], threading.Event()
+
+    def steps() -> Iterator[None]:
+        for n in range(100):
+            done.append(n)
+            yield
+            cancelled.wait()
+
+    future = worker.submit(steps)
+    wait_until(lambda: done == [0])
+    assert future.cancel()
+    cancelled.set()
+    worker.submit(lambda: None, BACKGROUND).result()
+    assert len(done) <= 2  # the step that waited may end
+    worker.close()
+
+
+def test_the_caches_hold_what_was_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyheads.viewer import api as module
+
+    size = 16 + 2 * 9 * 9  # of a tile, with its header
+    monkeypatch.setattr(module, "TILE_BYTES", 2 * size)
+    monkeypatch.setattr(module, "PYRAMID_BYTES", 1)  # less than one head takes
+    created = []
+    monkeypatch.setattr(module, "Pyramid", lambda amap: created.append(amap.heads[0]) or Pyramid(amap))
+    api = Api(a_map(9, 9, heads=3))
+    for head in (0, 1, 0, 2, 0, 1):
+        assert len(fetch(api, f"tiles/0/0/{head}/0/0/0/0")) == size
+    assert created == [0, 1, 2, 1]  # 1 was used before 0 when 2 took its place
+    for head in (1, 1, 2, 2):
+        fetch(api, f"weight/0/0/{head}/3/3/0")
+    assert created[4:] == [2]  # a head that exceeds the cache is its only entry
+    api.close()
+
+
+# -- over HTTP -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(api: Api) -> Iterator[Server]:
+    found = Server(api)
+    yield found
+    found.close()
+
+
+def get(server: Server, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    port = server.port
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG)
+    connection.putrequest(method, path, skip_host=True)
+    for name, value in {"Host": f"127.0.0.1:{port}", **headers}.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    response = connection.getresponse()
+    response.text = response.read().decode(errors="replace")  # type: ignore[attr-defined]
+    connection.close()
+    return response
+
+
+def cookie(server: Server) -> str:
+    answer = get(server, "/" + server.url.partition("/?")[2].join(("?", "")))
+    assert answer.status == 303
+    given = answer.headers["Set-Cookie"]
+    assert "HttpOnly" in given
+    assert "samesite=strict" in given.lower()
+    return given.partition(";")[0]
+
+
+def test_only_requests_with_the_token_s_cookie_are_answered(server: Server) -> None:
+    for path in ("/", "/data/runs", "/viewer.js", "/?token=wrong", "/data/runs?token=wrong"):
+        assert get(server, path).status == 403
+        assert get(server, path, Cookie="manyheads-1=x").status == 403
+    key = cookie(server)
+    assert get(server, "/data/runs").status == 403
+    for path in ("/", "/viewer.js", "/viewer.css", "/icon.svg", "/data/runs", "/data/tiles/0/0/0/0/0/0/0"):
+        answer = get(server, path, Cookie=key)
+        assert answer.status == 200
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'none'; script-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:{}", "evil.example:{}", ""])
+def test_other_host_names_are_refused(server: Server, host: str) -> None:
+    port = server.port
+    assert get(server, "/data/runs", Host=host.format(port), Cookie=cookie(server)).status in (400, 403)
+
+
+def test_paths_never_touch_the_disk(server: Server) -> None:
+    key = cookie(server)
+    for path in (
+        "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/data/../viewer.js", "/data//etc/passwd",
+        "/vendor/LICENSES.txt", "/data/tokens/..%2f..%2fetc/0/0", "/index.html%00", "/data/" + "9" * 5000,
+    ):  # fmt: skip
+        answer = get(server, path, Cookie=key)
+        assert answer.status == 404, path
+        assert "root:" not in answer.text  # type: ignore[attr-defined]
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert get(server, "/data/runs", method, Cookie=key).status == 405
+
+
+def test_it_listens_on_the_loopback_address_alone(server: Server) -> None:
+    port = server.port
+    for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), port, type=socket.SOCK_STREAM):
+        if not address[0].startswith(("127.", "::1")):
+            with socket.socket(family, socket.SOCK_STREAM) as other:
+                other.settimeout(2)
+                assert other.connect_ex(address) != 0
+
+
+def test_an_unavailable_port_raises_one_sentence(server: Server, api: Api) -> None:
+    port = server.port
+    for taken in (port, 70_000):
+        with pytest.raises(OSError, match=f"Can't listen on port {taken}: .*Pass another port, or 0"):
+            Server(api, taken)
+    for wrong in ("8000", True, 1.5):
+        with pytest.raises(TypeError, match=f"an int between 0 and 65535, got {wrong!r}"):
+            Server(api, wrong)  # type: ignore[arg-type]
+
+
+def test_runs_of_the_same_title_are_numbered(tmp_path: Path) -> None:
+    paths = [tmp_path / name / "run.safetensors" for name in ("a", "b")] + [tmp_path / "other.safetensors"]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        a_map(9, 9).save(path)
+    api = Api(*paths)
+    assert [run.title for run in api.runs] == ["run (0)", "run (1)", "other"]
+    api.close()
+
+
+def test_tokens_are_sent_as_json(server: Server) -> None:
+    answer = get(server, "/data/tokens/0/0/0", Cookie=cookie(server))
+    assert answer.headers["Content-Type"] == "application/json"
+    assert "<script>" in json.loads(answer.text)["keys"]  # type: ignore[attr-defined]
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    a_map(9, 9).save(path)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "manyheads", "view", str(path), "--no-open"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert running.stdout is not None
+    line = running.stdout.readline()
+    assert line.startswith("open this link in a browser: http://127.0.0.1:")
+    running.send_signal(2)
+    out, err = running.communicate(timeout=HANG)
+    assert running.returncode == 130
+    assert "Traceback" not in out + err
+
+
+def test_wrong_input_to_the_command_raises_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, good = tmp_path / "broken.safetensors", tmp_path / "run.safetensors"
+    folder = tmp_path / "folder.html"
+    folder.mkdir()
+    a_map(9, 9).save(good)
+    broken.write_bytes(good.read_bytes()[:-40])
+    for arguments, words in (
+        ((tmp_path / "none.safetensors",), "there is no file"),
+        ((broken,), "broken.safetensors"),
+        ((good, "--layer", "0"), "Expected --layer and --head with --export only"),
+        ((good, "--export", tmp_path / "x.png"), "Expected --export to end in .html"),
+        ((good, "--export", tmp_path / "no" / "x.html"), "doesn't exist. Create it first."),
+        ((good, "--export", folder), f"--export {folder} can't be written: Is a directory."),
+        (
+            (good, "--export", tmp_path / "x.html", "--layer", "3"),
+            "Expected --layer between 0 and 0",
+        ),
+        (
+            (good, "--export", tmp_path / "x.html", "--head", "3"),
+            "Expected --head between 0 and 0, got 3",
+        ),
+        ((good, "--port", "70000"), "Can't listen on port 70000"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["manyheads", "view", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2, arguments
+        message = capsys.readouterr().err
+        assert words in message
+        assert message.count("\n") == 1
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_an_export_announces_about_its_size(tmp_path: Path) -> None:
+    amap = a_map(500, 500, mh.Causal(), heads=2)
+    plan = plan_export(Api(amap), tmp_path / "page.html", heads=[1])
+    assert "page.html will take about" in plan.description
+    assert plan.write() == [tmp_path / "page.html"]
+    size = (tmp_path / "page.html").stat().st_size
+    assert 0.8 < size / (plan.weight_bytes + 130_000) < 1.2
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_large_exports_need_a_choice_of_heads_and_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from manyheads.viewer import export
+
+    monkeypatch.setattr(export, "PAGE_BYTES", 100_000.0)
+    api = Api(a_map(400, 400, mh.Causal(), heads=2))
+    with pytest.raises(ValueError, match=r"All 2 heads would take .*Choose some with --layer and --head"):
+        plan_export(api, tmp_path / "page.html")
+    plan = plan_export(api, tmp_path / "page.html", heads=[0])
+    assert plan.write() == [tmp_path / "page.html", tmp_path / "page-tiles"]
+    assert (
+        len(list((tmp_path / "page-tiles").iterdir())) == 4 + 1 + 1
+    )  # level 0, a single tile, and a thumbnail
+    with pytest.raises(FileExistsError, match="page-tiles exists"):
+        plan.write()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_exported_page_runs_no_script_but_its_own(tmp_path: Path) -> None:
+    amap = a_map(5, 5).labelled(["</script>", "<img src=x>", "&", '"', "'"])
+    plan_export(Api(amap), tmp_path / "page.html").write()
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("</script>") == 2
+    assert "<img" not in text.split("<noscript>")[0]
+    assert "unsafe" not in text.split("</title>")[0]
+    assert len(text) < 1e6
+
+
+def test_the_page_is_under_a_megabyte() -> None:
+    from manyheads.viewer import assets
+
+    assert sum(len(assets.read(name)) for name in assets.MEDIA_TYPES) < 1e6
+
+
+def test_only_masked_weights_are_nan() -> None:
+    head = Pyramid(a_map(20, 20, mh.Causal()))
+    assert math.isnan(head.weight(3, 9))
+    assert head.weight(9, 3) == float(head.amap[0, 0, 9, 3])
