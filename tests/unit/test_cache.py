@@ -276,7 +276,7 @@ def test_votes_are_kept_in_any_mode_and_of_one_layer() -> None:
         ):
             amap = other.attend(torch.cat((given, given[:, :1]), 1))[1]
             with pytest.raises(
-                ValueError, match=r"map of 2 sequences and 2 heads, as the Cache holds, got b = "
+                ValueError, match=r"map of 2 sequences and 2 heads, as in the Cache, got b = "
             ):
                 cache.vote(amap)
     assert len(cache) == 7

@@ -297,7 +297,7 @@ class _Parts:
         self.first = max([0, *(low for low, _ in spans)])  # the keys that aren't padding
         self.last = min([s, *(high for _, high in spans)])
         self.documents = [self._ids(documents, t, s) for documents in normal.segments]
-        self.are_intervals = not normal.rest and not (problem.bias is not None and problem.bias.hides)
+        self.are_intervals = not normal.rest and not (problem.bias is not None and problem.bias.can_mask)
         self.are_fast = self.cut(range(t), range(s)) is not None and has_fast_statistics(problem)
 
     def _ids(self, documents: Documents, t: int, s: int) -> tuple[Tensor, Tensor]:
