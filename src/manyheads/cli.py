@@ -374,9 +374,9 @@ def bench(
 ) -> None:
     """Measure the speed of attention on this machine.
 
-    The kernels of manyheads run beside PyTorch's attention and other libraries. With --kind choice, cases in
-    which kernel='auto' looks slower than the fastest by more than 5 % and 15 µs are measured five times more
-    after all others, and the smallest median of each kernel counts. Exit code 1: some stay slower.
+    The kernels of manyheads are compared with PyTorch's attention and other libraries. With --kind choice,
+    cases in which kernel='auto' seems slower than the fastest by more than 5 % and 15 µs are measured five
+    more times after all others, and the smallest median of each kernel counts. Exit code 1: some stay slower.
     """
     from random import SystemRandom
 
@@ -392,7 +392,7 @@ def bench(
         seed = SystemRandom().randrange(1 << 32) if seed is None else seed
         todo = choice.cases(tuple(dtype or ()), tuple(size or ()), tuple(length or ()), seed)
     elif "choice" in (kind or ()):
-        raise ValueError("Expected --kind choice alone, got other kinds beside it. Run them one by one.")
+        raise ValueError("Expected --kind choice alone, got other kinds too. Run them one after another.")
     elif seed is not None:
         raise ValueError("Expected --seed with --kind choice only, as other kinds draw no random cases.")
     else:

@@ -1,7 +1,7 @@
 """A check that `kernel="auto"` chooses the fastest kernel, on a grid of cases and on random ones.
 
 In each case `attention(kernel="auto")`, PyTorch's own call and every kernel that supports the case are
-interleaved. The cases in which `auto` looks slower are measured again after all others, several times, and
+interleaved. The cases in which `auto` seems slower are measured again after all others, several times, and
 the smallest median of each contestant counts: other processes can only slow a run down.
 """
 
@@ -39,7 +39,7 @@ SLOWER, LATER = 1.05, 15e-6  # the ratio to the fastest, and the seconds after i
 SAMPLE = 1e-3  # the least seconds of a measurement: shorter than the time slice of a process
 LONG = 5.0  # seconds: cases that take longer have two rounds
 HOPELESS = 3.0  # the ratio to the fastest at which a contestant isn't run again
-AGAIN = 5  # how often the cases in which `auto` looks slower are measured again,
+AGAIN = 5  # how often the cases in which `auto` seems slower are measured again,
 THOROUGH = 3  # each with so many times the rounds
 COPIES = 5  # copies of all weights that the reference kernel has at once
 AUTO = "auto"

@@ -137,31 +137,23 @@ class MultiheadAttention(nn.MultiheadAttention):
             TypeError: If an input isn't a tensor.
             Refused: If shapes, masks or dtypes don't fit each other.
         """
-        masks = key_padding_mask, attn_mask
+        given = query
         if _is_nested(query, key, value):
-            return self._nested(query, key, value, masks, need_weights, average_attn_weights)
-        q, k, v, rest = self._inputs(query, key, value, *masks, is_causal)
-        return self._attend(q, k, v, rest, query, need_weights, average_attn_weights)
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rest: dict[str, Any],
-        query: Tensor,
-        need_weights: bool,
-        average_attn_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        if not need_weights:
-            out = attention(q, k, v, dropout_p=self._dropout_p(), **rest)
-            return self._merge(out, query), None
-        weights = F.dropout(weigh(q, k, v, **rest), self._dropout_p())  # [b, h, t, s]
-        out = self._merge(mix(weights, v), query)
-        if average_attn_weights:
-            weights = weights.mean(1)  # [b, t, s]
-        weights = weights.to(v.dtype)
-        return out, weights if query.dim() == 3 else weights.squeeze(0)
+            query, key, value, key_padding_mask = self._pad(query, key, value, key_padding_mask, attn_mask)
+            is_causal = False
+        q, k, v, rest = self._inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
+        weights: Tensor | None = None
+        if need_weights:
+            weights = F.dropout(weigh(q, k, v, **rest), self._dropout_p())  # [b, h, t, s]
+            out = self._merge(mix(weights, v), query)
+            weights = (weights.mean(1) if average_attn_weights else weights).to(v.dtype)
+            weights = weights if query.dim() == 3 else weights.squeeze(0)
+        else:
+            out = self._merge(attention(q, k, v, dropout_p=self._dropout_p(), **rest), query)
+        if given.is_nested:
+            rows = [y[: len(x)] for x, y in zip(given.unbind(), out, strict=True)]
+            out = torch.nested.as_nested_tensor(rows, out.dtype, out.device, given.layout)
+        return out, weights
 
     def attend(
         self,
@@ -296,37 +288,26 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _dropout_p(self) -> float:
         return self.dropout if self.training else 0.0
 
-    # -- nested tensors ------------------------------------------------------------------------------
+    def _pad(
+        self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return nested tensors as padded ones, and the key_padding_mask `[b, s]`.
 
-    def _nested(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        masks: tuple[Tensor | None, Tensor | None],
-        need_weights: bool,
-        average_attn_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend over nested tensors, which are padded and masked in between.
-
-        nn.TransformerEncoder creates them from padded tensors, in evaluation without gradients.
+        nn.TransformerEncoder creates nested tensors from padded ones, in evaluation without gradients.
         """
         inputs = query, key, value
         if not all(x.is_nested for x in inputs) or not self.batch_first or masks != (None, None):
             raise Refused(
                 "Expected nested tensors for all of query, key and value, batch_first=True and no masks, got "
                 f"nested = {[x.is_nested for x in inputs]}, batch_first={self.batch_first}, masks = "
-                f"{[m is not None for m in masks]}."
+                f"{[mask is not None for mask in masks]}."
             )
         widths = self.embed_dim, self.kdim, self.vdim
-        tensors = {id(x): _pad(x, width) for x, width in zip(inputs, widths, strict=True)}
-        queries, keys, values = (tensors[id(x)] for x in inputs)  # [b, t, e], [b, s, kdim], [b, s, vdim]
+        padded = {id(x): _pad_nested(x, width) for x, width in zip(inputs, widths, strict=True)}
+        queries, keys, values = (padded[id(x)] for x in inputs)  # [b, t, e], [b, s, kdim], [b, s, vdim]
         lengths = torch.tensor([len(x) for x in key.unbind()], device=keys.device)
         masked = torch.arange(keys.shape[1], device=keys.device) >= lengths[:, None]  # [b, s]
-        q, k, v, rest = self._inputs(queries, keys, values, masked, None, False)
-        out, weights = self._attend(q, k, v, rest, queries, need_weights, average_attn_weights)
-        rows = [y[: len(x)] for x, y in zip(query.unbind(), out, strict=True)]
-        return torch.nested.as_nested_tensor(rows, out.dtype, out.device, query.layout), weights
+        return queries, keys, values, masked
 
 
 def replace(model: nn.Module) -> nn.Module:
@@ -365,7 +346,7 @@ def _is_nested(*inputs: Any) -> bool:
     return any(isinstance(x, Tensor) and x.is_nested for x in inputs)
 
 
-def _pad(x: Tensor, width: int) -> Tensor:
+def _pad_nested(x: Tensor, width: int) -> Tensor:
     """Return a nested tensor padded with zeros, `[b, length, width]`. PyTorch raises for an empty one."""
     sequences = x.unbind()
     if not sequences:
