@@ -13,12 +13,11 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from manyheads import kernels
 from manyheads.biases import Bias
 from manyheads.kernels import plans
-from manyheads.kernels.native.look import Look
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
 from manyheads.problem import Problem
 from manyheads.shapes import kind
-from manyheads.statistics import Reduction, named, reduce
+from manyheads.statistics import Pass, Reduction, named
 
 
 def attention(
@@ -113,12 +112,12 @@ def attention_with_map(
             attention_with_map, (q, k, v), q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap,
             sink=sink, dropout_p=dropout_p, offset=offset, kernel=kernel, statistics=statistics,
         )  # fmt: skip
-    asked = _asked(statistics)
+    reductions = _reductions(statistics)
     q, k, v = autocast(q, k, v)
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                          dropout_p=dropout_p, offset=offset)  # fmt: skip
     compiling = torch.compiler.is_compiling()
-    out, lse, kept = _run_and_look(problem, kernel, {} if compiling else asked)
+    out, lse, kept = _run_with_statistics(problem, kernel, {} if compiling else reductions)
     amap = AttentionMap.of(problem, lse)
     if not compiling and (problem.q.is_inference() or problem.k.is_inference()):
         # Nobody counts changes in place there, so a map needs its own numbers.
@@ -155,7 +154,7 @@ def explain(
     return kernels.verdicts(problem)
 
 
-def _asked(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduction]:
+def _reductions(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduction]:
     """Return the statistics that can be computed ahead, by their keys."""
     if statistics is not None and not isinstance(statistics, Mapping):
         raise TypeError(
@@ -170,27 +169,17 @@ def _asked(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduct
     return {one.key(): one for several in made.values() for one in several}
 
 
-def _run_and_look(
-    problem: Problem, kernel: str, asked: dict[tuple[Any, ...], Reduction]
+def _run_with_statistics(
+    problem: Problem, kernel: str, reductions: dict[tuple[Any, ...], Reduction]
 ) -> tuple[Tensor, Tensor | None, dict[tuple[Any, ...], Any]]:
-    """Return the output, the log-sum-exp, and the statistics of the map by their keys."""
-    if not asked:
-        result = kernels.run(problem, kernel)
-        return result.out, result.lse_of_map(problem), {}
-    out: list[Tensor] = []
-    gradients = torch.is_grad_enabled()
-
-    def compute(look: Look | None) -> Tensor | None:
-        with torch.set_grad_enabled(gradients):
-            result = kernels.run(problem, kernel, look)
-        out.append(result.out)
-        lse = result.lse_of_map(problem)
-        return None if lse is None else lse.detach()
-
-    bare, n = problem.detach().without_values(), problem.shape
-    lse = bare.q.new_empty(n.b, n.h, n.t, dtype=problem.dtype)
-    results = reduce(bare, lse, list(asked.values()), compute)
-    return out[0], lse, dict(zip(asked, results, strict=True))
+    """Return the output, the log-sum-exp of the map if known, and the statistics of the map by their keys."""
+    together = Pass(problem.detach().without_values(), list(reductions.values())) if reductions else None
+    result = kernels.run(problem, kernel, None if together is None else together.spec)
+    lse = result.lse_of_map(problem)
+    if together is None:
+        return result.out, lse, {}
+    lse = kernels.statistics(problem).lse if lse is None else lse.detach()
+    return result.out, lse, dict(zip(reductions, together.results(lse, result.found or {}), strict=True))
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,13 +10,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from manyheads import kernels, scores, statistics
-from manyheads.kernels import native
 from manyheads.masks import Lengths, Mask, Rule
 from manyheads.problem import Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
@@ -87,7 +87,7 @@ class AttentionMap:
         problem = problem.detach().without_values()
         labels = None if tokens is None else labels_of(tokens, n.b, n.s)
         if lse is None and torch.compiler.is_compiling():  # what a graph gives is complete
-            lse = kernels.reader(problem).lse(problem)
+            lse = kernels.statistics(problem).lse
         lse = None if lse is None else lse.detach().to(problem.dtype)
         return cls(problem, labels, dict(provenance or {}), _versions(problem), lse)
 
@@ -96,7 +96,7 @@ class AttentionMap:
         """The log-sum-exp of each row, `[b, h, t]`, natural log, the sink included."""
         if self._lse is None:
             self._fresh()
-            object.__setattr__(self, "_lse", kernels.reader(self.problem).lse(self.problem))
+            object.__setattr__(self, "_lse", kernels.statistics(self.problem).lse)
         assert self._lse is not None
         return self._lse
 
@@ -221,7 +221,7 @@ class AttentionMap:
         ]
         b, h, rows, cols = (slice(c, c + 1) if isinstance(c, int) else c for c in chosen)
         lse = self.lse[:, :, rows][b][:, h]  # [b, h, r]
-        score = kernels.reader(self.problem).tile(self.problem, rows, cols, b, h)
+        score = kernels.tile(self.problem, rows, cols, b, h)
         tile = scores.weights(score, lse)  # [b, h, r, c]
         return tile[tuple(0 if isinstance(c, int) else slice(None) for c in chosen)]
 
@@ -373,30 +373,33 @@ class AttentionMap:
         for name in names:
             if not isinstance(name, str):
                 raise TypeError(f"Expected names of statistics, got {kind(name)}.")
-        asked: dict[str, Any] = dict.fromkeys(names, ()) | arguments
-        made = statistics.named(asked)
-        results = iter(self._reduce(*(one for several in made.values() for one in several), each=True))
+        requested: dict[str, Any] = dict.fromkeys(names, ()) | arguments
+        made = statistics.named(requested)
+        results = iter(self._reduce(*chain.from_iterable(made.values()), each=True))
         return {
-            name: [next(results) for _ in several] if isinstance(asked[name], list) else next(results)
+            name: [next(results) for _ in several] if isinstance(requested[name], list) else next(results)
             for name, several in made.items()
         }
 
-    def _reduce(self, *asked: Reduction, each: bool = False) -> Any:
+    def _reduce(self, *reductions: Reduction, each: bool = False) -> Any:
         self._fresh()
-        keys = [one.key() for one in asked]
-        new = {key: one for key, one in zip(keys, asked, strict=True) if key not in self._kept}
-        found = dict(zip(new, self._reduced(list(new.values())), strict=True)) if new else {}
+        keys = [reduction.key() for reduction in reductions]
+        new = {
+            key: reduction for key, reduction in zip(keys, reductions, strict=True) if key not in self._kept
+        }
+        found = dict(zip(new, self.reduce(list(new.values())), strict=True)) if new else {}
         results = [_copy(self._kept[key]) if key in self._kept else found[key] for key in keys]
         return results if each else results[0]
 
-    def _reduced(self, asked: list[Reduction]) -> list[Any]:
-        if self.knows_lse or not native.looks(self.problem):
-            return statistics.reduce(self.problem, self.lse, asked)
-        b, h, t, _ = self.shape
-        lse = self.problem.q.new_empty(b, h, t, dtype=self.problem.dtype)
-        results = statistics.reduce(self.problem, lse, asked, lambda look: native.lse(self.problem, look))
+    def reduce(self, reductions: Sequence[Reduction]) -> list[Any]:
+        """Return the results of reductions, computed in one pass over the scores."""
+        self._fresh()
+        together = statistics.Pass(self.problem, reductions)
+        if self.knows_lse:
+            return together.results(self.lse, {})
+        lse, found = kernels.statistics(self.problem, together.spec)
         object.__setattr__(self, "_lse", lse)
-        return results
+        return together.results(lse, found)
 
     def first_key(self) -> Mask:
         """Return a mask of the first key that each query may see: column 0 unless padded or packed."""

@@ -141,8 +141,8 @@ def visible(
     return seen
 
 
-def sees_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
-    """Return True if it is known without reading pairs that in this tile every query may see every key."""
+def is_fully_visible(problem: Problem, rows: Rows, cols: Rows) -> bool:
+    """Return True if mask and bias say, without reading pairs, that all keys of a tile are visible."""
     if problem.bias is not None and problem.bias.can_mask:
         return False
     return problem.mask is None or _keeps_all(problem, rows, cols)

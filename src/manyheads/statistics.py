@@ -1,17 +1,18 @@
-"""Statistics of all heads at once, streamed: each takes tile after tile, and keeps O(L) numbers.
+"""Statistics of the weights of all heads, computed in one pass over the scores in O(L) memory.
 
-    entropy, top = reduce(problem, lse, [Entropy(), Top(8)])     # one pass over the scores for both
+    entropy, top = amap.reduce([Entropy(), Top(8)])
 
-Where the native kernel can look at the weights, it does, and no tile is built: a statistic says what it is
-made of (`ask`), and is made of what was found (`read`). A `Tile` computes once what several reductions need
-of it. What each statistic means, and where it comes from, is said at its face in `maps.AttentionMap`.
-Nothing is ever renormalised: under a sink a row's weights sum to less than one.
+Each statistic is a `Reduction`. Most are made of fused statistics, which a kernel computes of the weights in
+the pass that computes them (`Reduction.spec`, `Reduction.read`); the others, or all where no kernel can, are
+summed tile by tile (`Reduction.add`). A `Tile` computes once what several of them need. The methods of
+`maps.AttentionMap` say what each statistic means, and where it is from. Nothing is renormalized: under a sink
+a row's weights sum to less than one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from inspect import signature
@@ -21,148 +22,146 @@ import torch
 from torch import Tensor
 
 from manyheads import kernels, scores
-from manyheads.kernels import chunked, native
-from manyheads.kernels.native.look import DEEPEST, Look
+from manyheads.kernels.fused import MAX_TOP, Found, Spec
 from manyheads.masks import FAR, AfterSameToken, Causal, Diagonal, Documents, Full, Mask, Not, SameToken
 from manyheads.problem import Problem
 from manyheads.shapes import amount, kind, sizes, whole
 
-MOST = 2**33  # bytes for the keys of a row that aren't there
-LEAST = -1e30  # stands for −inf where a product with a weight of 0 must be 0 and not NaN
+MAX_BYTES = 2**33  # of `Top`, for more places than there are keys
+LEAST = -1e30  # in place of −inf, so that its product with a weight of 0 is 0 and not NaN
 
 
 class Tile:
-    """A tile's scores, and what is read off them: logarithms, weights, sums, each computed once."""
+    """The scores of a tile and what follows from them: log-weights, weights, sums, each computed once."""
 
     def __init__(self, problem: Problem, lse: Tensor, rows: slice, cols: slice) -> None:
         self.problem, self.lse = problem, lse  # [b, h, t]
         self.rows, self.cols = rows, cols
 
     @cached_property
-    def seen(self) -> Tensor | None:
-        """Where the query may see the key, `[b or 1, h or 1, r, c]`; None: everywhere."""
-        if scores.sees_all(self.problem, self.rows, self.cols):
+    def visible(self) -> Tensor | None:
+        """Where the query may attend to the key, `[b or 1, h or 1, r, c]`; None: everywhere."""
+        if scores.is_fully_visible(self.problem, self.rows, self.cols):
             return None
         return scores.visible(self.problem, self.rows, self.cols)
 
     @cached_property
     def scores(self) -> Tensor:
-        """`[b, h, r, c]`; −inf where the query may not see the key."""
-        return kernels.reader(self.problem).tile(self.problem, self.rows, self.cols)
+        """`[b, h, r, c]`; −inf where masked."""
+        return kernels.tile(self.problem, self.rows, self.cols)
 
     @cached_property
-    def logs(self) -> Tensor:
-        """Logarithms of weights, score − lse, `[b, h, r, c]`, but at least `LEAST`."""
-        return _below(self.scores, self.lse[:, :, self.rows, None])
+    def log_weights(self) -> Tensor:
+        """The score − lse, `[b, h, r, c]`, but at least `LEAST`."""
+        return _log_weights(self.scores, self.lse[:, :, self.rows, None])
 
     @cached_property
     def weights(self) -> Tensor:
-        """`[b, h, r, c]`; what is masked weighs 0, in a row of NaN too."""
-        weights = self.logs.exp()
-        return weights if self.seen is None else weights.masked_fill_(~self.seen, 0.0)
+        """`[b, h, r, c]`; 0 where masked, in a row of NaN too."""
+        weights = self.log_weights.exp()
+        return weights if self.visible is None else weights.masked_fill_(~self.visible, 0.0)
 
     @cached_property
-    def totals(self) -> Tensor:
+    def row_sums(self) -> Tensor:
         """The sum of each row's weights, `[b, h, r]`."""
         return self.weights.sum(-1)
 
     @cached_property
-    def tops(self) -> Tensor:
-        """The largest ln w of each row, `[b, h, r]`; `LEAST` where it sees no key of the tile."""
-        return self.logs.amax(-1)
+    def row_max(self) -> Tensor:
+        """The largest log-weight of each row, `[b, h, r]`; `LEAST` where no key of the tile is visible."""
+        return self.log_weights.amax(-1)
 
 
 def tiles(problem: Problem, lse: Tensor, start: int = 0) -> Iterator[Tile]:
-    """Return the tiles that aren't empty under the mask, but those above row `start`, row of tiles by row."""
-    # Whole blocks: `chunked` sums the log-sum-exp in the same ones, and a product of another shape may round
-    # otherwise.
-    for rows, columns in chunked.blocks(problem, start):
+    """Yield the tiles that aren't empty under the mask, from the one that has row `start`, row by row."""
+    for rows, columns in kernels.blocks(problem, start):
         for cols in columns:
             yield Tile(problem, lse, rows, cols)
 
 
 class Reduction:
-    """One statistic on its way: `begin`, then `room`, `take` for every tile, and `end` gives the result."""
+    """One statistic: `begin`, then `read` or else `allocate` and `add` of every tile, then `result`."""
 
-    start = 0  # the first row that it needs
+    start = 0  # the first row that counts
+    problem: Problem
+    lse: Tensor  # [b, h, t]; known after `begin`
 
     def key(self) -> tuple[Any, ...]:
-        """Return what tells it from others before it begins: its class and arguments."""
+        """Return the class and the arguments, which identify a statistic before it begins."""
         return type(self), *vars(self).items()
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        """Check the arguments against the problem; lse `[b, h, t]` may not be known yet."""
-        self.problem, self.lse = problem, lse
+    def begin(self, problem: Problem) -> None:
+        """Check the arguments against the problem."""
+        self.problem = problem
 
-    def room(self) -> None:
-        """Make room for what tiles bring, if they are needed."""
+    def spec(self) -> Spec | None:
+        """Return the fused statistics that this is made of; None if it needs tiles."""
+        return None
 
-    def take(self, tile: Tile) -> None:
-        """Add what a tile brings."""
+    def read(self, found: Found) -> None:
+        """Take the fused statistics in place of all tiles."""
         raise NotImplementedError
 
-    def ask(self, look: Look) -> bool:
-        """Add to a look, from row `start` on, what this is made of; False if it is made of tiles alone."""
-        return False
+    def allocate(self) -> None:
+        """Allocate the sums that tiles are added to."""
 
-    def read(self, look: Look) -> None:
-        """Take what the look found, in place of all tiles."""
+    def add(self, tile: Tile) -> None:
+        """Add a tile."""
         raise NotImplementedError
 
-    def end(self) -> Any:
+    def result(self) -> Any:
         """Return the statistic."""
         raise NotImplementedError
 
 
-Compute = Callable[[Look | None], Tensor | None]  # a log-sum-exp [b, h, t], and what a look finds on the way
+class Pass:
+    """Reductions of one problem in one pass, and the fused statistics that they need.
 
-
-def reduce(
-    problem: Problem, lse: Tensor, reductions: Sequence[Reduction], compute: Compute | None = None
-) -> list[Any]:
-    """Return the results of several reductions, in one pass over the scores.
-
-    lse `[b, h, t]` is written where it isn't known yet: then `compute` gives it, or None where it can't.
+    Fused statistics of the lowest first row (`spec`) can be computed together with the output or the
+    log-sum-exp, which costs less than after it.
     """
-    with torch.no_grad(), scores.exactly(problem.q.device):
-        for one in reductions:
-            one.begin(problem, lse)
-        left = _look(problem, lse, reductions, compute)
-        for one in left:
-            one.room()
-        start = min([problem.shape.t, *(one.start for one in left)])
-        for tile in tiles(problem, lse, start):
-            for one in left:
-                if one.start < tile.rows.stop:
-                    one.take(tile)
-        return [one.end() for one in reductions]
 
+    def __init__(self, problem: Problem, reductions: Sequence[Reduction]) -> None:
+        self.problem, self.reductions = problem, reductions
+        self.fused: dict[int, Spec] = {}  # by the first row that counts
+        self.fused_reductions: list[Reduction] = []
+        with torch.no_grad(), scores.exactly(problem.q.device):
+            for reduction in reductions:
+                reduction.begin(problem)
+        for reduction in reductions if kernels.fuses(problem) else ():
+            spec = reduction.spec() if reduction.start < problem.shape.t else None
+            if spec is not None:
+                first = self.fused.get(reduction.start, Spec(first=reduction.start))
+                self.fused[reduction.start] = first | spec
+                self.fused_reductions.append(reduction)
 
-def _look(
-    problem: Problem, lse: Tensor, reductions: Sequence[Reduction], compute: Compute | None
-) -> Sequence[Reduction]:
-    """Those that the native kernel can't make; the others have what they need."""
-    looks = native.looks(problem)
-    left: list[Reduction] = []
-    asked: dict[int, tuple[Look, list[Reduction]]] = {}  # by the first row that counts
-    for one in reductions:
-        look, asking = asked.get(one.start, (Look(first=one.start), []))
-        if looks and one.start < problem.shape.t and one.ask(look):
-            asking.append(one)
-            asked[one.start] = look, asking
-        else:
-            left.append(one)
-    if compute is not None:
-        computed = compute(asked[min(asked)][0] if asked else None)
-        lse.copy_(kernels.reader(problem).lse(problem) if computed is None else computed)
-    if asked and not bool(lse.amax() < math.inf):  # nor NaN: tiles take care of such rows
-        return reductions
-    for look, asking in asked.values():
-        if not look.found:
-            native.look(problem, lse, look)
-        for one in asking:
-            one.read(look)
-    return left
+    @property
+    def spec(self) -> Spec | None:
+        """The fused statistics to compute together with the log-sum-exp; None if there are none."""
+        return self.fused[min(self.fused)] if self.fused else None
+
+    def results(self, lse: Tensor, found: Found) -> list[Any]:
+        """Return the statistics; lse `[b, h, t]`; found: the fused statistics of `spec`, empty if unknown."""
+        with torch.no_grad(), scores.exactly(lse.device):
+            # Fused statistics need finite rows; tiles take care of infinity and NaN.
+            fused = self.fused_reductions if self.fused and bool(lse.amax() < math.inf) else []
+            known = {self.spec.first: found} if self.spec is not None and found else {}
+            for start, spec in self.fused.items() if fused else ():
+                if start not in known:
+                    known[start] = kernels.statistics(self.problem, spec, lse).found
+            for reduction in self.reductions:
+                reduction.lse = lse
+                if reduction in fused:
+                    reduction.read(known[reduction.start])
+                else:
+                    reduction.allocate()
+            tiled = [reduction for reduction in self.reductions if reduction not in fused]
+            start = min([self.problem.shape.t, *(reduction.start for reduction in tiled)])
+            for tile in tiles(self.problem, lse, start):
+                for reduction in tiled:
+                    if reduction.start < tile.rows.stop:
+                        reduction.add(tile)
+            return [reduction.result() for reduction in self.reductions]
 
 
 # -- a number per query: [b, h, t] -----------------------------------------------------------------
@@ -171,20 +170,19 @@ def _look(
 class Entropy(Reduction):
     """−Σ w·ln w."""
 
-    def room(self) -> None:
+    def allocate(self) -> None:
         self.total = torch.zeros_like(self.lse)  # [b, h, t]
 
-    def take(self, tile: Tile) -> None:
-        self.total[:, :, tile.rows] -= _dot(tile.weights, tile.logs)
+    def add(self, tile: Tile) -> None:
+        self.total[:, :, tile.rows] -= _dot(tile.weights, tile.log_weights)
 
-    def ask(self, look: Look) -> bool:
-        look.rows = True
-        return True
+    def spec(self) -> Spec:
+        return Spec(rows=True)
 
-    def read(self, look: Look) -> None:
-        self.total = look.found["entropy"]
+    def read(self, found: Found) -> None:
+        self.total = found["entropy"]
 
-    def end(self) -> Tensor:
+    def result(self) -> Tensor:
         # A weight may round to a little more than 1, and its part to a little less than 0.
         return self.total.clamp_(min=0.0)
 
@@ -192,10 +190,10 @@ class Entropy(Reduction):
 class Distance(Reduction):
     """Σ w·|i − j|, in positions."""
 
-    def room(self) -> None:
+    def allocate(self) -> None:
         self.total = torch.zeros_like(self.lse)  # [b, h, t]
 
-    def take(self, tile: Tile) -> None:
+    def add(self, tile: Tile) -> None:
         problem, cols = tile.problem, tile.cols
         if isinstance(problem.offset, int):
             top, bottom = tile.rows.start + problem.offset, tile.rows.stop - 1 + problem.offset
@@ -204,51 +202,49 @@ class Distance(Reduction):
                 i = torch.arange(top, bottom + 1, device=tile.lse.device)
                 j = torch.arange(cols.start, cols.stop, device=tile.lse.device)
                 inner = tile.weights @ (j - edge).abs().to(tile.lse.dtype)  # [b, h, r]
-                self.total[:, :, tile.rows] += tile.totals * (i - edge).abs() + inner
+                self.total[:, :, tile.rows] += tile.row_sums * (i - edge).abs() + inner
                 return
         _, _, i, j = problem.at(tile.rows, cols)
         self.total[:, :, tile.rows] += _dot(tile.weights, (i - j).abs().to(tile.lse.dtype))
 
-    def ask(self, look: Look) -> bool:
-        look.rows = True
-        return True
+    def spec(self) -> Spec:
+        return Spec(rows=True)
 
-    def read(self, look: Look) -> None:
-        self.total = look.found["distance"]
+    def read(self, found: Found) -> None:
+        self.total = found["distance"]
 
-    def end(self) -> Tensor:
+    def result(self) -> Tensor:
         return self.total
 
 
 class RowMax(Reduction):
     """The largest weight of each row."""
 
-    def room(self) -> None:
+    def allocate(self) -> None:
         self.top = torch.full_like(self.lse, LEAST)  # [b, h, t]
 
-    def take(self, tile: Tile) -> None:
+    def add(self, tile: Tile) -> None:
         rows = self.top[:, :, tile.rows]
-        torch.maximum(rows, tile.tops, out=rows)
+        torch.maximum(rows, tile.row_max, out=rows)
 
-    def ask(self, look: Look) -> bool:
-        look.rows = True
-        return True
+    def spec(self) -> Spec:
+        return Spec(rows=True)
 
-    def read(self, look: Look) -> None:
-        self.top = _below(look.found["best"], self.lse)
+    def read(self, found: Found) -> None:
+        self.top = _log_weights(found["max_score"], self.lse)
 
-    def end(self) -> Tensor:
+    def result(self) -> Tensor:
         return self.top.exp_().clamp_(max=1.0)  # LEAST gives 0
 
 
 class SinkWeight(Reduction):
-    """What the sink takes of each row: no tile is needed."""
+    """The weight of the sink in each row, which needs no tile."""
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        super().begin(problem, lse)
+    def begin(self, problem: Problem) -> None:
+        super().begin(problem)
         self.start = problem.shape.t
 
-    def end(self) -> Tensor:
+    def result(self) -> Tensor:
         if self.problem.sink is None:
             return torch.zeros_like(self.lse)
         sink = self.problem.sink.to(self.lse.dtype)[None, :, None, None].expand(
@@ -258,10 +254,10 @@ class SinkWeight(Reduction):
 
 
 class TopKeys(NamedTuple):
-    """The largest weights of each query, and whose they are: both `[b, h, t, k]`."""
+    """The largest weights of each query and their keys, both `[b, h, t, k]`."""
 
     weights: Tensor
-    keys: Tensor  # int64; −1 where a query sees fewer than k keys
+    keys: Tensor  # int64; −1 where fewer than k keys are visible
 
 
 class Top(Reduction):
@@ -270,49 +266,49 @@ class Top(Reduction):
     def __init__(self, k: int) -> None:
         self.k = whole(k, "k, the number of keys in top,", least=1)
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        s, size = problem.shape.s, lse.numel() * self.k * (lse.itemsize + 8)
-        if self.k > s and size > MOST:
+    def begin(self, problem: Problem) -> None:
+        n, s = problem.shape, problem.shape.s
+        size = n.b * n.h * n.t * self.k * (problem.dtype.itemsize + 8)
+        if self.k > s and size > MAX_BYTES:
             raise ValueError(
-                f"top({self.k}) would take {amount(size)}, and there are {s} keys in all: ask for top({s})."
+                f"top({self.k}) would take {amount(size)}, and there are {s} keys in all. Use top({s})."
             )
-        super().begin(problem, lse)
+        super().begin(problem)
 
-    def room(self) -> None:
+    def allocate(self) -> None:
         shape = *self.lse.shape, self.k
         self.best = self.lse.new_full(shape, -math.inf)  # ln w, below that of any key
         self.keys = torch.full(shape, -1, device=self.lse.device)  # [b, h, t, k]
 
-    def take(self, tile: Tile) -> None:
+    def add(self, tile: Tile) -> None:
         best, keys = self.best[:, :, tile.rows], self.keys[:, :, tile.rows]  # views, [b, h, r, k]
         # The further along a row, the rarer a tile has anything better than the k-th so far.
         # (Not `tops > last`: NaN must enter.)
-        rows = ~(tile.tops <= best[..., -1])  # [b, h, r]
-        logs = tile.logs[rows]  # [n, c]
+        rows = ~(tile.row_max <= best[..., -1])  # [b, h, r]
+        logs = tile.log_weights[rows]  # [n, c]
         if not logs.numel():
             return
-        if tile.seen is not None:
-            logs = logs.masked_fill(~tile.seen.expand(tile.logs.shape)[rows], -math.inf)
+        if tile.visible is not None:
+            logs = logs.masked_fill(~tile.visible.expand(tile.log_weights.shape)[rows], -math.inf)
         better = ~(logs <= best[rows][:, -1:])
         widest = int(better.sum(-1).max())
         found, where = _packed(logs, better, widest) if widest <= 16 else _largest(logs, self.k)  # [n, …]
         where = torch.where(found == -math.inf, -1, where + tile.cols.start)
-        # Earlier keys stand first, and a stable sort leaves them there among equals.
+        # Earlier keys are first, and a stable sort keeps them first among equals.
         merged = torch.cat((best[rows], found), -1).sort(dim=-1, descending=True, stable=True)
         chosen = merged.indices[:, : self.k]
         best[rows] = merged.values[:, : self.k]
         keys[rows] = torch.cat((keys[rows], where), -1).gather(-1, chosen)
 
-    def ask(self, look: Look) -> bool:
-        look.top = max(look.top, self.k if self.k <= DEEPEST else 0)
-        return self.k <= DEEPEST
+    def spec(self) -> Spec | None:
+        return Spec(top=self.k) if self.k <= MAX_TOP else None
 
-    def read(self, look: Look) -> None:
-        self.keys = look.found["keys"][..., : self.k].contiguous()
-        self.best = look.found["scores"][..., : self.k] - self.lse[..., None]
+    def read(self, found: Found) -> None:
+        self.keys = found["top_keys"][..., : self.k].contiguous()
+        self.best = found["top_scores"][..., : self.k] - self.lse[..., None]
         self.best.masked_fill_(self.keys < 0, -math.inf)
 
-    def end(self) -> TopKeys:
+    def result(self) -> TopKeys:
         return TopKeys(self.best.exp_().clamp_(max=1.0), self.keys)
 
 
@@ -343,55 +339,53 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class Received(Reduction):
-    """Column sums, of all queries or of the last ones; by "age" divided by how many could see the key."""
+    """Column sums over all queries or the last ones; with "age" divided by the queries that see the key."""
 
     def __init__(self, last: int | None = None, normalize: str | None = None) -> None:
-        self.last = None if last is None else whole(last, "last, the number of queries that vote,", least=1)
+        self.last = None if last is None else whole(last, "last, the number of queries that count,", least=1)
         if normalize not in (None, "age"):
             raise ValueError(
-                f'Expected normalize to be None or "age" (by how many could see the key), got {normalize!r}.'
+                'Expected normalize to be None or "age" (the mean over queries that see the key), '
+                f"got {normalize!r}."
             )
         self.normalize = normalize
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        super().begin(problem, lse)
+    def begin(self, problem: Problem) -> None:
+        super().begin(problem)
         self.start = 0 if self.last is None else max(problem.shape.t - self.last, 0)
 
-    def room(self) -> None:
+    def allocate(self) -> None:
         n = self.problem.shape
-        self.total, self.could = self.lse.new_zeros(2, n.b, n.h, n.s)
+        self.total, self.queries = self.lse.new_zeros(2, n.b, n.h, n.s)
 
-    def take(self, tile: Tile) -> None:
-        weights, seen = tile.weights, tile.seen
+    def add(self, tile: Tile) -> None:
+        weights, visible = tile.weights, tile.visible
         if tile.rows.start < self.start:
             weights = weights[..., self.start - tile.rows.start :, :]
-            seen = None if seen is None else seen[..., self.start - tile.rows.start :, :]
+            visible = None if visible is None else visible[..., self.start - tile.rows.start :, :]
         self.total[:, :, tile.cols] += weights.sum(-2)
         if self.normalize:
-            self.could[:, :, tile.cols] += weights.shape[-2] if seen is None else seen.sum(-2)
+            self.queries[:, :, tile.cols] += weights.shape[-2] if visible is None else visible.sum(-2)
 
-    def ask(self, look: Look) -> bool:
+    def spec(self) -> Spec | None:
         if self.normalize:
-            counted = _seen_by(self.problem, self.start)
-            if counted is None:
-                return False
-            self.counted = counted
-        look.received = True
-        return True
+            queries = _count_queries(self.problem, self.start)
+            if queries is None:
+                return None
+            self.queries = queries
+        return Spec(received=True)
 
-    def read(self, look: Look) -> None:
-        self.total = look.found["received"]
-        if self.normalize:
-            self.could = self.counted.to(self.lse)
+    def read(self, found: Found) -> None:
+        self.total = found["received"]
 
-    def end(self) -> Tensor:
-        return self.total / self.could.clamp(min=1) if self.normalize else self.total
+    def result(self) -> Tensor:
+        return self.total / self.queries.clamp(min=1).to(self.total) if self.normalize else self.total
 
 
-def _seen_by(problem: Problem, start: int) -> Tensor | None:
-    """How many of the queries from row `start` on may see each key, `[b or 1, 1, s]`.
+def _count_queries(problem: Problem, start: int) -> Tensor | None:
+    """Return how many queries from row `start` on may attend to each key, `[b or 1, 1, s]`.
 
-    None if only a look at all pairs can tell.
+    None if that takes every pair.
     """
     n, ends = problem.shape, (Full() if problem.mask is None else problem.mask).normal()
     if ends.segments or ends.rest or (problem.bias is not None and problem.bias.can_mask):
@@ -400,13 +394,13 @@ def _seen_by(problem: Problem, start: int) -> Tensor | None:
     low, high = (far if end is None else end for end, far in zip(ends.band, (-FAR, FAR), strict=True))
     last = torch.minimum(i + n.t - start - 1, j - low)  # [b or 1, 1, 1, s]
     counted = (last - torch.maximum(i, j - high) + 1).clamp(min=0)
-    for real in ends.lengths:
-        counted = counted * torch.as_tensor(real.keep(b, h, i, j))
+    for lengths in ends.lengths:
+        counted = counted * torch.as_tensor(lengths.keep(b, h, i, j))
     return counted[:, :, 0]
 
 
 class ValueNorms(Received):
-    """Column sums of w·‖v W_o‖: what is received, counted by the size of what it carries."""
+    """Column sums of w·‖v W_o‖."""
 
     def __init__(self, v: Tensor, w_o: Tensor) -> None:
         super().__init__()
@@ -415,9 +409,10 @@ class ValueNorms(Received):
                 raise TypeError(f"Expected {name} to be a tensor of floats, got {kind(x)}.")
         self.v, self.w_o = v, w_o
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        super().begin(problem, lse)
-        n, v = problem.shape, self.v.detach().to(lse.device, lse.dtype)
+    def begin(self, problem: Problem) -> None:
+        super().begin(problem)
+        n, device, dtype = problem.shape, problem.q.device, problem.dtype
+        v = self.v.detach().to(device, dtype)
         if v.dim() != 4 or v.shape[:3] != (n.b, n.g, n.s):
             raise ValueError(
                 f"Expected v to be [b, g, s, w] with [{n.b}, {n.g}, {n.s}] here, got {sizes(v)}."
@@ -428,17 +423,17 @@ class ValueNorms(Received):
                 f"Expected w_o to be [e, h·w] = [e, {width}], the weight of the nn.Linear after the heads, "
                 f"got {sizes(self.w_o)}."
             )
-        w_o = self.w_o.detach().to(lse.device, lse.dtype)
+        w_o = self.w_o.detach().to(device, dtype)
         w_o = w_o.reshape(w_o.shape[0], n.h, v.shape[3]).movedim(1, 0)  # [h, e, w]
         # ‖v W‖² = v (WᵀW) vᵀ would be cheaper where e > w, and lose half the digits.
-        self.norms = lse.new_empty(n.b, n.h, n.s)
+        self.norms = v.new_empty(n.b, n.h, n.s)
         for head in range(n.h):
             for start in range(0, n.s, 4096):
                 keys = slice(start, start + 4096)
                 self.norms[:, head, keys] = (v[:, head * n.g // n.h, keys] @ w_o[head].mT).norm(dim=-1)
 
-    def end(self) -> Tensor:
-        return torch.where(self.total == 0, 0.0, self.total * self.norms)  # a hidden NaN gives nothing
+    def result(self) -> Tensor:
+        return torch.where(self.total == 0, 0.0, self.total * self.norms)  # a masked NaN adds nothing
 
 
 # -- pictures and pairs ----------------------------------------------------------------------------
@@ -457,7 +452,7 @@ class Pooled(Reduction):
         self.mean = reduce == "mean"
         self.how = "sum" if self.mean else "max"
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
+    def begin(self, problem: Problem) -> None:
         n = problem.shape
         for count, size, name, letter in zip(self.cells, (n.t, n.s), ("rows", "cols"), "ts", strict=True):
             if count > size:
@@ -468,29 +463,28 @@ class Pooled(Reduction):
         self.down, self.across = (
             edges(size, count) for size, count in zip((n.t, n.s), self.cells, strict=True)
         )
-        super().begin(problem, lse)
+        super().begin(problem)
 
-    def room(self) -> None:
+    def allocate(self) -> None:
         self.cell = self.lse.new_zeros(*self.lse.shape[:2], *self.cells)
 
-    def take(self, tile: Tile) -> None:
+    def add(self, tile: Tile) -> None:
         down, across = Bins(self.down, tile.rows), Bins(self.across, tile.cols)
         part = self.cell[:, :, down.cells, across.cells]  # a view
         if self.mean:
-            along = tile.totals[..., None] if across.single else across.sum(tile.weights)  # [b, h, r, C]
+            along = tile.row_sums[..., None] if across.single else across.sum(tile.weights)  # [b, h, r, C]
             part += down.sum(along.mT).mT
         else:
-            along = tile.tops.exp()[..., None] if across.single else across.max(tile.weights)
+            along = tile.row_max.exp()[..., None] if across.single else across.max(tile.weights)
             torch.maximum(part, down.max(along.mT).mT, out=part)
 
-    def ask(self, look: Look) -> bool:
-        look.cells.add((*self.cells, self.how))
-        return True
+    def spec(self) -> Spec:
+        return Spec(cells=frozenset({(*self.cells, self.how)}))
 
-    def read(self, look: Look) -> None:
-        self.cell = look.found[*self.cells, self.how]
+    def read(self, found: Found) -> None:
+        self.cell = found[*self.cells, self.how]
 
-    def end(self) -> Tensor:
+    def result(self) -> Tensor:
         if self.mean:
             area = self.down.diff()[:, None] * self.across.diff()  # [rows, cols]
             self.cell = self.cell / area.to(self.cell)
@@ -534,37 +528,36 @@ class Bins:
 class LogitsMax(Reduction):
     """The largest score of each head, `[b, h]`; −inf where no query sees a key."""
 
-    def room(self) -> None:
+    def allocate(self) -> None:
         self.top = self.lse.new_full(self.lse.shape[:2], -math.inf)  # [b, h]
 
-    def take(self, tile: Tile) -> None:
+    def add(self, tile: Tile) -> None:
         torch.maximum(self.top, tile.scores.amax((-2, -1)), out=self.top)
 
-    def ask(self, look: Look) -> bool:
-        look.rows = True
-        return True
+    def spec(self) -> Spec:
+        return Spec(rows=True)
 
-    def read(self, look: Look) -> None:
-        self.top = look.found["best"].amax(-1)
+    def read(self, found: Found) -> None:
+        self.top = found["max_score"].amax(-1)
 
-    def end(self) -> Tensor:
+    def result(self) -> Tensor:
         return self.top
 
 
 class Divergence(Reduction):
     """½ Σ p·ln(p/m) + ½ Σ q·ln(q/m), m = ½ (p + q), averaged over queries, between heads: `[b, h, h]`."""
 
-    def room(self) -> None:
+    def allocate(self) -> None:
         n = self.problem.shape
         self.total = torch.zeros(n.b, n.h, n.h, dtype=torch.float64, device=self.lse.device)
 
-    def take(self, tile: Tile) -> None:
+    def add(self, tile: Tile) -> None:
         w = tile.weights
         for head in range(w.shape[1] - 1):
             apart = jensen_shannon(w[:, head : head + 1], w[:, head + 1 :])  # [b, h − head − 1, r, c]
             self.total[:, head, head + 1 :] += apart.sum((-2, -1))
 
-    def end(self) -> Tensor:
+    def result(self) -> Tensor:
         both = (self.total + self.total.mT).clamp_(min=0.0)  # of rows nearly alike, rounding may leave less
         return (both / max(self.problem.shape.t, 1)).to(self.lse.dtype)
 
@@ -581,7 +574,7 @@ def between(one: tuple[Problem, Tensor], other: tuple[Problem, Tensor]) -> Tenso
     n, lse = one[0].shape, one[1]
     total = torch.zeros(n.b, n.h, dtype=torch.float64, device=lse.device)
     with torch.no_grad(), scores.exactly(lse.device):
-        for rows, columns in chunked.blocks(one[0].under(None)):
+        for rows, columns in kernels.blocks(one[0].under(None)):
             spans = [problem.span(rows.start, rows.stop)[0] for problem, _ in (one, other)]
             for cols in columns:
                 if any(cols.start < right and left < cols.stop for left, right in spans):
@@ -595,45 +588,50 @@ def mixed(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
     made = share.new_zeros(*share.shape[:2], problem.shape.s)
     with torch.no_grad(), scores.exactly(lse.device):
         for tile in tiles(problem, lse):
-            part = share[:, :, tile.rows]  # a row with no share says nothing, not even NaN
+            part = share[:, :, tile.rows]  # a row without a share adds nothing, not even NaN
             made[:, :, tile.cols] += scores.mix(part, part != 0, tile.weights.mean(1).to(share))
     return made
 
 
-# -- what a mask shares with a map -----------------------------------------------------------------
+# -- the weight inside a mask ----------------------------------------------------------------------
 
 
 def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Return the weight of each row inside a mask, and whether the row sees any of it: both `[b, h, t]`."""
+    """Return the weight of each row inside a mask, and where there are keys in it, both `[b, h, t]`."""
     if mask is None:
-        raise TypeError("Expected a mask for mass, got None: Full() asks for all the weight of a row.")
+        raise TypeError("Expected a mask for mass, got None. Use Full() for the whole weight of a row.")
     both = replace(problem.within(mask), sink=None)
-    # The log-sum-exp belongs to the kernel that reads the problem itself.
-    fast = native.looks(problem) and native.looks(both) and not native.tensor_bytes(both)
-    if fast and bool(lse.amax() < math.inf):
-        native.look(both, lse, look := Look(rows=True))
-        return look.found["total"].clamp_(max=1.0), look.found["best"] != -math.inf
-    found = _by_token(problem, both, lse)
-    if found is not None:
-        return found
+    # The log-sum-exp is the one of the problem itself, so the same kernel must read both.
+    fused = kernels.fuses(problem) and kernels.fuses(both, in_place=True)
+    if fused and bool(lse.amax() < math.inf):
+        return _row_sums(both, lse)
+    by_token = _masses_by_token(problem, both, lse)
+    if by_token is not None:
+        return by_token
     inside = problem.under(mask)
     total = torch.zeros_like(lse)  # [b, h, t]
-    could = torch.zeros_like(lse, dtype=torch.bool)
+    has_keys = torch.zeros_like(lse, dtype=torch.bool)
     with torch.no_grad(), scores.exactly(lse.device):
         for tile in tiles(problem, lse):
             left, right = inside.span(tile.rows.start, tile.rows.stop)[0]
-            if tile.cols.start < right and left < tile.cols.stop:  # else nothing to compute here
+            if tile.cols.start < right and left < tile.cols.stop:
                 kept = scores.visible(inside, tile.rows, tile.cols)  # [b or 1, h or 1, r, c]
                 total[:, :, tile.rows] += torch.where(kept, tile.weights, 0.0).sum(-1)
-                could[:, :, tile.rows] |= (kept if tile.seen is None else kept & tile.seen).any(-1)
-    return total, could
+                has_keys[:, :, tile.rows] |= (kept if tile.visible is None else kept & tile.visible).any(-1)
+    return total, has_keys
 
 
-def _by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`masses` at other places with the query's token, or behind them; None where no short way is known.
+def _row_sums(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of each row's weights, and where a row has visible keys, by fused statistics."""
+    found = kernels.statistics(problem, Spec(rows=True), lse).found
+    return found["row_sum"].clamp_(max=1.0), found["max_score"] != -math.inf
 
-    Sorted by token, places with the same one are a document, in the order of the text. The native kernel
-    reads documents in place and skips the rest: of 32,768 tokens some hundredth is left to compute.
+
+def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return `masses` of the other positions of the query's token, or of those after them; else None.
+
+    Sorted by token, the positions of a token are a document, in the order of the text. A kernel that reads
+    documents in place skips all other pairs: at 32,768 tokens of English about a hundredth is computed.
     """
     assert both.mask is not None
     n, normal = problem.shape, both.mask.normal()
@@ -643,56 +641,57 @@ def _by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tensor, Ten
     square = n.t == n.s and isinstance(problem.offset, int) and problem.offset == 0
     if len(ids) != 1 or not plain or not square or problem.bias is not None or n.t < 2:
         return None
-    if not native.looks(problem):  # then the log-sum-exp isn't the kernel's
+    if not kernels.fuses(problem):
         return None
     (token,) = ids
     after = isinstance(token, AfterSameToken)  # the keys one behind, all of them earlier than the query's
-    itself = [part for part in others if isinstance(part, Not) and _is_own(part.mask)]
+    itself = [
+        part
+        for part in others
+        if isinstance(part, Not) and isinstance(part.mask, Diagonal) and part.mask.k == 0
+    ]
     if token.ids.shape != (n.s,) or token.queries is not None or others != itself or after == bool(itself):
         return None
     order = token.ids.argsort(stable=True)  # [t]
-    total, could = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.bool)  # [b, h, t]
-    for way in [order] if after or normal.band[1] == 0 else [order, order.flip(0)]:  # earlier places, later
-        queries, keys = way[1:], way[:-1]  # a query's row stands beside the place before its own
+    total, has_keys = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.bool)  # [b, h, t]
+    for way in (
+        [order] if after or normal.band[1] == 0 else [order, order.flip(0)]
+    ):  # earlier keys, later keys
+        queries, keys = way[1:], way[:-1]  # the last key of a query's row is the position before its own
         documents = Documents(token.ids[keys], queries=token.ids[queries])
         k = problem.k[:, :, (keys + 1).clamp(max=n.s - 1) if after else keys]  # [b, g, t - 1, d]
         sorted_ = Problem.of(
             problem.q[:, :, queries], k, k, mask=Causal() & documents, scale=problem.scale,
             softcap=problem.softcap, offset=0,
         )  # fmt: skip
-        if not native.looks(sorted_) or bool(lse.amax() == math.inf):
+        if not kernels.fuses(sorted_) or bool(lse.amax() == math.inf):
             return None
-        native.look(sorted_, lse[:, :, queries], look := Look(rows=True))
-        total[:, :, queries] += look.found["total"]
-        could[:, :, queries] |= look.found["best"] != -math.inf
-    return total.clamp_(max=1.0), could
-
-
-def _is_own(mask: Mask) -> bool:
-    """Is this the query's own key?"""
-    return isinstance(mask, Diagonal) and mask.k == 0
+        sums, visible = _row_sums(sorted_, lse[:, :, queries])
+        total[:, :, queries] += sums
+        has_keys[:, :, queries] |= visible
+    return total.clamp_(max=1.0), has_keys
 
 
 def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
-    """Return the weight of each row inside a mask `[b, h, t]`, or its mean over rows that could, `[b, h]`."""
+    """Return the weight inside a mask by row `[b, h, t]`, or the mean of rows with keys there `[b, h]`."""
     if not isinstance(mean, bool):
         raise TypeError(f"Expected mean to be True or False, got {mean!r}.")
-    total, could = masses(problem, lse, mask)
+    total, has_keys = masses(problem, lse, mask)
     if not mean:
         return total
-    return torch.where(could, total, 0.0).sum(-1) / could.sum(-1).clamp(min=1)
+    return torch.where(has_keys, total, 0.0).sum(-1) / has_keys.sum(-1).clamp(min=1)
 
 
 def first_keys(problem: Problem) -> Tensor:
-    """Return the first key that each query may see, `[b, h, t]`; s if it sees none. Computes no score."""
+    """Return the first visible key of each query, `[b, h, t]`; s if there is none. Computes no score."""
     n = problem.shape
     first = torch.full((n.b, n.h, n.t), n.s, device=problem.q.device)
-    for rows, columns in chunked.blocks(problem):
+    for rows, columns in kernels.blocks(problem):
         found = first[:, :, rows]  # a view
         for cols in columns:
-            seen = scores.visible(problem, rows, cols)  # [b or 1, h or 1, r, c]
-            here = torch.where(seen.any(-1), cols.start + seen.to(torch.uint8).argmax(-1), n.s)
-            torch.minimum(found, here, out=found)
+            visible = scores.visible(problem, rows, cols)  # [b or 1, h or 1, r, c]
+            in_tile = torch.where(visible.any(-1), cols.start + visible.to(torch.uint8).argmax(-1), n.s)
+            torch.minimum(found, in_tile, out=found)
             if bool((found < n.s).all()):
                 break
     return first
@@ -702,16 +701,16 @@ def first_keys(problem: Problem) -> Tensor:
 
 
 class Mass(Reduction):
-    """`mass` as one of several statistics: it walks its own tiles."""
+    """`mass` as one of several statistics; it computes its own tiles."""
 
     def __init__(self, mask: Mask, mean: bool = False) -> None:
         self.mask, self.mean = mask, mean
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
-        super().begin(problem, lse)
+    def begin(self, problem: Problem) -> None:
+        super().begin(problem)
         self.start = problem.shape.t
 
-    def end(self) -> Tensor:
+    def result(self) -> Tensor:
         return mass(self.problem, self.lse, self.mask, self.mean)
 
 
@@ -730,14 +729,14 @@ BY_NAME: dict[str, type[Reduction]] = {
 }
 
 
-def named(asked: Mapping[str, Any]) -> dict[str, list[Reduction]]:
-    """Reductions by their names, several of a list of arguments; ValueError for a name that isn't known."""
-    for name in asked:
+def named(requested: Mapping[str, Any]) -> dict[str, list[Reduction]]:
+    """Return reductions by their names, several for a list of arguments; ValueError for an unknown name."""
+    for name in requested:
         if name not in BY_NAME:
-            raise ValueError(f"there is no statistic {name!r}: {', '.join(BY_NAME)} can be asked for.")
+            raise ValueError(f"Expected statistics among {', '.join(BY_NAME)}, got {name!r}.")
     return {
-        name: [make(name, one) for one in (given if isinstance(given, list) else [given])]
-        for name, given in asked.items()
+        name: [make(name, arguments) for arguments in (given if isinstance(given, list) else [given])]
+        for name, given in requested.items()
     }
 
 
@@ -755,12 +754,12 @@ def arguments(name: str, given: Any) -> dict[str, Any]:
         bound = signature(made).bind(*plain, **named)
     except TypeError as error:
         takes = ", ".join(signature(made).parameters) or "no arguments"
-        raise TypeError(f"the statistic {name} takes {takes}, and it can't be had so: {error}.") from None
+        raise TypeError(f"Expected arguments of {name} to be {takes}, got {given!r}: {error}.") from None
     bound.apply_defaults()
     return bound.arguments
 
 
-def _below(scores: Tensor, lse: Tensor) -> Tensor:
+def _log_weights(scores: Tensor, lse: Tensor) -> Tensor:
     """Return score − lse, but at least `LEAST`."""
     return (scores - torch.where(lse == -math.inf, 0.0, lse)).clamp_(min=LEAST)
 

@@ -140,9 +140,7 @@ def test_the_reader_of_imports_sees_all_kinds(tmp_path: Path) -> None:
 
 def test_the_kernels_list_loads_its_members_lazily() -> None:
     inside = {name: lazy for name, _, lazy in imports(ROOT / "kernels" / "__init__.py", "manyheads.kernels")}
-    members = {name: lazy for name, lazy in inside.items() if name.startswith("manyheads.kernels.")}
-    assert members
-    assert all(members.values())
+    assert all(inside[f"manyheads.kernels.{name}"] for name in manyheads.kernels.ORDER)
 
 
 HEAVY = ("triton", "transformers", "matplotlib", "tokenizers", "starlette", "uvicorn", "hypothesis",

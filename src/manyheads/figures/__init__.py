@@ -266,7 +266,7 @@ def received(
         _, h, _, s = amap.shape
         heads = None if amap.heads == tuple(range(h)) else list(map(str, amap.heads))
         labels: AxisLabels = (heads, cells.axis_labels(amap, None, tokens)[1])
-        sums, counts = cells.reduced(amap, Received(normalize=normalize), Visible(1, s))
+        sums, counts = amap.reduce([Received(normalize=normalize), Visible(1, s)])
         strip = cells.masked_array(sums[0], counts[0, :, 0] > 0)  # [h, s]
         total, keys = total + float(strip.filled(0).sum()), keys + int(strip.count())
         shown = cells.count_cells(s, width)
@@ -306,7 +306,7 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
     numbers: dict[float, int] = {}  # of the heads, by their position
     for x, amap in enumerate(layers.values()):
         _, h, t, _ = amap.shape
-        found, counts = cells.reduced(amap, Entropy(), Visible(t, 1))
+        found, counts = amap.reduce([Entropy(), Visible(t, 1)])
         keys = counts[0, ..., 0]  # [h, t]
         entropies = cells.masked_array(found[0], keys > 0)
         if entropies.count():

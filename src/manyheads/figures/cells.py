@@ -43,22 +43,22 @@ class Visible(Reduction):
     def __init__(self, rows: int, cols: int) -> None:
         self.rows, self.cols = rows, cols
 
-    def begin(self, problem: Problem, lse: Tensor) -> None:
+    def begin(self, problem: Problem) -> None:
         """Find the edges of the cells."""
         n = problem.shape
         self.down, self.across = edges(n.t, self.rows), edges(n.s, self.cols)
-        self.count = lse.new_zeros(n.b, n.h, self.rows, self.cols, dtype=torch.int64)
+        self.count = problem.q.new_zeros(n.b, n.h, self.rows, self.cols, dtype=torch.int64)
 
-    def take(self, tile: Tile) -> None:
+    def add(self, tile: Tile) -> None:
         """Add the visible pairs of a tile."""
         down, across = Bins(self.down, tile.rows), Bins(self.across, tile.cols)
         part = self.count[:, :, down.cells, across.cells]  # a view
-        if tile.seen is None:
+        if tile.visible is None:
             part += (down.widths[:, None] * across.widths).to(part.device)
         else:
-            part += down.sum(across.sum(tile.seen.long()).mT).mT
+            part += down.sum(across.sum(tile.visible.long()).mT).mT
 
-    def end(self) -> Tensor:
+    def result(self) -> Tensor:
         """Return the counts."""
         return self.count
 
@@ -175,12 +175,6 @@ def head_numbers(heads: Heads) -> Sequence[int]:
     return heads.heads if isinstance(heads, AttentionMap) else range(len(heads))
 
 
-def reduced(amap: AttentionMap, *reductions: Reduction) -> list[Tensor]:
-    """Return the results of reductions of a map, computed in one pass."""
-    amap._fresh()
-    return amap._reduced(list(reductions))
-
-
 # -- pooling ---------------------------------------------------------------------------------------
 
 
@@ -197,7 +191,7 @@ def pool_heads(heads: Heads, box: tuple[float, float], reduces: Sequence[str]) -
     shape = count_cells(t, box[0]), count_cells(s, box[1])
     if not isinstance(heads, AttentionMap):
         return [[pool(weights, shape, reduce) for weights in heads] for reduce in reduces]
-    visible, *pooled = reduced(heads, Visible(*shape), *(Pooled(*shape, reduce) for reduce in reduces))
+    visible, *pooled = heads.reduce([Visible(*shape), *(Pooled(*shape, reduce) for reduce in reduces)])
     return [
         [Panel(masked_array(x, n > 0), t, s) for x, n in zip(cells[0], visible[0], strict=True)]
         for cells in pooled

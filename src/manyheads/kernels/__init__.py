@@ -1,47 +1,40 @@
 """The kernels: an ordered tuple, the rules that choose from it, and the table that explains them.
 
-A kernel is a module with
+All other modules call kernels through this one: `run`, `statistics`, `tile`. A kernel is a module with
 
     NAME        its name in `kernel=`
-    GIVES_LSE   does it give the log-sum-exp beside the output?
-    SHIELDS     does it promise that NaN and Inf behind a mask can't leak?
-    refuse(p)   all reasons why it can't compute this problem; none if it can
+    GIVES_LSE   True if it gives the log-sum-exp together with the output
+    SHIELDS     True if NaN and Inf in a masked key can't change anything
+    refuse(p)   the reasons why it doesn't support a problem; empty if it does
     run(p)      output `[b, h, t, w]`, and log-sum-exp `[b, h, t]` or None
 
-and, if it isn't the fastest wherever it can,
+and optionally
 
-    defers(p)   why another one is faster here
+    defers(p)   why another kernel is faster for a problem that it supports
+    built()     the build that runs on this machine, or why there is none
+    FUSES       True if `run(p, spec)` also gives fused statistics
+    plan(p)     a function of q, k and v that computes every problem of p's layout, or None (see `plans`)
 
-and, if it was compiled,
+`native` and `chunked`, by which maps read scores (see `reader`), also have
 
-    built()     what of it runs here, or why nothing does
+    statistics(p, spec, lse)  the log-sum-exp and fused statistics, without the output
+    tile(p, …)                the scores of a tile, summed as the log-sum-exp sums them
 
-and, if it reads statistics off the weights that it computes,
-
-    LOOKS       and `run` takes a look, what is asked of them
-
-and, if a call can be shorter than `run` (see `plans`),
-
-    plan(p)     a function of q, k and v that computes every problem of p's layout, or None
-
-`native` and `chunked` also have
-
-    lse(p)      the log-sum-exp alone, and
-    tile(p, …)  the scores of a tile, summed as `lse` sums them: `reader` says which of the two a map reads
-
-`kernel="auto"` takes the first in order that neither refuses nor defers; a kernel asked for by name raises
-all its reasons. Nothing falls back in silence.
+`kernel="auto"` takes the first in order that neither refuses nor defers; a kernel given by name raises all
+its reasons, and never falls back to another.
 """
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from manyheads.problem import Problem
+from manyheads.kernels.fused import Found, Spec
+from manyheads.problem import ALL, Problem, Rows
 from manyheads.scores import exactly, finite
 from manyheads.shapes import can_read
 
@@ -109,7 +102,7 @@ def deferred(kernel: Any, problem: Problem) -> list[str]:
 
 
 def reader(problem: Problem) -> Any:
-    """Return the kernel whose `lse` and `tile` a map of this problem reads.
+    """Return the kernel by which a map of this problem reads scores.
 
     A weight is exp(score − lse), in which an error that both share cancels. Scores of 10^6 have errors of
     0.1, so scores are summed in the order in which the log-sum-exp was: both by `native` where it supports
@@ -125,6 +118,7 @@ class Result(NamedTuple):
     kernel: str
     out: Tensor  # [b, h, t, w]
     lse: Tensor | None  # [b, h, t]
+    found: Found | None = None  # fused statistics
 
     def lse_of_map(self, problem: Problem) -> Tensor | None:
         """Return the log-sum-exp if it belongs to the scores that a map reads (see `reader`)."""
@@ -132,29 +126,73 @@ class Result(NamedTuple):
         return self.lse if native.reads(problem) == (self.kernel == native.NAME) else None
 
 
-def run(problem: Problem, kernel: str = "auto", look: Any = None) -> Result:
-    """Compute the output `[b, h, t, w]` and, where the kernel gives it, the log-sum-exp `[b, h, t]`.
+class Statistics(NamedTuple):
+    """What a map needs beside q and k."""
 
-    A kernel that LOOKS finds what a look asks of the weights on the way, unless that is sooner done after.
+    lse: Tensor  # [b, h, t]
+    found: Found  # fused statistics, empty if none were computed
 
-    A kernel that doesn't shield is watched, in eager mode on the CPU: where q, k, v or its output
-    isn't finite, "auto" takes `chunked`, and under a mask a kernel asked for by name raises. For a gradient
-    of scores that may be larger than `LARGE`, "auto" takes a kernel that sums them again in the same order.
 
-    The output alone doesn't tell: PyTorch's CPU kernel may skip a masked NaN on its way forward and
-    meet it on its way back, and answers with zeros to NaN among a few keys. Nor do the inputs:
-    masked numbers may be so large that their products overflow.
+def statistics(problem: Problem, spec: Spec | None = None, lse: Tensor | None = None) -> Statistics:
+    """Return the log-sum-exp `[b, h, t]` by which maps read weights, and fused statistics of the weights.
+
+    Args:
+        problem: The problem; its values aren't read.
+        spec: Which fused statistics to compute, in the same pass; only where `fuses`.
+        lse: The log-sum-exp if it is known, finite or −inf.
+
+    Returns:
+        The log-sum-exp, and the fused statistics by name (see `fused.Found`), empty without a spec.
     """
-    return compute(problem, choose(problem, kernel), kernel, look)
+    return Statistics(*reader(problem).statistics(problem, spec, lse))
 
 
-def compute(problem: Problem, chosen: Any, kernel: str, look: Any = None) -> Result:
-    """`run` by the kernel that was chosen for a problem; kernel is the name by which it was."""
-    watched = not chosen.SHIELDS and problem.q.device.type == "cpu" and can_read(problem.q)
+def fuses(problem: Problem, in_place: bool = False) -> bool:
+    """Return True if a kernel computes fused statistics of a problem, faster than tiles.
+
+    in_place: only if it reads the mask and the bias without making a tensor of them.
+    """
+    return bool(load("native").fuses(problem, in_place))
+
+
+def tile(
+    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
+) -> Tensor:
+    """Return the scores of a tile, `[b, h, r, c]`, summed as the log-sum-exp sums them; −inf where masked."""
+    return reader(problem).tile(problem, rows, cols, batch, heads)
+
+
+def blocks(problem: Problem, first: int = 0) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield blocks of rows from the one with row `first` on, each with its blocks of visible columns.
+
+    They are the blocks in which `chunked` sums the log-sum-exp, so that its scores have the same bits.
+    """
+    return load("chunked").blocks(problem, first)
+
+
+def run(problem: Problem, kernel: str = "auto", spec: Spec | None = None) -> Result:
+    """Compute the output `[b, h, t, w]` and, if the kernel gives it, the log-sum-exp `[b, h, t]`.
+
+    A kernel that FUSES also computes the fused statistics of a spec, unless that is faster afterwards.
+
+    In eager mode on the CPU, kernels that don't shield are checked: if q, k, v or the output isn't finite,
+    "auto" takes `chunked`, and under a mask a kernel given by name raises. For a gradient of scores that may
+    be larger than `LARGE`, "auto" takes a kernel that sums them again in the same order.
+
+    The output alone isn't enough: PyTorch's CPU kernel may skip a masked NaN forward and read it backward,
+    and gives zeros for NaN among a few keys. Nor are the inputs: masked numbers may be so large that their
+    products overflow.
+    """
+    return compute(problem, choose(problem, kernel), kernel, spec)
+
+
+def compute(problem: Problem, chosen: Any, kernel: str, spec: Spec | None = None) -> Result:
+    """`run` by the kernel that was chosen for a problem; kernel: the name by which it was chosen."""
+    is_checked = not chosen.SHIELDS and problem.q.device.type == "cpu" and can_read(problem.q)
     with exactly(problem.q.device):
-        if look is not None and hasattr(chosen, "LOOKS"):
-            return Result(chosen.NAME, *chosen.run(problem, look))
-        if not watched:
+        if spec is not None and hasattr(chosen, "FUSES"):
+            return Result(chosen.NAME, *chosen.run(problem, spec))
+        if not is_checked:
             return Result(chosen.NAME, *chosen.run(problem))
         if kernel == "auto" and _may_be_large(problem):
             native = load("native")
@@ -169,8 +207,8 @@ def compute(problem: Problem, chosen: Any, kernel: str, look: Any = None) -> Res
         if problem.mask is None and problem.bias is None:
             return Result(chosen.NAME, *chosen.run(problem))
         raise ValueError(
-            f"kernel=\"{kernel}\" found NaN or Inf and doesn't promise that masked ones can't leak: "
-            'use kernel="auto" or "chunked", or fix the input.'
+            f'Expected finite numbers for kernel="{kernel}", through which masked NaN can leak, got NaN '
+            'or Inf. Use kernel="auto" or "chunked", or fix the input.'
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from manyheads import scores
 from manyheads.kernels import operator, reference
+from manyheads.kernels.fused import Found, Spec
 from manyheads.problem import ALL, Problem, Rows
 from manyheads.scores import fold, unfold
 from manyheads.shapes import transforms
@@ -47,30 +48,32 @@ def run(problem: Problem) -> tuple[Tensor, Tensor]:
     return torch.ops.manyheads.chunked(*operator.arguments(problem))
 
 
-def lse(problem: Problem) -> Tensor:
-    """Return the log-sum-exp alone, `[b, h, t]`, in one pass over the keys; no gradient."""
+def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None = None) -> tuple[Tensor, Found]:
+    """Return the log-sum-exp `[b, h, t]` in one pass over the keys, and no fused statistics; no gradient."""
     problem = problem.detach().without_values()
+    if lse is not None:
+        return lse, {}
     if torch.compiler.is_compiling():
-        return run(problem)[1]
+        return run(problem)[1], {}
     if "vmap" in transforms():
-        return reference.weights(problem)[1]
+        return reference.weights(problem)[1], {}
     with torch.no_grad(), scores.exactly(problem.q.device):  # an operator's first call is slow
-        return forward(problem)[1]
+        return forward(problem)[1], {}
 
 
 def tile(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
-    """Return the scores of a tile, `[b, h, r, c]`, as `lse` sums them; −inf where masked.
+    """Return the scores of a tile, `[b, h, r, c]`, as `statistics` sums them; −inf where masked.
 
-    A run of rows and columns is read in the blocks of `lse`: a product of another shape may round otherwise,
-    which shows where scores go into the thousands.
+    A run of rows and columns is read in the blocks of `forward`: a product of another shape may round
+    otherwise, which shows where scores go into the thousands.
     """
     down, across = _run(rows, problem.shape.t), _run(cols, problem.shape.s)
     if down is None or across is None or min(len(down), len(across)) < 32:
         return scores.tile(problem, rows, cols, batch, heads)
     (top, bottom), (left, right) = (down.start, down.stop), (across.start, across.stop)
-    heads = ALL if isinstance(heads, slice) and heads == ALL else heads  # read in one piece, as by `lse`
+    heads = ALL if isinstance(heads, slice) and heads == ALL else heads  # read in one piece, as by `forward`
     b, h = problem.q[:, :, 0, :0][batch][:, heads].shape[:2]
     found = problem.q.new_full((b, h, bottom - top, right - left), -math.inf, dtype=problem.dtype)
     for block_rows, columns in blocks(problem, top, bottom):

@@ -33,12 +33,13 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from manyheads import kernels
+from manyheads.biases import Dense
 from manyheads.classic import common
 from manyheads.functional import attention, attention_with_map, autocast
 from manyheads.layouts import project_inputs, spread_masks
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Rule
-from manyheads.observe.recognize import collapse, first_position, split_masks, visible
+from manyheads.masks.recognize import collapse, first_position, split_masks, visible
 from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes
 
@@ -408,7 +409,14 @@ def _scaled_dot_product_attention(
     if is_causal:
         mask = Causal() if mask is None else Causal() & mask
     problem = Problem.of(
-        q, k, v, mask=mask, bias=bias, scale=options.get("scale"), dropout_p=dropout_p, offset=offset
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=None if bias is None else Dense(bias),
+        scale=options.get("scale"),
+        dropout_p=dropout_p,
+        offset=offset,
     )
 
     def compute() -> Tensor:
@@ -472,7 +480,15 @@ def _multi_head_problem(options: dict[str, Any]) -> Problem:
     mask, bias = split_masks({name: ~x if x.dtype == torch.bool else x for name, x in masks.items()})
     q, k, v = (x.unflatten(-1, (h, -1)).permute(1, 2, 0, 3) for x in (q, k, v))  # [b, h, t, d]
     dropout_p = options["dropout_p"] if options["training"] else 0.0
-    return Problem.of(q, k, v, mask=Causal() if hinted else mask, bias=bias, dropout_p=dropout_p, offset=0)
+    return Problem.of(
+        q,
+        k,
+        v,
+        mask=Causal() if hinted else mask,
+        bias=None if bias is None else Dense(bias),
+        dropout_p=dropout_p,
+        offset=0,
+    )
 
 
 def _flex_attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -382,7 +382,7 @@ def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dic
 
 def hides_keys(amap: AttentionMap) -> bool:
     """Return True if the mask hides any key from any query."""
-    return not scores.sees_all(replace(amap.problem, bias=None), slice(None), slice(None))
+    return not scores.is_fully_visible(replace(amap.problem, bias=None), slice(None), slice(None))
 
 
 def check_format(name: str) -> str:

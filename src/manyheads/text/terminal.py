@@ -176,10 +176,8 @@ def draw_heat_map(amap: AttentionMap, head: int, labels: list[str], console: Con
 
 def pool_weights(amap: AttentionMap, head: int, count: int) -> list[list[float]]:
     """Return the largest weight in each of count × count cells of a head, -1 where everything is masked."""
-    reductions = figures.cells.Visible(count, count), Pooled(count, count, "max")
-    visible, largest = figures.cells.reduced(
-        amap.only(batch=0, heads=head), *reductions
-    )  # [1, 1, count, count]
+    reductions = [figures.cells.Visible(count, count), Pooled(count, count, "max")]
+    visible, largest = amap.only(batch=0, heads=head).reduce(reductions)  # [1, 1, count, count]
     return largest.masked_fill(visible == 0, -1)[0, 0].tolist()
 
 

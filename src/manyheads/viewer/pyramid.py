@@ -32,7 +32,7 @@ MARGINALS = ("entropy", "received")  # of each query, of each key
 
 def has_fast_statistics(problem: Problem) -> bool:
     """Return True if the native kernel computes a problem's statistics: about 16 times as fast as others."""
-    return bool(kernels.reader(problem).NAME == "native")
+    return kernels.fuses(problem)
 
 
 class Tile(NamedTuple):
@@ -345,7 +345,7 @@ class _Parts:
         as intervals, which is exact if ids rise along the sequence.
         """
         side = 1 << level
-        if scores.sees_all(self.problem, slice(rows.start, rows.stop), slice(cols.start, cols.stop)):
+        if scores.is_fully_visible(self.problem, slice(rows.start, rows.stop), slice(cols.start, cols.stop)):
             return torch.zeros(_shape(rows, cols, level), dtype=torch.bool)
         if not self.are_intervals or (self.documents and len(rows) * len(cols) <= MAX_WEIGHTS):
             return self._masked_pairs(rows, cols, side)

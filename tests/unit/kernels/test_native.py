@@ -27,8 +27,8 @@ from torch import Tensor
 import manyheads as mh
 from manyheads import kernels, scores
 from manyheads.kernels import chunked, native, operator
+from manyheads.kernels.fused import Spec
 from manyheads.kernels.native import library, rules
-from manyheads.kernels.native.look import Look
 from manyheads.problem import Problem
 from tests.cases import CASES, Case, make, oracle, over
 from tests.waiting import HANG
@@ -175,10 +175,10 @@ def looked_within_budget(sizes: tuple[int, ...], rest: dict[str, Any], dtype: to
         assert (out.double() - exact[0]).abs().max() <= near, (sizes, dtype)
         maps.append(amap)
     if dtype == torch.float64:  # `auto` takes tiles there
-        asked = Look(rows=True, received=True, top=3)
-        native.look(wide, exact[1], asked)
-        torch.testing.assert_close(asked.found["entropy"], maps[0].entropy(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(asked.found["received"], maps[0].received(), rtol=1e-12, atol=1e-12)
+        _, fused = native.statistics(wide, Spec(rows=True, received=True, top=3), exact[1])
+        assert fused is not None
+        torch.testing.assert_close(fused["entropy"], maps[0].entropy(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(fused["received"], maps[0].received(), rtol=1e-12, atol=1e-12)
     true, *found = (amap.statistics(**looked(t, s)) for amap in maps)
     for ours in (*found, maps[1].under(wide.mask).statistics(**looked(t, s))):  # without its log-sum-exp
         for name, x in true.items():
@@ -979,7 +979,7 @@ def test_any_sizes_and_layout(
     q, k, v = (laid(x) for x in heads(t=t, s=s, d=d, w=w))
     with torch.no_grad():
         problem = Problem.of(q, k, v, mask=mask)
-        out, lse = native.run(problem)[0], native.lse(problem)
+        out, lse = native.run(problem)[0], native.statistics(problem, None)[0]
         exact, amap = mh.attention_with_map(q.double(), k.double(), v.double(), mask=mask, kernel="reference")
     close = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(out.double(), exact, rtol=close, atol=2 * close)

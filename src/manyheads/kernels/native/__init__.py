@@ -14,9 +14,9 @@ from torch import Tensor
 
 from manyheads import scores
 from manyheads.kernels import chunked, operator, sdpa
+from manyheads.kernels.fused import Found, Spec
 from manyheads.kernels.native import library, passes, rules
 from manyheads.kernels.native.autograd import Attention, Plan
-from manyheads.kernels.native.look import Look
 from manyheads.kernels.native.packing import DTYPES, tensor_bytes
 from manyheads.problem import ALL, Problem, Rows
 from manyheads.shapes import PLAIN
@@ -24,11 +24,11 @@ from manyheads.shapes import PLAIN
 NAME = "native"
 GIVES_LSE = True
 SHIELDS = True
-LOOKS = True
+FUSES = True  # computes statistics together with the output
 
 WIDEST = 256
 LIMIT = sdpa.LIMIT
-WHOLE = 1 << 15  # keys, beyond which a look doesn't keep whole rows of weights: they would fill the caches
+MAX_KEYS = 1 << 15  # of statistics beside the output, which keep whole rows of weights in the caches
 
 
 def refuse(problem: Problem, values: bool = True) -> list[str]:
@@ -73,24 +73,23 @@ def built() -> str:
     )
 
 
-def run(problem: Problem, asked: Look | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`; fill a look if that is faster now.
+def run(problem: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor | None, Found]:
+    """Return the output `[b, h, t, w]`, the log-sum-exp `[b, h, t]`, and fused statistics if faster now.
 
-    A few queries read keys as they lie, where neither a gradient nor a look would compute their scores again:
-    it takes half as long, but sums them in another order than `tile`. There is no log-sum-exp then, and a
-    map that is read finds its own.
+    A few queries read keys as they lie where neither a gradient nor statistics would compute their scores
+    again: it takes half as long, but sums them in another order than `tile`. There is no log-sum-exp then,
+    and a map that is read computes its own.
     """
     if not _direct(problem):
-        return torch.ops.manyheads.native(*operator.arguments(problem))
+        return *torch.ops.manyheads.native(*operator.arguments(problem)), {}
     if problem.wants_gradient():
         p, table = problem, None if problem.bias is None else problem.bias.tensor()
-        return Attention.apply(problem, p.q, p.k, p.v, p.sink, table)
-    again = asked is not None or _many(problem)
-    if again:
-        return passes.forward(problem, asked if problem.shape.s <= WHOLE else None)
+        return *Attention.apply(problem, p.q, p.k, p.v, p.sink, table), {}
+    if spec is not None or _many(problem):
+        return passes.forward(problem, spec if problem.shape.s <= MAX_KEYS else None)
     out = problem.q.new_empty(*problem.shape[:2], problem.shape.t, problem.shape.w)
     passes.attend(problem, out, None)
-    return out, None
+    return out, None, {}
 
 
 def plan(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
@@ -105,7 +104,7 @@ def plan(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
 
 
 def gives_lse(problem: Problem) -> bool:
-    """Return True if `run` gives the log-sum-exp without being asked for statistics."""
+    """Return True if `run` gives the log-sum-exp when no statistics are computed with it."""
     return _many(problem) or problem.wants_gradient() or not _direct(problem)
 
 
@@ -117,26 +116,26 @@ def reads(problem: Problem) -> bool:
     return problem.q.dtype != torch.float64 and not refuse(problem, values=False)
 
 
-def looks(problem: Problem) -> bool:
-    """Return True if it can compute statistics of a problem's weights, and is the fastest to."""
-    return _direct(problem) and reads(problem)
+def fuses(problem: Problem, in_place: bool = False) -> bool:
+    """Return True if this kernel computes statistics of a problem's weights, faster than from tiles.
+
+    in_place: only if it reads the mask and the bias without making a tensor of them.
+    """
+    return _direct(problem) and reads(problem) and not (in_place and tensor_bytes(problem))
 
 
-def look(problem: Problem, lse: Tensor, asked: Look) -> None:
-    """Fill a look with statistics of the weights exp(score − lse), lse `[b, h, t]` finite or −inf."""
+def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None = None) -> tuple[Tensor, Found]:
+    """Return the log-sum-exp `[b, h, t]`, computed unless it is given, and the fused statistics of a spec."""
     p = problem.detach().without_values()
-    passes.attend(p, p.q.new_empty(*lse.shape, 0), lse.contiguous(), asked, known=True)
-
-
-def lse(problem: Problem, asked: Look | None = None) -> Tensor:
-    """Return the log-sum-exp alone, `[b, h, t]`, and fill a look in the same pass."""
-    p = problem.detach().without_values()
-    if not _direct(p):
-        return torch.ops.manyheads.native(*operator.arguments(p))[1]
-    found = passes.forward(p, asked if p.shape.s <= WHOLE else None)[1]
-    if asked is not None and p.shape.s > WHOLE:
-        look(p, found, asked)
-    return found
+    found: Found = {}
+    if lse is None:
+        if not _direct(p):
+            return torch.ops.manyheads.native(*operator.arguments(p))[1], {}
+        _, lse, found = passes.forward(p, spec if p.shape.s <= MAX_KEYS else None)
+    if spec is not None and not found:
+        out = p.q.new_empty(*lse.shape, 0)
+        found = passes.attend(p, out, lse.contiguous(), spec, known=True)
+    return lse, found
 
 
 def tile(

@@ -20,7 +20,7 @@ from manyheads.problem import Problem
 
 operator.register(
     "native",
-    lambda problem, _: forward(problem),
+    lambda problem, _: forward(problem)[:2],
     lambda problem, *given: backward(problem, *given[:-1]),  # without a seed
     key="CPU",
 )
@@ -38,7 +38,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, problem: Problem, *_: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
-        out, lse = forward(problem)
+        out, lse = forward(problem)[:2]
         saved = [out, lse]
 
         def save(tensor: Tensor) -> Tensor:

@@ -10,33 +10,40 @@ from torch import Tensor
 from manyheads import scores
 from manyheads.biases import ALiBi, Bias, Dense
 from manyheads.kernels import chunked
+from manyheads.kernels.fused import Found, Spec
 from manyheads.kernels.native import library
-from manyheads.kernels.native.look import Look
 from manyheads.kernels.native.packing import pack
+from manyheads.kernels.native.statistics import pack_statistics
 from manyheads.problem import Problem, Rows
 from manyheads.shapes import Shape, amount
 
 CHUNKS = 16  # of a gradient's keys, over all heads: the number of threads that have work
 
 
-def forward(p: Problem, look: Look | None = None) -> tuple[Tensor, Tensor]:
-    """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`; fill a look."""
+def forward(p: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor, Found]:
+    """Return the output `[b, h, t, w]`, the log-sum-exp `[b, h, t]`, and the fused statistics of a spec."""
     b, h, _, t, _, _, w = p.shape
     out = p.q.new_empty(b, h, t, w)
     lse = p.q.new_empty(b, h, t, dtype=p.dtype)
-    attend(p, out, lse, look)
-    return out, lse
+    return out, lse, attend(p, out, lse, spec)
 
 
 def attend(
-    p: Problem, out: Tensor, lse: Tensor | None, look: Look | None = None, known: bool = False
-) -> None:
-    """Fill out and lse, or read an lse that is known; without lse, nothing computes the scores again."""
-    data, _held = pack(p, out, lse)
-    asked, _also_held = (None, None) if look is None or lse is None else look.packed(p, lse, known)
+    p: Problem, out: Tensor, lse: Tensor | None, spec: Spec | None = None, known: bool = False
+) -> Found:
+    """Fill out and lse, or read an lse that is known; return the fused statistics of a spec.
+
+    lse: None if no other pass will compute the scores again.
+    """
+    data, _memory = pack(p, out, lse)
+    found: Found = {}
+    statistics = None
+    if spec is not None and lse is not None:
+        statistics, _more_memory, found = pack_statistics(spec, p, lse, known)
     assert library.attend is not None
-    if library.attend(data, asked, library.width):
+    if library.attend(data, statistics, library.width):
         raise no_memory(p.shape, p.q.element_size())
+    return found
 
 
 def no_memory(n: Shape, size: int) -> MemoryError:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from manyheads import kernels, scores
+from manyheads.biases import Dense
 from manyheads.functional import autocast
 from manyheads.masks import Causal, Keep, Mask, Window
+from manyheads.masks.recognize import first_position, split_masks, visible
 from manyheads.observe.intercept import check_readable
-from manyheads.observe.recognize import first_position, split_masks, visible
 from manyheads.observe.transformers.masks import combine, find_origin, padding_mask
 from manyheads.problem import Problem
 from manyheads.shapes import kind, shape_of, sizes
@@ -107,8 +108,8 @@ class Call:
             tensors["position_bias"] = position_bias
         bias = None
         if tensors:
-            dense, bias = split_masks(tensors, offset, n.t)
-            mask = combine(mask, dense)
+            dense, added = split_masks(tensors, offset, n.t)
+            mask, bias = combine(mask, dense), None if added is None else Dense(added)
         sink = self.options.get("s_aux")
         if sink is not None:
             if sink.numel() != n.h:
@@ -206,7 +207,7 @@ class Call:
         some, mask = self.query[:, :, rows], _take_rows(self.mask, rows)
         eager, _ = self.kernel.function(self.module, some, self.key, self.value, mask, **options)
         self.compare(problem, eager, only_rows=True)  # [b, r, h, w]
-        _, out, lse = kernels.run(problem)  # [b, h, t, w], [b, h, t]
+        _, out, lse, _ = kernels.run(problem)  # [b, h, t, w], [b, h, t]
         if lse is not None:  # eager gives all keys the same weight in fully masked rows, and so its output
             mean = problem.v.mean(2, keepdim=True)  # [b, g, 1, w]
             mean = mean.repeat_interleave(problem.shape.h // problem.shape.g, 1)  # [b, h, 1, w]

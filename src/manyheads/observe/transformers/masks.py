@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from manyheads.masks import Causal, Documents, Full, Mask, Window
-from manyheads.observe.recognize import recognize_mask
+from manyheads.masks.recognize import recognize_mask
 
 _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a mask → its Origin
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from manyheads.biases import Dense
-from manyheads.masks import Causal, Keep, Lengths, Mask
+from manyheads.masks.algebra import Mask
+from manyheads.masks.leaves import Causal, Keep, Lengths
 
 
 def split_masks(
     tensors: Mapping[str, Tensor], offset: int = 0, t: int | None = None
-) -> tuple[Mask | None, Dense | None]:
+) -> tuple[Mask | None, Tensor | None]:
     """Return what mask tensors keep, and what they add to the scores.
 
     Args:
@@ -28,7 +28,7 @@ def split_masks(
         t: The number of queries, where a mask may have fewer rows.
 
     Returns:
-        A mask and a bias, each None if there is nothing to mask or to add.
+        A mask, and a tensor to add that broadcasts to `[b, h, t, s]`; None if nothing is masked or added.
 
     Raises:
         TypeError: For a tensor of integers.
@@ -53,7 +53,7 @@ def split_masks(
         part = recognize_mask(kept.clone() if kept.is_inference() else kept, offset, t)
         if part is not None:
             mask = part if mask is None else mask & part
-    return mask, None if bias is None else Dense(bias)
+    return mask, bias
 
 
 def visible(tensor: Tensor, name: str = "attn_mask") -> Tensor:

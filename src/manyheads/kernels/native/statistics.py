@@ -1,0 +1,49 @@
+"""Fused statistics as the library reads them: what to compute, and the memory for the results."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.kernels.fused import ROW_STATISTICS, Found, Spec
+from manyheads.kernels.native import library
+from manyheads.problem import Problem
+
+CHUNKS = 16  # of the queries, over all heads: the number of threads that have work
+
+
+def pack_statistics(spec: Spec, problem: Problem, lse: Tensor, known: bool) -> tuple[bytes, Any, Found]:
+    """Return the bytes of a spec, what must live as long as they are used, and the tensors of its results.
+
+    known: True if lse `[b, h, t]` is given, False if it is computed in the same pass.
+    """
+    n = problem.shape
+    found: Found = {}
+    if spec.rows:
+        found |= {name: lse.new_zeros(lse.shape) for name in ROW_STATISTICS}
+    if spec.received:
+        found["received"] = lse.new_zeros(n.b, n.h, n.s)
+    if spec.top:
+        found["top_scores"] = lse.new_zeros(*lse.shape, spec.top)
+        found["top_keys"] = lse.new_full((*lse.shape, spec.top), -1, dtype=torch.int64)
+    for rows, cols, how in spec.cells:
+        found[rows, cols, how] = lse.new_zeros(n.b, n.h, rows, cols)
+
+    def address(name: Any) -> int:
+        return found[name].data_ptr() if name in found else 0
+
+    grids = b"".join(
+        library.GRID.pack(*size, address((*size, "sum")), address((*size, "max")))
+        for size in sorted({cell[:2] for cell in spec.cells})
+    )
+    memory = ctypes.create_string_buffer(grids, len(grids) or 1)
+    data = library.LOOK.pack(
+        known, spec.first,
+        *(address(name) for name in (*ROW_STATISTICS, "received")),
+        spec.top, address("top_scores"), address("top_keys"),
+        len(grids) // library.GRID.size, ctypes.addressof(memory), CHUNKS,
+    )  # fmt: skip
+    return data, memory, found

@@ -1,0 +1,556 @@
+"""The masks that are composed: bands, padding, documents, tokens, tensors and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.masks.algebra import (
+    EVERYTHING,
+    FAR,
+    NOTHING,
+    Index,
+    Mask,
+    Normal,
+    Span,
+    extremes,
+    intersect,
+    is_integer,
+    opaque,
+)
+from manyheads.shapes import Shape, kind, sizes, whole
+from manyheads.trees import bound, number
+
+# -- geometry --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Full(Mask):
+    """Every key is visible, as in the encoder of Vaswani et al. 2017 (arXiv:1706.03762)."""
+
+    def only(self, batch: Tensor, heads: Tensor) -> Mask:
+        return self
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        return (i == i) & (j == j)
+
+    def span(self, rows: range) -> Span:
+        return Span(EVERYTHING, EVERYTHING)
+
+    def normal(self) -> Normal:
+        return Normal()
+
+    def __str__(self) -> str:
+        return "Full()"
+
+
+class Band(Mask):
+    """A mask low ≤ j − i ≤ high: the base of Causal, Window and Diagonal."""
+
+    def band(self) -> tuple[int, int]:
+        """Return low and high, ±FAR where there is no bound."""
+        raise NotImplementedError
+
+    def only(self, batch: Tensor, heads: Tensor) -> Mask:
+        return self
+
+    def normal(self) -> Normal:
+        low, high = self.band()
+        return Normal(band=(None if low <= -FAR else low, None if high >= FAR else high))
+
+    def span(self, rows: range) -> Span:
+        if not rows:
+            return Span(NOTHING, EVERYTHING)
+        low, high = self.band()
+        top, bottom = rows[0], rows[-1]
+        return Span(
+            some=intersect(EVERYTHING, (top + low, bottom + high + 1)),
+            all=intersect(EVERYTHING, (bottom + low, top + high + 1)),
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Causal(Band):
+    """A query attends to its own key and earlier ones: j ≤ i (Vaswani et al. 2017, section 3.2.3)."""
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        return j <= i
+
+    def band(self) -> tuple[int, int]:
+        return -FAR, 0
+
+    def __str__(self) -> str:
+        return "Causal()"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Window(Band):
+    """A query attends to its own key, `left` keys before it and `right` keys after it.
+
+    An omitted side is unbounded: `Window(left=255, right=0)` is a causal window of 256 keys. Local
+    attention: Child et al. 2019 (arXiv:1904.10509), Beltagy et al. 2020 (arXiv:2004.05150). TypeError or
+    ValueError for a side that isn't a number of keys.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, side in (("left", self.left), ("right", self.right)):
+            if side is not None:
+                whole(side, f"Window's {name}, which counts keys beside the query's own,")
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        kept = (i == i) & (j == j)
+        if self.left is not None:
+            kept = kept & (j >= i - min(self.left, FAR))  # sums of int64 wrap around
+        if self.right is not None:
+            kept = kept & (j <= i + min(self.right, FAR))
+        return kept
+
+    def band(self) -> tuple[int, int]:
+        return -FAR if self.left is None else -self.left, FAR if self.right is None else self.right
+
+    def __str__(self) -> str:
+        return f"Window(left={self.left}, right={self.right})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Diagonal(Band):
+    """A query attends to one key, k positions after its own: j = i + k. TypeError unless k is an int.
+
+    `Diagonal(-1)` is the mask of previous-token heads, found by Clark et al. 2019 (arXiv:1906.04341).
+    """
+
+    k: int = 0
+
+    def __post_init__(self) -> None:
+        whole(self.k, "Diagonal's k", least=-FAR)
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        return j == i + self.k
+
+    def band(self) -> tuple[int, int]:
+        return self.k, self.k
+
+    def __str__(self) -> str:
+        return f"Diagonal({self.k})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prefix(Mask):
+    """The first n keys are visible: j < n.
+
+    `Causal() | Prefix(n)` is a prefix language model (Raffel et al. 2020, arXiv:1910.10683). n is an int,
+    or an integer tensor `[b]`: TypeError or ValueError if it isn't a number of keys.
+    """
+
+    n: int | Tensor
+
+    def __post_init__(self) -> None:
+        _check_count(self.n, "Prefix")
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        return j < _per_batch(self.n, b)
+
+    def span(self, rows: range) -> Span:
+        least, most = extremes(self.n)
+        return Span((0, most), (0, least))
+
+    def check(self, shape: Shape) -> None:
+        _check_batch(self.n, shape, "Prefix")
+
+    def __str__(self) -> str:
+        return f"Prefix({_short(self.n)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lengths(Mask):
+    """Padding: only the first n keys are real, j < n; with `left=True` the last n, j ≥ s − n.
+
+    n is an int, or an integer tensor `[b]`: TypeError or ValueError if it isn't a number of keys. Only keys
+    are masked, as with `torch.nn.MultiheadAttention`'s key_padding_mask: padded queries still attend.
+    """
+
+    n: int | Tensor
+    left: bool = False
+    s: int | None = bound(None)  # the number of keys
+
+    def __post_init__(self) -> None:
+        _check_count(self.n, "Lengths")
+        if not isinstance(self.left, bool):
+            raise TypeError(f"Expected left in Lengths to be True or False, got {self.left!r}.")
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        n = _per_batch(self.n, b)
+        return j + n >= self._columns() if self.left else j < n  # j is wide, n may be int8
+
+    def span(self, rows: range) -> Span:
+        least, most = extremes(self.n)
+        if not self.left:
+            return Span((0, most), (0, least))
+        s = self._columns()
+        return Span((max(s - most, 0), FAR), (max(s - least, 0), FAR))
+
+    def check(self, shape: Shape) -> None:
+        _check_batch(self.n, shape, "Lengths")
+
+    def bind(self, first: int | Tensor, s: int) -> Mask:
+        return self.but(s=s)
+
+    def normal(self) -> Normal:
+        return Normal(lengths=(self,))
+
+    def _columns(self) -> int:
+        if self.s is None:
+            raise ValueError(
+                "Lengths(left=True) counts from the last key, and the number of keys is unknown here. "
+                "Use the mask in attention, or bind it: mask.bind(first, s)."
+            )
+        return self.s
+
+    def __str__(self) -> str:
+        return f"Lengths({_short(self.n)}{', left=True' if self.left else ''})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Keys(Mask):
+    """Only these keys are visible, a list or a tensor `[n]`: `Keys([0, 5])`.
+
+    Joined with `|` they are global tokens (Beltagy et al. 2020, arXiv:2004.05150). TypeError or ValueError
+    for what isn't a column.
+    """
+
+    keys: tuple[int, ...]
+
+    def __init__(self, keys: Sequence[int] | Tensor) -> None:
+        if isinstance(keys, Tensor):
+            keys = keys.tolist()
+        if isinstance(keys, int) or not isinstance(keys, Sequence):
+            raise TypeError(f"Expected a list of columns for Keys, got {keys!r}: write Keys([...]).")
+        object.__setattr__(self, "keys", tuple(sorted({whole(key, "a column in Keys") for key in keys})))
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        j = torch.as_tensor(j)
+        return torch.isin(j, torch.tensor(self.keys, dtype=j.dtype, device=j.device))
+
+    def span(self, rows: range) -> Span:
+        if not self.keys:
+            return Span(NOTHING, NOTHING)
+        run = (self.keys[0], self.keys[-1] + 1)
+        return Span(run, run if run[1] - run[0] == len(self.keys) else NOTHING)
+
+    def extent(self) -> tuple[int, int] | None:
+        size = max(12, self.keys[-1] + 1) if self.keys else 12
+        return size, size
+
+    def __str__(self) -> str:
+        return f"Keys({list(self.keys)})"
+
+
+def _check_count(n: object, name: str) -> None:
+    """Check that n is a number of keys: an int ≥ 0, or an integer tensor [b] of them."""
+    if not isinstance(n, Tensor):
+        whole(n, f"the number of keys in {name}")
+        return
+    if n.dim() != 1 or not is_integer(n):
+        raise TypeError(f"Expected an int or an integer tensor [b] for {name}, got {kind(n)} {sizes(n)}.")
+    if not opaque(n) and bool((n < 0).any()):
+        raise ValueError(f"Expected the numbers of keys in {name} to be at least 0, got {n.tolist()}.")
+
+
+def _check_batch(n: int | Tensor, shape: Shape, name: str) -> None:
+    if isinstance(n, Tensor) and n.shape[0] not in (1, shape.b):
+        raise ValueError(
+            f"Expected one number for each of b = {shape.b} sequences in {name}, got {n.shape[0]}."
+        )
+
+
+def _per_batch(n: int | Tensor, b: Index) -> Any:
+    """Return the number of batch entry b."""
+    if isinstance(n, int):
+        return n
+    if n.shape[0] == 0 and not isinstance(b, Tensor):  # drawn for a batch of none
+        return 0
+    return n[0] if n.shape[0] == 1 else n[b]
+
+
+def _short(value: object) -> str:
+    """Return a field as `str` prints it: small tensors whole, large ones by their size."""
+    if not isinstance(value, Tensor):
+        return str(value)
+    return str(value.tolist()) if value.numel() <= 8 and not opaque(value) else sizes(value)
+
+
+# -- ids -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Ids(Mask):
+    """A mask that compares ids: the base of Documents, SameToken and AfterSameToken.
+
+    Without `queries`, the query at position i has ids[i]; with it, the query in row r has queries[r].
+    A position outside the ids matches nothing.
+    """
+
+    ids: Tensor
+    queries: Tensor | None = None
+    first: int | Tensor = bound(0)  # the position of row 0, where queries are given
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for what, ids in (("ids", self.ids), ("queries", self.queries)):
+            if ids is None and what == "queries":
+                continue
+            if not isinstance(ids, Tensor) or not is_integer(ids) or ids.dim() not in (1, 2):
+                got = f"{kind(ids)} {sizes(ids)}" if isinstance(ids, Tensor) else kind(ids)
+                letters = "[s] or [b, s]" if what == "ids" else "[t] or [b, t]"
+                raise TypeError(f"Expected {what} as an integer tensor {letters} for {name}, got {got}.")
+
+    def key(self, b: Index, j: Index) -> tuple[Any, Any]:
+        """Return the id of key j of batch entry b, and whether there is one."""
+        return _look_up(self.ids, b, j)
+
+    def query(self, b: Index, i: Index) -> tuple[Any, Any]:
+        """Return the id of the query at position i of batch entry b, and whether there is one."""
+        if self.queries is None:
+            return _look_up(self.ids, b, i)
+        return _look_up(self.queries, b, i - _per_batch(self.first, b))
+
+    def match(self, b: Index, i: Index, j: Index) -> Any:
+        """Return True where query i and key j of batch entry b have the same id."""
+        (query, has_query), (key, has_key) = self.query(b, i), self.key(b, j)
+        return (query == key) & has_query & has_key
+
+    def span(self, rows: range) -> Span:
+        """Return the keys from the first to the last with an id of these rows; all if they are one run."""
+        n = self.ids.shape[-1]
+        low, high = extremes(self.first) if self.queries is not None else (0, 0)
+        source = self.ids if self.queries is None else self.queries
+        start, stop = rows.start - high, rows.stop - low
+        ids = source[..., max(start, 0) : max(stop, 0)].unique()
+        matches = torch.isin(self.ids, ids).reshape(-1, max(n, 1)).any(0).nonzero()
+        if not len(matches):
+            return Span(NOTHING, NOTHING)
+        some = (int(matches[0]), int(matches[-1]) + 1)
+        inside = start >= 0 and stop <= source.shape[-1]
+        if not inside or len(ids) > 1 or not bool((self.ids[..., some[0] : some[1]] == ids).all()):
+            return Span(some, NOTHING)
+        return Span(some, some)
+
+    def check(self, shape: Shape) -> None:
+        name = type(self).__name__
+        for what, ids in (("ids", self.ids), ("queries", self.queries)):
+            if ids is not None and ids.dim() == 2 and ids.shape[0] not in (1, shape.b):
+                raise ValueError(f"Expected {what} of {name} for b = {shape.b} sequences, got {sizes(ids)}.")
+        if self.queries is not None and self.queries.shape[-1] != shape.t:
+            raise ValueError(
+                f"Expected an id in {name}'s queries for each of t = {shape.t} queries, got "
+                f"{sizes(self.queries)}."
+            )
+
+    def bind(self, first: int | Tensor, s: int) -> Mask:
+        return self if self.queries is None else self.but(first=first)
+
+    def extent(self) -> tuple[int, int] | None:
+        s = self.ids.shape[-1]
+        return (s if self.queries is None else self.queries.shape[-1]), s
+
+    def __str__(self) -> str:
+        queries = "" if self.queries is None else f", queries={_short(self.queries)}"
+        return f"{type(self).__name__}({_short(self.ids)}{queries})"
+
+
+def _look_up(ids: Tensor, b: Index, position: Index) -> tuple[Any, Any]:
+    """Return the ids at a position of batch entry b, and whether the position is inside."""
+    n = ids.shape[-1]
+    position = torch.as_tensor(position, device=ids.device)
+    if n == 0 or (ids.dim() == 2 and ids.shape[0] == 0 and not isinstance(b, Tensor)):
+        return torch.zeros_like(position), torch.zeros_like(position, dtype=torch.bool)
+    inside = (position >= 0) & (position < n)
+    position = position.clamp(0, n - 1)
+    if ids.dim() == 1:
+        return ids[position], inside
+    return ids[0 if ids.shape[0] == 1 else b, position], inside
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents(Ids):
+    """Packed sequences: a query attends to the keys of its own document, those with the same id.
+
+    ids: integers `[s]` or `[b, s]`; queries: the queries' ids `[t]` or `[b, t]` for cross-attention.
+    The library sets first, the position of row 0, an int or `[b]`. TypeError for other ids. Krell et al. 2021
+    (arXiv:2107.02027).
+    """
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        return self.match(b, i, j)
+
+    def normal(self) -> Normal:
+        return Normal(segments=(self,))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SameToken(Ids):
+    """A query attends to the keys of its own token: ids[j] = ids[i].
+
+    The mask of duplicate-token heads (Wang et al. 2023, arXiv:2211.00593). ids `[s]` or `[b, s]`, queries
+    `[t]` or `[b, t]`, first, an int or `[b]`, TypeError for others, as in Documents.
+    """
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        return self.match(b, i, j)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AfterSameToken(Ids):
+    """A query attends to the keys that follow its own token: ids[j − 1] = ids[i], 1 ≤ j ≤ i.
+
+    The mask of induction heads (Olsson et al. 2022, arXiv:2209.11895). ids `[s]` or `[b, s]`, queries
+    `[t]` or `[b, t]`, first, an int or `[b]`, TypeError for others, as in Documents.
+    """
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        return self.match(b, i, j - 1) & (j >= 1) & (j <= i)
+
+    def span(self, rows: range) -> Span:
+        low, high = super().span(rows).some
+        return Span(intersect((low + 1, high + 1), (1, rows.stop)), NOTHING)
+
+
+# -- tensors and functions -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Keep(Mask):
+    """A boolean tensor, True = may attend: `[t, s]`, or four dimensions that broadcast to `[b, h, t, s]`.
+
+    The polarity of `torch.nn.functional.scaled_dot_product_attention`. TypeError for another dtype,
+    ValueError for another number of dimensions. The library sets first, the position of row 0, an int or
+    `[b]`.
+    """
+
+    tensor: Tensor
+    first: int | Tensor = bound(0)  # the position of row 0
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if not isinstance(self.tensor, Tensor):
+            raise TypeError(f"Expected a boolean tensor [t, s] for {name}, got {kind(self.tensor)}.")
+        if self.tensor.dtype != torch.bool:
+            raise TypeError(
+                f"Expected a boolean tensor for {name}, got {self.tensor.dtype}: compare it first, e.g. "
+                f"{name}(tensor != 0), so that the meaning of a number is clear."
+            )
+        if self.tensor.dim() not in (2, 4):
+            raise ValueError(
+                f"Expected [t, s] or four dimensions that broadcast to [b, h, t, s] for {name}, got "
+                f"{sizes(self.tensor)}. For padding use Lengths(n)."
+            )
+
+    def _entry(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, Any]:
+        """Return the tensor's entry, and whether there is one: outside it nothing is visible."""
+        row = i - _per_batch(self.first, b)
+        inside: Any = True
+        places = []
+        for place, size in zip((b, h, row, j)[-self.tensor.dim() :], self.tensor.shape, strict=True):
+            place = torch.as_tensor(place, device=self.tensor.device)
+            if size == 1 and self.tensor.dim() == 4:
+                places.append(torch.zeros_like(place))
+            else:
+                inside = (place >= 0) & (place < size) & inside
+                places.append(place.clamp(0, max(size - 1, 0)))
+        if self.tensor.numel() == 0:
+            return torch.zeros_like(inside), inside & False
+        return self.tensor[tuple(places)], inside
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        entry, inside = self._entry(b, h, i, j)
+        return entry & inside
+
+    def check(self, shape: Shape) -> None:
+        name, want = type(self).__name__, (shape.b, shape.h, shape.t, shape.s)
+        got = tuple(self.tensor.shape)
+        if len(got) == 2 and got != want[2:]:
+            raise ValueError(
+                f"Expected the tensor of {name} to be [t, s] = [{shape.t}, {shape.s}], got "
+                f"{sizes(self.tensor)}. For a mask of padding [b, s] use Lengths(n), or four dimensions "
+                "[b, 1, 1, s]."
+            )
+        if len(got) == 4 and any(n not in (1, m) for n, m in zip(got, want, strict=True)):
+            raise ValueError(
+                f"Expected the tensor of {name} to broadcast to [b, h, t, s] = {list(want)}, got "
+                f"{sizes(self.tensor)}."
+            )
+
+    def bind(self, first: int | Tensor, s: int) -> Mask:
+        return self.but(first=first)
+
+    def extent(self) -> tuple[int, int] | None:
+        return self.tensor.shape[-2], self.tensor.shape[-1]
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({sizes(self.tensor)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Drop(Keep):
+    """A boolean tensor `[t, s]` with the other polarity: True = may NOT attend.
+
+    The polarity of `torch.nn.MultiheadAttention`. Four dimensions, first (an int or `[b]`), TypeError and
+    ValueError as in Keep.
+    """
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        entry, inside = self._entry(b, h, i, j)
+        return (entry ^ True) & inside
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rule(Mask):
+    """A mask by a function: `Rule(lambda b, h, i, j: (i - j) % 2 == 0)`.
+
+    The function, fn, gets integer tensors that broadcast to `[b, h, t, s]` (i and j are positions) and
+    returns a boolean tensor, as a mask_mod of PyTorch's FlexAttention does (Dong et al. 2024,
+    arXiv:2412.05496). Nothing else is known of it, so no tile is skipped. With `torch.compile`, make the rule
+    outside the compiled function. TypeError for a function of other arguments.
+    """
+
+    fn: Callable[[Any, Any, Any, Any], Any]
+    number: int = field(default=-1, init=False)  # stands for it in text
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(
+                f"Expected a function (b, h, i, j) → boolean tensor for Rule, got {kind(self.fn)}."
+            )
+        try:
+            signature(self.fn).bind(0, 0, 0, 0)
+        except TypeError:
+            raise TypeError(
+                f"Expected a function of four arguments b, h, i, j for Rule, got {signature(self.fn)}."
+            ) from None
+        except ValueError:  # a function of C has no signature
+            pass
+        try:
+            object.__setattr__(self, "number", number(self.fn))
+        except TypeError:  # an object with __slots__
+            raise TypeError(
+                f"Expected a function that can be referred to weakly for Rule, got {kind(self.fn)}: "
+                "wrap it in a lambda."
+            ) from None
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        """Return what the function returns; TypeError if that isn't boolean."""
+        kept = self.fn(b, h, i, j)
+        if isinstance(kept, bool) or (isinstance(kept, Tensor) and kept.dtype == torch.bool):
+            return kept
+        raise TypeError(f"Expected Rule's function to return a boolean tensor, got {kind(kept)}.")
+
+    def __str__(self) -> str:
+        return f"Rule({getattr(self.fn, '__name__', 'fn')})"
