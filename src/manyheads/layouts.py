@@ -58,16 +58,16 @@ def read_weights(tensors: Mapping[str, Tensor], layout: str, layer: LayerSizes) 
         ValueError: If the layer doesn't have this layout, or a name is unknown or missing.
     """
     names = _names(layout, layer, packed="q_proj_weight" not in tensors)
-    needed = WEIGHTS.union(*(names.get(name, ()) for name in tensors))  # a bias is complete or absent
+    present = {name: parts for name, parts in names.items() if name in tensors}  # in the order of the heads
+    needed = WEIGHTS.union(*present.values())  # a bias is complete or absent
     unknown = sorted(tensors.keys() - names.keys())
     missing = [name for name, parts in names.items() if name not in tensors and needed & {*parts}]
     if unknown or missing:
         what = f"got {', '.join(unknown)}" if unknown else f"{', '.join(missing)} is missing"
-        raise ValueError(f"Expected {', '.join(names)} in layout {layout!r}, {what}.")
+        raise ValueError(f"Expected the names of layout {layout!r}, such as {next(iter(names))}, {what}.")
     h, g, d = layer.heads, layer.kv_heads, layer.head_dim
     pieces: dict[str, list[Tensor]] = {}
-    for name in filter(tensors.__contains__, names):  # in the order of the heads
-        parts = names[name]
+    for name, parts in present.items():
         rows = [h * d, g * d, g * d] if len(parts) == 3 else [len(tensors[name])]
         if len(tensors[name]) != sum(rows):
             raise ValueError(

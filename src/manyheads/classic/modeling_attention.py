@@ -9,19 +9,16 @@ Scores are divided by `scale`, the root of the key size. `probs[0]` is head 0 of
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyheads.classic.common import check, mix, weigh
+from manyheads.classic.common import Inputs, check, mix, weigh
 from manyheads.functional import attention, attention_with_map
 from manyheads.layouts import merge_heads, split_heads
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Mask
 from manyheads.shapes import divide, real, whole
-
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
 
 
 class SelfAttention(nn.Module):

@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from manyheads.biases import Dense
-from manyheads.classic.common import mix, weigh
+from manyheads.classic.common import Inputs, mix, weigh
 from manyheads.functional import attention, attention_with_map
 from manyheads.layouts import merge_heads, project_inputs, split_heads, spread_masks
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Drop, Mask
 from manyheads.shapes import can_read, kind, sizes, whole
-
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
 
 
 class Refused(ValueError, AssertionError, RuntimeError):
