@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import Distribution, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
@@ -345,7 +345,7 @@ def describe_machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "width": None if library.width is None else library.WIDTHS[library.width],
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": {name: version(name) for name in PACKAGES if any(Distribution.discover(name=name))},
+        "versions": {name: number for name in PACKAGES if (number := _version(name))},
     }
 
 
@@ -356,11 +356,9 @@ def unknown() -> dict[str, str]:
     build that uses the tiles, only the vector registers would be measured.
     """
     why = rules.missing_tiles()
-    return (
-        {"bfloat16": f"this processor has AMX tiles, and the native library can't use them: {why}"}
-        if why
-        else {}
-    )
+    if why is None:
+        return {}
+    return {"bfloat16": f"this processor has AMX tiles, and the native library can't use them: {why}"}
 
 
 def limits() -> tuple[dict[str, float], float]:
@@ -391,6 +389,13 @@ def limits() -> tuple[dict[str, float], float]:
         for _ in range(5)
     )
     return peak, read
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 # -- the contestants ---------------------------------------------------------------------------------
