@@ -1,4 +1,4 @@
-"""The cache: it owns its offset, refuses to overflow, and decoding with it is the full pass."""
+"""The cache: its offset and length, and decoding compared with the full pass."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_maps_of_earlier_steps_stay_readable() -> None:
 
 
 def test_the_mask_of_a_cache() -> None:
-    """Not causal, if said so: a prefix that is read in one step sees itself whole."""
+    """It need not be causal: a prefix that is read in one step attends to all of itself."""
     model, x = layer(), torch.randn(1, 5, E, dtype=torch.float64)
     with torch.no_grad():
         expected = model(x)

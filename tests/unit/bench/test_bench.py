@@ -31,7 +31,7 @@ def test_the_limits_of_the_machine_are_plausible() -> None:
 @pytest.mark.parametrize("kind", bench.KINDS)
 @pytest.mark.parametrize("dtype", bench.DTYPES)
 def test_contestants_compute_the_same(kind: str, dtype: str) -> None:
-    """All but FlexAttention, which has a compiler to wait for, on the same numbers."""
+    """All but FlexAttention, which takes long to compile, on the same numbers."""
     torch.manual_seed(0)
     found = bench.contestants(bench.Problem(kind, dtype, 64, 64))
     assert "compiled" in found.get("FlexAttention", "compiled")  # why it is left out
@@ -110,7 +110,9 @@ def made_up(
         (bench.KINDS, tuple(bench.DTYPES), (64, 128)),
     ],
 )
-def test_the_plot_holds_all(kinds: tuple[str, ...], dtypes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+def test_the_plot_shows_everything_within_the_figure(
+    kinds: tuple[str, ...], dtypes: tuple[str, ...], sizes: tuple[int, ...]
+) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure = made_up(kinds, dtypes, sizes, 1.04).plot()
@@ -159,7 +161,7 @@ def test_shares_of_a_peak_that_was_surpassed_are_left_out() -> None:
 
 
 def test_without_a_build_for_tiles_no_peak_of_bfloat16_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vector registers can do isn't what the machine can, and shares of it would be above 100 %."""
+    """Vector registers are slower than tiles, so that shares of their peak would exceed 100 %."""
     if library.spin is None:
         pytest.skip("the limits are measured by the native library")
     rounds: list[tuple[int, int]] = []
