@@ -68,6 +68,13 @@ class Bias(Value):
         """Return the bias for queries whose row 0 has the position `first` (an int or `[b]`)."""
         return self
 
+    def cut(self) -> Bias | None:
+        """Return the bias of a range of rows and columns, renumbered from 0; None if that isn't supported.
+
+        That is so where it depends on j − i only.
+        """
+        return None
+
     def only(self, batch: Tensor, heads: Tensor) -> Bias:
         """Return the bias of some batch entries `[b]` and heads `[h]`, which are renumbered from 0."""
         return OnlyBias(self, batch, heads)
@@ -156,6 +163,9 @@ class ALiBi(Bias):
             )
         _finite(slopes, "ALiBi's slopes")
         object.__setattr__(self, "slopes", slopes)
+
+    def cut(self) -> Bias:
+        return self
 
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
         slopes = self.slopes[0 if self.slopes.shape[0] == 1 else h]

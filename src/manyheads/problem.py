@@ -194,6 +194,22 @@ class Problem:
             shape=shape_of(q, k, v),
         )
 
+    def cut(self, rows: range, cols: range) -> Problem | None:
+        """Return the problem of a range of queries and keys; None if the mask or the bias can't be cut.
+
+        Its rows and columns are renumbered from 0, and its softmax is over the remaining keys.
+        """
+        mask = None if self.mask is None else self.mask.cut(rows, cols, self.offset)
+        bias = None if self.bias is None else self.bias.cut()
+        if (mask is None) != (self.mask is None) or (bias is None) != (self.bias is None):
+            return None
+        down, across = slice(rows.start, rows.stop), slice(cols.start, cols.stop)
+        return Problem.of(
+            self.q[:, :, down], self.k[:, :, across], self.v[:, :, across], mask=mask, bias=bias,
+            scale=self.scale, softcap=self.softcap, sink=self.sink, dropout_p=self.dropout_p,
+            offset=self.offset + rows.start - cols.start,
+        )  # fmt: skip
+
     def at(
         self, rows: Rows, cols: Rows, batch: Rows | None = None, heads: Rows | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

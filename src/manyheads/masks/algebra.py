@@ -91,6 +91,14 @@ class Mask(Value):
         """Return the mask of some batch entries `[b]` and heads `[h]`, renumbered from 0."""
         return Only(self, batch, heads)
 
+    def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask | None:
+        """Return the mask of a range of rows and columns, renumbered from 0; None if that isn't supported.
+
+        offset: the position of row 0, an int or `[b]`, for a bound mask. In the cut problem row 0 is at
+        position offset + rows.start − cols.start.
+        """
+        return None
+
     def normal(self) -> Normal:
         """Return the mask as band & segments & lengths & rest."""
         return Normal(rest=(self,))
@@ -176,6 +184,10 @@ class And(Pair):
     def span(self, rows: range) -> Span:
         x, y = self.left.span(rows), self.right.span(rows)
         return Span(intersect(x.some, y.some), intersect(x.all, y.all))
+
+    def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask | None:
+        left, right = (part.cut(rows, cols, offset) for part in self.parts())
+        return None if left is None or right is None else And(left, right)
 
     def normal(self) -> Normal:
         return self.left.normal().merge(self.right.normal())

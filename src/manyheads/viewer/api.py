@@ -36,14 +36,14 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from manyheads import scores
+from manyheads import kernels, scores
 from manyheads.maps import AttentionMap
 from manyheads.measures import MAP_MASKS, TOKEN_MASKS
 from manyheads.observe import Recording, open_run
 from manyheads.observe.summaries import Reduced
 from manyheads.observe.table import score_heads
 from manyheads.shapes import kind
-from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile, has_fast_statistics
+from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile
 from manyheads.viewer.worker import BACKGROUND, NORMAL, URGENT, Worker
 
 PYRAMID_BYTES = 192 * 2**20  # of the cache of heads, with the results of their scans
@@ -424,7 +424,7 @@ def head_scores(
     """
     _, h, t, s = amap.shape
     problem = amap.problem
-    if h * t * s <= (EXACT_WEIGHTS if has_fast_statistics(problem) else EXACT_WEIGHTS // 16):
+    if h * t * s <= (EXACT_WEIGHTS if kernels.fuses(problem) else EXACT_WEIGHTS // 16):
         return {name: x[0] for name, x in score_heads(amap, ids).items()}, 1
     stride = -(-t // SAMPLES)
     masks = {name: mask_of(amap) for name, mask_of in MAP_MASKS.items()}
