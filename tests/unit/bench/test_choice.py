@@ -237,21 +237,3 @@ def test_the_command_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert command(*NARROW, "--length", "1", "--rounds", "1") in (0, 1)
     written = json.loads(Path("here/choice.json").read_text())
     assert {"auto", "PyTorch"} <= set(written["outcomes"][0]["times"])
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["--kind", "choice", "--kind", "layer"], "Expected --kind choice alone"),
-        (["--kind", "layer", "--seed", "1"], "Expected --seed with --kind choice only"),
-        (
-            ["--kind", "choice", "--dtype", "int8"],
-            "Expected dtype to be one of float32, bfloat16, float16, got",
-        ),
-        (["--kind", "choice", "--length", "0"], "Expected length to be at least 1, got 0"),
-        (["--kind", "choice", "--size", "-3"], "Expected size to be at least 1, got -3"),
-    ],
-)
-def test_invalid_options_raise(words: list[str], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        app(["bench", *words])
