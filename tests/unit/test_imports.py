@@ -20,7 +20,7 @@ ROOT = Path(manyheads.__file__).parent
 # layer. An entry is a module, or a package with everything in it.
 LAYERS = (
     ("startup", "shapes", "trees", "extras"),
-    ("masks", "biases", "positions"),
+    ("layouts", "masks", "biases", "positions"),
     ("problem", "scores"),
     ("kernels",),
     ("storage", "statistics", "maps", "measures", "cache"),

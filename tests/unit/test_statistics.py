@@ -1107,8 +1107,8 @@ def test_another_map_remembers_nothing() -> None:
         ({"top": "x"}, TypeError, "'x'"),
         ({"pooled": (3,)}, TypeError, "arguments of pooled to be rows, cols, reduce"),
         ({"pooled": (3, 99)}, ValueError, "at most 30 cols"),
-        ({"mass": (mh.Full(),)}, ValueError, "mass takes what may change before it is read"),
-        ({"value_norms": ()}, ValueError, "value_norms takes what may change"),
+        ({"mass": (mh.Full(),)}, ValueError, "mass depends on a mask or tensor that may change"),
+        ({"value_norms": ()}, ValueError, "value_norms depends on"),
     ],
     ids=str,
 )

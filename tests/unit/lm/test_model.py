@@ -386,7 +386,7 @@ def test_the_model_exports_with_a_dynamic_length(model: lm.LanguageModel, grad: 
 
 
 class Killed(BaseException):
-    """The process dies here."""
+    """Raised where the process would be killed."""
 
 
 def generation(folder: Path) -> set[float]:
