@@ -308,6 +308,7 @@ def test_invalid_options_raise(words: str, error: str) -> None:
         app(["bench", *words.split()])
 
 
+@pytest.mark.full
 def test_the_command_measures(tmp_path: Path) -> None:
     words = "bench --length 64 --size 64 --rounds 1 --kind forward --dtype float32 --out here"
     command = [sys.executable, "-m", "manyheads", *words.split()]

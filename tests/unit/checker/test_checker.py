@@ -216,6 +216,7 @@ def test_an_unknown_scale_is_reported_to_the_digit() -> None:
     assert f"scores multiplied by {1.7 / 24**0.5:.5g}, where 1/√d = {24**-0.5:.5g}" in one.says
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -792,6 +793,7 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
     assert (tmp_path / "pictures" / "check.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_the_command_passes_what_is_right(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WRONG.replace(".softmax", ".div(x.shape[-1] ** 0.5).softmax"))
     done = run(tmp_path, "mine.py:Attention")
@@ -827,6 +829,7 @@ def test_the_command_reports_invalid_use(arguments: tuple[str, ...], words: str,
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_call_that_never_ends_fails(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         WRONG.replace("        return (self", "        while x.shape[1] > 8: pass\n        return (self")
