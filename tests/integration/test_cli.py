@@ -221,6 +221,7 @@ def test_an_empty_path_is_not_the_current_folder(words: list[str], tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [["show", TEXT, "--open"], ["view", "maps"]], ids=lambda words: words[0])
 def test_without_uvicorn_the_viewer_raises_before_any_work(words: list[str], tmp_path: Path) -> None:
     code = "import sys; sys.modules['uvicorn'] = None; from manyheads.__main__ import main; main()"

@@ -46,6 +46,7 @@ def beyond(length: int, what: str, kernel: str = "chunked") -> float:
 
 # At 8,192 tokens the weights would take 2.1 GB; a working set that doesn't grow with the square of the
 # length stays below a quarter of the limits at 32,768, plus the blocks, which don't grow at all.
+@pytest.mark.sampled(what="forward")
 @pytest.mark.parametrize(("what", "limit"), [("forward", 40), ("backward", 70)])
 def test_8k_tokens(what: str, limit: float) -> None:
     assert beyond(8192, what) < limit

@@ -292,6 +292,7 @@ def test_layers_with_different_masks_each_have_a_uniform_head(
 # -- the command -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(name="gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_from_a_text_to_words_and_pictures(name: str, run: Any, folders: Callable[[str], Path]) -> None:
     code, out, err = run("--model", folders(name), TEXT, "--no-mask", "--layer", 1, "--head", 2)
@@ -314,6 +315,7 @@ def test_from_a_text_to_words_and_pictures(name: str, run: Any, folders: Callabl
         assert found["tokens"][one["query"]]["label"] in one["sentence"]
 
 
+@pytest.mark.full
 def test_the_command_prints_only_its_own_output(folders: Callable[[str], Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyheads", "show", "--model", str(folders("bert")), TEXT, "--json"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)

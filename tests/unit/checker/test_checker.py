@@ -493,6 +493,7 @@ def test_where_only_the_weights_are_wrong_the_output_is_not_blamed() -> None:
     assert "output is wrong" not in one.says
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "steps"),
     [

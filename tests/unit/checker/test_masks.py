@@ -192,6 +192,7 @@ def test_a_mask_that_is_not_used_is_not_judged(layer: Any, argument: str, why: s
         checker.assert_attention(layer, "self")
 
 
+@pytest.mark.full
 def test_a_failure_is_a_failure_whatever_was_not_judged() -> None:
     class Wrong(Third):
         def attend(self, x: Tensor, *masks: Tensor | None) -> Tensor:
