@@ -376,9 +376,7 @@ def read(path: str | os.PathLike[str]) -> Run:
                 reason = shorten(str(error), 1000, placeholder=" ….")
                 raise ValueError(f"{path} isn't a file of manyheads: {reason}") from None
     except SafetensorError as error:
-        raise ValueError(
-            f"{path} isn't a safetensors file, or is truncated: {error}."
-        ) from None
+        raise ValueError(f"{path} isn't a safetensors file, or is truncated: {error}.") from None
 
 
 def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
@@ -386,12 +384,12 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
     version = metadata.get("version", "")
     if metadata.get("format") != FORMAT or "run" not in metadata or not re.fullmatch("[1-9][0-9]*", version):
         raise ValueError(
-            f"Expected the metadata of manyheads in the safetensors file {path}, got "
+            f"{path} is a safetensors file without the metadata of manyheads. Expected format '{FORMAT}', got "
             f"{brief(dict(metadata)) if metadata else 'none'}."
         )
     if version != str(VERSION):
         raise ValueError(
-            f"Expected version {VERSION} of the format in {path}, got {version[:9]}. Upgrade manyheads."
+            f"{path} has version {version[:9]} of the format, and this manyheads reads up to {VERSION}. Upgrade it."
         )
     return metadata["run"]
 
