@@ -384,12 +384,13 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
     version = metadata.get("version", "")
     if metadata.get("format") != FORMAT or "run" not in metadata or not re.fullmatch("[1-9][0-9]*", version):
         raise ValueError(
-            f"{path} is a safetensors file without the metadata of manyheads. Expected format '{FORMAT}', got "
+            f"{path} is a safetensors file, but not of manyheads. Expected format '{FORMAT}', got "
             f"{brief(dict(metadata)) if metadata else 'none'}."
         )
     if version != str(VERSION):
         raise ValueError(
-            f"{path} has version {version[:9]} of the format, and this manyheads reads up to {VERSION}. Upgrade it."
+            f"{path} has version {version[:9]} of the format, and this manyheads reads up to {VERSION}. "
+            "Upgrade it."
         )
     return metadata["run"]
 

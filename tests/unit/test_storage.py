@@ -639,7 +639,7 @@ def test_files_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (tmp_path / "sprung").exists()
     torch.save(torch.ones(3), path)
     refuses(path, path.read_bytes(), ["isn't a safetensors file"])
-    not_ours = ["the metadata of manyheads"]
+    not_ours = ["but not of manyheads"]
     refuses(path, save({"q": torch.ones(3)}), [*not_ours, "got none."])
     refuses(path, save({"q": torch.ones(3)}, {"format": "pt"}), [*not_ours, "{'format': 'pt'}"])
     ours = {"format": "manyheads", "version": "1", "run": "{}"}
