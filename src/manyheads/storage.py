@@ -512,15 +512,15 @@ def _fields(
 
 
 def _check_calls(entries: Sequence[Entry]) -> None:
-    seen = set()
+    known = set()
     for entry in entries:
         _check_names([entry.name])
         whole(entry.call, "the number of a call")
-        if entry[:2] in seen:
+        if entry[:2] in known:
             raise ValueError(
                 f"Expected every call once in a file, got call {entry.call} of {entry.name!r} twice."
             )
-        seen.add(entry[:2])
+        known.add(entry[:2])
 
 
 def _check_names(names: Sequence[str] | Mapping[str, Any]) -> None:
