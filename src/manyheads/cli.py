@@ -314,7 +314,7 @@ def check(
     """
     from manyheads.checker import command
 
-    report = command.run(target, like, init, weights, layout, timeout, memory)
+    report = command.run(target, weights, timeout, memory, like=like, init=init, layout=layout)
     command.deliver(report, out, json, junit)
     raise typer.Exit(command.EXIT_CODES[report.verdict])
 

@@ -71,7 +71,7 @@ def attention(
     layout = plans.layout(q, k, v, mask, bias, scale, softcap, sink, dropout_p, offset, kernel)
     call = plans.find(layout)
     if call is not None:
-        return call(q, k, v)
+        return call(q, k, v, mask)
     q, k, v = autocast(q, k, v)
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                          dropout_p=dropout_p, offset=offset)  # fmt: skip

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyheads import kernels, scores, statistics
+from manyheads import extras, kernels, scores, statistics
 from manyheads.masks import Lengths, Mask, Rule
 from manyheads.problem import Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
@@ -426,10 +426,8 @@ class AttentionMap:
         A script that would end goes on with `view().wait()`. TypeError or ValueError for what can't be shown,
         OSError for a port that is taken.
         """
-        from manyheads import viewer
-
         self._fresh()
-        return viewer.view(self, *others, port=port, browser=browser)
+        return extras.view(self, *others, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the map, its tokens and provenance into a safetensors file at path: see docs/format.md.
@@ -510,6 +508,13 @@ def labels_of(tokens: Any, b: int, s: int) -> Tokens:
         if len(labels) != s:
             raise ValueError(f"{takes}, one for each key, got {len(labels)}.")
     return tuple(tuple(labels) for labels in tokens) if several else tuple(tokens)
+
+
+def sequence_labels(tokens: Tokens | None, batch: int = 0) -> list[str] | None:
+    """Return the labels of the keys of one sequence; None without labels."""
+    if not tokens or isinstance(tokens[0], str):
+        return None if tokens is None else [str(label) for label in tokens]
+    return list(tokens[batch])
 
 
 def _cast(problem: Problem, dtype: torch.dtype) -> Problem:

@@ -25,6 +25,7 @@ TOKEN_MASKS: dict[str, Callable[[Tensor], Mask]] = {
     "duplicate_token": lambda ids: SameToken(ids) & Causal() & ~Diagonal(0),
     "induction": AfterSameToken,
 }
+UNITS = {"entropy": "nats", "distance": "positions"}  # of the other head scores, which aren't weights
 
 
 def previous_token(amap: AttentionMap) -> Tensor:

@@ -754,7 +754,7 @@ def arguments(name: str, given: Any) -> dict[str, Any]:
         bound = signature(made).bind(*plain, **named)
     except TypeError as error:
         takes = ", ".join(signature(made).parameters) or "no arguments"
-        raise TypeError(f"Expected arguments of {name} to be {takes}, got {given!r}: {error}.") from None
+        raise TypeError(f"Expected arguments of {name} to be {takes}: {error}.") from None
     bound.apply_defaults()
     return bound.arguments
 

@@ -108,8 +108,8 @@ def interrupted(words: Sequence[str], delay: float, folder: Path) -> tuple[int, 
     [
         pytest.param(["generate", TEXT, "--tokens", "40"], 6, id="generate"),
         pytest.param(["show", TEXT], 4, id="show"),
-        pytest.param(["generate", TEXT, "--tokens", "40"], 40, id="generate often", marks=pytest.mark.slow),
-        pytest.param(["show", TEXT], 40, id="show often", marks=pytest.mark.slow),
+        pytest.param(["generate", TEXT, "--tokens", "40"], 40, id="generate often", marks=pytest.mark.full),
+        pytest.param(["show", TEXT], 40, id="show often", marks=pytest.mark.full),
     ],
 )
 def test_an_interrupted_command_ends_quietly(words: list[str], moments: int, tmp_path: Path) -> None:

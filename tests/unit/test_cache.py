@@ -140,6 +140,7 @@ MASKS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("steps", [[1] * 9, [4, 1, 1, 3], [9], [5, 4]], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("part", PARTS)

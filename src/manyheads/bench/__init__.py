@@ -7,15 +7,22 @@ reading memory once.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import math
+import os
+import platform
+import shlex
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +36,7 @@ from torch import Tensor
 
 from manyheads.functional import attention, attention_with_map
 from manyheads.kernels import load, processor
-from manyheads.kernels.native import library, rules
+from manyheads.kernels.native import library
 from manyheads.layers import MultiHeadAttention
 from manyheads.masks import Causal, Mask
 from manyheads.problem import Problem as AttentionProblem
@@ -43,6 +50,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PACKAGES = ("torch", "manyheads", "x-transformers", "transformers")
 ROOM = 4e9  # bytes: a contestant that builds more weights is left out
 SAMPLE = 0.02  # the least seconds of a measurement
+LIMITS = Path(__file__).with_name("limits.cpp")
+ROUNDS = 10_000_000  # of `LIMITS` in a measurement: some 20 ms in float32
 SAVED = 10.0  # seconds between two writes of a report
 IMPOSSIBLE = 1.05  # a share of the peak that no correct peak allows
 
@@ -349,46 +358,69 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+@cache
+def multiplications() -> dict[str, Callable[[int], float] | str]:
+    """Compile limits.cpp for this processor.
+
+    Returns:
+        By dtype, a function that multiplies and adds for so many rounds on registers or tiles and returns the
+        number of operations, or the reason why there is none.
+    """
+    compiler = os.environ.get("CXX") or "c++"
+    native = ["-march=native"] if platform.machine().lower() in ("x86_64", "amd64") else []
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder, "limits.so"))
+        flags = ["-O3", "-std=c++17", "-shared", "-fPIC", *native]
+        try:
+            subprocess.run(
+                [*shlex.split(compiler), *flags, str(LIMITS), "-o", file], check=True, capture_output=True
+            )
+            library = ctypes.CDLL(file)
+        except (OSError, ValueError, subprocess.CalledProcessError):
+            return dict.fromkeys(
+                DTYPES, f"the C++ compiler {compiler} can't compile {LIMITS.name}, which measures it"
+            )
+    for function in (library.float32, library.bfloat16):
+        function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_double
+    if library.bfloat16(0) < 0:
+        return {
+            "float32": library.float32,
+            "bfloat16": "this processor has AMX tiles, and the compiler or the system doesn't support them",
+        }
+    return {"float32": library.float32, "bfloat16": library.bfloat16}
+
+
 def unknown() -> dict[str, str]:
     """Return the dtypes whose peak can't be measured, with the reasons.
 
-    A processor with AMX tiles multiplies bfloat16 many times as fast as its vector registers do. Without a
-    build that uses the tiles, only the vector registers would be measured.
+    A processor with AMX tiles multiplies bfloat16 many times as fast as its vector registers do, so that
+    their rate isn't reported where the tiles can't be used.
     """
-    why = rules.missing_tiles()
-    if why is None:
-        return {}
-    return {"bfloat16": f"this processor has AMX tiles, and the native library can't use them: {why}"}
+    return {name: why for name, why in multiplications().items() if isinstance(why, str)}
 
 
 def limits() -> tuple[dict[str, float], float]:
     """Measure operations per second by dtype, on registers or tiles, and bytes read per second.
 
     Returns:
-        The best of several tries; no dtypes and 0 without the native library.
+        The best of several tries. Dtypes are left out for which the processor has no instructions, or whose
+        peak is unknown.
     """
-    spin, reader = library.spin, library.read
-    if spin is None or reader is None:
-        return {}, 0.0
-    # What the machine can do doesn't depend on the build that MANYHEADS_WIDTH chooses for the kernel.
-    width, threads = library.WIDTHS.index(library.runs[-1]), torch.get_num_threads()
+    threads = torch.get_num_threads()
     peak = {}
-    for name, pairs in (("float32", 0), ("bfloat16", 1)):
-        if name in unknown():
-            continue
-        rates = []
-        for _ in range(7):
-            start = time.perf_counter()
-            done = spin(width, 3_000_000, pairs, threads)
-            rates.append(done / (time.perf_counter() - start))
-        if max(rates):
-            peak[name] = max(rates)
+    with ThreadPoolExecutor(threads) as pool:
+        for name, multiply in multiplications().items():
+            if isinstance(multiply, str):
+                continue
+            rates = []
+            for _ in range(7):
+                start = time.perf_counter()
+                done = sum(pool.map(multiply, [ROUNDS] * threads))
+                rates.append(done / (time.perf_counter() - start))
+            if max(rates):
+                peak[name] = max(rates)
     numbers = torch.ones(1 << 26)
-    read = max(
-        numbers.nbytes / timed(lambda: reader(width, numbers.data_ptr(), numbers.numel(), threads))
-        for _ in range(5)
-    )
-    return peak, read
+    return peak, max(numbers.nbytes / timed(numbers.sum) for _ in range(5))
 
 
 def _version(name: str) -> str | None:

@@ -14,7 +14,6 @@ import torch
 
 from manyheads import bench
 from manyheads.cli import app
-from manyheads.kernels.native import library
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,41 +159,36 @@ def test_shares_of_a_peak_that_was_surpassed_are_left_out() -> None:
     assert words not in found.markdown()
 
 
-def test_without_a_build_for_tiles_no_peak_of_bfloat16_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vector registers are slower than tiles, so that shares of their peak would exceed 100 %."""
-    if library.spin is None:
-        pytest.skip("the limits are measured by the native library")
-    rounds: list[tuple[int, int]] = []
-
-    def spin(number: int, _rounds: int, pairs: int, _threads: int) -> float:
-        rounds.append((number, pairs))
-        return 1e9
-
-    monkeypatch.setattr(library, "spin", spin)
-    monkeypatch.setattr(library, "runs", ["portable", "avx2"])
-    monkeypatch.setattr(library, "has_tiles", True)
-    monkeypatch.setattr(library, "left_out", {"amx": "the compiler doesn't know -mamx-tile"})
+def test_no_peak_of_bfloat16_is_reported_where_tiles_are_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vector registers can do isn't what the machine can, and shares of it would be above 100 %."""
+    why = "this processor has AMX tiles, and the compiler or the system doesn't support them"
+    monkeypatch.setattr(bench, "multiplications", lambda: {"float32": lambda rounds: 1e9, "bfloat16": why})
     found = bench.machine()
     assert list(found["peak"]) == ["float32"]
-    assert set(rounds) == {(1, 0)}
     report = made_up(("forward",), ("float32", "bfloat16"), (64,), 0.6)
     report.machine = MACHINE | {"peak": found["peak"], "unknown": found["unknown"]}
     text = report.markdown()
     assert "not measured in bfloat16" in text
-    assert (
-        "The peak in bfloat16 isn't known: this processor has AMX tiles, and the native library can't use "
-        "them: its amx build isn't available (the compiler doesn't know -mamx-tile)." in text
-    )
+    assert f"The peak in bfloat16 isn't known: {why}." in text
     assert "%" not in text.partition("**forward, bfloat16")[2]
-    monkeypatch.setattr(library, "left_out", {})
-    assert bench.unknown()["bfloat16"].endswith(
-        "its amx build isn't available (this processor lacks other instructions that it needs)"
-    )
-    monkeypatch.setattr(library, "runs", ["portable", "amx"])
-    monkeypatch.setattr(library, "WIDTHS", ("portable", "amx"))
-    rounds.clear()
-    assert set(bench.machine()["peak"]) == {"float32", "bfloat16"}
-    assert set(rounds) == {(1, 0), (1, 1)}  # both of the build with tiles
+
+
+def test_a_dtype_without_instructions_has_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "multiplications", lambda: {"float32": float, "bfloat16": lambda rounds: 0.0})
+    found = bench.machine()
+    assert list(found["peak"]) == ["float32"]
+    assert found["unknown"] == {}
+
+
+@pytest.mark.parametrize("compiler", ["false", "nowhere/c++", 'c++ "'])
+def test_without_a_compiler_no_peak_is_reported(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(bench, "multiplications", bench.multiplications.__wrapped__)
+    why = f"the C++ compiler {compiler} can't compile limits.cpp, which measures it"
+    assert bench.unknown() == {"float32": why, "bfloat16": why}
+    peak, read = bench.limits()
+    assert peak == {}
+    assert read > 1e8
 
 
 def test_the_larger_of_two_measurements_of_the_machine_stays(monkeypatch: pytest.MonkeyPatch) -> None:

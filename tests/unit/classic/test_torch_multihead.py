@@ -682,6 +682,7 @@ def test_empty_nested_tensors(sequences: int, need_weights: bool):
         assert [x.abs().sum() for x in mine(keys, empty, empty)[0].unbind()] == [0] * sequences
 
 
+@pytest.mark.full
 def test_it_compiles_into_one_graph():
     torch.manual_seed(0)
     mine = MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True)

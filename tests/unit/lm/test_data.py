@@ -24,6 +24,7 @@ def python() -> list[data.Document]:
     return data.python_documents()
 
 
+@pytest.mark.full
 def test_python_text_is_deterministic_and_deduplicated(python: list[data.Document]) -> None:
     assert data.digest(python) == data.digest(data.python_documents())
     assert len({document.text for document in python}) == len(python)

@@ -60,6 +60,7 @@ def test_its_context_is_long_enough(shipped: lm.LanguageModel) -> None:
     assert shipped.config.context >= 256
 
 
+@pytest.mark.full
 def test_a_head_attends_to_the_previous_token(shipped: lm.LanguageModel, held_ids: data.Tokens) -> None:
     assert recipe.previous_token(shipped, held_ids).max() > recipe.PREVIOUS
 
@@ -87,6 +88,7 @@ def test_the_scores_of_planted_weights(shipped: lm.LanguageModel, held_ids: data
     assert after.max() > recipe.INDUCTION
 
 
+@pytest.mark.full
 def test_it_compresses_held_out_text_better_than_xz(
     shipped: lm.LanguageModel, held_out: list[data.Document], held_ids: data.Tokens
 ) -> None:

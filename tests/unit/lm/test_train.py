@@ -120,6 +120,7 @@ class Killed(BaseException):
     """Raised where the process would be killed."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["before", "between", "after"])
 def test_a_run_killed_while_saving_resumes_to_the_same_end(
     text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -155,6 +156,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.full
 def test_a_killed_process_resumes_to_the_same_end(text: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-c", CHILD, str(out), str(text), json.dumps(GIVEN)]
@@ -171,6 +173,7 @@ def test_a_killed_process_resumes_to_the_same_end(text: Path, whole: Path, tmp_p
     same(whole, out)
 
 
+@pytest.mark.full
 def test_another_seed_gives_other_weights(text: Path, whole: Path, tmp_path: Path) -> None:
     lm.train(tmp_path / "run", GIVEN | {"seed": 4}, [text])
     ours, theirs = (lm.load(folder)[0].embedding.weight for folder in (whole, tmp_path / "run"))
