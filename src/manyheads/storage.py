@@ -376,9 +376,7 @@ def read(path: str | os.PathLike[str]) -> Run:
                 reason = shorten(str(error), 1000, placeholder=" ….")
                 raise ValueError(f"{path} isn't a file of manyheads: {reason}") from None
     except SafetensorError as error:
-        raise ValueError(
-            f"{path} isn't a safetensors file, or is truncated: {error}."
-        ) from None
+        raise ValueError(f"{path} isn't a safetensors file, or is truncated: {error}.") from None
 
 
 def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
