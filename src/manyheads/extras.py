@@ -1,7 +1,7 @@
 """The optional extras: calls from lower layers up to the packages that need them, and what to install.
 
 A package that needs more than the library does is imported when it is called. Such an import points upward,
-and `tests/test_floors.py` lists each of them.
+and `tests/unit/test_imports.py` lists each of them.
 """
 
 from __future__ import annotations

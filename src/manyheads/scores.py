@@ -134,7 +134,7 @@ def visible(
     """Return where the query may see the key, without a score: `[b or 1, h or 1, r, c]`."""
     b, h, i, j = problem.at(rows, cols, batch, heads)
     seen = torch.ones(1, 1, i.shape[2], j.shape[3], dtype=torch.bool, device=problem.q.device)
-    if problem.bias is not None and problem.bias.hides:
+    if problem.bias is not None and problem.bias.can_mask:
         seen = seen & (problem.bias.add(b, h, i, j, problem.dtype) != -math.inf)
     if problem.mask is not None and not _keeps_all(problem, rows, cols):
         seen = seen & problem.keep(problem.mask, rows, cols, batch, heads)
@@ -143,7 +143,7 @@ def visible(
 
 def is_fully_visible(problem: Problem, rows: Rows, cols: Rows) -> bool:
     """Return True if mask and bias say, without reading pairs, that all keys of a tile are visible."""
-    if problem.bias is not None and problem.bias.hides:
+    if problem.bias is not None and problem.bias.can_mask:
         return False
     return problem.mask is None or _keeps_all(problem, rows, cols)
 

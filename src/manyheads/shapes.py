@@ -160,12 +160,14 @@ def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> 
     return float(value)
 
 
-def whole(value: object, name: str, least: int = 0) -> int:
+def whole(value: object, name: str, least: int = 0, most: int | None = None) -> int:
     """Return an int of at least `least`; raise TypeError or ValueError otherwise. True and 3.0 aren't."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Expected {name} to be a whole number, got {value!r}.")
     if value < least:
         raise ValueError(f"Expected {name} to be at least {least}, got {value}.")
+    if most is not None and value > most:
+        raise ValueError(f"Expected {name} to be at most {most}, got {value}.")
     return value
 
 

@@ -388,7 +388,7 @@ def _count_queries(problem: Problem, start: int) -> Tensor | None:
     None if that takes every pair.
     """
     n, ends = problem.shape, (Full() if problem.mask is None else problem.mask).normal()
-    if ends.segments or ends.rest or (problem.bias is not None and problem.bias.hides):
+    if ends.segments or ends.rest or (problem.bias is not None and problem.bias.can_mask):
         return None
     b, h, i, j = problem.at(slice(start, start + 1), slice(None))
     low, high = (far if end is None else end for end, far in zip(ends.band, (-FAR, FAR), strict=True))

@@ -36,6 +36,7 @@ from manyheads import kernels
 from manyheads.biases import Dense
 from manyheads.classic import common
 from manyheads.functional import attention, attention_with_map, autocast
+from manyheads.layouts import project_inputs, spread_masks
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Rule
 from manyheads.masks.recognize import collapse, first_position, split_masks, visible
@@ -462,17 +463,12 @@ def _multi_head_problem(options: dict[str, Any]) -> Problem:
         weights = [options[f"{letter}_proj_weight"] for letter in "qkv"]
     else:
         weights = options["in_proj_weight"].chunk(3)
-    biases = [None] * 3 if options["in_proj_bias"] is None else options["in_proj_bias"].chunk(3)
-    q, k, v = (F.linear(*parts) for parts in zip((query, key, value), weights, biases, strict=True))
+    q, k, v = project_inputs((query, key, value), weights, options["in_proj_bias"])
     (t, b, _), s, h = q.shape, k.shape[0], options["num_heads"]  # q [t, b, e]
-    masks: dict[str, Tensor] = {}
     padding, attn_mask = options["key_padding_mask"], options["attn_mask"]
     # PyTorch uses is_causal in place of the mask if it needs no mask tensor for another reason.
     hinted = options["is_causal"] and padding is None and not options["need_weights"]
-    if attn_mask is not None and not hinted:
-        masks["attn_mask"] = attn_mask.reshape((1, 1, t, s) if attn_mask.dim() == 2 else (b, h, t, s))
-    if padding is not None:
-        masks["key_padding_mask"] = padding.reshape(b, 1, 1, s)
+    masks = spread_masks(padding, None if hinted else attn_mask, h, b, t, s)
     if options["bias_k"] is not None:
         k = torch.cat((k, options["bias_k"].expand(1, b, -1)))  # [s + 1, b, e]
         v = torch.cat((v, options["bias_v"].expand(1, b, -1)))

@@ -293,7 +293,7 @@ class _Masked:
         self.last = min([s, *(high for _, high in spans)])
         i, j = torch.arange(t)[None] + self.offset, torch.arange(s)[None]
         self.documents = [[ids[0] for ids in documents.at(i, j)] for documents in normal.segments]
-        self.are_intervals = not normal.rest and not (problem.bias is not None and problem.bias.hides)
+        self.are_intervals = not normal.rest and not (problem.bias is not None and problem.bias.can_mask)
 
     def cells(self, rows: range, cols: range, level: int) -> Tensor:
         """Return where no query of a cell may attend to a key of it, `[r, c]`.

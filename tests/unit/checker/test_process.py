@@ -693,6 +693,7 @@ def test_descendants_end_with_the_candidate(folder: Path) -> None:
     wait_until(lambda: all(map(ended, pids)))
 
 
+@pytest.mark.full
 @own_process
 @pytest.mark.parametrize(
     ("name", "kind", "said"),

@@ -528,6 +528,7 @@ def test_compiled_models_run_eagerly(
     assert counted.frame_count == 1
 
 
+@pytest.mark.full
 def test_what_is_compiled_in_the_block_is_recorded():
     """In a process that compiled nothing before, and doesn't load PyTorch's compiler for `observe`."""
     code = """
