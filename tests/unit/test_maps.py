@@ -614,7 +614,7 @@ def test_on_a_device() -> None:
 @pytest.mark.parametrize(
     ("place", "kind", "words"),
     [
-        ("meta", ValueError, ["meta", "holds numbers"]),
+        ("meta", ValueError, ["meta", "with memory"]),
         ("float16", ValueError, ["float16", "device"]),
         ("nowhere", ValueError, ["nowhere", "device"]),
         (None, ValueError, ["None", "device"]),

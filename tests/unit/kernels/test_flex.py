@@ -167,7 +167,7 @@ def test_rules_that_can_be_asked_about_one_pair(name: str) -> None:
 def test_rules_that_cannot_are_refused_by_name(name: str) -> None:
     function, why = UNASKABLE[name]
     (reason,) = flex._refuse_rule(mh.Rule(function), torch.device("cpu"))
-    assert reason.startswith("Rule(<lambda>) can't be asked about one pair at a time (")
+    assert reason.startswith("Rule(<lambda>) can't be evaluated for one pair (")
     assert re.search(why, reason), reason
     assert "\n" not in reason
 

@@ -734,7 +734,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep": "statistics", "dtype": torch.float16}, ValueError, "dtype"),
     ({"keep": "statistics", "device": "cpu"}, ValueError, "device"),
     ({"dtype": torch.int8}, TypeError, "Expected dtype to be one of … got torch.int8"),
-    ({"device": "nowhere"}, ValueError, "'nowhere' is none here"),
+    ({"device": "nowhere"}, ValueError, "floating-point dtype, got 'nowhere'"),
     ({"device": "meta"}, ValueError, "meta"),
     ({"max_bytes": "1GB"}, TypeError, "max_bytes to be a whole number, got '1GB'"),
     ({"max_bytes": -1}, ValueError, "max_bytes to be at least 0, got -1"),
