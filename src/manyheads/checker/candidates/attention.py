@@ -434,7 +434,7 @@ class AttentionAdapter(Adapter):
         weights = self._find_returned_weights(rest, x, h)
         if strict and x.need_weights:
             if not rest:
-                raise UnexpectedOutput("Expected weights, as asked for, got none")
+                raise UnexpectedOutput("Expected weights, which the call requests, got none")
             if weights is None or weights.shape[:2] != (x.b, 1 if x.average_weights else h):
                 what, letters, shape = "weights", "[b, h, t, s]", [x.b, h, x.t, x.s]
                 if x.average_weights:

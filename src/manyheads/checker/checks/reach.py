@@ -37,7 +37,7 @@ def check_causality(c: AttentionAdapter) -> Check:
             for i in range(j):
                 error = largest_difference(before.out[..., i, :], after.out[..., i, :])
                 if error > 1e-6 * (1 + float(before.out[..., i, :].abs().max())):
-                    when = " when weights are asked for" if y.need_weights and not x.need_weights else ""
+                    when = " when weights are requested" if y.need_weights and not x.need_weights else ""
                     return failed(f"query {i} depends on key {j}, which is its future{when}.", error, 0.0)
     return passed("a change of key j affects no query before it", 0.0, 0.0)
 
