@@ -1,8 +1,9 @@
 """Plans: what was decided about a call of `attention`, for the next calls of the same layout.
 
-At one query, checks and the choice of a kernel take longer than the kernel. Unless a mask, bias or sink holds
-tensors, they depend on nothing but sizes, strides, dtypes and options: the layout of a call. Its problem, but
-for q, k and v, and its kernel are kept when the layout is met for the second time.
+At one query, checks and the choice of a kernel take longer than the kernel. Without bias and sink, and with a
+mask that is a band, lengths or both, they depend only on sizes, strides, dtypes and options: the layout of a
+call. When a layout is met for the second time, its options and its kernel are kept for the next calls, which
+differ in q, k, v and the numbers of the lengths.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from manyheads import kernels
-from manyheads.masks import Band
+from manyheads.masks import And, Band, Lengths
 from manyheads.problem import Problem
 
 Layout = tuple[Any, ...]
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → the output
+Call = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # q, k, v, mask → the output
 
 MOST = 1024  # layouts that are remembered; generation meets a new one with every token
 
@@ -56,7 +57,6 @@ def layout(
     if not (
         bias is None
         and sink is None
-        and (mask is None or isinstance(mask, Band))
         and (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
         and type(dropout_p) is float
@@ -65,15 +65,33 @@ def layout(
     ):
         return None
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    band = None if mask is None else mask.band()
+    described = None if mask is None else _describe(mask)
+    if mask is not None and described is None:
+        return None
     try:
         return (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.is_neg(), k.is_neg(), v.is_neg(), band, scale, softcap, dropout_p, offset, kernel, grad,
+            q.is_neg(), k.is_neg(), v.is_neg(), described, scale, softcap, dropout_p, offset, kernel, grad,
             torch.get_num_threads(),
         )  # fmt: skip
     except RuntimeError:  # nested and sparse tensors have no sizes or strides
         return None
+
+
+def _describe(mask: Any) -> Layout | None:
+    """Return what a layout has of a mask: all but a tensor of lengths. None for masks without plans."""
+    if isinstance(mask, Band):
+        return mask.band()
+    if type(mask) is Lengths:
+        n, side = mask.n, "left" if mask.left else "right"
+        if type(n) is Tensor:
+            return (side, n.shape) if n.is_cpu else None
+        return (side, n) if type(n) is int else None
+    if type(mask) is And and isinstance(mask.left, Band | Lengths) and isinstance(mask.right, Band | Lengths):
+        parts = _describe(mask.left), _describe(mask.right)
+        kinds = isinstance(mask.left, Band), isinstance(mask.right, Band)
+        return None if None in parts or kinds == (False, False) else (*kinds, *parts)
+    return None
 
 
 def find(layout: Layout | None) -> Call | None:
@@ -97,14 +115,16 @@ def forget() -> None:
 
 
 def _plan(problem: Problem, kernel: str) -> Call:
-    """Return a function of q, k and v that computes every problem of this layout."""
+    """Return a function that computes every problem of this layout."""
     chosen = kernels.choose(problem, kernel)
     call = chosen.plan(problem) if hasattr(chosen, "plan") else None
     if call is not None:
         return call
-    options = problem.options  # and not the problem, whose tensors would stay in memory
+    _, *options = problem.options  # and not the problem, whose tensors would stay in memory
+    offset, s = problem.offset, problem.shape.s
 
-    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernels.compute(Problem(q, k, v, *options), chosen, kernel).out
+    def compute(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        bound = None if mask is None else mask.bind(offset, s)
+        return kernels.compute(Problem(q, k, v, bound, *options), chosen, kernel).out
 
     return compute

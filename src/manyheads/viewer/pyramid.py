@@ -1,7 +1,7 @@
 """One head as a pyramid of tiles: 256 × 256 cells in a tile, 2^level × 2^level weights in a cell.
 
-A cell holds the mean and the largest of its weights (at level 0 the weight itself), NaN where the mask hides
-all of them. Fine levels are computed on request. Coarse levels come from one streaming scan of the head,
+A cell has the mean and the largest of its weights (at level 0 the weight itself), or NaN where all of them
+are masked. Fine levels are computed on request. Coarse levels come from one streaming scan of the head,
 `Pyramid.scan`; until it is complete they are estimated from one query in each row of cells.
 """
 
@@ -66,7 +66,7 @@ class Pyramid:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held beyond the run's own tensors: the results of a scan, and a log-sum-exp."""
+        """Bytes in addition to the run's own tensors: the results of a scan, and a log-sum-exp."""
         results = [*self._coarse.values(), *(x for x in (self.received, self.entropy) if x is not None)]
         return 4 * self.t + sum(x.nbytes for x in results)
 
@@ -236,7 +236,7 @@ def _coarse_levels(first: Tensor, sums: Tensor, rows: range, cols: range) -> dic
 
 
 def _shape(rows: range, cols: range, level: int) -> tuple[int, int]:
-    """Return how many cells cover a region that begins with one, down and across."""
+    """Return how many cells cover a region, down and across; it begins at the edge of a cell."""
     return -(-len(rows) >> level), -(-len(cols) >> level)
 
 
@@ -246,13 +246,13 @@ def _write(target: Tensor, cells: Tensor) -> None:
 
 
 def _whole_and_rest(run: range, side: int) -> list[range]:
-    """Split a range into the part that whole cells cover and the rest, leaving out what is empty."""
+    """Split a range into the part that whole cells cover and the rest; without empty ones."""
     edge = len(run) - len(run) % side
     return [part for part in (run[:edge], run[edge:]) if part]
 
 
 def _areas(rows: range, cols: range, level: int) -> Tensor:
-    """Return how many weights each cell holds, `[r, c]`."""
+    """Return the number of weights in each cell, `[r, c]`."""
     heights, widths = (
         (run.stop - torch.arange(run.start, run.stop, 1 << level)).clamp(max=1 << level)
         for run in (rows, cols)
@@ -293,7 +293,7 @@ class _Masked:
         self.last = min([s, *(high for _, high in spans)])
         i, j = torch.arange(t)[None] + self.offset, torch.arange(s)[None]
         self.documents = [[ids[0] for ids in documents.at(i, j)] for documents in normal.segments]
-        self.are_intervals = not normal.rest and not (problem.bias is not None and problem.bias.hides)
+        self.are_intervals = not normal.rest and not (problem.bias is not None and problem.bias.can_mask)
 
     def cells(self, rows: range, cols: range, level: int) -> Tensor:
         """Return where no query of a cell may attend to a key of it, `[r, c]`.

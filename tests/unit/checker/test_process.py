@@ -23,6 +23,7 @@ from manyheads.checker.isolation.errors import CandidateError
 from manyheads.checker.isolation.process import CandidateProcess, open_candidate
 from manyheads.checker.isolation.target import find
 from manyheads.checker.isolation.trees import Foreign, with_strides
+from manyheads.trees import DEPTH
 from tests.waiting import HANG, wait_until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -694,6 +695,7 @@ def test_descendants_end_with_the_candidate(folder: Path) -> None:
     wait_until(lambda: all(map(ended, pids)))
 
 
+@pytest.mark.full
 @own_process
 @pytest.mark.parametrize(
     ("name", "kind", "pattern"),
@@ -820,7 +822,7 @@ def test_values_go_through() -> None:
     x = torch.ones(2)
     first, second = taken(packed([x, x]))
     assert first is second
-    with pytest.raises(TypeError, match="Expected a tensor or a plain value for a message, got a object"):
+    with pytest.raises(TypeError, match="Expected a tensor or a plain value to pack, got a object"):
         packed([object()])
     with pytest.raises(TypeError, match="got a dict"):
         packed({1: 2})
@@ -878,7 +880,7 @@ def test_lying_messages(data: bytes, pattern: str) -> None:
 
 def test_a_tree_that_nests_too_deep() -> None:
     tree: Any = 1
-    for _ in range(protocol.NESTING - 1):
+    for _ in range(DEPTH - 1):
         tree = [tree]
     taken(message(tree))
     with pytest.raises(CandidateError, match="nested too deeply"):

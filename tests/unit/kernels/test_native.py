@@ -192,6 +192,7 @@ def flat(x: Any) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else [one for part in x for one in flat(part)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", library.runs)
 def test_every_width_on_the_table(width: str) -> None:
     code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE[::3]); print(t.native.built())"
@@ -212,11 +213,13 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"MANYHEADS_LIBRARY": str(folder / "native.so"), "MANYHEADS_WIDTH": "amx", "OMP_NUM_THREADS": "2"}
 
 
+@pytest.mark.full
 def test_emulated_tiles_on_the_table(emulated: dict[str, str]) -> None:
     code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE); print(t.native.built())"
     assert python(code, **emulated).startswith("amx of portable, amx, ")
 
 
+@pytest.mark.full
 def test_emulated_tiles_give_every_pass_the_same_scores(emulated: dict[str, str]) -> None:
     """The weights of huge scores are 0 or 1 only if output, gradient, statistics and map share their bits."""
     code = """
@@ -236,13 +239,12 @@ int manyheads_runs(int level) { return level < 4; }
 int manyheads_tiles() { return 1; }
 int manyheads_begin(int) { return 0; }
 void manyheads_attend() {} void manyheads_differentiate() {} void manyheads_scores() {}
-void manyheads_spin() {} void manyheads_read() {}
 }
 """
 
 
 def test_tiles_that_linux_does_not_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = (library.LOOK.size * 1000 + library.GRADIENT.size) * 1000 + library.PROBLEM.size
+    sizes = (library.STATISTICS.size * 1000 + library.GRADIENT.size) * 1000 + library.PROBLEM.size
     (tmp_path / "none.cpp").write_text(NO_PERMISSION % (library.INTERFACE * 10**9 + sizes))
     file = str(tmp_path / "none.so")
     subprocess.run(["c++", "-shared", "-fPIC", str(tmp_path / "none.cpp"), "-o", file], check=True)
@@ -317,9 +319,7 @@ for x; do case $x in
         exit 1 ;;
     -DLEVEL=*) build=${x#-DLEVEL=} ;;
     */attend.cpp) what="void attend_$build(const Problem *, const Look *) {}
-        void scores_$build(const Problem *, void *) {}
-        double spin_$build(int64_t, int, float *) { return 0; }
-        float read_$build(const float *, int64_t) { return 0; }" ;;
+        void scores_$build(const Problem *, void *) {}" ;;
     */differentiate.cpp) what="int differentiate_$build(const Problem *, const Gradient *) { return 0; }" ;;
     *.o) to=$x ;;
 esac; done
@@ -352,6 +352,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return to / "by quick", to / "by false"
 
 
+@pytest.mark.full
 @pytest.mark.skipif("avx2" not in library.runs, reason="it has one width")
 def test_a_width_that_does_not_compile_is_left_out(
     installed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -370,6 +371,7 @@ def test_a_width_that_does_not_compile_is_left_out(
     assert missing.startswith(f"MANYHEADS_WIDTH=avx512bf16 is set, and that build isn't there: {why}")
 
 
+@pytest.mark.full
 def test_a_build_that_fails_leaves_no_library_of_before(installed: tuple[Path, Path]) -> None:
     assert [path.name for path in installed[1].rglob("native.*")] == ["native.log"]
 
@@ -383,6 +385,7 @@ def setup() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "setup.py"))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("setup")
 def test_an_old_library_goes_from_the_sources_too(installed: tuple[Path, Path]) -> None:
     """Where they are installed editable; and an odd CXX doesn't end the installation."""
@@ -439,6 +442,7 @@ def test_the_line_that_says_why_a_compiler_failed(setup: Any, output: str, line:
     assert setup["told"](output) == line
 
 
+@pytest.mark.full
 def test_without_a_compiler_it_installs_and_says_why(installed: tuple[Path, Path], tmp_path: Path) -> None:
     """Everything works on the other kernels."""
     to = installed[1]
@@ -475,6 +479,7 @@ def chosen(q: Tensor, k: Tensor, **more: Any) -> str:
     return name
 
 
+@pytest.mark.full
 def test_bfloat16_goes_to_pytorch_where_the_build_leaves_tiles_unused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -718,6 +723,7 @@ def test_a_child_computes_after_its_parent_did(how: str) -> None:
     assert child.exitcode == 0
 
 
+@pytest.mark.full
 def test_a_fork_that_is_the_first_to_compute() -> None:
     """The library is loaded in the child, and PyTorch's pool was already at work in the parent."""
     code = (
@@ -892,6 +898,7 @@ def test_a_graph_holds_tensors_as_saved_ones_alone(name: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", HERE, ids=str)
 def test_a_direct_call_gives_the_bits_of_the_operator(case: Case) -> None:
     """The same kernel reached in two ways: the operator takes masks and biases as text."""
@@ -1026,6 +1033,7 @@ def test_negated_views_are_read_as_they_are() -> None:
         torch.testing.assert_close(mh.attention(q, q, q, kernel="native"), right(q, q, q))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_for_packing_is_given_back() -> None:
     """What a long call needed isn't held until the next."""

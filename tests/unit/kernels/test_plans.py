@@ -48,7 +48,7 @@ def planned(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return mh.attention(q, k, v, **options)
 
 
-def unplanned(q: Tensor, k: Tensor, v: Tensor, kernel: str = "auto", **options: Any) -> Tensor:
+def unplanned(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Any) -> Tensor:
     return kernels.run(Problem.of(q, k, v, **options), kernel).out
 
 
@@ -66,13 +66,27 @@ def calls(draw: st.DrawFn) -> tuple[list[Tensor], dict[str, Any]]:
     if draw(st.booleans()):  # strided, as projections are
         tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     options = {
-        "mask": draw(st.sampled_from(MASKS)),
+        "mask": lengths_of(draw, sizes["s"]) if draw(st.booleans()) else draw(st.sampled_from(MASKS)),
         "scale": draw(st.sampled_from([None, 0.3])),
         "softcap": draw(st.sampled_from([None, 5.0])),
         "offset": draw(st.sampled_from([None, 0, 4, -2])),
         "kernel": draw(st.sampled_from(["auto", "auto", "chunked", "reference"])),
     }
     return tensors, options
+
+
+def lengths_of(draw: st.DrawFn, s: int) -> Mask:
+    """Lengths of two sequences, as an int or a tensor of any integer dtype and stride."""
+    n: int | Tensor = draw(st.integers(0, s + 2))
+    if draw(st.booleans()):
+        dtype = draw(st.sampled_from([torch.int64, torch.int32, torch.uint8]))
+        n = torch.tensor([n, draw(st.integers(0, s))], dtype=dtype)
+        n = torch.stack((n, n + 1), 1)[:, 0] if draw(st.booleans()) else n[: draw(st.integers(1, 2))]
+    lengths = mh.Lengths(n, left=draw(st.booleans()))
+    band = draw(st.sampled_from([None, mh.Causal(), mh.Window(left=2)]))
+    if band is None:
+        return lengths
+    return band & lengths if draw(st.booleans()) else lengths & band
 
 
 @given(calls(), st.booleans())
@@ -310,3 +324,122 @@ def test_plans_are_used_where_observe_is_imported(monkeypatch: pytest.MonkeyPatc
     layout = plans.layout(q, k, v, **{**DEFAULTS, "kernel": "auto"})
     monkeypatch.setitem(plans._plans, layout, lambda *tensors: tensors[2])
     assert mh.attention(q, k, v) is v
+
+
+# -- lengths -----------------------------------------------------------------------------------------
+
+LENGTHS: dict[str, Callable[[Tensor], Mask]] = {
+    "right": lambda n: mh.Lengths(n),
+    "left": lambda n: mh.Lengths(n, left=True),
+    "band and lengths": lambda n: mh.Causal() & mh.Lengths(n),
+    "lengths and band": lambda n: mh.Lengths(n, left=True) & mh.Window(left=2),
+}
+each_mask = pytest.mark.parametrize("mask_of", LENGTHS.values(), ids=list(LENGTHS))
+
+
+@each_mask
+@pytest.mark.parametrize("kernel", ["auto", "chunked", "reference"])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_plan_reads_the_lengths_of_its_call(
+    mask_of: Callable[[Tensor], Mask], kernel: str, gradient: bool
+) -> None:
+    leaves = [x.requires_grad_(gradient) for x in operands()]
+    planned(*leaves, mask=mask_of(torch.tensor([5, 5])), kernel=kernel)
+    known = dict(plans._plans)
+    for n in (
+        torch.tensor([1, 3]),
+        torch.tensor([4, 0], dtype=torch.int32),
+        torch.tensor([[2, 9], [7, 9]])[:, 0],
+    ):
+        outs = [attend(*leaves, mask=mask_of(n), kernel=kernel) for attend in (mh.attention, unplanned)]
+        assert torch.equal(*outs)
+        if gradient:
+            grads = [torch.autograd.grad(out.sum(), leaves) for out in outs]
+            assert all(map(torch.equal, *grads))
+    assert plans._plans == known
+
+
+def test_lengths_of_one_sequence_for_all() -> None:
+    q, k, v = operands()
+    planned(q, k, v, mask=mh.Lengths(torch.tensor([5])))
+    for n in (0, 2, 4):
+        mask = mh.Lengths(torch.tensor([n]))
+        assert torch.equal(mh.attention(q, k, v, mask=mask), unplanned(q, k, v, mask=mask))
+
+
+def test_layouts_of_other_masks_differ() -> None:
+    q, k, v = operands()
+    n = torch.tensor([2, 4])
+    masks: list[Mask] = [
+        *(mask_of(n) for mask_of in LENGTHS.values()), mh.Lengths(n[:1]), mh.Lengths(n) & mh.Causal(),
+        *(mh.Lengths(size) for size in (0, 4, 5)), mh.Lengths(5, left=True), mh.Causal(),
+        mh.Window(left=0, right=5), mh.Window(left=1, right=5), mh.Causal() & mh.Window(left=1),
+    ]  # fmt: skip
+    layouts = [plans.layout(q, k, v, **{**DEFAULTS, "mask": mask, "kernel": "auto"}) for mask in masks]
+    assert None not in layouts
+    assert len(set(layouts)) == len(masks)
+    other = mh.Lengths(n) & mh.Lengths(n, left=True), mh.Lengths(n) | mh.Causal(), ~mh.Lengths(n)
+    for mask in (*other, mh.Lengths(n) & mh.Causal() & mh.Causal(), mh.Lengths(n.to("meta"))):
+        assert plans.layout(q, k, v, **{**DEFAULTS, "mask": mask, "kernel": "auto"}) is None
+
+
+def test_lengths_of_another_size_or_device_raise_as_without_a_plan() -> None:
+    q, k, v = operands()
+    planned(q, k, v, mask=mh.Lengths(torch.tensor([2, 4])))
+    with pytest.raises(ValueError, match="Lengths"):
+        mh.attention(q, k, v, mask=mh.Lengths(torch.tensor([2, 4, 1])))
+    with pytest.raises(ValueError, match=r"move it with mask\.to"):
+        mh.attention(q, k, v, mask=mh.Lengths(torch.tensor([2, 4], device="meta")))
+
+
+@each_mask
+def test_lengths_that_change_before_the_gradient_are_noticed(mask_of: Callable[[Tensor], Mask]) -> None:
+    leaves = [x.requires_grad_() for x in operands()]
+    n = torch.tensor([2, 4])
+    planned(*leaves, mask=mask_of(n))
+    out = mh.attention(*leaves, mask=mask_of(n))
+    n[0] = 1
+    assert torch.equal(mh.attention(*leaves, mask=mask_of(n)), unplanned(*leaves, mask=mask_of(n)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@each_mask
+def test_a_plan_with_lengths_holds_no_tensor_of_a_call(mask_of: Callable[[Tensor], Mask]) -> None:
+    n, leaves = torch.tensor([2, 4]), [x.requires_grad_() for x in operands()]
+    planned(*leaves, mask=mask_of(n)).sum().backward()
+    gone = weakref.ref(n)
+    del n
+    gc.collect()
+    assert gone() is None
+
+
+@each_mask
+def test_saved_lengths_pass_through_hooks(mask_of: Callable[[Tensor], Mask]) -> None:
+    leaves = [x.requires_grad_() for x in operands()]
+    mask = mask_of(torch.tensor([2, 4]))
+    planned(*leaves, mask=mask)
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> int:
+        packed.append(x.clone())
+        return len(packed) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda n: packed[n]):
+        out = mh.attention(*leaves, mask=mask)
+    assert any(torch.equal(x, torch.tensor([2, 4])) for x in packed)
+    found = torch.autograd.grad(out.sum(), leaves)
+    expected = torch.autograd.grad(unplanned(*leaves, mask=mask).sum(), leaves)
+    assert all(map(torch.equal, found, expected))
+
+
+@each_mask
+def test_gradients_without_the_plan_where_numbers_are_not_finite(mask_of: Callable[[Tensor], Mask]) -> None:
+    q, k, v = operands()
+    k[0, 0, 2] = math.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    mask = mask_of(torch.tensor([2, 4]))
+    found = torch.autograd.grad(planned(*leaves, mask=mask).sum(), leaves)
+    expected = torch.autograd.grad(unplanned(*leaves, mask=mask).sum(), leaves)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)

@@ -34,6 +34,7 @@ from manyheads.checker.isolation.candidate import Answer, BorrowedCandidate, Cal
 from manyheads.checker.isolation.describe import Description
 from manyheads.checker.isolation.errors import CandidateError, CodeError, ProcessEnded, candidate_error
 from manyheads.shapes import amount
+from manyheads.trees import fits
 
 POLL = 0.05  # seconds between two checks of the limits
 START = 120.0  # seconds for Python and torch to load, which the candidate isn't charged for
@@ -145,7 +146,7 @@ class CandidateProcess:
         self._begin(request, self.timeout)
         self._count += 1
         match self._exchange((self._count, request, *args)):
-            case (self._count, "answer", value) if protocol.fits(value, hint):
+            case (self._count, "answer", value) if fits(value, hint):
                 return value
             case (self._count, "error", str(kind), str(sentence), str(details), str(error)):
                 if kind == "memory":

@@ -8,6 +8,7 @@ Masks reach it in their normal form; of the rest it takes a boolean tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,10 +93,10 @@ def run(problem: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor | No
     return out, None, {}
 
 
-def plan(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Return a function that computes the output `[b, h, t, w]` of every problem of this layout from q, k, v.
+def plan(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None:
+    """Return a function from q, k, v and mask to the output `[b, h, t, w]`, for every problem of this layout.
 
-    None for a problem with further tensors.
+    None for tensors that the library can't read as they are.
     """
     plan = Plan(problem)
     if not plan.only_addresses_differ:

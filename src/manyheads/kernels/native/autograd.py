@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from manyheads.kernels import batched, operator
 from manyheads.kernels.native import library
 from manyheads.kernels.native.packing import pack
 from manyheads.kernels.native.passes import CHUNKS, backward, forward, no_memory
+from manyheads.masks import And, Lengths
 from manyheads.problem import Problem
 
 # -- the operator: torch.compile and tensor subclasses see it --------------------------------------
@@ -64,52 +66,79 @@ _SAVED = torch.empty(0)  # stands for each tensor of a problem whose tensors are
 
 
 class Plan:
-    """What all problems of a layout have in common; q, k and v are their only tensors."""
+    """What all problems of a layout have in common: they differ in q, k, v and the mask's lengths n."""
 
     def __init__(self, problem: Problem) -> None:
-        p = problem
-        self.shape, self.dtype = p.shape, p.dtype
-        self.options = p.options
-        data, held = pack(p, self.new_out(p.q), None)
-        self.only_addresses_differ = not held
-        # The struct of problem.h: 8 sizes, 3 addresses, 16 strides, 2 addresses, …, again, threads.
-        self.sizes, self.strides, self.rest = data[:64], data[88:216], data[232:-16]
+        p, n = problem, problem.shape
+        self.shape, self.dtype = n, p.dtype
+        mask, *self.options = p.options
+        self.mask = None if mask is None else mask.map(lambda _: _SAVED)
+        data, tensors = pack(p, self.new_out(p.q), None)
+        # Of these tensors the ends of the keys, [b] each, are constants unless they depend on n.
+        has_lengths = mask is not None and len(tensors) == 2
+        self.first: Tensor | None = tensors[0] if has_lengths else None
+        self.last: Tensor | None = tensors[1] if has_lengths else None
+        self.only_addresses_differ = has_lengths or not tensors
+        self.get_n: Callable[[Any], Tensor | None] = lambda _: None
+        parts = {"n": mask, **({"left.n": mask.left, "right.n": mask.right} if isinstance(mask, And) else {})}
+        for name, part in parts.items():
+            if isinstance(part, Lengths) and isinstance(part.n, Tensor):
+                self.get_n, self.left = attrgetter(name), part.left
+        # The struct of problem.h: 8 sizes, 3 addresses, 16 strides, 2 addresses, …, 2 addresses, …
+        self.sizes, self.strides, self.numbers = data[:64], data[88:216], data[232:288]
+        self.rest = data[304:-16]
         self.threads = torch.get_num_threads()
-        self.fill = struct.Struct(f"=64s3Q128s2Q{len(self.rest)}s2q").pack
-        n, out = p.shape, self.new_out(p.q)
-        self.saved = _layout(p.q, p.k, p.v, out, p.q.new_empty(n.b, n.h, n.t, dtype=p.dtype))
-        self.chunks = max(CHUNKS // (p.shape.b * p.shape.g), 1)
+        self.fill = struct.Struct(f"=64s3Q128s2Q56s2Q{len(self.rest)}s2q").pack
+        self.saved = _layout(p.q, p.k, p.v, self.new_out(p.q), p.q.new_empty(n.b, n.h, n.t, dtype=p.dtype))
+        self.chunks = max(CHUNKS // (n.b * n.g), 1)
 
     def new_out(self, q: Tensor) -> Tensor:
         """Return an empty output `[b, h, t, w]`."""
         n = self.shape
         return q.new_empty(n.b, n.h, n.t, n.w)
 
-    def problem(self, q: Tensor, k: Tensor, v: Tensor) -> Problem:
+    def problem(self, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None) -> Problem:
         """Return the problem of this layout with these tensors, without any check."""
-        return Problem(q, k, v, *self.options)
+        mask = self.mask if n is None or self.mask is None else self.mask.map(lambda _: n)
+        return Problem(q, k, v, mask, *self.options)
 
-    def pack(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> bytes:
+    def ends(self, n: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return the first key of each sequence that isn't padding and the one after the last, `[b]` each."""
+        if n is None:
+            return self.first, self.last
+        n = n.to(torch.int64).expand(self.shape.b).contiguous()
+        return (self.shape.s - n, self.last) if self.left else (self.first, n)
+
+    def pack(
+        self, q: Tensor, k: Tensor, v: Tensor, ends: Sequence[Tensor | None], out: Tensor, lse: Tensor | None
+    ) -> bytes:
         """Return the bytes of the problem with these tensors, as `packing.pack` does."""
+        first, last = ends
         return self.fill(
             self.sizes, q.data_ptr(), k.data_ptr(), v.data_ptr(), self.strides,
-            out.data_ptr(), 0 if lse is None else lse.data_ptr(), self.rest, lse is not None, self.threads,
+            out.data_ptr(), 0 if lse is None else lse.data_ptr(), self.numbers,
+            0 if first is None else first.data_ptr(), 0 if last is None else last.data_ptr(),
+            self.rest, lse is not None, self.threads,
         )  # fmt: skip
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Return the output `[b, h, t, w]`."""
+        return self.run(q, k, v, self.get_n(mask), None)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None, lse: Tensor | None) -> Tensor:
         """Return the output `[b, h, t, w]`, and fill lse `[b, h, t]`."""
-        out = self.new_out(q)
+        out, ends = self.new_out(q), self.ends(n)  # ends must live until the call has returned
         assert library.attend is not None
-        if library.attend(self.pack(q, k, v, out, lse), None, library.width):
+        if library.attend(self.pack(q, k, v, ends, out, lse), None, library.width):
             raise no_memory(self.shape, q.element_size())
         return out
 
-    def attend_with_gradient(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_with_gradient(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Return the output `[b, h, t, w]`, recorded by autograd."""
-        return PlannedAttention.apply(self, q, k, v)
+        return _record(self, q, k, v, self.get_n(mask))
 
     def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None, out: Tensor, lse: Tensor, d_out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the gradients of q, k and v; None where they have to be computed without the plan.
 
@@ -124,17 +153,18 @@ class Plan:
             or d_out.is_neg()
             or d_out._is_zerotensor()
             or _layout(q, k, v, out, lse) != self.saved
+            or (n is not None and not (n.is_cpu and n.shape in ((1,), (self.shape.b,))))
         ):
             return None
-        n = self.shape
-        dq, dk = q.new_empty(n.b, n.h, n.t, n.d), k.new_empty(n.b, n.g, n.s, n.d)
-        dv = v.new_empty(n.b, n.g, n.s, n.w)
+        b, h, g, t, s, d, w = self.shape
+        dq, dk, dv = q.new_empty(b, h, t, d), k.new_empty(b, g, s, d), v.new_empty(b, g, s, w)
+        ends = self.ends(n)
         gradient = library.GRADIENT.pack(
             d_out.data_ptr(), *d_out.stride(), 0, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0,
             0, 0, 0, 0, 0, 0, False, self.chunks,
         )  # fmt: skip
         assert library.differentiate is not None
-        failed = library.differentiate(self.pack(q, k, v, out, lse), gradient, library.width)
+        failed = library.differentiate(self.pack(q, k, v, ends, out, lse), gradient, library.width)
         return None if failed else (dq, dk, dv)
 
 
@@ -147,13 +177,13 @@ class PlannedAttention(torch.autograd.Function):
     """`Attention` by a plan."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None) -> Tensor:
         """Return the output `[b, h, t, w]`."""
-        n = plan.shape
-        lse = q.new_empty(n.b, n.h, n.t, dtype=plan.dtype)
-        out = plan.attend(q, k, v, lse)
+        sizes = plan.shape
+        lse = q.new_empty(sizes.b, sizes.h, sizes.t, dtype=plan.dtype)
+        out = plan.run(q, k, v, n, lse)
         ctx.plan = plan
-        ctx.save_for_backward(out, lse, q, k, v)
+        ctx.save_for_backward(out, lse, q, k, v, n)
         return out
 
     @staticmethod
@@ -162,9 +192,15 @@ class PlannedAttention(torch.autograd.Function):
         out, lse, *saved = ctx.saved_tensors
         found = ctx.plan.gradients(*saved, out, lse, d_out)
         if found is not None:
-            return (None, *found)
-        needs = (*ctx.needs_input_grad, False, False)
-        return _gradients(ctx.plan.problem(*saved), out, lse, d_out, None, needs, saved)[:4]
+            return (None, *found, None)
+        needs = (*ctx.needs_input_grad[:4], False, False)
+        tensors = [x for x in saved if x is not None]
+        return (*_gradients(ctx.plan.problem(*saved), out, lse, d_out, None, needs, tensors)[:4], None)
+
+
+# `PlannedAttention.apply` without its check for the transforms of torch.func, which takes 2 of 18 µs. Calls
+# under these transforms have no plan.
+_record = super(torch.autograd.Function, PlannedAttention).apply
 
 
 def _gradients(

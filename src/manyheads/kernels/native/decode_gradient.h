@@ -1,7 +1,7 @@
-// The gradient of a few queries: keys and values are read as they lie by all queries that share them, and the gradients
-// of each are written once. Scores are computed as in the forward pass (`Decode::score_packed`), so that their bits are
-// those of the log-sum-exp. The work is split along the keys; what the splits add to gradients of queries is summed in
-// order, whatever thread computed it.
+// The gradient of a few queries. Keys and values are read once, without packing, by all queries that share them, and their
+// gradients are written once. Scores are computed as in the forward pass (`Decode::score_packed`), with the bits that
+// belong to the log-sum-exp. The work is split along the keys; gradients of queries are summed over the splits in a
+// fixed order, so that the bits don't depend on threads.
 #pragma once
 #include "products.h"
 
@@ -10,242 +10,244 @@
 namespace {
 
 template <class T, class Op> struct DecodeGradient {
-    typedef typename Op::E E;
-    static constexpr int STEP = 64;     // keys in a step, at least a panel
-    static constexpr int SHORT = 512;   // keys in a split, at least
-    static constexpr int GROUP = 4;     // queries that share a key or value in the registers
-    static constexpr int KEY_VECTORS = BYTES == 64 ? 4 : 2, MIX_VECTORS = 4;  // of a row, whose sums stay in registers
+    typedef typename Op::Element Element;
+    static constexpr int STEP = 64;                                           // keys in a step, at least a panel
+    static constexpr int SHORT = 512;                                         // keys in a split, at least
+    static constexpr int KEY_VECTORS = BYTES == 64 ? 4 : 2, MIX_VECTORS = 4;  // whose sums stay in registers
 
-    const Problem &p;
-    const Gradient &y;
-    int64_t rows, depth;                // queries of a head of keys; d rounded up for products
-    int64_t long_row, wide_row;         // d and w in whole groups of vectors
-    int64_t split, splits;              // keys in a split; splits of a head
-    R *parts;                           // [b * g, splits, rows, long_row]: gradients of queries, without the scale
-    R unit;                             // what products are multiplied by, as in the forward pass
+    const Problem &problem;
+    const Gradient &gradient;
+    int64_t rows, depth;         // queries of a head of keys; d rounded up for products
+    int64_t long_row, wide_row;  // d and w in multiples of MIX_VECTORS vectors
+    int64_t split_size, splits;  // keys in a split; splits of a head
+    Real *partial_dq;            // [b * g, splits, rows, long_row]: gradients of queries, without the scale
+    Real unit;                   // a product times this is a score
     int64_t next = 0;
-    bool odd = false;                   // is something not finite? Then nothing here is of use
+    bool has_nonfinite = false;  // then the results can't be used: what is masked would leak
 
-    DecodeGradient(const Problem &p, const Gradient &y) : p(p), y(y) {
-        rows = p.h / p.g * p.t, depth = up(p.d, Op::DEPTH);
-        long_row = up(p.d, MIX_VECTORS * W), wide_row = up(p.w, MIX_VECTORS * W);
-        split = larger<int64_t>(up(up(p.s, y.chunks) / y.chunks, STEP), SHORT), splits = up(p.s, split) / split;
-        unit = Op::PAIR == 1 ? (R)1 : (R)p.scale;
-        allocate(store_of, array(parts, p.b * p.g * splits * rows * long_row));
+    DecodeGradient(const Problem &problem, const Gradient &gradient) : problem(problem), gradient(gradient) {
+        rows = problem.h / problem.g * problem.t, depth = round_up(problem.d, Op::DEPTH_MULTIPLE);
+        long_row = round_up(problem.d, MIX_VECTORS * LANES), wide_row = round_up(problem.w, MIX_VECTORS * LANES);
+        split_size = larger<int64_t>(round_up(round_up(problem.s, gradient.chunks) / gradient.chunks, STEP), SHORT),
+        splits = round_up(problem.s, split_size) / split_size;
+        unit = Op::PAIR == 1 ? (Real)1 : (Real)problem.scale;
+        allocate(call_storage, array(partial_dq, problem.b * problem.g * splits * rows * long_row));
     }
 
     struct Split {
         int64_t b, g;
-        E *packed, *panel;        // [rows, depth]: queries; [depth, PANEL]: keys
-        R *q, *d_out;             // [rows, long_row], [rows, wide_row]: zeros beyond d and w
-        R *lse, *delta;           // [rows]
-        R *score, *grad, *bend;   // [rows, STEP]: scores, then weights; gradients of weights, then of scores; of softcap
-        V *unused;                // [rows]
-        R *dq;                    // [rows, long_row]
+        Element *packed, *panel;  // [rows, depth]: queries; [depth, PANEL]: keys
+        Real *q, *d_out;          // [rows, long_row], [rows, wide_row]: zeros beyond d and w
+        Real *lse, *delta;        // [rows]
+        Real *score, *d_score;    // [rows, STEP]: scores, then weights; gradients of weights, then of scores
+        Real *cap_slope;          // [rows, STEP]: slopes of the softcap
+        Vector *unused;           // [rows]
+        Real *dq;                 // [rows, long_row]
     };
 
-    int64_t head_of(const Split &k, int64_t row) const { return k.g * (p.h / p.g) + row / p.t; }
-
-    Interval seen(const Split &k, int64_t row) const {  // the keys that a query may see, but for ids, keep and bias
-        int64_t i = offset_of(p, k.b) + row % p.t;
-        int64_t begin = larger<int64_t>(0, i + p.low), end = smaller<int64_t>(p.s, i + p.high + 1);
-        if (p.first) begin = larger(begin, p.first[k.b]), end = smaller(end, p.last[k.b]);
-        return {begin, end};
+    int64_t head_of(const Split &split, int64_t row) const {
+        return split.g * (problem.h / problem.g) + row / problem.t;
     }
 
-    // Copies a row of `width` numbers, zeros beyond; what isn't finite is noticed.
-    void copy(R *to, int64_t to_width, const T *row, int64_t step, int64_t width) {
-        I bad = {};
-        for (int64_t x = 0; x < to_width; x += W) {
-            V some = x < width ? Single::units(row, step, x, width) : V{};
-            bad |= not_finite(some);
+    // Copies a row of `width` numbers, with zeros beyond, and notes non-finite numbers.
+    void copy(Real *to, int64_t to_width, const T *row, int64_t step, int64_t width) {
+        Integers nonfinite = {};
+        for (int64_t x = 0; x < to_width; x += LANES) {
+            Vector some = x < width ? Single::units(row, step, x, width) : Vector{};
+            nonfinite |= is_nonfinite(some);
             store(to + x, some);
         }
-        notice(bad);
+        notice(nonfinite);
     }
 
-    // Not 0 where a number isn't finite. (A sum over all numbers would wait for each addition.)
-    INLINE I not_finite(V v) { return (I)(v - v); }
-    void notice(I bad) {
-        if (lanes(bad != 0)) __atomic_store_n(&odd, true, __ATOMIC_RELAXED);
+    // Returns non-zero bits where a number isn't finite. (Adding up the differences would wait for each addition.)
+    INLINE Integers is_nonfinite(Vector v) { return (Integers)(v - v); }
+    void notice(Integers nonfinite) {
+        if (bit_mask(nonfinite != 0)) __atomic_store_n(&has_nonfinite, true, __ATOMIC_RELAXED);
     }
 
-    void open(const Split &k, bool first) {
+    void read_queries(const Split &split, bool first) {
         for (int64_t row = 0; row < rows; row++) {
-            int64_t h = head_of(k, row), t = row % p.t, place = (k.b * p.h + h) * p.t + t;
-            const T *q = at<T>(p.q, p.q_stride, k.b, h, t), *out = at<T>(p.out, p.out_stride, k.b, h, t);
-            copy(k.q + row * long_row, long_row, q, p.q_stride[3], p.d);
-            copy(k.d_out + row * wide_row, wide_row, at<T>(y.d_out, y.d_out_stride, k.b, h, t), y.d_out_stride[3], p.w);
-            pack_query<Op>(k.packed + row * depth, q, p.q_stride[3], p.d, Op::PAIR == 1 ? (R)p.scale : (R)1);
-            R lse = ((const R *)p.lse)[place], delta = y.d_lse ? -((const R *)y.d_lse)[place] : (R)0;
-            V sums = {};
-            for (int64_t x = 0; x < p.w; x += W)
-                sums += load(k.d_out + row * wide_row + x) * Single::units(out, p.out_stride[3], x, p.w);
+            int64_t h = head_of(split, row), t = row % problem.t, place = (split.b * problem.h + h) * problem.t + t;
+            const T *q = row_at<T>(problem.q, problem.q_stride, split.b, h, t),
+                    *out = row_at<T>(problem.out, problem.out_stride, split.b, h, t);
+            copy(split.q + row * long_row, long_row, q, problem.q_stride[3], problem.d);
+            copy(split.d_out + row * wide_row, wide_row,
+                 row_at<T>(gradient.d_out, gradient.d_out_stride, split.b, h, t), gradient.d_out_stride[3], problem.w);
+            pack_query<Op>(split.packed + row * depth, q, problem.q_stride[3], problem.d,
+                           Op::PAIR == 1 ? (Real)problem.scale : (Real)1);
+            Real lse = ((const Real *)problem.lse)[place],
+                 delta = gradient.d_lse ? -((const Real *)gradient.d_lse)[place] : (Real)0;
+            Vector sums = {};
+            for (int64_t x = 0; x < problem.w; x += LANES)
+                sums +=
+                    load(split.d_out + row * wide_row + x) * Single::units(out, problem.out_stride[3], x, problem.w);
             delta += sum(sums);
-            k.lse[row] = lse == -INF ? INF : lse, k.delta[row] = delta;  // of nothing that is seen weights are 0
-            if (first && y.delta) ((R *)y.delta)[place] = delta;
+            split.lse[row] = lse == -INF ? INF : lse;  // if everything is masked, weights become 0
+            split.delta[row] = delta;
+            if (first && gradient.delta) ((Real *)gradient.delta)[place] = delta;
         }
-        memset(k.dq, 0, sizeof(R) * rows * long_row);
+        memset(split.dq, 0, sizeof(Real) * rows * long_row);
     }
 
     void compute(int64_t head, int64_t n) {
-        Split k = {};
-        k.b = head / p.g, k.g = head % p.g;
-        int64_t even = up(rows, Op::EVEN), tile = even * STEP;
-        allocate(scratch, array(k.packed, even * depth), array(k.panel, depth * PANEL), array(k.q, rows * long_row),
-                 array(k.d_out, rows * wide_row), array(k.lse, rows), array(k.delta, rows), array(k.score, tile),
-                 array(k.grad, tile), array(k.bend, p.softcap ? tile : 0), array(k.unused, rows));
-        if (!p.softcap) k.bend = nullptr;
-        k.dq = parts + (head * splits + n) * rows * long_row;
-        open(k, n == 0);
-        int64_t end = smaller((n + 1) * split, p.s);
-        for (int64_t first = n * split; first < end; first += STEP) step(k, first, smaller<int64_t>(STEP, end - first));
+        Split split = {};
+        split.b = head / problem.g, split.g = head % problem.g;
+        int64_t even = round_up(rows, Op::ROWS_MULTIPLE), tile = even * STEP;
+        allocate(scratch, array(split.packed, even * depth), array(split.panel, depth * PANEL),
+                 array(split.q, rows * long_row), array(split.d_out, rows * wide_row), array(split.lse, rows),
+                 array(split.delta, rows), array(split.score, tile), array(split.d_score, tile),
+                 array(split.cap_slope, problem.softcap ? tile : 0), array(split.unused, rows));
+        if (!problem.softcap) split.cap_slope = nullptr;
+        split.dq = partial_dq + (head * splits + n) * rows * long_row;
+        read_queries(split, n == 0);
+        int64_t end = smaller((n + 1) * split_size, problem.s);
+        for (int64_t first = n * split_size; first < end; first += STEP)
+            step(split, first, smaller<int64_t>(STEP, end - first));
     }
 
-    void step(const Split &k, int64_t first, int64_t count) {
+    void step(const Split &split, int64_t first, int64_t count) {
         for (int64_t c = 0; c < count; c += PANEL) {
             int64_t columns = smaller<int64_t>(PANEL, count - c);
-            pack_columns<Op>(k.panel, ::at<T>(p.k, p.k_stride, k.b, k.g, first + c), p.k_stride + 2, columns, p.d);
-            columns_of<Op, false, false>((int)rows, columns, k.packed, depth, k.panel, k.score + c, STEP, depth, k.unused);
+            pack_columns<Op>(split.panel, ::row_at<T>(problem.k, problem.k_stride, split.b, split.g, first + c),
+                             problem.k_stride + 2, columns, problem.d);
+            multiply<Op, false, false>((int)rows, columns, split.packed, depth, split.panel, split.score + c, STEP,
+                                       depth, split.unused);
         }
-        const T *keys = ::at<T>(p.k, p.k_stride, k.b, k.g, first), *values = ::at<T>(p.v, p.v_stride, k.b, k.g, first);
-        for (int64_t row = 0; row < rows; row += GROUP) switch (smaller<int64_t>(rows - row, GROUP)) {
-                case 1: times_values<1>(k, row, values, count); break;
-                case 2: times_values<2>(k, row, values, count); break;
-                case 3: times_values<3>(k, row, values, count); break;
-                default: times_values<GROUP>(k, row, values, count);
-            }
-        for (int64_t row = 0; row < rows; row++) weigh(k, row, first, count);
-        int64_t place = (k.b * p.g + k.g) * p.s + first;
-        mix((T *)y.dv + place * p.w, p.w, k.score, k.d_out, wide_row, 1, count);
-        mix((T *)y.dk + place * p.d, p.d, k.grad, k.q, long_row, (R)p.scale, count);
-        for (int64_t row = 0; row < rows; row += GROUP) switch (smaller<int64_t>(rows - row, GROUP)) {
-                case 1: times_keys<1>(k, row, keys, count); break;
-                case 2: times_keys<2>(k, row, keys, count); break;
-                case 3: times_keys<3>(k, row, keys, count); break;
-                default: times_keys<GROUP>(k, row, keys, count);
-            }
+        const T *keys = ::row_at<T>(problem.k, problem.k_stride, split.b, split.g, first),
+                *values = ::row_at<T>(problem.v, problem.v_stride, split.b, split.g, first);
+        each_four(rows, [&](int64_t row, auto group) { times_values<group>(split, row, values, count); });
+        for (int64_t row = 0; row < rows; row++) weigh(split, row, first, count);
+        int64_t place = (split.b * problem.g + split.g) * problem.s + first;
+        mix((T *)gradient.dv + place * problem.w, problem.w, split.score, split.d_out, wide_row, 1, count);
+        mix((T *)gradient.dk + place * problem.d, problem.d, split.d_score, split.q, long_row, (Real)problem.scale,
+            count);
+        each_four(rows, [&](int64_t row, auto group) { times_keys<group>(split, row, keys, count); });
     }
 
-    // Gradients of weights: of so many queries' outputs, times the values.
-    template <int ROWS> void times_values(const Split &k, int64_t row, const T *values, int64_t count) {
-        I bad = {};
-        for (int64_t j = 0; j < count; j += W) {
-            V sum[ROWS][W];
-            int64_t some = smaller<int64_t>(W, count - j);
-            for (int64_t n = some; n < W; n++)
-                for (int i = 0; i < ROWS; i++) sum[i][n] = V{};
+    // Computes gradients of weights: gradients of some queries' outputs times the values.
+    template <int ROWS> void times_values(const Split &split, int64_t row, const T *values, int64_t count) {
+        Integers nonfinite = {};
+        for (int64_t j = 0; j < count; j += LANES) {
+            Vector sum[ROWS][LANES];
+            int64_t some = smaller<int64_t>(LANES, count - j);
+            for (int64_t n = some; n < LANES; n++)
+                for (int i = 0; i < ROWS; i++) sum[i][n] = Vector{};
             for (int64_t n = 0; n < some; n++) {
-                V one[ROWS];
-                for (int i = 0; i < ROWS; i++) one[i] = V{};
-                for (int64_t x = 0; x < p.w; x += W) {
-                    V value = Single::units(values + (j + n) * p.v_stride[2], p.v_stride[3], x, p.w);
-                    bad |= not_finite(value);
-                    for (int i = 0; i < ROWS; i++) one[i] += load(k.d_out + (row + i) * wide_row + x) * value;
+                Vector one[ROWS];
+                for (int i = 0; i < ROWS; i++) one[i] = Vector{};
+                for (int64_t x = 0; x < problem.w; x += LANES) {
+                    Vector value =
+                        Single::units(values + (j + n) * problem.v_stride[2], problem.v_stride[3], x, problem.w);
+                    nonfinite |= is_nonfinite(value);
+                    for (int i = 0; i < ROWS; i++) one[i] += load(split.d_out + (row + i) * wide_row + x) * value;
                 }
                 for (int i = 0; i < ROWS; i++) sum[i][n] = one[i];
             }
-            for (int i = 0; i < ROWS; i++) store(k.grad + (row + i) * STEP + j, sums(sum[i]));
+            for (int i = 0; i < ROWS; i++) store(split.d_score + (row + i) * STEP + j, sums(sum[i]));
         }
-        notice(bad);
+        notice(nonfinite);
     }
 
-    // Products become weights, and gradients of weights those of scores.
-    void weigh(const Split &k, int64_t row, int64_t first, int64_t count) const {
-        R *score = k.score + row * STEP, *grad = k.grad + row * STEP, *bend = k.bend ? k.bend + row * STEP : nullptr;
-        int64_t whole = up(count, W);
-        soften(p, unit, score, bend, whole);
-        Interval own = seen(k, row);
-        own.end = smaller(own.end, first + count);
-        constrain<3>(p, score, k.b, head_of(k, row), row % p.t, first, count, whole, own);
-        V lse = all(k.lse[row]), delta = all(k.delta[row]);
-        for (int64_t j = 0; j < whole; j += W) {
-            V s = load(score + j);
-            I visible = s != -INF;
-            V weight = exp2(exponent(s, lse)), pull = weight * (load(grad + j) - delta);
-            if (bend) pull *= load(bend + j);
-            store(score + j, (V)((I)weight & visible)), store(grad + j, (V)((I)pull & visible));
+    // Turns products into weights, and gradients of weights into gradients of scores.
+    void weigh(const Split &split, int64_t row, int64_t first, int64_t count) const {
+        Real *score = split.score + row * STEP, *grad = split.d_score + row * STEP,
+             *cap_slope = split.cap_slope ? split.cap_slope + row * STEP : nullptr;
+        int64_t whole = round_up(count, LANES);
+        scale_and_cap(problem, unit, score, cap_slope, whole);
+        Interval keys = visible_keys(problem, split.b, row % problem.t);
+        keys.end = smaller(keys.end, first + count);
+        apply_bias_and_mask<3>(problem, score, split.b, head_of(split, row), row % problem.t, first, count, whole,
+                               keys);
+        Vector lse = broadcast(split.lse[row]), delta = broadcast(split.delta[row]);
+        for (int64_t j = 0; j < whole; j += LANES) {
+            Vector s = load(score + j);
+            Integers visible = s != -INF;
+            Vector weight = exp2(log2_weight(s, lse)), d_score = weight * (load(grad + j) - delta);
+            if (cap_slope) d_score *= load(cap_slope + j);
+            store(score + j, (Vector)((Integers)weight & visible)),
+                store(grad + j, (Vector)((Integers)d_score & visible));
         }
     }
 
-    // Gradients of keys or values: to [count, width] = factor · by [rows, STEP], turned over, · x [rows, line].
-    void mix(T *to, int64_t width, const R *by, const R *x, int64_t line, R factor, int64_t count) const {
+    // Computes gradients of keys or values: to [count, width] = factor · byᵀ · x, where by [rows, STEP], x [rows, line].
+    void mix(T *to, int64_t width, const Real *by, const Real *x, int64_t line, Real factor, int64_t count) const {
         int64_t j = 0;
         for (; j + 2 <= count; j += 2) mix_some<2>(to + j * width, width, by + j, x, line, factor);
         if (j < count) mix_some<1>(to + j * width, width, by + j, x, line, factor);
     }
 
     template <int KEYS>
-    void mix_some(T *to, int64_t width, const R *by, const R *x, int64_t line, R factor) const {
+    void mix_some(T *to, int64_t width, const Real *by, const Real *x, int64_t line, Real factor) const {
         constexpr int N = MIX_VECTORS;
-        for (int64_t c = 0; c < width; c += N * W) {
-            V sum[KEYS][N];
-            for (int j = 0; j < KEYS; j++)  // one by one: compilers fill a whole array by a slow instruction
-                for (int n = 0; n < N; n++) sum[j][n] = V{};
+        for (int64_t c = 0; c < width; c += N * LANES) {
+            Vector sum[KEYS][N];
+            for (int j = 0; j < KEYS; j++)  // one by one: compilers clear a whole array by a slow instruction
+                for (int n = 0; n < N; n++) sum[j][n] = Vector{};
             for (int64_t row = 0; row < rows; row++)
                 for (int n = 0; n < N; n++) {
-                    V one = load(x + row * line + c + n * W);
-                    for (int j = 0; j < KEYS; j++) sum[j][n] += all(by[row * STEP + j]) * one;
+                    Vector one = load(x + row * line + c + n * LANES);
+                    for (int j = 0; j < KEYS; j++) sum[j][n] += broadcast(by[row * STEP + j]) * one;
                 }
             for (int j = 0; j < KEYS; j++)
                 for (int n = 0; n < N; n++) {
-                    int64_t from = c + n * W;
-                    if (from < width) narrow(factor * sum[j][n], to + j * width + from, smaller<int64_t>(W, width - from));
+                    int64_t from = c + n * LANES;
+                    if (from < width)
+                        narrow(factor * sum[j][n], to + j * width + from, smaller<int64_t>(LANES, width - from));
                 }
         }
     }
 
-    // What keys add to the gradients of so many queries.
-    template <int ROWS> void times_keys(const Split &k, int64_t row, const T *keys, int64_t count) {
+    // Adds gradients of scores times keys to the gradients of some queries.
+    template <int ROWS> void times_keys(const Split &split, int64_t row, const T *keys, int64_t count) {
         constexpr int N = KEY_VECTORS;
-        I bad = {};
-        for (int64_t c = 0; c < p.d; c += N * W) {
-            V sum[ROWS][N];
-            bool fits = p.k_stride[3] == 1 && c + N * W <= p.d;
+        Integers nonfinite = {};
+        for (int64_t c = 0; c < problem.d; c += N * LANES) {
+            Vector sum[ROWS][N];
+            bool fits = problem.k_stride[3] == 1 && c + N * LANES <= problem.d;
             for (int i = 0; i < ROWS; i++)
-                for (int n = 0; n < N; n++) sum[i][n] = load(k.dq + (row + i) * long_row + c + n * W);
+                for (int n = 0; n < N; n++) sum[i][n] = load(split.dq + (row + i) * long_row + c + n * LANES);
             for (int64_t j = 0; j < count; j++) {
-                const T *key = keys + j * p.k_stride[2];
-                V one[N];
+                const T *key = keys + j * problem.k_stride[2];
+                Vector one[N];
                 for (int n = 0; n < N; n++) {
-                    int64_t x = c + n * W;
-                    one[n] = fits ? wide(key + x) : x < p.d ? Single::units(key, p.k_stride[3], x, p.d) : V{};
-                    bad |= not_finite(one[n]);
+                    int64_t x = c + n * LANES;
+                    one[n] = fits            ? widen(key + x)
+                             : x < problem.d ? Single::units(key, problem.k_stride[3], x, problem.d)
+                                             : Vector{};
+                    nonfinite |= is_nonfinite(one[n]);
                 }
                 for (int i = 0; i < ROWS; i++)
-                    for (int n = 0; n < N; n++) sum[i][n] += all(k.grad[(row + i) * STEP + j]) * one[n];
+                    for (int n = 0; n < N; n++) sum[i][n] += broadcast(split.d_score[(row + i) * STEP + j]) * one[n];
             }
             for (int i = 0; i < ROWS; i++)
-                for (int n = 0; n < N; n++) store(k.dq + (row + i) * long_row + c + n * W, sum[i][n]);
+                for (int n = 0; n < N; n++) store(split.dq + (row + i) * long_row + c + n * LANES, sum[i][n]);
         }
-        notice(bad);
+        notice(nonfinite);
     }
 
-    // The parts of the gradients of a head's queries become one.
+    // Sums the gradients of a head's queries over the splits.
     void merge(int64_t head) const {
         for (int64_t row = 0; row < rows; row++) {
-            int64_t h = head % p.g * (p.h / p.g) + row / p.t;
-            T *to = (T *)y.dq + ((head / p.g * p.h + h) * p.t + row % p.t) * p.d;
-            const R *part = parts + (head * splits * rows + row) * long_row;
-            for (int64_t x = 0; x < p.d; x++) {
-                R sum = 0;
+            int64_t h = head % problem.g * (problem.h / problem.g) + row / problem.t;
+            T *to = (T *)gradient.dq + ((head / problem.g * problem.h + h) * problem.t + row % problem.t) * problem.d;
+            const Real *part = partial_dq + (head * splits * rows + row) * long_row;
+            for (int64_t x = 0; x < problem.d; x++) {
+                Real sum = 0;
                 for (int64_t n = 0; n < splits; n++) sum += part[n * rows * long_row + x];
-                narrow((R)p.scale * sum, to[x]);
+                narrow((Real)problem.scale * sum, to[x]);
             }
         }
-    }
-
-    static void computing(void *data) {
-        DecodeGradient &all = *(DecodeGradient *)data;
-        [[maybe_unused]] typename Op::Ready ready;
-        share(all.next, all.p.b * all.p.g * all.splits, [&](int64_t n) { all.compute(n / all.splits, n % all.splits); });
     }
 
     int run() {
-        parallel(5. * p.b * p.h * p.t * p.s * (p.d + p.w) < 4e6 ? 1 : p.threads, computing, this);
-        for (int64_t head = 0; !odd && head < p.b * p.g; head++) merge(head);
-        forget();
-        return odd ? 2 : 0;
+        double operations = 5. * problem.b * problem.h * problem.t * problem.s * (problem.d + problem.w);
+        run_on<Op>(threads_for(problem, operations), [&] {
+            take_each(next, problem.b * problem.g * splits, [&](int64_t n) { compute(n / splits, n % splits); });
+        });
+        for (int64_t head = 0; !has_nonfinite && head < problem.b * problem.g; head++) merge(head);
+        release_storage();
+        return has_nonfinite ? 2 : 0;
     }
 };
 

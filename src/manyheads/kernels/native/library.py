@@ -19,11 +19,11 @@ HERE = Path(__file__).parent
 ANOTHER = os.environ.get("MANYHEADS_LIBRARY")  # one with sanitizers, say
 FILE = Path(ANOTHER or HERE / "native.so")
 LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, isn't there
-INTERFACE = 8  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
+INTERFACE = 9  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq 2q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
-LOOK = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
-GRID = struct.Struct("=2q2Q")
+STATISTICS = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
+POOLED_MAP = struct.Struct("=2q2Q")
 WIDTHS = ("portable", "avx2", "avx512", "avx512bf16", "amx")  # by what they need of a processor
 
 attend: ctypes._NamedFuncPointer | None = None  # (a problem, a look or None, number of the build) → 0
@@ -34,13 +34,11 @@ runs: list[str] = []  # all builds that this processor can run
 left_out: dict[str, str] = {}  # builds that the compiler couldn't make or the system doesn't allow, and why
 shares_threads = False
 has_tiles = False  # does this processor multiply bfloat16 in tiles (AMX)?
-spin: ctypes._NamedFuncPointer | None = None  # (number, rounds, bfloat16?, threads) → operations done
-read: ctypes._NamedFuncPointer | None = None  # (number, address, floats, threads)
 missing: str | None = None  # why there is none
 
 
 def _load() -> None:
-    global attend, differentiate, scores, width, missing, shares_threads, has_tiles, spin, read
+    global attend, differentiate, scores, width, missing, shares_threads, has_tiles
     said = LOG.read_text(encoding="utf-8", errors="replace").strip() if LOG.exists() else ""
     if not FILE.exists():
         missing = f"its library isn't there: {said}" if said and not ANOTHER else _unusable("isn't there")
@@ -54,7 +52,7 @@ def _load() -> None:
         missing = _unusable("has none of its functions")
         return
     library.manyheads_interface.restype = ctypes.c_int64
-    sizes = (LOOK.size * 1000 + GRADIENT.size) * 1000 + PROBLEM.size
+    sizes = (STATISTICS.size * 1000 + GRADIENT.size) * 1000 + PROBLEM.size
     if library.manyheads_interface() != INTERFACE * 10**9 + sizes:
         missing = _unusable("was built from another version of the sources")
         return
@@ -91,10 +89,6 @@ def _load() -> None:
     scores = library.manyheads_scores
     scores.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
     scores.restype = ctypes.c_int
-    spin, read = library.manyheads_spin, library.manyheads_read
-    spin.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
-    read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    spin.restype, read.restype = ctypes.c_double, ctypes.c_float
 
 
 def _unusable(what: str) -> str:

@@ -64,14 +64,6 @@ def defers(problem: Problem) -> list[str]:
     return []
 
 
-def missing_tiles() -> str | None:
-    """Return why the library can't multiply in the processor's tiles; None if it can, or there are none."""
-    if not library.has_tiles or TILES in library.runs:
-        return None
-    reason = library.left_out.get(TILES, "this processor lacks other instructions that it needs")
-    return f"its {TILES} build isn't available ({reason})"
-
-
 def _family() -> str:
     """Return the key in FAMILIES of this processor and the build in use."""
     build = "portable" if library.width is None else library.WIDTHS[library.width]
@@ -80,4 +72,7 @@ def _family() -> str:
 
 def _unused() -> str:
     """Return why the build in use isn't the one with tiles."""
-    return missing_tiles() or f"MANYHEADS_WIDTH chooses {library.WIDTHS[library.width or 0]}"
+    if TILES in library.runs:
+        return f"MANYHEADS_WIDTH chooses {library.WIDTHS[library.width or 0]}"
+    reason = library.left_out.get(TILES, "this processor lacks other instructions that it needs")
+    return f"its {TILES} build isn't available ({reason})"

@@ -36,14 +36,14 @@ def pack_statistics(spec: Spec, problem: Problem, lse: Tensor, known: bool) -> t
         return found[name].data_ptr() if name in found else 0
 
     grids = b"".join(
-        library.GRID.pack(*size, address((*size, "sum")), address((*size, "max")))
+        library.POOLED_MAP.pack(*size, address((*size, "sum")), address((*size, "max")))
         for size in sorted({cell[:2] for cell in spec.cells})
     )
     memory = ctypes.create_string_buffer(grids, len(grids) or 1)
-    data = library.LOOK.pack(
+    data = library.STATISTICS.pack(
         known, spec.first,
         *(address(name) for name in (*ROW_STATISTICS, "received")),
         spec.top, address("top_scores"), address("top_keys"),
-        len(grids) // library.GRID.size, ctypes.addressof(memory), CHUNKS,
+        len(grids) // library.POOLED_MAP.size, ctypes.addressof(memory), CHUNKS,
     )  # fmt: skip
     return data, memory, found

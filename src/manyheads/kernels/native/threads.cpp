@@ -1,8 +1,7 @@
-// Which build this processor runs, and the threads that run it.
+// The functions that Python calls: they choose the build for this processor, and the threads that run it.
 //
-// The threads are those of PyTorch's own OpenMP, found in the process rather than linked, so that there is one
-// pool, and no second pool waits beside it. That pool doesn't live on in a forked child: there, and where PyTorch has
-// another one, a call starts threads of its own.
+// The threads are those of PyTorch's OpenMP. It is found in the process rather than linked, so that there is only one pool.
+// It doesn't survive a fork: in a child, and where PyTorch uses another pool, each call starts its own threads.
 #include "problem.h"
 
 #include <cstdlib>
@@ -23,23 +22,18 @@
 #include <unistd.h>
 #endif
 
-#define BUILD(width)                                                  \
-    void attend_##width(const Problem *p, const Look *look);           \
-    int differentiate_##width(const Problem *p, const Gradient *y);   \
-    void scores_##width(const Problem *p, void *to);                   \
-    double spin_##width(int64_t rounds, int pairs, float *kept);       \
-    float read_##width(const float *x, int64_t count);
-
-void attend_float64(const Problem *p, const Look *look);
-int differentiate_float64(const Problem *p, const Gradient *y);
-void scores_float64(const Problem *p, void *to);
+#define BUILD(name)                                                             \
+    void attend_##name(const Problem *problem, const Statistics *statistics);   \
+    int differentiate_##name(const Problem *problem, const Gradient *gradient); \
+    void scores_##name(const Problem *problem, void *to);
+BUILD(float64)
 BUILD(portable)
 BUILD(avx2)
 BUILD(avx512)
 BUILD(avx512bf16)
 BUILD(amx)
-// setup.py says which of the wider ones it could build: IF_avx2(x) is x where there is that build, else 0.
-#define EACH(what)                                                                    \
+// setup.py defines which of the wider builds exist: IF_avx2(x) is x if that build exists, else 0.
+#define EACH(what)                                                                                      \
     {what##_portable, IF_avx2(what##_avx2), IF_avx512(what##_avx512), IF_avx512bf16(what##_avx512bf16), \
      IF_amx(what##_amx)}
 
@@ -47,7 +41,7 @@ BUILD(amx)
 
 namespace {
 
-constexpr int64_t HUGE_PAGE = 1 << 21, KEPT = 64 << 20;  // bytes: what is larger isn't kept between calls
+constexpr int64_t HUGE_PAGE = 1 << 21, KEPT = 64 << 20;  // bytes: larger memory isn't kept between calls
 
 struct Memory {
     void *at = nullptr;
@@ -77,8 +71,8 @@ thread_local Memory first, second;
 }  // namespace
 
 void *scratch(int64_t bytes) { return first.get(bytes); }
-void *store_of(int64_t bytes) { return second.get(bytes); }
-void forget() {
+void *call_storage(int64_t bytes) { return second.get(bytes); }
+void release_storage() {
     if (second.size > KEPT) second.drop();
 }
 
@@ -86,7 +80,7 @@ void forget() {
 
 namespace {
 
-int64_t second_level = 1 << 20;  // bytes of a core's cache; many have so much where the system doesn't say
+int64_t second_level = 1 << 20;  // bytes of a core's cache; a common size where the system doesn't tell
 
 void read_caches() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
@@ -95,7 +89,7 @@ void read_caches() {
 #endif
 }
 
-// Does the processor multiply bfloat16 in tiles (AMX), and does the system save them?
+// Returns true if the processor multiplies bfloat16 in tiles (AMX) and the system saves them.
 bool has_tiles() {
 #if defined(__x86_64__)
     unsigned a, b, c, d, low, high;
@@ -108,7 +102,7 @@ bool has_tiles() {
 #endif
 }
 
-// May this process use tiles? Linux asks every process to ask for them, once; others don't.
+// Returns true if this process may use tiles. On Linux a process must request the permission, once.
 bool may_use_tiles() {
 #if defined(EMULATE_TILES)
     return true;
@@ -123,7 +117,7 @@ bool may_use_tiles() {
 
 }  // namespace
 
-int64_t near_cache() { return second_level; }
+int64_t second_level_cache() { return second_level; }
 
 // -- threads ---------------------------------------------------------------------------------------
 
@@ -135,7 +129,7 @@ Fork pool = nullptr;
 bool forked = false;
 
 #if defined(__linux__)
-int look(dl_phdr_info *info, size_t, void *found) {
+int find_pool(dl_phdr_info *info, size_t, void *found) {
     const char *name = info->dlpi_name;
     if (!strstr(name, "libgomp")) return 0;
     void *library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
@@ -154,10 +148,10 @@ void parallel(int64_t threads, void (*work)(void *), void *data) {
     try {
         for (int64_t n = 1; n < threads; n++) others.emplace_back(work, data);
     } catch (const std::system_error &) {
-        // No more threads to be had: those there are do it all.
+        // The system starts no more threads; the work is shared by those that run.
     }
     work(data);
-    for (std::thread &one : others) one.join();
+    for (std::thread &other : others) other.join();
 }
 
 #if defined(TIMED)
@@ -168,22 +162,22 @@ double part_seconds[PARTS];
 
 extern "C" {
 
-// Looks for PyTorch's pool, unless this process shouldn't use it. True if it is found.
+// Finds PyTorch's pool, unless this process mustn't use it. Returns true if it is found.
 __attribute__((visibility("default"))) int manyheads_begin(int own_threads) {
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
     read_caches();
 #if defined(__linux__)
-    if (!own_threads) dl_iterate_phdr(look, &pool);
+    if (!own_threads) dl_iterate_phdr(find_pool, &pool);
 #endif
     (void)own_threads;
     return pool != nullptr;
 }
 
 __attribute__((visibility("default"))) int64_t manyheads_interface() {
-    return ((INTERFACE * 1000 + sizeof(Look)) * 1000 + sizeof(Gradient)) * 1000 + sizeof(Problem);
+    return ((INTERFACE * 1000 + sizeof(Statistics)) * 1000 + sizeof(Gradient)) * 1000 + sizeof(Problem);
 }
 
-// Is a build here, and can this processor run it? By its number: 0 portable, 1 avx2, 2 avx512, 3 avx512bf16, 4 amx.
+// Returns true if a build exists and this processor runs it: 0 portable, 1 avx2, 2 avx512, 3 avx512bf16, 4 amx.
 __attribute__((visibility("default"))) int manyheads_runs(int level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -201,91 +195,43 @@ __attribute__((visibility("default"))) int manyheads_runs(int level) {
 #endif
 }
 
-// Does this processor multiply bfloat16 in tiles (AMX)? 0: no; 1: it does, but Linux doesn't let this process; 2: yes.
+// Returns 0 if this processor has no tiles for bfloat16 (AMX), 1 if this process may not use them, 2 if it may.
 __attribute__((visibility("default"))) int manyheads_tiles() { return has_tiles() ? 1 + may_use_tiles() : 0; }
 
-// Computes a problem by a build, with a look at its weights (null: none). 0: done; 1: there is no memory for the packed
-// keys and values.
-__attribute__((visibility("default"))) int manyheads_attend(const Problem *p, const Look *look, int level) {
-    void (*builds[])(const Problem *, const Look *) = EACH(attend);
+// Computes a problem, with statistics unless they are null. Returns 0, or 1 if there is no memory for packing.
+__attribute__((visibility("default"))) int manyheads_attend(const Problem *problem, const Statistics *statistics,
+                                                            int level) {
+    void (*builds[])(const Problem *, const Statistics *) = EACH(attend);
     try {
-        p->dtype == FLOAT64 ? attend_float64(p, look) : builds[level](p, look);
-    } catch (const std::bad_alloc &) {
-        return 1;
-    }
+        problem->dtype == FLOAT64 ? attend_float64(problem, statistics) : builds[level](problem, statistics);
+    } catch (const std::bad_alloc &) { return 1; }
     return 0;
 }
 
-// scale · q·k with softcap of all queries and keys, into [b, h, t, s], contiguous; of a problem's mask, bias, values and
-// output nothing is read. 0: done; 1: there is no memory for a panel of keys.
-__attribute__((visibility("default"))) int manyheads_scores(const Problem *p, void *to, int level) {
+// Computes scale · q·k with softcap of all queries and keys, [b, h, t, s], contiguous; mask, bias and values aren't read.
+// Returns 0, or 1 if there is no memory for a panel of keys.
+__attribute__((visibility("default"))) int manyheads_scores(const Problem *problem, void *to, int level) {
     void (*builds[])(const Problem *, void *) = EACH(scores);
     try {
-        p->dtype == FLOAT64 ? scores_float64(p, to) : builds[level](p, to);
-    } catch (const std::bad_alloc &) {
-        return 1;
-    }
+        problem->dtype == FLOAT64 ? scores_float64(problem, to) : builds[level](problem, to);
+    } catch (const std::bad_alloc &) { return 1; }
     return 0;
 }
 
-// Its gradient. 0: done; 1: there is no memory for what is packed and summed; 2: some number isn't finite.
-__attribute__((visibility("default"))) int manyheads_differentiate(const Problem *p, const Gradient *y, int level) {
+// Computes the gradient. Returns 0, 1 if there is no memory for packing and sums, or 2 if some number isn't finite.
+__attribute__((visibility("default"))) int manyheads_differentiate(const Problem *problem, const Gradient *gradient,
+                                                                   int level) {
     int (*builds[])(const Problem *, const Gradient *) = EACH(differentiate);
     try {
-        return p->dtype == FLOAT64 ? differentiate_float64(p, y) : builds[level](p, y);
-    } catch (const std::bad_alloc &) {
-        return 1;
-    }
+        return problem->dtype == FLOAT64 ? differentiate_float64(problem, gradient) : builds[level](problem, gradient);
+    } catch (const std::bad_alloc &) { return 1; }
 }
 
 #if defined(TIMED)
-// Seconds of each `Part` since the last call.
+// Writes the seconds of each `Part` since the last call.
 __attribute__((visibility("default"))) void manyheads_parts(double *seconds) {
     for (int part = 0; part < PARTS; part++) seconds[part] = part_seconds[part], part_seconds[part] = 0;
 }
 #endif
-
-// For benchmarks. Operations of so many rounds of multiply-adds on each of the threads, 0 where the build has none;
-// pairs: of bfloat16, else of float32.
-__attribute__((visibility("default"))) double manyheads_spin(int level, int64_t rounds, int pairs, int64_t threads) {
-    struct Spin {
-        double (*spin)(int64_t, int, float *);
-        int64_t rounds, left;
-        int pairs;
-        double operations;
-    };
-    double (*builds[])(int64_t, int, float *) = EACH(spin);
-    Spin all = {builds[level], rounds, threads, pairs, 0};
-    parallel(threads, [](void *data) {
-        Spin &all = *(Spin *)data;
-        float kept = 0;
-        while (__atomic_fetch_sub(&all.left, 1, __ATOMIC_RELAXED) > 0) {
-            double done = all.spin(all.rounds, all.pairs, &kept);
-            if (kept != 1.f) all.operations = done;  // the same from every thread
-        }
-    }, &all);
-    return all.operations * threads;
-}
-
-// Reads so many floats once, in pieces, on all threads; their sum.
-__attribute__((visibility("default"))) float manyheads_read(int level, const float *x, int64_t count, int64_t threads) {
-    constexpr int64_t PIECE = 1 << 18;
-    struct Read {
-        float (*read)(const float *, int64_t);
-        const float *x;
-        std::vector<float> sums;  // of each piece
-        int64_t next;
-    };
-    float (*builds[])(const float *, int64_t) = EACH(read);
-    Read all = {builds[level], x, std::vector<float>(count / PIECE), 0};
-    parallel(threads, [](void *data) {
-        Read &all = *(Read *)data;
-        for (int64_t n; (n = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED)) < (int64_t)all.sums.size();)
-            all.sums[n] = all.read(all.x + n * PIECE, PIECE);
-    }, &all);
-    float sum = 0;
-    for (float one : all.sums) sum += one;
-    return sum;
-}
 
 }  // extern "C"

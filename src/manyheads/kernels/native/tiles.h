@@ -1,6 +1,6 @@
 // The tile registers of AMX, eight of 16 rows of 64 bytes, and the five instructions that the kernel needs: Intel 64 and
 // IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS. They are written as assembler, because a template
-// can't hand a register's number to the compilers' own functions.
+// can't pass a register's number to the compilers' own functions.
 //
 // With EMULATE_TILES they are plain loops, for tests on processors without tiles.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Eight whole tiles, as LDTILECFG reads it; the places of further ones must be 0.
+// Eight whole tiles, as LDTILECFG reads them; the entries of further tiles must be 0.
 struct alignas(64) Configuration {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -28,54 +28,53 @@ thread_local struct {
     alignas(64) uint8_t bytes[8][16][64];
 } registers;
 
-// Holds tiles as long as it lives; a thread has one at a time.
-struct TilesReady {
-    TilesReady() {
-        Configuration all;
+// Configures the tiles of this thread while it exists; a thread has one at a time.
+struct TileSession {
+    TileSession() {
+        Configuration configuration;
         for (int n = 0; n < 16; n++)
-            if (all.rows[n] != (n < 8 ? 16 : 0) || all.row_bytes[n] != 4 * all.rows[n]) abort();
+            if (configuration.rows[n] != (n < 8 ? 16 : 0) || configuration.row_bytes[n] != 4 * configuration.rows[n])
+                abort();
         registers.ready = true;
     }
-    ~TilesReady() { registers.ready = false; }
+    ~TileSession() { registers.ready = false; }
 };
 
-INLINE void tile_check() {
+INLINE void check_session() {
     if (!registers.ready) abort();  // on a processor it would be an illegal instruction
 }
-template <int N> INLINE void tile_zero() { tile_check(), memset(registers.bytes[N], 0, 1024); }
+template <int N> INLINE void tile_zero() { check_session(), memset(registers.bytes[N], 0, 1024); }
 template <int N> INLINE void tile_load(const void *from, int64_t step) {
-    tile_check();
+    check_session();
     for (int row = 0; row < 16; row++) memcpy(registers.bytes[N][row], (const char *)from + row * step, 64);
 }
 template <int N> INLINE void tile_store(void *to, int64_t step) {
-    tile_check();
+    check_session();
     for (int row = 0; row < 16; row++) memcpy((char *)to + row * step, registers.bytes[N][row], 64);
 }
 template <int TO, int A, int B> INLINE void tile_multiply() {
-    tile_check();
+    check_session();
     for (int row = 0; row < 16; row++) {
-        V first = {}, second = {};  // of each pair
+        Vector first = {}, second = {};  // of each pair
         for (int k = 0; k < 16; k++) {
-            int32_t a;
-            memcpy(&a, registers.bytes[A][row] + 4 * k, 4);
-            I b;
-            memcpy(&b, registers.bytes[B][k], 64);
-            first += (V)(I{} + (a << 16)) * (V)(b << 16);
-            second += (V)(I{} + (a & -65536)) * (V)(b & -65536);
+            int32_t a = read<int32_t>(registers.bytes[A][row] + 4 * k);
+            Integers b = read<Integers>(registers.bytes[B][k]);
+            first += (Vector)(Integers{} + (a << 16)) * (Vector)(b << 16);
+            second += (Vector)(Integers{} + (a & -65536)) * (Vector)(b & -65536);
         }
-        R *to = (R *)registers.bytes[TO][row];
+        Real *to = (Real *)registers.bytes[TO][row];
         store(to, load(to) + (first + second));
     }
 }
 
 #else
 
-struct TilesReady {
-    TilesReady() {
-        Configuration all;
-        __asm__ volatile("ldtilecfg %0" ::"m"(all));
+struct TileSession {
+    TileSession() {
+        Configuration configuration;
+        __asm__ volatile("ldtilecfg %0" ::"m"(configuration));
     }
-    ~TilesReady() { __asm__ volatile("tilerelease"); }
+    ~TileSession() { __asm__ volatile("tilerelease"); }
 };
 
 template <int N> INLINE void tile_zero() { __asm__ volatile("tilezero %%tmm%c0" ::"i"(N)); }

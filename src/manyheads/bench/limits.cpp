@@ -1,0 +1,118 @@
+// The processor's peak: multiply-adds on registers alone, in float32, and in bfloat16 on pairs of numbers or on AMX tiles.
+//
+// `manyheads bench` compiles this file for the processor that it runs on and calls it from as many threads as PyTorch uses.
+#include <cstdint>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, COLUMNS = 4;
+#elif defined(__AVX2__)
+constexpr int BYTES = 32, COLUMNS = 2;
+#else
+constexpr int BYTES = 16, COLUMNS = 2;
+#endif
+constexpr int ROWS = 6;  // so many sums, times the columns, hide the latency of a multiply-add
+typedef float Vector __attribute__((vector_size(BYTES)));
+
+// Keeps the compiler from computing with a value before the program runs.
+#if defined(__aarch64__)
+#define OPAQUE(v) __asm__ volatile("" : "+w"(v))
+#elif defined(__x86_64__)
+#define OPAQUE(v) __asm__ volatile("" : "+v"(v))
+#else
+#define OPAQUE(v) __asm__ volatile("" : "+m"(v))
+#endif
+
+// Computes so many rounds of multiply-adds, each of `pairs` numbers a lane, and returns the number of operations.
+template <class Add> double multiply_add(int64_t rounds, int pairs, Add add) {
+    Vector sum[ROWS][COLUMNS] = {}, a = Vector{} + 1e-3f, b[COLUMNS];
+    for (Vector &column : b) column = a;
+    for (auto &row : sum)
+        for (Vector &one : row) OPAQUE(one);  // otherwise equal sums would be computed once
+    for (int64_t round = 0; round < rounds; round++) {
+        OPAQUE(a);
+        for (Vector &column : b) OPAQUE(column);
+#pragma GCC unroll 6
+        for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+            for (int n = 0; n < COLUMNS; n++) sum[i][n] = add(sum[i][n], a, b[n]);
+    }
+    for (auto &row : sum)
+        for (Vector &one : row) OPAQUE(one);
+    return 2. * pairs * ROWS * COLUMNS * (BYTES / 4) * rounds;
+}
+
+bool has_tiles() {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
+#else
+    return false;
+#endif
+}
+
+bool may_use_tiles() {
+#if defined(__AMX_BF16__) && defined(__linux__)
+    return has_tiles() && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+
+extern "C" {
+
+// Returns the number of operations of so many rounds in float32.
+double float32(int64_t rounds) {
+    return multiply_add(rounds, 1, [](Vector sum, Vector a, Vector b) { return sum + a * b; });
+}
+
+// Returns the same in bfloat16: 0 where the processor has no instruction for it, -1 where its tiles can't be used.
+double bfloat16(int64_t rounds) {
+    if (has_tiles() && !may_use_tiles()) return -1;
+#if defined(__AMX_BF16__)
+    if (has_tiles()) {
+        struct alignas(64) {
+            uint8_t palette = 1, reserved[15] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } configuration;
+        _tile_loadconfig(&configuration);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        _tile_zero(4);
+        _tile_zero(5);
+        _tile_zero(6);
+        _tile_zero(7);
+        for (int64_t round = 0; round < rounds; round++) {  // four tiles of sums, as in the kernel's product
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_release();
+        return 2. * 4 * 16 * 16 * 32 * rounds;
+    }
+#endif
+#if defined(__AVX512BF16__)
+    return multiply_add(rounds, 2, [](Vector sum, Vector a, Vector b) {
+        return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    });
+#else
+    (void)rounds;
+    return 0;
+#endif
+}
+}
