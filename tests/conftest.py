@@ -34,10 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def settings_of(item: Any) -> set[Any]:
-    """Return what a sample must cover: the values of a test's parameters, or a value's own settings.
-
-    The parameters that the marker names, such as "kernel", are covered for each of their values anew.
-    """
+    """Return what a sample must cover: the values of a test's parameters, or a value's own settings."""
     params, found = item.callspec.params, set()
     each = tuple(params[name] for name in item.get_closest_marker("sampled").args)
     for name, value in params.items():
@@ -47,15 +44,20 @@ def settings_of(item: Any) -> set[Any]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Mark as `full` what the everyday tier leaves out of a test marked `sampled`.
 
     It runs with few of the parameters, in which every value of each occurs, chosen greedily: the same ones
-    in every run.
+    in every run. `sampled("kernel")` does so for each kernel, `sampled(kernel="auto")` for that one alone.
     """
-    sampled = (item for item in items if item.get_closest_marker("sampled"))
-    for _, group in groupby(sampled, lambda item: item.nodeid.partition("[")[0]):
-        settings = {item: settings_of(item) for item in group}
+    for _, group in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        settings = {}
+        for item in group:
+            if marker := item.get_closest_marker("sampled"):
+                if all(item.callspec.params[name] == value for name, value in marker.kwargs.items()):
+                    settings[item] = settings_of(item)
+                else:
+                    item.add_marker("full")
         left = set().union(*settings.values())
         while left:
             best = max(settings, key=lambda item: len(settings[item] & left))  # the first among equals

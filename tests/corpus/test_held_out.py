@@ -63,6 +63,7 @@ def report(stem: str, monkeypatch: pytest.MonkeyPatch) -> checker.Report:
     return checker.check(getattr(module, module.TARGET))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("stem", NAMED)
 def test_a_wrong_one_fails_and_is_named_truly_or_not_at_all(

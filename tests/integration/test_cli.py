@@ -102,14 +102,15 @@ def interrupted(words: Sequence[str], delay: float, folder: Path) -> tuple[int, 
     return process.returncode, out, err
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 @pytest.mark.parametrize(
     ("words", "moments"),
     [
         pytest.param(["generate", TEXT, "--tokens", "40"], 6, id="generate"),
         pytest.param(["show", TEXT], 4, id="show"),
-        pytest.param(["generate", TEXT, "--tokens", "40"], 40, id="generate often", marks=pytest.mark.full),
-        pytest.param(["show", TEXT], 40, id="show often", marks=pytest.mark.full),
+        pytest.param(["generate", TEXT, "--tokens", "40"], 40, id="generate often"),
+        pytest.param(["show", TEXT], 40, id="show often"),
     ],
 )
 def test_an_interrupted_command_ends_quietly(words: list[str], moments: int, tmp_path: Path) -> None:
@@ -179,6 +180,7 @@ def test_a_reader_that_leaves_doesnt_stop_the_work(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("manyheads-out/*.png"))) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words",
     [["show", "naïve ⏎ 日本"], ["generate", "naïve", "--tokens", "3"], ["kernels"]],
@@ -231,6 +233,7 @@ def test_without_uvicorn_the_viewer_raises_before_any_work(words: list[str], tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_show_does_not_import_the_compiler_of_torch(tmp_path: Path) -> None:
     code = (
         "import atexit, sys; from manyheads.__main__ import main;"

@@ -123,6 +123,7 @@ def test_masks_made_outside(mask: str, kernel: str, tensors: dict[str, Tensor]) 
     assert counter.frame_count == 1
 
 
+@pytest.mark.sampled(kernel="auto")
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_gradients_of_biases_and_sinks(kernel: str, tensors: dict[str, Tensor]) -> None:
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
@@ -139,6 +140,7 @@ def test_gradients_of_biases_and_sinks(kernel: str, tensors: dict[str, Tensor]) 
         same(run, quick, [*heads(), leaf, sink])
 
 
+@pytest.mark.sampled(kernel="auto")
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_a_bias_made_outside_gets_its_gradient(kernel: str) -> None:
     bias = mh.Relative.learned(4, 2)
@@ -154,6 +156,7 @@ def test_a_bias_made_outside_gets_its_gradient(kernel: str) -> None:
     torch.testing.assert_close(bias.table.grad, expected)
 
 
+@pytest.mark.sampled(kernel="auto")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_at_most_two_graphs_for_twenty_lengths(kernel: str) -> None:
     """One for the first length, one for all others; forward and backward."""
@@ -323,6 +326,7 @@ def test_errors_of_a_compiled_function_are_the_same_sentence() -> None:
 # -- maps --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(kernel="auto")
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_maps_of_a_compiled_function(kernel: str) -> None:
     """Statistics inside the graph, and the map itself brought out of it."""
@@ -348,6 +352,7 @@ def test_maps_of_a_compiled_function(kernel: str) -> None:
 # -- layers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "parts",
     [
@@ -377,6 +382,7 @@ def test_a_layer(parts: dict[str, Any]) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.sampled(kernel="auto")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_layer_under_a_mask_of_several(kernel: str) -> None:
     m, x = mh.MultiHeadAttention(32, 4, kernel=kernel), torch.randn(2, 7, 32)

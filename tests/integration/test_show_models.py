@@ -494,6 +494,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_folder_is_one_sentence(
     what: str, run: Any, folders: Callable[[str], Path], tmp_path: Path

@@ -211,24 +211,22 @@ LAZY = {
         from manyheads import observe
         assert m.observe is bound is observe and callable(observe)
     """,
-    "submodules": "assert m.measures.rollout and m.kernels.ORDER and m.problem.Problem",
-    "completion": "assert {'attention', 'measures'} <= set(m.__all__) <= set(dir(m))",
-    "pickling": """
+    "submodules, completion, pickling and a name that isn't there": """
         import pickle
+        assert m.measures.rollout and m.kernels.ORDER and m.scores.tile
+        assert {'attention', 'measures'} <= set(m.__all__) <= set(dir(m))
         assert pickle.loads(pickle.dumps(m.Window(left=2))).left == 2
+        assert not hasattr(m, "nothing")
+        try:
+            from manyheads import nothing
+        except ImportError as error:
+            assert "nothing" in str(error)
     """,
     "inspection": """
         import doctest, inspect
         assert inspect.getmodule(m.attention).__name__ == "manyheads.functional"
         assert {name for name, _ in inspect.getmembers(m)} >= set(m.__all__)
         assert doctest.testmod(m).failed == 0
-    """,
-    "a name that isn't there": """
-        assert not hasattr(m, "nothing")
-        try:
-            from manyheads import nothing
-        except ImportError as error:
-            assert "nothing" in str(error)
     """,
     "a name that is first used while Dynamo traces": """
         import torch
@@ -252,6 +250,7 @@ LAZY = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("code", LAZY.values(), ids=LAZY)
 def test_names_that_are_imported_when_they_are_used(code: str) -> None:
     returned, _, errors = python("-c", "import manyheads as m\n" + dedent(code))

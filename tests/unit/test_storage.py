@@ -183,6 +183,7 @@ def test_every_mask_and_bias_has_its_word() -> None:
         assert set(schema) == set(cls.names) - set(cls.unbound), cls
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", mh.shapes.DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [None, 0, -3, torch.tensor([1, -2]), torch.tensor([1, -2]).int()], ids=str)
 def test_what_a_problem_holds_comes_back(dtype: torch.dtype, offset: Any, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def test_the_limits_of_the_machine_are_plausible() -> None:
     assert torch.__version__.startswith(found["versions"]["torch"])  # "2.15.0" of "2.15.0+cu132"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", bench.KINDS)
 @pytest.mark.parametrize("dtype", bench.DTYPES)
 def test_contestants_compute_the_same(kind: str, dtype: str) -> None:
@@ -100,6 +101,7 @@ def made_up(
     return report
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kinds", "dtypes", "sizes"),
     [
@@ -279,6 +281,7 @@ def test_operations_are_counted() -> None:
     assert layer == 4 * 8 * 100 * 100 * 64 + 4 * 2 * 100 * 512 * 512
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -305,6 +308,7 @@ def test_invalid_options_raise(words: str, error: str) -> None:
         app(["bench", *words.split()])
 
 
+@pytest.mark.full
 def test_the_command_measures(tmp_path: Path) -> None:
     words = "bench --length 64 --size 64 --rounds 1 --kind forward --dtype float32 --out here"
     command = [sys.executable, "-m", "manyheads", *words.split()]

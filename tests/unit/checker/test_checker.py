@@ -75,6 +75,7 @@ def test_the_oracle_with_projections_is_our_layer() -> None:
     torch.testing.assert_close(Attention(w)(Inputs(x, x, x)).out, layer(x))
 
 
+@pytest.mark.full
 def test_conventions_change_nothing_and_every_bug_changes_something() -> None:
     """Among inputs of all kinds; a bug that changes nothing could be named for anything."""
     torch.manual_seed(3)
@@ -215,6 +216,7 @@ def test_an_unknown_scale_is_reported_to_the_digit() -> None:
     assert f"scores multiplied by {1.7 / 24**0.5:.5g}, where 1/√d = {24**-0.5:.5g}" in bug.says
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -439,6 +441,7 @@ def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
     assert found.passed, found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("base", "name", "shown"),
     [
@@ -484,6 +487,7 @@ def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, text: str)
     )
 
 
+@pytest.mark.full
 def test_a_wrong_factor_of_the_weights_alone() -> None:
     found = checked(Layer, shown=lambda self, w, average: w.mean(1) * 1.5 if average else w * 1.5)
     (bug,) = found.diagnosis
@@ -791,6 +795,7 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
     assert (tmp_path / "pictures" / "check.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_the_command_passes_what_is_right(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WRONG.replace(".softmax", ".div(x.shape[-1] ** 0.5).softmax"))
     done = run(tmp_path, "mine.py:Attention")
@@ -826,6 +831,7 @@ def test_the_command_reports_invalid_use(arguments: tuple[str, ...], words: str,
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_call_that_never_ends_fails(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         WRONG.replace("        return (self", "        while x.shape[1] > 8: pass\n        return (self")

@@ -91,6 +91,7 @@ class Lengths(Layer):
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layer", [TwoMasks, Additive, InEvaluation, Numbers, Switch, Lengths, layers.SelfAttention, Layer]
 )

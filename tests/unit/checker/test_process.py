@@ -645,6 +645,7 @@ def test_the_peak_of_a_call(many: CandidateProcess) -> None:
     assert many.call(Call((count,), attribute="allocate")).peak is None
 
 
+@pytest.mark.full
 @own_process
 def test_compiled(folder: Path) -> None:
     x = torch.randn(2, 4)
@@ -657,6 +658,7 @@ def test_compiled(folder: Path) -> None:
 # ----------------------------------------------------------------------------------- in a process
 
 
+@pytest.mark.full
 @own_process
 def test_surroundings(folder: Path) -> None:
     with open_candidate(f"{folder / 'candidates.py'}:many") as candidate:
@@ -743,6 +745,7 @@ def test_hostile_calls(
             candidate.weights()
 
 
+@pytest.mark.full
 @linux
 def test_a_call_that_comes_back_twice_answers_once(folder: Path) -> None:
     x = torch.randn(3)

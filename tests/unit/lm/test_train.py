@@ -96,6 +96,7 @@ def test_held_out_loss_covers_every_token_but_the_first(whole: Path) -> None:
     assert held_out_loss(model, ids) == pytest.approx(total / 74)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("at", "number"), [(1, signal.SIGINT), (4, signal.SIGTERM), (6, signal.SIGINT)])
 def test_a_stopped_run_is_saved_and_resumes_to_the_same_end(
     text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, number: int

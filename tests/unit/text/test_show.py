@@ -529,6 +529,7 @@ def test_truncate_keeps_the_first_tokens_with_a_note(run: Any) -> None:
     assert "--truncate" not in run(SENTENCE, "--truncate").out
 
 
+@pytest.mark.full
 def test_a_text_that_fills_the_context_is_pooled_in_the_terminal(run: Any) -> None:
     ran = run("the station " * 60, "--truncate")
     rows = [line for line in ran.out.splitlines() if re.search("[·░▒▓█]{2} ", line)]
@@ -549,6 +550,7 @@ def test_a_single_token(run: Any) -> None:
     assert found["shown"] == {"layer": 0, "head": 0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "text", ["$x$ [bold]:smile: \x1b[31m", "漢字 🙂 é \u202e \u200b", "'\"'", "-- ---", "a\x07b\r\x00c"]
 )
@@ -615,6 +617,7 @@ def test_extrapolated_tokens_are_marked_in_every_picture(checkpoint: Path) -> No
                 assert list(line.get_ydata()) == [CONTEXT - 0.5] * 2
 
 
+@pytest.mark.full
 def test_a_text_within_the_context_is_read_as_ever(run: Any) -> None:
     plain, long = run(SENTENCE, "--json"), run(SENTENCE, "--json", "--long")
     assert (long.out, long.err, long.code) == (plain.out, "", 0)
@@ -622,6 +625,7 @@ def test_a_text_within_the_context_is_read_as_ever(run: Any) -> None:
     assert reading.trained is None
 
 
+@pytest.mark.full
 def test_longer_texts_raise_or_are_truncated(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "LONGEST", 100)
     long = "the station " * 60
@@ -729,6 +733,7 @@ def test_invalid_models_raise(run: Any, checkpoint: Path, tmp_path: Path) -> Non
             refused(run(SENTENCE, model=folder), re.escape(name) if kind == "missing" else kind)
 
 
+@pytest.mark.full
 def test_a_picture_that_cannot_be_written_leaves_the_old_ones(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
