@@ -1,10 +1,10 @@
-"""Every kernel beside PyTorch's own attention, in one run.
+"""Time every kernel, compared with PyTorch's own attention.
 
     python benchmarks/kernels.py --length 1024 --length 4096 [--backward] [--dtype bfloat16] [--rounds 7]
 
-Runs are interleaved (A B C A B C …) and medians are printed, so that a noisy machine is noisy for all.
-Ratios are time / time of F.scaled_dot_product_attention: below 1 is faster. The last column is the part of
-this machine's matrix-product rate, measured in the same run, that the kernel's own products reach.
+Runs are interleaved (A B C A B C …), so that disturbances affect all of them, and medians are printed. Ratios
+are time / time of F.scaled_dot_product_attention: below 1 is faster. The last column is the share of this
+machine's matrix-product rate, measured in the same run, that the kernel's own products reach.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADS, SIZE = 8, 64
 
 
 def main(
-    length: Annotated[list[int] | None, typer.Option(help="Tokens; may be given several times.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Number of tokens. Repeatable.")] = None,
     dtype: str = "float32",
     rounds: int = 7,
     backward: bool = False,

@@ -1,10 +1,10 @@
-"""What observing a model costs: time and memory beside the plain forward, and beside eager attention.
+"""Time observing a model, compared with the plain forward and with eager attention.
 
     python benchmarks/observe.py --length 4096 [--length 32768 --no-eager] [--rounds 3]
 
-A Llama of random weights (4 layers, hidden 512, 8 heads), batch 1, float32. Each way runs in its own
-process, in turns; printed are medians, as ratios to the plain forward, and the peak of memory beyond the
-model. `statistics` reduces every head at once: entropy and received attention.
+A Llama with random weights (4 layers, hidden 512, 8 heads), batch 1, float32. Each way runs in its own
+process, in turns. Medians are printed, as ratios to the plain forward, and the peak of memory beyond the
+model. "statistics" keeps entropy and received attention of every head.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import manyheads
 WAYS = ("plain", "maps", "statistics", "eager")
 
 
-def once(way: str, length: int) -> tuple[float, float]:
-    """Seconds and megabytes of one forward."""
+def measure(way: str, length: int) -> tuple[float, float]:
+    """Return the seconds and megabytes of a forward pass."""
     from transformers import LlamaConfig, LlamaModel
     from transformers.utils import logging
 
@@ -45,7 +45,7 @@ def once(way: str, length: int) -> tuple[float, float]:
     model = LlamaModel(config).eval()
     ids = torch.randint(0, 1000, (1, length))
     with torch.no_grad():
-        model(ids[:, :64], use_cache=False)  # so that everything is loaded
+        model(ids[:, :64], use_cache=False)  # a warm-up, which loads everything
         before = peak()
         start = time.perf_counter()
         observing = {
@@ -58,21 +58,21 @@ def once(way: str, length: int) -> tuple[float, float]:
 
 
 def peak() -> int:
-    """The most memory this process has had, in bytes."""
-    if sys.platform == "linux":  # ru_maxrss begins with the peak of the process that started this one
+    """Return the peak of this process's memory, in bytes."""
+    if sys.platform == "linux":  # ru_maxrss starts with the peak of the parent process
         with open("/proc/self/status", encoding="ascii") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main(
-    length: Annotated[list[int] | None, typer.Option(help="Tokens; may be given several times.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Number of tokens. Repeatable.")] = None,
     rounds: int = 3,
     eager: bool = True,
     way: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     if way:
-        print(*once(way, (length or [4096])[0]))
+        print(*measure(way, (length or [4096])[0]))
         return
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, 4 layers × 8 heads of 64")
     for tokens in length or [4096]:
@@ -92,7 +92,7 @@ def main(
             )
         if not eager:
             weights = 4 * 8 * tokens**2 * 4 / 1e9
-            print(f"{tokens:>7} eager would hold weights of {weights:,.0f} GB")
+            print(f"{tokens:>7} eager attention would need {weights:,.0f} GB for its weights")
 
 
 if __name__ == "__main__":

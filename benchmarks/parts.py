@@ -1,10 +1,10 @@
-"""Where the time of the native kernel's forward pass goes, on one thread.
+"""Print where the native kernel's forward pass spends its time, on one thread.
 
     python benchmarks/parts.py [--dtype bfloat16] [--size 128] [--length 4096] [--rounds 9]
 
-Builds a library that reads a clock around each part (a minute or two), and prints the part's share of the
-time; of the two products also the share of the peak of multiply-adds, which is measured in the same run.
-Medians of the rounds.
+It builds a library that reads a clock around each part (in a minute or two), and prints each part's share of
+the time; for the two products also the share of the peak of multiply-adds, which is measured in the same run.
+Figures are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import typer
 ROOT = Path(__file__).parents[1]
 PARTS = ("packing", "products with keys", "softmax", "products with values")  # `Part` in problem.h
 HEADS = 8
-PAIRS = ("avx512bf16", "amx")  # builds that multiply bfloat16 as it is
+PAIRS = ("avx512bf16", "amx")  # builds that multiply bfloat16 without converting it
 
 
 def build(folder: Path) -> Path:
@@ -75,7 +75,7 @@ def width() -> str:
 
 
 def main(
-    length: Annotated[list[int] | None, typer.Option(help="Tokens; may be given several times.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Number of tokens. Repeatable.")] = None,
     size: int = 64,
     dtype: str = "float32",
     rounds: int = 9,

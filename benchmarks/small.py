@@ -1,10 +1,10 @@
-"""Small problems, in which the call costs more than what it computes: attention beside PyTorch's own.
+"""Time attention on small problems, where the call costs more than the computation, and PyTorch's own.
 
     python benchmarks/small.py [--tokens 1 --tokens 64] [--dtype float32] [--rounds 200] [--threads 1]
 
-Batch 1, 8 heads of 64. Runs are interleaved (A B A B …) and medians are printed, so that a noisy machine is
-noisy for all. Ratios are PyTorch's time / ours: above 1 we are faster. "forward" is without gradients,
-"recorded" is the forward pass that autograd records, "training" is that and the backward pass.
+Batch 1, 8 heads of 64. Runs are interleaved (A B A B …), so that disturbances affect both, and medians are
+printed. Ratios are PyTorch's time / ours: above 1 ours is faster. "forward" is without gradients, "recorded"
+is the forward pass that autograd records, "training" includes the backward pass.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from manyheads import Causal, attention
 from manyheads.bench import timed
 
 HEADS, SIZE = 8, 64
-SAMPLE = 3e-4  # seconds that one measurement takes at least
+SAMPLE = 3e-4  # the least seconds of a measurement
 
 
 def measure(tokens: int, dtype: torch.dtype, causal: bool, kind: str, rounds: int) -> tuple[float, float]:
-    """Seconds of PyTorch's attention and of ours."""
+    """Return the seconds of PyTorch's attention and of ours."""
     q, k, v = (
         torch.randn(1, HEADS, tokens, SIZE, dtype=dtype, requires_grad=kind != "forward") for _ in range(3)
     )
@@ -43,16 +43,16 @@ def measure(tokens: int, dtype: torch.dtype, causal: bool, kind: str, rounds: in
     calls = [max(1, round(SAMPLE / min(timed(run) for _ in range(5)))) for run in runs]
     for _ in range(rounds):
         for run, spent, number in zip(runs, times, calls, strict=True):
-            run()  # warms the caches, which the other one left
+            run()  # refills the caches after the other run
             spent.append(timed(run, number))
     return statistics.median(times[0]), statistics.median(times[1])
 
 
 def main(
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens; may be given several times.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes; may be given several times.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Number of tokens. Repeatable.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Dtype. Repeatable.")] = None,
     rounds: int = 200,
-    threads: Annotated[int, typer.Option(help="Threads of PyTorch (0: as many as it takes).")] = 0,
+    threads: Annotated[int, typer.Option(help="Number of threads (0: PyTorch's default).")] = 0,
 ) -> None:
     if threads:
         torch.set_num_threads(threads)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -206,6 +206,10 @@ class Case:
         parts += [x for x in (self.layout, self.size) if x not in ("contiguous", "ordinary")]
         parts += [f"scale{self.scale}"] if self.scale is not None else []
         return " ".join(parts).replace(" ", "-")
+
+    def settings(self) -> set[Any]:
+        """What a sample of cases must cover: every value, of each family of cases (see `conftest`)."""
+        return {(self.seed, f.name, getattr(self, f.name)) for f in fields(self)}
 
 
 @dataclass

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from manyheads.checker.checks import registry
 from manyheads.kernels import plans
@@ -20,14 +22,46 @@ torch.set_num_threads(threads)
 os.environ["OMP_NUM_THREADS"] = str(threads)  # for processes that tests start
 
 # On a busy machine examples take long to draw; that says nothing about the code.
-slow = [HealthCheck.too_slow]
-settings.register_profile("here", deadline=None, max_examples=60, suppress_health_check=slow)
-settings.load_profile("here")
+hypothesis.settings.register_profile(
+    "tests", deadline=None, max_examples=60, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 
 # Processes that tests start and interrupt inherit it, also where the tests run in the background with
 # SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def settings_of(item: Any) -> set[Any]:
+    """Return what a sample must cover: the values of a test's parameters, or a value's own settings.
+
+    The parameters that the marker names, such as "kernel", are covered for each of their values anew.
+    """
+    params, found = item.callspec.params, set()
+    each = tuple(params[name] for name in item.get_closest_marker("sampled").args)
+    for name, value in params.items():
+        plain = value if isinstance(value, Hashable) else item.callspec.indices[name]
+        found |= {(each, name, x) for x in (value.settings() if hasattr(value, "settings") else [plain])}
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `full` what the everyday tier leaves out of a test marked `sampled`.
+
+    It runs with few of the parameters, in which every value of each occurs, chosen greedily: the same ones
+    in every run.
+    """
+    sampled = (item for item in items if item.get_closest_marker("sampled"))
+    for _, group in groupby(sampled, lambda item: item.nodeid.partition("[")[0]):
+        settings = {item: settings_of(item) for item in group}
+        left = set().union(*settings.values())
+        while left:
+            best = max(settings, key=lambda item: len(settings[item] & left))  # the first among equals
+            left -= settings.pop(best)
+        for item in settings:
+            item.add_marker("full")
 
 
 @pytest.fixture(autouse=True)

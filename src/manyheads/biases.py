@@ -1,7 +1,7 @@
-"""What is added to a score: frozen values, computed for any tile in the scores' dtype.
+"""Biases: frozen values that are added to scores, computed for any tile in the scores' dtype.
 
-A bias says `add(b, h, i, j)`, the numbers to add, and `collect`, how the gradient of a tile's scores
-flows into its tensor. Where `Dense` holds −inf the key is masked, as a mask would.
+A bias defines `add(b, h, i, j)`, the numbers to add for queries at positions i and keys j, and `collect`,
+which adds the gradient of a tile's scores to that of its tensor. Where `Dense` is −inf, the key is masked.
 """
 
 from __future__ import annotations
@@ -22,41 +22,61 @@ Index = Any
 
 
 class Bias(Value):
-    """What is added to a score. Subclasses hold one tensor, which may ask for a gradient."""
+    """A bias of the scores. Each subclass has one tensor, which can require a gradient."""
 
     @property
-    def hides(self) -> bool:
-        """May it hold −inf, which masks?"""
+    def can_mask(self) -> bool:
+        """Return True if it can contain −inf, which masks."""
         return False
 
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
-        """Return what to add for query position i and key j, broadcasting to `[b, h, t, s]`, of `dtype`.
+        """Return the bias of a tile of scores.
 
-        Like a score it is a natural logarithm.
+        Args:
+            b: The batch entries.
+            h: The heads.
+            i: The positions of the queries.
+            j: The keys.
+            dtype: The dtype of the scores.
+
+        Returns:
+            The bias, which broadcasts to `[b, h, t, s]`. Like a score it is a natural logarithm.
         """
         raise NotImplementedError
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
-        """Add to `into`, the gradient of the bias's tensor, what that of a tile's scores brings.
+        """Add the gradient of a tile of scores to the gradient of the bias's tensor.
 
-        `into` has the tensor's shape, `grad` the tile's, `[b, h, t, s]`: that of batch entries b, heads h,
-        queries at positions i and keys j.
+        Args:
+            into: The gradient of the tensor, in its shape, which is changed in place.
+            grad: The gradient of the tile's scores `[b, h, t, s]`.
+            b: The batch entries.
+            h: The heads.
+            i: The positions of the queries.
+            j: The keys.
         """
         raise NotImplementedError
 
     def tensor(self) -> Tensor:
-        """Return the one tensor inside: `[h]`, `[h, 2n + 1]`, or what broadcasts to `[b, h, t, s]`."""
+        """Return the tensor: `[h]`, `[h, 2n + 1]`, or one that broadcasts to `[b, h, t, s]`."""
         return self.tensors()[0]
 
     def check(self, shape: Shape) -> None:
-        """Raise ValueError unless the bias goes with a problem of this shape."""
+        """Raise ValueError if the bias doesn't fit a problem of this shape."""
 
     def bind(self, first: int | Tensor) -> Bias:
-        """Return the bias for queries whose row 0 stands at position `first` (int or `[b]`)."""
+        """Return the bias for queries whose row 0 has the position `first` (an int or `[b]`)."""
         return self
 
+    def cut(self) -> Bias | None:
+        """Return the bias of a range of rows and columns, renumbered from 0; None if that isn't supported.
+
+        That is so where it depends on j − i only.
+        """
+        return None
+
     def only(self, batch: Tensor, heads: Tensor) -> Bias:
-        """Return the bias of some batch entries `[b]` and heads `[h]`, which are counted anew from 0."""
+        """Return the bias of some batch entries `[b]` and heads `[h]`, which are renumbered from 0."""
         return OnlyBias(self, batch, heads)
 
     def __repr__(self) -> str:
@@ -65,15 +85,15 @@ class Bias(Value):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OnlyBias(Bias):
-    """A bound bias, seen from some batch entries `[b]` and heads `[h]` that are counted anew from 0."""
+    """A bound bias for some batch entries `[b]` and heads `[h]`, which are renumbered from 0."""
 
     bias: Bias
     batch: Tensor
     heads: Tensor
 
     @property
-    def hides(self) -> bool:
-        return self.bias.hides
+    def can_mask(self) -> bool:
+        return self.bias.can_mask
 
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
         return self.bias.add(self.batch[b], self.heads[h], i, j, dtype)
@@ -87,14 +107,24 @@ class OnlyBias(Bias):
 
 def _heads(tensor: Tensor, shape: Shape, name: str) -> None:
     if tensor.shape[0] not in (1, shape.h):
-        raise ValueError(f"{name} holds {tensor.shape[0]} heads {sizes(tensor)}, and h = {shape.h}.")
+        raise ValueError(f"Expected {name} for h = {shape.h} heads or for 1, got {sizes(tensor)}.")
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Return the slopes of the ALiBi paper (Press et al. 2022, arXiv:2108.12409) for any head count: `[h]`.
+    """Return the slopes of the ALiBi paper (Press et al. 2022, arXiv:2108.12409).
 
-    For a power of two n: 2^(−8/n), 2^(−16/n), …; between powers, those of the power below, then
-    every other one of the power above, as in the authors' code.
+    For a power of two n they are 2^(−8/n), 2^(−16/n), …; for another number those of the power below, then
+    every other slope of the power above, as in the authors' code.
+
+    Args:
+        heads: The number of heads h.
+
+    Returns:
+        The slopes `[h]`.
+
+    Raises:
+        TypeError: If heads isn't an integer.
+        ValueError: If heads is less than 1.
     """
     whole(heads, "the number of heads in ALiBi", least=1)
     power = 2 ** int(math.log2(heads))
@@ -105,10 +135,15 @@ def alibi_slopes(heads: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ALiBi(Bias):
-    """Linear in distance: −slope · |i − j|, one slope per head (Press et al. 2022, arXiv:2108.12409).
+    """A penalty that is linear in the distance: −slope · |i − j| (Press et al. 2022, arXiv:2108.12409).
 
-    `ALiBi(8)`: the paper's slopes for 8 heads; `ALiBi(slopes)`: a tensor or list `[h]`, of what a score
-    (a natural logarithm) loses per position. TypeError or ValueError for what are no finite slopes.
+    Args:
+        slopes: What a score (a natural logarithm) loses per position, `[h]`, as a tensor or list. A number of
+            heads stands for the paper's slopes.
+
+    Raises:
+        TypeError: If the slopes aren't floats.
+        ValueError: If a slope isn't finite.
     """
 
     slopes: Tensor
@@ -129,6 +164,9 @@ class ALiBi(Bias):
         _finite(slopes, "ALiBi's slopes")
         object.__setattr__(self, "slopes", slopes)
 
+    def cut(self) -> Bias:
+        return self
+
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
         slopes = self.slopes[0 if self.slopes.shape[0] == 1 else h]
         return -slopes.to(dtype) * (i - j).abs()
@@ -143,11 +181,17 @@ class ALiBi(Bias):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Relative(Bias):
-    """A learned number per head and clipped distance: table[h, clip(j − i, −n, n) + n].
+    """A learned bias per head and clipped distance: table[h, clip(j − i, −n, n) + n].
 
-    table: `[h, 2n + 1]` (or `[1, 2n + 1]` for all heads). The clipping is that of Shaw et al. 2018
-    (arXiv:1803.02155), the number per head that of Raffel et al. 2020 (arXiv:1910.10683), unbucketed.
-    TypeError for what isn't floats, ValueError for another shape, NaN or Inf.
+    The clipping is that of Shaw et al. 2018 (arXiv:1803.02155), the number per head that of Raffel et al.
+    2020 (arXiv:1910.10683), without buckets.
+
+    Attributes:
+        table: The biases `[h, 2n + 1]`, or `[1, 2n + 1]` for all heads.
+
+    Raises:
+        TypeError: If the table isn't a tensor of floats.
+        ValueError: If it has another shape, or a number isn't finite.
     """
 
     table: Tensor
@@ -161,9 +205,18 @@ class Relative(Bias):
 
     @classmethod
     def learned(cls, heads: int, distance: int) -> Relative:
-        """Return a table of zeros to be learned, for distances up to `distance` positions on both sides.
+        """Return a table of zeros to be learned.
 
-        TypeError or ValueError where heads and distance are no such numbers.
+        Args:
+            heads: The number of heads h.
+            distance: The largest distance n, on both sides. Longer distances are clipped.
+
+        Returns:
+            The bias, whose table is a parameter.
+
+        Raises:
+            TypeError: If heads or distance isn't an integer.
+            ValueError: If heads is less than 1, or distance is negative.
         """
         whole(heads, "the number of heads in Relative", least=1)
         whole(distance, "the distance in Relative")
@@ -190,28 +243,34 @@ class Relative(Bias):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Bias):
-    """A tensor of floats, values, that broadcasts to `[b, h, t, s]`; −inf masks.
+    """Any bias, as a tensor that broadcasts to `[b, h, t, s]`; −inf masks.
 
-    What `torch.nn.functional.scaled_dot_product_attention` does with a float mask. TypeError for what isn't
-    floats, ValueError for more dimensions, NaN or +inf. The library sets first, the position of row 0, an int
-    or `[b]`.
+    It does what a float mask does in `torch.nn.functional.scaled_dot_product_attention`.
+
+    Attributes:
+        values: The bias.
+        first: The position of row 0, an int or `[b]`, which the library sets.
+
+    Raises:
+        TypeError: If the bias isn't a tensor of floats.
+        ValueError: If it has more than four dimensions, NaN or +inf.
     """
 
     values: Tensor
     first: int | Tensor = bound(0)  # the position of row 0
 
     @property
-    def hides(self) -> bool:
+    def can_mask(self) -> bool:
         return True
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor) or not self.values.is_floating_point():
             raise TypeError(
-                f"Expected a tensor of floats for Dense, got {kind(self.values)}; a boolean mask is "
-                "Keep(t) or Drop(t)."
+                f"Expected a tensor of floats for Dense, got {kind(self.values)}. Pass a boolean mask as "
+                "mask=Keep(t) or mask=Drop(t)."
             )
         if self.values.dim() > 4:
-            raise ValueError(f"Expected what broadcasts to [b, h, t, s] for Dense, got {sizes(self.values)}.")
+            raise ValueError(f"Expected Dense to broadcast to [b, h, t, s], got {sizes(self.values)}.")
         if can_read(self.values) and not bool((self.values < torch.inf).all()):
             what = "NaN" if bool(self.values.isnan().any()) else "+inf"
             raise ValueError(f"Expected finite numbers or -inf (masked) in Dense, got {what}.")
@@ -229,7 +288,7 @@ class Dense(Bias):
         return self._four(self._four(self.values)[self._places(b, h, i, j)]).to(dtype)
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
-        four = self._four(into)  # a view: into is made contiguous
+        four = self._four(into)  # a view, as `into` is contiguous
         summed = tuple(axis for axis, n in enumerate(four.shape) if n == 1 and grad.shape[axis] != 1)
         grad = grad.sum(summed, keepdim=True) if summed else grad
         places = [torch.as_tensor(place, device=into.device) for place in self._places(b, h, i, j)]
@@ -240,7 +299,7 @@ class Dense(Bias):
         want = (shape.b, shape.h, shape.t, shape.s)
         if any(n not in (1, m) for n, m in zip(self._four(self.values).shape, want, strict=True)):
             raise ValueError(
-                f"Dense holds {sizes(self.values)}, which doesn't broadcast to [b, h, t, s] = {list(want)}."
+                f"Expected Dense to broadcast to [b, h, t, s] = {list(want)}, got {sizes(self.values)}."
             )
 
     def bind(self, first: int | Tensor) -> Dense:

@@ -87,8 +87,8 @@ class Cache:
         n = k.shape[2]
         if self.length is not None and self.offset + n > self.length:
             raise ValueError(
-                f"The Cache holds {self.offset} of {self.length} tokens, got {n} more. Increase its length, "
-                "or use Cache(), which grows."
+                f"The Cache has {self.offset} of {self.length} tokens, got {n} more. Increase its length, or "
+                "use Cache(), which grows."
             )
         for name, new, old in (("k", k, self._k), ("v", v, self._v)):
             if old is None:
@@ -105,23 +105,15 @@ class Cache:
                 "torch.no_grad() or torch.inference_mode()."
             )
         end = self.offset + n
-        self._k, self._v = self._reserve(self._k, k, end), self._reserve(self._v, v, end)
+        if self._k is None or self._v is None or self._k.shape[2] < end:
+            capacity = self.length or max(end, 0 if self._k is None else 2 * self._k.shape[2])
+            self._k = _enlarge(self._k, (*k.shape[:2], capacity, k.shape[3]), k)
+            self._v = _enlarge(self._v, (*v.shape[:2], capacity, v.shape[3]), v)
         # Writing to .data doesn't increase the version counter: maps of earlier steps share this memory, but
         # only read what is before `offset`, which never changes.
         self._k.data[:, :, self.offset : end] = k
         self._v.data[:, :, self.offset : end] = v
         return self._k[:, :, :end], self._v[:, :, :end]
-
-    def _reserve(self, held: Tensor | None, new: Tensor, end: int) -> Tensor:
-        """Return a buffer for `end` tokens: the present one, or a larger copy of at least twice its size."""
-        if held is not None and held.shape[2] >= end:
-            return held
-        capacity = self.length or max(end, 2 * held.shape[2] if held is not None else 0)
-        with torch.inference_mode(False):  # an inference tensor couldn't be written in other modes
-            larger = torch.empty(*new.shape[:2], capacity, new.shape[3], dtype=new.dtype, device=new.device)
-        if held is not None:
-            larger[:, :, : self.offset] = held[:, :, : self.offset]
-        return larger
 
     def vote(self, amap: AttentionMap) -> None:
         """Keep the weights of the last queries of a map. A layer calls it by itself.
@@ -138,25 +130,23 @@ class Cache:
         b, h, t, s = amap.shape
         if s != self.offset:
             raise ValueError(f"Expected a map of the {self.offset} keys of the Cache, got one of {s} keys.")
-        count, held = min(t, self._last_queries()), self._k
-        heads = None if self._rows is None else self._rows.shape[1]
-        if held is None or b != held.shape[0] or h % held.shape[1] or heads not in (None, h):
-            batch, groups = (0, 0) if held is None else held.shape[:2]
+        votes = self._last_queries()
+        b_cached, g, capacity = (0, 0, 0) if self._k is None else self._k.shape[:3]
+        earlier = self._rows
+        fits = g and b == b_cached and h % g == 0 and (earlier is None or h == earlier.shape[1])
+        if not fits:
+            heads = g if earlier is None else earlier.shape[1]
             raise ValueError(
-                f"Expected a map of {batch} sequences and {heads or groups} heads, as the Cache holds, got "
-                f"b = {b} and h = {h}."
+                f"Expected a map of {b_cached} sequences and {heads} heads, as in the Cache, got b = {b} and "
+                f"h = {h}."
             )
+        count = min(t, votes)
         # For a single query, what each key receives is its weight, which the kernel may have computed.
         rows = amap.received()[:, :, None] if t == 1 else amap[:, :, t - count :]  # [b, h, count, s]
+        if earlier is None or earlier.shape[3] < s:
+            self._rows = _enlarge(earlier, (b, h, min(votes, capacity), capacity), rows)
         buffer = self._rows
-        if buffer is None or buffer.shape[3] < s:
-            size = held.shape[2]
-            with torch.inference_mode(False):
-                shape = b, h, min(self._last_queries(), size), size
-                buffer = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
-            if self._rows is not None:
-                buffer[:, :, : self._rows.shape[2], : self._rows.shape[3]] = self._rows
-            self._rows = buffer
+        assert buffer is not None
         places = [i % buffer.shape[2] for i in range(s - count, s)]
         buffer.data[:, :, places, :s] = rows.detach()
         self._voters |= zip(places, range(s - count, s), strict=True)
@@ -187,7 +177,7 @@ class Cache:
         if missing:
             raise ValueError(
                 f"Of the last {len(rows)} queries {len(missing)} have no votes in the Cache, the first at "
-                f"position {missing[0]}. Ask for fewer, or append keys through a layer, which votes."
+                f"position {missing[0]}. Reduce `last`, or append keys through a layer, which votes."
             )
         return self._rows[:, :, [i % size for i in rows], : self.offset].sum(2)
 
@@ -204,5 +194,14 @@ class Cache:
 
     def __repr__(self) -> str:
         """Describe the cache."""
-        room = "growing" if self.length is None else f"of {self.length}"
-        return f"Cache({self.offset} tokens, {room}, {self.mask})"
+        length = "growing" if self.length is None else f"of {self.length}"
+        return f"Cache({self.offset} tokens, {length}, {self.mask})"
+
+
+def _enlarge(old: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return a tensor of zeros that begins with the content of `old`, with the dtype and device of `like`."""
+    with torch.inference_mode(False):  # an inference tensor couldn't be written in other modes
+        larger = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    if old is not None:
+        larger[tuple(map(slice, old.shape))] = old
+    return larger

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -316,7 +314,7 @@ def check(
     """
     from manyheads.checker import command
 
-    report = command.run(target, like, init, weights, layout, timeout, memory)
+    report = command.run(target, weights, timeout, memory, like=like, init=init, layout=layout)
     command.deliver(report, out, json, junit)
     raise typer.Exit(command.EXIT_CODES[report.verdict])
 
@@ -356,7 +354,7 @@ def bench(
     kind: Annotated[
         list[str] | None,
         option(
-            "forward|causal|training|look|decode|layer|choice",
+            "forward|causal|training|statistics|decode|layer|choice",
             "What to measure. Repeatable, except choice: it runs every kernel on a grid of cases and on 200 "
             "random ones, and prints those in which kernel='auto' is slower than the fastest.",
         ),
@@ -376,91 +374,59 @@ def bench(
 ) -> None:
     """Measure the speed of attention on this machine.
 
-    The kernels of manyheads run beside PyTorch's attention and other libraries. With --kind choice, cases in
-    which kernel='auto' looks slower than the fastest by more than 5 % and 15 µs are measured five times more
-    after all others, and the smallest median of each kernel counts. Exit code 1: some stay slower.
+    The kernels of manyheads are compared with PyTorch's attention and other libraries. With --kind choice,
+    cases in which kernel='auto' seems slower than the fastest by more than 5 % and 15 µs are measured five
+    more times after all others, and the smallest median of each kernel counts. Exit code 1: some stay slower.
     """
+    from random import SystemRandom
+
     from rich.progress import Progress
 
     from manyheads import bench
+    from manyheads.bench import choice
     from manyheads.storage import folder_for
 
-    if "choice" in (kind or ()):
-        if len(kind or ()) > 1:
-            raise ValueError("Expected --kind choice alone, got other kinds beside it. Run them one by one.")
-        bench_choice(tuple(dtype or ()), tuple(size or ()), tuple(length or ()), rounds, seed, out)
-        return
-    if seed is not None:
-        raise ValueError("Expected --seed with --kind choice only: other kinds draw no cases.")
-    todo = bench.problems(
-        tuple(kind or bench.KINDS),
-        tuple(dtype or bench.DTYPES),
-        tuple(size or (64, 128)),
-        tuple(length or bench.LENGTHS),
-    )
+    report: bench.BaseReport
+    todo: Any  # problems, or cases of choice
+    if kind == ["choice"]:
+        seed = SystemRandom().randrange(1 << 32) if seed is None else seed
+        todo = choice.cases(tuple(dtype or ()), tuple(size or ()), tuple(length or ()), seed)
+    elif "choice" in (kind or ()):
+        raise ValueError("Expected --kind choice alone, got other kinds too. Run them one after another.")
+    elif seed is not None:
+        raise ValueError("Expected --seed with --kind choice only, as other kinds draw no random cases.")
+    else:
+        todo = bench.problems(
+            tuple(kind or bench.KINDS),
+            tuple(dtype or bench.DTYPES),
+            tuple(size or (64, 128)),
+            tuple(length or bench.LENGTHS),
+        )
     folder = folder_for(out, "--out")
-    results: list[bench.Result] = []
-    with saved_if_interrupted(lambda: report.save(folder), results, len(todo)):
-        report = bench.Report(bench.machine(), results)
-        with Progress(transient=True) as progress:
-            for problem in progress.track(todo, description="measuring"):
-                results.append(bench.measure(problem, rounds))
-                report.keep(folder)  # so that nothing is lost if the process is killed
-        report.settle()
-        files = report.save(folder)
-    print(report.markdown(), end="")
-    print(f"\nwritten to {list_names(files)}")
-
-
-@contextmanager
-def saved_if_interrupted(save: Callable[[], list[Path]], results: Sized, total: int) -> Iterator[None]:
-    """Save the results so far if the block is interrupted, and end with exit code 130."""
+    done = 0
     try:
-        yield
+        report = (
+            bench.Report(bench.machine()) if seed is None else choice.Report(bench.describe_machine(), seed)
+        )
+        with Progress(transient=True) as progress:
+            for case in progress.track(todo, description="measuring"):
+                report.measure(case, rounds)
+                done += 1
+                report.keep(folder)
+            succeeded = report.finish(rounds, progress.track)
+        files = report.save(folder)
     except KeyboardInterrupt:
-        where = f"written to {list_names(save())}" if results else "nothing was measured"
-        print(f"manyheads: interrupted after {len(results):,} of {total:,} cases, {where}", file=sys.stderr)
+        where = f"written to {list_names(report.save(folder))}" if done else "nothing was measured"
+        print(f"manyheads: interrupted after {done:,} of {len(todo):,} cases, {where}", file=sys.stderr)
         raise typer.Exit(130) from None
+    print(f"{report.text()}\nwritten to {list_names(files)}")
+    if not succeeded:
+        raise typer.Exit(1)
 
 
 def list_names(files: list[Path]) -> str:
     """Return the folder and the names of some files."""
     return f"{files[0].parent}: {', '.join(file.name for file in files)}"
-
-
-def bench_choice(
-    dtypes: tuple[str, ...],
-    sizes: tuple[int, ...],
-    lengths: tuple[int, ...],
-    rounds: int,
-    seed: int | None,
-    out: Path,
-) -> None:
-    """Print the cases in which `auto` doesn't choose the fastest kernel; exit code 1 if there are some."""
-    from random import SystemRandom
-
-    from rich.progress import Progress
-
-    from manyheads.bench import choice, describe_machine
-    from manyheads.storage import folder_for
-
-    seed = SystemRandom().randrange(1 << 32) if seed is None else seed
-    todo = choice.cases(dtypes, sizes, lengths, seed)
-    folder = folder_for(out, "--out")
-    report = choice.Report(describe_machine(), seed)
-    with (
-        saved_if_interrupted(lambda: report.save(folder), report.outcomes, len(todo)),
-        Progress(transient=True) as progress,
-    ):
-        for case in progress.track(todo, description="measuring"):
-            report.keep(choice.measure(case, rounds), folder)
-        for _ in range(choice.AGAIN):
-            for outcome in progress.track(report.slower, description="measuring slower ones again"):
-                outcome.improve(choice.measure(outcome.case, rounds * choice.THOROUGH))
-    files = report.save(folder)
-    print(report.text(), end="")
-    print(f"\nwritten to {list_names(files)}")
-    raise typer.Exit(1 if report.slower else 0)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Two functions: the output, and the output with its map."""
+"""Attention as functions: the output, the output with its map, and which kernels support a problem."""
 
 from __future__ import annotations
 
@@ -34,33 +34,34 @@ def attention(
     offset: int | Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """softmax(scale · q·k → softcap → + bias → keep(mask)) · v, by the best kernel that can.
+    """Compute softmax(scale · q·k → softcap → + bias → keep(mask)) · v with the fastest suitable kernel.
 
-    Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1), with the softcap of
-    Gemma 2 (Gemma Team 2024, arXiv:2408.00118) and, as sinks, logits that no key belongs to (Xiao et al.
-    2024, arXiv:2309.17453).
+    This is scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1), with the
+    softcap of Gemma 2 (Gemma Team 2024, arXiv:2408.00118) and attention sinks (Xiao et al. 2024,
+    arXiv:2309.17453).
 
     Args:
-        q: queries `[b, h, t, d]`.
-        k: keys `[b, g, s, d]`; g divides h, query head i uses key head i // (h/g).
-        v: values `[b, g, s, w]`.
-        mask: which keys a query may see, True = may attend: `Causal()`, `Keep(t)`, …
-        bias: what is added to a score: `ALiBi`, `Relative`, `Dense`.
-        scale: what multiplies q·k; 1/√d if None.
-        softcap: scores become softcap · tanh(score / softcap).
-        sink: one logit per head, `[h]`, that joins the normaliser and nothing else.
-        dropout_p: the probability with which a weight is dropped; the others grow by 1/(1 − p).
-        offset: the position of row 0, an int or one per sequence `[b]`, between −2^58 and 2^58; s − t if
-            None, so that the last query stands at the last key. PyTorch's `is_causal` is `offset=0`.
-        kernel: "auto", or a kernel by name, which then raises if it can't. `explain` prints why. A second
-            gradient needs "reference".
+        q: The queries `[b, h, t, d]`.
+        k: The keys `[b, g, s, d]`. g divides h, and query head i uses key head i // (h/g).
+        v: The values `[b, g, s, w]`.
+        mask: Which keys a query sees, True = may attend: `Causal()`, `Keep(t)`, …
+        bias: What is added to the scores: `ALiBi`, `Relative` or `Dense`.
+        scale: The factor of q·k, 1/√d if None.
+        softcap: If given, scores become softcap · tanh(score / softcap).
+        sink: A logit per head, `[h]`, that is added to the softmax's sum and to nothing else.
+        dropout_p: The probability with which a weight is dropped. The others are scaled by 1/(1 − p).
+        offset: The position of row 0, an int or a tensor `[b]`, between −2^58 and 2^58; s − t if None, so
+            that the last query has the position of the last key. PyTorch's `is_causal` is `offset=0`.
+        kernel: "auto", or the name of a kernel, which raises an error if it doesn't support the problem.
+            `explain` prints the reasons. Second derivatives need "reference".
 
     Returns:
-        The output `[b, h, t, w]` in q's dtype. A query that may see nothing gives zeros.
+        The output `[b, h, t, w]`, in the dtype of q. A query without visible keys gets zeros.
 
     Raises:
-        TypeError: for what is no tensor of floats, mask, bias or number.
-        ValueError: for shapes, dtypes, devices or numbers that don't go together.
+        TypeError: If an argument has another type.
+        ValueError: If shapes, dtypes, devices or numbers don't fit each other, or the kernel doesn't support
+            the problem.
     """
     if has_torch_function_variadic(q, k, v):
         return handle_torch_function(
@@ -94,18 +95,37 @@ def attention_with_map(
     kernel: str = "auto",
     statistics: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, AttentionMap]:
-    """`attention`, and beside its output `[b, h, t, w]` the `AttentionMap`, `[b, h, t, s]`.
+    """Compute attention, and return the output with its map.
 
-    Arguments as `attention`, same errors (TypeError, ValueError), and the same output; with statistics or a
-    gradient a few queries sum it in another order, so that the last bits may differ. Kernels that work tile
-    by tile leave the log-sum-exp of each row, from which the map finds weights again (Dao et al. 2022,
-    arXiv:2205.14135).
+    The map computes weights again from q, k and the log-sum-exp of each row (Dao et al. 2022,
+    arXiv:2205.14135). The output is that of `attention`, but with statistics or a gradient the last bits may
+    differ, because few queries are then summed in another order.
 
-    statistics: what will be asked of the map, by name and with arguments as `AttentionMap.statistics` takes
-    them: `{"entropy": (), "received": (), "top": 8, "pooled": [(512, 512), (512, 512, "max")]}`. It is
-    computed now, by our own kernel beside the output, which costs less than after it, and the map remembers
-    it: `amap.entropy()` is free. ValueError for a name that isn't known, and for what takes a mask or a
-    tensor, which may change; TypeError for other arguments.
+    Args:
+        q: The queries `[b, h, t, d]`.
+        k: The keys `[b, g, s, d]`. g divides h, and query head i uses key head i // (h/g).
+        v: The values `[b, g, s, w]`.
+        mask: Which keys a query sees, True = may attend: `Causal()`, `Keep(t)`, …
+        bias: What is added to the scores: `ALiBi`, `Relative` or `Dense`.
+        scale: The factor of q·k, 1/√d if None.
+        softcap: If given, scores become softcap · tanh(score / softcap).
+        sink: A logit per head, `[h]`, that is added to the softmax's sum and to nothing else.
+        dropout_p: The probability with which a weight is dropped. The others are scaled by 1/(1 − p).
+        offset: The position of row 0, an int or a tensor `[b]`, between −2^58 and 2^58; s − t if None, so
+            that the last query has the position of the last key. PyTorch's `is_causal` is `offset=0`.
+        kernel: "auto", or the name of a kernel, which raises an error if it doesn't support the problem.
+            `explain` prints the reasons. Second derivatives need "reference".
+        statistics: Statistics to compute in the same pass, which takes less time than computing them from the
+            map, by name and with the arguments of `AttentionMap.statistics`: `{"entropy": (), "received": (),
+            "top": 8, "pooled": [(512, 512), (512, 512, "max")]}`. `amap.entropy()` then returns the result.
+
+    Returns:
+        The output `[b, h, t, w]` and the map `[b, h, t, s]`.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If shapes, dtypes, devices or numbers don't fit each other, or the kernel doesn't support
+            the problem, or a statistic is unknown or depends on more than the map.
     """
     if has_torch_function_variadic(q, k, v):
         return handle_torch_function(
@@ -120,7 +140,7 @@ def attention_with_map(
     out, lse, kept = _run_with_statistics(problem, kernel, {} if compiling else reductions)
     amap = AttentionMap.of(problem, lse)
     if not compiling and (problem.q.is_inference() or problem.k.is_inference()):
-        # Nobody counts changes in place there, so a map needs its own numbers.
+        # In inference mode PyTorch doesn't count changes in place, so the map needs copies.
         amap = amap.compact(always=True)
     return out, replace(amap, _kept=kept) if kept else amap
 
@@ -139,11 +159,29 @@ def explain(
     offset: int | Tensor | None = None,
     kernel: str = "auto",
 ) -> dict[str, list[str]]:
-    """Print every kernel with yes or all its reasons, and what a map would cost there.
+    """Print which kernels support a problem, or why they don't, and the cost of a map, computing nothing.
 
-    Arguments as `attention` (q `[b, h, t, d]`, …), same errors (TypeError, ValueError); nothing is
-    computed and no data is looked at. Returns the table as a dict: a kernel's name and its reasons to
-    refuse, none if it can.
+    Args:
+        q: The queries `[b, h, t, d]`.
+        k: The keys `[b, g, s, d]`. g divides h, and query head i uses key head i // (h/g).
+        v: The values `[b, g, s, w]`.
+        mask: Which keys a query sees, True = may attend: `Causal()`, `Keep(t)`, …
+        bias: What is added to the scores: `ALiBi`, `Relative` or `Dense`.
+        scale: The factor of q·k, 1/√d if None.
+        softcap: If given, scores become softcap · tanh(score / softcap).
+        sink: A logit per head, `[h]`, that is added to the softmax's sum and to nothing else.
+        dropout_p: The probability with which a weight is dropped. The others are scaled by 1/(1 − p).
+        offset: The position of row 0, an int or a tensor `[b]`, between −2^58 and 2^58; s − t if None, so
+            that the last query has the position of the last key. PyTorch's `is_causal` is `offset=0`.
+        kernel: "auto", or the name of a kernel, which raises an error if it doesn't support the problem.
+            `explain` prints the reasons. Second derivatives need "reference".
+
+    Returns:
+        The reasons why each kernel doesn't support the problem, by its name; none if it does.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If shapes, dtypes, devices or numbers don't fit each other.
     """
     q, k, v = autocast(q, k, v)
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
@@ -155,7 +193,7 @@ def explain(
 
 
 def _reductions(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduction]:
-    """Return the statistics that can be computed ahead, by their keys."""
+    """Return the statistics that can be computed in advance, by their keys."""
     if statistics is not None and not isinstance(statistics, Mapping):
         raise TypeError(
             f'Expected statistics to be a dict, {{"entropy": (), "top": 8}}, got {kind(statistics)}.'
@@ -163,10 +201,11 @@ def _reductions(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], R
     for name in ("mass", "value_norms"):
         if name in (statistics or {}):
             raise ValueError(
-                f"{name} takes what may change before it is read, so it isn't computed ahead: amap.{name}(…)."
+                f"{name} depends on a mask or tensor that may change, so it isn't computed in advance. Call "
+                f"amap.{name}(…)."
             )
     made = named(statistics or {})
-    return {one.key(): one for several in made.values() for one in several}
+    return {reduction.key(): reduction for several in made.values() for reduction in several}
 
 
 def _run_with_statistics(
@@ -183,7 +222,7 @@ def _run_with_statistics(
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as PyTorch's own attention casts them under autocast."""
+    """Return q, k and v as PyTorch's own attention casts them under autocast."""
     if not torch._C._is_any_autocast_enabled():
         return q, k, v
     device = q.device.type if isinstance(q, Tensor) else "meta"

@@ -1,7 +1,7 @@
-"""Attention as modules, batch first: one head over itself or over a context, and many heads.
+"""Attention layers, batch first: a single head, self or cross attention, and multi-head attention.
 
-Parts are injected, not flagged: a position (`Rotary`), a bias (`ALiBi`, `Relative`), a norm for q and
-k. `forward` returns the output, `attend` the output and its `AttentionMap`.
+A position encoding, a bias of the scores and a norm of q and k are given to a layer as objects. `forward`
+returns the output, `attend` the output and its `AttentionMap`.
 """
 
 from __future__ import annotations
@@ -17,73 +17,28 @@ from manyheads import kernels
 from manyheads.biases import Bias
 from manyheads.cache import Cache
 from manyheads.functional import attention, attention_with_map
+from manyheads.layouts import LayerSizes, merge_heads, read_weights, split_heads, write_weights
 from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
 from manyheads.positions import Rotary
 from manyheads.shapes import check_dense, divide, kind, real, sizes, whole
 
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the rest of attention's arguments
+Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
 
 
-class SelfAttention(nn.Module):
-    """One head over its own input: softmax(q kᵀ / √d) v (Vaswani et al. 2017, section 3.2.1).
+class CrossAttention(nn.Module):
+    """One head with queries from x, and keys and values from a context (Vaswani et al. 2017, section 3.2.3).
 
-    embed: the input's width e; head_dim: the head's and the output's width d (e if None). TypeError or
-    ValueError unless they are at least 1. projection_bias: whether q, k and v have a bias. kernel: "auto" or
-    a kernel's name, as `attention` takes it.
-    """
+    Args:
+        embed: The width e of x.
+        context_dim: The width c of the context, e if None.
+        head_dim: The width d of the head and of the output, e if None.
+        projection_bias: Give the projections `q`, `k` and `v` a bias.
+        kernel: The kernel, as `attention` takes it.
 
-    def __init__(
-        self,
-        embed: int,
-        head_dim: int | None = None,
-        *,
-        projection_bias: bool = True,
-        kernel: str = "auto",
-    ) -> None:
-        super().__init__()
-        self._build(embed, embed, head_dim, projection_bias, kernel)
-
-    def _build(
-        self, embed: int, context_dim: int, head_dim: int | None, projection_bias: bool, kernel: str
-    ) -> None:
-        whole(embed, "embed", least=1)
-        whole(context_dim, "context_dim", least=1)
-        d = embed if head_dim is None else whole(head_dim, "head_dim", least=1)
-        _check_projection_bias(projection_bias)
-        self.kernel = kernels.check(kernel)
-        self.q = nn.Linear(embed, d, projection_bias)
-        self.k = nn.Linear(context_dim, d, projection_bias)
-        self.v = nn.Linear(context_dim, d, projection_bias)
-
-    def forward(self, x: Tensor, *, mask: Mask | None = None) -> Tensor:
-        """Map x `[b, t, e]` → `[b, t, d]`, under the mask; TypeError or ValueError for another x or mask."""
-        return attention(*self._heads(x, x), mask=mask, kernel=self.kernel).squeeze(1)
-
-    def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
-        """Return the output and its map, `[b, 1, t, t]`; as `forward` (TypeError, ValueError)."""
-        out, amap = attention_with_map(*self._heads(x, x), mask=mask, kernel=self.kernel)
-        return out.squeeze(1), amap
-
-    def _heads(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _check_input(x, self.q.in_features, "x", "t")
-        _check_input(context, self.k.in_features, "context", "s")
-        return (
-            self.q(x)[:, None],
-            self.k(context)[:, None],
-            self.v(context)[:, None],
-        )  # [b, 1, t, d]
-
-    def extra_repr(self) -> str:
-        return _kernel_repr(self.kernel).removeprefix(", ")
-
-
-class CrossAttention(SelfAttention):
-    """One head that asks with x and finds keys and values in a context.
-
-    The decoder's way to the encoder (Vaswani et al. 2017, section 3.2.3). embed: the width of x;
-    context_dim: that of the context (embed if None); head_dim: d (embed if None). TypeError or ValueError
-    unless they are at least 1. projection_bias and kernel as in `SelfAttention`.
+    Raises:
+        TypeError: If a size isn't an integer, or projection_bias isn't a boolean.
+        ValueError: If a size is less than 1, or the kernel is unknown.
     """
 
     def __init__(
@@ -95,48 +50,106 @@ class CrossAttention(SelfAttention):
         projection_bias: bool = True,
         kernel: str = "auto",
     ) -> None:
-        nn.Module.__init__(self)
-        context_dim = embed if context_dim is None else context_dim
-        self._build(embed, context_dim, head_dim, projection_bias, kernel)
+        super().__init__()
+        whole(embed, "embed", least=1)
+        c = embed if context_dim is None else whole(context_dim, "context_dim", least=1)
+        d = embed if head_dim is None else whole(head_dim, "head_dim", least=1)
+        _check_projection_bias(projection_bias)
+        self.kernel = kernels.check(kernel)
+        self.q = nn.Linear(embed, d, projection_bias)
+        self.k = nn.Linear(c, d, projection_bias)
+        self.v = nn.Linear(c, d, projection_bias)
 
-    def forward(self, x: Tensor, context: Tensor, *, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
-        """Map x `[b, t, e]`, context `[b, s, c]` → `[b, t, d]`, under the mask.
+    def forward(self, x: Tensor, context: Tensor, *, mask: Mask | None = None) -> Tensor:
+        """Attend from x to the context.
 
-        TypeError or ValueError for others.
+        Args:
+            x: The input of the queries `[b, t, e]`.
+            context: The input of keys and values `[b, s, c]`.
+            mask: The mask.
+
+        Returns:
+            The output `[b, t, d]`.
+
+        Raises:
+            TypeError: If an input isn't a dense tensor, or the mask isn't a `Mask`.
+            ValueError: If shapes don't fit each other.
         """
         return attention(*self._heads(x, context), mask=mask, kernel=self.kernel).squeeze(1)
 
-    def attend(  # type: ignore[override]
-        self, x: Tensor, context: Tensor, *, mask: Mask | None = None
-    ) -> tuple[Tensor, AttentionMap]:
-        """Return the output and its map, `[b, 1, t, s]`; as `forward` (TypeError, ValueError)."""
+    def attend(self, x: Tensor, context: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
+        """Return the output and its map `[b, 1, t, s]`. Arguments and errors are those of `forward`."""
         out, amap = attention_with_map(*self._heads(x, context), mask=mask, kernel=self.kernel)
         return out.squeeze(1), amap
 
+    def _heads(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _check_input(x, self.q.in_features, "x", "t")
+        _check_input(context, self.k.in_features, "context", "s")
+        q, k, v = self.q(x), self.k(context), self.v(context)
+        return q[:, None], k[:, None], v[:, None]  # [b, 1, t, d], [b, 1, s, d], [b, 1, s, d]
 
-class MultiHeadAttention(nn.Module):
-    """Many heads over x, or over a context (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2).
+    def extra_repr(self) -> str:
+        return _kernel_repr(self.kernel).removeprefix(", ")
+
+
+class SelfAttention(CrossAttention):
+    """One head over its own input: softmax(q kᵀ / √d) v (Vaswani et al. 2017, section 3.2.1).
 
     Args:
-        embed: the model size e of x and of the output.
-        heads: the number of query heads h.
-        kv_heads: key/value heads g, which divide h (grouped-query attention, Ainslie et al. 2023,
-            arXiv:2305.13245); h if None.
-        head_dim: the size d of a head; e / h if None.
-        context_dim: the width of the context, if it isn't e.
-        position: `Rotary(...)`: turns q and k; a query's position is its row plus the offset.
-        bias: `ALiBi(...)`, `Relative.learned(...)`, …: added to the scores; its parameters are the
-            layer's.
-        qk_norm: what normalises q and k over d before the position: a function of d that makes a
-            module (`torch.nn.RMSNorm`), or a module, which is copied for each (Henry et al. 2020,
-            arXiv:2010.04245).
-        dropout: the probability with which weights are dropped in training.
-        projection_bias: whether q, k, v and o have a bias (False in Llama). `bias` is another one, added to
-            the scores.
-        kernel: "auto" or a kernel's name, as `attention` takes it.
+        embed: The width e of x.
+        head_dim: The width d of the head and of the output, e if None.
+        projection_bias: Give the projections `q`, `k` and `v` a bias.
+        kernel: The kernel, as `attention` takes it.
 
-    The projections are `q`, `k`, `v` and `o`. TypeError or ValueError for sizes that don't go together
-    and parts of another kind.
+    Raises:
+        TypeError: If a size isn't an integer, or projection_bias isn't a boolean.
+        ValueError: If a size is less than 1, or the kernel is unknown.
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        head_dim: int | None = None,
+        *,
+        projection_bias: bool = True,
+        kernel: str = "auto",
+    ) -> None:
+        super().__init__(embed, embed, head_dim, projection_bias=projection_bias, kernel=kernel)
+
+    def forward(self, x: Tensor, *, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
+        """Return the output `[b, t, d]` for x `[b, t, e]`; TypeError or ValueError for another x or mask."""
+        return super().forward(x, x, mask=mask)
+
+    def attend(  # type: ignore[override]
+        self, x: Tensor, *, mask: Mask | None = None
+    ) -> tuple[Tensor, AttentionMap]:
+        """Return the output and its map `[b, 1, t, t]`. Arguments and errors are those of `forward`."""
+        return super().attend(x, x, mask=mask)
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention over x or a context (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2).
+
+    Args:
+        embed: The model size e of x and of the output.
+        heads: The number of query heads h.
+        kv_heads: The number of key/value heads g, a divisor of h (grouped-query attention, Ainslie et al.
+            2023, arXiv:2305.13245); h if None.
+        head_dim: The size d of a head, e / h if None.
+        context_dim: The width c of the context, e if None.
+        position: `Rotary(...)`, which rotates q and k. A query's position is its row plus the offset.
+        bias: `ALiBi(...)`, `Relative.learned(...)` or `Dense(...)`, added to the scores. Its parameters
+            become parameters of the layer.
+        qk_norm: The norm of q and k over d, before the position (Henry et al. 2020, arXiv:2010.04245): a
+            function of d that makes a module (`torch.nn.RMSNorm`), or a module, which is copied for k.
+        dropout: The dropout probability of weights, in training.
+        projection_bias: Give the projections `q`, `k`, `v` and `o` a bias (False in Llama).
+        kernel: The kernel, as `attention` takes it.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If sizes are less than 1 or don't fit each other, dropout isn't a probability, or the
+            kernel is unknown.
     """
 
     def __init__(
@@ -162,15 +175,15 @@ class MultiHeadAttention(nn.Module):
         c = e if context_dim is None else whole(context_dim, "context_dim", least=1)
         if position is not None and not isinstance(position, Rotary):
             raise TypeError(
-                f"Expected position to rotate q and k, as Rotary does, got {kind(position)}"
-                ": an encoding such as Sinusoidal is added to the embeddings before the layer."
+                f"Expected position to be Rotary, got {kind(position)}. An encoding such as Sinusoidal is "
+                "added to the embeddings before the layer."
             )
         if position is not None and position.dim > d:
-            raise ValueError(f"position turns {position.dim} entries of a head, and the head size d is {d}.")
+            raise ValueError(f"Expected position to rotate at most d = {d} entries, got dim={position.dim}.")
         if isinstance(bias, bool):
             raise TypeError(
                 f"Expected bias to be ALiBi, Relative or Dense, which are added to the scores, got {bias}. "
-                f"Whether the projections have a bias is projection_bias={bias}."
+                f"For a bias of the projections use projection_bias={bias}."
             )
         if bias is not None and not isinstance(bias, Bias):
             raise TypeError(f"Expected bias to be ALiBi, Relative or Dense, got {kind(bias)}.")
@@ -184,7 +197,7 @@ class MultiHeadAttention(nn.Module):
         self.v = nn.Linear(c, g * d, projection_bias)
         self.o = nn.Linear(h * d, e, projection_bias)
         self.position = position
-        self.bias = None if bias is None else Held(bias)
+        self.bias = None if bias is None else LearnedBias(bias)
         self.q_norm, self.k_norm = _norms(qk_norm, d)
         self.dropout = dropout
 
@@ -196,16 +209,25 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Map x `[b, t, e]`, and a context `[b, s, c]` to attend to instead of x → `[b, t, e]`.
+        """Attend from x to itself, or to a context.
 
-        With a cache, x is what comes after what the cache holds, which is looked at too, under the
-        cache's mask (causal unless it was made otherwise) and `mask`.
+        Args:
+            x: The input `[b, t, e]`. With a cache, it continues the tokens in the cache.
+            context: The input of keys and values `[b, s, c]`, x if None.
+            mask: The mask.
+            cache: The cache of this layer. Its mask, causal by default, applies too.
 
-        Raises TypeError or ValueError for inputs of another shape, and as `attention` and `Cache` do.
+        Returns:
+            The output `[b, t, e]`.
+
+        Raises:
+            TypeError: If an input isn't a dense tensor, the mask isn't a `Mask` or the cache not a `Cache`.
+            ValueError: If shapes don't fit each other, both context and cache are given, or the cache is
+                full.
         """
+        if isinstance(cache, Cache) and cache.votes is not None:
+            return self.attend(x, context, mask=mask, cache=cache)[0]  # votes are weights of the map
         q, k, v, rest = self._inputs(x, context, mask, cache)
-        if cache is not None and cache.votes:
-            return self._voted(q, k, v, cache, rest)[0]
         return self._merge(attention(q, k, v, **rest), cache, k)
 
     def attend(
@@ -216,28 +238,22 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, AttentionMap]:
-        """`forward`, and beside its output the map `[b, h, t, s]` (per head, before dropout).
+        """Return the output and its map `[b, h, t, s]`, per head and before dropout.
 
-        Arguments as `forward`, and it raises what that raises: TypeError, ValueError.
+        Arguments and errors are those of `forward`.
         """
         q, k, v, rest = self._inputs(x, context, mask, cache)
-        if cache is not None and cache.votes:
-            return self._voted(q, k, v, cache, rest)
-        out, amap = attention_with_map(q, k, v, **rest)
-        return self._merge(out, cache, k), amap
-
-    def _voted(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, rest: dict[str, Any]
-    ) -> tuple[Tensor, AttentionMap]:
-        """Return the output and its map, whose last queries vote in the cache."""
-        look = {"received": ()} if q.shape[2] == 1 else None
-        out, amap = attention_with_map(q, k, v, **rest, statistics=look)
-        before, out = cache.offset, self._merge(out, cache, k)
-        try:
-            cache.vote(amap)
-        except BaseException:
-            cache.offset = before  # a step that fails leaves the cache as it was
-            raise
+        votes = cache is not None and cache.votes is not None
+        statistics = {"received": ()} if votes and q.shape[2] == 1 else None
+        out, amap = attention_with_map(q, k, v, **rest, statistics=statistics)
+        before = 0 if cache is None else cache.offset
+        out = self._merge(out, cache, k)
+        if cache is not None and votes:
+            try:
+                cache.vote(amap)
+            except BaseException:
+                cache.offset = before  # a step that fails leaves the cache as it was
+                raise
         return out, amap
 
     def _inputs(self, x: Tensor, context: Tensor | None, mask: Mask | None, cache: Cache | None) -> Inputs:
@@ -245,15 +261,14 @@ class MultiHeadAttention(nn.Module):
         if context is None and self.context_dim != self.embed:
             raise ValueError(f"Expected a context [b, s, {self.context_dim}] for this layer, got none.")
         if context is not None and cache is not None:
-            raise ValueError("Expected a context or a cache, got both: a cache holds the keys of x itself.")
+            raise ValueError("Expected a context or a cache, got both. A cache has the keys of x itself.")
         if cache is not None and not isinstance(cache, Cache):
             raise TypeError(f"Expected cache to be a Cache, got {kind(cache)}.")
         source = x if context is None else context
         _check_input(source, self.context_dim, "context", "s")
-        q = self._split(self.q(x), self.heads)  # [b, h, t, d]
-        k = self._split(self.k(source), self.kv_heads)  # [b, g, s, d]
-        v = self._split(self.v(source), self.kv_heads)  # [b, g, s, d]
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(split_heads(self.q(x), self.heads))  # [b, h, t, d]
+        k = self.k_norm(split_heads(self.k(source), self.kv_heads))  # [b, g, s, d]
+        v = split_heads(self.v(source), self.kv_heads)  # [b, g, s, d]
         t, s = q.shape[2], k.shape[2]
         first = 0 if cache is None else cache.offset  # the position of the first new key
         offset = s - t if cache is None else first
@@ -268,13 +283,10 @@ class MultiHeadAttention(nn.Module):
         rest = {"mask": mask, "bias": bias, "offset": offset, "dropout_p": dropout_p, "kernel": self.kernel}
         return q, k, v, rest
 
-    def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # [b, h, t, d]
-
     def _merge(self, out: Tensor, cache: Cache | None, k: Tensor) -> Tensor:
-        if cache is not None:  # only now that attention has taken the new keys
+        if cache is not None:  # now that attention has succeeded
             cache.offset = k.shape[2]
-        return self.o(out.transpose(1, 2).flatten(2))  # [b, t, e]
+        return self.o(merge_heads(out))  # [b, t, e]
 
     def extra_repr(self) -> str:
         groups = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
@@ -285,67 +297,74 @@ class MultiHeadAttention(nn.Module):
             f"{_kernel_repr(self.kernel)}"
         )
 
-    # -- weights in the shapes that others keep them ------------------------------------------------
-
     def load(self, tensors: Mapping[str, Tensor], layout: str = "separate") -> MultiHeadAttention:
-        """Copy weights in; returns the layer.
+        """Copy weights into the layer.
 
-        tensors: by their names, linear weights `[out, in]`, an absent bias is zero; no biases for a layer
-            with projection_bias=False.
-        layout: "separate": `q.weight` `[h·d, e]`, `q.bias`, the same for k, v (`[g·d, c]`) and o
-            (`[e, h·d]`); "packed": `qkv.weight` (the rows of q, k, v in this order), `qkv.bias`,
-            `o.…`; "torch": the state dict of `torch.nn.MultiheadAttention`; "heads": a list of single
-            heads, `heads.0.q.weight` `[d, e]`, …, and `o.…`.
+        Args:
+            tensors: Linear weights `[out, in]` and biases `[out]` by their names. Absent biases become zero.
+            layout: The names. "separate" is `q.weight` `[h·d, e]`, `q.bias`, the same for k and v
+                (`[g·d, c]`) and o (`[e, h·d]`). "packed" is `qkv.weight` (the rows of q, k and v, in this
+                order), `qkv.bias`, `o.weight` and `o.bias`. "torch" is the state dict of
+                `torch.nn.MultiheadAttention`. "heads" is a list of single heads, `heads.0.q.weight`
+                `[d, e]`, …, and `o.weight` and `o.bias`.
 
-        Raises ValueError naming what is missing, left over, or of another shape; TypeError for what is no
-        tensor.
+        Returns:
+            The layer.
+
+        Raises:
+            TypeError: If a value isn't a tensor.
+            ValueError: If a tensor is missing, unknown or of another shape. The layer stays as it was.
         """
         if not isinstance(tensors, Mapping):
-            raise TypeError(f"Expected a state dict for load, tensors by their names, got {kind(tensors)}.")
+            raise TypeError(f"Expected a state dict, tensors by their names, got {kind(tensors)}.")
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-                raise TypeError(f"load takes tensors of one or two dimensions, and {name} is {kind(tensor)}.")
-        own = dict(_layout(layout).read(self, dict(tensors)))
-        state = self._projections()
+                raise TypeError(
+                    f"Expected {name} to be a tensor of one or two dimensions, got {kind(tensor)}."
+                )
         biases = [name for name in tensors if name.endswith("bias")]
         if biases and not self.projection_bias:
             raise ValueError(
                 f"Expected weights without biases for a layer with projection_bias=False, got "
                 f"{', '.join(biases)}. Make the layer with projection_bias=True, or leave the biases out."
             )
-        unknown, missing = (
-            sorted(own.keys() - state.keys()),
-            sorted(set(_SEPARATE[::2]) - own.keys()),
-        )
-        if unknown or missing:
-            what = f"got {', '.join(unknown)}" if unknown else f"{', '.join(missing)} is missing"
-            raise ValueError(f"layout {layout!r} holds {_layout(layout).names}, and {what}.")
-        for name, tensor in own.items():
+        separate, state = read_weights(tensors, layout, self._sizes()), self._projections()
+        for name, tensor in separate.items():
             if tensor.shape != state[name].shape:
                 raise ValueError(
                     f"Expected {name} to be {sizes(state[name])} in this layer, got {sizes(tensor)}."
                 )
         with torch.no_grad():
             for name, parameter in state.items():
-                parameter.copy_(own[name]) if name in own else parameter.zero_()
+                parameter.copy_(separate[name]) if name in separate else parameter.zero_()
         return self
 
     def export(self, layout: str = "separate") -> dict[str, Tensor]:
-        """Return detached copies of the weights in one of the layouts that `load` reads.
+        """Return detached copies of the weights, named and shaped as `load` describes for a layout.
 
-        Shapes are those of `load` (`q.weight` `[h·d, e]`, …). ValueError where this layer has no such layout.
+        Args:
+            layout: "separate", "packed", "torch" or "heads".
+
+        Returns:
+            The weights by their names.
+
+        Raises:
+            ValueError: If the layout is unknown, or this layer doesn't have it.
         """
-        chosen = _layout(layout)
-        return chosen.write(self, {name: x.detach().clone() for name, x in self._projections().items()})
+        detached = {name: parameter.detach() for name, parameter in self._projections().items()}
+        return write_weights(detached, layout, self._sizes())
+
+    def _sizes(self) -> LayerSizes:
+        return LayerSizes(self.heads, self.kv_heads, self.head_dim, self.embed, self.context_dim)
 
     def _projections(self) -> dict[str, nn.Parameter]:
-        """Return the weights and biases of q, k, v and o by their names in "separate"."""
-        named = {name: getattr(getattr(self, name[0]), name[2:]) for name in _SEPARATE}
-        return {name: parameter for name, parameter in named.items() if parameter is not None}
+        """Return the weights and biases of q, k, v and o by their names."""
+        layers = {"q": self.q, "k": self.k, "v": self.v, "o": self.o}
+        return {f"{part}.{name}": x for part, layer in layers.items() for name, x in layer.named_parameters()}
 
 
-class Held(nn.Module):
-    """A bias inside a module: its tensors move, train and save with the layer."""
+class LearnedBias(nn.Module):
+    """A bias as a module, whose tensors are moved, trained and saved with the layer."""
 
     def __init__(self, bias: Bias) -> None:
         super().__init__()
@@ -358,9 +377,8 @@ class Held(nn.Module):
                 self.register_buffer(name, tensor)
 
     def value(self) -> Bias:
-        """Return the bias, on the layer's own tensors."""
-        own = {**self._parameters, **self._buffers}
-        return self._bias.but(**own)
+        """Return the bias with the module's present tensors."""
+        return self._bias.but(**self._parameters, **self._buffers)
 
 
 def _norms(qk_norm: Callable[[int], nn.Module] | nn.Module | None, d: int) -> tuple[nn.Module, nn.Module]:
@@ -370,7 +388,7 @@ def _norms(qk_norm: Callable[[int], nn.Module] | nn.Module | None, d: int) -> tu
         return qk_norm, deepcopy(qk_norm)
     if not callable(qk_norm):
         raise TypeError(
-            f"Expected qk_norm to be a module or a function of d that makes one, got {kind(qk_norm)}."
+            f"Expected qk_norm to be a module or a function of d that makes a module, got {kind(qk_norm)}."
         )
     return qk_norm(d), qk_norm(d)
 
@@ -378,7 +396,7 @@ def _norms(qk_norm: Callable[[int], nn.Module] | nn.Module | None, d: int) -> tu
 def _check_projection_bias(value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(
-            f"Expected projection_bias to be True or False, got {value!r}. A bias for the scores is "
+            f"Expected projection_bias to be True or False, got {value!r}. For a bias of the scores use "
             "MultiHeadAttention's bias=."
         )
 
@@ -393,153 +411,3 @@ def _check_input(x: Any, width: int, name: str, length: str) -> None:
     check_dense(x, name, f"[b, {length}, {width}]")
     if x.dim() != 3 or x.shape[-1] != width:
         raise ValueError(f"Expected {name} to be [b, {length}, {width}], batch first, got {sizes(x)}.")
-
-
-# -- layouts -----------------------------------------------------------------------------------------
-
-_SEPARATE = tuple(f"{part}.{kind_}" for part in "qkvo" for kind_ in ("weight", "bias"))
-
-Weights = dict[str, Tensor]
-
-
-class _Layout:
-    """How weights are named and packed elsewhere: read to "separate", and written from it."""
-
-    names = "q.weight, q.bias and the same for k, v, o"
-
-    def read(self, layer: MultiHeadAttention, tensors: Weights) -> Weights:
-        return tensors
-
-    def write(self, layer: MultiHeadAttention, own: Weights) -> Weights:
-        return own
-
-
-class _Packed(_Layout):
-    names = "qkv.weight, qkv.bias, o.weight, o.bias"
-
-    def read(self, layer: MultiHeadAttention, tensors: Weights) -> Weights:
-        return _unpack(layer, tensors, {"qkv.weight": "weight", "qkv.bias": "bias"})
-
-    def write(self, layer: MultiHeadAttention, own: Weights) -> Weights:
-        _one_source(layer, "packed")
-        return _pack(own, {"qkv.weight": "weight", "qkv.bias": "bias"})
-
-
-class _Torch(_Layout):
-    names = (
-        "in_proj_weight (or q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias, "
-        "out_proj.weight, out_proj.bias"
-    )
-    packed: Mapping[str, str] = {"in_proj_weight": "weight", "in_proj_bias": "bias"}
-    others: Mapping[str, str] = {
-        "q_proj_weight": "q.weight",
-        "k_proj_weight": "k.weight",
-        "v_proj_weight": "v.weight",
-        "out_proj.weight": "o.weight",
-        "out_proj.bias": "o.bias",
-    }
-
-    def read(self, layer: MultiHeadAttention, tensors: Weights) -> Weights:
-        self._same(layer)
-        return {self.others.get(n, n): x for n, x in _unpack(layer, tensors, self.packed).items()}
-
-    def write(self, layer: MultiHeadAttention, own: Weights) -> Weights:
-        self._same(layer)
-        apart = layer.context_dim != layer.embed
-        named = _pack(own, {"in_proj_bias": "bias"} if apart else self.packed)
-        back = {ours: theirs for theirs, ours in self.others.items()}
-        return {back.get(n, n): x for n, x in named.items()}
-
-    def _same(self, layer: MultiHeadAttention) -> None:
-        if layer.kv_heads != layer.heads or layer.head_dim * layer.heads != layer.embed:
-            raise ValueError(
-                'layout "torch" has as many key heads as heads, of size embed / heads, and this layer has '
-                f"heads={layer.heads}, kv_heads={layer.kv_heads}, head_dim={layer.head_dim}, "
-                f"embed={layer.embed}."
-            )
-
-
-class _Heads(_Layout):
-    names = "heads.0.q.weight, heads.0.q.bias, … for q, k, v of each head, and o.weight, o.bias"
-
-    def read(self, layer: MultiHeadAttention, tensors: Weights) -> Weights:
-        self._single(layer)
-        own = {name: x for name, x in tensors.items() if not name.startswith("heads.")}
-        for name in _SEPARATE[:6]:
-            single = [tensors.get(f"heads.{n}.{name}") for n in range(layer.heads)]
-            found = [x for x in single if x is not None]
-            if found and len(found) != layer.heads:
-                absent = single.index(None)
-                raise ValueError(f"layout 'heads' holds {self.names}, and heads.{absent}.{name} is missing.")
-            if found:
-                own[name] = torch.cat(found)
-        known = {f"heads.{n}.{name}" for n in range(layer.heads) for name in _SEPARATE[:6]}
-        return own | {
-            name: x for name, x in tensors.items() if name.startswith("heads.") and name not in known
-        }
-
-    def write(self, layer: MultiHeadAttention, own: Weights) -> Weights:
-        self._single(layer)
-        named = {name: own[name] for name in _SEPARATE[6:] if name in own}
-        for name in _SEPARATE[:6]:
-            for n, part in enumerate(own[name].chunk(layer.heads) if name in own else ()):
-                named[f"heads.{n}.{name}"] = part.clone()
-        return named
-
-    def _single(self, layer: MultiHeadAttention) -> None:
-        if layer.kv_heads != layer.heads:
-            raise ValueError(
-                'layout "heads" has keys and values for each head, and this layer has '
-                f"kv_heads={layer.kv_heads} for heads={layer.heads}."
-            )
-
-
-def _one_source(layer: MultiHeadAttention, layout: str) -> None:
-    if layer.context_dim != layer.embed:
-        raise ValueError(
-            f"layout {layout!r} has one input for q, k and v, and this layer's context_dim="
-            f'{layer.context_dim} is not its embed={layer.embed}: use "separate".'
-        )
-
-
-def _unpack(layer: MultiHeadAttention, tensors: Weights, packed: Mapping[str, str]) -> Weights:
-    """Split what is packed into the rows of q, k and v."""
-    own = {name: x for name, x in tensors.items() if name not in packed}
-    h, g, d = layer.heads, layer.kv_heads, layer.head_dim
-    for name, what in packed.items():
-        if name not in tensors:
-            continue
-        if what == "weight":
-            _one_source(layer, name)
-        rows = (h + 2 * g) * d
-        if tensors[name].shape[0] != rows:
-            raise ValueError(
-                f"Expected {name} to have {rows} rows, those of q, k and v, got {sizes(tensors[name])}."
-            )
-        for part, x in zip("qkv", tensors[name].split([h * d, g * d, g * d]), strict=True):
-            own[f"{part}.{what}"] = x
-    return own
-
-
-def _pack(own: Weights, packed: Mapping[str, str]) -> Weights:
-    gone = {f"{part}.{what}" for what in packed.values() for part in "qkv"}
-    joined = {
-        name: torch.cat([own[f"{part}.{what}"] for part in "qkv"])
-        for name, what in packed.items()
-        if f"q.{what}" in own
-    }
-    return joined | {name: x for name, x in own.items() if name not in gone}
-
-
-_LAYOUTS: dict[str, _Layout] = {
-    "separate": _Layout(),
-    "packed": _Packed(),
-    "torch": _Torch(),
-    "heads": _Heads(),
-}
-
-
-def _layout(name: str) -> _Layout:
-    if name not in _LAYOUTS:
-        raise ValueError(f"Expected layout to be one of {', '.join(_LAYOUTS)}, got {name!r}.")
-    return _LAYOUTS[name]

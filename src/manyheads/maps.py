@@ -1,7 +1,7 @@
-"""`AttentionMap`: every weight of every head, computed when asked for.
+"""`AttentionMap`: every weight of every head, computed when it is read.
 
-It keeps q, k, mask, bias and the log-sum-exp, O(L) of memory; a weight is exp(score − lse), and
-scores come from `scores.tile`. It behaves like the matrix `[b, h, t, s]` that it stands for.
+It keeps q, k, mask, bias and the log-sum-exp, O(L) memory; a weight is exp(score − lse), and scores come from
+`scores.tile`. It is indexed like the matrix `[b, h, t, s]`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyheads import kernels, scores, statistics
+from manyheads import extras, kernels, scores, statistics
 from manyheads.masks import Lengths, Mask, Rule
 from manyheads.problem import Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
@@ -39,14 +39,14 @@ class AttentionMap:
     log-sum-exp `[b, h, t]`, natural log, sinks included. Numbers are float32, float64 for float64.
 
     Statistics cover all heads at once and are streamed: O(L) memory, one pass over the scores each, or
-    one for several with `statistics`. None is renormalised: where a sink takes its share, a row's
-    weights sum to 1 − `sink_weight()`. A query that may see nothing has weights of 0.
+    one for several with `statistics`. None is renormalized: where a sink takes its share, a row's
+    weights sum to 1 − `sink_weight()`. A query without visible keys has weights of 0.
 
-    `problem` holds q, k and what else scores are made of; `tokens` are labels of the keys, one list or one
-    for each batch entry; `provenance` says where the map comes from. A map holds detached tensors; reading it
-    raises RuntimeError if q or k was changed in place since. Weights are found again from the log-sum-exp as
-    in Dao et al. 2022 (arXiv:2205.14135), which sums tile by tile as Milakov & Gimelshein 2018
-    (arXiv:1805.02867).
+    `problem` has q, k and everything else that scores are computed from; `tokens` are labels of the keys, one
+    list or one for each batch entry; `provenance` says where the map is from. A map keeps detached tensors;
+    reading it raises RuntimeError if q or k was changed in place since. Weights are computed from the
+    log-sum-exp as in Dao et al. 2022 (arXiv:2205.14135), which is summed tile by tile as in Milakov &
+    Gimelshein 2018 (arXiv:1805.02867).
     """
 
     problem: Problem
@@ -54,7 +54,9 @@ class AttentionMap:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     _versions: tuple[int, ...] | None = None
     _lse: Tensor | None = None
-    _kept: Mapping[tuple[Any, ...], Any] = field(default_factory=dict)  # statistics that are known already
+    _kept: Mapping[tuple[Any, ...], Any] = field(
+        default_factory=dict
+    )  # statistics that were computed with the output
 
     @classmethod
     def of(
@@ -66,8 +68,8 @@ class AttentionMap:
     ) -> AttentionMap:
         """Return the map of a problem; without a log-sum-exp `[b, h, t]`, it is computed when needed.
 
-        A given log-sum-exp should be summed as `kernels.reader(problem)` sums it: else rows of huge scores
-        don't sum to 1.
+        A given log-sum-exp should be computed by `kernels.reader(problem)`: else rows of huge scores don't
+        sum to 1.
 
         TypeError or ValueError for parts of another kind or shape.
         """
@@ -108,30 +110,30 @@ class AttentionMap:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The numbers of its heads in the model: 0 to h − 1, unless some were picked."""
+        """The numbers of its heads in the model: 0 to h − 1, unless some were selected."""
         return tuple(self.provenance.get("heads", range(self.shape[1])))
 
     @property
     def knows_lse(self) -> bool:
-        """Is the log-sum-exp there already, or would it take a pass over the keys?"""
+        """True if the log-sum-exp is known; computing it takes a pass over the keys."""
         return self._lse is not None
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the map holds: q, k, mask, bias, and the log-sum-exp once it is known."""
+        """The bytes of the map: q, k, mask, bias, and the log-sum-exp once it is known."""
         return sum(x.nbytes for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return every tensor that it holds: q `[b, h, t, d]`, k `[b, g, s, d]`, lse `[b, h, t]` if known."""
-        kept = [x for one in self._kept.values() for x in ([one] if isinstance(one, Tensor) else one)]
+        """Return all its tensors: q `[b, h, t, d]`, k `[b, g, s, d]`, lse `[b, h, t]` if known."""
+        kept = [x for kept in self._kept.values() for x in ([kept] if isinstance(kept, Tensor) else kept)]
         return [*_read(self.problem), *([self.lse] if self.knows_lse else []), *kept]
 
-    # -- the same map, otherwise -------------------------------------------------------------------
+    # -- related maps ------------------------------------------------------------------------------
 
     def under(self, mask: Mask | None) -> AttentionMap:
         """Return the map of the same q and k under another mask (None: no mask): a counterfactual.
 
-        TypeError for what is no mask, ValueError for one of another shape.
+        TypeError for what isn't a mask, ValueError for one of another shape.
         """
         self._fresh()
         return self.again(self.problem.under(mask))
@@ -139,9 +141,9 @@ class AttentionMap:
     def only(
         self, batch: int | Sequence[int] | None = None, heads: int | Sequence[int] | None = None
     ) -> AttentionMap:
-        """Return the map of some batch entries and heads (None: all), which are counted anew from 0.
+        """Return the map of some batch entries and heads (None: all), renumbered from 0.
 
-        IndexError for those that aren't there.
+        IndexError for those that don't exist.
         """
         self._fresh()
         b = _chosen(batch, self.shape[0], LETTERS[0])
@@ -157,16 +159,16 @@ class AttentionMap:
     def compact(self, always: bool = False) -> AttentionMap:
         """Return the map with q and k in their own memory, always or if they are views of larger tensors."""
         p = self.problem
-        held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (p.q, p.k)}
-        if not always and sum(held.values()) <= p.q.nbytes + p.k.nbytes:
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (p.q, p.k)}
+        if not always and sum(storages.values()) <= p.q.nbytes + p.k.nbytes:
             return self
         return self.again(replace(p, q=p.q.clone(), k=p.k.clone()), self.lse if self.knows_lse else None)
 
     def to(self, place: torch.device | str | torch.dtype) -> AttentionMap:
         """Return the map with q and k on another device, or stored in another floating-point dtype.
 
-        Stored in another dtype its log-sum-exp is computed anew from what is stored, when needed, so
-        that rows still sum to one. ValueError for another place, or numbers that are too large for the
+        In another dtype the log-sum-exp is computed from the stored numbers when needed, so that rows still
+        sum to one. ValueError for another place, or numbers that are too large for the
         dtype; TypeError for a dtype that isn't of floating point.
         """
         self._fresh()
@@ -178,10 +180,10 @@ class AttentionMap:
         except (RuntimeError, TypeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"a map goes to a device or a dtype, and {place!r} is none here: {reason}."
+                f"Expected a device or a floating-point dtype, got {place!r}: {reason}."
             ) from None
         if device.type == "meta":
-            raise ValueError("Expected a device that holds numbers, got meta.")
+            raise ValueError("Expected a device with memory, got meta.")
         return self.again(problem, self.lse.to(device) if self._keeps_lse(problem) else None)
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> AttentionMap:
@@ -211,8 +213,8 @@ class AttentionMap:
     def __getitem__(self, index: Any) -> Tensor:
         """Return the weights of a tile, `[b, h, rows, cols]`, by an index of up to four parts or an ellipsis.
 
-        A part is an int, which drops its dimension, a slice, or a list or tensor of integers or booleans;
-        what is left out is all. Raises IndexError for other parts, or what isn't there.
+        A part is an int, which drops its dimension, a slice, or a list or tensor of integers or booleans; a
+        missing part selects all. Raises IndexError for other parts and indices out of range.
         """
         self._fresh()
         expanded = _expand(index if isinstance(index, tuple) else (index,))
@@ -228,21 +230,20 @@ class AttentionMap:
     def dense(self, max_bytes: float = 2**31) -> Tensor:
         """All weights, `[b, h, t, s]`.
 
-        Raises ValueError where they would take more than max_bytes, a number of bytes, TypeError where
-        that is none.
+        Raises ValueError if they would take more than max_bytes, TypeError if that isn't a number of bytes.
         """
         size = math.prod(self.shape) * self.problem.dtype.itemsize
         if size > most_bytes(max_bytes):
             raise ValueError(
                 f"the weights {list(self.shape)} would take {size / 1e9:.3g} GB, and max_bytes is "
-                f"{max_bytes / 1e9:.3g} GB: ask for a tile, amap[b, h, rows, cols], or raise max_bytes."
+                f"{max_bytes / 1e9:.3g} GB. Read a tile, amap[b, h, rows, cols], or raise max_bytes."
             )
         return self[...]
 
     # -- statistics --------------------------------------------------------------------------------
 
     def entropy(self) -> Tensor:
-        """How spread each query's weights are: −Σ w·ln w over the keys, in nats, `[b, h, t]`.
+        """Return how spread each query's weights are: −Σ w·ln w over the keys, in nats, `[b, h, t]`.
 
         Shannon 1948; 0 is one key, ln n is n keys alike. Not renormalised under a sink.
         """
@@ -287,7 +288,7 @@ class AttentionMap:
 
         With `mean=True`, `[b, h]`: its average over those queries that share at least one visible
         key with the mask; where there is none, 0. Clark et al. 2019 (arXiv:1906.04341) tell heads apart by
-        such means. TypeError for what is no mask, ValueError for one of another shape.
+        such means. TypeError for what isn't a mask, ValueError for one of another shape.
         """
         self._fresh()
         return statistics.mass(self.problem, self.lse, mask, mean)
@@ -359,13 +360,13 @@ class AttentionMap:
         return statistics.between((self.problem, self.lse), (other.problem, other.lse))
 
     def statistics(self, *names: str, **arguments: Any) -> dict[str, Any]:
-        """Several statistics by their names, which share one pass over the scores.
+        """Return several statistics by name, computed in one pass over the scores.
 
             amap.statistics("entropy", "received", top=8, pooled=(512, 512))
 
         A name alone takes no arguments; `name=` takes one argument, a tuple or a dict of them, or a
-        list of these for a list of results: `pooled=[(64, 64), (64, 64, "max")]`. `mass` walks
-        only what its mask may see, in a pass of its own.
+        list of these for a list of results: `pooled=[(64, 64), (64, 64, "max")]`. `mass` reads only what
+        its mask keeps, in a pass of its own.
 
         Raises ValueError for a name that isn't a statistic, TypeError for arguments that it doesn't take,
         and what the statistics raise.
@@ -426,16 +427,13 @@ class AttentionMap:
         A script that would end goes on with `view().wait()`. TypeError or ValueError for what can't be shown,
         OSError for a port that is taken.
         """
-        from manyheads import viewer
-
         self._fresh()
-        return viewer.view(self, *others, port=port, browser=browser)
+        return extras.view(self, *others, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the map, its tokens and provenance into a safetensors file at path: see docs/format.md.
 
-        Raises ValueError where the mask holds a `Rule`: a function can't be written down; OSError from the
-        disk.
+        Raises ValueError for a mask with a `Rule`, whose function can't be saved; OSError from the disk.
         """
         from manyheads import storage
 
@@ -445,7 +443,7 @@ class AttentionMap:
     def open(cls, path: str | os.PathLike[str]) -> AttentionMap:
         """Return the map that `save` wrote to path, memory-mapped: nothing is read before it is needed.
 
-        Raises ValueError for a file of something else, a broken one, or one of several maps
+        Raises ValueError for another kind of file, a broken one, or one of several maps
         (`manyheads.open_run` opens that); OSError where it can't be read.
         """
         from manyheads import storage
@@ -454,12 +452,13 @@ class AttentionMap:
         maps = [entry.content for entry in run.entries]
         if len(maps) != 1 or not isinstance(maps[0], storage.Stored):
             raise ValueError(
-                f"{path} holds {len(maps)} maps or statistics of a run: manyheads.open_run reads it."
+                f"Expected a file of one map, got {len(maps)} maps or statistics in {path}. "
+                "Open it with manyheads.open_run."
             )
         return cls.of(*maps[0])
 
     def stored(self) -> storage.Stored:
-        """Return what a file holds of the map."""
+        """Return what `save` writes of the map."""
         from manyheads import storage
 
         self._fresh()
@@ -472,29 +471,29 @@ class AttentionMap:
         return (
             f"AttentionMap([b={b}, h={h}, t={t}, s={s}], mask={self.problem.mask!s}, "
             f"{str(self.problem.q.dtype).removeprefix('torch.')} on {self.problem.q.device}{named}, "
-            f"holding {amount(self.nbytes)} for weights of {amount(whole_matrix)})"
+            f"{amount(self.nbytes)} for weights of {amount(whole_matrix)})"
         )
 
     def _keeps_lse(self, problem: Problem) -> bool:
-        """Is the log-sum-exp known, and are the scores of a part of this problem read as they were summed?"""
+        """Return True if the log-sum-exp is known and belongs to the kernel that reads another problem."""
         return self.knows_lse and kernels.reader(problem) is kernels.reader(self.problem)
 
     def _fresh(self) -> None:
         now = _versions(self.problem)  # None while compiling: versions aren't counted there
         if self._versions is not None and now is not None and self._versions != now:
             raise RuntimeError(
-                "q, k, mask or bias was changed in place since this map was made, so its weights are gone: "
-                "read the map before, or give attention a copy (q.clone())."
+                "q, k, mask or bias was changed in place since this map was made, so its weights are lost. "
+                "Read the map before, or pass a copy to attention (q.clone())."
             )
 
 
 def _copy(statistic: Any) -> Any:
-    """Return a statistic that may be written into, as others may be."""
+    """Return a copy of a statistic, which the caller may change."""
     return statistic.clone() if isinstance(statistic, Tensor) else type(statistic)(*map(_copy, statistic))
 
 
 def labels_of(tokens: Any, b: int, s: int) -> Tokens:
-    """Labels of the keys, checked: s strings, or b lists of them."""
+    """Return labels of the keys, s strings or b lists of them, checked."""
     takes = f"Expected tokens to be a list of s = {s} strings, or b = {b} such lists"
     if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
         raise TypeError(f"{takes}, got {kind(tokens)}.")
@@ -512,8 +511,15 @@ def labels_of(tokens: Any, b: int, s: int) -> Tokens:
     return tuple(tuple(labels) for labels in tokens) if several else tuple(tokens)
 
 
+def sequence_labels(tokens: Tokens | None, batch: int = 0) -> list[str] | None:
+    """Return the labels of the keys of one sequence; None without labels."""
+    if not tokens or isinstance(tokens[0], str):
+        return None if tokens is None else [str(label) for label in tokens]
+    return list(tokens[batch])
+
+
 def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
-    """Return q and k in another dtype; ValueError where a number would become infinite there."""
+    """Return the problem in another dtype; ValueError if a number would overflow in it."""
     if dtype not in DTYPES:
         raise TypeError(f"Expected one of {', '.join(map(str, DTYPES))} to store a map in, got {dtype}.")
     cast = problem.cast(dtype)
@@ -521,8 +527,8 @@ def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
         if scores.finite(before) and not scores.finite(after):
             most = float(before.abs().max())
             raise ValueError(
-                f"{name} holds numbers up to {most:.3g}, {dtype} goes up to {torch.finfo(dtype).max:.3g}: "
-                "store the map in bfloat16 or float32."
+                f"Expected numbers up to {torch.finfo(dtype).max:.3g} in {name} for {dtype}, got {most:.3g}. "
+                "Store the map in bfloat16 or float32."
             )
     return cast
 
@@ -545,21 +551,21 @@ def _chosen(
 
 
 def _versions(problem: Problem) -> tuple[int, ...] | None:
-    """How often what a map reads was changed in place. Tensors of inference mode and graphs don't count."""
+    """Return how often each tensor was changed in place; 0 in inference mode, None while compiling."""
     if torch.compiler.is_compiling():
         return None
     return tuple(0 if x.is_inference() else x._version for x in _read(problem))
 
 
 def _read(problem: Problem) -> list[Tensor]:
-    """Return the tensors that weights are made of."""
+    """Return the tensors that weights are computed from."""
     parts = [part for part in (problem.mask, problem.bias) if part is not None]
     more = [x for x in (problem.sink, problem.offset) if isinstance(x, Tensor)]
     return [problem.q, problem.k, *more, *(x for part in parts for x in part.tensors())]
 
 
 def _expand(index: tuple[Any, ...]) -> list[Any]:
-    """Four entries, one per dimension, out of an index with an ellipsis or with fewer."""
+    """Return an index of four parts, one per dimension, from one with an ellipsis or fewer parts."""
     dots = [n for n, part in enumerate(index) if part is Ellipsis]
     if len(dots) > 1 or len(index) - len(dots) > 4:
         raise IndexError(f"Expected at most four indices [b, h, t, s], got {len(index)} indices.")
@@ -569,7 +575,7 @@ def _expand(index: tuple[Any, ...]) -> list[Any]:
 
 
 def _pick(part: Any, size: int, what: tuple[str, str]) -> int | Rows:
-    """One dimension's index, with negative ones resolved: an int, a slice, or an index tensor."""
+    """Return one dimension's index without negative numbers: an int, a slice, or an index tensor."""
     name, letter = what
     if isinstance(part, slice):
         if part.step == 0:

@@ -1,7 +1,6 @@
-"""What a head does, in the measures that papers use: each is the mean mass of a mask over the map.
+"""Head scores: how much a head attends to the previous token, to repeated tokens, and so on.
 
-All take a map, `amap`, and return `[b, h]`, averaged over those queries that have a key to look at under the
-measure's mask. `ids` are the tokens, integers `[s]` or `[b, s]`.
+Each score is the mean weight inside a mask, `[b, h]`, over the queries that have a visible key in the mask.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from manyheads.maps import AttentionMap, picked_rows
 from manyheads.masks import AfterSameToken, Causal, Diagonal, Mask, SameToken, Window
 from manyheads.shapes import kind, sizes
 
-# The masks whose mean mass are head scores: those that the map alone tells, and those that need the tokens.
+# The masks of the scores: those that depend on the map only, and those that depend on the tokens.
 MAP_MASKS: dict[str, Callable[[AttentionMap], Mask]] = {
     "previous_token": lambda amap: Diagonal(-1),
     "current_token": lambda amap: Diagonal(0),
@@ -26,77 +25,126 @@ TOKEN_MASKS: dict[str, Callable[[Tensor], Mask]] = {
     "duplicate_token": lambda ids: SameToken(ids) & Causal() & ~Diagonal(0),
     "induction": AfterSameToken,
 }
+UNITS = {"entropy": "nats", "distance": "positions"}  # of the other head scores, which aren't weights
 
 
 def previous_token(amap: AttentionMap) -> Tensor:
-    """Return the mean weight of amap on the key just before, j = i − 1: `[b, h]`, between 0 and 1.
+    """Return the mean weight on the key just before the query, j = i − 1.
 
-    What a previous-token head has (Clark et al. 2019, arXiv:1906.04341). TypeError for what is no map.
+    It is high for a previous-token head (Clark et al. 2019, arXiv:1906.04341).
+
+    Args:
+        amap: The map.
+
+    Returns:
+        The score `[b, h]`, between 0 and 1.
+
+    Raises:
+        TypeError: If amap isn't a map.
     """
-    return _score(amap, "previous_token")
+    return _check_map(amap).mass(MAP_MASKS["previous_token"](amap), mean=True)
 
 
 def current_token(amap: AttentionMap) -> Tensor:
-    """Return the mean weight of amap on the query's own key, j = i: `[b, h]`, between 0 and 1.
+    """Return the mean weight on the query's own key, j = i.
 
-    Clark et al. 2019 (arXiv:1906.04341). TypeError for what is no map.
+    Clark et al. 2019 (arXiv:1906.04341).
+
+    Args:
+        amap: The map.
+
+    Returns:
+        The score `[b, h]`, between 0 and 1.
+
+    Raises:
+        TypeError: If amap isn't a map.
     """
-    return _score(amap, "current_token")
+    return _check_map(amap).mass(MAP_MASKS["current_token"](amap), mean=True)
 
 
 def first_token(amap: AttentionMap) -> Tensor:
-    """Return the mean weight of amap on the first key that the query may see: `[b, h]`, between 0 and 1.
+    """Return the mean weight on the first visible key.
 
-    An attention sink (Xiao et al. 2024, arXiv:2309.17453). TypeError for what is no map.
+    It is high for an attention sink (Xiao et al. 2024, arXiv:2309.17453).
+
+    Args:
+        amap: The map.
+
+    Returns:
+        The score `[b, h]`, between 0 and 1.
+
+    Raises:
+        TypeError: If amap isn't a map.
     """
-    return _score(amap, "first_token")
+    return _check_map(amap).mass(MAP_MASKS["first_token"](amap), mean=True)
 
 
 def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
-    """Return the mean weight of amap on earlier keys with the query's own token: `[b, h]`, between 0 and 1.
+    """Return the mean weight on earlier keys with the query's own token.
 
-    ids: the tokens, integers `[s]` or `[b, s]`. What a duplicate-token head has (Wang et al. 2023,
-    arXiv:2211.00593). TypeError for what is no map or no tokens, ValueError for another number of them.
+    It is high for a duplicate-token head (Wang et al. 2023, arXiv:2211.00593).
+
+    Args:
+        amap: The map.
+        ids: The tokens, integers `[s]` or `[b, s]`.
+
+    Returns:
+        The score `[b, h]`, between 0 and 1.
+
+    Raises:
+        TypeError: If amap isn't a map, or ids aren't integers.
+        ValueError: If ids have another shape.
     """
-    return _token_score(amap, "duplicate_token", ids)
-
-
-def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
-    """Return the mean weight of amap on keys that follow the query's own token: `[b, h]`, between 0 and 1.
-
-    ids: the tokens, integers `[s]` or `[b, s]`. What an induction head has (Elhage et al. 2021; Olsson et
-    al. 2022, arXiv:2209.11895). TypeError for what is no map or no tokens, ValueError for another number.
-    """
-    return _token_score(amap, "induction", ids)
-
-
-def local(amap: AttentionMap, width: int) -> Tensor:
-    """Return the mean weight of amap within `width` keys of the query's position, on both sides: `[b, h]`.
-
-    It lies between 0 and 1, and is all that a window keeps (Beltagy et al. 2020, arXiv:2004.05150). TypeError
-    or ValueError for what is no map or no width.
-    """
-    return _map(amap).mass(Window(left=width, right=width), mean=True)
-
-
-def _score(amap: AttentionMap, name: str) -> Tensor:
-    return _map(amap).mass(MAP_MASKS[name](amap), mean=True)
-
-
-def _token_score(amap: AttentionMap, name: str, ids: Tensor) -> Tensor:
-    mask = TOKEN_MASKS[name](_one_for_each_key(ids, _map(amap)))
+    mask = TOKEN_MASKS["duplicate_token"](_check_ids(ids, _check_map(amap)))
     return amap.mass(mask, mean=True)
 
 
-def _map(amap: object) -> AttentionMap:
-    """Return a map, checked."""
+def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
+    """Return the mean weight on keys that follow an earlier occurrence of the query's token.
+
+    It is high for an induction head (Elhage et al. 2021; Olsson et al. 2022, arXiv:2209.11895).
+
+    Args:
+        amap: The map.
+        ids: The tokens, integers `[s]` or `[b, s]`.
+
+    Returns:
+        The score `[b, h]`, between 0 and 1.
+
+    Raises:
+        TypeError: If amap isn't a map, or ids aren't integers.
+        ValueError: If ids have another shape.
+    """
+    mask = TOKEN_MASKS["induction"](_check_ids(ids, _check_map(amap)))
+    return amap.mass(mask, mean=True)
+
+
+def local(amap: AttentionMap, width: int) -> Tensor:
+    """Return the mean weight within `width` keys of the query's position, on both sides.
+
+    It is what a window mask would keep (Beltagy et al. 2020, arXiv:2004.05150).
+
+    Args:
+        amap: The map.
+        width: The number of keys on each side.
+
+    Returns:
+        The score `[b, h]`, between 0 and 1.
+
+    Raises:
+        TypeError: If amap isn't a map, or width isn't an integer.
+        ValueError: If width is negative.
+    """
+    return _check_map(amap).mass(Window(left=width, right=width), mean=True)
+
+
+def _check_map(amap: object) -> AttentionMap:
     if not isinstance(amap, AttentionMap):
-        raise TypeError(f"Expected an AttentionMap to measure, got {kind(amap)}.")
+        raise TypeError(f"Expected an AttentionMap, got {kind(amap)}.")
     return amap
 
 
-def _one_for_each_key(ids: Tensor, amap: AttentionMap) -> Tensor:
-    """Return the tokens, checked: integers `[s]` or `[b, s]`."""
+def _check_ids(ids: Tensor, amap: AttentionMap) -> Tensor:
     s = amap.shape[3]
     if not isinstance(ids, Tensor) or ids.is_floating_point():
         raise TypeError(f"Expected ids to be the tokens, integers [s] or [b, s], got {kind(ids)}.")
@@ -106,31 +154,32 @@ def _one_for_each_key(ids: Tensor, amap: AttentionMap) -> Tensor:
 
 
 def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Tensor | None = None) -> Tensor:
-    """Where some positions' information comes from, through all layers: `[b, r, s]` (`[b, s]` for an int).
+    """Return how much information each position of the input contributes to some positions of the output.
 
-    Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928): the rows of Π (½ W + ½ I), W being a
-    layer's weights averaged over heads, and ½ I what goes past it: shares between 0 and 1. The rows are
-    carried from the last layer down, one pass over each, so that no matrix is built. Nothing is
-    renormalised: where a sink or a mask leaves a row less than 1 to give, its part of the rollout is less.
+    Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928): rows of the product Π (½ W + ½ I) over all
+    layers, where W are a layer's weights averaged over heads, and ½ I stands for the residual connection. The
+    rows are computed from the last layer to the first, in one pass over each, without a matrix. Nothing is
+    renormalised: where a row of W sums to less than 1, because of a sink or a mask, so does the rollout.
 
-    maps: one per layer, the first layer first, all `[b, h, t, t]` of one length.
-    rows: which positions, as an index of the map's rows: an int, a slice, or integers `[r]`.
+    Args:
+        maps: The map of each layer, the first layer first, all `[b, h, t, t]` of one length.
+        rows: The positions, as an index of the map's rows: an int, a slice, or integers `[r]`. It is needed:
+            all rows are a dense t × t matrix, which takes t³ operations per layer.
 
-    Raises ValueError for all rows at once (`rows=None`): the product of matrices is as dense as
-    they are, t × t in memory and t³ per layer in time; ValueError or TypeError for what are no such maps,
-    TypeError for what are no rows, IndexError for rows that aren't there.
+    Returns:
+        The shares `[b, r, s]`, between 0 and 1, or `[b, s]` for an int.
+
+    Raises:
+        TypeError: If maps aren't maps, or rows isn't an index.
+        ValueError: If maps are empty or of different lengths, or rows is None.
+        IndexError: If a row is out of range.
     """
     if isinstance(maps, AttentionMap) or not isinstance(maps, Sequence):
         raise TypeError(f"Expected a list of AttentionMaps for rollout, one per layer, got {kind(maps)}.")
     if not maps:
         raise ValueError("Expected a list of AttentionMaps for rollout, one per layer, got an empty one.")
-    for amap in maps:
-        if not isinstance(amap, AttentionMap):
-            raise TypeError(
-                f"Expected AttentionMaps for rollout, one per layer, got {kind(amap)} among them."
-            )
-    b, _, t, s = maps[0].shape
-    for amap in maps:
+    b, _, t, s = _check_map(maps[0]).shape
+    for amap in map(_check_map, maps):
         if amap.shape[0] != b or amap.shape[2:] != (t, t) or not amap.shape[1]:
             raise ValueError(
                 f"Expected layers of one sequence for rollout, [b, h, t, t] with b = {b}, t = {t} and heads, "
@@ -138,8 +187,8 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
             )
     if rows is None:
         raise ValueError(
-            f"the whole rollout is a dense {t} × {t} matrix, whose product takes t³ for each layer, and no "
-            "rollout needs rows, the positions to follow, e.g. rows=-1 or rows=[0, 5]."
+            "Expected the rows of rollout, e.g. rows=-1 or rows=[0, 5], got None: all rows are a dense "
+            f"{t} × {t} matrix."
         )
     if isinstance(rows, bool | float | str):
         raise TypeError(f"Expected rows to be positions, e.g. rows=-1 or rows=[0, 5], got {rows!r}.")

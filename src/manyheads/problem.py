@@ -59,7 +59,7 @@ class Problem:
         dropout_p: float = 0.0,
         offset: int | Tensor | None = None,
     ) -> Problem:
-        """Check the parts, fill in what was left out, and bind mask and bias to their place."""
+        """Check the arguments, fill in defaults, and bind mask and bias to the offset."""
         shape = shape_of(q, k, v)
         if scale is None:
             scale = 1 / math.sqrt(shape.d) if shape.d else 1.0
@@ -85,7 +85,7 @@ class Problem:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What scores, weights and log-sum-exps are computed in: float32, or float64 for float64."""
+        """The dtype of scores, weights and log-sum-exps: float32, or float64 for float64."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     @property
@@ -95,7 +95,7 @@ class Problem:
         return p.mask, p.bias, p.scale, p.softcap, p.sink, p.offset, p.dropout_p, p.shape
 
     def forward_mode(self) -> bool:
-        """Return True if a tensor carries a forward-mode derivative (torch.func.jvp)."""
+        """Return True if a tensor has a forward-mode derivative (torch.func.jvp)."""
         if torch.compiler.is_compiling() or forward_ad._current_level < 0:
             return False
         parts = [self.q, self.k, self.v, self.sink, None if self.bias is None else self.bias.tensor()]
@@ -128,7 +128,7 @@ class Problem:
         )
 
     def detach(self) -> Problem:
-        """Return the same problem with every tensor cut from its graph."""
+        """Return the same problem with every tensor detached from its graph."""
         return self.map(lambda tensor: tensor.detach())
 
     def to(self, device: torch.device | str) -> Problem:
@@ -140,22 +140,22 @@ class Problem:
         return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
 
     def without_values(self) -> Problem:
-        """Return the same problem with values of width 0: weights don't need them, nor dropout."""
+        """Return the same problem with values of width 0 and no dropout: weights don't depend on them."""
         v = self.v.new_empty(*self.v.shape[:3], 0)
         shape = Shape(*self.shape[:-1], w=0)  # torch.compile of PyTorch 2.11 can't return what _replace makes
         return replace(self, v=v, dropout_p=0.0, shape=shape)
 
-    def without_unseen(self, keep: Tensor) -> Problem:
-        """Return the same problem with zeros for the keys and values that no query may see.
+    def without_masked_keys(self, keep: Tensor) -> Problem:
+        """Return the same problem with zeros for the keys and values that no query attends to.
 
-        keep: where the mask keeps, `[b or 1, h or 1, t, s]`. For kernels that can't look at what they
-        compute, so that at least there NaN and Inf don't leak.
+        keep: where the mask keeps, `[b or 1, h or 1, t, s]`. For kernels whose numbers can't be checked, so
+        that NaN and Inf of these keys don't leak.
         """
-        seen = keep.any(2)  # [b or 1, h or 1, s]
-        if seen.shape[1] > 1:
-            seen = seen.unflatten(1, (self.shape.g, -1)).any(2)  # [b or 1, g, s]
-        seen = seen[..., None]
-        return replace(self, k=torch.where(seen, self.k, 0.0), v=torch.where(seen, self.v, 0.0))
+        visible = keep.any(2)  # [b or 1, h or 1, s]
+        if visible.shape[1] > 1:
+            visible = visible.unflatten(1, (self.shape.g, -1)).any(2)  # [b or 1, g, s]
+        visible = visible[..., None]
+        return replace(self, k=torch.where(visible, self.k, 0.0), v=torch.where(visible, self.v, 0.0))
 
     def under(self, mask: Mask | None) -> Problem:
         """Return the same problem under another mask."""
@@ -173,9 +173,9 @@ class Problem:
         return replace(self, mask=self.mask & inside.mask)
 
     def only(self, batch: Sequence[int], heads: Sequence[int]) -> Problem:
-        """Return the same problem for some batch entries and query heads, which are counted anew from 0.
+        """Return the same problem for some batch entries and query heads, renumbered from 0.
 
-        q, k and v are views where these follow each other.
+        q, k and v are views if these are consecutive.
         """
         n, device = self.shape, self.q.device
         b = torch.tensor(batch, dtype=torch.int64, device=device)
@@ -194,17 +194,33 @@ class Problem:
             shape=shape_of(q, k, v),
         )
 
+    def cut(self, rows: range, cols: range) -> Problem | None:
+        """Return the problem of a range of queries and keys; None if the mask or the bias can't be cut.
+
+        Its rows and columns are renumbered from 0, and its softmax is over the remaining keys.
+        """
+        mask = None if self.mask is None else self.mask.cut(rows, cols, self.offset)
+        bias = None if self.bias is None else self.bias.cut()
+        if (mask is None) != (self.mask is None) or (bias is None) != (self.bias is None):
+            return None
+        down, across = slice(rows.start, rows.stop), slice(cols.start, cols.stop)
+        return Problem.of(
+            self.q[:, :, down], self.k[:, :, across], self.v[:, :, across], mask=mask, bias=bias,
+            scale=self.scale, softcap=self.softcap, sink=self.sink, dropout_p=self.dropout_p,
+            offset=self.offset + rows.start - cols.start,
+        )  # fmt: skip
+
     def at(
         self, rows: Rows, cols: Rows, batch: Rows | None = None, heads: Rows | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return b, h, i (positions), j of a tile, shaped to broadcast against `[b, h, t, s]`.
+        """Return the indices b, h, i (positions), j of a tile, which broadcast to `[b, h, t, s]`.
 
         batch and heads are None for all: torch.compile of PyTorch 2.11 can't read a slice as a default.
         """
         n, device = self.shape, self.q.device
 
         def pick(size: int, chosen: Rows | None) -> Tensor:
-            # In full where a graph must not learn the size; else no longer than the tile.
+            # The whole range where a compiled graph must not depend on the size; else only the tile's.
             if chosen is None:
                 return torch.arange(size, device=device)
             if torch.compiler.is_compiling() or isinstance(chosen, Tensor):
@@ -219,8 +235,8 @@ class Problem:
         i = i + (self.offset if isinstance(self.offset, int) else self.offset.to(device)[b])
         return b, h, i, j
 
-    def apart(self, part: Mask | Bias) -> tuple[int, int]:
-        """Return for how many sequences and heads (1 or b, 1 or h) a mask or bias differs.
+    def broadcast_sizes(self, part: Mask | Bias) -> tuple[int, int]:
+        """Return the sizes (1 or b, 1 or h) of a mask or bias before it is broadcast to `[b, h, t, s]`.
 
         It is evaluated for one row and one column.
         """
@@ -247,7 +263,7 @@ class Problem:
         return kept.reshape(got)
 
     def span(self, start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the keys that some of rows [start, stop) may see and those that all see, within [0, s)."""
+        """Return the keys visible to some of rows [start, stop) and those visible to all, within [0, s)."""
         s = self.shape.s
         if self.mask is None:
             return (0, s), (0, s)
@@ -259,7 +275,7 @@ class Problem:
 
 
 def _some(x: Tensor, axis: int, index: Tensor) -> Tensor:
-    """Return some entries of an axis: a view where they follow each other."""
+    """Return some entries of an axis; a view if they are consecutive."""
     first, n = (int(index[0]), len(index)) if len(index) else (0, 0)
     if torch.equal(index, torch.arange(first, first + n, device=index.device)):
         return x.narrow(axis, first, n)

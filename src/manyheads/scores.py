@@ -40,12 +40,12 @@ def finite(x: Tensor) -> bool:
     if not can_read(x) or x.numel() == 0:
         return True
     x = x.detach()
-    # A sum of numbers that aren't all finite never is; one of finite numbers may overflow.
+    # A sum with NaN or Inf in it is never finite; a sum of finite numbers may overflow.
     return math.isfinite(x.sum()) or all(bool(end.isfinite()) for end in x.aminmax())
 
 
 def fold(x: Tensor, g: int) -> Tensor:
-    """Put query heads that share a key head side by side: `[b, h, r, …]` → `[b, g, (h/g)·r, …]`."""
+    """Group the rows of query heads that share a key head: `[b, h, r, …]` → `[b, g, (h/g)·r, …]`."""
     b, h, r = x.shape[:3]
     return x.reshape(b, g, h // g * r if g else r, *x.shape[3:])
 
@@ -60,7 +60,7 @@ def operands(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> tuple[Tensor, Tensor]:
     """Return the queries `[b, h, r, d]` and keys `[b, g or h, c, d]` of a tile."""
-    # The longest axis first, so that an index copies no more than the tile needs.
+    # Indexed along the longest axis first, so that no more than the tile is copied.
     q, k = problem.q[:, :, rows][batch][:, heads], problem.k[:, :, cols][batch]
     if heads is not ALL:
         h, g = problem.shape.h, problem.shape.g
@@ -88,19 +88,19 @@ def logits(
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """Return x `[…, r, d]` · y `[…, c, d]`, whose gradient keeps NaN and Inf of a pair out of others.
+    """Return x `[…, r, d]` · y `[…, c, d]`, with a gradient in which NaN and Inf stay in their own pair.
 
-    A masked pair's gradient is 0, and 0 · NaN is NaN in a plain product: so pairs of what isn't
-    finite are computed aside, without a gradient.
+    The gradient of a masked pair is 0, and 0 · NaN is NaN in a plain product. So pairs that aren't finite are
+    computed separately, without a gradient.
     """
     plain = x @ y.mT
     if not plain.requires_grad or not can_read(plain):
         return plain
-    fine = x.isfinite().all(-1)[..., :, None] & y.isfinite().all(-1)[..., None, :]
-    if bool(fine.all()):
+    finite = x.isfinite().all(-1)[..., :, None] & y.isfinite().all(-1)[..., None, :]
+    if bool(finite.all()):
         return plain
     clean = torch.where(x.isfinite(), x, 0.0) @ torch.where(y.isfinite(), y, 0.0).mT
-    return torch.where(fine, clean, plain.detach())
+    return torch.where(finite, clean, plain.detach())
 
 
 def tile(
@@ -111,11 +111,11 @@ def tile(
     heads: Rows = ALL,
     compute: Callable[..., Tensor] = logits,
 ) -> Tensor:
-    """Return the scores of a tile, `[b, h, r, c]`, −inf where masked: THE formula.
+    """Return the scores of a tile, `[b, h, r, c]`, −inf where masked: the attention formula.
 
     rows, cols, batch and heads are slices or index tensors of one dimension. float32 (float64 for
     float64); differentiable. With lse the log-sum-exp of a row (sink included), the weight is
-    exp(score − lse). compute: takes the place of `logits`, where a kernel sums q·k in another order.
+    exp(score − lse). compute: replaces `logits`, for a kernel that sums q·k in another order.
     """
     score = compute(problem, rows, cols, batch, heads)
     if problem.mask is None and problem.bias is None:
@@ -131,19 +131,19 @@ def tile(
 def visible(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
-    """Return where the query may see the key, without a score: `[b or 1, h or 1, r, c]`."""
+    """Return where the query may attend to the key, without scores: `[b or 1, h or 1, r, c]`."""
     b, h, i, j = problem.at(rows, cols, batch, heads)
-    seen = torch.ones(1, 1, i.shape[2], j.shape[3], dtype=torch.bool, device=problem.q.device)
-    if problem.bias is not None and problem.bias.hides:
-        seen = seen & (problem.bias.add(b, h, i, j, problem.dtype) != -math.inf)
+    visible = torch.ones(1, 1, i.shape[2], j.shape[3], dtype=torch.bool, device=problem.q.device)
+    if problem.bias is not None and problem.bias.can_mask:
+        visible = visible & (problem.bias.add(b, h, i, j, problem.dtype) != -math.inf)
     if problem.mask is not None and not _keeps_all(problem, rows, cols):
-        seen = seen & problem.keep(problem.mask, rows, cols, batch, heads)
-    return seen
+        visible = visible & problem.keep(problem.mask, rows, cols, batch, heads)
+    return visible
 
 
 def is_fully_visible(problem: Problem, rows: Rows, cols: Rows) -> bool:
     """Return True if mask and bias say, without reading pairs, that all keys of a tile are visible."""
-    if problem.bias is not None and problem.bias.hides:
+    if problem.bias is not None and problem.bias.can_mask:
         return False
     return problem.mask is None or _keeps_all(problem, rows, cols)
 
@@ -159,22 +159,22 @@ def _keeps_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
 
 
 def weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(score − lse): scores `[…, r, c]`, lse `[…, r]`; masked keys weigh 0 even in a row of NaN."""
+    """Return exp(score − lse) of scores `[…, r, c]`, lse `[…, r]`; 0 where masked, in a row of NaN too."""
     weight = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
     return torch.where(scores == -math.inf, 0.0, weight)
 
 
 def mix(weight: Tensor, keep: Tensor, x: Tensor) -> Tensor:
-    """Return weight `[…, r, c]` · x `[…, c, d]`; pairs that aren't kept add nothing, whatever x holds.
+    """Return weight `[…, r, c]` · x `[…, c, d]`; pairs that aren't kept add nothing, even if x is NaN.
 
-    In a plain product a weight of 0 on a NaN is NaN: what isn't finite in x reaches only the rows
-    that keep it.
+    In a plain product a weight of 0 times NaN is NaN. Here NaN and Inf in x change only the rows that keep
+    them.
     """
     finite = x.isfinite()
     mixed = weight @ torch.where(finite, x, 0.0)  # […, r, d]
     columns = (~finite).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist()
     for c in columns:
-        # First hidden, then weighed: so neither the product nor its gradient meets what isn't kept.
-        hidden = finite[..., None, c, :] | ~keep[..., c, None]
-        mixed = mixed + weight[..., c, None] * torch.where(hidden, 0.0, x[..., None, c, :])
+        # Masked before it is multiplied, so that neither the product nor its gradient has what isn't kept.
+        masked = finite[..., None, c, :] | ~keep[..., c, None]
+        mixed = mixed + weight[..., c, None] * torch.where(masked, 0.0, x[..., None, c, :])
     return mixed

@@ -1,14 +1,14 @@
-"""The letters, and the checks that speak them.
+"""The letters of shapes, and checks of arguments.
 
-One legend for the whole library:
+The letters, for the whole library:
 
     b  batch            t  queries              d  head size
     h  query heads      s  keys and values      w  value width (d unless said otherwise)
     g  key/value heads  e  model size
 
 Queries are `[b, h, t, d]`, keys `[b, g, s, d]`, values `[b, g, s, w]`; g divides h, and query head i
-uses key head i // (h / g). Every check here raises one sentence: what was expected, what was given, and
-how to fix it.
+uses key head i // (h / g). Every check raises one sentence: what was expected, what was given, and how
+to fix it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 def sizes(tensor: Tensor) -> str:
-    """`[2, 8, 5, 64]`, as errors print it."""
+    """Return a tensor's shape as errors print it: `[2, 8, 5, 64]`."""
     return "[" + ", ".join(str(int(n)) for n in tensor.shape) + "]"
 
 
@@ -74,7 +74,7 @@ def transforms() -> list[str]:
 
 
 def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """Check that q `[b, h, t, d]`, k `[b, g, s, d]` and v `[b, g, s, w]` go together; their sizes.
+    """Return the sizes of q `[b, h, t, d]`, k `[b, g, s, d]` and v `[b, g, s, w]`, checked.
 
     Raises TypeError for what isn't a floating-point tensor, ValueError for shapes, dtypes and
     devices that disagree.
@@ -111,7 +111,7 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
         )
     if of_b != b or of_g != g or of_s != s:
         raise ValueError(
-            f"Expected k {sizes(k)} and v {sizes(v)} to share b, g and s: a value for each key of each head."
+            f"Expected k {sizes(k)} and v {sizes(v)} to share b, g and s, a value for each key of each head."
         )
     if (g == 0 and h > 0) or (g > 0 and h % g):
         raise ValueError(
@@ -152,7 +152,7 @@ def divide(whole: int, parts: int, what: str, into: str) -> int:
 
 
 def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> float:
-    """Return a number that fits; raise TypeError or ValueError otherwise. True and tensors are no numbers."""
+    """Return a number that fits; TypeError for other types, True and tensors too, else ValueError."""
     if isinstance(value, bool) or not isinstance(value, REALS):
         raise TypeError(f"Expected {name} to be {must}, got {value!r}.")
     if not torch.compiler.is_compiling() and not fits(float(value)):
@@ -160,12 +160,14 @@ def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> 
     return float(value)
 
 
-def whole(value: object, name: str, least: int = 0) -> int:
-    """Return an int of at least `least`; raise TypeError or ValueError otherwise. True and 3.0 aren't."""
+def whole(value: object, name: str, least: int = 0, most: int | None = None) -> int:
+    """Return an int of at least `least`; TypeError for other types, True and 3.0 too, else ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Expected {name} to be a whole number, got {value!r}.")
     if value < least:
         raise ValueError(f"Expected {name} to be at least {least}, got {value}.")
+    if most is not None and value > most:
+        raise ValueError(f"Expected {name} to be at most {most}, got {value}.")
     return value
 
 

@@ -388,7 +388,7 @@ def _count_queries(problem: Problem, start: int) -> Tensor | None:
     None if that takes every pair.
     """
     n, ends = problem.shape, (Full() if problem.mask is None else problem.mask).normal()
-    if ends.segments or ends.rest or (problem.bias is not None and problem.bias.hides):
+    if ends.segments or ends.rest or (problem.bias is not None and problem.bias.can_mask):
         return None
     b, h, i, j = problem.at(slice(start, start + 1), slice(None))
     low, high = (far if end is None else end for end, far in zip(ends.band, (-FAR, FAR), strict=True))
@@ -754,7 +754,7 @@ def arguments(name: str, given: Any) -> dict[str, Any]:
         bound = signature(made).bind(*plain, **named)
     except TypeError as error:
         takes = ", ".join(signature(made).parameters) or "no arguments"
-        raise TypeError(f"Expected arguments of {name} to be {takes}, got {given!r}: {error}.") from None
+        raise TypeError(f"Expected arguments of {name} to be {takes}: {error}.") from None
     bound.apply_defaults()
     return bound.arguments
 

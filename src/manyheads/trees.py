@@ -1,16 +1,21 @@
-"""Frozen values that may hold tensors: the base of masks and biases.
+"""Trees of plain values, tensors and records, and the codec that turns them into plain data.
 
-A value is a frozen dataclass; it compares by identity, moves with `.to`, and can be written down as
-plain text beside a list of its tensors and read back. The text is how a mask passes through an
-operator that takes only tensors and numbers, as `torch.compile` wants them.
+A tree is a tensor, None, a bool, int, float, str or torch.dtype, a list, tuple or dict (with str keys) of
+trees, or a record: an object of a known class whose fields are trees. `pack` turns it into lists, dicts, str
+and numbers, as JSON has them, with its tensors by number; `unpack` is the way back. Masks and biases pass
+through custom operators in this form (`kernels.operator`), and messages between processes do
+(`checker.isolation`).
+
+A `Value` is a record of this library, the base of masks and biases: a frozen dataclass that may hold tensors,
+compares by identity and moves with `.to`.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import re
-from collections.abc import Callable
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field
 from itertools import count
 from typing import Any, ClassVar, Self
@@ -19,12 +24,23 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-_KINDS: dict[str, type[Value]] = {}
+DEPTH = 64  # of a tree
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+VALUES: dict[str, type] = {}  # every class of values, by its name in packed trees
 _FUNCTIONS: WeakValueDictionary[int, Callable[..., Any]] = WeakValueDictionary()
+
+# -- values ----------------------------------------------------------------------------------------
 
 
 def bound(default: Any) -> Any:
-    """Declare a field that a problem fills in when it binds the value; it isn't written down."""
+    """Declare a field that a problem fills in when it binds the value; packed, it has its default."""
     return field(default=default, metadata={"bound": True})
 
 
@@ -32,7 +48,7 @@ _numbers = count()
 
 
 def number(function: Callable[..., Any]) -> int:
-    """Return a number that stands for a function in text, as long as the function exists."""
+    """Return a number that stands for a function in packed trees, as long as the function exists."""
     place = next(_numbers)
     _FUNCTIONS[place] = function
     return place
@@ -41,13 +57,15 @@ def number(function: Callable[..., Any]) -> int:
 class Value:
     """A frozen dataclass whose fields are tensors, numbers, tuples, functions and other values."""
 
-    # Field names, and the defaults of those that are bound: what `dataclasses.fields` would tell,
-    # but plain enough for torch.compile to read.
+    # The fields, and the defaults of those that are bound, in a form that torch.compile can trace
+    # (`dataclasses.fields` isn't). `record` is the name in packed trees.
+    record: ClassVar[str] = ""
     names: ClassVar[tuple[str, ...]] = ()
     unbound: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls) -> None:
-        _KINDS[f"{cls.__module__}.{cls.__qualname__}"] = cls
+        cls.record = f"{cls.__module__}.{cls.__qualname__}"
+        VALUES[cls.record] = cls
         own = (
             [name for name in cls.__annotations__ if name not in cls.names]
             if "__annotations__" in vars(cls)
@@ -95,54 +113,142 @@ class Value:
         return found
 
 
-def write(value: Value | None, tensors: list[Tensor]) -> str:
-    """Write a value down as a Python literal; its tensors are appended to `tensors` by number."""
-    if value is None:
-        return "None"
-    kind = type(value)
-    parts = [f"'{kind.__module__}.{kind.__qualname__}'"]
-    for name in value.names:
-        part = value.unbound[name] if name in value.unbound else getattr(value, name)
-        if isinstance(part, Tensor):
-            parts.append(f"('tensor', {len(tensors)})")
-            tensors.append(part)
-        elif isinstance(part, Value):
-            parts.append(write(part, tensors))
-        elif callable(part):
-            parts.append(f"('function', {value.number})")  # type: ignore[attr-defined]
-        else:
-            parts.append(f"('plain', {part})")
-    return "(" + ", ".join(parts) + ",)"
+# -- the codec -------------------------------------------------------------------------------------
 
 
-def read(text: str, *tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Read back a tuple of what `write` wrote, each with its own list of tensors."""
-    return tuple(_read(tree, own) for tree, own in zip(_tree(text), tensors, strict=True))
+def pack(tree: Any, add: Callable[[Tensor], int], records: Mapping[str, type] = VALUES) -> Any:
+    """Return a tree as plain data.
+
+    Args:
+        tree: The tree.
+        add: Takes each tensor and returns its number.
+        records: The classes that records may have, by name.
+
+    Returns:
+        Lists, dicts with str keys, str, finite numbers, bools and None.
+
+    Raises:
+        TypeError: If a part isn't a tree.
+    """
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        return {"tensor": add(tree)}
+    if tree is None or kind in (bool, int, str):
+        return tree
+    if kind is float:
+        return tree if math.isfinite(tree) else {"float": str(tree)}
+    if kind in (list, tuple):
+        children = [pack(child, add, records) for child in tree]
+        return children if kind is list else {"tuple": children}
+    if kind is dict and all(type(key) is str for key in tree):
+        return {"dict": {key: pack(child, add, records) for key, child in tree.items()}}
+    if isinstance(tree, torch.dtype) and tree in NAMES:
+        return {"dtype": NAMES[tree]}
+    name = getattr(kind, "record", kind.__name__)
+    if records.get(name) is not kind:
+        raise TypeError(f"Expected a tensor or a plain value to pack, got a {kind.__name__}. Convert it.")
+    packed: dict[str, Any] = {}
+    for field_name in tree.names if isinstance(tree, Value) else vars(tree):
+        part = getattr(tree, field_name)
+        if isinstance(tree, Value) and field_name in tree.unbound:
+            part = tree.unbound[field_name]
+        is_function = isinstance(tree, Value) and callable(part)
+        packed[field_name] = {"function": tree.number} if is_function else pack(part, add, records)
+    return {"record": [name, packed]}
 
 
-@functools.lru_cache(256)
-def _tree(text: str) -> tuple[Any, ...]:
-    """Parse a text into tuples; cached, as a training step reads the same few texts again and again."""
-    return ast.literal_eval(text)
+def unpack(
+    node: Any, tensors: Sequence[Tensor], records: Mapping[str, type] = VALUES, depth: int = DEPTH
+) -> Any:
+    """Return the tree of packed data, of which nothing is trusted but the fields of a `Value`.
+
+    Args:
+        node: What `pack` returned.
+        tensors: The tensors by number.
+        records: The classes that records may have, by name; their fields must have the declared types.
+        depth: How deeply the tree may be nested.
+
+    Returns:
+        The tree.
+
+    Raises:
+        ValueError: If the data isn't a packed tree.
+    """
+    if depth == 0:
+        raise ValueError("a tree that is nested too deeply")
+
+    def children(nodes: Any, kind: type) -> dict[Any, Any]:
+        pairs = expect(kind, nodes).items() if kind is dict else enumerate(expect(kind, nodes))
+        return {key: unpack(child, tensors, records, depth - 1) for key, child in pairs}
+
+    if type(node) is list:
+        return list(children(node, list).values())
+    if type(node) is not dict:
+        return node
+    match [*node.items()]:
+        case [("tuple", nodes)]:
+            return tuple(children(nodes, list).values())
+        case [("dict", nodes)]:
+            return children(nodes, dict)
+        case [("tensor", number)] if 0 <= expect(int, number) < len(tensors):
+            return tensors[number]
+        case [("float", "nan" | "inf" | "-inf" as text)]:
+            return float(text)
+        case [("dtype", str(name))] if name in DTYPES:
+            return DTYPES[name]
+        case [("function", int(place))] if place in _FUNCTIONS:
+            return _FUNCTIONS[place]
+        case [("record", [str(name), fields])] if name in records:
+            return _make_record(records[name], children(fields, dict))
+    raise ValueError(f"a node {str(node)[:80]}")
 
 
-def functions(text: str) -> list[Callable[..., Any]]:
-    """Return the functions that a text names: hold them to read it later."""
-    return [_FUNCTIONS[int(place)] for place in re.findall(r"\('function', (\d+)\)", text)]
+def functions(node: Any) -> list[Callable[..., Any]]:
+    """Return the functions that packed data refers to, which must exist until it is unpacked."""
+    if not isinstance(node, dict | list):
+        return []
+    if isinstance(node, dict) and "function" in node:
+        return [_FUNCTIONS[node["function"]]]
+    return [
+        found for part in (node.values() if isinstance(node, dict) else node) for found in functions(part)
+    ]
 
 
-def _read(tree: Any, tensors: list[Tensor]) -> Any:
-    if tree is None:
-        return None
-    name, *parts = tree
-    if name == "tensor":
-        return tensors[parts[0]]
-    if name == "function":
-        return _FUNCTIONS[parts[0]]
-    if name == "plain":
-        return parts[0]
-    cls = _KINDS[name]
-    new = object.__new__(cls)
-    for place, part in zip(cls.names, parts, strict=True):
-        object.__setattr__(new, place, _read(part, tensors))
-    return new
+def expect(kind: type, value: Any) -> Any:
+    """Return a value of exactly this type; ValueError for any other."""
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__} instead of a {kind.__name__}")
+    return value
+
+
+def _make_record(record: type, fields: dict[str, Any]) -> Any:
+    """Return a record; ValueError unless its fields have the types that its class declares."""
+    if issubclass(record, Value):  # packed in this process
+        value = object.__new__(record)
+        for name in record.names:
+            object.__setattr__(value, name, fields[name])
+        return value
+    hints = typing.get_type_hints(record)
+    if set(fields) != set(hints):
+        raise ValueError(f"a record {record.__name__} of {sorted(fields)}")
+    for name, hint in hints.items():
+        if not fits(fields[name], hint):
+            got = type(fields[name]).__name__
+            raise ValueError(f"a record {record.__name__} whose {name} is a {got}, not {hint}")
+    return record(**fields)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return True if a value has the type that an annotation declares."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin is typing.Literal:
+        return value in inner
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, each) for each in inner)
+    if origin is tuple:
+        return type(value) is tuple and all(fits(child, inner[0]) for child in value)
+    if origin is dict:
+        return type(value) is dict and all(fits(child, inner[1]) for child in value.values())
+    return isinstance(value, Tensor) if hint is Tensor else type(value) is (hint or type(None))

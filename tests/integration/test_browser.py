@@ -20,6 +20,7 @@ from tests.waiting import HANG
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "<script>alert(1)</script>", "&amp;", "dog"]
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(CHROMIUM is None, reason=MISSING),
 ]

@@ -108,8 +108,8 @@ def interrupted(words: Sequence[str], delay: float, folder: Path) -> tuple[int, 
     [
         pytest.param(["generate", TEXT, "--tokens", "40"], 6, id="generate"),
         pytest.param(["show", TEXT], 4, id="show"),
-        pytest.param(["generate", TEXT, "--tokens", "40"], 40, id="generate often", marks=pytest.mark.slow),
-        pytest.param(["show", TEXT], 40, id="show often", marks=pytest.mark.slow),
+        pytest.param(["generate", TEXT, "--tokens", "40"], 40, id="generate often", marks=pytest.mark.full),
+        pytest.param(["show", TEXT], 40, id="show often", marks=pytest.mark.full),
     ],
 )
 def test_an_interrupted_command_ends_quietly(words: list[str], moments: int, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_interrupted_where_an_exception_would_be_lost(code: str) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
-def test_a_caller_that_ignores_ctrl_c_is_obeyed() -> None:
+def test_sigint_stays_ignored_if_the_caller_ignores_it() -> None:
     code = READY + "import os, signal; os.kill(os.getpid(), signal.SIGINT); command.main()"
     start = f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv({sys.executable!r}, "
     done = python(f"{start}{[sys.executable, '-c', code, '--version']!r})")
@@ -231,7 +231,7 @@ def test_without_uvicorn_the_viewer_raises_before_any_work(words: list[str], tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_show_leaves_the_compiler_of_torch_alone(tmp_path: Path) -> None:
+def test_show_does_not_import_the_compiler_of_torch(tmp_path: Path) -> None:
     code = (
         "import atexit, sys; from manyheads.__main__ import main;"
         "atexit.register(lambda: print('torch._dynamo' in sys.modules, file=sys.stderr)); main()"

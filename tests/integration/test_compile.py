@@ -89,6 +89,7 @@ MASKS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_made_inside(mask: str, kernel: str, tensors: dict[str, Tensor]) -> None:
@@ -99,6 +100,7 @@ def test_masks_made_inside(mask: str, kernel: str, tensors: dict[str, Tensor]) -
     same(run, quick, heads())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", ["chunked", "native", "auto"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_made_outside(mask: str, kernel: str, tensors: dict[str, Tensor]) -> None:
@@ -166,6 +168,7 @@ def test_at_most_two_graphs_for_twenty_lengths(kernel: str) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_at_most_two_graphs_for_twenty_lengths_of_ids_and_padding(kernel: str) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
@@ -184,6 +187,7 @@ def test_at_most_two_graphs_for_twenty_lengths_of_ids_and_padding(kernel: str) -
     assert counter.frame_count <= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_dynamic_from_the_first_call(kernel: str) -> None:
     """With dynamic=True, where every size is a symbol from the start; heads and batch too."""
@@ -198,6 +202,7 @@ def test_dynamic_from_the_first_call(kernel: str) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_a_mask_may_be_as_wide_as_a_length(kernel: str) -> None:
     """Numbers inside masks that come from a size; each makes a graph, and the right one."""
@@ -412,6 +417,7 @@ def test_decoding_with_a_compiled_layer() -> None:
     assert counter.frame_count <= 10
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 def test_with_inductor() -> None:
     """Once with the compiler that people use, forward and backward of a layer that trains on chunked."""
@@ -426,6 +432,7 @@ def test_with_inductor() -> None:
         torch.testing.assert_close(one, two)
 
 
+@pytest.mark.full
 def test_export() -> None:
     """torch.export of a layer, with a dynamic length."""
     m = mh.MultiHeadAttention(16, 4, position=mh.Rotary(4)).double().eval()
@@ -447,6 +454,7 @@ def test_export() -> None:
         torch.testing.assert_close(exported.module()(x), m(x, mask=mh.Causal()))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of PyTorch 2.11
 def test_export_of_the_native_operator(tmp_path: Path) -> None:
     """Masks and biases pass as text and tensors: the graph can be saved."""
@@ -467,6 +475,7 @@ def test_export_of_the_native_operator(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(*given), Padded()(*given))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bias", [None, "Relative"], ids=str)
 def test_the_operator_is_a_good_citizen(bias: str | None) -> None:
     """PyTorch's own checks of an operator: schema, shapes and strides under tracing, gradients.

@@ -96,6 +96,7 @@ FINDINGS = blocks(PAGE)
 [JUDGED] = re.findall(r"PyTorch ([\d.]+) on a CPU", PAGE.read_text(encoding="utf-8"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", FINDINGS, ids=[str(n) for n in range(len(FINDINGS))])
 def test_a_finding_is_still_true(block: str, tmp_path: Path) -> None:
     """Its script asserts what the page says, in a process of its own, as it stands."""
@@ -157,6 +158,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_the_python_examples_of_the_checker_run(folder: Path) -> None:
     done = run([sys.executable, "used.py"], folder)
     assert done.returncode == 0, done.stderr
@@ -179,6 +181,7 @@ FOUND: dict[str, tuple[set[str], list[str]]] = {
 COMMANDS = sorted({command for page in PAGES for command in commands(page) if " check " in command})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_check_reports_what_its_page_shows(command: str, folder: Path) -> None:
     needs((folder / f"{m[1]}.py").read_text() if (m := re.search(r" (\w+)\.py:", command)) else command)
@@ -211,13 +214,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "FILE").write_text("the train left the station on time " * 100, encoding="utf-8")
     model, _ = manyheads.lm.load()
-    with manyheads.observe(model) as seen:
+    with manyheads.observe(model) as recording:
         model(torch.arange(300)[None])
     for name in ("run", "one", "other"):
-        seen.save(folder / f"{name}.safetensors")
+        recording.save(folder / f"{name}.safetensors")
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", VIEWS)
 def test_the_viewer_opens_as_in_its_page(command: str, runs: Path) -> None:
     """A page that is served answers under its link; one that is exported stands there."""
@@ -244,6 +248,7 @@ BENCHMARKS = re.findall(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", BENCHMARKS)
 def test_a_benchmark_runs(command: str) -> None:
     """As the page has it, but short."""
@@ -272,6 +277,7 @@ def test_no_example_is_left_out() -> None:
     assert VIEWS
 
 
+@pytest.mark.full
 def test_a_model_is_shown_and_saved(tmp_path: Path) -> None:
     [command] = [command for command in commands(ROOT / "README.md") if " --model " in command]
     words = shlex.split(command.replace("NAME_OR_PATH", shlex.quote(str(SHIPPED))))

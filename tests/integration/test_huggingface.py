@@ -262,6 +262,7 @@ def same_weights(amap: manyheads.AttentionMap, weights: Tensor, but: Tensor | No
     assert (ours - weights)[expected].abs().max() < 1e-5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("padding", [None, "right", "left", "holes"])
 @pytest.mark.parametrize(("name", "implementation"), BOTH)
 def test_outputs_and_weights(name: str, implementation: str, padding: str | None) -> None:
@@ -297,6 +298,7 @@ def steps(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None, **opti
         at += n
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("padding", [None, "left"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize(("name", "implementation"), [pair for pair in BOTH if pair[0] in DECODERS])
@@ -551,6 +553,7 @@ def test_an_ablated_head(implementation: str) -> None:
         assert torch.equal(model(**given).logits, observed)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     ("name", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("t5", "sdpa"), ("bert", "eager")]
@@ -596,6 +599,7 @@ def test_generation(name: str, cache: str | None) -> None:
     assert len(recording) == (6 if name == "t5" else 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("heads", [None, [1, 0]])
 @pytest.mark.parametrize("padding", [None, "left"])
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -622,7 +626,7 @@ def test_the_steps_of_a_generation_are_one_map(
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, while it compiles, and where it doesn't
-@pytest.mark.slow
+@pytest.mark.full
 def test_flex_attention() -> None:
     """Its masks have a function in place of entries."""
     model = build("llama", "flex_attention")
@@ -836,6 +840,7 @@ def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwar
     return out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "bert"])
 def test_flash_attention(name: str, padding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ def test_there_are_four() -> None:
     assert lessons.source() == FOLDER
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_lesson_is_stored_without_outputs_and_runs(path: Path) -> None:
     book = nbformat.read(path, as_version=4)
@@ -79,6 +80,7 @@ LEADS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quick", "one_thread")
 @pytest.mark.parametrize("stem", EXERCISES)
 def test_an_exercise_fails_and_leads_on_and_its_solution_passes(stem: str) -> None:

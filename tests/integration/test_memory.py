@@ -51,7 +51,7 @@ def test_8k_tokens(what: str, limit: float) -> None:
     assert beyond(8192, what) < limit
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("what", "limit"), [("forward", 100), ("backward", 200)])
 def test_32k_tokens(what: str, limit: float) -> None:
     """Where building the weights would take 34 GB."""

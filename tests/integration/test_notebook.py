@@ -196,6 +196,7 @@ def test_ipython_without_a_kernel_is_not_a_notebook() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.full
 def test_nbconvert_writes_the_page_and_the_picture_of_a_widget(
     large: tuple[Any, mh.AttentionMap, Sent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +368,7 @@ def book(lab: str) -> Iterator[Book]:
     assert not wrong
 
 
+@pytest.mark.full
 def test_viewers_in_jupyterlab_read_weights_take_keys_and_follow_the_theme(book: Book) -> None:
     small, large = book.output(0).frame_locator("iframe"), book.output(1).locator(".manyheads")
     other, seen = book.output(3).locator(".manyheads"), book.output(2).frame_locator("iframe")

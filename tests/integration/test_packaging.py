@@ -15,6 +15,8 @@ import pytest
 
 from tests.waiting import HANG
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 LESSONS = ROOT / "docs" / "lessons"
 

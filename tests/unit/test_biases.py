@@ -1,4 +1,4 @@
-"""Biases: their numbers written out, their bad inputs, and how they move and stay."""
+"""Biases: their values, invalid inputs, devices and dtypes."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ BAD: list[tuple[Any, type[Exception], list[str]]] = [
 
 
 @pytest.mark.parametrize(("make", "error", "words"), BAD)
-def test_bad_biases_say_what_came(make: Any, error: type[Exception], words: list[str]) -> None:
+def test_invalid_biases_raise(make: Any, error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
         make()
     for word in words:
@@ -242,7 +242,7 @@ def test_bad_biases_say_what_came(make: Any, error: type[Exception], words: list
     ],
     ids=str,
 )
-def test_biases_that_do_not_fit_say_so(bias: Bias, words: list[str]) -> None:
+def test_biases_that_do_not_fit_raise(bias: Bias, words: list[str]) -> None:
     q, k, v = (torch.randn(2, 3, n, 8) for n in (4, 5, 5))
     with pytest.raises(ValueError, match=r".") as caught:
         mh.attention(q, k, v, bias=bias)

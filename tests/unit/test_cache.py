@@ -1,4 +1,4 @@
-"""The cache: it owns its offset, refuses to overflow, and decoding with it is the full pass."""
+"""The cache: its offset and length, and decoding compared with the full pass."""
 
 from __future__ import annotations
 
@@ -140,6 +140,7 @@ MASKS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("steps", [[1] * 9, [4, 1, 1, 3], [9], [5, 4]], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("part", PARTS)
@@ -188,7 +189,7 @@ def test_maps_of_earlier_steps_stay_readable() -> None:
 
 
 def test_the_mask_of_a_cache() -> None:
-    """Not causal, if said so: a prefix that is read in one step sees itself whole."""
+    """It need not be causal: a prefix that is read in one step attends to all of itself."""
     model, x = layer(), torch.randn(1, 5, E, dtype=torch.float64)
     with torch.no_grad():
         expected = model(x)
@@ -276,7 +277,7 @@ def test_votes_are_kept_in_any_mode_and_of_one_layer() -> None:
         ):
             amap = other.attend(torch.cat((given, given[:, :1]), 1))[1]
             with pytest.raises(
-                ValueError, match=r"map of 2 sequences and 2 heads, as the Cache holds, got b = "
+                ValueError, match=r"map of 2 sequences and 2 heads, as in the Cache, got b = "
             ):
                 cache.vote(amap)
     assert len(cache) == 7

@@ -287,6 +287,7 @@ DRAWABLE = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", DRAWABLE, ids=str)
 def test_cells_equal_the_pooled_matrix(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without pooling, under every mask and bias of the table of cases."""
@@ -578,6 +579,7 @@ def page(kind: str, tokens: int) -> Figure:
     return figure
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [1, 2, 7, 26, 60, 300, 2000])
 @pytest.mark.parametrize("kind", ["head", "beside", "grid", "received", "entropy"])
 def test_labels_never_overlap_nor_leave_the_page(kind: str, tokens: int) -> None:

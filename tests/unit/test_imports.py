@@ -1,10 +1,12 @@
-"""The house: a module imports lower floors only, and `import manyheads` loads nothing heavy."""
+"""Layers of the code: a module imports from lower layers only, and `import manyheads` loads nothing heavy."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 from textwrap import dedent
 
@@ -14,36 +16,24 @@ import manyheads
 
 ROOT = Path(manyheads.__file__).parent
 
-# From the ground up; within a floor, a module may import what is listed before it. An entry is a module
-# or a package with all that is in it; the members of a package may import each other in any order that
-# Python itself can load.
-FLOORS = (
-    ("startup", "shapes", "trees"),
-    ("masks", "biases", "positions"),
+# From the lowest layer up. A module may import from lower layers and from what is listed before it in its
+# layer. An entry is a module, or a package with everything in it.
+LAYERS = (
+    ("startup", "shapes", "trees", "extras"),
+    ("layouts", "masks", "biases", "positions"),
     ("problem", "scores"),
     ("kernels",),
     ("storage", "statistics", "maps", "measures", "cache"),
     ("functional", "layers", "classic", "figures"),
     ("observe", "lm"),
-    # Leaves that don't import each other, but for what a page or a command puts together.
-    (
-        "viewer",
-        "checker",
-        "text",
-        "bench",
-    ),
+    ("viewer", "checker", "text", "bench"),
     ("cli",),
     ("__main__",),
 )
+ORDER = [entry for layer in LAYERS for entry in layer]
 
-# Calls that point upward, or from a leaf to a leaf: inside a function, and only these.
-UPWARD = {
-    ("observe", "viewer"),
-    ("maps", "viewer"),
-}
-
-LEAVES = {"viewer", "checker"}
-ORDER = [entry for floor in FLOORS for entry in floor]
+# The only imports that point upward, inside functions: what needs them is installed by an extra.
+OPTIONAL = {("extras", "viewer"): "view"}
 
 
 def entry(module: str) -> str:
@@ -54,93 +44,123 @@ def entry(module: str) -> str:
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
-        parts = list(path.relative_to(ROOT.parent).with_suffix("").parts)
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
     return found
-
-
-def imports(path: Path, module: str) -> list[tuple[str, int, bool]]:
-    """What a module imports of manyheads, those inside functions too: (name, line, inside a function)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    found = []
-
-    def walk(node: ast.AST, inside: bool) -> None:
-        for child in ast.iter_child_nodes(node):
-            deeper = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            if isinstance(child, ast.Import):
-                found.extend((name.name, child.lineno, inside) for name in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                base = child.module or ""
-                if child.level:
-                    parts = package.split(".")
-                    base = ".".join([*parts[: len(parts) - child.level + 1], *filter(None, [base])])
-                for name in child.names:
-                    full = f"{base}.{name.name}"
-                    found.append((full if full in modules() else base, child.lineno, inside))
-            elif (
-                isinstance(child, ast.Call)
-                and (getattr(child.func, "id", None) or getattr(child.func, "attr", None)) == "import_module"
-                and child.args
-            ):
-                name = child.args[0]
-                text = name.value if isinstance(name, ast.Constant) else ""
-                if isinstance(name, ast.JoinedStr) and isinstance(name.values[0], ast.Constant):
-                    text = str(name.values[0].value).rstrip(".")
-                found.append((str(text), child.lineno, inside))
-            walk(child, deeper)
-
-    walk(tree, False)
-    return [(name, line, inside) for name, line, inside in found if name.split(".")[0] == "manyheads"]
 
 
 MODULES = modules()
 
 
+def imports(path: Path, module: str) -> list[tuple[str, int, bool]]:
+    """Return what a module imports from manyheads, also inside functions: (name, line, inside a function).
+
+    Imports for type checkers alone, under `if TYPE_CHECKING`, are left out.
+    """
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = []
+
+    def walk(node: ast.AST, inside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+            if isinstance(child, ast.Import):
+                found.extend((name.name, child.lineno, inside) for name in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    base = ".".join([*package.split(".")[: 1 - child.level or None], *filter(None, [base])])
+                names = (f"{base}.{name.name}" for name in child.names)
+                found.extend((name if name in MODULES else base, child.lineno, inside) for name in names)
+            elif isinstance(child, ast.Call) and ast.unparse(child.func).endswith("import_module"):
+                name = ast.unparse(child.args[0]).removeprefix("f").strip("'").partition("{")[0].rstrip(".")
+                found.append((name, child.lineno, inside))
+            walk(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    walk(ast.parse(path.read_text(encoding="utf-8")), False)
+    return [(name, line, inside) for name, line, inside in found if name.split(".")[0] == "manyheads"]
+
+
 @pytest.mark.parametrize("module", [name for name in MODULES if "." in name])
 def test_imports_point_downward(module: str) -> None:
     mine = entry(module)
-    assert mine in ORDER, f"{mine} stands on no floor: say where in FLOORS"
+    assert mine in ORDER, f"Add {mine} to LAYERS."
     for name, line, inside in imports(MODULES[module], module):
         where = f"{module}:{line} imports {name}"
         theirs = entry(name)
         if theirs == mine:
             continue
-        if theirs == "":  # the package's face, which loads floors 0 to 6
+        if theirs == "":  # `import manyheads` makes layers 0 to 6 available
             assert ORDER.index(mine) > ORDER.index("observe"), where
-            continue
-        if (mine, theirs) in UPWARD:
-            assert inside, f"{where} upward, and not inside a function"
-            continue
-        assert not {mine, theirs} <= LEAVES, f"{where}, a leaf another leaf"
-        assert ORDER.index(theirs) < ORDER.index(mine), where
+        elif (mine, theirs) in OPTIONAL:
+            assert inside, f"{where} outside of a function"
+        else:
+            assert ORDER.index(theirs) < ORDER.index(mine), where
+            assert {mine, theirs} != {"viewer", "checker"}, where
 
 
-def test_the_face_takes_floors_0_to_6_only() -> None:
-    for name, line, _ in imports(ROOT / "__init__.py", "manyheads"):
-        assert ORDER.index(entry(name)) <= ORDER.index("observe"), (name, line)
+def test_no_imports_form_a_circle() -> None:
+    """Also those inside functions; the optional ones are left out."""
+    graph = {
+        module: {
+            name
+            for name, _, _ in imports(path, module)
+            if name != module and (entry(module), entry(name)) not in OPTIONAL
+        }
+        for module, path in MODULES.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_the_reader_of_imports_sees_all_kinds(tmp_path: Path) -> None:
-    """The test above can fail: a module with every kind of import."""
+def test_optional_imports_are_of_extras_and_exist() -> None:
+    """The exemptions above are all needed, and name an extra of the package."""
+    found = {
+        (entry(module), entry(name)) for module in MODULES for name, _, _ in imports(MODULES[module], module)
+    }
+    assert set(OPTIONAL) <= found
+    extras = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert set(OPTIONAL.values()) <= set(extras["optional-dependencies"])
+
+
+def test_the_package_imports_layers_0_to_6_only() -> None:
+    for module in {*manyheads._MODULES.values(), "measures"} - {""}:
+        assert ORDER.index(module.partition(".")[0]) <= ORDER.index("observe"), module
+
+
+def test_the_reader_of_imports_finds_all_kinds(tmp_path: Path) -> None:
+    """The tests above can fail: a module with every kind of import."""
     path = tmp_path / "masks.py"
     path.write_text(
+        "if TYPE_CHECKING:\n    from manyheads import cli\n"
         "def f():\n    from manyheads import layers\n    import manyheads.cli as c\n"
         "from .scores import Problem\n"
         "import torch, manyheads.maps\nload = lambda: import_module(f'manyheads.viewer.{x}')\n"
     )
     assert imports(path, "manyheads.masks") == [
-        ("manyheads.layers", 2, True),
-        ("manyheads.cli", 3, True),
-        ("manyheads.scores", 4, False),
-        ("manyheads.maps", 5, False),
-        ("manyheads.viewer", 6, True),
+        ("manyheads.layers", 4, True),
+        ("manyheads.cli", 5, True),
+        ("manyheads.scores", 6, False),
+        ("manyheads.maps", 7, False),
+        ("manyheads.viewer", 8, True),
+    ]
+    nested = tmp_path / "__init__.py"
+    nested.write_text("from . import sdpa\nfrom .. import masks\nfrom ..scores import Problem\n")
+    assert [name for name, _, _ in imports(nested, "manyheads.kernels")] == [
+        "manyheads.kernels.sdpa",
+        "manyheads.masks",
+        "manyheads.scores",
     ]
 
 
-def test_the_kernels_list_loads_its_members_lazily() -> None:
+def test_kernels_are_imported_lazily() -> None:
     inside = {name: lazy for name, _, lazy in imports(ROOT / "kernels" / "__init__.py", "manyheads.kernels")}
     assert all(inside[f"manyheads.kernels.{name}"] for name in manyheads.kernels.ORDER)
+
+
+def python(*options: str) -> tuple[int, str, str]:
+    """Run a fresh interpreter; return its exit code and what it printed."""
+    done = subprocess.run([sys.executable, *options], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
 HEAVY = ("triton", "transformers", "matplotlib", "tokenizers", "starlette", "uvicorn", "hypothesis",
@@ -154,8 +174,8 @@ def test_importing_manyheads_is_light() -> None:
         "from manyheads import *\n"
         "print(*set(sys.modules) - before)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
+    _, printed, _ = python("-c", code)
+    loaded = set(printed.split())
     assert "manyheads.layers" in loaded
     for name in HEAVY:
         assert not any(module == name or module.startswith(name + ".") for module in loaded), name
@@ -164,12 +184,14 @@ def test_importing_manyheads_is_light() -> None:
 
 
 def test_importing_manyheads_imports_no_torch() -> None:
-    code = "import sys, manyheads, manyheads.__main__, manyheads.cli; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "numpy"} & set(done.stdout.split())
+    _, printed, _ = python(
+        "-c", "import sys, manyheads, manyheads.__main__, manyheads.cli; print(*sys.modules)"
+    )
+    assert "manyheads.cli" in printed.split()
+    assert not {"torch", "numpy"} & set(printed.split())
 
 
-def test_the_face_names_each_module_once_for_people_and_once_for_type_checkers() -> None:
+def test_type_checkers_find_each_public_name_in_the_module_it_is_imported_from() -> None:
     tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
     checked = {
         name.name: (node.module or "").removeprefix("manyheads").lstrip(".")
@@ -223,18 +245,17 @@ LAZY = {
                 return attention(x, x, x)
         layer, x = Layer(), torch.randn(1, 2, 3, 4)
         layer(x)
-        with m.observe(layer) as seen:
+        with m.observe(layer) as recording:
             layer(x)
-        assert len(seen) == 1
+        assert len(recording) == 1
     """,
 }
 
 
 @pytest.mark.parametrize("code", LAZY.values(), ids=LAZY)
 def test_names_that_are_imported_when_they_are_used(code: str) -> None:
-    code = "import manyheads as m\n" + dedent(code)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    returned, _, errors = python("-c", "import manyheads as m\n" + dedent(code))
+    assert (returned, errors) == (0, "")
 
 
 def test_importing_manyheads_prints_nothing_and_changes_nothing() -> None:
@@ -245,41 +266,16 @@ def test_importing_manyheads_prints_nothing_and_changes_nothing() -> None:
         "assert torch.equal(s, torch.random.get_rng_state()) and n == torch.get_num_threads();"
         "assert g == torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert python("-W", "error", "-c", code) == (0, "", "")
 
 
-def test_every_public_name_is_there_and_documented() -> None:
-    wanted = [
-        "attention",
-        "attention_with_map",
-        "AttentionMap",
-        "explain",
-        "Cache",
-        "MultiHeadAttention",
-        "SelfAttention",
-        "CrossAttention",
-        "Full",
-        "Causal",
-        "Window",
-        "Prefix",
-        "Documents",
-        "Lengths",
-        "Diagonal",
-        "Keys",
-        "SameToken",
-        "AfterSameToken",
-        "Keep",
-        "Drop",
-        "Rule",
-        "ALiBi",
-        "Relative",
-        "Dense",
-        "Sinusoidal",
-        "Rotary",
-    ]
-    assert set(wanted) <= set(manyheads.__all__)
-    for name in manyheads.__all__:
-        assert getattr(manyheads, name).__doc__, name
+PUBLIC = """
+    attention attention_with_map AttentionMap explain Cache MultiHeadAttention SelfAttention CrossAttention
+    Full Causal Window Prefix Documents Lengths Diagonal Keys SameToken AfterSameToken Keep Drop Rule Mask
+    ALiBi Relative Dense Sinusoidal Rotary measures observe open_run
+"""
+
+
+def test_every_public_name_exists() -> None:
+    assert sorted(PUBLIC.split()) == sorted(manyheads.__all__)
+    assert all(getattr(manyheads, name).__doc__ for name in manyheads.__all__)

@@ -1,4 +1,4 @@
-"""The layers: against their formula, against torch.nn, and through every way that a module is handled."""
+"""The layers: against their formula, against torch.nn, and as modules that are copied, saved and trained."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_many_heads_are_heads_side_by_side(parts: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("width", [E, 7])
 @pytest.mark.parametrize("s", [3, 9])
-def test_a_context_is_looked_at_instead(width: int, s: int) -> None:
+def test_attention_to_a_context(width: int, s: int) -> None:
     m = layer(context_dim=width) if width != E else layer()
     x, context = tokens(), tokens(t=s, e=width)
     torch.testing.assert_close(m(x, context), by_hand(m, x, context))
@@ -90,7 +90,7 @@ def test_rotary_is_applied_to_q_and_k() -> None:
 
 
 def test_rotary_under_a_context_counts_from_the_end() -> None:
-    """The last query stands at the last key, as the offset says."""
+    """The last query has the position of the last key."""
     m, x, context = layer(position=mh.Rotary(4)), tokens(t=2), tokens(t=6)
     whole = m(torch.cat((context[:, :4], x), 1), context)
     torch.testing.assert_close(m(x, context), whole[:, 4:])
@@ -116,7 +116,7 @@ def test_qk_norm_normalises_before_the_position() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: mh.ALiBi(3), lambda: mh.Relative.learned(3, 2)], ids=["alibi", "relative"]
 )
-def test_a_bias_is_the_layers(make: Any) -> None:
+def test_a_bias_belongs_to_the_layer(make: Any) -> None:
     m, x = layer(bias=make()), tokens()
     with torch.no_grad():
         next(iter(m.bias.state_dict().values())).normal_()
@@ -186,7 +186,7 @@ def test_what_is_exported_is_loaded_back(layout: str) -> None:
 
 @pytest.mark.parametrize("parts", [{"heads": 6, "kv_heads": 2}, {"head_dim": 7}, {"context_dim": 5}])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_other_layers_go_round_or_say_why_not(layout: str, parts: dict[str, Any]) -> None:
+def test_layouts_round_trip_or_raise(layout: str, parts: dict[str, Any]) -> None:
     m, other = layer(**parts), layer(**parts)
     with torch.no_grad():
         for p in other.parameters():
@@ -299,7 +299,7 @@ def test_an_absent_bias_is_zero() -> None:
         ("other", lambda x: None, ["layout", "separate", "packed", "torch", "heads", "other"]),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_whole(layout: str, change: Any, words: list[str]) -> None:
+def test_loading_weights_that_do_not_fit_changes_nothing(layout: str, change: Any, words: list[str]) -> None:
     m, x = layer(), tokens()
     before = m(x)
     tensors = {
@@ -324,7 +324,7 @@ def test_a_layer_without_projection_biases_round_trips(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_biases_for_a_layer_that_has_none_are_refused(layout: str) -> None:
+def test_biases_for_a_layer_without_biases_raise(layout: str) -> None:
     """The error names each of them, and nothing of the layer changes."""
     m, tensors = layer(projection_bias=False), layer().export(layout)
     before = {name: x.clone() for name, x in m.state_dict().items()}
@@ -365,7 +365,7 @@ def test_a_layer_without_projection_biases_is_its_formula() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "native", "chunked", "sdpa", "reference"])
-def test_a_layer_hands_its_kernel_on(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_uses_its_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward, attend, with a cache, in copies and loaded pickles."""
     torch.manual_seed(0)
     made = [
@@ -383,7 +383,7 @@ def test_a_layer_hands_its_kernel_on(kernel: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernels, "choose", noting)
     for m in (*made, *map(copy.deepcopy, made), *(pickle.loads(pickle.dumps(m)) for m in made)):
         x = torch.randn(2, 5, E)
-        inputs = (x, x) if isinstance(m, mh.CrossAttention) else (x,)
+        inputs = (x, x) if isinstance(m, mh.CrossAttention) and not isinstance(m, mh.SelfAttention) else (x,)
         m(*inputs, mask=mh.Causal())
         m.attend(*inputs, mask=mh.Causal())
         if isinstance(m, mh.MultiHeadAttention):
@@ -395,7 +395,7 @@ def test_a_layer_hands_its_kernel_on(kernel: str, monkeypatch: pytest.MonkeyPatc
         chosen.clear()
 
 
-def test_a_layer_whose_kernel_cannot_says_so() -> None:
+def test_a_layer_raises_if_its_kernel_does_not_support_it() -> None:
     m = mh.MultiHeadAttention(E, 3, bias=mh.Relative.learned(3, 2), kernel="sdpa")
     with pytest.raises(ValueError, match=r'^kernel="sdpa" can\'t compute this'):
         m(torch.randn(1, 4, E))
@@ -489,7 +489,7 @@ def test_gradients_of_a_layer() -> None:
     assert torch.autograd.gradcheck(run, (x, *values), fast_mode=True)
 
 
-def test_a_layer_says_what_it_is() -> None:
+def test_repr_of_a_layer() -> None:
     text = repr(layer(heads=6, kv_heads=3, position=mh.Rotary(2)))
     for word in ("embed=12", "heads=6", "kv_heads=3", "head_dim=2", "Rotary"):
         assert word in text

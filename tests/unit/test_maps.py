@@ -614,7 +614,7 @@ def test_on_a_device() -> None:
 @pytest.mark.parametrize(
     ("place", "kind", "words"),
     [
-        ("meta", ValueError, ["meta", "holds numbers"]),
+        ("meta", ValueError, ["meta", "with memory"]),
         ("float16", ValueError, ["float16", "device"]),
         ("nowhere", ValueError, ["nowhere", "device"]),
         (None, ValueError, ["None", "device"]),
@@ -882,6 +882,7 @@ def test_a_tile_of_100_000_tokens_costs_a_tile(index: Any, numbers: int, kind: s
     assert largest.bytes <= max(64 * 4 * numbers, 8 * 2 * n) + 10_000
 
 
+@pytest.mark.full
 def test_a_long_map_is_made_and_read_in_little_memory() -> None:
     """End to end in a fresh process: 40,000 tokens, whose weights would be 12.8 GB a head pair."""
     code = """

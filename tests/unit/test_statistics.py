@@ -380,6 +380,7 @@ def check_all(inputs: Inputs, exact: Matrix) -> None:
         check_top(top, k, exact)
 
 
+@pytest.mark.sampled
 @both_ways
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_table(case: Case) -> None:
@@ -398,6 +399,7 @@ LONG = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @both_ways
 @pytest.mark.parametrize("case", pairwise(LONG), ids=str)
 def test_across_blocks(case: Case) -> None:
@@ -431,6 +433,7 @@ def test_any_case(case: Case) -> None:
     check_all(make(case), read(case))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("offset", [-40, 50, 200, torch.tensor([-33, 64]), torch.tensor([70, -70])], ids=str)
 @pytest.mark.parametrize("mask", [("causal",), ("window", 1, 3), ("and", ("causal",), ("lengths", 40, True))])
 def test_offsets_that_empty_whole_blocks(mask: Spec, offset: Any) -> None:
@@ -500,6 +503,7 @@ def drawn(
     return AttentionMap.of(Problem.of(q, k, v, **arguments)), q, k, v
 
 
+@pytest.mark.sampled
 @both_ways
 @pytest.mark.parametrize("case", CASES[::11], ids=str)
 def test_together_as_one_by_one(case: Case) -> None:
@@ -527,6 +531,7 @@ def test_statistics_by_name_and_argument() -> None:
     assert amap.statistics() == {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", [1, 1 << 13, 1 << 15, 1 << 19])
 def test_the_size_of_a_block_does_not_matter(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {
@@ -587,6 +592,7 @@ def other_inputs(inputs: Inputs, what: str) -> Inputs:
     raise AssertionError(what)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["queries", "no mask", "offset", "nothing"])
 @pytest.mark.parametrize("case", CASES[::31], ids=str)
 def test_divergence_between_two_maps(case: Case, what: str) -> None:
@@ -656,6 +662,7 @@ def test_rollout_is_the_product_of_matrices(case: Case, rows: Any) -> None:
     assert not over(found, value, may + TINY)
 
 
+@pytest.mark.sampled
 @both_ways
 @pytest.mark.parametrize("case", CASES[::11], ids=str)
 def test_measures(case: Case) -> None:
@@ -883,6 +890,7 @@ def test_two_threads(everything: dict[str, Any]) -> None:
     close(found, expected)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_inside_a_compiled_function() -> None:
     """Dynamo leaves the walk over tiles to Python, and the numbers are the same but for rounding."""
@@ -1097,10 +1105,10 @@ def test_another_map_remembers_nothing() -> None:
         (["entropy"], TypeError, "Expected statistics to be a dict.*, got a list"),
         ({"entropi": ()}, ValueError, "Expected statistics among entropy, .*, got 'entropi'"),
         ({"top": "x"}, TypeError, "'x'"),
-        ({"pooled": (3,)}, TypeError, "pooled takes rows, cols, reduce"),
+        ({"pooled": (3,)}, TypeError, "arguments of pooled to be rows, cols, reduce"),
         ({"pooled": (3, 99)}, ValueError, "at most 30 cols"),
-        ({"mass": (mh.Full(),)}, ValueError, "mass takes what may change before it is read"),
-        ({"value_norms": ()}, ValueError, "value_norms takes what may change"),
+        ({"mass": (mh.Full(),)}, ValueError, "mass depends on a mask or tensor that may change"),
+        ({"value_norms": ()}, ValueError, "value_norms depends on"),
     ],
     ids=str,
 )
@@ -1155,7 +1163,7 @@ def test_a_whole_look_at_16k_tokens() -> None:
     assert beyond(16_384, 2, 16) < 60
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_whole_look_at_128k_tokens() -> None:
     """Where the weights of the eight heads would take 550 GB."""
     assert beyond(131_072, 8, 64) < 500

@@ -66,6 +66,7 @@ def same(x: Tensor, y: Tensor) -> bool:
 # -- there and back --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [case for case in CASES if case.mask != "rule"], ids=str)
 def test_every_case_comes_back_bit_for_bit(case: Case, tmp_path: Path) -> None:
     inputs = make(case)

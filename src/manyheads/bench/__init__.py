@@ -18,17 +18,17 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,23 +38,26 @@ from manyheads.functional import attention, attention_with_map
 from manyheads.kernels import load, processor
 from manyheads.kernels.native import library
 from manyheads.layers import MultiHeadAttention
-from manyheads.masks import Causal
-from manyheads.problem import Problem as Posed
-from manyheads.shapes import amount
+from manyheads.masks import Causal, Mask
+from manyheads.problem import Problem as AttentionProblem
+from manyheads.shapes import amount, whole
 from manyheads.storage import replacing
 
 HEADS = 8
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192, 16384)
-KINDS = ("forward", "causal", "training", "look", "decode", "layer")
+KINDS = ("forward", "causal", "training", "statistics", "decode", "layer")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PACKAGES = ("torch", "manyheads", "x-transformers", "transformers")
 ROOM = 4e9  # bytes: a contestant that builds more weights is left out
 SAMPLE = 0.02  # the least seconds of a measurement
 LIMITS = Path(__file__).with_name("limits.cpp")
 ROUNDS = 10_000_000  # of `LIMITS` in a measurement: some 20 ms in float32
+SAVED = 10.0  # seconds between two writes of a report
 IMPOSSIBLE = 1.05  # a share of the peak that no correct peak allows
 
 Run = Callable[[], object]
+Forward = Callable[[], Tensor]
+Track = Callable[..., Iterable[Any]]  # shows the progress of a loop, as rich.progress.Progress.track
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Problem:
     """An attention problem to measure, of batch 1 and 8 heads.
 
     Attributes:
-        kind: "forward"; "causal"; "training" (causal, forward and backward); "look" (forward and statistics
-            of all weights); "decode" (one query); or "layer" (with its projections).
+        kind: "forward"; "causal"; "training" (causal, forward and backward); "statistics" (forward and
+            statistics of all weights); "decode" (one query); or "layer" (with its projections).
         dtype: The name of the dtype.
         tokens: The number of tokens, or of keys for "decode".
         size: The head size.
@@ -75,16 +78,15 @@ class Problem:
     size: int
 
     @property
-    def bytes(self) -> int:
-        """Return the bytes of keys and values, which limit decoding."""
-        return 2 * HEADS * self.tokens * self.size * DTYPES[self.dtype].itemsize
+    def work(self) -> float:
+        """Return what limits the speed.
 
-    @property
-    def operations(self) -> float:
-        """Return the multiplications and additions of all products, in a layer with its projections."""
-        pairs: float = self.tokens * (1 if self.kind == "decode" else self.tokens)
-        if self.kind in ("causal", "training"):
-            pairs /= 2
+        This is the number of multiplications and additions of all products, in a layer with its projections;
+        when decoding, the bytes of keys and values.
+        """
+        if self.kind == "decode":
+            return 2 * HEADS * self.tokens * self.size * DTYPES[self.dtype].itemsize
+        pairs = self.tokens**2 / (2 if self.kind in ("causal", "training") else 1)
         products = 7 if self.kind == "training" else 2
         projections = 8 * self.tokens * (HEADS * self.size) ** 2 if self.kind == "layer" else 0
         return 2 * products * HEADS * pairs * self.size + projections
@@ -111,40 +113,87 @@ class Result:
 
 
 @dataclass
-class Report:
-    """All results of a run, with the machine that it ran on."""
+class BaseReport:
+    """The measurements of a run, with the machine that it ran on.
+
+    Attributes:
+        machine: What `describe_machine` returns.
+    """
 
     machine: dict[str, Any]
-    results: list[Result] = field(default_factory=list)
+    name: ClassVar[str]  # of the files
 
-    def keep(self, folder: Path) -> list[Path]:
-        """Write bench.json and bench.md, remove an earlier plot, and return the files."""
-        (folder / "bench.png").unlink(missing_ok=True)
-        with replacing(folder / "bench.json") as file:
-            file.write(json.dumps(asdict(self), indent=1).encode())
-        with replacing(folder / "bench.md") as file:
-            file.write(self.markdown().encode())
-        return [folder / "bench.json", folder / "bench.md"]
+    def __post_init__(self) -> None:
+        self.saved = -math.inf  # when the files were last written, by time.monotonic()
+
+    def measure(self, case: Any, rounds: int) -> None:
+        """Measure a case, and add what was measured."""
+        raise NotImplementedError
+
+    def finish(self, rounds: int, track: Track) -> bool:
+        """Complete the report when all cases are measured; return True if the result is good."""
+        raise NotImplementedError
+
+    def text(self) -> str:
+        """Return the result as text, which is its Markdown unless a subclass has a shorter one."""
+        return self.markdown()
+
+    def markdown(self) -> str:
+        """Return the machine and the result as Markdown."""
+        raise NotImplementedError
+
+    def keep(self, folder: Path) -> None:
+        """Write the results so far, unless that was done just now, so that a killed run doesn't lose them."""
+        if time.monotonic() > self.saved + SAVED:
+            BaseReport.save(self, folder)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write bench.json, bench.md and bench.png, and return the files."""
-        files = self.keep(folder)
-        with replacing(folder / "bench.png") as file:
-            self.plot().savefig(file, format="png", dpi=110)
-        return [*files, folder / "bench.png"]
+        """Write the results as JSON and Markdown, and return the files."""
+        contents = {"json": json.dumps(asdict(self), indent=1), "md": self.markdown()}
+        for suffix, content in contents.items():
+            with replacing(folder / f"{self.name}.{suffix}") as file:
+                file.write(content.encode())
+        self.saved = time.monotonic()
+        return [folder / f"{self.name}.{suffix}" for suffix in contents]
 
-    def settle(self) -> None:
+
+@dataclass
+class Report(BaseReport):
+    """The results of the problems, with the machine and its limits."""
+
+    results: list[Result] = field(default_factory=list)
+    name: ClassVar[str] = "bench"
+
+    def measure(self, problem: Problem, rounds: int) -> None:
+        """Measure a problem, and add its result."""
+        self.results.append(measure(problem, rounds))
+
+    def finish(self, rounds: int, track: Track) -> bool:
         """Measure the limits again and keep the larger ones: disturbances can only lower them."""
         peak, read = limits()
         self.machine["peak"] = {name: max(rate, self.machine["peak"][name]) for name, rate in peak.items()}
         self.machine["read"] = max(read, self.machine["read"])
+        return True
 
-    def _groups(self) -> list[tuple[str, str, int]]:
-        """Return the kinds, dtypes and head sizes that were measured."""
-        return list(dict.fromkeys((r.problem.kind, r.problem.dtype, r.problem.size) for r in self.results))
+    def keep(self, folder: Path) -> None:
+        """Write the results so far, and remove the plot of an earlier run."""
+        (folder / "bench.png").unlink(missing_ok=True)
+        super().keep(folder)
 
-    def _of(self, *group: object) -> list[Result]:
-        return [r for r in self.results if (r.problem.kind, r.problem.dtype, r.problem.size) == group]
+    def save(self, folder: Path) -> list[Path]:
+        """Write bench.json, bench.md and bench.png, and return the files."""
+        files = super().save(folder)
+        with replacing(folder / "bench.png") as file:
+            self.plot().savefig(file, format="png", dpi=110)
+        return [*files, folder / "bench.png"]
+
+    def _groups(self) -> dict[tuple[str, str, int], list[Result]]:
+        """Return the results by kind, dtype and head size."""
+        groups: dict[tuple[str, str, int], list[Result]] = {}
+        for result in self.results:
+            problem = result.problem
+            groups.setdefault((problem.kind, problem.dtype, problem.size), []).append(result)
+        return groups
 
     def markdown(self) -> str:
         """Return the machine, and a table for each kind, dtype and head size, as Markdown."""
@@ -156,9 +205,8 @@ class Report:
             f"memory is read at {machine['read'] / 1e9:.0f} GB/s.",
         ]
         lines += [f"\nThe peak in {dtype} isn't known: {why}." for dtype, why in self._unknown().items()]
-        for kind, dtype, size in self._groups():
-            own = self._of(kind, dtype, size)
-            names = list(dict.fromkeys(t.name for r in own for t in r.timings))
+        for (kind, dtype, size), results in self._groups().items():
+            names = _names(results)
             what = f"**{kind}, {dtype}, {HEADS} heads of {size}**"
             limit_of = "memory's rate" if kind == "decode" else "the peak"
             share = f"; % of {limit_of}" if self._limit(kind, dtype) else ""
@@ -167,11 +215,11 @@ class Report:
                 lines += [f"| tokens | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
             else:
                 lines += ["", f"{what}: no contestant supports it"]
-            for result in own:
+            for result in results:
                 if result.timings:
                     cells = " | ".join(self._cells(result, names))
                     lines.append(f"| {result.problem.tokens:,} | {cells} |")
-            left = {name: why for r in own for name, why in r.left_out.items()}
+            left = {name: why for result in results for name, why in result.left_out.items()}
             lines += [f"\n{name} is left out: {why}." for name, why in left.items()]
         return "\n".join(lines) + "\n"
 
@@ -183,7 +231,7 @@ class Report:
             peak = self.machine["peak"].get(dtype)
             if result.problem.kind == "decode" or not peak:  # decoding may read from a cache
                 continue
-            if any(result.problem.operations / t.median > IMPOSSIBLE * peak for t in result.timings):
+            if any(result.problem.work / timing.median > IMPOSSIBLE * peak for timing in result.timings):
                 found[dtype] = (
                     f"a contestant is faster than {limit(self.machine, dtype)}, which was measured while the "
                     "machine was disturbed, or without its matrix units. Run again on a quiet machine"
@@ -200,42 +248,38 @@ class Report:
         times = {timing.name: timing.median for timing in result.timings}
         problem = result.problem
         limit = self._limit(problem.kind, problem.dtype)
-        work = problem.bytes if problem.kind == "decode" else problem.operations
         for name in names:
             if name not in times:
                 yield ""
                 continue
             parts = [f"{times[names[0]] / times[name]:.2f}×"] if names[0] in times else []
-            parts += [f"{work / times[name] / limit:.0%}"] if limit else []
+            parts += [f"{problem.work / times[name] / limit:.0%}"] if limit else []
             yield describe_time(times[name]) + (f" ({', '.join(parts)})" if parts else "")
 
     def plot(self) -> Any:
         """Plot rates against lengths, with a panel for each kind, dtype and head size."""
         from matplotlib.figure import Figure
 
-        panels = self._groups()
+        panels, names = self._groups(), _names(self.results)
         across = math.ceil(math.sqrt(len(panels)))
         down = math.ceil(len(panels) / across)
-        names = list(dict.fromkeys(t.name for r in self.results for t in r.timings))
         columns = min(2 * across, 5)  # of the legend, which is no wider than the panels
         rows = math.ceil(len(names) / columns)
         figure = Figure(figsize=(4.8 * across, 3.3 * down + 0.2 * rows), layout="constrained")
         lines = {}
-        for n, group in enumerate(panels):
+        for n, ((kind, dtype, size), results) in enumerate(panels.items()):
             axes = figure.add_subplot(down, across, n + 1)
-            own = self._of(*group)
-            decode = group[0] == "decode"
-            highest = self._limit(group[0], group[1]) / 1e9
+            highest = self._limit(kind, dtype) / 1e9
             if highest:
                 axes.axhline(highest, color="#555555", linestyle=":", linewidth=1.2)
-                axes.text(1.01, highest, "memory" if decode else "peak", va="center", fontsize=9,
+                axes.text(1.01, highest, "memory" if kind == "decode" else "peak", va="center", fontsize=9,
                           color="#555555", transform=axes.get_yaxis_transform())  # fmt: skip
             for number, name in enumerate(names):
                 rates = {
-                    r.problem.tokens: (r.problem.bytes if decode else r.problem.operations) / t.median / 1e9
-                    for r in own
-                    for t in r.timings
-                    if t.name == name
+                    result.problem.tokens: result.problem.work / timing.median / 1e9
+                    for result in results
+                    for timing in result.timings
+                    if timing.name == name
                 }
                 if not rates:
                     continue
@@ -245,13 +289,13 @@ class Report:
                 (lines[name],) = axes.plot(
                     list(rates), list(rates.values()), marker="o", markersize=4, label=name, **style
                 )
-            lengths = [r.problem.tokens for r in own]
+            lengths = [result.problem.tokens for result in results]
             axes.set_xscale("log", base=2)
             axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths], rotation=45)
             axes.set_ylim(0, 1.08 * highest or None)  # None: the panel is empty
-            axes.set_title(f"{group[0]}, {group[1]}, {HEADS} heads of {group[2]}", fontsize=11)
+            axes.set_title(f"{kind}, {dtype}, {HEADS} heads of {size}", fontsize=11)
             axes.set_xlabel("tokens")
-            axes.set_ylabel("GB read / s" if decode else "billion operations / s")
+            axes.set_ylabel("GB read / s" if kind == "decode" else "billion operations / s")
         place: Any = {"loc": "outside lower center", "ncols": columns, "columnspacing": 1.5}
         figure.legend(handles=list(lines.values()), fontsize=9, frameon=False, **place)
         return figure
@@ -259,6 +303,11 @@ class Report:
 
 # The colours of Okabe and Ito, which colour-blind people can distinguish (jfly.uni-koeln.de/color).
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A00")
+
+
+def _names(results: Iterable[Result]) -> list[str]:
+    """Return the names of all contestants that were measured, in order."""
+    return list(dict.fromkeys(timing.name for result in results for timing in result.timings))
 
 
 def limit(machine: dict[str, Any], dtype: str) -> str:
@@ -396,48 +445,47 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
         raise ValueError(
             f"Expected fewer than {problem.tokens:,} tokens, whose q, k and v take {size}: too much memory."
         ) from None
-    if problem.kind == "look":
-        return looks(q, k, v)
+    if problem.kind == "statistics":
+        return with_statistics(q, k, v)
     q = q[:, :, -1:] if problem.kind == "decode" else q
     causal = problem.kind in ("causal", "training")
     mask = Causal() if causal else None
 
-    def ours(kernel: str) -> Callable[[], Tensor] | str:
-        refused = load(kernel).refuse(Posed.of(q, k, v, mask=mask))
-        return "; ".join(refused) or (lambda: attention(q, k, v, mask=mask, kernel=kernel))
-
-    found: dict[str, Callable[[], Tensor] | str] = {
+    found: dict[str, Forward | str] = {
         "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
-        "native": ours("native"),
-        "chunked": ours("chunked"),
+        **{kernel: run_kernel(kernel, q, k, v, mask) for kernel in ("native", "chunked")},
         "FlexAttention": _flex(q, k, v, causal),
         "x-transformers": _x_transformers(q, k, v, causal),
         "Hugging Face eager": _eager(q, k, v, causal),
     }
     if problem.kind == "decode":
         del found["FlexAttention"], found["x-transformers"]  # they aren't made for single queries
-    if problem.kind != "training":
-        return dict(found)
-    return {name: run if isinstance(run, str) else training_step(run, q, k, v) for name, run in found.items()}
+    return with_backward(found, q, k, v) if problem.kind == "training" else dict(found)
 
 
-def training_step(run: Callable[[], Tensor], *leaves: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a function that runs forward and backward, with gradients of the leaves."""
+def run_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Forward | str:
+    """Return a function that runs a kernel, or why the kernel doesn't support the problem."""
+    refused = load(kernel).refuse(AttentionProblem.of(q, k, v, mask=mask))
+    return "; ".join(refused) or (lambda: attention(q, k, v, mask=mask, kernel=kernel))
+
+
+def with_backward(found: Mapping[str, Forward | str], *leaves: Tensor) -> dict[str, Run | str]:
+    """Return the contestants with their backward passes, which give gradients of the leaves."""
     for leaf in leaves:
         leaf.requires_grad_()
 
-    def step() -> tuple[Tensor, ...]:
+    def step(run: Forward) -> tuple[Tensor, ...]:
         out = run()
         return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    return step
+    return {name: run if isinstance(run, str) else partial(step, run) for name, run in found.items()}
 
 
-def looks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
+def with_statistics(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
     """Return contestants that compute attention with statistics of every head.
 
     The statistics are entropy, distance, largest weight, received attention, and pooled maps of 512 × 512
-    cells, mean and largest.
+    cells, of means and of largest weights.
 
     Args:
         q: The queries `[1, h, t, d]`.
@@ -448,14 +496,14 @@ def looks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
         Functions by the names of the contestants, or the reasons to leave them out.
     """
     cells = min(512, q.shape[2])
-    look: dict[str, Any] = dict.fromkeys(("entropy", "distance", "row_max", "received"), ())
-    look["pooled"] = [(cells, cells), (cells, cells, "max")]
+    wanted: dict[str, Any] = dict.fromkeys(("entropy", "distance", "row_max", "received"), ())
+    wanted["pooled"] = [(cells, cells), (cells, cells, "max")]
+
+    def fused(**more: int) -> Run:
+        return lambda: attention_with_map(q, k, v, kernel="native", statistics=wanted | more)
 
     def after() -> object:
-        return attention_with_map(q, k, v, kernel="native")[1].statistics(**look)
-
-    def beside(**more: int) -> Callable[[], object]:
-        return lambda: attention_with_map(q, k, v, kernel="native", statistics=look | more)
+        return attention_with_map(q, k, v, kernel="native")[1].statistics(**wanted)
 
     def dense() -> object:
         weights = torch.softmax((q @ k.mT).float() * q.shape[3] ** -0.5, -1)  # [1, h, t, t]
@@ -465,16 +513,16 @@ def looks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
         pooled = F.adaptive_avg_pool2d(weights, cells), F.adaptive_max_pool2d(weights, cells)
         return weights.to(v.dtype) @ v, rows, apart, pooled
 
-    refused = "; ".join(load("native").refuse(Posed.of(q, k, v)))
+    native = run_kernel("native", q, k, v, None)
     ours = {
-        "native": lambda: attention(q, k, v, kernel="native"),
-        "native and a look": beside(),
-        "and top-8": beside(top=8),
-        "a look after": after,
+        "native": native,
+        "native with statistics": fused(),
+        "and top-8": fused(top=8),
+        "statistics afterwards": after,
     }
     return {
         "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v),
-        **{name: refused or run for name, run in ours.items()},
+        **{name: native if isinstance(native, str) else run for name, run in ours.items()},
         "all weights, by PyTorch": _too_large(q.shape[2], torch.float32) or dense,
     }
 
@@ -499,7 +547,7 @@ def _too_large(tokens: int, dtype: torch.dtype) -> str | None:
     return f"at {tokens:,} tokens its weights would take {amount(size)}" if size > ROOM else None
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor] | str:
+def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward | str:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     t = q.shape[2]
@@ -511,7 +559,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]
     return lambda: compiled(q, k, v, block_mask=blocks)
 
 
-def _x_transformers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor] | str:
+def _x_transformers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward | str:
     if find_spec("x_transformers") is None:
         return "x-transformers isn't installed"
     from x_transformers.attend import Attend
@@ -520,7 +568,7 @@ def _x_transformers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[
     return lambda: attend(q, k, v)[0]
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor] | str:
+def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward | str:
     if why := _too_large(q.shape[2], q.dtype):
         return why
     if find_spec("transformers") is None:
@@ -528,13 +576,9 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     module: Any = SimpleNamespace(num_key_value_groups=1, training=False)
-    hidden = torch.full((1, 1, q.shape[2], q.shape[2]), -math.inf, dtype=q.dtype).triu(1) if causal else None
-
-    def run() -> Tensor:
-        out, _ = eager_attention_forward(module, q, k, v, hidden, scaling=q.shape[3] ** -0.5)
-        return out  # [b, t, h, d]
-
-    return run
+    mask = torch.full((1, 1, q.shape[2], q.shape[2]), -math.inf, dtype=q.dtype).triu(1) if causal else None
+    # [b, t, h, d]
+    return lambda: eager_attention_forward(module, q, k, v, mask, scaling=q.shape[3] ** -0.5)[0]
 
 
 # -- running -----------------------------------------------------------------------------------------
@@ -551,7 +595,19 @@ def measure(problem: Problem, rounds: int) -> Result:
         The timings. Contestants that don't support the problem, or fail at the warm-up, are left out.
     """
     with torch.set_grad_enabled(problem.kind == "training"):
-        return _measure(problem, rounds)
+        running, left_out = split(contestants(problem))
+        result = Result(problem, left_out=left_out)
+        for name, run in list(running.items()):
+            try:
+                run()
+            except (ValueError, RuntimeError) as error:  # there may be no compiler, or too little memory
+                result.left_out[name] = shorten(str(error), 200, placeholder=" …").rstrip(".")
+                del running[name]
+        seconds = {name: timed(run) for name, run in running.items()}
+        for name, times in interleave(running, seconds, SAMPLE, rounds).items():
+            low, _, high = statistics.quantiles(times, n=4, method="inclusive") if rounds > 1 else times * 3
+            result.timings.append(Timing(name, statistics.median(times), low, high, rounds))
+    return result
 
 
 def split(found: dict[str, Run | str]) -> tuple[dict[str, Run], dict[str, str]]:
@@ -560,38 +616,48 @@ def split(found: dict[str, Run | str]) -> tuple[dict[str, Run], dict[str, str]]:
     return running, {name: why for name, why in found.items() if isinstance(why, str)}
 
 
-def _measure(problem: Problem, rounds: int) -> Result:
-    running, left_out = split(contestants(problem))
-    result = Result(problem, left_out=left_out)
-    for name, run in list(running.items()):
-        try:
-            run()
-        except (ValueError, RuntimeError) as error:  # there may be no compiler, or too little memory
-            result.left_out[name] = shorten(str(error), 200, placeholder=" …").rstrip(".")
-            del running[name]
-    again = {name: math.ceil(SAMPLE / max(timed(run), SAMPLE / 1000)) for name, run in running.items()}
-    times: dict[str, list[float]] = {name: [] for name in running}
+def interleave(
+    running: Mapping[str, Run], seconds: Mapping[str, float], sample: float, rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of each contestant in each round.
+
+    Args:
+        running: The contestants.
+        seconds: About how long each runs, for those that are measured.
+        sample: The least seconds of a measurement: shorter runs are repeated.
+        rounds: The number of rounds.
+
+    Returns:
+        The seconds by name.
+    """
+    repeats = {name: math.ceil(sample / max(time, sample / 1000)) for name, time in seconds.items()}
+    times: dict[str, list[float]] = {name: [] for name in seconds}
     for _ in range(rounds):
-        for name, run in running.items():
-            times[name].append(timed(run, again[name]))
-    for name, spent in times.items():
-        low, _, high = statistics.quantiles(spent, n=4, method="inclusive") if len(spent) > 1 else spent * 3
-        result.timings.append(Timing(name, statistics.median(spent), low, high, rounds))
-    return result
+        for name in seconds:
+            times[name].append(timed(running[name], repeats[name]))
+    return times
 
 
 def problems(
     kinds: tuple[str, ...], dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]
 ) -> list[Problem]:
     """Return all combinations, or raise ValueError for an unknown kind or dtype, or a size below 1."""
-    for name, given, known in (("kind", kinds, (*KINDS, "choice")), ("dtype", dtypes, tuple(DTYPES))):
-        for one in given:
-            if one not in known:
-                also = " (float16 only with --kind choice)" if one == "float16" else ""
-                raise ValueError(f"Expected {name} to be one of {', '.join(known)}{also}, got {one!r}.")
-    for name, numbers in (("size", sizes), ("length", lengths)):
-        for number in numbers:
-            if number < 1:
-                raise ValueError(f"Expected {name} to be at least 1, got {number}.")
+    check("kind", kinds, (*KINDS, "choice"))
+    check("dtype", dtypes, DTYPES, " (float16 only with --kind choice)" if "float16" in dtypes else "")
+    check_numbers(sizes, lengths)
     every = itertools.product(kinds, dtypes, sizes, lengths)
     return [Problem(kind, dtype, tokens, size) for kind, dtype, size, tokens in every]
+
+
+def check(name: str, given: Iterable[str], known: Iterable[str], hint: str = "") -> None:
+    """Raise ValueError for an unknown value of an option."""
+    for value in given:
+        if value not in known:
+            raise ValueError(f"Expected {name} to be one of {', '.join(known)}{hint}, got {value!r}.")
+
+
+def check_numbers(sizes: Iterable[int], lengths: Iterable[int]) -> None:
+    """Raise ValueError for a head size or length below 1."""
+    for name, numbers in (("size", sizes), ("length", lengths)):
+        for number in numbers:
+            whole(number, name, 1)

@@ -1,36 +1,33 @@
 """A check that `kernel="auto"` chooses the fastest kernel, on a grid of cases and on random ones.
 
 In each case `attention(kernel="auto")`, PyTorch's own call and every kernel that supports the case are
-interleaved. The cases in which `auto` looks slower are measured again after all others, several times, and
+interleaved. The cases in which `auto` seems slower are measured again after all others, several times, and
 the smallest median of each contestant counts: other processes can only slow a run down.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyheads.bench import ROOM, Run, describe_time, describe_versions, split, timed, training_step
+from manyheads import bench
+from manyheads.bench import ROOM, Forward, Run, describe_time, describe_versions, timed
 from manyheads.functional import attention
-from manyheads.kernels import ORDER, choose, load
+from manyheads.kernels import ORDER, choose
 from manyheads.masks import Causal, Lengths, Mask, Window
 from manyheads.problem import Problem
 from manyheads.shapes import amount
-from manyheads.storage import replacing
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = bench.DTYPES | {"float16": torch.float16}
 SIZES = (64, 32, 80, 128)  # head sizes, of which some cases have the first only
 LENGTHS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MASKS = ("full", "causal", "window", "padding")
@@ -42,10 +39,9 @@ SLOWER, LATER = 1.05, 15e-6  # the ratio to the fastest, and the seconds after i
 SAMPLE = 1e-3  # the least seconds of a measurement: shorter than the time slice of a process
 LONG = 5.0  # seconds: cases that take longer have two rounds
 HOPELESS = 3.0  # the ratio to the fastest at which a contestant isn't run again
-AGAIN = 5  # how often the cases in which `auto` looks slower are measured again,
+AGAIN = 5  # how often the cases in which `auto` seems slower are measured again,
 THOROUGH = 3  # each with so many times the rounds
-SAVED = 10.0  # seconds between two writes of the report
-COPIES = 5  # copies of all weights that the reference kernel holds at once
+COPIES = 5  # copies of all weights that the reference kernel has at once
 AUTO = "auto"
 
 
@@ -174,18 +170,28 @@ class Outcome:
 
 
 @dataclass
-class Report:
-    """The outcomes of a run, with the machine and the seed of the random cases."""
+class Report(bench.BaseReport):
+    """The outcomes of the cases, with the machine and the seed of the random cases."""
 
-    machine: dict[str, Any]
     seed: int
     outcomes: list[Outcome] = field(default_factory=list)
-    saved: float = -math.inf  # when, by time.monotonic()
+    name: ClassVar[str] = "choice"
 
     @property
     def slower(self) -> list[Outcome]:
         """The cases in which `auto` is slower than the fastest."""
         return [outcome for outcome in self.outcomes if outcome.is_slower]
+
+    def measure(self, case: Case, rounds: int) -> None:
+        """Measure a case, and add its outcome."""
+        self.outcomes.append(measure(case, rounds))
+
+    def finish(self, rounds: int, track: bench.Track) -> bool:
+        """Measure the slower cases again; return True if none stays slower."""
+        for _ in range(AGAIN):
+            for outcome in track(self.slower, description="measuring slower ones again"):
+                outcome.improve(measure(outcome.case, rounds * THOROUGH))
+        return not self.slower
 
     def text(self) -> str:
         """Return a line for each case in which `auto` is slower, and a sentence about all."""
@@ -203,35 +209,14 @@ class Report:
         text = self.text().replace("\n", "\n\n").rstrip()
         return f"{describe_versions(self.machine)}\n\n{text}\n"
 
-    def keep(self, outcome: Outcome, folder: Path) -> None:
-        """Add an outcome, and write the report unless that was done just now."""
-        self.outcomes.append(outcome)
-        if time.monotonic() > self.saved + SAVED:
-            self.save(folder)
-
-    def save(self, folder: Path) -> list[Path]:
-        """Write choice.json and choice.md; return the files."""
-        written = {"machine": self.machine, "seed": self.seed, "outcomes": list(map(asdict, self.outcomes))}
-        with replacing(folder / "choice.json") as file:
-            file.write(json.dumps(written, indent=1).encode())
-        with replacing(folder / "choice.md") as file:
-            file.write(self.markdown().encode())
-        self.saved = time.monotonic()
-        return [folder / "choice.json", folder / "choice.md"]
-
 
 # -- the cases ---------------------------------------------------------------------------------------
 
 
 def cases(dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...], seed: int) -> list[Case]:
     """Return the grid and the random cases; ValueError for an unknown dtype, a size or length below 1."""
-    for dtype in dtypes:
-        if dtype not in DTYPES:
-            raise ValueError(f"Expected dtype to be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    for name, numbers in (("size", sizes), ("length", lengths)):
-        for number in numbers:
-            if number < 1:
-                raise ValueError(f"Expected {name} to be at least 1, got {number}.")
+    bench.check("dtype", dtypes, DTYPES)
+    bench.check_numbers(sizes, lengths)
     drawn = draw(random.Random(seed), dtypes or tuple(DTYPES), sizes, lengths)
     grid_of = grid(dtypes or tuple(DTYPES), sizes or SIZES, lengths or LENGTHS)
     return list(dict.fromkeys(grid_of)) + list(itertools.islice(drawn, RANDOM))
@@ -267,7 +252,7 @@ def _case(
     size: int,
     queries: int | None = None,
 ) -> Case:
-    """Return a case of the grid: a window sees a quarter of the keys, padding leaves three quarters."""
+    """Return a case of the grid: a quarter of the keys in a window, three quarters beside padding."""
     visible = max({"window": tokens // 4, "padding": 3 * tokens // 4}.get(mask, tokens), 1)
     batch = 2 if mask == "padding" else 1
     return Case(dtype, mask, training, batch, heads, groups, queries or tokens, tokens, size, visible)
@@ -310,29 +295,21 @@ def contestants(case: Case) -> dict[str, Run | str]:
     """Return the contestants of a case (`auto`, PyTorch, each kernel), or the reasons to leave them out."""
     q, k, v = case.tensors()
     mask, options = case.rule(), case.options()
-    problem = Problem.of(q, k, v, mask=mask)
-
-    def ours(kernel: str) -> Callable[[], Tensor]:
-        return lambda: attention(q, k, v, mask=mask, kernel=kernel)
-
-    found: dict[str, Callable[[], Tensor] | str] = {
-        AUTO: ours(AUTO),
+    found: dict[str, Forward | str] = {
+        AUTO: lambda: attention(q, k, v, mask=mask),
         "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, **options),
+        **{kernel: bench.run_kernel(kernel, q, k, v, mask) for kernel in ORDER},
     }
-    for kernel in ORDER:
-        found[kernel] = "; ".join(load(kernel).refuse(problem)) or ours(kernel)
     size = COPIES * case.scores * torch.float32.itemsize
     if size > ROOM:
         found["reference"] = f"its weights would take {amount(size)}"
-    if not case.training:
-        return dict(found)
-    return {name: run if isinstance(run, str) else training_step(run, q, k, v) for name, run in found.items()}
+    return bench.with_backward(found, q, k, v) if case.training else dict(found)
 
 
 def measure(case: Case, rounds: int) -> Outcome:
     """Run the contestants of a case, interleaved, and return their medians."""
     with torch.set_grad_enabled(case.training):
-        running, left_out = split(contestants(case))
+        running, left_out = bench.split(contestants(case))
         outcome = Outcome(case, _chosen(case), left_out=left_out)
         first: dict[str, float] = {}
         for name, run in running.items():
@@ -346,12 +323,8 @@ def measure(case: Case, rounds: int) -> Outcome:
             if name != AUTO and seconds > HOPELESS * min(first.values()):
                 outcome.left_out[name] = f"its first run took {describe_time(seconds)}"
                 del first[name]
-        again = {name: math.ceil(SAMPLE / max(seconds, SAMPLE / 1000)) for name, seconds in first.items()}
-        times: dict[str, list[float]] = {name: [] for name in first}
         fitting = int(LONG / max(sum(first.values()), SAMPLE))
-        for _ in range(min(rounds, max(fitting, 2))):
-            for name in first:
-                times[name].append(timed(running[name], again[name]))
+        times = bench.interleave(running, first, SAMPLE, min(rounds, max(fitting, 2)))
     outcome.times = {name: statistics.median(spent) for name, spent in times.items()}
     return outcome
 

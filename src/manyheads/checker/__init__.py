@@ -14,6 +14,7 @@ if values differ, with oracles that have a known bug (`bugs`, `diagnosis`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from manyheads.checker.candidates.adapter import Adapter, Options
 from manyheads.checker.candidates.construct import KINDS, find_kind, parse_arguments
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.candidates.probe import open_adapter
-from manyheads.checker.checks import Check, has_ended, is_random, run_checks
+from manyheads.checker.checks import Check, is_random, run_checks
 from manyheads.checker.checks.evidence import gather, smallest_failure
 from manyheads.checker.diagnosis import EXPLAINED, Diagnosis, diagnose
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CandidateError, ProcessEnded
 from manyheads.checker.isolation.process import open_candidate
 from manyheads.checker.kinds import compare_with_classic, find_classic
 from manyheads.checker.report import Report
@@ -57,17 +58,17 @@ def check(
         like: one of KINDS, or "classic.MODULE.CLASS"; guessed from names and arguments if None.
         init: constructor arguments, a mapping or 'hidden=16, num_heads=4'.
         weights: names of the projection layers where they can't be guessed, such as {"q": "a", "k": "b"}.
-        layout: "batch" for `[b, t, e]`, "sequence" for `[t, b, e]`; found out if None.
-        timeout: seconds for each call.
-        memory: bytes for its process.
+        layout: "batch" for `[b, t, e]`, "sequence" for `[t, b, e]`; detected if None.
+        timeout: the time limit of each call, in seconds.
+        memory: the memory limit of its process, in bytes.
         progress: called with the name of each check before it runs.
 
     Returns:
-        A `Report`; print it. `report.verdict` is "passed", "failed", or "not judged" if nothing failed, but a
+        A `Report` to print. `report.verdict` is "passed", "failed", or "not judged" if nothing failed, but a
         mask argument was never used or every call with it raised. `report.passed` is True for "passed" only.
 
     Raises:
-        Unclear: if it can't be imported, built or understood, with the reason in one sentence.
+        Unclear: if it can't be imported, built or understood; the message says why.
     """
     if layout not in (None, "batch", "sequence"):
         raise Unclear(f'Expected layout "batch" for [b, t, e] or "sequence" for [t, b, e], got {layout!r}.')
@@ -90,8 +91,8 @@ def check(
             progress("reading")
             c = open_adapter(candidate, options)
             checks, diagnosis, pair = check_adapter(c, progress)
-            if classic is not None and not has_ended(checks):
-                checks.append(compare_with_classic(c, classic))
+            if classic is not None and c.ended is None:
+                checks.append(replace(compare_with_classic(c, classic), name=f"like {classic.name}"))
             return Report(target, like or kind, guessed, checks, diagnosis, c.notes, pair)
     except CandidateError as error:
         if error.kind in ("import", "init"):
@@ -104,30 +105,28 @@ def check(
 def check_adapter(
     c: Adapter, progress: Callable[[str], None]
 ) -> tuple[list[Check], list[Diagnosis], Pair | None]:
-    """Run all checks, and return them, what is wrong, and a pair of maps that differ."""
+    """Run all checks, and return their results, the diagnosis, and a pair of maps that differ."""
     checks = run_checks(c, progress)
-    is_explained = any(one.status == "failed" and one.name in EXPLAINED for one in checks)
-    if not is_explained or is_random(checks) or has_ended(checks):
+    is_explained = any(result.status == "failed" and result.name in EXPLAINED for result in checks)
+    if not is_explained or is_random(checks) or c.ended is not None:
         return checks, [], None
     progress("diagnosis")
     try:
         return checks, diagnose(c), find_pair(c)
-    except CandidateError as error:
-        if not error.ends_process:
-            raise
-        reason = f"its process ended before a diagnosis: {error}".rstrip(".")
+    except ProcessEnded as error:
+        reason = f"its process ended before a diagnosis: {error.reason}"
         return checks, [Diagnosis("", reason, "", False)], None
 
 
 def find_pair(c: Adapter) -> Pair | None:
-    """Return the expected and the given map of a small failing input: weights, or else outputs."""
-    for one in gather(c, range(100, 103)):
-        right = c.exact(one.x)
-        error, allowed, _ = c.compare(one.x, one.outputs, right)
-        if error <= allowed or one.outputs.out.shape != right.out.shape:
+    """Return the expected and the given map of a small failing input: weights if they differ, or outputs."""
+    for call in gather(c, range(100, 103)):
+        right = c.exact(call.x)
+        error, allowed, _ = c.compare(call.x, call.outputs, right)
+        if error <= allowed or call.outputs.out.shape != right.out.shape:
             continue
-        x = smallest_failure(c, one.x)
-        x = one.x if x.t * x.s < 4 else x
+        x = smallest_failure(c, call.x)
+        x = call.x if x.t * x.s < 4 else x
         if "weights" in c.features:
             x = x.but(need_weights=True)
         try:
@@ -154,13 +153,13 @@ def assert_attention(obj: Any, like: str | None = None, **options: Any) -> None:
     """Raise AssertionError, with the report, unless a check of `obj` passes; for tests.
 
     Args:
-        obj: what to check, as for `check`.
+        obj: the code to check, as for `check`.
         like: its kind, as for `check`.
         **options: the other arguments of `check`.
 
     Raises:
         AssertionError: if it doesn't pass.
-        Unclear: as by `check`.
+        Unclear: if it can't be imported, built or understood.
     """
     report = check(obj, like, **options)
     if not report.passed:

@@ -33,15 +33,7 @@ def parse_weights(text: str) -> dict[str, str]:
     return {role.strip(): layer.strip() for role, _, layer in pairs}
 
 
-def run(
-    target: str,
-    like: str | None,
-    init: str | None,
-    weights: str | None,
-    layout: str | None,
-    timeout: float,
-    memory: str,
-) -> Report:
+def run(target: str, weights: str | None, timeout: float, memory: str, **options: str | None) -> Report:
     """Check a target, with a line that shows the current check; ValueError for invalid options."""
     from rich.console import Console
 
@@ -52,22 +44,17 @@ def run(
         raise ValueError(f"Expected a target module:name or path/to/file.py:name, got {target!r}.")
     try:
         with Console(stderr=True).status(f"checking {target}") as status:
-            return check(
-                target,
-                like,
-                init=init,
-                weights=layers,
-                layout=layout,
-                timeout=timeout,
-                memory=size,
-                progress=lambda name: status.update(f"checking {target}: {name}"),
-            )
+
+            def show(name: str) -> None:
+                status.update(f"checking {target}: {name}")
+
+            return check(target, weights=layers, timeout=timeout, memory=size, progress=show, **options)
     except Unclear as error:
         raise ValueError(str(error)) from None
 
 
 def deliver(report: Report, out: Path | None, json: Path | None, junit: Path | None) -> None:
-    """Print the report, and write the files that were asked for."""
+    """Print the report, and write it to the files that are given."""
     report.print()
     if out is not None:
         picture = report.save_picture(out)

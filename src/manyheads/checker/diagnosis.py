@@ -1,4 +1,4 @@
-"""Which known bug explains what a candidate returns; and if none does, where the difference is.
+"""Finds the known bug that explains what a candidate returns, or measures where the difference is.
 
 A bug is named if the oracle with that bug returns what the candidate returns, outputs and weights, in every
 way in which it can be called, and again on fresh inputs. Bugs that no input distinguishes are named together.
@@ -25,22 +25,15 @@ from manyheads.checker.encodings import Encoding
 from manyheads.checker.oracle import Attention, Oracle, Outputs, Weights, largest_difference
 from manyheads.shapes import sizes
 
-EXPLAINED = (  # checks whose failure a bug of the family may explain
-    *("values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "grouped heads"),
-    *(
-        "one query",
-        "empty rows",
-        "large scores",
-        "training and evaluation",
-        "rows sum to one",
-        "shapes",
-        "cache",
-    ),
-)
+# Checks whose failure a bug of the family may explain.
+EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "shapes",
+             "one query", "empty rows", "large scores", "training and evaluation", "rows sum to one", "cache",
+             "grouped heads"}  # fmt: skip
 OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # which large scores show
 EMPTY_ROWS = ("empty-rows-nan", "empty-rows-uniform", "empty-rows-spoil-others")
 REPEATS = 256  # calls that dropout is averaged over
 UNKNOWN = "no known bug explains it; "
+WEIGHT_AXES = ("batch entry", "head", "query", "key")
 
 Bugs = tuple[type[Oracle], ...]
 
@@ -51,10 +44,10 @@ class Diagnosis:
 
     Attributes:
         mistake: the bug's name, or "" if none fits.
-        says: what is wrong, in a sentence.
+        says: the description of the bug or of the difference, in a sentence.
         mend: how to fix it.
-        verified: whether the bug gives the candidate's own numbers.
-        error: how closely it does.
+        verified: whether the oracle with this bug returns the candidate's numbers.
+        error: the largest difference between the two.
     """
 
     mistake: str
@@ -65,12 +58,12 @@ class Diagnosis:
 
 
 def unexplained(*sentences: str) -> list[Diagnosis]:
-    """Return the diagnosis where no bug fits."""
+    """Return the diagnosis if no bug fits."""
     return [Diagnosis("", UNKNOWN + "; ".join(sentences), "", False)]
 
 
 def diagnose(c: Adapter) -> list[Diagnosis]:
-    """Return what is wrong with a candidate; empty if everything that was compared is right."""
+    """Return the bugs of a candidate; an empty list if all outputs are right."""
     if (dropout := find_dropout(c)) is not None:
         return [dropout]
     evidence = gather(c, range(200, 203))
@@ -81,7 +74,7 @@ def diagnose(c: Adapter) -> list[Diagnosis]:
     found = search(c, evidence)
     if not found:
         return locate(c, evidence)
-    return [one for one, _ in found] + find_rare_bugs(c, [bugs for _, bugs in found])
+    return [diagnosis for diagnosis, _ in found] + find_rare_bugs(c, [bugs for _, bugs in found])
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -109,7 +102,7 @@ def search(c: Adapter, evidence: list[Evidence]) -> list[tuple[Diagnosis, Bugs]]
     fresh = gather(c, range(300, 302))
     kept: dict[frozenset[str], tuple[Diagnosis, Bugs]] = {}
     for names, bugs, weights in fits:
-        error = max((difference(c, weights, bugs, one) for one in fresh), default=math.inf)
+        error = max((difference(c, weights, bugs, call) for call in fresh), default=math.inf)
         if error <= c.oracle.tolerance and frozenset(names) not in kept:
             description = " and ".join(FAMILY[name].description for name in names)
             fix = "; ".join(dict.fromkeys(FAMILY[name].fix for name in names))
@@ -146,10 +139,12 @@ def find_fits(
     """Yield (names, bugs with the convention, weights) of the trials that explain everything."""
     readings = c.readings
     # Conventions of attention show under a mask only: what doesn't fit without one can be skipped early.
-    plain = next((one for one in evidence if one.scenario.startswith("plain")), None)
+    plain = next((call for call in evidence if call.scenario.startswith("plain")), None)
     if c.oracle is not Attention or (isinstance(c, AttentionAdapter) and c.always_causal):
         plain = None
-    worst_first = sorted(evidence, key=lambda one: -largest_difference(one.outputs.out, c.exact(one.x).out))
+    worst_first = sorted(
+        evidence, key=lambda call: -largest_difference(call.outputs.out, c.exact(call.x).out)
+    )
     for names, bugs in trials:
         for weights in readings:
             if plain is not None and difference(c, weights, bugs, plain) > c.oracle.tolerance:
@@ -162,19 +157,19 @@ def find_fits(
 
 def explains(c: Adapter, weights: Weights | None, bugs: Bugs, evidence: list[Evidence]) -> bool:
     """Return True if the oracle with these bugs returns all that the candidate returned."""
-    return all(difference(c, weights, bugs, one) <= c.oracle.tolerance for one in evidence)
+    return all(difference(c, weights, bugs, call) <= c.oracle.tolerance for call in evidence)
 
 
-def difference(c: Adapter, weights: Weights | None, bugs: Bugs, one: Evidence) -> float:
+def difference(c: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> float:
     """Return how far the oracle with these bugs is from what the candidate returned."""
-    expected = run_oracle(c, weights, bugs, one)
-    if expected is None or expected.out.shape != one.outputs.out.shape:
+    expected = run_oracle(c, weights, bugs, call)
+    if expected is None or expected.out.shape != call.outputs.out.shape:
         return math.inf
-    got = one.outputs
-    if one.scenario != "empty":
-        expected, got = c.ignore_padding(one.x, expected), c.ignore_padding(one.x, got)
+    got = call.outputs
+    if call.scenario != "empty":
+        expected, got = c.ignore_padding(call.x, expected), c.ignore_padding(call.x, got)
     error = c.oracle.difference(got.out, expected.out)
-    if got.weights is not None and one.x.need_weights and error <= c.oracle.tolerance:
+    if got.weights is not None and call.x.need_weights and error <= c.oracle.tolerance:
         if expected.weights is None:
             return math.inf
         lowest = torch.finfo(got.weights.dtype).min  # the sum of two of these is -inf
@@ -183,10 +178,10 @@ def difference(c: Adapter, weights: Weights | None, bugs: Bugs, one: Evidence) -
     return error
 
 
-def run_oracle(c: Adapter, weights: Weights | None, bugs: Bugs, one: Evidence) -> Outputs | None:
+def run_oracle(c: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> Outputs | None:
     """Return what the oracle with these bugs returns, or None if the shapes don't allow them."""
     try:
-        return compose(c.oracle, *bugs)(weights, one.x.query.dtype)(one.exact_x)
+        return compose(c.oracle, *bugs)(weights, call.x.query.dtype)(call.exact_x)
     except (RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError, TypeError):
         return None
 
@@ -194,13 +189,13 @@ def run_oracle(c: Adapter, weights: Weights | None, bugs: Bugs, one: Evidence) -
 def matters(c: Adapter, bugs: Bugs, evidence: list[Evidence]) -> bool:
     """Return True if bugs change what the oracle returns."""
     weights = c.readings[0]
-    for one in evidence:
-        got, right = run_oracle(c, weights, bugs, one), c.exact(one.x)
+    for call in evidence:
+        got, right = run_oracle(c, weights, bugs, call), c.exact(call.x)
         if got is None or (issubclass(c.oracle, Encoding) and bool(got.out.isnan().any())):
             continue  # NaN matches anything in an encoding, so it would fit with many others
         if c.oracle.difference(got.out, right.out) > c.oracle.tolerance:
             return True
-        pair = [one.weights for one in (got, right) if one.weights is not None]
+        pair = [outputs.weights for outputs in (got, right) if outputs.weights is not None]
         if len(pair) == 2 and c.oracle.difference(pair[0], pair[1]) > c.oracle.tolerance:
             return True
     return False
@@ -210,7 +205,7 @@ def matters(c: Adapter, bugs: Bugs, evidence: list[Evidence]) -> bool:
 
 
 def find_dropout(c: Adapter) -> Diagnosis | None:
-    """Is dropout applied in evaluation: do outputs depend on the seed, and average to the right one?"""
+    """Return a diagnosis if outputs depend on the seed in evaluation: dropout if their average is right."""
     x = c.draw(torch.Generator().manual_seed(31), 1, 4)
     outs: list[Tensor] = []
     for seed in range(REPEATS):
@@ -245,7 +240,7 @@ def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
     masked = [x for seed in seeds for x in with_low_scores(c, seed)]
     weights = c.readings[0]
     found: list[Diagnosis] = []
-    for scenario, names, inputs, room in (
+    for scenario, names, inputs, tolerance in (
         ("empty", EMPTY_ROWS, empty, c.oracle.tolerance),
         ("large", OVERFLOWS, large, 1e-3),
         ("large, masked", OVERFLOWS, masked, 1e-3),
@@ -254,13 +249,15 @@ def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
         evidence = [Evidence(scenario, x, got) for x, got in answers if got is not None]
         if len(evidence) < len(inputs):
             continue
-        # A candidate may compute differently when weights are asked for: skip what is right.
-        evidence = [e for e in evidence if min(difference(c, weights, bugs, e) for bugs in before) > room]
+        # A candidate may compute differently in calls that return weights: skip what is right.
+        evidence = [
+            e for e in evidence if min(difference(c, weights, bugs, e) for bugs in before) > tolerance
+        ]
         for name in names if evidence else ():
             bug = FAMILY[name]
             trials = [(*bugs, variant) for bugs in before for variant in bug.variants]
             error = min(max(difference(c, weights, bugs, e) for e in evidence) for bugs in trials)
-            if error <= room:
+            if error <= tolerance:
                 found.append(describe_fit(c, (name,), bug.description, bug.fix, error))
                 break
         if scenario == "large" and evidence:
@@ -271,44 +268,45 @@ def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
 # -- no bug fits -----------------------------------------------------------------------------------
 
 
+def is_wrong(c: Adapter, call: Evidence) -> bool:
+    """Return True if what the candidate returned isn't right."""
+    return difference(c, c.readings[0], c.convention, call) > c.oracle.tolerance
+
+
 def locate(c: Adapter, evidence: list[Evidence]) -> list[Diagnosis]:
-    """Return what can be measured of a difference that no bug explains."""
-
-    def is_wrong(one: Evidence) -> bool:
-        return difference(c, c.readings[0], c.convention, one) > c.oracle.tolerance
-
-    wrong = [one for one in evidence if is_wrong(one)]
+    """Describe a difference that no bug explains: in which calls, heads and entries, by which factor."""
+    wrong = [call for call in evidence if is_wrong(c, call)]
     if not wrong:
         return []
-    one = min(wrong, key=lambda e: (e.scenario != "plain", e.x.query.numel()))
-    right = c.exact(one.x)
-    if one.outputs.out.shape != right.out.shape:
-        return unexplained(f"its output is {sizes(one.outputs.out)}, expected {sizes(right.out)}")
+    first = min(wrong, key=lambda call: (call.scenario != "plain", call.x.query.numel()))
+    out, right = first.outputs.out, c.exact(first.x)
+    if out.shape != right.out.shape:
+        return unexplained(f"its output is {sizes(out)}, expected {sizes(right.out)}")
     said = []
-    wrong_names = {e.scenario for e in wrong}
-    if right_names := sorted({e.scenario for e in evidence} - wrong_names):
+    wrong_names = {call.scenario for call in wrong}
+    if right_names := sorted({call.scenario for call in evidence} - wrong_names):
         said.append(f"wrong with {', '.join(sorted(wrong_names))}, and right with {', '.join(right_names)}")
-    if not any(is_wrong(replace(e, outputs=Outputs(e.outputs.out))) for e in wrong):
-        difference_text = describe_weights(c, one, right)
-        return unexplained(*said, f"the output is right, and the returned weights are wrong{difference_text}")
+    if not any(is_wrong(c, replace(call, outputs=Outputs(call.outputs.out))) for call in wrong):
+        where = describe_weights(c, first.outputs, right)
+        return unexplained(*said, f"the output is right, and the returned weights are wrong{where}")
     said += find_simple_relation(c, wrong)
-    got, expected = one.outputs.weights, right.weights
+    got, expected = first.outputs.weights, right.weights
     if got is not None and expected is not None and got.shape == expected.shape:
         if c.oracle.difference(got, expected) <= c.oracle.tolerance:
             said.append("its weights are right, so the bug is in mixing, merging heads or the output")
         else:
-            where = locate_entries(got, expected, ("batch entry", "head", "query", "key"))
+            where = locate_entries(got, expected, WEIGHT_AXES)
             said.append(f"its weights are wrong already, so the bug is in scores, mask or softmax{where}")
     if is_right_alone(c, wrong):
         said.append("one sequence alone is right, several together are wrong, so batch entries are mixed up")
     said += find_wrong_heads(c, wrong)
-    axes = c.oracle.axes[right.out.dim()]
-    return unexplained(*said, f"the output is wrong{locate_entries(one.outputs.out, right.out, axes)}")
+    where = locate_entries(out, right.out, c.oracle.axes[right.out.dim()])
+    return unexplained(*said, f"the output is wrong{where}")
 
 
-def describe_weights(c: Adapter, one: Evidence, right: Outputs) -> str:
+def describe_weights(c: Adapter, outputs: Outputs, right: Outputs) -> str:
     """Return how returned weights differ: in shape, by a factor, or where."""
-    got, expected = one.outputs.weights, right.weights
+    got, expected = outputs.weights, right.weights
     if got is None or expected is None:
         return ""
     if got.shape != expected.shape:
@@ -316,13 +314,13 @@ def describe_weights(c: Adapter, one: Evidence, right: Outputs) -> str:
     factor = float((got.to(torch.float64) * expected).sum() / (expected * expected).sum())
     if abs(factor - 1) > 1e-3 and c.oracle.difference(got, expected * factor) <= c.oracle.tolerance:
         return f": {factor:.6g} times the right ones"
-    return locate_entries(got, expected, ("batch entry", "head", "query", "key"))
+    return locate_entries(got, expected, WEIGHT_AXES)
 
 
 def locate_entries(got: Tensor, expected: Tensor, axes: tuple[str, ...]) -> str:
     """Return in which entries of which axes two tensors differ, if not in all."""
-    room = 1e-5 * max(1.0, float(expected.abs().nan_to_num().max()))
-    same = torch.isclose(got.to(torch.float64), expected, rtol=1e-4, atol=room, equal_nan=True)
+    tolerance = 1e-5 * max(1.0, float(expected.abs().nan_to_num().max()))
+    same = torch.isclose(got.to(torch.float64), expected, rtol=1e-4, atol=tolerance, equal_nan=True)
     said = []
     for axis, name in enumerate(axes):
         entries = (~same.movedim(axis, 0).flatten(1).all(1)).nonzero().flatten().tolist()
@@ -333,7 +331,7 @@ def locate_entries(got: Tensor, expected: Tensor, axes: tuple[str, ...]) -> str:
 
 def find_simple_relation(c: Adapter, wrong: list[Evidence]) -> list[str]:
     """Return a factor, a constant, or a scale of the scores that explains the outputs, to the digit."""
-    outs = [(one.outputs.out.to(torch.float64), c.exact(one.x).out) for one in wrong]
+    outs = [(call.outputs.out.to(torch.float64), c.exact(call.x).out) for call in wrong]
     outs = [(got, right) for got, right in outs if got.shape == right.shape]
     if not all(bool(x.isfinite().all()) for pair in outs for x in pair):
         return ["some outputs are not finite"]
@@ -356,7 +354,7 @@ def find_temperature(c: Adapter, wrong: list[Evidence]) -> float | None:
 
     def error(log: float) -> float:
         scaled = override(scale=lambda _: math.exp(log))
-        return max(difference(c, c.readings[0], (scaled,), one) for one in wrong[:4])
+        return max(difference(c, c.readings[0], (scaled,), call) for call in wrong[:4])
 
     best = min((-6 + 0.1 * n for n in range(100)), key=error)
     low, high = best - 0.1, best + 0.1
@@ -369,16 +367,11 @@ def find_temperature(c: Adapter, wrong: list[Evidence]) -> float | None:
 
 def is_right_alone(c: Adapter, wrong: list[Evidence]) -> bool:
     """Return True if each sequence is right by itself."""
-    for one in wrong[:2]:
-        fields = {n: y[:1] for n, y in one.x.tensors().items() if n not in ("sink", "bias")}
-        alone = one.x.but(**fields)
+    for call in wrong[:2]:
+        fields = {n: y[:1] for n, y in call.x.tensors().items() if n not in ("sink", "bias")}
+        alone = call.x.but(**fields)
         got = c.attempt(alone)
-        if got is None:
-            return False
-        if (
-            difference(c, c.readings[0], c.convention, Evidence(one.scenario, alone, got))
-            > c.oracle.tolerance
-        ):
+        if got is None or is_wrong(c, Evidence(call.scenario, alone, got)):
             return False
     return True
 
@@ -392,18 +385,17 @@ def find_wrong_heads(c: Adapter, wrong: list[Evidence]) -> list[str]:
     if o.shape[0] < o.shape[1]:
         return []
     inverse, is_wrong = torch.linalg.pinv(o), torch.zeros(weights.heads, dtype=torch.bool)
-    for one in wrong:
-        right = c.exact(one.x).out
-        if one.outputs.out.shape != right.shape or not bool(one.outputs.out.isfinite().all()):
+    for call in wrong:
+        right = c.exact(call.x).out
+        if call.outputs.out.shape != right.shape or not bool(call.outputs.out.isfinite().all()):
             return []
         got, expected = (
             (y.to(torch.float64) @ inverse.mT).unflatten(-1, (weights.heads, -1))
-            for y in (one.outputs.out, right)
+            for y in (call.outputs.out, right)
         )
         is_wrong |= ((got - expected).abs() > 1e-3 * expected.abs().max()).any(-1).flatten(0, -2).any(0)
     heads = is_wrong.nonzero().flatten().tolist()
     if not 0 < len(heads) < weights.heads:
         return []
-    many = len(heads) > 1
-    listed = ", ".join(map(str, heads))
-    return [f"only head{'s' * many} {listed} of {weights.heads} {'are' if many else 'is'} wrong"]
+    subject, verb = ("heads", "are") if len(heads) > 1 else ("head", "is")
+    return [f"only {subject} {', '.join(map(str, heads))} of {weights.heads} {verb} wrong"]

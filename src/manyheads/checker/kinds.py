@@ -14,7 +14,7 @@ from torch import nn
 from manyheads.checker.candidates.adapter import Adapter
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.checks.registry import Check, failed, judge, skipped
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import largest_difference
 
 # The kind and the layout of each textbook class; the others take modules or heads, and are checked as such.
@@ -52,23 +52,20 @@ def find_classic(kind: str) -> Classic:
 
 def compare_with_classic(c: Adapter, classic: Classic) -> Check:
     """Call the candidate as our class is called, and compare the outputs."""
-    name = f"like {classic.name}"
     if not inspect.isclass(classic.target):
-        return skipped(name, "it is a function, compared by its values")
+        return skipped("it is a function, compared by its values")
     try:
         bound = inspect.signature(classic.target).bind(**c.init)
         with torch.random.fork_rng(devices=[]):
             ours = cast(nn.Module, classic.target(*bound.args, **bound.kwargs)).eval()
     except TypeError:
         expected = ", ".join(inspect.signature(classic.target).parameters)
-        return skipped(
-            name, f"its constructor takes other arguments than {expected}, so only values are compared"
-        )
+        return skipped(f"its constructor takes other arguments than {expected}, so only values are compared")
     parameters = dict(ours.named_parameters())
     held = c.candidate.weights()
     if any(path not in held or held[path].shape != x.shape for path, x in parameters.items()):
         listed = ", ".join(f"{path} {list(x.shape)}" for path, x in parameters.items())
-        return failed(name, f"its parameters must have our names and shapes: {listed}.")
+        return failed(f"its parameters must have our names and shapes: {listed}.")
     x = c.draw(torch.Generator().manual_seed(51), 2, 5, 7).but(need_weights=False)
     try:
         got, call = c.run(x), c.call(x)
@@ -77,10 +74,8 @@ def compare_with_classic(c: Adapter, classic: Classic) -> Check:
                 parameter.copy_(held[path])
             expected_out = c.read(ours(*call.args, **call.kwargs), x).out
     except (UnexpectedOutput, TypeError, ValueError) as raised:
-        return failed(name, f"it isn't called as ours is: {raised}")
-    except CandidateError as raised:
-        if raised.ends_process:
-            raise
-        return failed(name, str(raised))
+        return failed(f"it isn't called as ours is: {raised}")
+    except CodeError as raised:
+        return failed(str(raised))
     error, allowed = largest_difference(got.out, expected_out), 2 * c.allowed_error(x)
-    return judge(name, error, allowed, "", "it differs from ours.")
+    return judge(error, allowed, "", "it differs from ours.")

@@ -1,6 +1,6 @@
 """The oracle: attention in small steps, each of which a bug can override.
 
-    project → split_heads → encode_positions → repeat_heads → dot_product · scale → add_bias → mask_scores
+    project → split_heads → repeat_heads → dot_product · scale → add_bias → mask_scores
         → softmax → mask_weights → dropout → mix → merge_heads → project_output
 
 It is written for clarity and independently of the kernels; tests compare it with `manyheads.attention`.
@@ -11,7 +11,7 @@ t queries, s keys, d head size, e model width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -34,16 +34,14 @@ class Weights:
     bias: Mapping[str, Tensor] = field(default_factory=dict)
     sink: Tensor | None = None  # [h]
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Weights:
+        """Return the weights with each tensor changed."""
+        weight, bias = ({role: change(x) for role, x in part.items()} for part in (self.weight, self.bias))
+        return replace(self, weight=weight, bias=bias, sink=None if self.sink is None else change(self.sink))
+
     def to(self, dtype: torch.dtype) -> Weights:
         """Return the same weights in another dtype."""
-        sink = None if self.sink is None else self.sink.to(dtype)
-        weight, bias = ({role: x.to(dtype) for role, x in part.items()} for part in (self.weight, self.bias))
-        return replace(self, weight=weight, bias=bias, sink=sink)
-
-    def abs(self) -> Weights:
-        """Return the absolute values of all but the sink."""
-        weight, bias = ({role: x.abs() for role, x in part.items()} for part in (self.weight, self.bias))
-        return replace(self, weight=weight, bias=bias)
+        return self.map(lambda x: x.to(dtype))
 
     @property
     def head_size(self) -> int:
@@ -162,8 +160,11 @@ class Attention(Oracle):
     def __call__(self, x: Inputs) -> Outputs:
         """Run all steps."""
         self.x = x
-        self.q = self.compute_query()
-        self.k, self.v = self.repeat_heads(self.compute_key()), self.repeat_heads(self.compute_value())
+        self.q = self.compute_heads("q")
+        self.k, self.v = (
+            self.repeat_heads(self.compute_heads("k")),
+            self.repeat_heads(self.compute_heads("v")),
+        )
         self.raw_scores = self.dot_product()
         self.visible = self.combine_masks()
         self.scores = self.mask_scores(self.add_bias(self.raw_scores * self.scale()))
@@ -190,20 +191,8 @@ class Attention(Oracle):
         """Apply the linear layer of a role."""
         return linear(x, self.weight(role), self.bias(role))
 
-    def compute_query(self) -> Tensor:
-        """Return `[b, h, t, d]`."""
-        return self.encode_positions(self.compute_heads("q"))
-
-    def compute_key(self) -> Tensor:
-        """Return `[b, g, s, d]`."""
-        return self.encode_positions(self.compute_heads("k"))
-
-    def compute_value(self) -> Tensor:
-        """Return `[b, g, s, d]`."""
-        return self.compute_heads("v")
-
     def compute_heads(self, role: str) -> Tensor:
-        """Project and split, where the module has projections."""
+        """Return q `[b, h, t, d]`, or k or v `[b, g, s, d]`, projected and split in a module."""
         x = self.source(role)
         if self.weights is None:
             return x
@@ -217,10 +206,6 @@ class Attention(Oracle):
     def split_heads(self, x: Tensor, heads: int) -> Tensor:
         """Split `[b, t, h · d]` into `[b, h, t, d]`."""
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-    def encode_positions(self, x: Tensor) -> Tensor:
-        """Encode positions in queries or keys `[b, h, t, d]`; plain attention has none."""
-        return x
 
     def repeat_heads(self, x: Tensor) -> Tensor:
         """Repeat key heads: head j serves the query heads j · h/g, …, (j + 1) · h/g − 1."""
@@ -362,9 +347,9 @@ def allowed_error(weights: Weights | None, x: Inputs) -> float:
     plain = Attention(None if weights is None else weights.to(dtype), dtype)(x)
     oracle = Attention(None if weights is None else weights.to(torch.float64), dtype)
     true = oracle(x.to(torch.float64))
-    oracle.weights = None if oracle.weights is None else oracle.weights.abs()
+    oracle.weights = None if oracle.weights is None else oracle.weights.map(torch.abs)
     oracle.x = replace(oracle.x, value=oracle.x.value.abs())
-    oracle.v = oracle.repeat_heads(oracle.compute_value())
+    oracle.v = oracle.repeat_heads(oracle.compute_heads("v"))
     bound = oracle.project_output(oracle.merge_heads(oracle.attention @ oracle.v))
     scores = oracle.raw_scores * oracle.scale()
     largest = float(scores.abs().max()) if scores.numel() else 0.0

@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FORMAT = 1
-MARKS = {
-    "passed": ("✓", "green"),
-    "failed": ("✗", "red"),
-    "not applicable": ("·", "dim"),
-    "could not be checked": ("?", "yellow"),
-    "not judged": ("?", "yellow"),
+STATUSES = {  # the mark, its style, and the element of JUnit XML
+    "passed": ("✓", "green", ""),
+    "failed": ("✗", "red", "failure"),
+    "not applicable": ("·", "dim", "skipped"),
+    "could not be checked": ("?", "yellow", "skipped"),
+    "not judged": ("?", "yellow", "error"),
 }
 WARNING = "The code under check ran with your files, your network and your permissions: it was not sandboxed."
 
@@ -48,14 +48,14 @@ class Report:
     """The results for one candidate.
 
     Attributes:
-        target: what was checked.
+        target: the name of the code that was checked.
         like: its kind.
         guessed: whether its kind was guessed.
         checks: the results of all checks.
-        diagnosis: what is wrong.
-        notes: what was assumed.
+        diagnosis: the bugs that were found.
+        notes: the assumptions of the checker.
         pair: the expected and the given map of a small failing input, for a picture: two tensors `[t, s]`
-            (weights) or `[t, e]` (outputs), and which they are.
+            (weights) or `[t, e]` (outputs), and "weights" or "output".
     """
 
     target: str
@@ -72,7 +72,7 @@ class Report:
 
         Checks that could not be run don't count.
         """
-        statuses = {one.status for one in self.checks}
+        statuses = {check.status for check in self.checks}
         return next((status for status in ("failed", "not judged") if status in statuses), "passed")
 
     @property
@@ -82,12 +82,11 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values; an error that isn't finite is null."""
-        checks = [asdict(one) for one in self.checks]
-        diagnosis = [asdict(one) | {"mistake": one.mistake or None} for one in self.diagnosis]
-        for one in checks + diagnosis:
-            for key in ("error", "allowed"):
-                if one.get(key) is not None and not math.isfinite(one[key]):
-                    one[key] = None
+
+        def plain(record: Check | Diagnosis) -> dict[str, Any]:
+            fields = vars(record).items()
+            return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields}
+
         return {
             "format": FORMAT,
             "target": self.target,
@@ -95,52 +94,48 @@ class Report:
             "guessed": self.guessed,
             "verdict": self.verdict,
             "notes": self.notes,
-            "checks": checks,
-            "diagnosis": diagnosis,
+            "checks": [plain(check) for check in self.checks],
+            "diagnosis": [plain(found) | {"mistake": found.mistake or None} for found in self.diagnosis],
         }
 
     def as_junit(self) -> str:
         """Return JUnit XML, with a test case for each check."""
-        status = [one.status for one in self.checks]
+        tags = [STATUSES[check.status][2] for check in self.checks]
         suite = ElementTree.Element(
             "testsuite",
             name=f"manyheads check {self.target}",
-            tests=str(len(status)),
-            failures=str(status.count("failed")),
-            errors=str(status.count("not judged")),
-            skipped=str(sum(one not in ("passed", "failed", "not judged") for one in status)),
+            tests=str(len(tags)),
+            failures=str(tags.count("failure")),
+            errors=str(tags.count("error")),
+            skipped=str(tags.count("skipped")),
         )
-        for one in self.checks:
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=without_controls(self.target), name=one.name
-            )
-            if one.status == "passed":
-                continue
-            tag = {"failed": "failure", "not judged": "error"}.get(one.status, "skipped")
-            message = one.reason if one.status == "failed" else f"{one.status}: {one.reason}"
-            element = ElementTree.SubElement(case, tag, message=without_controls(message))
-            if one.status == "failed":
-                element.text = without_controls("\n".join(self.words()))
+        name = without_controls(self.target)
+        for check, tag in zip(self.checks, tags, strict=True):
+            case = ElementTree.SubElement(suite, "testcase", classname=name, name=check.name)
+            if tag:
+                message = without_controls(check.explanation)
+                element = ElementTree.SubElement(case, tag, message=message)
+                element.text = without_controls("\n".join(self.words())) if tag == "failure" else None
         return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
 
     def words(self) -> list[str]:
         """Return the diagnosis in sentences."""
         lines = []
-        failed = [one.name for one in self.checks if one.status == "failed"]
+        failed = [check.name for check in self.checks if check.status == "failed"]
         if failed and not self.diagnosis:
             are_values_right = not {"values", "shapes", "a call"} & set(failed)
             lines.append(
                 "The values are right. " * are_values_right + f"What failed is: {', '.join(failed)}."
             )
-        if sum(bool(one.mistake) for one in self.diagnosis) > 1:
+        if sum(bool(found.mistake) for found in self.diagnosis) > 1:
             lines.append("No input distinguishes these, or they occur together:")
-        for one in self.diagnosis:
-            says = one.says[:1].upper() + one.says[1:]
-            lines.append(f"{one.mistake}: {says}." if one.mistake else f"{says}.")
-            if one.mend:
-                lines.append(f"  To fix it: {one.mend}.")
-        unjudged = [one for one in self.checks if one.status == "not judged"]
-        lines += [f"Not judged: {one.name}: {one.reason}" for one in unjudged]
+        for found in self.diagnosis:
+            says = found.says[:1].upper() + found.says[1:]
+            lines.append(f"{found.mistake}: {says}." if found.mistake else f"{says}.")
+            if found.mend:
+                lines.append(f"  To fix it: {found.mend}.")
+        unjudged = [check for check in self.checks if check.status == "not judged"]
+        lines += [f"Not judged: {check.name}: {check.reason}" for check in unjudged]
         if unjudged:
             lines.append("  To judge it, check an adapter that takes its mask as docs/checker.md describes.")
         return lines
@@ -168,13 +163,12 @@ class Report:
         for column in ("", "check", "error", "allowed", ""):
             justify = "right" if column in ("error", "allowed") else "left"
             table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-        for one in self.checks:
-            mark, style = MARKS[one.status]
-            reason = one.reason if one.status in ("passed", "failed") else f"{one.status}: {one.reason}"
-            numbers = ("" if x is None else f"{x:.1e}" if x else "0" for x in (one.error, one.allowed))
-            table.add_row(f"[{style}]{mark}[/{style}]", one.name, *numbers, escape(reason))
+        for check in self.checks:
+            mark, style, _ = STATUSES[check.status]
+            numbers = ("" if x is None else f"{x:.1e}" if x else "0" for x in (check.error, check.allowed))
+            table.add_row(f"[{style}]{mark}[/{style}]", check.name, *numbers, escape(check.explanation))
         page.print(table)
-        counts = {status: sum(one.status == status for one in self.checks) for status in MARKS}
+        counts = {status: sum(check.status == status for check in self.checks) for status in STATUSES}
         counted = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
         page.print(f"[bold]{self.verdict}[/bold]: {counted}", highlight=False)
         lines = self.words()

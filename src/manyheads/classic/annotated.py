@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from manyheads import scores
 from manyheads.biases import Dense
-from manyheads.classic.common import check, mix, weigh
+from manyheads.classic.common import Inputs, check, mix, weigh
 from manyheads.functional import attention_with_map
 from manyheads.maps import AttentionMap
 from manyheads.masks import Keep
 from manyheads.problem import Problem
 from manyheads.shapes import divide, kind, real, sizes, whole
-
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
 
 
 class PrepareForMultiHeadAttention(nn.Module):

@@ -16,6 +16,8 @@ from manyheads.kernels import reference
 from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes
 
+Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
+
 
 def check(x: Any, name: str, *letters: str | int) -> None:
     """Check that x is a floating-point tensor with these dimensions; a number is an exact size."""

@@ -9,18 +9,16 @@ Scores are divided by `scale`, the root of the key size. `probs[0]` is head 0 of
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyheads.classic.common import check, mix, weigh
+from manyheads.classic.common import Inputs, check, mix, weigh
 from manyheads.functional import attention, attention_with_map
+from manyheads.layouts import merge_heads, split_heads
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Mask
 from manyheads.shapes import divide, real, whole
-
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
 
 
 class SelfAttention(nn.Module):
@@ -152,9 +150,8 @@ class MultiHeadSelfAttention(nn.Module):
     def _inputs(self, x: Tensor, mask: Mask | None) -> Inputs:
         check(x, "x", "batch", "seq", self.q.in_features)
         q, k, v = (
-            layer(x).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)  # [b, h, t, d]
-            for layer in (self.q, self.k, self.v)
-        )
+            split_heads(layer(x), self.num_heads) for layer in (self.q, self.k, self.v)
+        )  # [b, h, t, d]
         if self.causal:
             mask = Causal() if mask is None else Causal() & mask
         return q, k, v, {"mask": mask, "scale": 1 / self.scale}
@@ -163,7 +160,7 @@ class MultiHeadSelfAttention(nn.Module):
         return self.dropout if self.training else 0.0
 
     def _merge(self, out: Tensor) -> Tensor:
-        return self.mix(out.transpose(1, 2).flatten(2))  # [b, t, hidden]
+        return self.mix(merge_heads(out))  # [b, t, hidden]
 
     def extra_repr(self) -> str:
         """Describe the module."""

@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from manyheads.biases import Dense
-from manyheads.classic.common import mix, weigh
+from manyheads.classic.common import Inputs, mix, weigh
 from manyheads.functional import attention, attention_with_map
+from manyheads.layouts import merge_heads, project_inputs, split_heads, spread_masks
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Drop, Mask
 from manyheads.shapes import can_read, kind, sizes, whole
-
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
 
 
 class Refused(ValueError, AssertionError, RuntimeError):
@@ -136,31 +135,23 @@ class MultiheadAttention(nn.MultiheadAttention):
             TypeError: If an input isn't a tensor.
             Refused: If shapes, masks or dtypes don't fit each other.
         """
-        masks = key_padding_mask, attn_mask
+        given = query
         if _is_nested(query, key, value):
-            return self._nested(query, key, value, masks, need_weights, average_attn_weights)
-        q, k, v, rest = self._inputs(query, key, value, *masks, is_causal)
-        return self._attend(q, k, v, rest, query, need_weights, average_attn_weights)
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rest: dict[str, Any],
-        query: Tensor,
-        need_weights: bool,
-        average_attn_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        if not need_weights:
-            out = attention(q, k, v, dropout_p=self._dropout_p(), **rest)
-            return self._merge(out, query), None
-        weights = F.dropout(weigh(q, k, v, **rest), self._dropout_p())  # [b, h, t, s]
-        out = self._merge(mix(weights, v), query)
-        if average_attn_weights:
-            weights = weights.mean(1)  # [b, t, s]
-        weights = weights.to(v.dtype)
-        return out, weights if query.dim() == 3 else weights.squeeze(0)
+            query, key, value, key_padding_mask = self._pad(query, key, value, key_padding_mask, attn_mask)
+            is_causal = False
+        q, k, v, rest = self._inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
+        weights: Tensor | None = None
+        if need_weights:
+            weights = F.dropout(weigh(q, k, v, **rest), self._dropout_p())  # [b, h, t, s]
+            out = self._merge(mix(weights, v), query)
+            weights = (weights.mean(1) if average_attn_weights else weights).to(v.dtype)
+            weights = weights if query.dim() == 3 else weights.squeeze(0)
+        else:
+            out = self._merge(attention(q, k, v, dropout_p=self._dropout_p(), **rest), query)
+        if given.is_nested:
+            rows = [y[: len(x)] for x, y in zip(given.unbind(), out, strict=True)]
+            out = torch.nested.as_nested_tensor(rows, out.dtype, out.device, given.layout)
+        return out, weights
 
     def attend(
         self,
@@ -208,7 +199,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check(query, key, value)
         q, k, v = self._project(query, key, value)  # [b, t, e], [b, s, e], [b, s, e]
         (b, t, _), s = q.shape, k.shape[1]
-        masks = self._four(key_padding_mask, attn_mask, b, t, s, batched=query.dim() == 3)
+        if key_padding_mask is not None:
+            _check_mask(key_padding_mask, "key_padding_mask", [b, s] if query.dim() == 3 else [s])
+        if attn_mask is not None:
+            _check_mask(attn_mask, "attn_mask", [t, s], [b * self.num_heads, t, s])
+        masks = spread_masks(key_padding_mask, attn_mask, self.num_heads, b, t, s)
         if is_causal and attn_mask is None:
             raise Refused(
                 "Expected an attn_mask with is_causal=True, which is only a hint about it, got none. Pass "
@@ -219,7 +214,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             masks.pop("attn_mask")
         k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)  # [b, s + appended, e]
         rest = _rest({name: F.pad(x, (0, k.shape[1] - s)) for name, x in masks.items()}, causal)
-        return self._split(q), self._split(k), self._split(v), rest
+        q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))
+        return q, k, v, rest
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         whole_of = (
@@ -265,9 +261,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = self.in_proj_weight.chunk(3)
         else:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        parts = zip((query, key, value), weights, biases, strict=True)
-        return [F.linear(self._batch_first(x), weight, bias) for x, weight, bias in parts]
+        return project_inputs(map(self._batch_first, (query, key, value)), weights, self.in_proj_bias)
 
     def _appended(self) -> int:
         """Return the number of appended keys."""
@@ -282,74 +276,36 @@ class MultiheadAttention(nn.MultiheadAttention):
             parts.append(x.new_zeros(x.shape[0], 1, x.shape[2]))
         return torch.cat(parts, 1) if len(parts) > 1 else x
 
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [b, h, t, d]
-
     def _merge(self, out: Tensor, query: Tensor) -> Tensor:
         """Project the heads `[b, h, t, d]` to the output, in the layout of the query."""
         if query.dim() == 3 and not self.batch_first:
             return self.out_proj(out.permute(2, 0, 1, 3).flatten(2))  # [t, b, e]
-        merged = self.out_proj(out.transpose(1, 2).flatten(2))  # [b, t, e]
+        merged = self.out_proj(merge_heads(out))  # [b, t, e]
         return merged if query.dim() == 3 else merged.squeeze(0)
 
     def _dropout_p(self) -> float:
         return self.dropout if self.training else 0.0
 
-    # -- masks ---------------------------------------------------------------------------------------
+    def _pad(
+        self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return nested tensors as padded ones, and the key_padding_mask `[b, s]`.
 
-    def _four(
-        self,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        b: int,
-        t: int,
-        s: int,
-        batched: bool,
-    ) -> dict[str, Tensor]:
-        """Check the masks and return them by name, broadcastable to `[b, h, t, s]`."""
-        h = self.num_heads
-        masks = {}
-        if key_padding_mask is not None:
-            want = [b, s] if batched else [s]
-            _check_mask(key_padding_mask, "key_padding_mask", want)
-            masks["key_padding_mask"] = key_padding_mask.reshape(b, 1, 1, s)
-        if attn_mask is not None:
-            _check_mask(attn_mask, "attn_mask", [t, s], [b * h, t, s])
-            shape = (1, 1, t, s) if attn_mask.dim() == 2 else (b, h, t, s)
-            masks["attn_mask"] = attn_mask.reshape(shape)
-        return masks
-
-    # -- nested tensors ------------------------------------------------------------------------------
-
-    def _nested(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        masks: tuple[Tensor | None, Tensor | None],
-        need_weights: bool,
-        average_attn_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend over nested tensors, which are padded and masked in between.
-
-        nn.TransformerEncoder creates them from padded tensors, in evaluation without gradients.
+        nn.TransformerEncoder creates nested tensors from padded ones, in evaluation without gradients.
         """
         inputs = query, key, value
         if not all(x.is_nested for x in inputs) or not self.batch_first or masks != (None, None):
             raise Refused(
                 "Expected nested tensors for all of query, key and value, batch_first=True and no masks, got "
                 f"nested = {[x.is_nested for x in inputs]}, batch_first={self.batch_first}, masks = "
-                f"{[m is not None for m in masks]}."
+                f"{[mask is not None for mask in masks]}."
             )
         widths = self.embed_dim, self.kdim, self.vdim
-        tensors = {id(x): _pad(x, width) for x, width in zip(inputs, widths, strict=True)}
-        queries, keys, values = (tensors[id(x)] for x in inputs)  # [b, t, e], [b, s, kdim], [b, s, vdim]
+        padded = {id(x): _pad_nested(x, width) for x, width in zip(inputs, widths, strict=True)}
+        queries, keys, values = (padded[id(x)] for x in inputs)  # [b, t, e], [b, s, kdim], [b, s, vdim]
         lengths = torch.tensor([len(x) for x in key.unbind()], device=keys.device)
         masked = torch.arange(keys.shape[1], device=keys.device) >= lengths[:, None]  # [b, s]
-        q, k, v, rest = self._inputs(queries, keys, values, masked, None, False)
-        out, weights = self._attend(q, k, v, rest, queries, need_weights, average_attn_weights)
-        rows = [y[: len(x)] for x, y in zip(query.unbind(), out, strict=True)]
-        return torch.nested.as_nested_tensor(rows, out.dtype, out.device, query.layout), weights
+        return queries, keys, values, masked
 
 
 def replace(model: nn.Module) -> nn.Module:
@@ -388,7 +344,7 @@ def _is_nested(*inputs: Any) -> bool:
     return any(isinstance(x, Tensor) and x.is_nested for x in inputs)
 
 
-def _pad(x: Tensor, width: int) -> Tensor:
+def _pad_nested(x: Tensor, width: int) -> Tensor:
     """Return a nested tensor padded with zeros, `[b, length, width]`. PyTorch raises for an empty one."""
     sequences = x.unbind()
     if not sequences:

@@ -3,17 +3,18 @@
     figure = figures.head(amap, tokens, head=1)      # one head in full
     figure = figures.grid(maps, tokens)              # every layer and head, small multiples
     figure = figures.beside(amap, amap.under(None))  # one head under two masks
-    figure = figures.received(maps, tokens)          # what each key receives, along the text
-    figure = figures.entropy(maps)                   # how spread the heads are, layer by layer
+    figure = figures.received(maps, tokens)          # the weight that each key receives, along the text
+    figure = figures.entropy(maps)                   # the entropy of each head, layer by layer
     figure = figures.measures(rows, by="induction")  # head scores as a sorted table
     figure = figures.difference(want, got)           # two maps that should be equal
     figure = figures.curves(pe, [0, 1, 6, 7])        # positional encodings
 
-Texts of any length can be drawn. What is too long to be shown token by token is pooled into cells, by the
-map itself and never from the matrix, and the figure says so. A weight of 0 is the darkest colour; what is
-masked is grey and hatched. Panels that can be compared share one colour scale. Nothing uses pyplot, so the
-functions need no display and leave no global state, and a notebook displays what they return. Tokens are
-drawn as they are: `$` starts no formula, and a character that the font lacks is written as its escape.
+Texts of any length can be drawn. Long texts are pooled into cells of several tokens, in one pass over the map
+and without building the matrix, and the figure says so. A weight of 0 has the darkest colour; masked weights
+are grey and hatched. Panels that can be compared share one colour scale. Nothing uses pyplot, so the
+functions need no display and change no global state, and a notebook displays the figures that they return.
+Tokens are drawn literally: `$` starts no formula, and a character that the font lacks is written as its
+escape.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ RECEIVED = {
     "age": "mean weight received from the queries that may attend to the key",
 }
 UNITS = {"entropy": ", nats", "distance": ", positions"}
-HEAD, EVEN = "#3b528b", "#5ec962"  # two of the colours of weights
+HEAD, UNIFORM = "#3b528b", "#5ec962"  # two of the colours of weights
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def received(
     normalize: str | None = None,
     title: str | None = None,
 ) -> Figure:
-    """Draw what each key receives along the text: a strip per layer, with a row per head.
+    """Draw the weight that each key receives along the text: a strip per layer, with a row per head.
 
     A key's colour is the weight that it receives, the sum of its column: 1 is the average where there are as
     many queries as keys. In long texts a cell shows the largest of its keys.
@@ -278,11 +279,11 @@ def received(
 
 
 def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure:
-    """Draw how spread the weights of each head are, layer by layer: their entropy, in nats.
+    """Draw the entropy of each head's weights, layer by layer, in nats.
 
     A dot is a head's mean over the queries, in the order of the heads; the line through it spans the middle
-    half of the queries. The bar over a layer is the entropy of a head that attends evenly to all visible
-    keys: the mean of ln(keys). Queries without a visible key don't count.
+    half of the queries. The bar over a layer is the entropy of uniform attention to all visible keys, the
+    mean of ln(keys). Queries without a visible key don't count.
 
     Args:
         maps: One AttentionMap, a list of them or a dict by name.
@@ -310,8 +311,8 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
         keys = counts[0, ..., 0]  # [h, t]
         entropies = cells.masked_array(found[0], keys > 0)
         if entropies.count():
-            even = np.log(cells.masked_array(keys, keys > 0).compressed()).mean()
-            axes.hlines(even, x - 0.42, x + 0.42, color=EVEN, linewidth=2.5)
+            uniform = np.log(cells.masked_array(keys, keys > 0).compressed()).mean()
+            axes.hlines(uniform, x - 0.42, x + 0.42, color=UNIFORM, linewidth=2.5)
         places = x + (np.arange(h) - (h - 1) / 2) * 0.8 / h
         numbers |= dict(zip(places.tolist(), amap.heads, strict=True))
         dot = float(np.clip(40 * inches / h, 2, 5))
@@ -332,8 +333,8 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
     axes.set_ylabel("entropy (nats)", fontsize=9)
     dots = Line2D([], [], color=HEAD, marker="o", linewidth=0.7)
     figure.legend(
-        handles=[dots, Line2D([], [], color=EVEN, linewidth=2.5)],
-        labels=["head: mean and middle half of its queries", "even attention: mean ln(visible keys)"],
+        handles=[dots, Line2D([], [], color=UNIFORM, linewidth=2.5)],
+        labels=["head: mean and middle half of its queries", "uniform attention: mean ln(visible keys)"],
         loc="outside upper center",
         ncols=2 if len(layers) * inches > 6 else 1,
         fontsize=8,
@@ -384,8 +385,8 @@ def measures(
     figure = Picture(figsize=(width, 0.22 * len(order) + 1.4), dpi=cells.DPI, layout="constrained")
     axes = figure.subplots()
     drawn = heatmaps.draw_heatmap(axes, Panel(shares, *shares.shape), Normalize(0, 1), (0, 0))
-    for (i, j), share in np.ma.ndenumerate(shares):
-        heatmaps.write_number(axes, i, j, f"{numbers[order[i], j]:,.{digits[j]}f}", drawn.cmap(share))
+    texts = {(i, j): f"{x:,.{digits[j]}f}" for (i, j), x in np.ma.ndenumerate(numbers[order])}
+    heatmaps.write_numbers(drawn, texts)
     axes.set_yticks(range(len(order)), labels, parse_math=False)
     axes.set_xticks(range(len(names)), columns, parse_math=False, rotation=40, ha="left")
     axes.tick_params(labelsize=8, length=0, top=True, labeltop=True, bottom=False, labelbottom=False)

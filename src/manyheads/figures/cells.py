@@ -1,6 +1,6 @@
-"""From weights to the cells of a heat map: as many as fit a panel, masked where nothing may attend.
+"""The cells of a heat map: weights, or pooled weights if there are more than fit a panel.
 
-Maps pool themselves in one pass over their tiles, never from the matrix; tensors are pooled the same way.
+Maps are pooled in one pass over their tiles, without building the matrix; tensors are pooled the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyheads.maps import AttentionMap
+from manyheads.maps import AttentionMap, sequence_labels
 from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes
 from manyheads.statistics import Bins, Pooled, Reduction, Tile, edges
@@ -21,7 +21,7 @@ Weights = AttentionMap | Tensor
 Layers = AttentionMap | Sequence[AttentionMap] | Mapping[str, AttentionMap]
 Labels = Sequence[str]
 AxisLabels = tuple[list[str] | None, list[str] | None]  # of queries, of keys
-Cells = Any  # a numpy masked array [rows, cols]; masked = no pair of the cell may attend
+Cells = Any  # a numpy masked array [rows, cols]; masked: all weights of the cell are masked
 Heads = AttentionMap | list[Cells]  # of one sequence: a map of b = 1, or each head's weights
 
 DPI = 150
@@ -38,7 +38,7 @@ class Panel(NamedTuple):
 
 
 class Visible(Reduction):
-    """How many pairs of each cell may attend, `[b, h, rows, cols]`: none in a masked cell."""
+    """The number of visible pairs of query and key in each cell, `[b, h, rows, cols]`."""
 
     def __init__(self, rows: int, cols: int) -> None:
         self.rows, self.cols = rows, cols
@@ -75,30 +75,20 @@ def select_head(weights: Weights, batch: int, head: int, keep: Tensor | None) ->
         return _check_size(weights.only(batch, head))
     if not isinstance(weights, Tensor):
         raise TypeError(f"Expected weights to be an AttentionMap or a tensor, got {kind(weights)}.")
-    if weights.dim() != 2 or not weights.is_floating_point():
-        raise ValueError(f"Expected a floating-point tensor [t, s], got {sizes(weights)} of {weights.dtype}.")
-    return _check_size([_weights_array(weights, None if keep is None else _expand(keep, weights))])
+    return _check_size([_weights_array(weights, keep, "[t, s]")])
 
 
 def select_rows(weights: Tensor | Layers, batch: int, keep: Tensor | None) -> dict[str, Heads]:
     """Return a grid's rows by name: the sequences of a map or tensor, else the layers."""
     if isinstance(weights, Tensor):
-        if weights.dim() != 4 or not weights.is_floating_point():
-            raise ValueError(
-                f"Expected a floating-point tensor [b, h, t, s], got {sizes(weights)} of {weights.dtype}. "
-                "Use head() for a single head [t, s]."
-            )
-        visible = torch.ones_like(weights, dtype=torch.bool) if keep is None else _expand(keep, weights)
-        rows: dict[str, Heads] = {
-            f"sequence {n}": [_weights_array(*pair) for pair in zip(*heads, strict=True)]
-            for n, heads in enumerate(zip(weights, visible, strict=True))
-        }
+        array = _weights_array(weights, keep, "[b, h, t, s]")
+        rows: list[Heads] = [list(heads) for heads in array]
     else:
         _check_no_mask(keep)
         if not isinstance(weights, AttentionMap):
             return dict(select_layers(weights, batch))
-        rows = {f"sequence {n}": weights.only(n) for n in range(weights.shape[0])}
-    return {name: _check_size(heads) for name, heads in _check_rows(rows).items()}
+        rows = [weights.only(n) for n in range(weights.shape[0])]
+    return {f"sequence {n}": _check_size(heads) for n, heads in enumerate(_check_some(rows))}
 
 
 def select_layers(maps: Layers, batch: int) -> dict[str, AttentionMap]:
@@ -110,7 +100,7 @@ def select_layers(maps: Layers, batch: int) -> dict[str, AttentionMap]:
     if not isinstance(maps, Mapping):
         raise TypeError(f"Expected one AttentionMap, a list of them or a dict by name, got {kind(maps)}.")
     found = {}
-    for name, amap in _check_rows(maps).items():
+    for name, amap in _check_some(maps).items():
         if not isinstance(amap, AttentionMap):
             raise TypeError(f"Expected only AttentionMaps, got {kind(amap)} for {name}.")
         _check_index("batch", batch, amap.shape[0])
@@ -119,7 +109,7 @@ def select_layers(maps: Layers, batch: int) -> dict[str, AttentionMap]:
     return found
 
 
-def _check_rows(rows: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_some(rows: Any) -> Any:
     if not rows:
         raise ValueError("Expected at least one row of heads, got none.")
     return rows
@@ -133,9 +123,13 @@ def _check_size(heads: Heads) -> Heads:
     return heads
 
 
-def _weights_array(weights: Tensor, visible: Tensor | None) -> Cells:
-    """Return weights as a masked array, checked to be at least 0."""
-    cells = masked_array(weights, visible)
+def _weights_array(weights: Tensor, keep: Tensor | None, shape: str) -> Cells:
+    """Return weights as a masked array, checked to be at least 0 and to have as many axes as a shape."""
+    if weights.dim() != shape.count(",") + 1 or not weights.is_floating_point():
+        raise ValueError(
+            f"Expected a floating-point tensor {shape}, got {sizes(weights)} of {weights.dtype}."
+        )
+    cells = masked_array(weights, None if keep is None else _expand(keep, weights))
     if cells.count() and cells.min() < 0:
         raise ValueError(f"Expected weights of at least 0, got {cells.min():.3g}.")
     return cells
@@ -237,8 +231,8 @@ def masked_array(values: Tensor, visible: Tensor | None) -> Cells:
 def axis_labels(heads: Heads, tokens: Labels | None, keys: Labels | None = None) -> AxisLabels:
     """Return the labels of queries and keys, checked; a map's tokens if none are given."""
     t, s = size(heads)
-    if tokens is None and keys is None and isinstance(heads, AttentionMap) and heads.tokens:
-        keys = cast(Labels, heads.tokens if isinstance(heads.tokens[0], str) else heads.tokens[0])
+    if tokens is None and keys is None and isinstance(heads, AttentionMap):
+        keys = sequence_labels(heads.tokens)
         tokens = keys if t == s else None
     if keys is None and t == s:
         keys = tokens

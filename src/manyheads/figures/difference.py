@@ -48,22 +48,17 @@ def difference(want: Tensor, got: Tensor, *, what: str = "weights", title: str |
     shown = (("expected", expected, shared), ("given", given, shared), ("given − expected", apart, own))
     for axes, (name, x, (norm, colors)) in zip(panels, shown, strict=True):
         axes.set_facecolor("black")
-        image = axes.imshow(
-            np.ma.masked_invalid(x), norm=norm, cmap=colors, aspect="auto", interpolation="nearest"
-        )
+        image = heatmaps.draw_matrix(axes, np.ma.masked_invalid(x), norm, colors)
         axes.set_title(name, fontsize=11)
         axes.set_xlabel("key" if is_weights else "column of the output", fontsize=10)
         axes.set_xticks(range(0, s, max(1, -(-s // 10))))
         axes.set_yticks(range(0, t, max(1, -(-t // 10))))
         axes.tick_params(labelsize=8)
         if max(t, s) <= DIGITS:
-            for i, j in np.ndindex(t, s):
-                color = image.cmap(norm(x[i, j])) if np.isfinite(x[i, j]) else (0.0, 0.0, 0.0, 1.0)
-                heatmaps.write_number(axes, i, j, f"{round(float(x[i, j]), 2) + 0.0:.2f}", color)
+            numbers = {at: f"{round(float(number), 2) + 0.0:.2f}" for at, number in np.ndenumerate(x)}
+            heatmaps.write_numbers(image, numbers)  # + 0.0 makes -0.0 positive
     for beside, label in ((panels[:2], "weight" if is_share else what), (panels[2:], "difference")):
-        bar = figure.colorbar(beside[-1].get_images()[0], ax=beside, pad=0.02)
-        bar.ax.tick_params(labelsize=8)
-        bar.set_label(label, fontsize=9)
+        heatmaps.add_colorbar(beside[-1].get_images()[0], label, ax=beside, pad=0.02)
     panels[0].set_ylabel("query", fontsize=10)
     heatmaps.set_title(figure, title, 12)
     return figure

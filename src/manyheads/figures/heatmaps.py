@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from io import BytesIO
 from itertools import count
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
+from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
@@ -100,7 +101,7 @@ def draw_row(
         norm, own = weight_scale(group), [next(rest) for _ in group]
         for axes, panel in zip(own, group, strict=True):
             image = draw_heatmap(axes, panel, norm, inches)
-        _add_colorbar(figure, image, group, height, bar_label, ax=own, pad=0.02, aspect=height / 0.16)
+        _add_weight_bar(image, group, height, bar_label, ax=own, pad=0.02, aspect=height / 0.16)
     for axes, name in zip(every, titles, strict=True):
         axes.yaxis.set_visible(axes is every[0])
         set_ticks(axes.yaxis, y_ticks)
@@ -166,7 +167,7 @@ def draw_sheet(
     bottom = tops[-1] + strips[-1].height
     height = bottom - tops[0]
     bar_axes = place(left + inside + 0.05, tops[0], 0.16, height)
-    _add_colorbar(figure, image, panels, height, bar_label, cax=bar_axes)
+    _add_weight_bar(image, panels, height, bar_label, cax=bar_axes)
     figure.supylabel(_axis_label(rows, 0, panels), x=0.05 / w, y=1 - (tops[0] + height / 2) / h, fontsize=9)
     x, y = (left + inside / 2) / w, 1 - (bottom + x_ticks[-1].height + 0.1) / h
     figure.supxlabel(_axis_label("key", 1, panels), x=x, y=y, va="top", fontsize=9)
@@ -209,26 +210,27 @@ def draw_heatmap(axes: Axes, panel: Panel, norm: Normalize, box: tuple[float, fl
     """Draw a panel in coordinates of tokens, with its numbers if they fit a box of inches."""
     axes.patch.set(**MASKED)
     axes.spines[:].set_visible(False)  # they would cover half of the first key, where sinks are
-    image = axes.imshow(
-        panel.cells,
-        cmap=WEIGHT,
-        norm=norm,
-        interpolation="nearest",
-        aspect="auto",
-        extent=(-0.5, panel.s - 0.5, panel.t - 0.5, -0.5),
-    )
+    image = draw_matrix(axes, panel.cells, norm, WEIGHT, (-0.5, panel.s - 0.5, panel.t - 0.5, -0.5))
     if box[0] / panel.t >= 0.2 and box[1] / panel.s >= 0.5:
-        for (i, j), weight in np.ma.ndenumerate(panel.cells):
-            digits = f"{weight:.2f}" if weight >= 0.005 else "<.01" if weight else "0"
-            write_number(axes, i, j, digits, image.cmap(image.norm(weight)))
+        weights = np.ma.ndenumerate(panel.cells)
+        write_numbers(image, {at: f"{w:.2f}" if w >= 0.005 else "<.01" if w else "0" for at, w in weights})
     return image
 
 
-def write_number(axes: Axes, i: int, j: int, digits: str, background: Any) -> None:
-    """Write a number into row i and column j, black or white as the background needs."""
-    red, green, blue, _ = background
-    color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
-    axes.text(j, i, digits, ha="center", va="center", fontsize=8, color=color)
+def draw_matrix(
+    axes: Axes, values: Any, norm: Normalize, colors: str, extent: tuple[float, ...] | None = None
+) -> AxesImage:
+    """Draw numbers `[rows, cols]` as colours: cell (i, j) at (j, i), unless the extent is another."""
+    return axes.imshow(values, cmap=colors, norm=norm, interpolation="nearest", aspect="auto", extent=extent)  # type: ignore[arg-type]
+
+
+def write_numbers(image: AxesImage, numbers: Mapping[Any, str]) -> None:
+    """Write a number into cells by (row, column), black or white as their colours need."""
+    colors = image.to_rgba(np.ma.asarray(image.get_array()))  # [rows, cols, 4]; a masked cell is black
+    for (i, j), digits in numbers.items():
+        red, green, blue, _ = colors[i, j]
+        color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+        image.axes.text(j, i, digits, ha="center", va="center", fontsize=8, color=color)
 
 
 # -- colours ---------------------------------------------------------------------------------------
@@ -237,9 +239,9 @@ def write_number(axes: Axes, i: int, j: int, digits: str, background: Any) -> No
 def weight_scale(panels: list[Panel]) -> Normalize:
     """Return a colour scale from 0 to the largest weight of a query with some choice of keys.
 
-    The first queries of a causal text share their weight among few keys, and would set the scale for
-    all others: to count, a query sees more than one, and an eighth of what any sees. The weights of
-    long texts are small and many: their scale is that of the square roots.
+    The first queries of a causal text share their weight among few keys, and would set the scale for all
+    others. So a query counts only if it has more than one visible key, and an eighth of the most that any
+    query has. Long texts have many small weights, for which the scale is that of square roots.
     """
     visible = [panel.cells.count(axis=1) for panel in panels]
     free = [panel.cells[n > max(1, n.max() / 8)] for panel, n in zip(panels, visible, strict=True)]
@@ -258,29 +260,33 @@ def log_scale(panels: list[Panel], usual: float) -> Normalize:
     return LogNorm(10.0 ** round(np.log10(usual / 100)), top, clip=True)
 
 
-def _add_colorbar(
-    figure: Figure, image: AxesImage, panels: list[Panel], inches: float, label: str, **where: Any
-) -> None:
-    """Add one colour bar, `inches` long, and a legend of masked cells if there are any."""
+def add_colorbar(image: AxesImage, label: str, **options: Any) -> Colorbar:
+    """Add a colour bar with a label."""
+    bar = cast(Figure, image.figure).colorbar(image, **options)
+    bar.ax.tick_params(labelsize=8)
+    bar.set_label(label, fontsize=9)
+    return bar
+
+
+def _add_weight_bar(image: AxesImage, panels: list[Panel], inches: float, label: str, **where: Any) -> None:
+    """Add one colour bar for panels, `inches` long, and a legend of masked cells if there are any."""
     low, top = image.get_clim()
     values = [panel.cells for panel in panels if panel.cells.count()]
     under = any(cells.min() < low for cells in values)
     over = any(cells.max() > top * (1 + 1e-6) for cells in values)
     extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get((under, over), "neither")
-    bar = figure.colorbar(image, extend=extend, extendfrac=0.1 / inches, **where)
+    scale = {PowerNorm: ", square-root scale", LogNorm: ", logarithmic scale"}.get(type(image.norm), "")
+    label = _wrap(label + scale, 9, inches)
+    bar = add_colorbar(image, label, extend=extend, extendfrac=0.1 / inches, **where)
     if isinstance(image.norm, PowerNorm):
-        label += ", square-root scale"
         bar.set_ticks([top * n * n / 25 for n in range(6)], minor=False)
         bar.ax.yaxis.set_major_formatter("{x:.2g}")
     if isinstance(image.norm, LogNorm):
-        label += ", logarithmic scale"
         first, last = round(np.log10(low)), int(np.floor(np.log10(top) + 1e-9))
         step = _round_up((last - first) * 0.2 / inches)
         bar.set_ticks([10.0**n for n in range(first, last + 1, step)])
         bar.ax.yaxis.set_major_formatter("{x:,g}")
         bar.ax.yaxis.set_minor_locator(NullLocator())
-    set_text(bar.set_label, label, 9, inches)
-    bar.ax.tick_params(labelsize=8)
     if any(np.ma.is_masked(panel.cells) for panel in panels):
         bar.ax.legend(
             handles=[Patch(**MASKED)],

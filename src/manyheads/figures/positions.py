@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from manyheads.figures.cells import DPI
-from manyheads.figures.heatmaps import WEIGHT, Picture, set_text
+from manyheads.figures.heatmaps import WEIGHT, Picture, add_colorbar, draw_matrix, set_text
 from manyheads.shapes import kind, sizes
 
 VALUE = "PuOr"  # diverging around zero, and legible without colour vision
@@ -85,24 +86,15 @@ def image(encoding: Tensor, *, counted_from: int = 0, title: str = "positional e
     figure = Picture(figsize=(width + 1.5, height + 0.9), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     first = counted_from - 0.5
-    drawn = axes.imshow(
-        values.T,
-        cmap=VALUE,
-        vmin=-largest,
-        vmax=largest,
-        aspect="auto",
-        interpolation="nearest",
-        extent=(first, first + length, first + d, first),
-    )
+    extent = first, first + length, first + d, first
+    drawn = draw_matrix(axes, values.T, Normalize(-largest, largest), VALUE, extent)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=8)
     axes.set_xlabel("position", fontsize=9)
     axes.set_ylabel("dimension", fontsize=9)
     set_text(axes.set_title, title, 11)
-    bar = figure.colorbar(drawn, ax=axes, pad=0.02)
-    bar.set_label("encoding", fontsize=9)
-    bar.ax.tick_params(labelsize=8)
+    add_colorbar(drawn, "encoding", ax=axes, pad=0.02)
     return figure
 
 

@@ -1,12 +1,11 @@
 """PyTorch's FlexAttention: any mask and bias in one fused kernel, on CUDA in half precision.
 
 A mask becomes its `mask_mod`, softcap and bias its `score_mod`: functions of one query and one key,
-which a compiler writes into the kernel (Dong et al. 2024, arXiv:2412.05496). It gives the log-sum-exp
-and every gradient, and never makes the device wait. It doesn't promise that what is masked can't leak,
-but from keys that no query may see.
+which are compiled into the kernel (Dong et al. 2024, arXiv:2412.05496). It gives the log-sum-exp and every
+gradient, and never waits for the device. Masked NaN can't leak only from keys that no query attends to.
 
-The first problem of a kind is compiled, which takes seconds; what differs in numbers and lengths alone
-is of one kind.
+The first problem of a kind is compiled, which takes seconds. Problems that differ in numbers and lengths only
+are of one kind.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ SHIELDS = False
 TRITON = find_spec("triton") is not None
 CAPABILITY = (8, 0)  # of the oldest GPUs that multiply bfloat16
 NARROW, WIDE = 16, 256  # head sizes that PyTorch's Triton kernel has blocks for
-FAR = 1 << 30  # it counts in 32 bits
-RUNS = 64  # of keys side by side; each is a comparison in the kernel
+FAR = 1 << 30  # positions are 32-bit integers in it
+RUNS = 64  # of adjacent keys; each is a comparison in the kernel
 KINDS = 256  # kinds of problems compiled before PyTorch gives up; its own limit of 8 is one model's
 
 Index = Any  # of one pair: a tensor without dimensions
 
 
 def refuse(problem: Problem) -> list[str]:
-    """Why FlexAttention can't compute this problem, or not fused; empty if it can."""
+    """Return why FlexAttention doesn't support this problem with a fused kernel; empty if it does."""
     p, n = problem, problem.shape
     reasons = _refuse_machine(p.q.device)
     if p.q.dtype not in (torch.float16, torch.bfloat16):
@@ -54,7 +53,7 @@ def refuse(problem: Problem) -> list[str]:
     if p.forward_mode():
         reasons.append("it has no forward-mode derivative")
     if not torch.compiler.is_compiling() and "vmap" in transforms():
-        reasons.append("vmap doesn't see through it")
+        reasons.append("it doesn't support vmap")
     if p.dropout_p:
         reasons.append("it has no dropout")
     if 0 in n:
@@ -65,7 +64,7 @@ def refuse(problem: Problem) -> list[str]:
             reasons.append(f"{what} {size} is not between {NARROW} and {WIDE}")
     for part in (p.mask, p.bias, p.offset):
         if _is_far(part):
-            reasons.append(f"it counts in 32 bits, and {part} goes beyond")
+            reasons.append(f"its positions are 32-bit integers, and {part} needs more")
     leaves = _leaves(p.mask)
     for keys in (leaf for leaf in leaves if isinstance(leaf, Keys)):
         if len(_runs(keys)) > RUNS:
@@ -80,7 +79,7 @@ def refuse(problem: Problem) -> list[str]:
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
     """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
-    problem = _spelled(problem)
+    problem = _per_pair(problem)
     if torch.compiler.is_compiling():
         return _attend(problem)
     try:
@@ -97,7 +96,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled() -> Callable[[Problem], tuple[Tensor, Tensor]]:
-    """`_attend` as one graph; without `fullgraph`, giving up would be silent, and build every weight."""
+    """Return `_attend` as one graph; without `fullgraph` a graph break would silently build every weight."""
     return torch.compile(_attend, fullgraph=True)
 
 
@@ -112,7 +111,7 @@ def _attend(p: Problem) -> tuple[Tensor, Tensor]:
         blocks = create_block_mask(_mask_mod(p, p.mask), b, h, n.t, n.s, device=p.q.device)
     keep = _keep(p)
     if keep is not None:
-        p = p.without_unseen(keep)
+        p = p.without_masked_keys(keep)
     out, aux = flex_attention(
         p.q,
         p.k,
@@ -128,22 +127,22 @@ def _attend(p: Problem) -> tuple[Tensor, Tensor]:
     return (out, aux.lse) if p.sink is None else _join(out, aux.lse, p.sink.to(p.dtype))
 
 
-# -- the problem in FlexAttention's words ----------------------------------------------------------
+# -- the problem as FlexAttention's functions ------------------------------------------------------
 
 
 def _mask_mod(p: Problem, mask: Mask) -> Callable[..., Tensor]:
-    """May the query in row i see key j?"""
+    """Return the function that is True where the query in row i may attend to key j."""
     position = _position(p)
 
     def mask_mod(b: Index, h: Index, i: Index, j: Index) -> Tensor:
         kept = mask.keep(b, h, position(b, i), j)
-        return kept if isinstance(kept, Tensor) else (j == j) & kept  # a rule may answer True
+        return kept if isinstance(kept, Tensor) else (j == j) & kept  # a rule may return True
 
     return mask_mod
 
 
 def _score_mod(p: Problem) -> Callable[..., Tensor] | None:
-    """Return the score of the query in row i and key j before the mask: scale · q·k, softcap, then bias."""
+    """Return the function of a score before the mask, scale · q·k, that adds softcap and bias."""
     if p.softcap is None and p.bias is None:
         return None
     dtype, bias, position = p.dtype, p.bias, _position(p)
@@ -167,12 +166,12 @@ def _score_mod(p: Problem) -> Callable[..., Tensor] | None:
 
 
 def _position(p: Problem) -> Callable[[Index, Index], Index]:
-    """Return the position of the query in row i of batch entry b."""
+    """Return the function that gives the position of the query in row i of batch entry b."""
     offset = p.offset
     return lambda b, i: i + (offset[b] if isinstance(offset, Tensor) else offset)
 
 
-def _spelled(p: Problem) -> Problem:
+def _per_pair(p: Problem) -> Problem:
     """Return the same problem with a mask and bias that can be evaluated for one pair."""
     mask, bias = p.mask, p.bias
     if mask is not None:
@@ -184,7 +183,7 @@ def _spelled(p: Problem) -> Problem:
 
 
 def _without_lists(mask: Mask, s: int) -> Mask:
-    """Return the same mask with comparisons in place of lists of keys, which would have to be searched."""
+    """Return the same mask with comparisons instead of lists of keys, which would have to be searched."""
     if isinstance(mask, Keys):
         found: Mask = Prefix(0)
         for start, stop in _runs(mask):
@@ -197,7 +196,7 @@ def _without_lists(mask: Mask, s: int) -> Mask:
 
 
 def _runs(keys: Keys) -> list[tuple[int, int]]:
-    """Keys side by side, as half-open intervals."""
+    """Return runs of adjacent keys as half-open intervals."""
     runs: list[tuple[int, int]] = []
     for key in keys.keys:
         if runs and runs[-1][1] == key:
@@ -212,11 +211,11 @@ def _constant(x: float) -> float:
     return float.fromhex(x.hex())
 
 
-# -- around it -------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def _keep(p: Problem) -> Tensor | None:
-    """Where mask and bias keep: `[b or 1, h or 1, t or 1, s or 1]`; None where they keep everything."""
+    """Return where mask and bias keep, `[b or 1, h or 1, t or 1, s or 1]`; None if they keep everything."""
     keep = None if p.mask is None else p.keep(p.mask, ALL, ALL)
     if isinstance(p.bias, Dense):
         finite = p.bias.values != -math.inf
@@ -225,25 +224,25 @@ def _keep(p: Problem) -> Tensor | None:
 
 
 def _reads_tiles(p: Problem) -> bool:
-    """Return True if the kernel loads a number for each pair, of which its shared memory must hold tiles.
+    """Return True if the kernel loads a number for each pair, and needs shared memory for tiles of them.
 
-    PyTorch loads three tiles ahead, which a float32 bias at head size 64 has no room for on an H100.
+    PyTorch loads three tiles ahead; with a float32 bias at head size 64 they don't fit on an H100.
     """
     tables = [leaf.tensor for leaf in _leaves(p.mask) if isinstance(leaf, Keep)]
     if isinstance(p.bias, Dense):
         tables.append(p.bias.values)
-    own = any(isinstance(leaf, Rule) for leaf in _leaves(p.mask))  # which may look up anything
-    return own or isinstance(p.bias, Relative) or any(min(x.shape[-2:]) > 1 for x in tables)
+    has_rule = any(isinstance(leaf, Rule) for leaf in _leaves(p.mask))  # which may read any tensor
+    return has_rule or isinstance(p.bias, Relative) or any(min(x.shape[-2:]) > 1 for x in tables)
 
 
 def _join(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp with a sink `[h]` in the normaliser."""
+    """Return the output and log-sum-exp with a sink `[h]` in the normalizer."""
     sink = sink[None, :, None]  # [1, h, 1]
-    seen = lse != -math.inf  # [b, h, t]
-    lse = torch.where(seen, lse, 0.0)  # −inf − −inf is NaN, in a gradient too
-    share = torch.where(seen, torch.sigmoid(lse - sink), 0.0)
+    has_keys = lse != -math.inf  # [b, h, t]
+    lse = torch.where(has_keys, lse, 0.0)  # −inf − −inf is NaN, in a gradient too
+    share = torch.where(has_keys, torch.sigmoid(lse - sink), 0.0)
     out = (out * share[..., None]).to(out.dtype)  # [b, h, t, w]
-    return out, torch.where(seen, torch.logaddexp(lse, sink), sink)
+    return out, torch.where(has_keys, torch.logaddexp(lse, sink), sink)
 
 
 def _refuse_machine(device: torch.device) -> list[str]:
@@ -260,7 +259,7 @@ def _refuse_machine(device: torch.device) -> list[str]:
 
 
 def _is_far(part: Any) -> bool:
-    """Return True if a mask, bias or offset holds a number, or a tensor of a size, that exceeds 32 bits."""
+    """Return True if a number or a tensor's size in a mask, bias or offset exceeds 32 bits."""
     if isinstance(part, Value):
         return any(_is_far(getattr(part, name)) for name in part.names)
     if isinstance(part, Tensor):
@@ -274,36 +273,36 @@ def _leaves(mask: Mask | None) -> list[Mask]:
     return [leaf for part in mask.parts() for leaf in _leaves(part)] or [mask]
 
 
-_ASKED: WeakKeyDictionary[Rule, list[str]] = WeakKeyDictionary()
+_REASONS: WeakKeyDictionary[Rule, list[str]] = WeakKeyDictionary()  # why a rule isn't supported
 
-# What a rule may do beside reckoning with single numbers: make them, and look them up in a tensor.
+# What a rule may do beside pointwise operations: make numbers, and look them up in a tensor.
 LOOK_UP = {"arange", "full", "zeros_like", "ones_like", "full_like", "lift_fresh_copy", "_to_copy", "index",
            "select", "view", "expand", "permute", "unsqueeze", "squeeze", "alias", "detach"}  # fmt: skip
 
 
 def _refuse_rule(rule: Rule, device: torch.device) -> list[str]:
-    """Why a rule can't be asked about one pair, with nothing read back from the device; asked once."""
-    if rule not in _ASKED:
+    """Return why a rule can't be evaluated for one pair without reading from the device; remembered."""
+    if rule not in _REASONS:
         try:
             more = sorted(_operators(rule, device) - LOOK_UP)
             why = f"it calls {', '.join(more)}" if more else ""
         except Exception as error:  # whatever the caller's function raises
             why = _first_line(error)
-        _ASKED[rule] = [f"{rule} can't be asked about one pair at a time ({why})"] if why else []
-    return _ASKED[rule]
+        _REASONS[rule] = [f"{rule} can't be evaluated for one pair ({why})"] if why else []
+    return _REASONS[rule]
 
 
 def _operators(rule: Rule, device: torch.device) -> set[str]:
     """Return the operators, other than pointwise ones, that a rule calls for one pair."""
 
-    def ask(b: Index, h: Index, i: Index, j: Index) -> Tensor:
-        answer = rule.keep(b, h, i, j)
-        if isinstance(answer, Tensor) and answer.dim():
-            raise ValueError(f"it answers {sizes(answer)}")
-        return (j == j) & answer
+    def evaluate(b: Index, h: Index, i: Index, j: Index) -> Tensor:
+        kept = rule.keep(b, h, i, j)
+        if isinstance(kept, Tensor) and kept.dim():
+            raise ValueError(f"it returns {sizes(kept)}")
+        return (j == j) & kept
 
-    with warnings.catch_warnings(action="ignore"):  # of how fast the asking is
-        graph = make_fx(lambda: create_mask(ask, 1, 1, 1, 1, device))().graph
+    with warnings.catch_warnings(action="ignore"):  # about the speed of this evaluation
+        graph = make_fx(lambda: create_mask(evaluate, 1, 1, 1, 1, device))().graph
     called = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     return {op.overloadpacket.__name__ for op in called if torch.Tag.pointwise not in op.tags}
 

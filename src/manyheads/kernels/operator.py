@@ -2,12 +2,14 @@
 
 `torch.compile` puts an operator into a graph as one node, and tensor subclasses and dispatch modes see it.
 An operator takes tensors, numbers and text only, so a mask and a bias become text beside their tensors
-(`trees.write`), and are read back inside.
+(`trees.pack`), and are read back inside.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,9 +85,9 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
 
 def arguments(problem: Problem) -> tuple[Any, ...]:
     """Return a problem as the arguments of an operator."""
-    masks: list[Tensor] = []
-    biases: list[Tensor] = []
-    text = f"({trees.write(problem.mask, masks)}, {trees.write(problem.bias, biases)})"
+    masks, mask = _pack(problem.mask)
+    biases, bias = _pack(problem.bias)
+    text = repr([mask, bias])
     offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
     seed = torch.randint(1 << 62, (1,)) if problem.dropout_p else None
     return (
@@ -94,13 +96,31 @@ def arguments(problem: Problem) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def _pack(value: trees.Value | None) -> tuple[list[Tensor], Any]:
+    """Return the tensors of a mask or bias, and the rest as plain data."""
+    tensors: list[Tensor] = []
+
+    def add(tensor: Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    packed = trees.pack(value, add)
+    return tensors, packed
+
+
+@lru_cache(256)
+def _parse(text: str) -> Any:
+    """Return the data of a text, parsed once: a training step reads the same few texts again and again."""
+    return ast.literal_eval(text)
+
+
 def _problem_of(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, masks: list[Tensor], biases: list[Tensor],
     offsets: Tensor | None, seed: Tensor | None, text: str, offset: int, scale: float, softcap: float,
     dropout_p: float,
 ) -> Problem:  # fmt: skip
     """Return the problem that an operator was given."""
-    mask, bias = trees.read(text, masks, biases)
+    mask, bias = map(trees.unpack, _parse(text), (masks, biases))
     return Problem.of(
         q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap or None, sink=sink, dropout_p=dropout_p,
         offset=offset if offsets is None else offsets,
@@ -111,7 +131,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     """Save what the gradient needs."""
     q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers = inputs
     ctx.masks = len(masks)
-    ctx.functions = trees.functions(ctx.numbers[0])  # which the text only names
+    ctx.functions = trees.functions(_parse(ctx.numbers[0]))  # which the text only refers to
     ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
 
 

@@ -1,6 +1,6 @@
-"""The formula as a textbook writes it: all scores, a softmax, a product. The oracle of every test.
+"""The formula as textbooks write it: all scores, a softmax, a product. Tests compare the others with it.
 
-It builds the `[b, h, t, s]` weights, in float32 (float64 for float64), and autograd does the rest.
+It builds the `[b, h, t, s]` weights in float32 (float64 for float64), and autograd differentiates it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from manyheads.problem import ALL, Problem
 from manyheads.shapes import can_read
 
 NAME = "reference"
-GIVES_LSE = False  # it has one, computed in one piece; a map reads scores in blocks, which round otherwise
+GIVES_LSE = False  # it computes one, but rounds otherwise than the blocks in which a map reads scores
 SHIELDS = True  # what is masked can't leak
 
 
@@ -32,8 +32,8 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def run(problem: Problem) -> tuple[Tensor, None]:
     """Return the output `[b, h, t, w]`; no log-sum-exp."""
-    if problem.mask is not None and not can_read(problem.q):  # what isn't finite can't be searched for
-        problem = problem.without_unseen(problem.keep(problem.mask, ALL, ALL))
+    if problem.mask is not None and not can_read(problem.q):  # NaN and Inf can't be searched for
+        problem = problem.without_masked_keys(problem.keep(problem.mask, ALL, ALL))
     weight, _, keep = _softmax(problem)
     if problem.dropout_p:
         weight = torch.nn.functional.dropout(weight, problem.dropout_p)
@@ -51,7 +51,7 @@ def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     if problem.sink is not None:
         sink = problem.sink.to(score.dtype)[None, :, None, None].expand(*score.shape[:3], 1)
         logits = torch.cat((score, sink), -1)  # [b, h, t, s + 1]
-    # A row of −inf has no softmax: it is let through as zeros, then emptied, so that no NaN is born.
+    # The softmax of a row of −inf is NaN: such rows become zeros before it and after it.
     empty = (logits == -math.inf).all(-1, keepdim=True)  # [b, h, t, 1]
     logits = torch.where(empty, 0.0, logits)
     weight = logits.softmax(-1)[..., : score.shape[-1]]  # [b, h, t, s]

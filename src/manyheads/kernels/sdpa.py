@@ -1,8 +1,8 @@
-"""PyTorch's fused attention, where the problem can be said exactly in its terms.
+"""PyTorch's fused attention, for the problems that it computes exactly.
 
-`F.scaled_dot_product_attention` falls back in silence to a path that builds every weight; this
-kernel refuses the problems for which it would. It gives no log-sum-exp, and it doesn't promise that
-what is masked can't leak: `kernels.run` looks at its output for that.
+`F.scaled_dot_product_attention` silently falls back to a path that builds every weight; this kernel refuses
+the problems for which it would. It gives no log-sum-exp, and masked NaN can leak in it: `kernels.run` checks
+its inputs and its output.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def run(problem: Problem) -> tuple[Tensor, None]:
     if needs_tensor(p):
         tensor = _tensor(p)
         if not can_read(p.q) or p.q.device.type != "cpu":
-            p = p.without_unseen(tensor if p.bias is None else tensor != -math.inf)
-    elif not _sees_all(p):
-        causal = True  # and no query of t sees a key beyond the first t
+            p = p.without_masked_keys(tensor if p.bias is None else tensor != -math.inf)
+    elif not _is_fully_visible(p):
+        causal = True  # and no query attends to a key beyond the first t
         p = replace(p, k=p.k[:, :, : n.t], v=p.v[:, :, : n.t])
     grouped = False
     if n.h != n.g:  # a branch, as a compiler wants a bool here and not a symbol
@@ -125,8 +125,8 @@ def _is_causal(p: Problem) -> bool:
     return band == (None, 0) and len(segments) + len(lengths) + len(rest) == 0
 
 
-def _sees_all(p: Problem) -> bool:
-    """Return True if a mask of bands alone keeps everything, as Causal does for a single last query."""
+def _is_fully_visible(p: Problem) -> bool:
+    """Return True if a mask made of bands only keeps everything, as Causal does for a single last query."""
     if p.mask is None:
         return True
     (low, high), segments, lengths, rest = p.mask.normal()
@@ -142,11 +142,11 @@ def _sees_all(p: Problem) -> bool:
 
 def needs_tensor(p: Problem) -> bool:
     """Return True if PyTorch takes the mask and bias of a problem as a tensor, which has to be built."""
-    return p.bias is not None or not (_sees_all(p) or _is_causal(p))
+    return p.bias is not None or not (_is_fully_visible(p) or _is_causal(p))
 
 
 def _given_as_tensor(p: Problem) -> bool:
-    """Return True if the caller gave the mask as a tensor, so that another one costs no more."""
+    """Return True if the caller passed the mask as a tensor."""
     return p.bias is None and isinstance(p.mask, Keep)  # or a Drop, which is one
 
 
@@ -155,8 +155,8 @@ def _mask_bytes(p: Problem) -> int:
     b, h = 1, 1
     for part in (p.mask, p.bias):
         if part is not None:
-            own_b, own_h = p.apart(part)
-            b, h = max(b, own_b), max(h, own_h)
+            part_b, part_h = p.broadcast_sizes(part)
+            b, h = max(b, part_b), max(h, part_h)
     return b * h * p.shape.t * p.shape.s * p.q.element_size()  # PyTorch makes a boolean mask one of q's dtype
 
 

@@ -4,15 +4,15 @@ The folder of a training run also has `optimizer.safetensors, state.json`, the t
 
 The files of a checkpoint fit each other even if the process is killed while it writes them: they are written
 into a folder beside them, the folder is renamed, and then they are moved to their places. If the process dies
-in between, the next one that opens the checkpoint finishes the moves.
+in between, the next process that opens the checkpoint finishes the moves.
 
 Each safetensors file has checksums of its tensors and of the model's config in its header, which detect
 damaged weights and the config of another model. `state.json` has the checksum of every other file, so that no
-run is resumed with a file of another one. Files of earlier versions without checksums are read without these
+run is resumed with a file of another run. Files of earlier versions without checksums are read without these
 checks.
 
-A marker file identifies the folder of a run. Without it, files of the same names are never overwritten. A
-lock, which the operating system releases when the process dies, excludes a second process.
+Training never overwrites files of the same names, unless it resumes their run. A lock, which the operating
+system releases when the process dies, excludes a second process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -53,13 +53,10 @@ FILES = (
     "state.json",
 )
 TRAINING, HELD_OUT, LOG = "train.npy", "held_out.npy", "log.jsonl"
+RUN_FILES = (*FILES, TRAINING, HELD_OUT)  # what resuming a run needs
 # Folders inside the folder of a checkpoint. These names are reserved: the files inside may be deleted.
 WRITING, WRITTEN = ".manyheads-writing", ".manyheads-written"
-MARKER, LOCK = ".manyheads-run", ".manyheads-lock"
-MARKER_START = "This folder holds a run of `manyheads train`"
-MARKER_TEXT = f"""{MARKER_START}, which replaces these files in it:
-{" ".join((*FILES, TRAINING, HELD_OUT, LOG))}
-"""
+LOCK = ".manyheads-lock"
 RESTORE = "Restore it from a copy, or start a new run in another --out."
 
 
@@ -83,28 +80,47 @@ def save(
     Raises:
         OSError: If a file can't be written. The earlier checkpoint stays.
     """
-    settle(folder)
-    part, digests = folder / WRITING, {}
+    with writing(folder) as part:
+        write_model(part, folder, model, tokenizer, optimizer, state)
 
-    def put(name: str, content: bytes) -> None:
-        digests[name] = hashlib.sha256(content).hexdigest()
+
+def write_model(
+    part: Path,
+    folder: Path,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    optimizer: Mapping[str, Tensor] | None,
+    state: Mapping[str, Any] | None,
+) -> None:
+    """Write the files that `save` describes into `part`. Errors name the files in `folder`."""
+    contents = {
+        "model.safetensors": _tensor_bytes(model.state_dict(), model.config),
+        "config.json": _json_bytes(asdict(model.config)),
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+    }
+    if optimizer is not None and state is not None:
+        contents["optimizer.safetensors"] = _tensor_bytes(optimizer, model.config)
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        contents["state.json"] = _json_bytes({**state, CHECKSUM: digests})
+    for name, content in contents.items():
         with disk_errors(folder / name):
             (part / name).write_bytes(content)
-            with open(part / name, "rb") as written:
-                os.fsync(written.fileno())
+            with open(part / name, "rb") as file:
+                os.fsync(file.fileno())
 
+
+@contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder. If the block succeeds, its files replace those in `folder`, all or none."""
+    settle(folder)
+    part = folder / WRITING
     shutil.rmtree(part, ignore_errors=True)
     try:
         with disk_errors(part):
             part.mkdir(parents=True)
-        put("model.safetensors", _tensor_bytes(model.state_dict(), model.config))
-        put("config.json", _json_bytes(asdict(model.config)))
-        put("tokenizer.json", tokenizer.to_str(pretty=True).encode())
-        if optimizer is not None and state is not None:
-            put("optimizer.safetensors", _tensor_bytes(optimizer, model.config))
-            put("state.json", _json_bytes({**state, CHECKSUM: digests}))
+        yield part
         os.rename(part, folder / WRITTEN)
-    except (Exception, KeyboardInterrupt):  # so that a full disk gets its space back
+    except BaseException:  # so that a full disk gets its space back
         shutil.rmtree(part, ignore_errors=True)
         raise
     settle(folder)
@@ -114,7 +130,7 @@ def settle(folder: Path) -> None:
     """Finish the moves that a killed process left undone, if any."""
     written = folder / WRITTEN
     if written.is_dir():
-        for name in FILES:
+        for name in RUN_FILES:
             if (written / name).exists():
                 os.replace(written / name, folder / name)
         written.rmdir()
@@ -271,6 +287,24 @@ def write(path: Path, content: bytes) -> None:
 
 
 @contextmanager
+def opened(path: Path, mode: str) -> Iterator[Callable[[bytes], None]]:
+    """Open a file, and yield a function that appends bytes to it. Errors name the path."""
+    with disk_errors(path):
+        file = open(path, mode)  # noqa: SIM115 (closing it may fail, see below)
+
+    def append(content: bytes) -> None:
+        with disk_errors(path):
+            file.write(content)
+            file.flush()
+
+    try:
+        yield append
+    finally:
+        with disk_errors(path):  # closing writes what a full disk refused before
+            file.close()
+
+
+@contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Raise an OSError of the block as one that names the path and how to fix it."""
     try:
@@ -319,23 +353,18 @@ def _read_config(path: Path) -> Config:
 
 
 def check_vacant(folder: Path) -> None:
-    """Raise FileExistsError if a folder holds a run, or files that a new run would overwrite."""
-    names, marked = [*FILES, WRITTEN], is_marked(folder)
-    if not marked:  # the other files of a marked folder are left from a run that died before a checkpoint
-        names += [TRAINING, HELD_OUT, LOG, MARKER]
-    found = [name for name in names if os.path.lexists(folder / name)]
-    if not found:
-        return
-    if not (marked or WRITTEN in found or _has_state(folder)):
-        raise _foreign(folder / found[0])
+    """Raise FileExistsError if a folder has a run, or files that a new run would overwrite."""
+    found = [name for name in (*RUN_FILES, LOG, WRITTEN) if os.path.lexists(folder / name)]
     missing = _missing(folder)
-    if missing and WRITTEN not in found:
+    if found and (not missing or WRITTEN in found):
         raise FileExistsError(
-            f"{folder} holds a run that can't be resumed: it has no {missing[0]}. {RESTORE}"
+            f"{folder} already has a run ({found[0]}). Add --resume to continue it, or choose another --out."
         )
-    raise FileExistsError(
-        f"{folder} already holds a run ({found[0]}). Add --resume to continue it, or choose another --out."
-    )
+    if found:
+        raise FileExistsError(
+            f"Training would overwrite {folder / found[0]}, and {folder} isn't a run that can be resumed, as "
+            f"it has no {missing[0]}. {RESTORE}"
+        )
 
 
 def check_complete(folder: Path) -> None:
@@ -350,53 +379,7 @@ def check_complete(folder: Path) -> None:
 
 
 def _missing(folder: Path) -> list[str]:
-    return [name for name in (*FILES, TRAINING, HELD_OUT) if not (folder / name).is_file()]
-
-
-def _has_state(folder: Path) -> bool:
-    """Return True if the folder has the state of a run. Runs of earlier versions have no marker."""
-    try:
-        read_json(folder / "state.json")
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _foreign(path: Path) -> FileExistsError:
-    return FileExistsError(
-        f"{path} wasn't written by manyheads, and training would overwrite it. Choose another --out, or move "
-        "the file away."
-    )
-
-
-def is_marked(folder: Path) -> bool:
-    """Return True if the folder's marker identifies it as a run."""
-    marker = folder / MARKER
-    return marker.is_file() and marker.read_bytes().startswith(MARKER_START.encode())
-
-
-def mark(folder: Path) -> None:
-    """Write the folder's marker, or raise FileExistsError if another file has its name."""
-    if os.path.lexists(folder / MARKER) and not is_marked(folder):
-        raise _foreign(folder / MARKER)
-    write(folder / MARKER, MARKER_TEXT.encode())
-
-
-@contextmanager
-def prepared(folder: Path) -> Iterator[Path]:
-    """Mark a folder and yield an empty one in it for new files; if the block fails, remove both again."""
-    part = folder / WRITING
-    mark(folder)
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        (folder / LOG).unlink(missing_ok=True)
-        yield part
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        for name in (TRAINING, HELD_OUT, MARKER):
-            (folder / name).unlink(missing_ok=True)
-        raise
+    return [name for name in RUN_FILES if not (folder / name).is_file()]
 
 
 @contextmanager
@@ -410,7 +393,7 @@ def created(folder: Path) -> Iterator[None]:
             except BaseException:
                 with suppress(OSError):
                     if made and os.listdir(folder) == [LOCK]:
-                        (folder / LOCK).unlink()  # while this process holds it
+                        (folder / LOCK).unlink()  # while it is locked
                 raise
     except BaseException:
         with suppress(OSError):  # the first that isn't empty
@@ -421,7 +404,7 @@ def created(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, or raise BlockingIOError if another process or thread holds it."""
+    """Lock the folder, or raise BlockingIOError if another process or thread has locked it."""
     try:
         with FileLock(folder / LOCK, timeout=0):
             yield

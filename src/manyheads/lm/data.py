@@ -18,13 +18,13 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from manyheads.lm.checkpoint import disk_errors
+from manyheads.lm.checkpoint import opened
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -172,17 +172,14 @@ def _signature(file: Path) -> tuple[int, int]:
 def _cut(chunks: Iterable[str]) -> Iterator[str]:
     """Yield the passages of a text, which don't depend on the chunks in which it is read."""
     text = ""
-    for chunk in chunks:
+    # While more text may follow, passages are cut only as far as `_cut_after` can read ahead.
+    for chunk, least in chain(((chunk, 2 * PASSAGE) for chunk in chunks), [("", PASSAGE + 1)]):
         text, start = text + chunk, 0
-        while len(text) - start >= 2 * PASSAGE:  # as far as a cut looks ahead
+        while len(text) - start >= least:
             stop, skipped = _cut_after(text, start)
             yield text[start:stop]
             start = stop + skipped
         text = text[start:]
-    while len(text) > PASSAGE:
-        stop, skipped = _cut_after(text, 0)
-        yield text[:stop]
-        text = text[stop + skipped :]
     yield text
 
 
@@ -259,12 +256,6 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
 
 
-def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> Tokens:
-    """Return all documents as ids `[n]`, with END before each and after the last."""
-    dtype = token_dtype(tokenizer)
-    return np.concatenate([np.array([END_ID], dtype), *(ids for _, ids in encoded(tokenizer, documents))])
-
-
 def encoded(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
     """Yield each document with its ids `[n]`, of which the last is END."""
     dtype, remaining = token_dtype(tokenizer), iter(documents)
@@ -278,28 +269,22 @@ def token_file(path: Path, dtype: np.dtype[Any]) -> Iterator[Callable[[Tokens], 
     """Write a token file in NumPy's format: yield a function that appends ids `[n]`."""
     count = 0
 
-    def write_header() -> None:
+    def header() -> bytes:
+        content = io.BytesIO()
         described = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
-        np.lib.format.write_array_header_1_0(file, described)  # it has space for a longer shape
+        np.lib.format.write_array_header_1_0(content, described)  # it has space for a longer shape
+        return content.getvalue()
 
     def append(ids: Tokens) -> None:
         nonlocal count
-        with disk_errors(path):
-            file.write(ids.astype(dtype).tobytes())
+        write(ids.astype(dtype).tobytes())
         count += len(ids)
 
-    with disk_errors(path):
-        file = open(path, "wb")  # noqa: SIM115 (closing it may fail, see below)
-    try:
-        with disk_errors(path):
-            write_header()
+    with opened(path, "wb") as write:
+        write(header())
         yield append
-        with disk_errors(path):
-            file.seek(0)
-            write_header()
-    finally:
-        with disk_errors(path):  # it writes what a full disk refused before
-            file.close()
+    with opened(path, "r+b") as write:
+        write(header())
 
 
 def read_tokens(path: Path) -> Tokens:

@@ -89,7 +89,7 @@ def generate(
 
     Raises:
         TypeError: If ids isn't a tensor, or tokens or seed isn't an integer.
-        ValueError: If ids isn't a prompt, or the context can't hold the prompt and the tokens.
+        ValueError: If ids isn't a prompt, or prompt and tokens exceed the context.
     """
     whole(tokens, "tokens", 1)
     check_seed(seed)
@@ -97,17 +97,17 @@ def generate(
         raise TypeError(f"Expected ids to be one prompt [1, t], got {kind(ids)}.")
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
         raise ValueError(f"Expected ids to be one prompt [1, t] with a token or more, got {sizes(ids)}.")
-    room = _room(model, ids)
-    if tokens > room:
+    free = _free_tokens(model, ids)
+    if tokens > free:
         raise ValueError(
-            f"Expected at most {room} tokens, as the model's context is {model.context} and the prompt has "
+            f"Expected at most {free} tokens, as the model's context is {model.context} and the prompt has "
             f"{ids.shape[1]}, got {tokens}."
         )
     return _continue(model, ids, tokens, sampling or Sampling(), seed, cached)
 
 
-def _room(model: LanguageModel, ids: Tensor) -> int:
-    """Return how many tokens the context can hold after a prompt `[1, t]`."""
+def _free_tokens(model: LanguageModel, ids: Tensor) -> int:
+    """Return how many tokens fit into the context after a prompt `[1, t]`."""
     return max(0, model.context - ids.shape[1])
 
 
@@ -134,8 +134,8 @@ class Text:
 
     Attributes:
         text: The text after the prompt.
-        end: Why it ended: "tokens" (the number that was asked for), "stop" (the stop text), "end" (an
-            end-of-text token) or "context" (it is full). Empty for a piece of `stream` before the last.
+        end: Why it ended: "tokens" (the requested number), "stop" (the stop text), "end" (an end-of-text
+            token) or "context" (it is full). Empty for a piece of `stream` before the last.
     """
 
     text: str
@@ -152,24 +152,7 @@ def complete(
     stop: str | None = None,
     seed: int = 0,
 ) -> Text:
-    """Continue a prompt, until there are `tokens` tokens, `stop` is generated, or the context is full.
-
-    Args:
-        model: The model, as `load` returns it.
-        tokenizer: Its tokenizer, as `load` returns it.
-        prompt: The text to continue.
-        tokens: The largest number of tokens to generate.
-        sampling: How each token is drawn; None is `Sampling()`.
-        stop: The text that ends the generation.
-        seed: The random seed of the draws.
-
-    Returns:
-        The text after the prompt, without `stop`.
-
-    Raises:
-        ValueError: If the prompt or `stop` is empty, or the prompt fills the context.
-        TypeError: If `tokens` or `seed` is not an integer.
-    """
+    """Return the whole continuation of a prompt. Arguments and errors are those of `stream`."""
     pieces = list(stream(model, tokenizer, prompt, tokens, sampling, stop=stop, seed=seed))
     return Text("".join(piece.text for piece in pieces), pieces[-1].end)
 
@@ -184,10 +167,10 @@ def stream(
     stop: str | None = None,
     seed: int = 0,
 ) -> Iterator[Text]:
-    """Continue a prompt like `complete`, in pieces, each as soon as no later token can change it.
+    """Continue a prompt until there are `tokens` tokens, `stop` is generated, or the context is full.
 
-    No character is split over two pieces, and no piece contains a part of `stop`. The last piece has the
-    `end`, and may have an empty text.
+    The text comes in pieces, each as soon as no later token can change it. No character is split over two
+    pieces, and no piece contains a part of `stop`. The last piece has the `end`, and may have an empty text.
 
     Args:
         model: The model, as `load` returns it.
@@ -211,17 +194,17 @@ def stream(
     if not prompt:
         raise ValueError("Expected a prompt with some text, got an empty one.")
     ids = torch.tensor([tokenizer.encode(prompt).ids], dtype=torch.int64)  # [1, t]
-    room = _room(model, ids)
-    if room == 0:
+    free = _free_tokens(model, ids)
+    if free == 0:
         raise ValueError(
             f"Expected a prompt shorter than the model's context, {model.context}, got {ids.shape[1]} "
             "tokens. Shorten it."
         )
-    drawn = generate(model, ids, min(tokens, room), sampling, seed=seed)
-    return _pieces(tokenizer, drawn, stop or "", tokens, room)
+    drawn = generate(model, ids, min(tokens, free), sampling, seed=seed)
+    return _pieces(tokenizer, drawn, stop or "", tokens, free)
 
 
-def _pieces(tokenizer: Tokenizer, drawn: Iterator[int], stop: str, tokens: int, room: int) -> Iterator[Text]:
+def _pieces(tokenizer: Tokenizer, drawn: Iterator[int], stop: str, tokens: int, free: int) -> Iterator[Text]:
     ids: list[int] = []
     text, done = "", 0
     for token in drawn:
@@ -236,7 +219,7 @@ def _pieces(tokenizer: Tokenizer, drawn: Iterator[int], stop: str, tokens: int, 
         if len(final) > done:
             yield Text(final[done:], "")
             done = len(final)
-    end = "end" if len(ids) < min(tokens, room) else "tokens" if tokens <= room else "context"
+    end = "end" if len(ids) < min(tokens, free) else "tokens" if tokens <= free else "context"
     yield Text(text[done:], end)
 
 

@@ -56,11 +56,7 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("vocab", "embed", "heads", "layers", "hidden"):
             whole(getattr(self, name), name, 1)
-        whole(self.context, "context", 2)
-        if self.context > LONGEST_CONTEXT:
-            raise ValueError(
-                f"Expected a context of at most {LONGEST_CONTEXT:,} tokens, got {self.context:,}."
-            )
+        whole(self.context, "context", 2, LONGEST_CONTEXT)
         if self.embed % (4 * self.heads):
             raise ValueError(
                 f"Expected embed to be a multiple of 4 * heads, got embed = {self.embed} and heads = "

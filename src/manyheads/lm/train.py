@@ -17,14 +17,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 
@@ -44,11 +46,6 @@ LARGEST_VOCAB = 2**20  # the tokenizers library aborts the process for sizes tha
 MOST_STEPS = 10**9
 # The names of options in runs of earlier versions.
 RENAMED = {"rows": "batch_size", "rate": "learning_rate", "vocab": "vocab_size"}
-
-
-def default_device() -> str:
-    """Return "cuda" if it is available, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -104,29 +101,26 @@ class Options:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        whole(self.context, "context", 2)
-        for name in ("steps", "batch_size", "log_every", "evaluate_every", "save_every"):
-            whole(getattr(self, name), name, 1)
+        for name, least, most in (
+            ("steps", 1, MOST_STEPS),
+            ("context", 2, None),
+            ("batch_size", 1, None),
+            ("repeated", 0, self.batch_size),
+            ("vocab_size", SMALLEST_VOCAB, LARGEST_VOCAB),
+            ("log_every", 1, None),
+            ("evaluate_every", 1, None),
+            ("save_every", 1, None),
+        ):
+            whole(getattr(self, name), name, least, most)
         if self.schedule_steps is not None:
-            whole(self.schedule_steps, "schedule_steps", 1)
-        for name in ("steps", "schedule_steps"):
-            if (getattr(self, name) or 0) > MOST_STEPS:
-                raise ValueError(f"Expected {name} to be at most {MOST_STEPS}, got {getattr(self, name)}.")
-        whole(self.repeated, "repeated")
-        if self.repeated > self.batch_size:
-            raise ValueError(
-                f"Expected repeated to be at most batch_size = {self.batch_size}, got {self.repeated}."
-            )
-        whole(self.vocab_size, "vocab_size", SMALLEST_VOCAB)
-        if self.vocab_size > LARGEST_VOCAB:
-            raise ValueError(f"Expected vocab_size to be at most {LARGEST_VOCAB}, got {self.vocab_size}.")
+            whole(self.schedule_steps, "schedule_steps", 1, MOST_STEPS)
         self.config(self.vocab_size)
         check_device(self.device)
         real(self.learning_rate, "learning_rate", lambda x: 0 < x <= 1, "a positive number of at most 1")
         real(self.clip, "clip", lambda x: 0 < x < math.inf, "a positive number")
         # AdamW multiplies the weights by 1 - rate * decay, which beyond 1 would change their signs.
-        most = 1 / self.learning_rate
-        real(self.decay, "decay", lambda x: 0 <= x <= most and x < math.inf, f"between 0 and {most:g}")
+        largest = 1 / self.learning_rate
+        real(self.decay, "decay", lambda x: 0 <= x <= largest and x < math.inf, f"between 0 and {largest:g}")
         real(self.dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
 
     def config(self, vocab: int) -> Config:
@@ -158,7 +152,7 @@ class Options:
         # Weights, gradients and two moments; the logits and their gradients. All of it in float32.
         needed = 16 * self.config(vocab).parameter_count + 8 * self.batch_size * self.context * vocab
         available = total_memory(self.device)
-        if available is not None and needed > available:
+        if needed > available:
             raise ValueError(
                 f"Training needs more than {amount(needed)} of memory, {self.device} has "
                 f"{amount(available)}. Choose a smaller model, vocab_size, batch_size or context."
@@ -183,14 +177,11 @@ class Options:
         return self.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def total_memory(device: str) -> int | None:
-    """Return the bytes of memory of a device, or None if they aren't known."""
+def total_memory(device: str) -> int:
+    """Return the bytes of memory of a device."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on every operating system
-        return None
+    return int(psutil.virtual_memory().total)
 
 
 def check_device(name: str) -> None:
@@ -198,8 +189,8 @@ def check_device(name: str) -> None:
     devices = ["cpu"]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
-        numbered = (f"{accelerator.type}:{n}" for n in range(torch.accelerator.device_count()))
-        devices += [accelerator.type, *numbered]
+        kind = accelerator.type
+        devices += [kind, *(f"{kind}:{n}" for n in range(torch.accelerator.device_count()))]
     if name not in devices:
         raise ValueError(f"Expected device to be one of this machine's, {', '.join(devices)}, got {name!r}.")
 
@@ -226,17 +217,14 @@ class Run:
         self.out, self.options, self.tokenizer, self.facts = out, options, tokenizer, facts
         self.step = 0  # finished steps
         self.seconds = 0.0
-        self.training = data.read_tokens(out / TRAINING)  # [n]
-        self.held_out = data.read_tokens(out / HELD_OUT)  # [n]
         config = options.config(tokenizer.get_vocab_size())
         torch.manual_seed(options.seed)
         self.model = LanguageModel(config, options.dropout).to(options.device).train()
-        named = dict(self.model.named_parameters())
-        self.names = sorted(named, key=lambda name: named[name].dim() < 2)  # matrices first
-        matrices = sum(parameter.dim() >= 2 for parameter in named.values())
+        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
+        vectors = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
         groups = [
-            {"params": [named[n] for n in self.names[:matrices]], "weight_decay": options.decay},
-            {"params": [named[n] for n in self.names[matrices:]], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": options.decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
         self.dtype = autocast_dtype(options.device)
@@ -244,12 +232,10 @@ class Run:
     @classmethod
     def begin(cls, out: Path, options: Options, files: data.TextFiles | None) -> Run:
         """Prepare the text (Python's own documentation if `files` is None) and write the first checkpoint."""
-        with checkpoint.prepared(out) as part:
+        with checkpoint.writing(out) as part:
             tokenizer, facts = _prepare_text(part, options, files)
-            for name in (TRAINING, HELD_OUT):
-                os.replace(part / name, out / name)
             run = cls(out, options, tokenizer, facts)
-            run.save()
+            run.write(part)
         return run
 
     @classmethod
@@ -270,9 +256,6 @@ class Run:
                 f"The run in {out} was started with other text than that of --data. Leave it out to resume, "
                 "or choose another --out."
             )
-        for name in (TRAINING, HELD_OUT):
-            if checkpoint.file_digest(out / name) != facts[name]["sha256"]:
-                raise ValueError(f"{out / name} has changed since the run began. {RESTORE}")
         config, tokenizer = checkpoint.read_config(out)
         if config != options.config(config.vocab):
             raise ValueError(
@@ -285,8 +268,6 @@ class Run:
         run.restore()
         checkpoint.check_digests(out, digests)  # last, as the checks before it find what is wrong with a file
         lines = run.read_log()
-        if not checkpoint.is_marked(out):  # a run of an earlier version
-            checkpoint.mark(out)
         checkpoint.write(out / LOG, "".join(lines).encode())
         if options.schedule_steps is not None and step < options.steps:
             _console().print(
@@ -295,49 +276,61 @@ class Run:
             )
         return run
 
+    @cached_property
+    def training(self) -> data.Tokens:
+        """Return the ids `[n]` of the training text."""
+        return data.read_tokens(self.out / TRAINING)
+
+    @cached_property
+    def held_out(self) -> data.Tokens:
+        """Return the ids `[n]` of the held-out text."""
+        return data.read_tokens(self.out / HELD_OUT)
+
     def save(self) -> None:
-        """Write the checkpoint."""
-        moments = {}
-        for index, name in enumerate(self.names):
-            for key, value in self.optimizer.state_dict()["state"].get(index, {}).items():
-                moments[f"{name}/{key}"] = value
+        """Replace the checkpoint."""
+        with checkpoint.writing(self.out) as part:
+            self.write(part)
+
+    def write(self, part: Path) -> None:
+        """Write the files of a checkpoint into the folder `part`."""
+        moments = {
+            f"{name}/{key}": value
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()  # empty at step 0
+        }
         state = {
             "step": self.step,
             "seconds": round(self.seconds, 1),
             "options": asdict(self.options),
             "facts": self.facts,
         }
-        checkpoint.save(self.out, self.model, self.tokenizer, optimizer=moments, state=state)
+        checkpoint.write_model(part, self.out, self.model, self.tokenizer, moments, state)
 
     def restore(self) -> None:
         """Read the weights and AdamW's moments from the folder."""
         weights = self.model.state_dict()
         config = self.model.config
         self.model.load_state_dict(checkpoint.read_tensors(self.out / "model.safetensors", weights, config))
+        path, step = self.out / "optimizer.safetensors", torch.zeros(())
         named = dict(self.model.named_parameters())
-        wanted: dict[str, torch.Tensor] = {}
-        for name in self.names:
-            wanted |= {f"{name}/exp_avg": named[name], f"{name}/exp_avg_sq": named[name]}
-            wanted[f"{name}/step"] = torch.zeros(())
-        path = self.out / "optimizer.safetensors"
+        wanted = {
+            f"{name}/{key}": tensor
+            for name, parameter in named.items()
+            for key, tensor in (("step", step), ("exp_avg", parameter), ("exp_avg_sq", parameter))
+        }
         moments = checkpoint.read_tensors(path, wanted if self.step else {}, config)
         if not moments:  # at step 0
             return
-        if any(moments[f"{name}/step"] != self.step for name in self.names):
+        if any(moments[f"{name}/step"] != self.step for name in named):
             raise ValueError(
                 f"{path} isn't of step {self.step}, the last one by state.json: one of them belongs to "
                 "another checkpoint."
             )
-        keys = ("step", "exp_avg", "exp_avg_sq")
-        self.optimizer.load_state_dict(
-            {
-                "state": {
-                    index: {key: moments[f"{name}/{key}"] for key in keys}
-                    for index, name in enumerate(self.names)
-                },
-                "param_groups": self.optimizer.state_dict()["param_groups"],
-            }
-        )
+        state = {
+            index: {key: moments[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            for index, name in enumerate(sorted(named, key=lambda name: named[name].dim() < 2))
+        }  # in the order of the groups: matrices first
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
 
     def read_log(self) -> list[str]:
         """Return the lines of the log up to the checkpoint, without an incomplete last one.
@@ -349,20 +342,14 @@ class Run:
             ValueError: If a line isn't of a log.
         """
         log = self.out / LOG
-        kept = []
         try:
             lines = log.read_text("utf-8").splitlines(keepends=True) if log.exists() else []
-            for number, line in enumerate(lines, 1):
-                if (
-                    line.endswith("\n")
-                    and whole(json.loads(line)["step"], f"the step of line {number}") <= self.step
-                ):
-                    kept.append(line)
+            complete = [line for line in lines if line.endswith("\n")]
+            return [line for line in complete if whole(json.loads(line)["step"], "step") <= self.step]
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError(
                 f"{log} is damaged. Restore it from a copy, or move it away to start a new one."
             ) from None
-        return kept
 
     def advance(self) -> tuple[float, float]:
         """Train for a step; return the loss in nats per token and the gradient norm before clipping."""
@@ -470,7 +457,7 @@ def train(
                 run = Run.resume(out, given, paths)
                 _loop(run)
             return run
-        options = Options(**{"device": default_device(), **given})
+        options = Options(**{"device": "cuda" if torch.cuda.is_available() else "cpu", **given})
         if out.exists() and not out.is_dir():
             raise NotADirectoryError(f"Expected a folder for --out, got {out}, which is a file.")
         checkpoint.check_vacant(out)
@@ -498,7 +485,10 @@ def _too_short(tokens: str, name: str, options: Options) -> str:
 
 
 def _read_state(path: Path) -> tuple[Options, dict[str, Any], int, float, dict[str, str]]:
-    """Return (options, facts, step, seconds, checksums) of a state file; checksums may be absent."""
+    """Return (options, facts, step, seconds, checksums of the other files) of a state file.
+
+    Earlier versions have checksums of the token files only.
+    """
     state = checkpoint.read_json(path)
     try:
         options = Options(**_renamed(state["options"]))
@@ -508,11 +498,10 @@ def _read_state(path: Path) -> tuple[Options, dict[str, Any], int, float, dict[s
         for name in (TRAINING, HELD_OUT):
             whole(facts[name]["tokens"], f"the tokens of {name}", 1)
             whole(facts[name]["bytes"], f"the bytes of {name}", 1)
-            str.lower(facts[name]["sha256"])
         str.lower(facts["documents_sha256"])
-        digests = {}
+        digests = {name: str.lower(facts[name]["sha256"]) for name in (TRAINING, HELD_OUT)}
         if checkpoint.CHECKSUM in state:
-            digests = {name: str.lower(state[checkpoint.CHECKSUM][name]) for name in checkpoint.FILES[:-1]}
+            digests |= {name: str.lower(state[checkpoint.CHECKSUM][name]) for name in checkpoint.FILES[:-1]}
     except KeyError as error:
         raise ValueError(f"{path} is damaged: it has no {error}. {RESTORE}") from None
     except ValueError as error:
@@ -575,18 +564,16 @@ def _prepare_text(
 @contextmanager
 def _stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
     """Show a progress bar; yield a function of the name of a stage and how often it reads the files."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
     console = _console()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        if files is not None:
+            files.on_read = lambda size: bar.advance(task, size)
 
         def stage(name: str, passes: int = 1) -> None:
-            for task in bar.task_ids:
-                bar.remove_task(task)
-            new = bar.add_task(name, total=None if files is None else passes * files.size)
-            if files is not None:
-                files.on_read = lambda size: bar.advance(new, size)
+            bar.reset(task, total=None if files is None else passes * files.size, description=name)
             if not console.is_terminal:
                 console.print(name)
 
@@ -602,9 +589,9 @@ def _console() -> Console:
 
 def _loop(run: Run) -> None:
     """Train up to the last step, with a progress bar, the log and checkpoints."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
-    options, begun, done_before = run.options, time.perf_counter() - run.seconds, run.step
+    options, first, before = run.options, run.step, run.seconds
     per_step = options.batch_size * options.context
     console = _console()
     # A single letter is a prompt that fits into any context.
@@ -615,24 +602,15 @@ def _loop(run: Run) -> None:
             f"--steps {2 * options.steps}"
         )
         return
-    columns = (
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(),
-        TextColumn("{task.fields[progress]}"),
-        TimeRemainingColumn(),
-    )
-    started = time.perf_counter()
-    with (
-        _stop_requests() as stop,
-        _writers(run) as write,
-        Progress(*columns, console=console) as bar,
-    ):
-        task = bar.add_task("", total=options.steps, completed=run.step, progress="")
+    started = time.perf_counter() - before
+    with _stop_requests() as stop, _writers(run) as write, Progress(console=console) as bar:
+        task = bar.add_task("", total=options.steps, completed=run.step)
         while run.step < options.steps:
             loss, norm = run.advance()
-            run.seconds = time.perf_counter() - begun
-            speed = per_step * (run.step - done_before) / (time.perf_counter() - started)
-            bar.update(task, completed=run.step, progress=f"loss {loss:.3f}  {speed:,.0f} tokens/s")
+            run.seconds = time.perf_counter() - started
+            speed = per_step * (run.step - first) / (run.seconds - before)
+            progress = f"step {run.step}/{options.steps}, loss {loss:.3f}, {speed:,.0f} tokens/s"
+            bar.update(task, completed=run.step, description=progress)
             if not math.isfinite(loss):
                 raise ValueError(
                     f"The loss became {loss} at step {run.step}. Start again in another --out with a lower "
@@ -651,9 +629,9 @@ def _loop(run: Run) -> None:
                     "seconds": round(run.seconds, 1),
                 }
                 if evaluate:
-                    held = held_out_loss(run.model, run.held_out, most=128)
-                    line["held_out_loss"] = round(held, 5)
-                    line["held_out_bits_per_byte"] = round(run.bits_per_byte(held), 4)
+                    nats = held_out_loss(run.model, run.held_out, most=128)
+                    line["held_out_loss"] = round(nats, 5)
+                    line["held_out_bits_per_byte"] = round(run.bits_per_byte(nats), 4)
                 write(line)
             if stop.is_set() or last or run.step % options.save_every == 0:
                 run.save()
@@ -693,22 +671,13 @@ def _writers(run: Run) -> Iterator[Callable[[Mapping[str, float]], None]]:
         from torch.utils.tensorboard import SummaryWriter
 
         board = SummaryWriter(run.out / "tensorboard", purge_step=run.step + 1)
-    path = run.out / LOG
-    with checkpoint.disk_errors(path):
-        log = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closing it may fail, see below)
+    closed = nullcontext() if board is None else closing(board)
+    with closed, checkpoint.opened(run.out / LOG, "ab") as append:
 
-    def write(line: Mapping[str, float]) -> None:
-        with checkpoint.disk_errors(path):
-            log.write(json.dumps(line) + "\n")
-            log.flush()
-        for name, value in line.items():
-            if board is not None and name != "step":
-                board.add_scalar(name, value, int(line["step"]))
+        def write(line: Mapping[str, float]) -> None:
+            append(json.dumps(line).encode() + b"\n")
+            for name, value in line.items():
+                if board is not None and name != "step":
+                    board.add_scalar(name, value, int(line["step"]))
 
-    try:
         yield write
-    finally:
-        if board is not None:
-            board.close()
-        with checkpoint.disk_errors(path):  # it writes what a full disk refused before
-            log.close()

@@ -10,19 +10,18 @@ the last key (`Lengths(left=True)`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from manyheads.masks import drawing
-from manyheads.shapes import Shape, can_read, kind
+from manyheads.shapes import Shape, can_read, kind, whole
 from manyheads.trees import Value
 
-if TYPE_CHECKING:
-    from manyheads.masks.leaves import Documents, Lengths
-
 FAR = 1 << 60  # "no bound", on the axis of positions
+MAX_SIDE = 32  # queries and keys of a drawing by default, for a mask whose tensors have sizes
+SIDE = 12  # for one without
 
 Index = Any  # an int, or an integer tensor that broadcasts against [b, h, t, s]
 Interval = tuple[int, int]  # half-open
@@ -42,8 +41,8 @@ class Normal(NamedTuple):
     """A mask as a conjunction: a band low ≤ j − i ≤ high (None: no bound), segments, lengths, rest."""
 
     band: tuple[int | None, int | None] = (None, None)
-    segments: tuple[Documents, ...] = ()
-    lengths: tuple[Lengths, ...] = ()
+    segments: tuple[Any, ...] = ()  # of Documents
+    lengths: tuple[Any, ...] = ()  # of Lengths
     rest: tuple[Mask, ...] = ()
 
     def merge(self, other: Normal) -> Normal:
@@ -91,6 +90,14 @@ class Mask(Value):
         """Return the mask of some batch entries `[b]` and heads `[h]`, renumbered from 0."""
         return Only(self, batch, heads)
 
+    def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask | None:
+        """Return the mask of a range of rows and columns, renumbered from 0; None if that isn't supported.
+
+        offset: the position of row 0, an int or `[b]`, for a bound mask. In the cut problem row 0 is at
+        position offset + rows.start − cols.start.
+        """
+        return None
+
     def normal(self) -> Normal:
         """Return the mask as band & segments & lengths & rest."""
         return Normal(rest=(self,))
@@ -124,7 +131,16 @@ class Mask(Value):
 
         Raises TypeError or ValueError for sizes and an offset that aren't whole numbers.
         """
-        return drawing.table(self, t, s, offset, b, h)
+        rows, columns = self.extent() or (SIDE, SIDE)
+        if offset is None and t is None and s is None:
+            offset = columns - rows
+        t = min(rows, MAX_SIDE) if t is None else whole(t, "t")
+        s = min(columns, MAX_SIDE) if s is None else whole(s, "s")
+        offset = s - t if offset is None else whole(offset, "offset", least=-FAR)
+        bound = self.to("cpu").bind(offset, s if self.extent() is None else max(s, columns))
+        i = torch.arange(t)[:, None] + offset  # [t, 1]
+        j = torch.arange(s)[None, :]  # [1, s]
+        return torch.as_tensor(bound.keep(b, h, i, j)).expand(t, s)
 
     def draw(self, t: int | None = None, s: int | None = None, offset: int | None = None) -> str:
         """Return a picture for a terminal: a line per query, a column per key, ■ where it may attend.
@@ -176,6 +192,10 @@ class And(Pair):
     def span(self, rows: range) -> Span:
         x, y = self.left.span(rows), self.right.span(rows)
         return Span(intersect(x.some, y.some), intersect(x.all, y.all))
+
+    def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask | None:
+        left, right = (part.cut(rows, cols, offset) for part in self.parts())
+        return None if left is None or right is None else And(left, right)
 
     def normal(self) -> Normal:
         return self.left.normal().merge(self.right.normal())

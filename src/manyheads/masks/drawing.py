@@ -1,34 +1,10 @@
-"""Masks as tables and pictures."""
+"""Masks as pictures, for a terminal and for a notebook."""
 
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-
-from manyheads.shapes import whole
-
-if TYPE_CHECKING:
-    from manyheads.masks.algebra import Mask
-
-MAX_SIDE = 32  # queries and keys of a mask that has a size of its own
-SIDE = 12  # of one that doesn't
-
-
-def table(mask: Mask, t: int | None, s: int | None, offset: int | None, b: int, h: int) -> Tensor:
-    """Return `mask.table(…)`: the mask of batch entry b and head h as a boolean `[t, s]`."""
-    rows, columns = mask.extent() or (SIDE, SIDE)
-    if offset is None and t is None and s is None:
-        offset = columns - rows
-    t = min(rows, MAX_SIDE) if t is None else whole(t, "t")
-    s = min(columns, MAX_SIDE) if s is None else whole(s, "s")
-    offset = s - t if offset is None else whole(offset, "offset", least=-(1 << 60))
-    bound = mask.to("cpu").bind(offset, s if mask.extent() is None else max(s, columns))
-    i = torch.arange(t)[:, None] + offset  # [t, 1]
-    j = torch.arange(s)[None, :]  # [1, s]
-    return torch.as_tensor(bound.keep(b, h, i, j)).expand(t, s)
 
 
 def text(cells: Tensor) -> str:

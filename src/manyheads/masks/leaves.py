@@ -42,6 +42,9 @@ class Full(Mask):
     def span(self, rows: range) -> Span:
         return Span(EVERYTHING, EVERYTHING)
 
+    def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask:
+        return self
+
     def normal(self) -> Normal:
         return Normal()
 
@@ -58,6 +61,9 @@ class Band(Mask):
 
     def only(self, batch: Tensor, heads: Tensor) -> Mask:
         return self
+
+    def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask:
+        return self  # j − i stays the same
 
     def normal(self) -> Normal:
         low, high = self.band()
@@ -203,6 +209,12 @@ class Lengths(Mask):
     def bind(self, first: int | Tensor, s: int) -> Mask:
         return self.but(s=s)
 
+    def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask:
+        n = torch.as_tensor(self.n)
+        n = n - (self._columns() - cols.stop if self.left else cols.start)
+        n = n.clamp(0, len(cols))
+        return Lengths(int(n) if isinstance(self.n, int) else n, self.left)
+
     def normal(self) -> Normal:
         return Normal(lengths=(self,))
 
@@ -322,6 +334,20 @@ class Ids(Mask):
             return _look_up(self.ids, b, i)
         return _look_up(self.queries, b, i - _per_batch(self.first, b))
 
+    def at(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids of queries at positions i `[b or 1, t]` and keys j `[1, s]`, int64 `[b or 1, …]`.
+
+        A position without an id gets a number that matches nothing.
+        """
+        sizes = [x.shape[0] for x in (self.ids, self.queries, i) if x is not None and x.dim() == 2]
+        b = torch.arange(max([1, *sizes]))[:, None]
+        (queries, has_query), (keys, has_key) = self.query(b, i), self.key(b, j)
+        least = torch.iinfo(torch.int64).min
+        return (
+            torch.where(has_query, queries.to(torch.int64), least),
+            torch.where(has_key, keys.to(torch.int64), least + 1),
+        )
+
     def match(self, b: Index, i: Index, j: Index) -> Any:
         """Return True where query i and key j of batch entry b have the same id."""
         (query, has_query), (key, has_key) = self.query(b, i), self.key(b, j)
@@ -390,6 +416,13 @@ class Documents(Ids):
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return self.match(b, i, j)
+
+    def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask:
+        queries, keys = self.at(
+            torch.arange(rows.start, rows.stop) + torch.as_tensor(offset).reshape(-1, 1),
+            torch.arange(cols.start, cols.stop)[None],
+        )
+        return Documents(keys, queries=queries)
 
     def normal(self) -> Normal:
         return Normal(segments=(self,))

@@ -4,8 +4,8 @@
         model(**inputs)
     recording["layers.3.attn"].entropy()
 
-Hooks on every module say when it runs (`recorder`), attention calls are intercepted on their way to PyTorch
-(`intercept`, `transformers`), and each is recorded under the path of the innermost module (`recording`).
+Hooks on every module note when it runs (`recorder`), attention calls are intercepted before PyTorch computes
+them (`intercept`, `transformers`), and each is recorded under the path of the innermost module (`recording`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from manyheads.observe.recording import NoSuchLayer, Recording, open_run
 from manyheads.observe.summaries import STANDARD, Reduced
 from manyheads.observe.table import Table
 from manyheads.shapes import DTYPES, kind, most_bytes, whole
-from manyheads.statistics import BY_NAME, make
+from manyheads.statistics import BY_NAME, named
 
 __all__ = ["NoSuchLayer", "Recording", "Reduced", "Table", "observe", "open_run", "record_attention"]
 
@@ -43,19 +43,19 @@ def observe(
 ) -> Iterator[Recording]:
     """Record the attention maps of a model while the block runs, without changing its outputs.
 
-    Recorded are calls of `scaled_dot_product_attention`, `nn.MultiheadAttention` and everything built on it,
+    It records calls of `scaled_dot_product_attention`, `nn.MultiheadAttention` and everything built on it,
     Hugging Face models, and manyheads' own layers, on any thread. The model's own kernel computes its output;
-    a log-sum-exp that it doesn't give is computed when it is first needed. Compiled models run eagerly.
+    if it returns no log-sum-exp, that is computed when it is first needed. Compiled models run eagerly.
 
     Args:
         model: The model, or a part of it.
-        keep: "maps" keeps q and k of every call. "statistics" reduces each call at once and keeps nothing
-            else: entropy, distance, row_max, received, and the head scores that need no tokens. Names of
-            statistics, or a mapping from names to arguments as `AttentionMap.statistics` takes them, choose
-            others: `keep={"entropy": (), "top": 8}`.
+        keep: "maps" keeps q and k of every call. "statistics" keeps only statistics, which are computed at
+            once: entropy, distance, row_max, received, and the head scores that need no tokens. Name others,
+            or pass a mapping from names to arguments of `AttentionMap.statistics`:
+            `keep={"entropy": (), "top": 8}`.
         layers: Which modules to record: paths, parts of paths, or numbers in order of first call.
         heads: Which query heads to record.
-        max_bytes: The most bytes that the recording may hold.
+        max_bytes: The largest size of the recording, in bytes.
         device: Where q and k are kept, e.g. "cpu".
         dtype: The precision in which they are kept, e.g. torch.float16.
         ablate: Pairs (layer, head) whose output is replaced by zeros, to see what the head contributes.
@@ -64,9 +64,9 @@ def observe(
         The `Recording`, an ordered mapping from paths of attention modules to maps.
 
     Raises:
-        TypeError, ValueError: For arguments that don't fit the model, for calls that can't be recorded, and
-            at the end of the block if no forward ran or no attention was called.
-        MemoryError: From the model's call that would exceed max_bytes.
+        TypeError, ValueError: If an argument doesn't fit the model, a call can't be recorded, or, at the end
+            of the block, no forward ran or no attention was called.
+        MemoryError: In the model's call by which the recording exceeds max_bytes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected observe to get a torch.nn.Module, got {kind(model)}.")
@@ -115,15 +115,11 @@ def _check_statistics(keep: Any) -> dict[str, Any]:
     if not statistics:
         raise ValueError(f"{expected}, got none.")
     for name, given in statistics.items():
-        if name in MAP_MASKS:
-            if given != ():
-                raise TypeError(f"{name} takes no arguments, got {given!r}.")
-        elif name in BY_NAME:
-            for arguments in given if isinstance(given, list) else [given]:
-                make(name, arguments)
-        else:
-            names = ", ".join((*BY_NAME, *MAP_MASKS))
-            raise ValueError(f"There is no statistic {name!r} to keep, but {names}.")
+        if name not in (*BY_NAME, *MAP_MASKS):
+            raise ValueError(f"Expected statistics among {', '.join((*BY_NAME, *MAP_MASKS))}, got {name!r}.")
+        if name in MAP_MASKS and given != ():
+            raise TypeError(f"{name} takes no arguments, got {given!r}.")
+    named({name: given for name, given in statistics.items() if name in BY_NAME})  # checks the arguments
     return statistics
 
 

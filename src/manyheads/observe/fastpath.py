@@ -1,8 +1,9 @@
 """The fast path of PyTorch's own transformer layers, in evaluation without gradients.
 
-On it attention is one fused kernel that can't be intercepted; hooks on a layer keep PyTorch from taking it.
-An encoder skips padding there, and gives zeros in its place, or what its norm makes of zeros. So that
-outputs stay the same under observation, they are computed once more, by the same modules without the hooks.
+On the fast path, attention is part of a fused kernel that can't be intercepted. PyTorch doesn't take it where
+a layer has hooks. An encoder's fast path also skips padding, and returns zeros there, or what its norm makes
+of zeros. So that observed models return the same outputs, these are computed a second time, by the same
+modules without hooks.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ LAYERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttenti
 
 
 def has_fastpath(module: nn.Module) -> bool:
-    """Return True for one of these layers with PyTorch's own forward."""
+    """Return True for one of PyTorch's layers with a fast path, unless a subclass changes its forward."""
     return any(isinstance(module, layer) and type(module).forward is layer.forward for layer in LAYERS)
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Return True if PyTorch would take the fast path with it now, without hooks."""
+    """Return True if PyTorch would now take a module's fast path if it had no hooks."""
     if not has_fastpath(module):
         return False
     layer = next(iter(module.layers), module) if isinstance(module, nn.TransformerEncoder) else module
@@ -44,26 +45,21 @@ def _is_from(package: str, hook: Any) -> bool:
 
 
 def has_other_hooks(module: nn.Module) -> bool:
-    """Return True if it, or a module in it, has hooks of a user, which mustn't run twice."""
-    return not all(
-        _is_from("manyheads.", hook)
+    """Return True if a user's hooks, which mustn't run twice, are attached to a module or a part of it."""
+    return any(
+        not _is_from("manyheads.", hook)
         for part in module.modules()
         for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     )
 
 
 def without_hooks(module: nn.Module) -> nn.Module:
-    """Return a shallow copy of the modules, sharing everything they hold, without the hooks of `observe`."""
+    """Return a copy of a module without the hooks of `observe`, which shares the original's parameters."""
     plain = copy(module)
-    children = {
-        name: None if child is None else without_hooks(child) for name, child in module._modules.items()
-    }
-    plain.__dict__ |= {"_modules": children}
+    children = module._modules.items()
+    plain._modules = {name: None if child is None else without_hooks(child) for name, child in children}
     for name in ("_forward_hooks", "_forward_pre_hooks"):
-        hooks = [
-            (key, hook)
-            for key, hook in getattr(module, name).items()
-            if not _is_from("manyheads.observe", hook)
-        ]
-        plain.__dict__[name] = OrderedDict(hooks)
+        hooks = getattr(module, name).items()
+        kept = OrderedDict((key, hook) for key, hook in hooks if not _is_from("manyheads.observe", hook))
+        setattr(plain, name, kept)
     return plain

@@ -15,7 +15,7 @@ Band = tuple[int | None, int | None]  # low ≤ j − i ≤ high; None: no bound
 
 
 def checksums(k: Tensor, end: int) -> Tensor:
-    """Return a checksum of each key up to `end`, `[b, g, end]`, which tells whether a later call repeats it.
+    """Return a checksum of each key up to `end`, `[b, g, end]`, to find out if a later call repeats the keys.
 
     It is the sum of the key's bits, read as integers, times random odd numbers, modulo 2^64.
     """
@@ -26,13 +26,13 @@ def checksums(k: Tensor, end: int) -> Tensor:
 
 
 def reached_keys(call: Call, s: int) -> int:
-    """Return how many of s keys a call's queries reach, counted from the first; 0 if it isn't one number."""
+    """Return how many of s keys the queries reach, counted from the first; 0 if sequences differ in it."""
     offset = call.offset if isinstance(call, Reduced) else call.problem.offset
     return max(min(offset + call.shape[2], s), 0) if isinstance(offset, int) else 0
 
 
 def join(old: Call, new: Call) -> Call | None:
-    """Return one call of two whose keys continue each other's, or None if they can't be expressed as one."""
+    """Return two calls whose keys continue each other's as one call; None if that can't express both."""
     if isinstance(old, Reduced) and isinstance(new, Reduced):
         return old.followed_by(new) if _continues(old.shape, old.offset, new.shape, new.offset) else None
     if isinstance(old, AttentionMap) and isinstance(new, AttentionMap):
@@ -41,7 +41,7 @@ def join(old: Call, new: Call) -> Call | None:
 
 
 def _continues(old: tuple[int, ...], first: int | Tensor, new: tuple[int, ...], second: int | Tensor) -> bool:
-    """Return True if the new queries follow directly on the old ones, with keys that reach as far."""
+    """Return True if the new queries directly follow the old ones, and the keys reach as far."""
     if not isinstance(first, int) or not isinstance(second, int):
         return False
     return old[:2] == new[:2] and second == first + old[2] and new[3] >= max(second + new[2], old[3])
@@ -67,11 +67,11 @@ def _join_maps(old: AttentionMap, new: AttentionMap) -> AttentionMap | None:
 
 
 def _join_masks(before: Problem, after: Problem) -> Mask | None:
-    """Return the mask of both steps' queries over the later keys, if it is a band and some keys."""
+    """Return the mask of both steps' queries over the later keys; None unless it is a band and some keys."""
     (old_band, old_keys), (new_band, new_keys) = _band_and_keys(before), _band_and_keys(after)
     if old_keys is None or new_keys is None or not isinstance(before.offset, int):
         return None
-    # A single query at the last key under no band is causal, whatever its mask says.
+    # A single query at the last key is causal without a band too.
     causal: Band = (None, 0)
     old_is_last, new_is_last = _is_last_key(before, old_band), _is_last_key(after, new_band)
     if old_is_last and (new_is_last or new_band == causal):
@@ -90,12 +90,12 @@ def _join_masks(before: Problem, after: Problem) -> Mask | None:
 
 
 def _is_last_key(problem: Problem, band: Band) -> bool:
-    """Return True for a single query at the position of the last key, under no band."""
+    """Return True for a single query at the position of the last key, without a band."""
     return problem.shape.t == 1 and band == (None, None) and bool(problem.offset == problem.shape.s - 1)
 
 
 def _band_and_keys(problem: Problem) -> tuple[Band, Tensor | None]:
-    """Return a mask as a band and the keys `[b, s]` that all queries see, or None if it is more."""
+    """Return a mask as a band and the keys `[b, s]` that are visible to all queries; None if it has more."""
     n = problem.shape
     keys = torch.ones(n.b, n.s, dtype=torch.bool, device=problem.q.device)
     if problem.mask is None:

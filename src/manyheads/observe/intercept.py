@@ -1,17 +1,17 @@
 """Intercept attention calls while modules of an observed model run.
 
-Hooks of the recorder call `enter` and `leave` as modules begin and end, so that each thread knows which
-observed modules run; a call belongs to the innermost of them. From the first `enter` to the last `leave` a
-`TorchFunctionMode` is active, to which PyTorch passes every function. It intercepts
+The recorder's hooks call `enter` and `leave` when a module begins and ends, so that the observed modules
+which run on each thread are known; an attention call belongs to the innermost of them. From the first `enter`
+to the last `leave` a `TorchFunctionMode` is active, to which PyTorch passes every call. It intercepts
 
     scaled_dot_product_attention        also as an operator of an exported program
     multi_head_attention_forward        nn.MultiheadAttention and everything built on it
     flex_attention                      with a mask_mod, without a score_mod
     attention, attention_with_map       and the other functions of manyheads that compute weights
-    fused kernels, called by name       with an error, because their arguments don't tell the weights
+    fused kernels, called directly      with an error, because weights can't be derived from their arguments
 
 A handler translates its call into a `Problem`, lets the model's own kernel compute the output, records the
-call and zeroes ablated heads. A softmax outside of these functions is noted: it may belong to attention that
+call and zeroes ablated heads. A softmax outside of these functions is noted: it may be part of attention that
 a module computes by itself, which can't be recorded.
 """
 
@@ -36,6 +36,7 @@ from manyheads import kernels
 from manyheads.biases import Dense
 from manyheads.classic import common
 from manyheads.functional import attention, attention_with_map, autocast
+from manyheads.layouts import project_inputs, spread_masks
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Rule
 from manyheads.masks.recognize import collapse, first_position, split_masks, visible
@@ -51,7 +52,7 @@ SDPA, COMPILE = F.scaled_dot_product_attention, torch.compile
 
 
 class Observer(Protocol):
-    """What this module needs of a `Recorder`."""
+    """The part of a `Recorder` that this module uses."""
 
     active: int  # modules that run now, on all threads
     strays: int  # attention calls on threads where no module runs
@@ -61,10 +62,10 @@ class Observer(Protocol):
         """Record an attention call of a module."""
 
     def note_softmax(self, path: str, scores: Tensor) -> None:
-        """Note a softmax that no attention call made."""
+        """Note a softmax outside of attention calls."""
 
     def ablated(self, path: str, h: int) -> list[int]:
-        """Return the heads of a module, of h, that are ablated."""
+        """Return which of the h heads of a module are ablated."""
         ...
 
 
@@ -73,7 +74,7 @@ class Observer(Protocol):
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Observed modules and their paths, the innermost last. Its `dict` is the innermost of each observer.
+        # Observers and paths of running modules, the innermost last; `dict` gives each observer's innermost.
         self.running: list[tuple[Observer, str]] = []
         self.mode: TorchFunctionMode | None = None
         self.paused = False
@@ -94,13 +95,11 @@ def enter(observer: Observer, path: str) -> None:
 
 
 def leave(observer: Observer, path: str) -> None:
-    """Note that it ends, and with it those that began in it and were interrupted by an exception."""
-    running = list(_thread.running)
+    """Note that a module ends, and with it those that began in it and were interrupted by an exception."""
+    running = _thread.running
     if (observer, path) in running:
-        ended = [running.pop()]
-        while ended[-1] != (observer, path):
-            ended.append(running.pop())
-        _end(ended, running)
+        last = max(n for n, pair in enumerate(running) if pair == (observer, path))
+        _end(running[last:], running[:last])
 
 
 def is_running(observer: Observer, path: str) -> bool:
@@ -109,7 +108,7 @@ def is_running(observer: Observer, path: str) -> bool:
 
 
 def forget(observer: Observer) -> None:
-    """End the modules of an observer on this thread, whose hooks won't run because of an exception."""
+    """End the modules of an observer on this thread whose hooks don't run because of an exception."""
     ended = [pair for pair in _thread.running if pair[0] is observer]
     _end(ended, [pair for pair in _thread.running if pair[0] is not observer])
 
@@ -131,7 +130,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def paused(device: torch.device | None = None) -> Iterator[None]:
-    """Intercept nothing on this thread, while a kernel computes on this device."""
+    """Intercept nothing on this thread while a kernel computes on a device."""
     before, _thread.paused = _thread.paused, True
     on_top = _thread.mode is not None and _get_current_function_mode() is _thread.mode
     compiles = device is not None and device.type != "cpu"
@@ -146,22 +145,22 @@ def paused(device: torch.device | None = None) -> Iterator[None]:
 
 
 def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis: int | None = 1) -> Tensor:
-    """Record an attention call in every observation of the module that runs here.
+    """Compute attention, and record the call in the innermost observed module that runs on this thread.
 
-    Only computes if no observed module runs on this thread. What `compute` calls isn't recorded again, nor is
-    a recomputation within backward (checkpointing).
+    If none runs, only compute. Attention calls inside `compute` aren't recorded, nor is a recomputation
+    within backward (checkpointing).
 
     Args:
         problem: The inputs of the call, q `[b, h, t, d]`, k `[b, g, s, d]`, and its mask as a value.
         compute: Computes the output `[...]` with the model's own kernel.
-        head_axis: The axis of the output that counts query heads, so that ablated heads can be zeroed; None
-            if there is none.
+        head_axis: The axis of query heads in the output, in which ablated heads are zeroed; None if there is
+            none.
 
     Returns:
         The output `[...]` of `compute`, with zeros for ablated heads.
 
     Raises:
-        ValueError: If q or k hold no numbers.
+        ValueError: If q or k have no numbers, as on the meta device.
         MemoryError: If the recording would exceed its max_bytes.
     """
     if not is_recording():
@@ -174,7 +173,7 @@ def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis:
 
 
 def record(problem: Problem, lse: Tensor | None = None) -> None:
-    """Record a call that was computed; lse `[b, h, t]` if its kernel found it."""
+    """Record a call that was computed, with its log-sum-exp `[b, h, t]` if its kernel returned it."""
     if torch._C._current_graph_task_id() != -1:
         return  # a recomputation within backward
     for observer, path in dict(_thread.running).items():
@@ -183,7 +182,7 @@ def record(problem: Problem, lse: Tensor | None = None) -> None:
 
 
 def ablate(x: Tensor, head_axis: int = 1) -> Tensor:
-    """Return x with zeros for the heads that are ablated in the module that runs here."""
+    """Return x with zeros for the ablated heads of the module that runs on this thread."""
     for observer, path in dict(_thread.running).items():
         heads = observer.ablated(path, x.shape[head_axis])
         if heads:
@@ -192,7 +191,7 @@ def ablate(x: Tensor, head_axis: int = 1) -> Tensor:
 
 
 def check_readable(owner: str, **inputs: Any) -> None:
-    """Check that the inputs of a call are tensors `[..., length, width]` whose numbers can be kept."""
+    """Check that the inputs of a call are tensors `[..., length, width]` whose numbers can be recorded."""
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"Expected {owner}'s {name} to be a tensor, got {kind(x)}.")
@@ -211,8 +210,8 @@ def check_readable(owner: str, **inputs: Any) -> None:
 
 # -- while anything is observed --------------------------------------------------------------------
 
-_open: list[Observer] = []  # whose block runs, on whatever thread
-_stance: Any = None  # set while something is observed: compiled code, which runs no hooks, runs eagerly
+_open: list[Observer] = []  # on any thread
+_stance: Any = None  # set while a model is observed: compiled code, which runs no hooks, runs eagerly
 
 
 @contextmanager
@@ -222,7 +221,7 @@ def listening(observer: Observer) -> Iterator[None]:
     with _lock:
         if not _open:
             F.scaled_dot_product_attention, torch.compile = _count_strays, _compile
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled yet, and the import takes a second
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled yet; the import takes a second
                 _run_eagerly()
         _open.append(observer)
     try:
@@ -245,7 +244,7 @@ def _run_eagerly() -> None:
 
 @contextmanager
 def _compiled() -> Iterator[None]:
-    """Let compiled code run compiled: on a GPU, FlexAttention has to be."""
+    """Let compiled code run compiled, which FlexAttention needs on a GPU."""
     with _lock:
         _run_eagerly()  # so that a first torch.compile in the block doesn't set the stance
     with torch.compiler.set_stance("default"):
@@ -253,7 +252,7 @@ def _compiled() -> Iterator[None]:
 
 
 def _compile(*args: Any, **kwargs: Any) -> Any:
-    """Compile as `torch.compile` does; the result runs eagerly while something is observed."""
+    """Compile as `torch.compile` does; the result runs eagerly while a model is observed."""
     compiled = COMPILE(*args, **kwargs)
     with _lock:
         if _open:
@@ -262,7 +261,7 @@ def _compile(*args: Any, **kwargs: Any) -> Any:
 
 
 def _count_strays(*args: Any, **kwargs: Any) -> Tensor:
-    # A module imported in the block may hold this function, and call it after the block.
+    # A module imported in the block may have imported this function, and call it after the block.
     listens = _open and not torch.compiler.is_compiling() and not _thread.running and not _thread.paused
     if listens and not _is_called_by_module():
         for observer in list(_open):
@@ -271,7 +270,7 @@ def _count_strays(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _is_called_by_module() -> bool:
-    """Return True if a module calls, which then belongs to another model."""
+    """Return True for a call from a module, which is one of another model."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         frame = frame.f_back
@@ -282,7 +281,7 @@ def _is_called_by_module() -> bool:
 
 
 class Intercept(TorchFunctionMode):
-    """Pass every PyTorch function on, except for those that have a handler."""
+    """Calls the handlers of intercepted functions, and every other function unchanged."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -295,7 +294,7 @@ class Intercept(TorchFunctionMode):
 
 @lru_cache(maxsize=4096)
 def _handler(func: Any) -> Callable[..., Any] | None:
-    """Return what handles a function, by identity or by its name without the overload."""
+    """Return the handler of a function, found by identity or by its name without the overload."""
     if func in HANDLERS:
         return HANDLERS[func]
     name = getattr(func, "__name__", "").partition(".")[0]
@@ -326,8 +325,8 @@ FUSED = (
 
 def _fused_kernel(func: Any, *args: Any, **kwargs: Any) -> Any:
     raise ValueError(
-        f"the model calls the kernel {getattr(func, '__name__', func)} by its name, which can't be observed: "
-        "call torch.nn.functional.scaled_dot_product_attention, which chooses it."
+        f"The model calls the kernel {getattr(func, '__name__', func)} directly, which can't be observed. "
+        "Call torch.nn.functional.scaled_dot_product_attention, which chooses a kernel."
     )
 
 
@@ -340,7 +339,7 @@ def _attention(
     problem = Problem.of(*autocast(q, k, v), **options)
     check_readable("attention", q=q, k=k)
     with paused(problem.q.device):
-        result = kernels.run(problem, kernel)  # as `func` does, but this gives the log-sum-exp too
+        result = kernels.run(problem, kernel)  # as `func` does, but with the log-sum-exp
     record(problem, result.lse_of_map(problem))
     return ablate(result.out)
 
@@ -364,7 +363,7 @@ def _attention_with_map(
 
 
 def _weigh(func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    # Ablated heads keep their weights, and `mix` gives zeros for them.
+    # Ablated heads keep their weights; `mix` zeroes their output.
     problem = Problem.of(q, k, v, **options)
     return record_attention(problem, lambda: func(q, k, v, **options), head_axis=None)
 
@@ -395,8 +394,8 @@ def _scaled_dot_product_attention(
     if k.shape[1] != v.shape[1]:
         k, v = (x.repeat_interleave(h // max(x.shape[1], 1), 1) for x in (k, v))
     masks = {}
-    # PyTorch's is_causal counts from the top left. Without it, more keys than queries are taken for a cache,
-    # in which a triangular mask tells the position of the queries; else the last query is at the last key.
+    # PyTorch's is_causal counts from the top left. Without it, more keys than queries are taken for a cache:
+    # the position of the queries follows from a triangular mask; else the last query is at the last key.
     # (Or the keys are those of another sequence, where positions mean nothing.)
     offset = 0 if is_causal else max(k.shape[2] - q.shape[2], 0)
     if attn_mask is not None:
@@ -456,7 +455,7 @@ def _multi_head_problem(options: dict[str, Any]) -> Problem:
     check_readable("nn.MultiheadAttention", query=query, key=key, value=value)
     if options["static_k"] is not None or options["static_v"] is not None:
         raise ValueError(
-            "static_k and static_v of multi_head_attention_forward can't be observed: pass key and value."
+            "multi_head_attention_forward with static_k or static_v can't be observed. Pass key and value."
         )
     if query.dim() == 2:
         query, key, value = (x[:, None] for x in (query, key, value))  # [t, 1, e]
@@ -464,17 +463,12 @@ def _multi_head_problem(options: dict[str, Any]) -> Problem:
         weights = [options[f"{letter}_proj_weight"] for letter in "qkv"]
     else:
         weights = options["in_proj_weight"].chunk(3)
-    biases = [None] * 3 if options["in_proj_bias"] is None else options["in_proj_bias"].chunk(3)
-    q, k, v = (F.linear(*parts) for parts in zip((query, key, value), weights, biases, strict=True))
+    q, k, v = project_inputs((query, key, value), weights, options["in_proj_bias"])
     (t, b, _), s, h = q.shape, k.shape[0], options["num_heads"]  # q [t, b, e]
-    masks: dict[str, Tensor] = {}
     padding, attn_mask = options["key_padding_mask"], options["attn_mask"]
-    # PyTorch follows is_causal in place of the mask where it needs no mask tensor otherwise.
+    # PyTorch uses is_causal in place of the mask if it needs no mask tensor for another reason.
     hinted = options["is_causal"] and padding is None and not options["need_weights"]
-    if attn_mask is not None and not hinted:
-        masks["attn_mask"] = attn_mask.reshape((1, 1, t, s) if attn_mask.dim() == 2 else (b, h, t, s))
-    if padding is not None:
-        masks["key_padding_mask"] = padding.reshape(b, 1, 1, s)
+    masks = spread_masks(padding, None if hinted else attn_mask, h, b, t, s)
     if options["bias_k"] is not None:
         k = torch.cat((k, options["bias_k"].expand(1, b, -1)))  # [s + 1, b, e]
         v = torch.cat((v, options["bias_v"].expand(1, b, -1)))
@@ -500,7 +494,7 @@ def _flex_attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     check_readable("flex_attention", query=query, key=key, value=value)
     if getattr(score_mod, "__name__", "") != "_identity":
         raise ValueError(
-            "flex_attention with a score_mod can't be observed, because that may be any function: use a "
+            "flex_attention with a score_mod can't be observed, because that may be any function. Use a "
             "bias or softcap of manyheads.attention."
         )
     problem = Problem.of(query, key, value, mask=Rule(block_mask[-1]), scale=scale, offset=0)

@@ -1,4 +1,4 @@
-"""`Recorder`: the hooks of one observation, and what it records of each attention call."""
+"""`Recorder`: attaches hooks to the modules of a model, and records their attention calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPILED = "_orig_mod"  # what torch.compile adds to the paths of a model's modu
 
 @dataclass(eq=False)
 class Recorder:
-    """What one `observe` records of a model, and the hooks by which it learns of its calls."""
+    """Records the attention calls of a model, with the options of `observe`."""
 
     model: nn.Module
     recording: Recording
@@ -54,7 +54,7 @@ class Recorder:
     # -- which layers and heads --------------------------------------------------------------------
 
     def _check_layer(self, layer: str | int) -> None:
-        """Check that the model has a module that `layer` may name."""
+        """Check that a layer is a number, or names a module of the model."""
         if isinstance(layer, bool) or not isinstance(layer, int | str):
             raise TypeError(f"Expected a layer to be a module's path or a number, got {layer!r}.")
         if isinstance(layer, int):
@@ -87,7 +87,7 @@ class Recorder:
     # -- recording ---------------------------------------------------------------------------------
 
     def record(self, path: str, problem: Problem, lse: Tensor | None) -> None:
-        """Record what is wanted of an attention call."""
+        """Record an attention call of a module if its layer is to be recorded."""
         with self.lock, torch.no_grad():
             self.attended.setdefault(path, problem.shape.h)
             if self.layers is not None and not any(self._matches(layer, path) for layer in self.layers):
@@ -97,21 +97,18 @@ class Recorder:
             for head in self.heads or ():
                 if not -h <= head < h:
                     raise ValueError(f"{self._name(path)} has {h} heads, and heads= names head {head}.")
-            if self.keep is not None:
-                amap = AttentionMap.of(problem, lse, provenance=where)
-                amap = amap if self.heads is None else amap.only(heads=self.heads)
-                self.recording.add(path, Reduced.of(amap, self.keep), amap.problem.k)
-            else:
+            if self.keep is None:
                 # A copy, because a model may write into q and k again: a cache of fixed size does, and in
                 # inference mode changes in place aren't counted.
-                copied = replace(problem, q=problem.q.clone(), k=problem.k.clone())
-                amap = AttentionMap.of(copied, lse, provenance=where)
-                if self.heads is not None:
-                    amap = amap.only(heads=self.heads).compact()
-                k = amap.problem.k
+                problem = replace(problem, q=problem.q.clone(), k=problem.k.clone())
+            amap = AttentionMap.of(problem, lse, provenance=where)
+            amap = amap if self.heads is None else amap.only(heads=self.heads)
+            k = amap.problem.k
+            if self.keep is None:
+                amap = amap.compact()
                 for place in self.store:
                     amap = amap.to(place)
-                self.recording.add(path, amap, k)
+            self.recording.add(path, amap if self.keep is None else Reduced.of(amap, self.keep), k)
             if self.max_bytes is not None and self.recording.nbytes > self.max_bytes:
                 raise MemoryError(
                     f"The recording up to {self._name(path)} holds {amount(self.recording.nbytes)}, and "
@@ -120,7 +117,7 @@ class Recorder:
                 )
 
     def note_softmax(self, path: str, scores: Tensor) -> None:
-        """Note a softmax that a module takes by itself, if its input may be scores `[b, h, t, s]`."""
+        """Note a softmax outside of attention calls if its input may be scores `[b, h, t, s]`."""
         if scores.dim() > 3 or (scores.dim() == 3 and _sounds_like_attention(self.modules[path])):
             with self.lock:
                 self.recording.missed.setdefault(path, tuple(scores.shape))
@@ -132,7 +129,7 @@ class Recorder:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Attach hooks to every module, and intercept what the model's library adds to them."""
+        """Attach hooks to every module, and intercept the attention functions of transformers' models."""
         with ExitStack() as stack:
             if "transformers" in sys.modules and transformers.is_present(self.model):
                 stack.enter_context(transformers.attached(self.model))
@@ -147,9 +144,9 @@ class Recorder:
         has_fastpath = fastpath.has_fastpath(module)
 
         def begin(running: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            # Hooks of deep copies of the model, which aren't observed, end here; DataParallel's replicas are.
+            # A deep copy of the model has the same hooks but isn't observed; a replica of DataParallel is.
             if running is module or getattr(running, "_is_replica", False):
-                if has_fastpath:  # which takes nested tensors; its error would name the fast path only
+                if has_fastpath:  # the error of a fast path, for nested tensors, would be misleading
                     for x in (*args, *kwargs.values()):
                         if isinstance(x, Tensor) and x.is_nested:
                             intercept.check_readable(self._name(path), input=x)
@@ -167,7 +164,7 @@ class Recorder:
         self.end_hooks.append(module.register_forward_hook(end, always_call=True))
 
     def _close(self) -> None:
-        """Record nothing more, though a forward on another thread may still run."""
+        """Stop recording; a forward on another thread may still be running."""
         self.closed = True
         intercept.forget(self)
         self._remove_end_hooks()
@@ -178,15 +175,15 @@ class Recorder:
                 handle.remove()
 
     def _fastpath_hook(self, path: str) -> Callable[..., Any]:
-        """Return a hook that gives one of PyTorch's layers the output of its fast path (see `fastpath`)."""
+        """Return a hook that replaces a layer's output by that of its fast path (see `fastpath`)."""
 
         def recompute(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-            is_done_around = any(  # by the hook of a module that this one is a part of
+            is_within_another = any(  # whose own hook recomputes all of it
                 fastpath.is_taken(other) and not self._is_changed(other)
                 for name, other in self.modules.items()
                 if name != path and intercept.is_running(self, name)
             )
-            if is_done_around or not fastpath.is_taken(module):
+            if is_within_another or not fastpath.is_taken(module):
                 return None
             if not self._is_changed(module):
                 with intercept.paused():
@@ -194,7 +191,7 @@ class Recorder:
             if fastpath.skips_padding(module, args, kwargs):
                 raise ValueError(
                     f"{self._name(path)} skips padding, and can't be observed with other hooks or an "
-                    "ablated head: build it with enable_nested_tensor=False, or observe it in training."
+                    "ablated head. Build it with enable_nested_tensor=False, or observe it in training mode."
                 )
             return None
 
@@ -209,13 +206,13 @@ class Recorder:
     # -- the end -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if nothing was recorded, or not what was named; warn of calls that may be missing."""
+        """Check that the model made attention calls, and the named layers too; warn of missed calls."""
         if not self.ran:
             raise ValueError("No forward of the model ran inside observe(...): call it there, model(inputs).")
         if self.strays:
             warnings.warn(
                 f"{self.strays} attention calls ran on threads where no module of the model did, so they "
-                "can't be assigned to one and weren't recorded: call modules there, not functions.",
+                "belong to no layer and weren't recorded. Call modules on these threads, not functions.",
                 stacklevel=4,
             )
         if not self.attended:
@@ -227,15 +224,15 @@ class Recorder:
             names = ", ".join(similar[:4])
             hint = f" These modules may compute it by themselves: {names}." if similar else ""
             raise ValueError(
-                f"{type(self.model).__name__} ran without an attention call that can be recorded, which are "
+                f"{type(self.model).__name__} ran without an attention call that can be recorded, such as "
                 f"those of {intercept.INTERCEPTED}.{hint}"
             )
         if self.recording.missed:
             missed = [f"{self._name(path)} {list(shape)}" for path, shape in self.recording.missed.items()]
             some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
             warnings.warn(
-                "Modules took a softmax outside of any attention call. It may be attention written out by "
-                f"hand, which isn't recorded: {some}.",
+                "Modules computed a softmax outside of any attention call. It may be attention written out "
+                f"by hand, which isn't recorded: {some}.",
                 stacklevel=4,
             )
         for option, layers in (("layers", self.layers or ()), ("ablate", [pair[0] for pair in self.ablate])):

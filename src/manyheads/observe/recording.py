@@ -1,4 +1,4 @@
-"""`Recording`: what `observe` recorded, an ordered mapping from layers to maps."""
+"""`Recording`: the result of `observe`, an ordered mapping from layers to their attention maps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyheads import storage
+from manyheads import extras, storage
 from manyheads.maps import AttentionMap
 from manyheads.observe.generation import checksums, join, reached_keys
 from manyheads.observe.summaries import Call, Reduced
@@ -31,13 +31,14 @@ class NoSuchLayer(KeyError):
 class Recording(Mapping[Any, Any]):
     """The attention of a model, layer by layer, in order of first call.
 
-    Keys are the paths of attention modules, as in `named_modules`; a unique part of a path finds it too, and
-    so does a number. `recording[name]` is the layer's last call, `recording.calls(name)` are all of them: an
-    `AttentionMap` each, or its statistics (`Reduced`) under keep="statistics". Steps of a generation whose
+    Keys are the paths of attention modules, as in `named_modules`; a unique part of a path, or a number,
+    finds a layer too. `recording[name]` is the layer's last call and `recording.calls(name)` lists all calls:
+    an `AttentionMap` each, or its statistics (`Reduced`) with keep="statistics". Steps of a generation whose
     keys continue each other's are one call.
 
-    `missed` are modules that took a softmax outside of any attention call, with its shape: perhaps attention
-    written out by hand, of which there is no map. `provenance` says where everything comes from.
+    `missed` are modules that computed a softmax outside of any attention call, with its shape: perhaps
+    attention written out by hand, of which there is no map. `provenance` describes the origin: the model, and
+    whatever you add.
     """
 
     def __init__(self, provenance: Mapping[str, Any] | None = None) -> None:
@@ -74,7 +75,7 @@ class Recording(Mapping[Any, Any]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that everything recorded holds; shared memory counts once."""
+        """The bytes of all recorded tensors; shared memory counts once."""
         tensors = [x for calls in self._calls.values() for call in calls for x in call.tensors()]
         return sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
 
@@ -97,7 +98,7 @@ class Recording(Mapping[Any, Any]):
         raise NoSuchLayer(f"No layer {name!r} was recorded{close_matches(name, names)}.")
 
     def add(self, name: str, call: Call, k: Tensor) -> None:
-        """Add a call with keys k `[b, g, s, d]`; a step that continues the last call is joined to it."""
+        """Add a call with keys k `[b, g, s, d]`, or join it to the last call if it continues that."""
         calls = self._calls.setdefault(name, [])
         before = self._checksums.get(name)
         joined = None
@@ -118,8 +119,8 @@ class Recording(Mapping[Any, Any]):
             tokens: s strings, or b lists of them.
 
         Raises:
-            ValueError: If no layer has as many keys, so these aren't the tokens that the model read.
-            TypeError: For anything but strings.
+            ValueError: If no layer has as many keys as there are labels.
+            TypeError: If the labels aren't strings.
         """
         if isinstance(tokens, str) or not isinstance(tokens, Sequence):
             raise TypeError(f"Expected tokens to be a list of strings, got {kind(tokens)}.")
@@ -146,7 +147,7 @@ class Recording(Mapping[Any, Any]):
             A table of named tuples, to print, sort or convert to pandas.
 
         Raises:
-            TypeError, ValueError: For other ids.
+            TypeError, ValueError: If ids aren't integers, one for each key.
         """
         if ids is not None and not isinstance(ids, Tensor):
             raise TypeError(f"Expected ids to be the tokens, integers [s] or [b, s], got {kind(ids)}.")
@@ -172,7 +173,7 @@ class Recording(Mapping[Any, Any]):
         for name, (*_, call) in self._calls.items():
             if isinstance(call, Reduced):
                 raise ValueError(
-                    f'{name} was observed with keep="statistics", which keeps no weights to draw: observe '
+                    f'{name} was observed with keep="statistics", which keeps no weights to draw. Observe '
                     'with keep="maps", or draw the statistics.'
                 )
             maps[name] = call
@@ -181,28 +182,26 @@ class Recording(Mapping[Any, Any]):
     def view(self, *others: Any, port: int = 0, browser: bool = True) -> Any:
         """Show every layer and head in a browser, or in this notebook, down to single weights.
 
-        In a script, `recording.view().wait()` keeps the process running.
+        In a script, `recording.view().wait()` waits until you interrupt it.
 
         Args:
             *others: More recordings, maps or files, to compare side by side.
-            port: Port of this machine to listen on (0 picks a free one).
+            port: Port to listen on (0 picks a free one).
             browser: Whether to open a browser.
 
         Returns:
             The running server, or in a notebook its widget.
 
         Raises:
-            TypeError, ValueError: For what can't be shown.
+            TypeError, ValueError: If `others` can't be shown, or nothing was recorded.
             OSError: If the port is in use.
         """
-        from manyheads import viewer
-
-        return viewer.view(self, *others, port=port, browser=browser)
+        return extras.view(self, *others, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything into a safetensors file, which `manyheads.open_run` reads (docs/format.md).
 
-        Raises ValueError for what a file can't hold, such as a `Rule`, and OSError from the disk.
+        Raises ValueError if a file can't store a mask, such as a `Rule`, and OSError if it can't be written.
         """
         entries = [
             storage.Entry(name, n, call.stored())
@@ -223,7 +222,7 @@ class Recording(Mapping[Any, Any]):
 
 
 def open_run(path: str | os.PathLike[str]) -> Recording:
-    """Open what `Recording.save` wrote, memory-mapped: nothing is read before it is needed.
+    """Open a file of `Recording.save`, memory-mapped: nothing is read before it is needed.
 
     Args:
         path: The file.
@@ -232,7 +231,7 @@ def open_run(path: str | os.PathLike[str]) -> Recording:
         The recording.
 
     Raises:
-        ValueError: If it isn't such a file, or a broken one.
+        ValueError: If it isn't such a file, or is broken.
         OSError: If it can't be read.
     """
     run = storage.read(path)
@@ -248,14 +247,14 @@ def open_run(path: str | os.PathLike[str]) -> Recording:
 
 
 def paths_within(name: str, paths: Iterable[str]) -> list[str]:
-    """Return the paths that contain a name as whole parts, or if there are none, as text."""
+    """Return the paths that contain a name as whole parts, or else those that contain it as text."""
     paths = list(paths)
     whole_parts = [path for path in paths if name == path or f".{name}." in f".{path}."]
     return whole_parts or [path for path in paths if name in path]
 
 
 def close_matches(name: str, paths: Iterable[str]) -> str:
-    """Return the end of a sentence that names similar paths, or some of them."""
+    """Return the end of a sentence, which lists similar paths, or some paths if none is similar."""
     paths = [path for path in paths if path]
     similar = difflib.get_close_matches(name, paths, n=4, cutoff=0.5)
     if similar:

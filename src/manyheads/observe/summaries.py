@@ -1,4 +1,4 @@
-"""`Reduced`: the statistics of a call, all that keep="statistics" keeps of it."""
+"""`Reduced`: the statistics of a call, which keep="statistics" records in place of its map."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reduced:
     """Statistics of one attention call, without its weights.
 
     It has the methods of `AttentionMap` whose statistics were kept: `entropy()`, `received()`, `top(8)`, …,
-    each shaped as there (`[b, h, t]`, …); a call of any other says which were kept.
+    with results of the same shapes (`[b, h, t]`, …). The error of any other statistic lists those.
 
     Attributes:
         shape: `(b, h, t, s)` of the call.
@@ -49,9 +49,9 @@ class Reduced:
 
     @classmethod
     def of(cls, amap: AttentionMap, arguments: Mapping[str, Any]) -> Reduced:
-        """Compute the statistics of a map, amap, by name and with the arguments of `AttentionMap.statistics`.
+        """Return statistics of a map, by name and with arguments as in `AttentionMap.statistics`.
 
-        Raises ValueError or TypeError as that does.
+        Raises its ValueError or TypeError.
         """
         streamed = {name: given for name, given in arguments.items() if name not in MAP_MASKS}
         values: dict[str, Any] = amap.statistics(**streamed)
@@ -82,12 +82,12 @@ class Reduced:
         return lambda *args, **kwargs: self._value(name, args or kwargs or ())
 
     def _value(self, name: str, given: Any) -> Any:
-        """Return a statistic for these arguments, if they are those that it was kept with."""
+        """Return a statistic, checked to have been kept with these arguments."""
         if name in MAP_MASKS:
             return self.columns()[name]
         kept = self.arguments[name]
         same = given in (kept, (kept,), ())
-        if not isinstance(kept, list):  # several, which are only had together
+        if not isinstance(kept, list):  # a list of results is returned as a whole
             same = same or statistics.arguments(name, given) == statistics.arguments(name, kept)
         if not same:
             raise ValueError(
@@ -96,7 +96,7 @@ class Reduced:
         return self.values[name]
 
     def columns(self) -> dict[str, Tensor]:
-        """Return what a table shows, each `[b, h]`: means over queries (entropy in nats)."""
+        """Return the scores of a table, each `[b, h]`: means over queries (entropy in nats)."""
         names = [name for name in (*MAP_MASKS, "entropy", "distance") if name in self.values]
         return {
             name: mean_where(self.values[name], self.shares_keys.get(name, self.has_keys)) for name in names
@@ -104,15 +104,15 @@ class Reduced:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the numbers take."""
+        """The bytes of all tensors."""
         return sum(x.nbytes for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return every tensor that it holds, each in the shape of its statistic (`[b, h, t]`, …)."""
+        """Return all tensors, each in the shape of its statistic (`[b, h, t]`, …)."""
         return list(self._tensors().values())
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> Reduced:
-        """Return the same with labels of its keys; TypeError or ValueError as `AttentionMap.labelled`."""
+        """Return the statistics with labels of the keys; raises as `AttentionMap.labelled` does."""
         b, _, _, s = self.shape
         return replace(self, tokens=None if tokens is None else labels_of(tokens, b, s))
 
@@ -212,7 +212,7 @@ Call = AttentionMap | Reduced
 
 
 def mean_where(x: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean over the queries that count: `[b, h, t]` → `[b, h]`; 0 where none does."""
+    """Return the mean over the queries that count, `[b, h, t]` → `[b, h]`; 0 if none does."""
     return torch.where(counts, x, 0.0).sum(-1) / counts.sum(-1).clamp(min=1)
 
 

@@ -1,4 +1,4 @@
-"""`Table`: one row per head with its scores, to print, sort and convert."""
+"""`Table`: a row of scores for each head, to print, sort and convert."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def score_heads(call: Call, ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the columns of a table for one call, each `[b, h]`; tokens `[s]` or `[b, s]` add more."""
+    """Return the scores of the heads of one call, each `[b, h]`; with the tokens `[s]` or `[b, s]`, more."""
     if isinstance(call, Reduced):
         return call.columns()
     columns = {name: getattr(measures, name)(call) for name in measures.MAP_MASKS}
@@ -45,7 +45,7 @@ class Table(Sequence[Any]):
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, int, Mapping[str, Any]]]) -> Table:
-        """Make a table of (layer, head, scores by name); a score that a layer lacks is None there."""
+        """Return a table of (layer, head, scores by name), with None for a score that a layer lacks."""
         rows = list(rows)
         names = list(dict.fromkeys(name for *_, scores in rows for name in scores))
         row = namedtuple("Row", ["layer", "head", *names])  # type: ignore[misc]
@@ -81,7 +81,8 @@ class Table(Sequence[Any]):
 
         table = RichTable(
             box=box.SIMPLE_HEAD,
-            caption="means over queries and batch: weight (0 to 1), entropy in nats, distance in positions",
+            caption="means over queries and batch: weights, 0 to 1; "
+            + ", ".join(f"{name} in {unit}" for name, unit in measures.UNITS.items()),
         )
         for column in self.columns:
             is_layer = column == "layer"

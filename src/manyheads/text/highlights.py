@@ -1,7 +1,7 @@
-"""What stands out in a stack of attention maps: scores of every head, and a few single weights as sentences.
+"""Highlights of the attention maps of a text: scores of every head, and the most surprising single weights.
 
-A head score is an average over the text. A finding is a single weight that is far above what the same head
-gives to that key or at that distance elsewhere, and above uniform attention.
+A head score is an average over the text. A finding is a single weight that is far above the head's other
+weights for that key or at that distance, and above uniform attention.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 PER_HEAD = 20  # candidates per head
 THRESHOLD = 0.05  # the least surprise in nats, or the least difference of a score, that is worth reporting
 COMPARABLE = 0.6  # of the greatest surprise, which the other findings must reach
-NEAR = 4  # tokens: a distance below it can be a habit of the head
+NEAR = 4  # tokens: a head may always attend to a distance below it
 PER_REASON = 2  # findings with the same reason
 LONG = 512  # tokens: in longer texts a token is named by its position, not as "the 246th"
-SEARCHED = 1024  # the first tokens, among which findings are searched, as each head's matrix is built
+SEARCHED = 1024  # the first tokens, among which findings are searched: each head's matrix is built
 
 Reason = Literal["same token", "after the same token"]
 HeadScores = dict[str, float | None]  # by name; None where no query of the text could have a score
@@ -45,7 +45,7 @@ MASKS: dict[str, Callable[[Tensor], Mask]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A weight that stands out.
+    """A surprising weight.
 
     Attributes:
         layer: The layer, counted from 0.
@@ -53,8 +53,8 @@ class Finding:
         query: The position of the query.
         key: The position of the key.
         weight: The attention weight.
-        usual: The weight that was expected there, see `expected_weights`.
-        reason: What in the text explains it, or None.
+        usual: The expected weight, see `expected_weights`.
+        reason: The explanation by the text, or None.
     """
 
     layer: int
@@ -104,7 +104,7 @@ def most_characteristic(
     """Return, for each head of a layer, the name of the score that stands out most.
 
     A score stands out by its difference from that of a uniform head. Scores of tokens are also compared with
-    what the head's usual weights would give: otherwise a head that attends to the first token would seem to
+    those of the head's expected weights: otherwise a head that attends to the first token would seem to
     search for the same token wherever the first one is repeated.
 
     Args:
@@ -117,14 +117,14 @@ def most_characteristic(
         A name for each head; "entropy" where nothing stands out.
     """
     names = []
-    for head, (own, base) in enumerate(zip(heads, uniform, strict=True)):
+    for head, (scored, base) in enumerate(zip(heads, uniform, strict=True)):
         usual = expected_weights(*_head_start(amap, head))  # [t, s]
-        above = {name: value - (base[name] or 0.0) for name, value in own.items() if value is not None}
+        above = {name: value - (base[name] or 0.0) for name, value in scored.items() if value is not None}
         for name in ("same_token", "after_same_token"):
             inside = _visible_start(amap, head, MASKS[name](ids))  # [t, s]
             if name in above and inside.any():
                 mean = float((usual * inside).sum(-1)[inside.any(-1)].mean())
-                above[name] = min(above[name], (own[name] or 0.0) - mean)
+                above[name] = min(above[name], (scored[name] or 0.0) - mean)
         above["entropy"] = THRESHOLD
         names.append(max(above, key=above.__getitem__))
     return names
@@ -134,12 +134,12 @@ def most_characteristic(
 
 
 def expected_weights(weights: Tensor, visible: Tensor) -> Tensor:
-    """Return the weight that a head could be expected to give to each key.
+    """Return the expected weight of each key, from the head's weights for the other queries.
 
     It is the largest of three: a uniform share; the mean weight of the same key for the other queries that
-    see it; and, near the query, the mean weight at the same distance for the others. (A large distance that
-    recurs is caused by text that repeats, not by a habit of the head.) A query that sees a single key is not
-    counted, because its weight is always 1.
+    may attend to it; and, near the query, the mean weight of other queries at the same distance. (A large
+    distance that recurs is caused by text that repeats, not by the head.) A query with a single visible key
+    is not counted, because its weight is always 1.
 
     Args:
         weights: The weights `[t, s]`.
@@ -230,7 +230,7 @@ def select_findings(candidates: Sequence[Finding], count: int = 5) -> list[Findi
         count: The largest number of findings.
 
     Returns:
-        The findings, none if nothing is surprising.
+        The findings; none if nothing is surprising.
     """
     first = candidates[0]
     least = max(THRESHOLD, COMPARABLE * max(finding.surprise for finding in candidates))

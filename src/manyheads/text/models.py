@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyheads import lm
+from manyheads import extras, lm
 from manyheads.lm.checkpoint import is_ours
 from manyheads.observe import Recording, observe
 from manyheads.text.tokens import Token, align, printable
@@ -175,10 +175,7 @@ def _load_hugging_face(name: str, folder: Path) -> Model:
     try:
         import transformers  # noqa: F401
     except ImportError:
-        raise ImportError(
-            f"{name} is a Hugging Face model and needs transformers, which isn't installed. "
-            "Run pip install '.[hf]' in a clone of manyheads."
-        ) from None
+        raise extras.missing(f"{name} is a Hugging Face model and", "transformers", "hf") from None
     with _quiet():
         model = _load_weights(name, folder)
         tokenizer = _load_tokenizer(name, folder)

@@ -1,9 +1,9 @@
-"""What `manyheads show` finds out about a text: maps, head scores and findings, as pictures and as JSON.
+"""The steps of `manyheads show`, from a text to findings, pictures and JSON.
 
     text → tokens → maps, one per layer → head scores and findings → pictures, JSON, or `terminal`
 
-Each step can be called from Python. Everything that can be wrong with the input is checked in `read_text`,
-`read`, `choose_head` and `check_format`, before the first line is printed.
+Each step can be called from Python. `read_text`, `read`, `choose_head` and `check_format` check the input
+before the first line is printed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,8 @@ from matplotlib.figure import Figure
 from manyheads import figures, scores
 from manyheads.maps import AttentionMap
 from manyheads.observe import Recording
-from manyheads.text import models
-from manyheads.text.highlights import (
-    MASKS,
-    SEARCHED,
-    Finding,
-    HeadScores,
-    describe,
-    find_candidates,
-    most_characteristic,
-    name_head,
-    score_heads,
-    select_findings,
-    uniform,
-)
+from manyheads.text import highlights, models
+from manyheads.text.highlights import Finding, HeadScores
 from manyheads.text.tokens import Token
 
 if TYPE_CHECKING:
@@ -47,9 +35,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 COUNTERFACTUAL = "what if nothing were masked"
-AHEAD = {"next_token", "last_token"}  # which no causal head has
+AHEAD = {"next_token", "last_token"}  # scores of later keys, which are masked for causal heads
 LONGEST = 32_768  # tokens that --long reads
-CELLS = 128  # about the cells on a side of a small picture
+CELLS = 128  # on each side of a small picture, about
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,7 @@ class Reading:
     @property
     def findings(self) -> list[Finding]:
         """Return a handful of findings, the largest weight first."""
-        return select_findings(self.candidates)
+        return highlights.select_findings(self.candidates)
 
     @property
     def trained(self) -> int | None:
@@ -98,35 +86,39 @@ class Reading:
 
     def describe(self, finding: Finding) -> str:
         """Return a finding as a sentence."""
-        return describe(finding, self.tokens)
+        return highlights.describe(finding, self.tokens)
 
     def title(self, layer: int, head: int) -> str:
         """Return a title for a head: its most interesting finding, or its name."""
-        best = next(one for one in self.candidates if (one.layer, one.head) == (layer, head))
-        return self.describe(best) if select_findings([best]) else name_head(layer, head)
+        best = next(found for found in self.candidates if (found.layer, found.head) == (layer, head))
+        return (
+            self.describe(best) if highlights.select_findings([best]) else highlights.name_head(layer, head)
+        )
 
     @cached_property
     def scores(self) -> list[list[HeadScores]]:
         """Return the scores of every head, layer by layer."""
-        return [score_heads(amap, torch.tensor(self.ids)) for amap in self.maps]
+        return [highlights.score_heads(amap, torch.tensor(self.ids)) for amap in self.maps]
 
     @cached_property
     def uniform(self) -> list[list[HeadScores]]:
         """Return the scores of uniform heads under the same masks, layer by layer."""
-        return [score_heads(uniform(amap), torch.tensor(self.ids)) for amap in self.maps]
+        return [
+            highlights.score_heads(highlights.uniform(amap), torch.tensor(self.ids)) for amap in self.maps
+        ]
 
     @property
     def characteristic(self) -> list[list[str]]:
         """Return the name of the score that stands out most for every head, layer by layer."""
         ids = torch.tensor(self.ids)
         layers = zip(self.maps, self.scores, self.uniform, strict=True)
-        return [most_characteristic(amap, ids, heads, base) for amap, heads, base in layers]
+        return [highlights.most_characteristic(amap, ids, heads, base) for amap, heads, base in layers]
 
     @property
     def columns(self) -> list[str]:
         """Return the names of the scores that heads under these masks can have."""
         ahead = any(scores["next_token"] is not None for heads in self.uniform for scores in heads)
-        return [name for name in (*MASKS, "entropy") if ahead or name not in AHEAD]
+        return [name for name in (*highlights.MASKS, "entropy") if ahead or name not in AHEAD]
 
     def unmasked(self) -> Reading:
         """Return the reading with the weights that the same q and k give without a mask."""
@@ -141,13 +133,13 @@ def read_text(text: str | None, file: str | None) -> str:
 
     Args:
         text: The text, or None.
-        file: The path of a file, - for standard input, or None. A newline at its end isn't part of the text.
+        file: The path of a file, - for standard input, or None. A newline at its end is left out.
 
     Returns:
         The text.
 
     Raises:
-        ValueError: Unless one of both is given, and if the text is blank or isn't UTF-8.
+        ValueError: If none or both of them are given, or the text is blank or isn't UTF-8.
         OSError: If the file can't be read.
     """
     if (text is None) == (file is None):
@@ -214,7 +206,7 @@ def read(
     notes = list(reader.notes)
     tokens = every = reader.encode(text, None)
     if not tokens:
-        raise ValueError(f"Expected a text with tokens, got one of which {reader.name} reads none.")
+        raise ValueError(f"Expected a text with tokens, got one without any for {reader.name}.")
     trained = reader.context
     most = max(LONGEST, trained) if long and trained is not None else trained
     if most is not None and len(every) > most:
@@ -231,8 +223,8 @@ def read(
         if progress is not None:
             expected = round_duration(estimate_time(reader, ids))
             progress.console.print(f"reading {t:,} tokens, {expected}", highlight=False, soft_wrap=True)
-    if t > SEARCHED:
-        notes.append(f"findings are searched among the first {SEARCHED} of {t} tokens")
+    if t > highlights.SEARCHED:
+        notes.append(f"findings are searched among the first {highlights.SEARCHED} of {t} tokens")
     if progress is None:
         recording = reader.read(ids)
     else:
@@ -260,7 +252,7 @@ def read(
     if renumbered is not None:  # some layers have no attention, or share a module
         notes.append(f"layers are numbered by their calls: layer {renumbered} is {layers[renumbered]}")
     special = {n for n, token in enumerate(tokens) if not token.text}
-    candidates = find_candidates(maps, ids, special)
+    candidates = highlights.find_candidates(maps, ids, special)
     return Reading(reader.name, tokens, len(every) - t, recording, layers, maps, candidates, notes)
 
 
@@ -287,8 +279,8 @@ def estimate_time(reader: models.Model, ids: Sequence[int]) -> float:
         start = perf_counter()
         beginning = torch.tensor(ids[:t])
         for _, amap in _list_calls(reader.read(ids[:t])):
-            score_heads(amap, beginning)
-            score_heads(uniform(amap), beginning)
+            highlights.score_heads(amap, beginning)
+            highlights.score_heads(highlights.uniform(amap), beginning)
             amap.pooled(min(t, CELLS), min(t, CELLS), "max")  # as a picture does
         return perf_counter() - start
 
@@ -336,7 +328,8 @@ def choose_head(reading: Reading, layer: int | None = None, head: int | None = N
     heads = max(amap.shape[1] for n, amap in enumerate(reading.maps) if layer in (None, n))
     if head is not None and not 0 <= head < heads:
         raise ValueError(f"Expected --head to be between 0 and {heads - 1}, got {head}.")
-    best = next(one for one in reading.candidates if layer in (None, one.layer) and head in (None, one.head))
+    candidates = (found for found in reading.candidates if layer in (None, found.layer))
+    best = next(found for found in candidates if head in (None, found.head))
     return best.layer, best.head
 
 
@@ -360,7 +353,7 @@ def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dic
     if trained is not None:
         note = f"\nbelow the line, from token {trained} on, beyond the trained context: extrapolated"
     title = reading.title(layer, head) + note
-    if masked or not hides_keys(amap):
+    if masked or not has_masked_keys(amap):
         detail = figures.head(amap, labels, head=head, title=title)
     else:
         causal = amap.problem.mask is not None and amap.problem.mask.normal().band[1] == 0
@@ -380,8 +373,8 @@ def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dic
     return {"overview": overview, f"layer{layer}-head{head}": detail}
 
 
-def hides_keys(amap: AttentionMap) -> bool:
-    """Return True if the mask hides any key from any query."""
+def has_masked_keys(amap: AttentionMap) -> bool:
+    """Return True if any key is masked for any query."""
     return not scores.is_fully_visible(replace(amap.problem, bias=None), slice(None), slice(None))
 
 

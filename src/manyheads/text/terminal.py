@@ -20,7 +20,7 @@ from manyheads import figures
 from manyheads.maps import AttentionMap
 from manyheads.statistics import Pooled, edges
 from manyheads.text.highlights import HeadScores, name_head
-from manyheads.text.report import COUNTERFACTUAL, Reading, hides_keys
+from manyheads.text.report import COUNTERFACTUAL, Reading, has_masked_keys
 
 SHADES, ASCII = "·░▒▓█", ".-+*#"  # a weight of about 0, ¼, ½, ¾, 1
 
@@ -55,14 +55,13 @@ def show(reading: Reading, layer: int, head: int, *, masked: bool = True) -> Non
     console = open_console()
     amap, notes = reading.maps[layer], list(reading.notes)
     heat_maps = {reading.title(layer, head): amap}
-    if not masked and hides_keys(amap):
+    if not masked and has_masked_keys(amap):
         heat_maps[f"{name_head(layer, head)}: {COUNTERFACTUAL}"] = amap.under(None)
     elif not masked:
         notes.append(f"--no-mask: layer {layer} masks nothing")
-    for line in map(reading.describe, reading.findings) if reading.findings else [explain_nothing(reading)]:
+    sentences = [reading.describe(finding) for finding in reading.findings] or [explain_nothing(reading)]
+    for line in (*sentences, *(f"({note})" for note in notes)):
         console.print(Text(line), soft_wrap=True)
-    for note in notes:
-        console.print(Text(f"({note})"), soft_wrap=True)
     console.print()
     for table in make_tables(reading, console):
         console.print(table)

@@ -43,15 +43,15 @@ def align(text: str, encoding: Encoding, *, own_spelling: bool = False) -> list[
     Returns:
         One `Token` for each id of the encoding.
     """
-    spans = encoding.offsets
+    ids, spans, spellings = encoding.ids, encoding.offsets, encoding.tokens  # each access makes a new list
     tokens = []
     for n, run in enumerate(group_words(text, spans, encoding.word_ids if own_spelling else None)):
         covered = text[slice(*spans[n])]
         word = printable(text[spans[run[0]][0] : spans[run[-1]][1]]) if len(run) > 1 else None
         label = ("…" if n > run[0] else "") + printable(covered) + ("…" if n < run[-1] else "")
         if own_spelling:
-            label = printable(encoding.tokens[n])
-        tokens.append(Token(encoding.ids[n], covered, label, word))
+            label = printable(spellings[n])
+        tokens.append(Token(ids[n], covered, label, word))
     return tokens
 
 

@@ -1,8 +1,8 @@
 """The interactive viewer: attention maps of any length in a browser, in a notebook, or as a file to send.
 
-pyramid  one head as tiles at any zoom
+pyramid  tiles of a head at any zoom
 worker   a background thread with a priority queue
-api      what is shown, and an answer to every address
+api      the data: an answer to every address that a page requests
 assets   the page and its scripts
 server   the viewer over HTTP, for this machine alone
 export   the viewer as a file
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from manyheads import extras
+
 if TYPE_CHECKING:
     from manyheads.viewer.server import Server
 
@@ -22,10 +24,7 @@ def require_server() -> type[Server]:
     try:
         from manyheads.viewer.server import Server
     except ImportError as error:
-        raise ImportError(
-            f"The viewer needs {error.name}, which isn't installed. "
-            "Run pip install '.[view]' in a clone of manyheads."
-        ) from None
+        raise extras.missing("The viewer", error.name, "view") from None
     return Server
 
 
@@ -38,7 +37,7 @@ def view(*sources: Any, port: int = 0, browser: bool = True) -> Any:
         browser: Open a browser; else print the link.
 
     Returns:
-        A server with `url`, `wait()` and `close()`; in a notebook, what it displays.
+        A server with `url`, `wait()` and `close()`; in a notebook, an object that it displays.
 
     Raises:
         TypeError: A source is something else.

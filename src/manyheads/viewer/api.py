@@ -1,20 +1,21 @@
 """The viewer's data: the runs that it shows, and an answer to every address that a page requests.
 
-    runs                                     what there is to show, JSON
+    runs                                     the runs, their layers, and the names of head scores, JSON
     tokens/RUN/LAYER/BATCH                   labels of "queries" and "keys", lists or null, and the key at the
                                              "first" query's position, null in cross-attention; JSON
     scores/RUN/LAYER/BATCH                   head scores of every head, JSON
     tiles/RUN/LAYER/HEAD/LEVEL/X/Y/BATCH     cells of weights (`pyramid.Tile`), binary
-    marginals/RUN/LAYER/HEAD/BATCH           what each key receives [s] and each query's entropy [t], binary
+    marginals/RUN/LAYER/HEAD/BATCH           the weight that each key receives [s], and the entropy of each
+                                             query [t], binary
     scan/RUN/LAYER/HEAD/BATCH                start or continue the scan that computes both, JSON: its progress
-    weight/RUN/LAYER/HEAD/I/J/BATCH          one weight, JSON
+    weight/RUN/LAYER/HEAD/I/J/BATCH          a single weight, JSON
     row/RUN/LAYER/HEADS/I/BATCH              a query's weights, averaged over heads ("0,3" or "all"), JSON
     column/RUN/LAYER/HEADS/J/BATCH           a key's weights, likewise
 
 Over HTTP they are below `data/`. RUN, LAYER, HEAD and BATCH count from 0. Binary answers are four
 little-endian uint32 (sampled, planes, rows, columns), then float16 times 2^15, or plain float32 in
 `marginals` and in exported pages; nothing follows where a tile is masked entirely, or a scan isn't complete.
-An address holds numbers and one of these words, never a path.
+An address consists of one of these words and numbers, and is never a path.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from manyheads import scores
-from manyheads.maps import AttentionMap
-from manyheads.measures import MAP_MASKS, TOKEN_MASKS
+from manyheads import kernels, scores
+from manyheads.maps import AttentionMap, sequence_labels
+from manyheads.measures import MAP_MASKS, TOKEN_MASKS, UNITS
 from manyheads.observe import Recording, open_run
 from manyheads.observe.summaries import Reduced
 from manyheads.observe.table import score_heads
 from manyheads.shapes import kind
-from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile, has_fast_statistics
+from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile
 from manyheads.viewer.worker import BACKGROUND, NORMAL, URGENT, Worker
 
 PYRAMID_BYTES = 192 * 2**20  # of the cache of heads, with the results of their scans
@@ -51,15 +52,16 @@ TILE_BYTES = 24 * 2**20  # of the cache of tiles
 EXACT_WEIGHTS = 2**27  # head scores of a layer with more are estimated from some queries
 SAMPLES = 128  # of them
 SCAN_TIMEOUT = 3.0  # seconds after the last request for a scan until it stops
-LINE = 4096  # weights around a token that a row or column holds
+LINE = 4096  # weights around a token in the answer for a row or column
 LARGEST = 12  # the largest weights of a row or column
+BARS = ("previous_token", "first_token", "induction", "entropy")  # the head scores on a card of the overview
 
 Answer = bytes | str  # binary, or JSON
 Steps = Generator[None, None, Any]  # yields where other requests may be served, and returns an answer
 
 
 class FileChanged(Exception):
-    """The file of a run was removed or changed, so that what was mapped into memory is gone."""
+    """The file of a run, which is mapped into memory, was removed or changed."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Layer:
 
 
 class ViewedRun:
-    """A run as the viewer shows it: what one object or file holds, layer by layer."""
+    """The layers of a recording, of a single map, or of a file of either."""
 
     def __init__(
         self, title: str, layers: list[Layer], provenance: Mapping[str, Any], path: Path | None = None
@@ -115,26 +117,23 @@ class ViewedRun:
         if isinstance(source, str | PathLike):
             path = Path(fspath(source))
             title, source = path.stem, open_run(path)
-        calls: list[tuple[str, Any]]
         if isinstance(source, AttentionMap):
-            calls = [("attention", source)]
+            calls: dict[str, list[Any]] = {"": [source]}
         elif isinstance(source, Recording):
-            calls = []
-            for name in source:
-                several = source.calls(name)
-                label = name or "attention"
-                calls += [
-                    (label if len(several) == 1 else f"{label}, call {n}", c) for n, c in enumerate(several)
-                ]
+            calls = {name: source.calls(name) for name in source}
             title = str(source.provenance.get("model", title))
         else:
             raise TypeError(
                 f"Expected Recording, AttentionMap or a path to a file of either, got {kind(source)}."
             )
-        calls = [(label, call) for label, call in calls if all(call.shape)]
-        if not calls:
+        layers: list[Layer] = []
+        for name, several in calls.items():
+            for n, call in enumerate(several):
+                if all(call.shape):
+                    label = (name or "attention") + (f", call {n}" if len(several) > 1 else "")
+                    layers.append(Layer(label, _on_cpu(call), len(layers)))
+        if not layers:
             raise ValueError("Nothing to show: expected an attention call with a query and a key, got none.")
-        layers = [Layer(label, _on_cpu(call), n) for n, (label, call) in enumerate(calls)]
         return cls(title, layers, source.provenance, path)
 
     def check_file(self) -> None:
@@ -147,7 +146,7 @@ class ViewedRun:
         ids, s = self.provenance.get("ids"), amap.shape[3]
         if isinstance(ids, list | tuple) and len(ids) == s and all(isinstance(n, int) for n in ids):
             return torch.tensor(ids)
-        keys = key_labels(amap, 0)
+        keys = sequence_labels(amap.tokens)
         if keys is None:
             return None
         numbers: dict[str, int] = {}
@@ -155,7 +154,7 @@ class ViewedRun:
 
 
 def _stamp(path: Path | None) -> tuple[int, ...] | None:
-    """Return what changes when a file does; None if there is none."""
+    """Return numbers that change with a file; None if there is no file."""
     try:
         found = None if path is None else path.stat()
     except OSError:
@@ -166,14 +165,6 @@ def _stamp(path: Path | None) -> tuple[int, ...] | None:
 def _on_cpu(call: Any) -> Any:
     is_elsewhere = isinstance(call, AttentionMap) and call.problem.q.device.type != "cpu"
     return call.to("cpu") if is_elsewhere else call
-
-
-def key_labels(call: AttentionMap | Reduced, batch: int) -> list[str] | None:
-    """Return the labels of one sequence's keys; None without labels."""
-    tokens = call.tokens
-    if not tokens or isinstance(tokens[0], str):
-        return None if tokens is None else [str(label) for label in tokens]
-    return list(tokens[batch])
 
 
 def first_position(amap: AttentionMap, batch: int) -> int | None:
@@ -189,7 +180,7 @@ class Api:
     """Answers the addresses that pages request; one worker computes all answers.
 
     Args:
-        *sources: One or several of what `ViewedRun.of` takes.
+        *sources: Recordings, maps or paths of files, at least one.
 
     Raises:
         ValueError: No source was given.
@@ -230,17 +221,18 @@ class Api:
             address: One of those listed above.
 
         Returns:
-            A future, which may be cancelled. It raises LookupError for an index out of range, FileChanged
-            for a file that changed.
-
-        Raises:
-            LookupError: There is no such address.
+            A future, which may be cancelled. It raises LookupError for an unknown address or an index out of
+            range, and FileChanged for a file that changed.
         """
         word, *parts = address.split("/")
-        handler, priority = self._handlers.get(word, (None, 0))
-        if handler is None or len(parts) != len(inspect.signature(handler).parameters):
-            raise LookupError(f"Unknown address {address[:80]!r}.")
-        return self.worker.submit(lambda: handler(*parts), priority)
+        handler, priority = self._handlers.get(word, (None, URGENT))
+
+        def answer() -> Answer | Steps:
+            if handler is None or len(parts) != len(inspect.signature(handler).parameters):
+                raise LookupError(f"Unknown address {address[:80]!r}.")
+            return handler(*parts)
+
+        return self.worker.submit(answer, priority)
 
     def close(self) -> None:
         """Stop computing."""
@@ -253,20 +245,22 @@ class Api:
         found.check_file()
         return found
 
-    def _layer(self, run: str, layer: str) -> Layer:
+    def _layer(self, run: str, layer: str, batch: str) -> tuple[Layer, int]:
+        """Return a layer and the index of a sequence."""
         layers = self._run(run).layers
-        return layers[parse_index(layer, len(layers), "layer")]
+        found = layers[parse_index(layer, len(layers), "layer")]
+        return found, parse_index(batch, found.call.shape[0], "batch entry")
 
     def _pyramid(self, run: str, layer: str, head: str, batch: str) -> Pyramid:
-        amap = self._layer(run, layer).map
-        h = parse_index(head, amap.shape[1], "head")
-        b = parse_index(batch, amap.shape[0], "batch entry")
-        key = int(run), int(layer), h, b
-        found = self._pyramids.get(key) or Pyramid(amap.only(b, h))
-        self._pyramids[key] = found  # it may have grown since it was last used
-        return found
+        found, b = self._layer(run, layer, batch)
+        key = int(run), int(layer), parse_index(head, found.map.shape[1], "head"), b
+        pyramid = self._pyramids.get(key) or Pyramid(found.map.only(b, key[2]))
+        self._pyramids[key] = pyramid  # it may have grown since it was last used
+        return pyramid
 
     def _runs(self) -> str:
+        from matplotlib import colormaps
+
         runs = []
         for run in self.runs:
             trained = run.provenance.get("extrapolated_from")
@@ -277,22 +271,30 @@ class Api:
                     "extrapolated_from": trained if isinstance(trained, int) else None,
                 }
             )
-        return json.dumps({"runs": runs, "side": SIDE, "max_weights": MAX_WEIGHTS, "colors": _colors()})
+        viridis = colormaps["viridis"](range(256), bytes=True)[:, :3]  # legible without colour vision
+        info = {
+            "runs": runs,
+            "side": SIDE,
+            "max_weights": MAX_WEIGHTS,
+            "colors": bytes(viridis).hex(),
+            "scores": {name: UNITS.get(name, "") for name in (*MAP_MASKS, *TOKEN_MASKS, *UNITS)},
+            "bars": BARS,
+        }
+        return json.dumps(info)
 
     def _tokens(self, run: str, layer: str, batch: str) -> str:
-        call = self._layer(run, layer).call
-        b = parse_index(batch, call.shape[0], "batch entry")
-        keys, queries, first = key_labels(call, b), None, None
-        if isinstance(call, AttentionMap):
-            first = first_position(call, b)
+        found, b = self._layer(run, layer, batch)
+        keys, queries, first = sequence_labels(found.call.tokens, b), None, None
+        if isinstance(found.call, AttentionMap):
+            first = first_position(found.call, b)
         if keys is not None and first is not None:
-            positions = range(first, first + call.shape[2])
+            positions = range(first, first + found.call.shape[2])
             queries = [keys[n] if 0 <= n < len(keys) else "" for n in positions]
         return json.dumps({"queries": queries, "keys": keys, "first": first})
 
     def _scores(self, run: str, layer: str, batch: str) -> Steps:
-        call = self._layer(run, layer).call
-        b = parse_index(batch, call.shape[0], "batch entry")
+        found, b = self._layer(run, layer, batch)
+        call = found.call
         if isinstance(call, AttentionMap):
             amap = call if call.shape[0] == 1 else call.only(batch=b)
             columns, sampled = yield from head_scores(amap, self.runs[int(run)].ids(amap))
@@ -347,13 +349,13 @@ class Api:
 
     def _line(self, axis: str, run: str, layer: str, heads: str, index: str, batch: str) -> str:
         """Return the weights of a query or key, averaged over heads: those around it, and the largest."""
-        amap, is_row = self._layer(run, layer).map, axis == "query"
+        found, b = self._layer(run, layer, batch)
+        amap, is_row = found.map, axis == "query"
         _, h, t, s = amap.shape
-        b = parse_index(batch, amap.shape[0], "batch entry")
         chosen = range(h) if heads == "all" else [parse_index(part, h, "head") for part in heads.split(",")]
         place = parse_index(index, t if is_row else s, axis)
         weights = torch.zeros(s if is_row else t)
-        for head in chosen:  # one by one, as all of them may take much memory
+        for head in chosen:  # not all at once, which may take much memory
             weights += (amap[b, head, place] if is_row else amap[b, head, :, place]) / len(chosen)
         start, first = 0, first_position(amap, b)
         if first is not None:
@@ -361,18 +363,13 @@ class Api:
         if len(weights) > LINE:
             start = max(0, min(place - LINE // 2, len(weights) - LINE))
         top = weights.topk(min(LARGEST, len(weights)))
-        largest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return json.dumps(
-            {
-                "first": start,
-                "weights": weights[start : start + LINE].tolist(),
-                "top": [[n, weight] for n, weight in largest if weight],
-            }
-        )
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        largest = [[n, weight] for n, weight in pairs if weight]
+        return json.dumps({"first": start, "weights": weights[start : start + LINE].tolist(), "top": largest})
 
 
 def _describe(layer: Layer) -> dict[str, Any]:
-    """Return what a page knows of a layer from the start."""
+    """Return the description of a layer for a page."""
     call = layer.call
     mask = call.problem.mask if isinstance(call, AttentionMap) else None
     return {
@@ -385,13 +382,6 @@ def _describe(layer: Layer) -> dict[str, Any]:
     }
 
 
-def _colors() -> str:
-    """Return the colours from 0 to 1 as 256 × rrggbb: viridis, legible without colour vision."""
-    from matplotlib import colormaps
-
-    return bytes(colormaps["viridis"](range(256), bytes=True)[:, :3]).hex()
-
-
 def pack_tile(tile: Tile, exact: bool = False) -> bytes:
     """Return a tile as it is sent, in float32 if exact; without cells if all of them are masked."""
     header = struct.pack("<4I", tile.sampled, *tile.cells.shape)
@@ -401,7 +391,7 @@ def pack_tile(tile: Tile, exact: bool = False) -> bytes:
 
 
 def pack_marginals(pyramid: Pyramid) -> bytes:
-    """Return what keys receive [s] and entropies [t] as they are sent; without numbers before a scan."""
+    """Return the weights that keys receive [s], and entropies [t], as they are sent; none before a scan."""
     if pyramid.received is None or pyramid.entropy is None:
         return struct.pack("<4I", 0, 0, pyramid.t, pyramid.s)
     numbers = torch.cat((pyramid.received, pyramid.entropy)).float().numpy()
@@ -418,13 +408,13 @@ def parse_index(text: str, size: int, name: str) -> int:
 def head_scores(
     amap: AttentionMap, ids: Tensor | None
 ) -> Generator[None, None, tuple[dict[str, Tensor], int]]:
-    """Compute the scores of every head of one sequence in steps: `[h]` by name, and how queries were sampled.
+    """Compute the scores of every head of one sequence in steps: `[h]` by name, and a number n.
 
-    That number is 1 if all queries were read; of a large layer the scores are those of 1 query in so many.
+    In a large layer, the scores are those of 1 query in n; else n is 1.
     """
     _, h, t, s = amap.shape
     problem = amap.problem
-    if h * t * s <= (EXACT_WEIGHTS if has_fast_statistics(problem) else EXACT_WEIGHTS // 16):
+    if h * t * s <= (EXACT_WEIGHTS if kernels.fuses(problem) else EXACT_WEIGHTS // 16):
         return {name: x[0] for name, x in score_heads(amap, ids).items()}, 1
     stride = -(-t // SAMPLES)
     masks = {name: mask_of(amap) for name, mask_of in MAP_MASKS.items()}

@@ -1,4 +1,4 @@
-"""The page that a browser loads, as text. Its scripts are plain files that are joined into one module."""
+"""The page that a browser loads, as text. Its scripts are plain files, which are joined into one module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The viewer as a file to send: one page that opens from a disk, with all weights in it.
+"""The viewer as a file to send: a page with all weights, which opens from a disk.
 
 A page with many weights has a folder of tiles beside it.
 """
@@ -11,14 +11,14 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from manyheads.shapes import amount
 from manyheads.storage import replacing
 from manyheads.viewer import assets
-from manyheads.viewer.api import Api, Layer, ViewedRun, pack_marginals, pack_tile
+from manyheads.viewer.api import Api, ViewedRun, pack_marginals, pack_tile
 from manyheads.viewer.pyramid import SIDE, Pyramid
 
 PAGE_BYTES = 40e6  # of weights that go into the page itself
@@ -27,9 +27,9 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Export:
-    """What to write: `description` tells how much, `write` writes it.
+    """A page to write: `description` gives its size, `write` writes it.
 
-    weight_bytes: Bytes of weights, as text. has_folder: Tiles go into a folder beside the page.
+    weight_bytes: Bytes of weights, as text. has_folder: Tiles are written into a folder beside the page.
     """
 
     api: Api
@@ -44,13 +44,13 @@ class Export:
 
     @property
     def description(self) -> str:
-        """What will be written, and its size."""
+        """The files, and their size."""
         size = amount(self.weight_bytes + len(assets.script()) + 30_000)
         beside = f" and the folder {self.folder.name} beside it" if self.has_folder else ""
         return f"{self.path}{beside} will take about {size}"
 
     def write(self, progress: Progress = lambda share: None) -> list[Path]:
-        """Write it, whole or not at all, and return the paths; OSError if the folder exists already."""
+        """Write all files or none, and return their paths; OSError if the folder exists already."""
         if not self.has_folder:
             with replacing(self.path) as file:
                 file.write(self.page(progress=progress).encode())
@@ -63,26 +63,25 @@ class Export:
             tiles.mkdir()
             for address, answer in self._answers(progress):
                 if address.startswith("tiles/"):
-                    script = f"manyheadsLoaded({json.dumps(address)},{json.dumps(_base64(answer))})"
+                    script = f"manyheadsLoaded({json.dumps(address)},{json.dumps(answer)})"
                     (tiles / f"{address.replace('/', '-')}.js").write_text(script, encoding="ascii")
                 else:
-                    answers[address] = _base64(answer)
+                    answers[address] = answer
             with replacing(self.path) as file:
                 file.write(build_page(answers, self.folder.name).encode())
                 tiles.rename(self.folder)
         return [self.path, self.folder]
 
     def page(self, picture: bytes | None = None, progress: Progress = lambda share: None) -> str:
-        """Return all of it as one page; picture: a PNG shown where scripts don't run."""
-        answers = {address: _base64(answer) for address, answer in self._answers(progress)}
-        return build_page(answers, None, picture)
+        """Return a single page; picture: a PNG that is displayed where scripts don't run."""
+        return build_page(dict(self._answers(progress)), None, picture)
 
-    def _answers(self, progress: Progress) -> Iterator[tuple[str, bytes]]:
-        """Yield every address of a page with its answer."""
+    def _answers(self, progress: Progress) -> Iterator[tuple[str, str]]:
+        """Yield every address of a page with its answer as base64."""
 
-        def answer(address: str) -> tuple[str, bytes]:
+        def answer(address: str) -> tuple[str, str]:
             found = self.api.request(address).result()
-            return address, found.encode() if isinstance(found, str) else found
+            return address, _base64(found.encode() if isinstance(found, str) else found)
 
         yield answer("runs")
         layers = [(r, n, layer) for r, run in enumerate(self.api.runs) for n, layer in enumerate(run.layers)]
@@ -97,18 +96,18 @@ class Export:
                     place, pyramid = f"{run}/{n}/{head}", Pyramid(layer.map.only(batch, head))
                     for _ in pyramid.scan():
                         pass
-                    yield f"marginals/{place}/{batch}", pack_marginals(pyramid)
-                    yield f"scan/{place}/{batch}", json.dumps({"progress": 1, "complete": True}).encode()
-                    tiles = _tiles(pyramid.t, pyramid.s)
+                    yield f"marginals/{place}/{batch}", _base64(pack_marginals(pyramid))
+                    yield f"scan/{place}/{batch}", _base64(b'{"progress": 1, "complete": true}')
+                    tiles = _tiles(pyramid)
                     for m, (level, x, y) in enumerate(tiles):
                         packed = pack_tile(pyramid.tile(level, x, y), exact=not (level or self.has_folder))
-                        yield f"tiles/{place}/{level}/{x}/{y}/{batch}", packed
+                        yield f"tiles/{place}/{level}/{x}/{y}/{batch}", _base64(packed)
                         progress((done + (m + 1) / len(tiles)) / count)
                     done += 1
 
 
 def plan_export(api: Api, path: Path, layer: int | None = None, heads: Sequence[int] | None = None) -> Export:
-    """Return what to write for some layers and heads.
+    """Return the page to write for some layers and heads.
 
     Args:
         api: What to export.
@@ -128,10 +127,10 @@ def plan_export(api: Api, path: Path, layer: int | None = None, heads: Sequence[
     if not path.parent.is_dir():
         raise ValueError(f"The folder {path.parent} of --export doesn't exist. Create it first.")
     runs = [_select(run, layer, heads) for run in api.runs]
-    maps = [one.map for run in runs for one in run.layers if one.has_weights]
+    maps = [shown.map for run in runs for shown in run.layers if shown.has_weights]
 
     def sizes(weight_bytes: int) -> list[tuple[int, int]]:
-        """Return each layer's number of heads, and the bytes of one in all sequences."""
+        """Return each layer's number of heads, and the bytes of a head in all sequences."""
         return [
             (amap.shape[1], amap.shape[0] * _estimate(Pyramid(amap.only(0, 0)), weight_bytes))
             for amap in maps
@@ -159,24 +158,22 @@ def _select(run: ViewedRun, layer: int | None, heads: Sequence[int] | None) -> V
             )
         layers = [layers[layer]]
     if heads is not None:
-        last = min(one.call.shape[1] for one in layers) - 1
+        last = min(shown.call.shape[1] for shown in layers) - 1
         for head in heads:
             if not 0 <= head <= last:
                 raise ValueError(f"Expected --head between 0 and {last}, got {head}.")
-        layers = [Layer(one.name, one.map.only(heads=list(heads)), one.number) for one in layers]
+        layers = [replace(shown, call=shown.map.only(heads=list(heads))) for shown in layers]
     return ViewedRun(run.title, layers, run.provenance)
 
 
-def _tiles(t: int, s: int) -> list[tuple[int, int, int]]:
+def _tiles(pyramid: Pyramid) -> list[tuple[int, int, int]]:
     """Return level, x and y of all tiles of a head up to a single one, and of its thumbnail."""
     tiles = []
-    for level in range(64):
-        down, across = -(-t // (SIDE << level)), -(-s // (SIDE << level))
+    for level in range(pyramid.top + 1):
+        down, across = -(-pyramid.t // (SIDE << level)), -(-pyramid.s // (SIDE << level))
         tiles += [(level, x, y) for y in range(down) for x in range(across)]
-        if down * across == 1:
-            break
-    if max(t, s) > SIDE:
-        tiles.append(((-(-max(t, s) // 64) - 1).bit_length(), 0, 0))
+    if pyramid.top:
+        tiles.append(((-(-max(pyramid.t, pyramid.s) // 64) - 1).bit_length(), 0, 0))
     return tiles
 
 
@@ -203,7 +200,7 @@ def build_page(answers: dict[str, str], folder: str | None = None, picture: byte
     Args:
         answers: Base64 by address.
         folder: The folder of tiles beside the page.
-        picture: A PNG shown where scripts don't run.
+        picture: A PNG that is displayed where scripts don't run.
 
     Returns:
         The page as HTML.

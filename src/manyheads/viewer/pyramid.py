@@ -1,7 +1,7 @@
 """One head as a pyramid of tiles: 256 × 256 cells in a tile, 2^level × 2^level weights in a cell.
 
-A cell holds the mean and the largest of its weights (at level 0 the weight itself), NaN where the mask hides
-all of them. Fine levels are computed on request. Coarse levels come from one streaming scan of the head,
+A cell has the mean and the largest of its weights (at level 0 the weight itself), or NaN where all of them
+are masked. Fine levels are computed on request. Coarse levels come from one streaming scan of the head,
 `Pyramid.scan`; until it is complete they are estimated from one query in each row of cells.
 """
 
@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads import kernels, scores
-from manyheads.biases import ALiBi
 from manyheads.maps import AttentionMap
-from manyheads.masks import Documents, Full, Lengths, Mask, Window
+from manyheads.masks import Full
 from manyheads.problem import Problem
 
 SIDE = 256  # cells per side of a tile
@@ -28,11 +27,6 @@ SCALE = 2.0**15  # float16 holds numbers from 6e-8 to 65,504: times this, weight
 STEP = 2**27  # weights in one step of a scan: a tenth of a second
 BLOCK = 2**20  # weights in memory at a time where no kernel computes their statistics
 MARGINALS = ("entropy", "received")  # of each query, of each key
-
-
-def has_fast_statistics(problem: Problem) -> bool:
-    """Return True if the native kernel computes a problem's statistics: about 16 times as fast as others."""
-    return kernels.fuses(problem)
 
 
 class Tile(NamedTuple):
@@ -66,11 +60,13 @@ class Pyramid:
         self.entropy: Tensor | None = None
         self.progress = 0.0
         self._coarse: dict[int, Tensor] = {}  # by level: [2, r, c], float16 times 2^15
-        self._parts = _Parts(self.problem)
+        self._masked = _Masked(self.problem)
+        part = self.problem.cut(range(self.t), range(self.s)) if kernels.fuses(self.problem) else None
+        self._is_fast = part is not None and kernels.fuses(part, in_place=True)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held beyond the run's own tensors: the results of a scan, and a log-sum-exp."""
+        """Bytes in addition to the run's own tensors: the results of a scan, and a log-sum-exp."""
         results = [*self._coarse.values(), *(x for x in (self.received, self.entropy) if x is not None)]
         return 4 * self.t + sum(x.nbytes for x in results)
 
@@ -121,7 +117,7 @@ class Pyramid:
                 cells = self._pool(rows, cols, SCAN_LEVEL, entropy[rows.start :], received[cols.start :])
                 if is_large:
                     i, j = rows.start >> SCAN_LEVEL, cols.start >> SCAN_LEVEL
-                    masked = self._parts.masked_cells(rows, cols, SCAN_LEVEL)
+                    masked = self._masked.cells(rows, cols, SCAN_LEVEL)
                     _write(first[:, i:, j:], (cells * SCALE).masked_fill(masked, math.nan))
                     halved = _add_pairs(cells[0] * _areas(rows, cols, SCAN_LEVEL))
                     _write(sums[i // 2 :, j // 2 :], halved)
@@ -132,7 +128,7 @@ class Pyramid:
 
     def _next_rows(self, start: int) -> range:
         """Return whole cells of queries from `start` on, with at most about `STEP` weights."""
-        step = STEP if self._parts.are_fast else STEP // 16
+        step = STEP if self._is_fast else STEP // 16
         rows = 2 << SCAN_LEVEL  # of two levels
         while (
             start + rows < self.t
@@ -151,7 +147,7 @@ class Pyramid:
 
     def _compute_cells(self, rows: range, cols: range, level: int) -> Tensor:
         """Return the cells of a tile, `[1 or 2, r, c]`."""
-        masked = self._parts.masked_cells(rows, cols, level)
+        masked = self._masked.cells(rows, cols, level)
         if level and bool(masked.all()):
             return torch.full((2, *masked.shape), math.nan)
         if level:
@@ -187,11 +183,10 @@ class Pyramid:
     def _statistics(self, rows: range, cols: range, r: int, c: int, marginals: bool) -> list[Tensor]:
         """Return means and maxima of r × c cells, and with `marginals` the statistics of that name.
 
-        The only place that asks for statistics of a part of the head. Weights are exp(score − lse) with the
-        log-sum-exp of whole rows, so the part must be read by the kernel that computed it.
+        Weights are exp(score − lse) with the log-sum-exp of whole rows, so the same kernel must read both.
         """
-        part = self._parts.cut(rows, cols)
-        if part is not None and kernels.reader(part) is kernels.reader(self.problem):
+        part = self.problem.cut(rows, cols) if self._is_fast else None
+        if part is not None and kernels.fuses(part, in_place=True):
             amap = AttentionMap.of(part, self.amap.lse[:, :, rows.start : rows.stop])
             found = amap.statistics(*(MARGINALS if marginals else ()), pooled=[(r, c), (r, c, "max")])
             return [x[0, 0] for x in (*found.pop("pooled"), *found.values())]
@@ -216,7 +211,7 @@ class Pyramid:
             lse = torch.logaddexp(score.logsumexp(-1), sink[:, None])
             weights = scores.weights(score, lse)[0, 0, :, cols.start : cols.stop].float()
             blocks.append(torch.stack((_mean(weights, 1, side), _max(weights, 1, side))))
-        cells = torch.cat(blocks, 1).masked_fill_(self._parts.masked_cells(rows, cols, level), math.nan)
+        cells = torch.cat(blocks, 1).masked_fill_(self._masked.cells(rows, cols, level), math.nan)
         return Tile(cells, side)
 
 
@@ -241,7 +236,7 @@ def _coarse_levels(first: Tensor, sums: Tensor, rows: range, cols: range) -> dic
 
 
 def _shape(rows: range, cols: range, level: int) -> tuple[int, int]:
-    """Return how many cells cover a region that begins with one, down and across."""
+    """Return how many cells cover a region, down and across; it begins at the edge of a cell."""
     return -(-len(rows) >> level), -(-len(cols) >> level)
 
 
@@ -251,13 +246,13 @@ def _write(target: Tensor, cells: Tensor) -> None:
 
 
 def _whole_and_rest(run: range, side: int) -> list[range]:
-    """Split a range into the part that whole cells cover and the rest, leaving out what is empty."""
+    """Split a range into the part that whole cells cover and the rest; without empty ones."""
     edge = len(run) - len(run) % side
     return [part for part in (run[:edge], run[edge:]) if part]
 
 
 def _areas(rows: range, cols: range, level: int) -> Tensor:
-    """Return how many weights each cell holds, `[r, c]`."""
+    """Return the number of weights in each cell, `[r, c]`."""
     heights, widths = (
         (run.stop - torch.arange(run.start, run.stop, 1 << level)).clamp(max=1 << level)
         for run in (rows, cols)
@@ -280,13 +275,13 @@ def _add_pairs(x: Tensor) -> Tensor:
     return F.avg_pool2d(x[None], 2, ceil_mode=True, divisor_override=1)[0]
 
 
-# -- parts of a problem ----------------------------------------------------------------------------
+# -- masked cells ----------------------------------------------------------------------------------
 
 
-class _Parts:
-    """Parts of a problem of one sequence and head, and which of their cells are masked.
+class _Masked:
+    """Which cells of a problem of one sequence and head are masked.
 
-    Bands, padding and documents are cut and pooled as intervals; other masks pair by pair.
+    Bands, padding and documents are pooled as intervals; other masks pair by pair.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -296,49 +291,11 @@ class _Parts:
         spans = [lengths.span(range(1)).some for lengths in normal.lengths]
         self.first = max([0, *(low for low, _ in spans)])  # the keys that aren't padding
         self.last = min([s, *(high for _, high in spans)])
-        self.documents = [self._ids(documents, t, s) for documents in normal.segments]
-        self.are_intervals = not normal.rest and not (problem.bias is not None and problem.bias.hides)
-        self.are_fast = self.cut(range(t), range(s)) is not None and has_fast_statistics(problem)
+        i, j = torch.arange(t)[None] + self.offset, torch.arange(s)[None]
+        self.documents = [[ids[0] for ids in documents.at(i, j)] for documents in normal.segments]
+        self.are_intervals = not normal.rest and not (problem.bias is not None and problem.bias.can_mask)
 
-    def _ids(self, documents: Documents, t: int, s: int) -> tuple[Tensor, Tensor]:
-        """Return the documents of queries `[t]` and keys `[s]`; two numbers that differ stand for none."""
-        zero, none = torch.zeros(1, dtype=torch.int64), torch.iinfo(torch.int64).min
-        queries, has_query = documents.query(zero, torch.arange(t) + self.offset)
-        keys, has_key = documents.key(zero, torch.arange(s))
-        return (
-            torch.where(has_query, queries.to(torch.int64), none).flatten(),
-            torch.where(has_key, keys.to(torch.int64), none + 1).flatten(),
-        )
-
-    def cut(self, rows: range, cols: range) -> Problem | None:
-        """Return the problem of a range of queries and keys; None if mask or bias can't be cut."""
-        p, (low, high) = self.problem, self.band
-        off_diagonal = (low is not None and low > 0) or (high is not None and high < 0)
-        if not self.are_intervals or len(self.documents) > 1 or off_diagonal:
-            return None
-        if not (p.bias is None or isinstance(p.bias, ALiBi)):
-            return None
-        mask: Mask = Window(None if low is None else -low, high)
-        if self.first:
-            mask &= Lengths(max(cols.stop - max(self.first, cols.start), 0), left=True)
-        if self.last < p.shape.s:
-            mask &= Lengths(max(min(self.last, cols.stop) - cols.start, 0))
-        down, across = slice(rows.start, rows.stop), slice(cols.start, cols.stop)
-        for queries, keys in self.documents:
-            mask &= Documents(keys[across], queries=queries[down])
-        return Problem.of(
-            p.q[:, :, down],
-            p.k[:, :, across],
-            p.v[:, :, across],
-            mask=mask,
-            bias=p.bias,
-            scale=p.scale,
-            softcap=p.softcap,
-            sink=p.sink,
-            offset=self.offset + rows.start - cols.start,
-        )
-
-    def masked_cells(self, rows: range, cols: range, level: int) -> Tensor:
+    def cells(self, rows: range, cols: range, level: int) -> Tensor:
         """Return where no query of a cell may attend to a key of it, `[r, c]`.
 
         In large regions a cell counts as visible where the documents of its queries and of its keys overlap

@@ -1,6 +1,6 @@
 """The viewer over HTTP, for this machine alone.
 
-It listens on the loopback address. The link holds a random token, which becomes a cookie; every other request
+It listens on the loopback address. The link has a random token, which becomes a cookie; every other request
 needs that cookie. The Host header must name the loopback address, so that no foreign page can read answers
 under a host name of its own (DNS rebinding). Paths are looked up in a table and never on a disk.
 """

@@ -15,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from manyheads import extras
 from manyheads.viewer import assets
 from manyheads.viewer.api import Answer, Api, ViewedRun
 from manyheads.viewer.export import plan_export
@@ -43,8 +44,8 @@ def in_notebook() -> bool:
 
 
 def display(api: Api) -> Any:
-    """Close an API and return what a notebook displays of its runs; ImportError if that needs anywidget."""
-    api.close()  # a page needs none, and a widget has one only while it is visible
+    """Close an API, and return its runs as a page or widget; ImportError if anywidget isn't installed."""
+    api.close()  # a page needs none, and a widget opens its own while it is visible
     try:
         plan = plan_export(api, Path("page.html"))
     except ValueError:  # too much for a page
@@ -112,10 +113,7 @@ def _widget_class() -> Any:
     try:
         import anywidget
     except ImportError:
-        raise ImportError(
-            "Showing a map this large in a notebook needs anywidget, which isn't installed. "
-            "Run pip install '.[view]' in a clone of manyheads."
-        ) from None
+        raise extras.missing("Showing a map this large in a notebook", "anywidget", "view") from None
 
     class Widget(anywidget.AnyWidget):
         """A viewer whose answers are sent over the notebook's own channel.
@@ -159,13 +157,9 @@ def _widget_class() -> Any:
         def _request(self, view: str, number: int, address: str) -> None:
             if self._api is None:
                 self._api = Api(*self._runs)
-            pending = self._pending.setdefault(view, {})
-            try:
-                pending[number] = self._api.request(address)
-            except LookupError as error:
-                self._send_error(view, number, error)
-            else:
-                pending[number].add_done_callback(lambda future: self._send_answer(view, number, future))
+            future = self._api.request(address)
+            self._pending.setdefault(view, {})[number] = future
+            future.add_done_callback(lambda future: self._send_answer(view, number, future))
 
         def _send_answer(self, view: str, number: int, future: Future[Answer]) -> None:
             """Send an answer from the worker's thread: a kernel's messages may come from any."""
@@ -174,15 +168,12 @@ def _widget_class() -> Any:
                 return
             error = future.exception()
             if error is not None:
-                self._send_error(view, number, error)
+                text = str(error.args[0] if error.args else error) or type(error).__name__
+                self.send({"view": view, "number": number, "error": text})
                 return
             answer = future.result()
             data = answer.encode() if isinstance(answer, str) else answer
             self.send({"view": view, "number": number}, [data])
-
-        def _send_error(self, view: str, number: int, error: BaseException) -> None:
-            text = str(error.args[0] if error.args else error) or type(error).__name__
-            self.send({"view": view, "number": number, "error": text})
 
         def _close_api(self) -> None:
             """End the worker, and empty the caches."""

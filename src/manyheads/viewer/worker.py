@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any
 
-URGENT, NORMAL, BACKGROUND = range(3)  # what is under the pointer; what is in view; scans and head scores
+URGENT, NORMAL, BACKGROUND = range(3)  # the weight under the pointer; tiles in view; scans and head scores
 
 
 class Worker:
@@ -90,7 +90,7 @@ class Worker:
 
 
 def _release_memory() -> None:
-    """Return freed memory to the system: glibc keeps it, which soon exceeds what is in use."""
+    """Return freed memory to the system; glibc would keep more of it than is in use."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 

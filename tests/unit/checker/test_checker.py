@@ -796,6 +796,7 @@ def test_the_command_passes_what_is_right(tmp_path: Path) -> None:
     assert "passed" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

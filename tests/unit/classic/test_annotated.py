@@ -26,7 +26,7 @@ def draw(*shape):
 
 
 def textbook(model, query, key, value, mask=None, added=0.0):
-    """The presentation's own way in plain PyTorch: output, and weights [seq_q, seq_k, batch, heads]."""
+    """The presentation's formula in plain PyTorch: output, and weights [seq_q, seq_k, batch, heads]."""
     q, k, v = model.query(query), model.key(key), model.value(value)
     scores = (torch.einsum("ibhd,jbhd->ijbh", q, k) + added) * model.scale
     if mask is not None:
@@ -54,7 +54,7 @@ def test_prepare_splits_the_last_dimension(bias):
 # -- the attention -----------------------------------------------------------------------------------
 
 
-def test_its_attributes():
+def test_attributes():
     model = MultiHeadAttention(4, 8)
     assert (model.heads, model.d_k, model.scale) == (4, 2, 1 / math.sqrt(2))
     assert model.softmax.dim == 1
@@ -78,7 +78,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
-def test_it_is_the_textbooks(shape):
+def test_it_equals_the_textbook_formula(shape):
     model = made()
     inputs = [draw(n, 2, 12).requires_grad_() for n in (4, 6, 6)]
     mask = None

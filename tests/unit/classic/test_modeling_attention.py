@@ -1,4 +1,4 @@
-"""Presentation 1: SelfAttention, MultiHeadSelfAttention, and the values that check one's own."""
+"""Presentation 1: SelfAttention, MultiHeadSelfAttention, and the test values."""
 
 import math
 from pathlib import Path
@@ -24,13 +24,13 @@ def assign(model, values, names):
 
 
 def compare(output, expected):
-    """As the exercise's cells do: a wrong shape and wrong values have messages of their own."""
+    """As in the exercise: wrong shapes and wrong values have different messages."""
     assert output.shape == expected.shape, f"wrong shape: {output.shape}, not {expected.shape}"
     assert torch.allclose(output, expected, atol=1e-6), "right shape, wrong values"
 
 
 def textbook(model, x):
-    """The presentation's own way in plain PyTorch: output and probabilities [batch * heads, seq, seq]."""
+    """The presentation's formula in plain PyTorch: output and probabilities [batch * heads, seq, seq]."""
     b, t, _ = x.shape
     h, d = model.num_heads, model.head_size
 

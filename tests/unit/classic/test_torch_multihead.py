@@ -1,4 +1,4 @@
-"""Presentation 2, and that our MultiheadAttention really takes the place of PyTorch's."""
+"""Presentation 2, and MultiheadAttention in place of PyTorch's."""
 
 import copy
 import re
@@ -57,7 +57,7 @@ def sentence():
     return x, q, k, v, MultiheadAttention(4, 2, dropout=0.0)
 
 
-def test_the_sentence(sentence):
+def test_the_textbook_example(sentence):
     x, q, k, v, module = sentence
     rows = {
         "the": "-0.9724 -0.7550",
@@ -81,7 +81,7 @@ def test_the_sentence(sentence):
 
 @pytest.mark.parametrize("allowed", [1.0, 0.0, "boolean"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_sentence_with_a_causal_mask(sentence, allowed, is_causal):
+def test_the_textbook_example_with_a_causal_mask(sentence, allowed, is_causal):
     """Additive with 1 (or 0) where allowed, or boolean: the same numbers."""
     _, q, k, v, module = sentence
     mask = torch.ones(7, 7, dtype=torch.bool).triu(1)
@@ -151,7 +151,7 @@ def test_it_is_a_torch_module_with_its_attributes():
         ((8, 2, 0.0, True, False, False, 0), "Expected kdim to be at least 1, got 0."),
     ],
 )
-def test_a_construction_that_cannot_be(arguments, says):
+def test_invalid_construction_raises(arguments, says):
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
         MultiheadAttention(*arguments)
 
@@ -161,7 +161,7 @@ def test_a_construction_that_cannot_be(arguments, says):
 
 @st.composite
 def cases(draw):
-    """Every option of constructor and forward. The first key is always seen, so that no row is NaN there."""
+    """All options of constructor and forward. The first key is always visible, so that no output is NaN."""
     pick = lambda *options: draw(st.sampled_from(options))  # noqa: E731
     flag = lambda: draw(st.booleans())  # noqa: E731
     itself = flag()
@@ -191,7 +191,7 @@ def cases(draw):
     }
     if itself:
         case["s"] = case["t"]
-    if case["batch"] == 0:  # PyTorch's can't with masks; test_nothing_to_do says that ours can
+    if case["batch"] == 0:  # PyTorch's can't with masks; test_empty_inputs says that ours can
         case["padding"] = case["mask"] = None
     # There the hint drops the mask, and with it the appended keys, unless weights are asked for.
     appended = case["make"]["add_bias_kv"] or case["make"]["add_zero_attn"]
@@ -313,7 +313,7 @@ def test_dropout_draws_as_in_torch_and_weights_are_after_it():
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("kind", ["boolean", "float"])
-def test_a_row_with_nothing_to_see_is_zeros(need_weights, kind):
+def test_a_query_without_visible_keys_gets_zeros(need_weights, kind):
     torch.manual_seed(0)
     theirs, mine = pair(8, 2, batch_first=True)
     x = torch.randn(2, 4, 8, requires_grad=True)
@@ -348,7 +348,7 @@ def test_a_masked_nan_does_not_leak(need_weights):
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_the_mask_is_used_whatever_the_hint(need_weights):
-    """A wrong hint, and masks that only look causal: one answer, with weights and without."""
+    """A wrong hint, and masks that are nearly causal: the same output, with weights and without."""
     _, mine = pair(8, 2, batch_first=True)
     x = torch.randn(2, 5, 8)
     triangle = torch.ones(5, 5, dtype=torch.bool).triu(1)
@@ -401,7 +401,7 @@ def test_the_map_keeps_the_contract():
 @pytest.mark.parametrize("shape", [(0, 3), (4, 0), (0, 0)])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_nothing_to_do(shape, batch_first, need_weights):
+def test_empty_inputs(shape, batch_first, need_weights):
     """No batch, or no tokens."""
     b, t = shape
     mine = MultiheadAttention(8, 2, batch_first=batch_first)
@@ -547,7 +547,7 @@ def test_inside_an_encoder(mode, norm_first, batch_first, masks, calls, monkeypa
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("both_masks", [False, True])
-def test_inside_an_encoder_layer_put_there_by_hand(mode, both_masks, calls, monkeypatch):
+def test_inside_an_encoder_layer_that_it_is_assigned_to(mode, both_masks, calls, monkeypatch):
     torch.manual_seed(0)
     theirs = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     mine = copy.deepcopy(theirs)
@@ -663,7 +663,7 @@ def test_nested_tensors():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("sequences", [0, 1, 3])
-def test_nested_tensors_of_nothing(sequences: int, need_weights: bool):
+def test_empty_nested_tensors(sequences: int, need_weights: bool):
     """No sequences, and sequences that are all empty; in the module's own dtype."""
     mine = MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
     empty = torch.nested.nested_tensor([torch.zeros(0, 8)] * sequences, dtype=torch.float64)
@@ -682,6 +682,7 @@ def test_nested_tensors_of_nothing(sequences: int, need_weights: bool):
         assert [x.abs().sum() for x in mine(keys, empty, empty)[0].unbind()] == [0] * sequences
 
 
+@pytest.mark.full
 def test_it_compiles_into_one_graph():
     torch.manual_seed(0)
     mine = MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True)

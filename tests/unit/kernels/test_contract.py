@@ -718,6 +718,7 @@ def test_gradients_through_autocast(kernel: str) -> None:
 # -- gradients ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", OWN)
 @pytest.mark.parametrize("offset", [None, 0, [1, -1]], ids=str)
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_rules_that_can_be_asked_about_one_pair(name: str) -> None:
 def test_rules_that_cannot_are_refused_by_name(name: str) -> None:
     function, why = UNASKABLE[name]
     (reason,) = flex._refuse_rule(mh.Rule(function), torch.device("cpu"))
-    assert reason.startswith("Rule(<lambda>) can't be asked about one pair at a time (")
+    assert reason.startswith("Rule(<lambda>) can't be evaluated for one pair (")
     assert re.search(why, reason), reason
     assert "\n" not in reason
 
@@ -289,24 +289,19 @@ def test_of_the_table_it_refuses_sizes_of_0_alone() -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("trainable", "untraced")
 @pytest.mark.parametrize("case", TAKEN[::3], ids=str)
 def test_table(case: Case) -> None:
     forward(case)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("trainable")
-@pytest.mark.parametrize("case", TAKEN[1::20], ids=str)
+@pytest.mark.parametrize("case", TAKEN, ids=str)
 def test_table_with_gradients(case: Case) -> None:
+    torch._dynamo.reset()
     backward(case)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("trainable")
-def test_the_whole_table_with_gradients() -> None:
-    for case in TAKEN:
-        torch._dynamo.reset()
-        backward(case)
 
 
 @pytest.mark.usefixtures("trainable")
@@ -374,6 +369,7 @@ VARYING: dict[str, Callable[[int], Problem]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", VARYING)
 def test_lengths_and_numbers_are_of_one_kind(name: str) -> None:
     """At most three graphs: the first length alone, lengths of one block, longer ones."""
@@ -444,7 +440,7 @@ def test_inside_a_compiled_function_it_is_a_part_of_its_graph(monkeypatch: pytes
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 @pytest.mark.parametrize("mask", [*MASKS, *ASKABLE])
 def test_masks_are_written_into_a_kernel(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +448,7 @@ def test_masks_are_written_into_a_kernel(mask: str, monkeypatch: pytest.MonkeyPa
     into_a_kernel(Case((2, 4, 2, 6, 9, 16, 16), mask=mask if mask in MASKS else "none"), mask, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases_are_written_into_a_kernel(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:

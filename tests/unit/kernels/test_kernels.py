@@ -11,7 +11,19 @@ import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import chunked
 from manyheads.problem import Problem
-from tests.cases import CASES, DTYPES, KERNELS, Answer, Case, Inputs, error, make, oracle, over, plain
+from tests.cases import (
+    CASES,
+    DTYPES,
+    KERNELS,
+    Answer,
+    Case,
+    Inputs,
+    error,
+    make,
+    oracle,
+    over,
+    plain,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,6 +69,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "BLOCK", 1)
 
 
+@pytest.mark.sampled("kernel")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_table(case: Case, kernel: str) -> None:
@@ -73,6 +86,7 @@ def test_table(case: Case, kernel: str) -> None:
 PLAINER = [c for c in CASES if c.bias != "none" and c.sink == "none" and c.softcap is None]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", PLAINER, ids=str)
 def test_without_a_bias_gradient(case: Case) -> None:
     """A bias that asks for no gradient: there sdpa computes what it must refuse in training."""
@@ -89,6 +103,7 @@ def test_without_a_bias_gradient(case: Case) -> None:
         check(case, kernel, {"out": out} | found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
 def test_map(case: Case) -> None:
     """The map beside the output: its weights within the budget, lse as the definition has it."""

@@ -193,6 +193,7 @@ def flat(x: Any) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else [one for part in x for one in flat(part)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", library.runs)
 def test_every_width_on_the_table(width: str) -> None:
     code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE[::3]); print(t.native.built())"
@@ -213,11 +214,13 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"MANYHEADS_LIBRARY": str(folder / "native.so"), "MANYHEADS_WIDTH": "amx", "OMP_NUM_THREADS": "2"}
 
 
+@pytest.mark.full
 def test_emulated_tiles_on_the_table(emulated: dict[str, str]) -> None:
     code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE); print(t.native.built())"
     assert python(code, **emulated).startswith("amx of portable, amx, ")
 
 
+@pytest.mark.full
 def test_emulated_tiles_give_every_pass_the_same_scores(emulated: dict[str, str]) -> None:
     """The weights of huge scores are 0 or 1 only if output, gradient, statistics and map share their bits."""
     code = """
@@ -350,6 +353,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return to / "by quick", to / "by false"
 
 
+@pytest.mark.full
 @pytest.mark.skipif("avx2" not in library.runs, reason="it has one width")
 def test_a_width_that_does_not_compile_is_left_out(
     installed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -368,6 +372,7 @@ def test_a_width_that_does_not_compile_is_left_out(
     assert missing.startswith(f"MANYHEADS_WIDTH=avx512bf16 is set, and that build isn't there: {why}")
 
 
+@pytest.mark.full
 def test_a_build_that_fails_leaves_no_library_of_before(installed: tuple[Path, Path]) -> None:
     assert [path.name for path in installed[1].rglob("native.*")] == ["native.log"]
 
@@ -381,6 +386,7 @@ def setup() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "setup.py"))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("setup")
 def test_an_old_library_goes_from_the_sources_too(installed: tuple[Path, Path]) -> None:
     """Where they are installed editable; and an odd CXX doesn't end the installation."""
@@ -437,6 +443,7 @@ def test_the_line_that_says_why_a_compiler_failed(setup: Any, output: str, line:
     assert setup["told"](output) == line
 
 
+@pytest.mark.full
 def test_without_a_compiler_it_installs_and_says_why(installed: tuple[Path, Path], tmp_path: Path) -> None:
     """Everything works on the other kernels."""
     to = installed[1]
@@ -473,6 +480,7 @@ def chosen(q: Tensor, k: Tensor, **more: Any) -> str:
     return name
 
 
+@pytest.mark.full
 def test_bfloat16_goes_to_pytorch_where_the_build_leaves_tiles_unused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -716,6 +724,7 @@ def test_a_child_computes_after_its_parent_did(how: str) -> None:
     assert child.exitcode == 0
 
 
+@pytest.mark.full
 def test_a_fork_that_is_the_first_to_compute() -> None:
     """The library is loaded in the child, and PyTorch's pool was already at work in the parent."""
     code = (
@@ -890,6 +899,7 @@ def test_a_graph_holds_tensors_as_saved_ones_alone(name: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", HERE, ids=str)
 def test_a_direct_call_gives_the_bits_of_the_operator(case: Case) -> None:
     """The same kernel reached in two ways: the operator takes masks and biases as text."""
@@ -1024,6 +1034,7 @@ def test_negated_views_are_read_as_they_are() -> None:
         torch.testing.assert_close(mh.attention(q, q, q, kernel="native"), right(q, q, q))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_for_packing_is_given_back() -> None:
     """What a long call needed isn't held until the next."""

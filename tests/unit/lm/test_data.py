@@ -24,6 +24,7 @@ def python() -> list[data.Document]:
     return data.python_documents()
 
 
+@pytest.mark.full
 def test_python_text_is_deterministic_and_deduplicated(python: list[data.Document]) -> None:
     assert data.digest(python) == data.digest(data.python_documents())
     assert len({document.text for document in python}) == len(python)
@@ -75,12 +76,12 @@ def test_tokenizer_is_deterministic_and_keeps_its_size() -> None:
     assert TOKENIZER.token_to_id(data.END) == data.END_ID
 
 
-def test_encode_puts_an_end_around_each_document() -> None:
-    ids = data.encode(TOKENIZER, DOCUMENTS[:3])
-    assert ids.dtype == np.uint16
-    assert (ids == data.END_ID).sum() == 4
-    assert ids[0] == ids[-1] == data.END_ID
-    assert TOKENIZER.decode(ids[1:].tolist()) == "".join(d.text for d in DOCUMENTS[:3])
+def test_encoded_documents_end_with_an_end_token() -> None:
+    for document, ids in data.encoded(TOKENIZER, DOCUMENTS[:3]):
+        assert ids.dtype == np.uint16
+        assert (ids == data.END_ID).sum() == 1
+        assert ids[-1] == data.END_ID
+        assert TOKENIZER.decode(ids.tolist()) == document.text
 
 
 def test_token_files_are_mapped_and_checked(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_most_repeats_are_predictable() -> None:
 
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:
-    tokens = data.encode(TOKENIZER, DOCUMENTS)
+    tokens = np.concatenate([ids for _, ids in data.encoded(TOKENIZER, DOCUMENTS)])
 
     def draw(seed: int, step: int) -> tuple[data.Tokens, data.Tokens]:
         return data.batch(tokens, rows=6, context=32, repeated=2, vocab=300, seed=seed, step=step)

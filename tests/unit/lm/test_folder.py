@@ -1,4 +1,4 @@
-"""The folder of a run: files of others are kept, and damage is found before training."""
+"""The folder of a run: other files are kept, and damage is found before training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manyheads import cli, lm
+from manyheads import lm
 from manyheads.lm import checkpoint, data
-from manyheads.lm.checkpoint import HELD_OUT, LOCK, LOG, MARKER, MARKER_TEXT, TRAINING, locked
+from manyheads.lm.checkpoint import HELD_OUT, LOCK, LOG, TRAINING, locked
 
 training = sys.modules["manyheads.lm.train"]
 
@@ -39,18 +39,9 @@ GIVEN: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "find_spec", lambda name: None)
-
-
 @pytest.fixture(scope="module")
-def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "find_spec", lambda name: None)
-        lm.train(out, GIVEN, [text])
-    return out
+def finished(train: Callable[[dict[str, Any]], Path]) -> Path:
+    return train(GIVEN)
 
 
 @pytest.fixture
@@ -62,19 +53,6 @@ def run(finished: Path, tmp_path: Path) -> Path:
 Command = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """A function that runs `manyheads …`: exit code, standard output and standard error."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["manyheads", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return call
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
@@ -82,7 +60,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # Files of other programs
 
 
-@pytest.mark.parametrize("name", [*checkpoint.FILES, TRAINING, HELD_OUT, LOG, MARKER])
+@pytest.mark.parametrize("name", [*checkpoint.FILES, TRAINING, HELD_OUT, LOG])
 def test_files_of_the_same_name_are_not_touched(
     text: Path, tmp_path: Path, command: Command, name: str
 ) -> None:
@@ -90,17 +68,9 @@ def test_files_of_the_same_name_are_not_touched(
     before = contents(tmp_path)
     code, _, err = command("train", "--out", tmp_path, "--data", text, "--steps", 1, "--context", 32)
     assert code == 2
-    assert f"{tmp_path / name} wasn't written by manyheads" in err
+    assert f"Training would overwrite {tmp_path / name}" in err
     assert err.count("\n") == 1
     assert contents(tmp_path) == before
-
-
-def test_a_marker_of_the_same_name_stays_when_an_earlier_run_resumes(run: Path) -> None:
-    (run / MARKER).write_text("another program's file")
-    before = contents(run)
-    with pytest.raises(FileExistsError, match=re.escape(MARKER)):
-        lm.train(run, {"steps": 6}, resume=True)
-    assert contents(run) == before
 
 
 @pytest.mark.parametrize("name", [*checkpoint.FILES, TRAINING, HELD_OUT])
@@ -143,18 +113,15 @@ def test_a_start_that_fails_leaves_nothing(text: Path, tmp_path: Path, command: 
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(text: Path, tmp_path: Path) -> None:
-    (tmp_path / MARKER).write_text(MARKER_TEXT)
-    for name in (TRAINING, HELD_OUT, LOG):
-        (tmp_path / name).write_text("half of it")
     (tmp_path / checkpoint.WRITING).mkdir()
+    (tmp_path / checkpoint.WRITING / TRAINING).write_text("half of it")
     (tmp_path / checkpoint.WRITING / "model.safetensors").write_bytes(b"\0")
     lm.train(tmp_path, GIVEN, [text])
-    assert set(contents(tmp_path)) == {*checkpoint.FILES, TRAINING, HELD_OUT, LOG, MARKER, LOCK}
+    assert set(contents(tmp_path)) == {*checkpoint.FILES, TRAINING, HELD_OUT, LOG, LOCK}
 
 
 def test_a_run_of_an_earlier_version_resumes(run: Path) -> None:
-    """No marker, no checksums, and earlier names of the options."""
-    (run / MARKER).unlink()
+    """It has no checksums, and earlier names of the options."""
     for name in ("model.safetensors", "optimizer.safetensors"):
         save_file(load_file(run / name), run / name, {"kind": checkpoint.KIND})
     state = json.loads((run / "state.json").read_text())
@@ -165,7 +132,6 @@ def test_a_run_of_an_earlier_version_resumes(run: Path) -> None:
     (run / "state.json").write_text(json.dumps(state))
     lm.load(run)
     assert lm.train(run, {"steps": 6}, resume=True).step == 6
-    assert (run / MARKER).exists()
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path: Path, command: Command) -> None:
@@ -199,7 +165,7 @@ def test_a_second_process_is_locked_out_until_the_first_ends(text: Path, run: Pa
         for words in (["--resume", "--steps", 9], ["--data", text]):
             code, _, err = command("train", "--out", run, *words)
             assert (code, err.count("\n")) == (2, 1)
-            assert "Another process is training" in err or "already holds a run" in err
+            assert "Another process is training" in err or "already has a run" in err
         assert contents(run) == before
     finally:
         holder.kill()
@@ -238,13 +204,9 @@ def test_damaged_weights_are_found(run: Path, command: Command) -> None:
 
 
 @pytest.fixture(scope="module")
-def other(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other(train: Callable[[dict[str, Any]], Path]) -> Path:
     """A finished run of the same sizes from another seed."""
-    out = tmp_path_factory.mktemp("other") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "find_spec", lambda name: None)
-        lm.train(out, GIVEN | {"seed": 1}, [text])
-    return out
+    return train(GIVEN | {"seed": 1})
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
@@ -441,7 +403,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(
 
 
 def test_a_finished_run_continues(run: Path, text: Path, tmp_path: Path, command: Command) -> None:
-    """As one run whose schedule ended before it did, bit for bit."""
+    """Bit for bit like a single run whose schedule ended earlier."""
     code, _, err = command("train", "--out", run, "--resume", "--steps", 8)
     assert code == 0
     assert "schedule up to step 5, then stays at 0.0001" in re.sub(r"\s+", " ", err)
@@ -474,6 +436,18 @@ def test_sizes_are_options(text: Path, tmp_path: Path, command: Command) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--steps", 0], "Expected steps to be at least 1"),
+        (["--context", 1], "Expected context to be at least 2"),
+        (["--seed", -1], "Expected seed to be at least 0"),
+        (["--device", "toaster"], "got 'toaster'"),
+        (["--device", "cuda:99"], "got 'cuda:99'"),
+        (["--device", "meta"], "got 'meta'"),
+        (["--device", "meta:0"], "got 'meta:0'"),
+        (["--device", "hpu"], "got 'hpu'"),
+        (["--device", "privateuseone"], "got 'privateuseone'"),
+        (["--seed", 1 << 64], f"Expected seed to be below 2^64, got {1 << 64}."),
+        (["--resume"], "no checkpoint to resume from. Start without --resume"),
+        (["--data", "nowhere"], "got nowhere, which is missing"),
         (["--layers", 0], "Expected layers to be at least 1"),
         (["--heads", 5], "heads = 5"),
         (["--embed", -4], "Expected embed to be at least 1"),
@@ -489,7 +463,7 @@ def test_sizes_are_options(text: Path, tmp_path: Path, command: Command) -> None
         (["--embed", 12 * 10**9], "smaller model"),
         (["--layers", 10**12], "smaller model"),
         (["--batch-size", 10**12], "smaller model"),
-        (["--context", 10**12], "context of at most"),
+        (["--context", 10**12], "context to be at most"),
         (["--context", 10**6], "smaller --context"),
     ],
 )
@@ -570,7 +544,7 @@ def test_generate_prints_pieces_as_they_are_generated(
 
 
 def test_reading_text_takes_little_memory(tmp_path: Path) -> None:
-    """Of 60 MB, the reader holds a few at a time."""
+    """Of 60 MB, a few are in memory at a time."""
     line = "some words that are said again and again, line by line\n"
     with open(tmp_path / "long.txt", "w") as file:
         for i in range(60):

@@ -358,6 +358,7 @@ def test_a_stream_yields_no_incomplete_characters() -> None:
 # Compiling and exporting
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_the_model_compiles_in_one_graph(model: lm.LanguageModel, dynamic: bool | None) -> None:
@@ -370,6 +371,7 @@ def test_the_model_compiles_in_one_graph(model: lm.LanguageModel, dynamic: bool 
         model(ids_of(1, 25))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_model_exports_with_a_dynamic_length(model: lm.LanguageModel, grad: bool, strict: bool) -> None:
@@ -384,7 +386,7 @@ def test_the_model_exports_with_a_dynamic_length(model: lm.LanguageModel, grad: 
 
 
 class Killed(BaseException):
-    """The process dies here."""
+    """Raised where the process would be killed."""
 
 
 def generation(folder: Path) -> set[float]:

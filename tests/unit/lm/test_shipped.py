@@ -1,4 +1,4 @@
-"""The model that ships: what its card says is so, and its heads have learned what people want to see."""
+"""The model that ships: what its card says is so, and its heads have learned to copy."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def shipped() -> lm.LanguageModel:
 
 @pytest.fixture(scope="module")
 def held_out() -> list[data.Document]:
-    """What training never saw: names decide the split, so this holds for every version of Python."""
+    """The held-out text: names decide the split, so it is the same for every version of Python."""
     return recipe.split(data.python_documents())[1]
 
 
 @pytest.fixture(scope="module")
 def held_ids(held_out: list[data.Document]) -> data.Tokens:
-    return data.encode(lm.load()[1], held_out)
+    return np.concatenate([[data.END_ID], *(ids for _, ids in data.encoded(lm.load()[1], held_out))])
 
 
 def test_it_is_small_and_has_no_pickle() -> None:
@@ -60,6 +60,7 @@ def test_its_context_is_long_enough(shipped: lm.LanguageModel) -> None:
     assert shipped.config.context >= 256
 
 
+@pytest.mark.full
 def test_a_head_attends_to_the_previous_token(shipped: lm.LanguageModel, held_ids: data.Tokens) -> None:
     assert recipe.previous_token(shipped, held_ids).max() > recipe.PREVIOUS
 
@@ -71,7 +72,7 @@ def test_a_head_attends_to_the_token_after_the_same_one(shipped: lm.LanguageMode
 
 @torch.no_grad()
 def test_the_scores_of_planted_weights(shipped: lm.LanguageModel, held_ids: data.Tokens) -> None:
-    """The same numbers by hand, from the dense weights of one text and one sequence said twice."""
+    """The same numbers by hand, from the dense weights of one text and one repeated sequence."""
     text = torch.from_numpy(held_ids[:256].astype(np.int64))[None]
     previous = torch.stack([amap.dense()[0] for amap in shipped.attend(text)[1]])  # [layers, h, t, s]
     by_hand = previous.diagonal(-1, -2, -1).mean(-1)  # [layers, h]
@@ -87,6 +88,7 @@ def test_the_scores_of_planted_weights(shipped: lm.LanguageModel, held_ids: data
     assert after.max() > recipe.INDUCTION
 
 
+@pytest.mark.full
 def test_it_compresses_held_out_text_better_than_xz(
     shipped: lm.LanguageModel, held_out: list[data.Document], held_ids: data.Tokens
 ) -> None:

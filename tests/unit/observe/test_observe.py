@@ -331,6 +331,7 @@ MULTI_HEAD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sort", MULTI_HEAD)
 @pytest.mark.parametrize("ours", [False, True], ids=["torch's", "ours"])
 @given(

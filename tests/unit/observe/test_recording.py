@@ -452,8 +452,8 @@ class Cached(nn.Module):
         if past is not None:
             k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
         F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
-        recording = torch.ones(q.shape[2], k.shape[2]).tril() > 0 if causal else mask
-        self.log.append((q.clone(), k.clone(), recording))
+        visible = torch.ones(q.shape[2], k.shape[2]).tril() > 0 if causal else mask
+        self.log.append((q.clone(), k.clone(), visible))
         return k, v
 
 

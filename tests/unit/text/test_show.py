@@ -517,6 +517,7 @@ def test_a_file_and_standard_input(run: Any) -> None:
     assert piped["tokens"] == from_file["tokens"]
 
 
+@pytest.mark.full
 def test_truncate_keeps_the_first_tokens_with_a_note(run: Any) -> None:
     long = "the station " * 60
     ran = run(long, "--truncate")
@@ -581,6 +582,7 @@ def test_a_terminal_gets_colours(checkpoint: Path) -> None:
 BEYOND = rf"\(tokens from {CONTEXT} on are beyond the trained context of {CONTEXT} \(extrapolated\)\)"
 
 
+@pytest.mark.full
 def test_a_long_text_is_read_and_labelled_and_its_time_estimated(run: Any) -> None:
     Path("long.txt").write_text("the train left the station on time " * 500)
     ran = run("--long", "--text-file", "long.txt", "--save", "run.safetensors")
@@ -758,6 +760,7 @@ def test_an_interrupt_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(Path("manyheads-out").iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("columns", [30, 40, 60, 72, 80, 200])
 def test_no_number_is_cut_on_a_narrow_terminal(
     run: Any, monkeypatch: pytest.MonkeyPatch, columns: int

@@ -273,9 +273,9 @@ def test_wrong_sources_raise_one_sentence(tmp_path: Path) -> None:
 
 def test_recorded_statistics_have_scores_but_no_weights() -> None:
     layer = mh.SelfAttention(16)
-    with mh.observe(layer, keep=["entropy", "previous_token"]) as seen, torch.no_grad():
+    with mh.observe(layer, keep=["entropy", "previous_token"]) as recording, torch.no_grad():
         layer(torch.randn(1, 9, 16))
-    api = Api(seen)
+    api = Api(recording)
     assert fetch(api, "runs")["runs"][0]["layers"][0]["has_weights"] is False
     assert set(fetch(api, "scores/0/0/0")["scores"]) == {"entropy", "previous_token"}
     with pytest.raises(LookupError, match="has only statistics"):

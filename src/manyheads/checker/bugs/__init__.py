@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-# Importing a module registers its bugs, in the order of the published table.
-from manyheads.checker.bugs import scores, masks, softmax, heads, projections, returned, encodings  # isort: skip
-from manyheads.checker.bugs.family import FAMILY, Bug, compose, overridden_steps, override
+from manyheads.checker.bugs import encodings, heads, masks, projections, returned, scores, softmax
+from manyheads.checker.bugs.family import Bug, compose, overridden_steps, override
 from manyheads.checker.encodings import Interleaved, Rotary
 from manyheads.checker.oracle import Attention, Oracle
 
-MODULES = (scores, masks, softmax, heads, projections, returned, encodings)
 __all__ = ["CONVENTIONS", "FAMILY", "Bug", "compose", "family_of", "overridden_steps", "override"]
+
+# By name, in the order of the published table.
+FAMILY: dict[str, Bug] = {
+    bug.name: bug
+    for module in (scores, masks, softmax, heads, projections, returned, encodings)
+    for bug in module.BUGS
+}
 
 # Equally right ways to do a step, which differ only together with a bug, or in which entries they pair.
 UNMASKED = override(mask_weights=masks.same)

@@ -7,7 +7,7 @@ inherits from both.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from manyheads.checker.oracle import Attention, Oracle
@@ -15,7 +15,7 @@ from manyheads.checker.oracle import Attention, Oracle
 
 @dataclass(frozen=True)
 class Bug:
-    """One entry; `description` continues "attention …", `fix` says what to write instead."""
+    """One entry of the table; `description` continues "attention …", `fix` says what to write instead."""
 
     name: str
     description: str
@@ -23,25 +23,9 @@ class Bug:
     variants: tuple[type[Oracle], ...]
 
 
-FAMILY: dict[str, Bug] = {}
-
-
-def register(name: str, description: str, fix: str, *variants: type[Oracle]) -> None:
-    """Add a bug to the family."""
-    FAMILY[name] = Bug(name, description, fix, variants)
-
-
-def bug(name: str, description: str = "", fix: str = "") -> Callable[[type[Oracle]], type[Oracle]]:
-    """Register the decorated oracle; a name that is there already gets another variant."""
-
-    def add(oracle: type[Oracle]) -> type[Oracle]:
-        if name in FAMILY:
-            FAMILY[name] = replace(FAMILY[name], variants=(*FAMILY[name].variants, oracle))
-        else:
-            register(name, description, fix, oracle)
-        return oracle
-
-    return add
+def bug(name: str, description: str, fix: str, *variants: type[Oracle]) -> Bug:
+    """Return one row of a table of bugs."""
+    return Bug(name, description, fix, variants)
 
 
 def override(base: type[Oracle] = Attention, /, **steps: Any) -> type[Oracle]:
@@ -90,5 +74,5 @@ def compose(base: type[Oracle], *bugs: type[Oracle]) -> type[Oracle]:
 
 def overridden_steps(bugs: tuple[type[Oracle], ...], base: type[Oracle]) -> frozenset[str]:
     """Return the steps that bugs override."""
-    own = {cls for one in bugs for cls in one.__mro__} - set(base.__mro__)
-    return frozenset(step for cls in own for step in vars(cls) if not step.startswith("__"))
+    classes = {cls for bug in bugs for cls in bug.__mro__} - set(base.__mro__)
+    return frozenset(step for cls in classes for step in vars(cls) if not step.startswith("__"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs.family import bug, override, register, transform
+from manyheads.checker.bugs.family import bug, override, transform
 from manyheads.checker.oracle import Attention
 
 SPLIT = (
@@ -19,6 +19,9 @@ MERGE = (
     "x.permute(2, 0, 1, 3).flatten(2) is [t, b, e]; a reshape alone mixes tokens"
 )
 ORDER = "the width is (heads, head size) in that order, wherever it is split and merged"
+REPEAT = (
+    "query head i uses key head i // (h / g): repeat_interleave(h // g) along the heads' axis, not repeat"
+)
 
 
 def split_interleaved(_: Attention, x: Tensor, heads: int) -> Tensor:
@@ -42,40 +45,9 @@ class PackedSplit(Attention):
     def compute_heads(self, role: str) -> Tensor:
         if self.weights is None:
             return super().compute_heads(role)
-        packed = torch.cat([self.project(one, self.source(one)) for one in "qkv"], -1)
+        packed = torch.cat([self.project(which, self.source(which)) for which in "qkv"], -1)
         b, t, _ = packed.shape
         return packed.reshape(b, 3, self.count_heads(role), t, -1)[:, "qkv".index(role)]
-
-
-register("split-without-transpose", "whose heads are split by a reshape without a transpose", SPLIT,
-         override(split_heads=lambda o, x, heads: x.reshape(x.shape[0], heads, x.shape[1], -1)),
-         override(split_heads=lambda o, x, heads: x.transpose(0, 1).reshape(x.shape[0], heads, x.shape[1], -1)),  # of [t, b, e]
-         PackedSplit)  # fmt: skip
-register("split-after-transpose", "whose heads are split by a reshape after the transpose rather than before it", SPLIT,
-         override(split_heads=lambda o, x, heads: x.transpose(1, 2).reshape(x.shape[0], heads, x.shape[1], -1)))  # fmt: skip
-register("merge-without-transpose", "whose heads are merged by a reshape without a transpose", MERGE,
-         override(merge_heads=lambda o, x: x.reshape(x.shape[0], x.shape[2], -1)),
-         override(merge_heads=lambda o, x: x.reshape(x.shape[2], x.shape[0], -1).transpose(0, 1)))  # fmt: skip
-register(
-    "split-the-other-way",
-    "whose heads are split as [d, h] and merged as [h, d]",
-    ORDER,
-    override(split_heads=split_interleaved),
-)
-register(
-    "merge-the-other-way",
-    "whose heads are split as [h, d] and merged as [d, h]",
-    ORDER,
-    override(merge_heads=merge_interleaved),
-)
-register("heads-interleaved",
-         "whose heads are split and merged as [d, h]: an equivalent network, with its weights in another order",
-         f"a model trained this way is equally good, but weights of other attention don't fit it; for those, {ORDER}",
-         override(split_heads=split_interleaved, merge_heads=merge_interleaved))  # fmt: skip
-register("heads-as-tokens", "of each token's heads over its own heads, not of tokens over tokens",
-         f"move the heads' axis away from the last two before the product of q and k, and back after it; {SPLIT}",
-         override(split_heads=keep_heads_last, merge_heads=lambda o, x: x.flatten(2)),
-         override(split_heads=keep_heads_last, merge_heads=lambda o, x: x.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)))  # fmt: skip
 
 
 class OneHead(Attention):
@@ -92,9 +64,6 @@ class OneHeadScaled(OneHead):
         return (self.q.shape[-1] / (self.weights.heads if self.weights else 1)) ** -0.5
 
 
-register("heads-ignored", "of one head over the whole width", SPLIT, OneHead, OneHeadScaled)
-
-
 class FirstSplit(Attention):
     """Uses the first head's projection for all."""
 
@@ -102,25 +71,11 @@ class FirstSplit(Attention):
         return super().split_heads(x, heads)[:, :1].expand(-1, heads, -1, -1)
 
 
-register("first-head-for-all", "whose heads all use the first head's weights", "give each head its own scores",
-         transform(mask_weights=lambda o, weights: weights[:, :1].expand_as(weights)), FirstSplit,
-         override(mix=lambda o, weights: weights[:, :1] @ o.v))  # fmt: skip
-register("heads-averaged", "whose heads all use the average of their weights",
-         "mix each head's values with its own weights; average only what is returned",
-         transform(mask_weights=lambda o, weights: weights.mean(1, keepdim=True).expand_as(weights)))  # fmt: skip
-
-
-@bug("heads-reversed", "whose heads are merged in reverse", "concatenate the heads in their order")
 class HeadsReversed(Attention):
     """Reverses the heads."""
 
     def merge_heads(self, x: Tensor) -> Tensor:
         return super().merge_heads(x.flip(1))
-
-
-REPEAT = (
-    "query head i uses key head i // (h / g): repeat_interleave(h // g) along the heads' axis, not repeat"
-)
 
 
 def tile(o: Attention, x: Tensor) -> Tensor:
@@ -133,18 +88,46 @@ def first_key_head(o: Attention, x: Tensor) -> Tensor:
     return x[:, :1].expand(-1, o.q.shape[1], -1, -1)
 
 
-register(
-    "key-heads-tiled", "whose key heads are repeated in the wrong order", REPEAT, override(repeat_heads=tile)
-)
-register("key-heads-first-only", "whose query heads all use the first key head", REPEAT,
-         override(repeat_heads=lambda o, x: x if x.shape[1] == o.q.shape[1] else first_key_head(o, x)),
-         override(repeat_heads=first_key_head))  # fmt: skip
-
-
-@bug("value-heads-tiled", "whose value heads, unlike its key heads, are repeated in the wrong order", REPEAT)
 class ValueHeadsTiled(Attention):
     """Repeats the values again, in another order than the keys."""
 
     def mix(self, weights: Tensor) -> Tensor:
-        self.v = tile(self, self.compute_value())
+        self.v = tile(self, self.compute_heads("v"))
         return super().mix(weights)
+
+
+# fmt: off
+BUGS = [
+    bug("split-without-transpose", "whose heads are split by a reshape without a transpose", SPLIT,
+        override(split_heads=lambda o, x, heads: x.reshape(x.shape[0], heads, x.shape[1], -1)),
+        override(split_heads=lambda o, x, heads: x.transpose(0, 1).reshape(x.shape[0], heads, x.shape[1], -1)),  # of [t, b, e]
+        PackedSplit),
+    bug("split-after-transpose", "whose heads are split by a reshape after the transpose rather than before it", SPLIT,
+        override(split_heads=lambda o, x, heads: x.transpose(1, 2).reshape(x.shape[0], heads, x.shape[1], -1))),
+    bug("merge-without-transpose", "whose heads are merged by a reshape without a transpose", MERGE,
+        override(merge_heads=lambda o, x: x.reshape(x.shape[0], x.shape[2], -1)),
+        override(merge_heads=lambda o, x: x.reshape(x.shape[2], x.shape[0], -1).transpose(0, 1))),
+    bug("split-the-other-way", "whose heads are split as [d, h] and merged as [h, d]", ORDER, override(split_heads=split_interleaved)),
+    bug("merge-the-other-way", "whose heads are split as [h, d] and merged as [d, h]", ORDER, override(merge_heads=merge_interleaved)),
+    bug("heads-interleaved", "whose heads are split and merged as [d, h]: an equivalent network, with its weights in another order",
+        f"a model trained this way is equally good, but weights of other attention don't fit it; for those, {ORDER}",
+        override(split_heads=split_interleaved, merge_heads=merge_interleaved)),
+    bug("heads-as-tokens", "of each token's heads over its own heads, not of tokens over tokens",
+        f"move the heads' axis away from the last two before the product of q and k, and back after it; {SPLIT}",
+        override(split_heads=keep_heads_last, merge_heads=lambda o, x: x.flatten(2)),
+        override(split_heads=keep_heads_last, merge_heads=lambda o, x: x.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))),
+    bug("heads-ignored", "of one head over the whole width", SPLIT, OneHead, OneHeadScaled),
+    bug("first-head-for-all", "whose heads all use the first head's weights", "give each head its own scores",
+        transform(mask_weights=lambda o, weights: weights[:, :1].expand_as(weights)), FirstSplit,
+        override(mix=lambda o, weights: weights[:, :1] @ o.v)),
+    bug("heads-averaged", "whose heads all use the average of their weights",
+        "mix each head's values with its own weights; average only what is returned",
+        transform(mask_weights=lambda o, weights: weights.mean(1, keepdim=True).expand_as(weights))),
+    bug("heads-reversed", "whose heads are merged in reverse", "concatenate the heads in their order", HeadsReversed),
+    bug("key-heads-tiled", "whose key heads are repeated in the wrong order", REPEAT, override(repeat_heads=tile)),
+    bug("key-heads-first-only", "whose query heads all use the first key head", REPEAT,
+        override(repeat_heads=lambda o, x: x if x.shape[1] == o.q.shape[1] else first_key_head(o, x)),
+        override(repeat_heads=first_key_head)),
+    bug("value-heads-tiled", "whose value heads, unlike its key heads, are repeated in the wrong order", REPEAT, ValueHeadsTiled),
+]
+# fmt: on

@@ -9,51 +9,38 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs.family import bug, override, register, transform
+from manyheads.checker.bugs.family import bug, override, transform
 from manyheads.checker.oracle import Attention
 
 # A fix names an axis only together with the layout it belongs to: heads are laid out in many ways.
 SCALE = "divide the scores by the square root of the head size: scores / math.sqrt(d)"
+WIDTH = f"{SCALE}, where d is the width of one head and not of all"
 PRODUCT = "the scores are the products of queries with keys, q kᵀ"
 
 
-def model_width(o: Attention) -> int:
-    return o.q.shape[1] * o.q.shape[-1] if o.weights is None else o.x.query.shape[-1]
-
-
-WIDTH = f"{SCALE}, where d is the width of one head and not of all"
-SCALES: list[tuple[str, str, str, Callable[[Attention], float]]] = [
-    ("unscaled", "whose scores are not divided by √d", SCALE, lambda o: 1.0),
-    ("scaled-by-width", "whose scores are divided by the root of the model width rather than of the head size", WIDTH, lambda o: model_width(o) ** -0.5),
-    ("scaled-by-d", "whose scores are divided by d rather than by √d", SCALE, lambda o: 1 / o.q.shape[-1]),
-    ("scaled-twice", "whose scores are divided by √d twice", "divide once: either q or the scores, not both", lambda o: 1 / o.q.shape[-1]),
-    ("multiplied", "whose scores are multiplied by √d rather than divided", SCALE, lambda o: o.q.shape[-1] ** 0.5),
-    ("scaled-by-length", "whose scores are divided by the root of the number of keys", SCALE, lambda o: o.x.s**-0.5),
-    ("scaled-by-heads", "whose scores are divided by the root of the number of heads", SCALE, lambda o: o.q.shape[1] ** -0.5),
-    ("scaled-by-value-width", "whose scores are divided by the root of the values' width", SCALE, lambda o: o.v.shape[-1] ** -0.5),
-]  # fmt: skip
-for name, description, fix, factor in SCALES:
-    register(name, description, fix, override(default_scale=factor), override(scale=factor))
+def model_width_scale(o: Attention) -> float:
+    return (o.q.shape[1] * o.q.shape[-1] if o.weights is None else o.x.query.shape[-1]) ** -0.5
 
 
 def merged_width_scale(o: Attention) -> float:
     return (o.q.shape[1] * o.q.shape[-1]) ** -0.5
 
 
-bug("scaled-by-width")(override(default_scale=merged_width_scale))
-bug("scaled-by-width")(override(scale=merged_width_scale))
-register("scale-ignored", "that ignores the scale it is given",
-         "multiply the scores by the scale of the call, where there is one",
-         override(scale=lambda o: o.default_scale()))  # fmt: skip
-register("scale-doubled", "that multiplies by the scale it is given and by 1/√d too",
-         "the scale of the call replaces 1/√d",
-         override(scale=lambda o: o.default_scale() * (1 if o.x.scale is None else o.x.scale)))  # fmt: skip
-register("scaled-after-softmax", "whose weights, not its scores, are divided by √d", f"divide before the softmax: {SCALE}",
-         transform(override(scale=lambda o: 1.0), softmax=lambda o, weights: weights / o.q.shape[-1] ** 0.5),
-         transform(softmax=lambda o, weights: weights / o.q.shape[-1] ** 0.5))  # fmt: skip
+# fmt: off
+SCALES: list[tuple[str, str, str, list[Callable[[Attention], float]]]] = [
+    ("unscaled", "whose scores are not divided by √d", SCALE, [lambda o: 1.0]),
+    ("scaled-by-width", "whose scores are divided by the root of the model width rather than of the head size", WIDTH,
+     [model_width_scale, merged_width_scale]),
+    ("scaled-by-d", "whose scores are divided by d rather than by √d", SCALE, [lambda o: 1 / o.q.shape[-1]]),
+    ("scaled-twice", "whose scores are divided by √d twice", "divide once: either q or the scores, not both", [lambda o: 1 / o.q.shape[-1]]),
+    ("multiplied", "whose scores are multiplied by √d rather than divided", SCALE, [lambda o: o.q.shape[-1] ** 0.5]),
+    ("scaled-by-length", "whose scores are divided by the root of the number of keys", SCALE, [lambda o: o.x.s**-0.5]),
+    ("scaled-by-heads", "whose scores are divided by the root of the number of heads", SCALE, [lambda o: o.q.shape[1] ** -0.5]),
+    ("scaled-by-value-width", "whose scores are divided by the root of the values' width", SCALE, [lambda o: o.v.shape[-1] ** -0.5]),
+]
+# fmt: on
 
 
-@bug("scaled-after-softmax")
 class ScaledAfterSoftmax(Attention):
     """Multiplies the weights by the scale of the call."""
 
@@ -64,24 +51,6 @@ class ScaledAfterSoftmax(Attention):
         return super().softmax(scores) * super().scale()
 
 
-register(
-    "queries-as-keys",
-    "whose scores are of queries with queries",
-    PRODUCT,
-    override(dot_product=lambda o: o.q @ o.q.mT),
-)
-register(
-    "keys-as-queries",
-    "whose scores are of keys with keys",
-    PRODUCT,
-    override(dot_product=lambda o: o.k @ o.k.mT),
-)
-register("scores-transposed", "whose scores are of keys with queries", "a row of scores belongs to a query: q kᵀ, not k qᵀ",
-         override(dot_product=lambda o: o.k @ o.q.mT))  # fmt: skip
-
-
-@bug("keys-reshaped", "whose keys are reshaped to [d, s] rather than transposed",
-     "transpose the last two axes of the keys: a view or reshape to [b, h, d, s] only renames them")  # fmt: skip
 class KeysReshaped(Attention):
     """Reshapes each head."""
 
@@ -90,7 +59,6 @@ class KeysReshaped(Attention):
         return self.q @ self.k.reshape(b, h, d, s)
 
 
-@bug("keys-reshaped")
 class ProjectedKeysReshaped(Attention):
     """Reshapes the output of the projection, `[b, s, h · d]`."""
 
@@ -99,33 +67,17 @@ class ProjectedKeysReshaped(Attention):
         return self.q @ x.reshape(x.shape[0], self.count_heads("k"), -1, x.shape[1])
 
 
-register("values-in-scores", "whose scores are of queries with values", "multiply q with k, and the weights with v",
-         override(dot_product=lambda o: o.q @ o.v.mT))  # fmt: skip
-register("scores-negated", "whose scores have the wrong sign", "take the product of q and k as it is, not its negative",
-         transform(dot_product=lambda o, scores: -scores))  # fmt: skip
-
-
 def cosines(o: Attention) -> Tensor:
     unit = torch.nn.functional.normalize
     return unit(o.q, dim=-1) @ unit(o.k, dim=-1).mT
 
 
-register("cosine-scores", "whose queries and keys are normalized to length 1",
-         "use q and k as they are projected, without normalizing them",
-         override(dot_product=cosines), override(dot_product=cosines, scale=lambda o: 1.0))  # fmt: skip
-register("bias-ignored", "that ignores the additive mask it is given", "add it to the scores before the softmax",
-         override(add_bias=lambda o, scores: scores))  # fmt: skip
-register("bias-before-scale", "that scales its additive mask along with the scores",
-         "scale the scores first, then add: scores / math.sqrt(d) + bias",
-         override(add_bias=lambda o, scores: scores if o.x.bias is None else scores + o.x.bias * o.scale()))  # fmt: skip
-register("batch-as-tokens", "over the batch: it takes [b, t, e] for [t, b, e]",
-         "say batch_first=True, or transpose the first two axes before and after",
-         transform(source=lambda o, x: x if o.weights is None else x.transpose(0, 1),
-                   project_output=lambda o, x: x if o.weights is None else x.transpose(0, 1)))  # fmt: skip
+def swap_axes(o: Attention, x: Tensor) -> Tensor:
+    return x if o.weights is None else x.transpose(0, 1)
 
 
 def rename_axes(o: Attention, x: Tensor) -> Tensor:
-    """`[b, t, e]` stored as `[t, b, e]`, with its first two axes renamed and not moved."""
+    """Rename the first two axes of `[b, t, e]` stored as `[t, b, e]`, without moving them."""
     return x if o.weights is None else x.transpose(0, 1).reshape(x.shape)
 
 
@@ -134,7 +86,38 @@ def rename_axes_back(o: Attention, x: Tensor) -> Tensor:
     return x if o.weights is None else x.reshape(x.shape[1], x.shape[0], -1).transpose(0, 1)
 
 
-register("batch-reshaped", "whose batch and tokens are exchanged by a reshape rather than by a transpose",
-         "transpose the two axes, or permute: a view or reshape from [t, b, …] to [b, t, …] only renames them",
-         *(one for enter, leave in ((rename_axes, rename_axes_back), (rename_axes_back, rename_axes))
-           for one in (transform(source=enter), transform(merge_heads=leave), transform(source=enter, merge_heads=leave))))  # fmt: skip
+# fmt: off
+BUGS = [
+    *(bug(name, description, fix, *(override(**{step: factor}) for factor in factors for step in ("default_scale", "scale")))
+      for name, description, fix, factors in SCALES),
+    bug("scale-ignored", "that ignores the scale it is given", "multiply the scores by the scale of the call, where there is one",
+        override(scale=lambda o: o.default_scale())),
+    bug("scale-doubled", "that multiplies by the scale it is given and by 1/√d too", "the scale of the call replaces 1/√d",
+        override(scale=lambda o: o.default_scale() * (1 if o.x.scale is None else o.x.scale))),
+    bug("scaled-after-softmax", "whose weights, not its scores, are divided by √d", f"divide before the softmax: {SCALE}",
+        transform(override(scale=lambda o: 1.0), softmax=lambda o, weights: weights / o.q.shape[-1] ** 0.5),
+        transform(softmax=lambda o, weights: weights / o.q.shape[-1] ** 0.5), ScaledAfterSoftmax),
+    bug("queries-as-keys", "whose scores are of queries with queries", PRODUCT, override(dot_product=lambda o: o.q @ o.q.mT)),
+    bug("keys-as-queries", "whose scores are of keys with keys", PRODUCT, override(dot_product=lambda o: o.k @ o.k.mT)),
+    bug("scores-transposed", "whose scores are of keys with queries", "a row of scores belongs to a query: q kᵀ, not k qᵀ",
+        override(dot_product=lambda o: o.k @ o.q.mT)),
+    bug("keys-reshaped", "whose keys are reshaped to [d, s] rather than transposed",
+        "transpose the last two axes of the keys: a view or reshape to [b, h, d, s] only renames them", KeysReshaped, ProjectedKeysReshaped),
+    bug("values-in-scores", "whose scores are of queries with values", "multiply q with k, and the weights with v",
+        override(dot_product=lambda o: o.q @ o.v.mT)),
+    bug("scores-negated", "whose scores have the wrong sign", "take the product of q and k as it is, not its negative",
+        transform(dot_product=lambda o, scores: -scores)),
+    bug("cosine-scores", "whose queries and keys are normalized to length 1", "use q and k as they are projected, without normalizing them",
+        override(dot_product=cosines), override(dot_product=cosines, scale=lambda o: 1.0)),
+    bug("bias-ignored", "that ignores the additive mask it is given", "add it to the scores before the softmax",
+        override(add_bias=lambda o, scores: scores)),
+    bug("bias-before-scale", "that scales its additive mask along with the scores", "scale the scores first, then add: scores / math.sqrt(d) + bias",
+        override(add_bias=lambda o, scores: scores if o.x.bias is None else scores + o.x.bias * o.scale())),
+    bug("batch-as-tokens", "over the batch: it takes [b, t, e] for [t, b, e]", "say batch_first=True, or transpose the first two axes before and after",
+        transform(source=swap_axes, project_output=swap_axes)),
+    bug("batch-reshaped", "whose batch and tokens are exchanged by a reshape rather than by a transpose",
+        "transpose the two axes, or permute: a view or reshape from [t, b, …] to [b, t, …] only renames them",
+        *(transform(**steps) for enter, leave in ((rename_axes, rename_axes_back), (rename_axes_back, rename_axes))
+          for steps in ({"source": enter}, {"merge_heads": leave}, {"source": enter, "merge_heads": leave}))),
+]
+# fmt: on

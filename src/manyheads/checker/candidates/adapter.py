@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.bugs import CONVENTIONS, compose
-from manyheads.checker.candidates.construct import fill_arguments, guess_note
+from manyheads.checker.candidates.construct import fill_arguments
 from manyheads.checker.candidates.documentation import read_documentation
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.isolation.candidate import Answer, Call, Candidate
 from manyheads.checker.isolation.describe import Description
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CandidateError, CodeError, ProcessEnded
 from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.oracle import Inputs, Oracle, Outputs, Weights, exact, largest_difference
 from manyheads.shapes import sizes
@@ -25,7 +25,7 @@ B, T, S, D = 3, 5, 7, 6  # sizes to probe with; no two dimensions of an input ar
 
 @dataclass(frozen=True)
 class Options:
-    """The kind of a candidate, whether it was guessed, and what the user said about it."""
+    """The kind of a candidate, whether it was guessed, and the other options of the user."""
 
     kind: str
     guessed: bool
@@ -39,16 +39,15 @@ class Adapter:
 
     Args:
         candidate: what is called.
-        options: its kind, and what the user said about it.
-        same_width: build it with one width for queries, keys and values.
+        options: its kind, and the options of the user.
+        same_width: build it with the same width for queries, keys and values.
 
     Attributes:
-        oracle: what it should compute.
+        oracle: the oracle that it is compared with.
         kind: its kind.
-        notes: what was assumed, for the report.
-        features: what it can be asked for, such as "mask" or "weights".
-        weights: its parameters as the oracle takes them, None for a function.
-        convention: which of equally right ways it takes.
+        notes: the assumptions, for the report.
+        features: the inputs and outputs that it supports, such as "mask" or "weights".
+        convention: the steps in which it computes in another, equally right way.
     """
 
     oracle: type[Oracle]
@@ -57,13 +56,15 @@ class Adapter:
         self, candidate: Candidate | CandidateProcess, options: Options, same_width: bool = False
     ) -> None:
         self.candidate, self.options, self.kind = candidate, options, options.kind
-        self.notes = [guess_note(options.kind)] if options.guessed else []
+        guess = f"taken as {options.kind} by its name and arguments (--like changes that)"
+        self.notes = [guess] if options.guessed else []
         self.init: dict[str, Any] = {}
-        self.weights: Weights | None = None
+        self.packings: list[Weights | None] = [None]  # the weights in each order in which they may be packed
         self.features: set[str] = set()
         self.convention: tuple[type[Oracle], ...] = ()
         self.judged: set[str] = set()  # mask arguments on which a compared output depends
         self.last_error: CandidateError | None = None  # of `attempt`
+        self.ended: ProcessEnded | None = None  # why its process is gone
         self.width_error = ""  # why different widths for queries, keys and values failed
         self._build(options.init, same_width)
         self.layout = options.layout or "batch"
@@ -79,8 +80,7 @@ class Adapter:
                 if error.kind != "init":
                     raise Unclear(f"building {d.name}({shown}): {error}") from None
                 raise Unclear(
-                    f"{str(error).rstrip('.')}: it was built with {shown or 'no arguments'}. "
-                    "Give others with --init."
+                    f"{error.reason}: it was built with {shown or 'no arguments'}. Give others with --init."
                 ) from None
             if self.init:
                 self.notes.append(f"built as {d.name}({shown})")
@@ -89,7 +89,7 @@ class Adapter:
         self.d: Description = d
         self.text = read_documentation(d)
 
-    # -- what its kind defines ---------------------------------------------------------------------
+    # -- defined by each kind ----------------------------------------------------------------------
 
     def draw(self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None) -> Inputs:
         """Return random inputs without masks."""
@@ -130,31 +130,28 @@ class Adapter:
             return self.run(x, strict, **options)
         except UnexpectedOutput:
             return None
-        except CandidateError as error:
-            if error.ends_process:
-                raise
+        except CodeError as error:
             self.last_error = error
             return None
 
     def reject_call(self, error: CandidateError, x: Inputs) -> Unclear:
-        """Return the error of a candidate whose first call failed; raise one that no other call can avoid."""
+        """Return the error of a candidate whose first call failed; raise one that isn't about this call."""
         if error.kind != "call" or error.is_exit:
             raise error
-        reason = str(error).rstrip(".")
         if error.is_unwritten:
-            return Unclear(f"{reason}. Write it, and check again.")
+            return Unclear(f"{error.reason}. Write it, and check again.")
         fix = "Give its kind with --like" if self.options.guessed else f"Fix that, if it is {self.kind}"
-        return Unclear(f"{reason}: it was called with {self.show_call(x)}. {fix}, or write an adapter.")
+        return Unclear(f"{error.reason}: it was called with {self.show_call(x)}. {fix}, or write an adapter.")
 
     def show_call(self, x: Inputs) -> str:
         """Return the arguments of a call, tensors by their shapes."""
         call = self.call(x)
-        named = dict(zip((one.name for one in self.d.call), call.args, strict=False)) | call.kwargs
+        named = dict(zip((arg.name for arg in self.d.call), call.args, strict=False)) | call.kwargs
         return ", ".join(f"{n} {sizes(v) if isinstance(v, Tensor) else v}" for n, v in named.items())
 
     def argument_name(self, path: str) -> str:
-        """Return the name of the argument that a path such as "0" or "mask" leads to."""
-        names = [one.name for one in self.d.call if one.kind == "positional"]
+        """Return the name of the argument at a path such as "0" or "mask"."""
+        names = [arg.name for arg in self.d.call if arg.kind == "positional"]
         return names[int(path)] if path.isdigit() and int(path) < len(names) else path
 
     # -- comparing ---------------------------------------------------------------------------------
@@ -165,12 +162,17 @@ class Adapter:
         return CONVENTIONS.get(self.oracle, [()])
 
     @property
+    def weights(self) -> Weights | None:
+        """The candidate's parameters as the oracle takes them, None for a function."""
+        return self.packings[0]
+
+    @property
     def readings(self) -> list[Weights | None]:
-        """Return the weights in float64, in each order in which they may be packed."""
-        return [None if self.weights is None else self.weights.to(torch.float64)]
+        """The weights in float64, in each order in which they may be packed."""
+        return [None if weights is None else weights.to(torch.float64) for weights in self.packings]
 
     def exact(self, x: Inputs) -> Outputs:
-        """Return what is right, in float64."""
+        """Return the right outputs, in float64."""
         return exact(self.weights, x, compose(self.oracle, *self.convention))
 
     def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:
@@ -184,18 +186,18 @@ class Adapter:
         error = largest_difference(got.out, expected.out)
         if expected.weights is not None and got.weights is not None and error <= allowed:
             difference = largest_difference(got.weights, expected.weights)
-            room = 1e-5 + 40 * torch.finfo(x.query.dtype).eps * (1 + float(x.query.abs().max()) ** 2)
-            if difference > room:
-                return difference, room, "weights"
+            rounding = 1e-5 + 40 * torch.finfo(x.query.dtype).eps * (1 + float(x.query.abs().max()) ** 2)
+            if difference > rounding:
+                return difference, rounding, "weights"
         return error, allowed, "output"
 
-    def is_right(self, x: Inputs) -> bool:
-        """Return True if the candidate's output and weights for these inputs are right."""
-        error, allowed, _ = self.compare(x, self.run(x), self.exact(x))
+    def is_right(self, x: Inputs, got: Outputs) -> bool:
+        """Return True if these outputs of the candidate are right, weights included."""
+        error, allowed, _ = self.compare(x, got, self.exact(x))
         return error <= allowed
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
-        """If these outputs are wrong, take the convention in which they are right, if any."""
+        """If these outputs are wrong, take the convention in which they are right, if there is one."""
 
 
 def short_repr(value: Any) -> str:

@@ -13,10 +13,10 @@ from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
 from manyheads.checker.candidates.documentation import is_mask
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import HEAD_LAYOUTS, WEIGHT_LAYOUTS, MaskForm
+from manyheads.checker.candidates.forms import LAYOUTS, WEIGHT_LAYOUTS, MaskForm
 from manyheads.checker.candidates.parameters import NAME_THEM, find_projections, input_widths
 from manyheads.checker.isolation.candidate import Call, Candidate
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CandidateError, CodeError
 from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.isolation.trees import iterate_tensors, top_tensors
 from manyheads.checker.oracle import (
@@ -52,7 +52,6 @@ class AttentionAdapter(Adapter):
         self.ignores_padded_queries = False  # it has its own outputs there, which nothing reads
         self.weight_layouts: dict[bool, str] = {}  # of returned weights, averaged or not, once it is known
         self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that take no form of mask
-        self.side_by_side = False  # how packed weights are ordered
         self._assign_arguments()
         if options.kind in PROJECTED:
             self._find_weights(options.weights)
@@ -63,23 +62,23 @@ class AttentionAdapter(Adapter):
         """Map what arguments mean to their names."""
         self.arguments: dict[str, str] = {}
         unknown: list[str] = []
-        named = [one for one in self.d.call if one.is_named]
-        for one in named:
-            role = names.argument_role(one.name) or names.guess_mask_role(one.name)
-            if role == "mask" and isinstance(one.default, bool):
+        named = [arg for arg in self.d.call if arg.is_named]
+        for arg in named:
+            role = names.argument_role(arg.name) or names.guess_mask_role(arg.name)
+            if role == "mask" and isinstance(arg.default, bool):
                 role = "causal"  # a switch
             if role is not None and role not in self.arguments:
-                self.arguments[role] = one.name
-            elif one.required:
-                unknown.append(one.name)
+                self.arguments[role] = arg.name
+            elif arg.required:
+                unknown.append(arg.name)
         hint = self.arguments.pop("causal", None) if self.kind == "torch-mha" else None
         self.mask_arguments = [
-            one.name for one in self.d.call if is_mask(one, self.text) and one.name not in unknown
+            arg.name for arg in self.d.call if is_mask(arg, self.text) and arg.name not in unknown
         ]
         if hint == "is_causal" and "mask" in self.arguments:
             self.mask_arguments.remove(hint)  # PyTorch's hint about the mask, which says the same
         used = {*self.arguments.values(), *unknown}
-        if left := [one.name for one in named if one.name not in used]:
+        if left := [arg.name for arg in named if arg.name not in used]:
             self.notes.append(f"left at their defaults: {', '.join(left)}")
         self._name_sequences(unknown)
 
@@ -108,7 +107,7 @@ class AttentionAdapter(Adapter):
         if self.kind == "multihead" and "x" in roles:
             inputs = ["x"]
         if any(role not in roles for role in inputs):
-            taken = ", ".join(one.name for one in self.d.call) or "nothing"
+            taken = ", ".join(arg.name for arg in self.d.call) or "nothing"
             raise Unclear(
                 f"Expected {self.d.name} to take {', '.join(inputs)} as {self.kind} does, but it takes "
                 f"{taken}. Give its kind with --like."
@@ -127,46 +126,47 @@ class AttentionAdapter(Adapter):
             random[path] = torch.randn(shape, generator=generator) * spread
         self.candidate.load(random)
         self.held = {**held, **random}
-        self._set_weights(self.projections.read(self.held))
-        weight = self.projections.weight
-        roles = [f"{role} = {', '.join(dict.fromkeys(p.path for p in weight[role]))}" for role in weight]
-        groups = f", {self.key_heads} key heads" if self.key_heads != self.heads else ""
-        plural = "s" * (self.heads > 1)
-        self.notes.append(f"weights: {'; '.join(roles)}; {self.heads} head{plural}{groups}")
+        weights = self._read_weights()
+        parts = self.projections.weight.items()
+        roles = [f"{role} = {', '.join(dict.fromkeys(p.path for p in every))}" for role, every in parts]
+        groups = f", {weights.key_heads} key heads" if weights.key_heads != weights.heads else ""
+        plural = "s" * (weights.heads > 1)
+        self.notes.append(f"weights: {'; '.join(roles)}; {weights.heads} head{plural}{groups}")
         if self.projections.unused:
             self.notes.append(f"not part of attention: {', '.join(self.projections.unused)}")
         if not self.projections.heads_known:
-            self._count_heads()
+            weights = self._count_heads(weights)
         try:
-            exact(self.weights, self.draw(torch.Generator().manual_seed(4)))
+            exact(weights, self.draw(torch.Generator().manual_seed(4)))
         except RuntimeError as error:
-            shapes = "; ".join(f"{role} {sizes(x)}" for role, x in self._weights.weight.items())
+            shapes = "; ".join(f"{role} {sizes(x)}" for role, x in weights.weight.items())
             reason = str(error).splitlines()[0].rstrip(".")
             raise Unclear(
-                f"The weights of {self.d.name} ({shapes}, {self.heads} heads) don't fit together ({reason}). "
-                f"{NAME_THEM}"
+                f"The weights of {self.d.name} ({shapes}, {weights.heads} heads) don't fit together "
+                f"({reason}). {NAME_THEM}"
             ) from None
 
-    def _set_weights(self, weights: Weights) -> None:
-        self._weights = self.weights = weights
+    def _read_weights(self) -> Weights:
+        orders = (False, True) if self.projections.can_be_side_by_side else (False,)
+        weights, *others = (self.projections.read(self.held, order) for order in orders)
+        self.packings = [weights, *others]
         self.widths = input_widths(weights)
+        return weights
 
-    def _count_heads(self) -> None:
-        """Where nothing tells the number of heads, returned weights do."""
+    def _count_heads(self, weights: Weights) -> Weights:
+        """Count the heads of returned weights, where nothing else says how many there are."""
         x = self.draw(torch.Generator().manual_seed(4), s=S).but(need_weights=True)
         try:
             output = self.answer(x).output
-        except CandidateError as error:
-            if error.kind != "call":
-                raise
-            return
-        shapes = [tuple(y.shape) for _, y in iterate_tensors(output)]
-        counts = {n for b, n, *rest in (shape for shape in shapes if len(shape) == 4)
-                  if b == B and tuple(rest) == (x.t, x.s)}  # fmt: skip
-        if len(counts) == 1 and self._weights.weight["q"].shape[0] % (n := counts.pop()) == 0:
-            self.projections.heads = self.projections.key_heads = n
-            self._set_weights(self.projections.read(self.held))
-            self.notes.append(f"{n} heads, as its weights show")
+        except CodeError:
+            return weights
+        shapes = [tuple(y.shape) for _, y in iterate_tensors(output) if y.dim() == 4]
+        counts = {h for b, h, *rest in shapes if b == B and rest == [x.t, x.s]}
+        if len(counts) == 1 and weights.weight["q"].shape[0] % (h := counts.pop()) == 0:
+            self.projections.heads = self.projections.key_heads = h
+            self.notes.append(f"{h} heads, as its weights show")
+            return self._read_weights()
+        return weights
 
     @property
     def heads(self) -> int:
@@ -175,36 +175,14 @@ class AttentionAdapter(Adapter):
             return self.weights.heads
         return 4 if "h" in self.head_layout else 1
 
-    @property
-    def key_heads(self) -> int:
-        """The number of key heads of a module."""
-        return self._weights.key_heads
-
-    @property
-    def readings(self) -> list[Weights | None]:
-        """Return the weights in float64, in each order in which they may be packed."""
-        if self.weights is None or not self.projections.can_be_side_by_side:
-            return super().readings
-        orders = (self.side_by_side, not self.side_by_side)
-        return [self.projections.read(self.held, order).to(torch.float64) for order in orders]
-
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
         """If these outputs are wrong, order packed weights the other way if they are right then."""
-        if len(self.readings) == 1 or self._explains(x, got):
-            return
-        self._reorder_packed()
-        if self._explains(x, got):
-            self.notes.append("packed weights are ordered [head, (q, k, v), d]")
-        else:
-            self._reorder_packed()
-
-    def _explains(self, x: Inputs, got: Outputs) -> bool:
-        error, allowed, _ = self.compare(x, got, self.exact(x))
-        return error <= allowed
-
-    def _reorder_packed(self) -> None:
-        self.side_by_side = not self.side_by_side
-        self._set_weights(self.projections.read(self.held, self.side_by_side))
+        if len(self.packings) > 1 and not self.is_right(x, got):
+            self.packings.reverse()
+            if self.is_right(x, got):
+                self.notes.append("packed weights are ordered [head, (q, k, v), d]")
+            else:
+                self.packings.reverse()
 
     def allowed_error(self, x: Inputs) -> float:
         """Return the error budget."""
@@ -371,15 +349,15 @@ class AttentionAdapter(Adapter):
             if role in roles and roles[role] not in kwargs and self._is_required(role):
                 kwargs[roles[role]] = default
         args: list[Any] = []
-        for one in self.d.call:  # positional as far as possible, as people call it
-            if one.kind != "positional" or one.name not in kwargs:
+        for arg in self.d.call:  # positional as far as possible, as people call it
+            if arg.kind != "positional" or arg.name not in kwargs:
                 break
-            args.append(kwargs.pop(one.name))
+            args.append(kwargs.pop(arg.name))
         options.setdefault("dtype", dtype if dtype != torch.float32 else None)
         return Call(args=tuple(args), kwargs=kwargs, **options)
 
     def _is_required(self, role: str) -> bool:
-        return any(one.name == self.arguments.get(role) and one.required for one in self.d.call)
+        return any(arg.name == self.arguments.get(role) and arg.required for arg in self.d.call)
 
     def mask_form(self, feature: str) -> tuple[str, MaskForm]:
         """Return the argument that a mask or padding is passed to, and its form."""
@@ -397,32 +375,33 @@ class AttentionAdapter(Adapter):
             found[self.arguments["causal"]] = x.but(causal=False)
         return found
 
+    @property
+    def letters(self) -> str:
+        """The layout of inputs and outputs, such as "[b, t, e]"."""
+        if self.weights is None:
+            return self.head_layout
+        return "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
+
     def to_layout(self, x: Tensor) -> Tensor:
         """Convert `[b, t, e]` or `[b, h, t, d]` to the candidate's layout."""
-        if self.weights is None:
-            return HEAD_LAYOUTS[self.head_layout][0](x)
-        return x.transpose(0, 1) if self.layout == "sequence" else x
+        return LAYOUTS[self.letters][0](x)
 
     def from_layout(self, x: Tensor) -> Tensor:
         """Convert from the candidate's layout, if the number of dimensions is right."""
-        if self.weights is None:
-            is_heads = x.dim() == self.head_layout.count(",") + 1
-            return HEAD_LAYOUTS[self.head_layout][1](x) if is_heads else x
-        return x.transpose(0, 1) if self.layout == "sequence" and x.dim() == 3 else x
+        return LAYOUTS[self.letters][1](x) if x.dim() == self.letters.count(",") + 1 else x
 
-    def sequence_paths(self, call: Call) -> dict[str, str]:
-        """Return the paths of query, key and value in a call, for gradients."""
-        positional = [one.name for one in self.d.call if one.kind == "positional"][: len(call.args)]
-        found = {}
-        for role, argument in (
-            *(("query", "x"), ("query", "query"), ("key", "context")),
-            *(("key", "key"), ("value", "value")),
-        ):
-            name = self.arguments.get(argument)
+    def sequence_paths(self, call: Call) -> dict[str, tuple[str, ...]]:
+        """Return the roles of each sequence by its path in a call, for gradients."""
+        every = ("query", "key", "value")
+        roles = {"x": ("query",) if "cross" in self.features else every, "context": ("key", "value")}
+        positional = [arg.name for arg in self.d.call if arg.kind == "positional"][: len(call.args)]
+        found: dict[str, tuple[str, ...]] = {}
+        for argument, meaning in (roles | {role: (role,) for role in every}).items():
+            name = self.arguments.get(argument, "")
             if name in call.kwargs:
-                found[role] = str(name)
+                found[name] = meaning
             elif name in positional:
-                found[role] = str(positional.index(str(name)))
+                found[str(positional.index(name))] = meaning
         return found
 
     # -- outputs -----------------------------------------------------------------------------------
@@ -434,41 +413,38 @@ class AttentionAdapter(Adapter):
             raise UnexpectedOutput(f"Expected a tensor as output, got {type(output).__name__}")
         first, *rest = found
         out = self.from_layout(first)
+        h = self.heads if self.weights is not None else x.query.shape[1]
         if self.weights is not None:
             expected: tuple[int, ...] = (x.b, x.t, self.weights.out_width)
-            letters = "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
         else:
-            h, d = x.query.shape[1], x.value.shape[-1]
-            if self.kind == "hf" and tuple(out.shape) == (x.b, x.t, h, d):
+            expected = (x.b, h, x.t, x.value.shape[-1])
+            if self.kind == "hf" and tuple(out.shape) == (x.b, x.t, h, x.value.shape[-1]):
                 out = out.transpose(1, 2)
-            expected, letters = (x.b, h, x.t, d), self.head_layout
-        if not strict and out.dim() == len(expected) and tuple(out.shape[:-1]) == expected[:-1]:
-            expected = tuple(out.shape)
+        if not strict and out.dim() == len(expected):
+            expected = (*expected[:-1], out.shape[-1])
         if tuple(out.shape) != expected:
             shape = list(expected)
             if self.layout == "sequence":
                 shape[:2] = shape[1::-1]
             swapped = [shape[1], shape[0], *shape[2:]]
             hint = ", with the first two axes swapped" if list(first.shape) == swapped != shape else ""
-            raise UnexpectedOutput(f"Expected an output {letters} = {shape}, got {sizes(first)}{hint}")
+            raise UnexpectedOutput(f"Expected an output {self.letters} = {shape}, got {sizes(first)}{hint}")
         if not out.is_floating_point():
             raise UnexpectedOutput(f"Expected an output of floats, got {out.dtype}")
-        h = self.heads if self.weights is not None else x.query.shape[1]
-        weights = self._read_weights(rest, x, h)
+        weights = self._find_returned_weights(rest, x, h)
         if strict and x.need_weights:
             if not rest:
                 raise UnexpectedOutput("Expected weights, as asked for, got none")
             if weights is None or weights.shape[:2] != (x.b, 1 if x.average_weights else h):
-                letters, shape = "[b, h, t, s]", [x.b, h, x.t, x.s]
+                what, letters, shape = "weights", "[b, h, t, s]", [x.b, h, x.t, x.s]
                 if x.average_weights:
-                    letters, shape = "[b, t, s]", [x.b, x.t, x.s]
-                what = (
-                    f"the average weights of {h} heads" if x.average_weights else f"the weights of {h} heads"
+                    what, letters, shape = "average weights", "[b, t, s]", [x.b, x.t, x.s]
+                raise UnexpectedOutput(
+                    f"Expected the {what} of {h} heads, {letters} = {shape}, got {sizes(rest[0])}"
                 )
-                raise UnexpectedOutput(f"Expected {what}, {letters} = {shape}, got {sizes(rest[0])}")
         return Outputs(out, weights)
 
-    def _read_weights(self, rest: list[Tensor], x: Inputs, h: int) -> Tensor | None:
+    def _find_returned_weights(self, rest: list[Tensor], x: Inputs, h: int) -> Tensor | None:
         """Return weights `[b, h, t, s]` or `[b, 1, t, s]`; the layout is found once, at sizes that differ."""
         size = {"b": x.b, "h": h, "t": x.t, "s": x.s, "1": 1, "bh": x.b * h}
         known = self.weight_layouts.get(x.average_weights)

@@ -22,9 +22,9 @@ def find_kind(kind: str | None, d: Description) -> tuple[str, bool]:
             raise Unclear(f"Expected --like {', '.join(KINDS)} or classic.MODULE.CLASS, got {kind!r}.")
         return kind, False
     name = d.name.lower()
-    arguments = [one for one in d.call if one.is_named]
-    roles = {names.argument_role(one.name) for one in arguments} - {None}
-    required = [one for one in arguments if one.required]
+    arguments = [arg for arg in d.call if arg.is_named]
+    roles = {names.argument_role(arg.name) for arg in arguments} - {None}
+    required = [arg for arg in arguments if arg.required]
     is_qkv = {"query", "key", "value"} <= roles
     if any(word in name for word in ("rotary", "rope", "rotate")):
         return "rotary", True
@@ -48,17 +48,12 @@ def find_kind(kind: str | None, d: Description) -> tuple[str, bool]:
     raise Unclear(f"{signature} doesn't look like attention or positions. Give --like ({', '.join(KINDS)}).")
 
 
-def guess_note(kind: str) -> str:
-    """Return the note on a guessed kind."""
-    return f"taken as {kind} by its name and arguments (--like changes that)"
-
-
 def parse_arguments(text: str) -> dict[str, Any]:
     """Return `hidden=16, num_heads=4` as a dict; Unclear for anything but names and plain values."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
-        if isinstance(call, ast.Call) and not call.args and all(one.arg for one in call.keywords):
-            return {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+        if isinstance(call, ast.Call) and not call.args and all(keyword.arg for keyword in call.keywords):
+            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError):
         pass
     raise Unclear(
@@ -71,34 +66,34 @@ def fill_arguments(d: Description, given: Mapping[str, Any], same_width: bool = 
 
     `same_width` gives all widths of the model one value, and a head its share of it.
     """
-    arguments = [one for one in d.init or () if one.is_named]
-    known = {one.name for one in d.init or ()}
-    takes_any = any(one.kind == "var_keyword" for one in d.init or ())
+    arguments = [arg for arg in d.init or () if arg.is_named]
+    known = {arg.name for arg in d.init or ()}
+    takes_any = any(arg.kind == "var_keyword" for arg in d.init or ())
     for name in given:
         if name not in known and not takes_any:
-            known_names = ", ".join(one.name for one in d.init or ()) or "none"
+            known_names = ", ".join(arg.name for arg in d.init or ()) or "none"
             raise Unclear(f"{d.name} has no constructor argument {name!r}, only {known_names}.")
-    meanings = {one.name: names.constructor_value(one.name) for one in arguments}
+    meanings = {arg.name: names.constructor_value(arg.name) for arg in arguments}
     if any(meaning and meaning[0] == MODEL_WIDTH for name, meaning in meanings.items() if name != "d"):
         meanings["d"] = names.constructor_value("d_k")  # beside another width it is a head's
     has_heads = any(meaning and meaning[0] == HEADS for meaning in meanings.values())
     filled = dict(given)
-    for one in arguments:
-        if one.name in given:
+    for arg in arguments:
+        if arg.name in given:
             continue
-        what, value = meanings[one.name] or ("", None)
-        is_flag = one.name in names.CONSTRUCTOR["causal"][1]
-        replaces_default = what in names.GIVEN_ANYWAY and isinstance(one.default, bool) == is_flag
-        if what and (one.required or replaces_default):
+        what, value = meanings[arg.name] or ("", None)
+        is_flag = arg.name in names.CONSTRUCTOR["causal"][1]
+        replaces_default = what in names.GIVEN_ANYWAY and isinstance(arg.default, bool) == is_flag
+        if what and (arg.required or replaces_default):
             if same_width and "width" in what:
                 value = names.WIDTH // names.HEADS if has_heads and what == HEAD_WIDTH else names.WIDTH
-            filled[one.name] = value
-        elif one.required and one.name in names.CONFIGURATION:
-            filled[one.name] = {"__namespace__": configuration()}
-        elif one.required:
+            filled[arg.name] = value
+        elif arg.required and arg.name in names.CONFIGURATION:
+            filled[arg.name] = {"__namespace__": configuration()}
+        elif arg.required:
             raise Unclear(
-                f"{d.name} needs {one.name!r}, a name that the table doesn't have. "
-                f"Give it with --init '{one.name}=...'."
+                f"{d.name} needs {arg.name!r}, a name that the table doesn't have. "
+                f"Give it with --init '{arg.name}=...'."
             )
     return filled
 

@@ -1,4 +1,4 @@
-"""What documentation and code say of a candidate's masks, layout and weights."""
+"""Reads a candidate's documentation and code for its masks, layout and weights."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def lines_about(name: str, text: str) -> str:
 # -- masks -----------------------------------------------------------------------------------------
 
 
-def is_mask(one: Argument, text: str) -> bool:
+def is_mask(arg: Argument, text: str) -> bool:
     """Return True if an argument is a mask, or a switch for one, by its name or its documentation."""
-    if not one.is_named:
+    if not arg.is_named:
         return False
-    role = names.argument_role(one.name) or names.guess_mask_role(one.name)
-    if role is not None or isinstance(one.default, bool):
+    role = names.argument_role(arg.name) or names.guess_mask_role(arg.name)
+    if role is not None or isinstance(arg.default, bool):
         return role in ("mask", "padding", "lengths", "causal")
-    name, lines = re.escape(one.name), lines_about(one.name, text)
+    name, lines = re.escape(arg.name), lines_about(arg.name, text)
     shape, words = r"(?:[\[(][^\])]*[\])]\W*)?", r"(?:(?!before|after)\w+ ){0,3}"
     is_called_mask = re.search(rf"\b{name}\b\W{{1,3}}{shape}{words}mask\b", text, re.I)
     says_true = re.search(rf"\b{name}\b[^.;]{{0,24}}\bTrue\b", lines)
@@ -73,14 +73,14 @@ def is_mask(one: Argument, text: str) -> bool:
 
 
 def documented_polarity(name: str, text: str) -> bool | None:
-    """Return whether True keeps, by documentation; None if it doesn't say."""
+    """Return whether True keeps a key, by documentation; None if it doesn't say."""
     lines = lines_about(name, text)
     hides, keeps = bool(HIDES.search(lines)), bool(KEEPS.search(lines))
     return keeps if hides != keeps else None
 
 
 def mask_polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str]:
-    """Return (does True keep?, why), by documentation, by the kind's convention, or by name."""
+    """Return whether True keeps a key, and why: by documentation, by the kind's convention, or by name."""
     documented = documented_polarity(name, text)
     if documented is not None:
         return documented, "as its documentation says"
@@ -125,7 +125,7 @@ def says_averaged(text: str) -> bool:
 
 
 def documented_layout(d: Description, text: str) -> str | None:
-    """Return the layout that documentation, or the unpacking of a shape in the code, tells."""
+    """Return the layout that documentation, or the unpacking of a shape in the code, gives."""
     batch, tokens = r"(?:b|n|batch\w*|bsz|bs)", r"(?:t|l|s|seq\w*|tgt\w*|length|len|tokens|n_tokens)"
     for layout, first, second in (("sequence", tokens, batch), ("batch", batch, tokens)):
         if re.search(rf"[\[(]\s*{first}\s*,\s*{second}\s*,\s*[\w ]+[\])]", text, re.I):
@@ -147,7 +147,7 @@ def causal_reason(d: Description, text: str) -> str | None:
     for name in d.buffers:
         if re.search(r"tril|causal|triangle|(^|\.)(bias|mask|attn_mask)$", name):
             return f"its buffer {name}"
-    roles = {names.argument_role(one.name) for one in d.call}
+    roles = {names.argument_role(arg.name) for arg in d.call}
     if not {"mask", "padding"} & roles:
         mentions = r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead"
         if re.search(mentions, text, re.I):

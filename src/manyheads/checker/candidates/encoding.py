@@ -11,7 +11,7 @@ from torch import Tensor
 from manyheads.checker.candidates import names
 from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import HEAD_LAYOUTS
+from manyheads.checker.candidates.forms import HEAD_LAYOUTS, LAYOUTS
 from manyheads.checker.encodings import Encoding, Interleaved, Rotary, Sinusoidal
 from manyheads.checker.isolation.candidate import Call, Candidate
 from manyheads.checker.isolation.describe import Argument
@@ -42,7 +42,7 @@ class EncodingAdapter(Adapter):
         widths = [values[n] for n in (*names.CONSTRUCTOR["the width of a head"][1],
                                       *names.CONSTRUCTOR["the model width"][1]) if n in values]  # fmt: skip
         self.width = next((n for n in widths if type(n) is int), names.WIDTH)
-        self.required = [one for one in self.d.call if one.is_named and one.required]
+        self.required = [arg for arg in self.d.call if arg.is_named and arg.required]
         self.find_arguments()
 
     def find_arguments(self) -> None:
@@ -73,23 +73,20 @@ class TableAdapter(EncodingAdapter):
     oracle = Sinusoidal
 
     def find_arguments(self) -> None:
-        """Find the arguments for the length, the width or x, and what the output holds."""
-        self.added = 0.0  # how many times x is in the output
-        first = self.required[0].name if self.required else ""
-        self.is_function = not self.d.torch_module and len(self.required) == 2 and not self.d.parameters
-        if self.is_function:
-            second = self.required[1].name
-            is_length = [one in (*LENGTH_NAMES, *POSITIONS) for one in (first, second)]
-            self.length_first = is_length[0] or not is_length[1]
-            self.takes_x = False
-        elif len(self.required) != 1:
-            taken = ", ".join(one.name for one in self.required) or "nothing"
+        """Find the arguments for the length, the width or x, and whether the output contains x."""
+        self.added = 0.0  # the factor of x in the output
+        is_length = [arg.name in (*LENGTH_NAMES, *POSITIONS) for arg in self.required]
+        if len(is_length) == 1:
+            self.meanings = ["length" if is_length[0] else "x"]
+        elif len(is_length) == 2 and not self.d.torch_module and not self.d.parameters:
+            self.meanings = ["width", "length"] if is_length == [False, True] else ["length", "width"]
+        else:
+            taken = ", ".join(arg.name for arg in self.required) or "nothing"
             raise Unclear(
                 f"Expected {self.d.name} to take a length and a width, or x, as a positional encoding does, "
                 f"but it takes {taken}. Give its kind with --like."
             )
-        else:
-            self.takes_x = first not in (*LENGTH_NAMES, *POSITIONS)
+        self.takes_x = "x" in self.meanings
         x = self.draw(torch.Generator().manual_seed(1), 2, 5)
         try:
             if self.takes_x:
@@ -114,7 +111,7 @@ class TableAdapter(EncodingAdapter):
             self.notes.append("sequence first, [t, b, e]")
 
     def _find_sum(self, x: Tensor) -> None:
-        """Is its table added to x, and to how many times x?"""
+        """Find out if its table is added to x, or to a multiple of x."""
         a, b = self._mean_output(x), self._mean_output(x * 0)
         if a.shape == x.shape and largest_difference(a, b) > 1e-6:
             self.added = float(((a - b) * x).sum() / (x * x).sum())
@@ -129,7 +126,7 @@ class TableAdapter(EncodingAdapter):
         """Return the output for x `[b, t, e]`, in this layout; the mean of several, as dropout may be on."""
         y = self._turn(x)
         outputs = self.candidate.call(Call(args=(y,), repeat=REPEATED)).output
-        found = [one for output in outputs for one in top_tensors(output)[:1]]
+        found = [tensor for output in outputs for tensor in top_tensors(output)[:1]]
         if not found or found[0].dim() not in (2, 3) or found[0].shape[-1] != self.width:
             got = sizes(found[0]) if found else "no tensor"
             raise Unclear(f"Expected x plus an encoding, or an encoding, of {sizes(y)}, got {got}.")
@@ -145,11 +142,10 @@ class TableAdapter(EncodingAdapter):
 
     def arguments(self, x: Inputs) -> list[Any]:
         """Return the length or positions, and the width; or x."""
-        by_positions = any(one.name in POSITIONS for one in self.required)
+        by_positions = any(arg.name in POSITIONS for arg in self.required)
         length = torch.arange(x.t) if by_positions else x.t
-        if self.is_function:
-            return [length, self.width] if self.length_first else [self.width, length]
-        return [self._turn(x.query) if self.takes_x else length]
+        values = {"length": length, "width": self.width, "x": self._turn(x.query)}
+        return [values[meaning] for meaning in self.meanings]
 
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
         """Return the table `[b, t, e]`."""
@@ -159,13 +155,14 @@ class TableAdapter(EncodingAdapter):
             if not found or found[0].numel() != x.t * self.width:
                 raise UnexpectedOutput(f"Expected an encoding [{x.t}, {self.width}], got {got}")
             return Outputs(found[0].reshape(1, x.t, self.width).to(torch.float64).expand(x.query.shape))
+        wrong = UnexpectedOutput(f"Expected an output {sizes(self._turn(x.query))}, got {got}")
         if not found or found[0].shape[-1:] != (self.width,) or found[0].dim() not in (2, 3):
-            raise UnexpectedOutput(f"Expected an output {sizes(self._turn(x.query))}, got {got}")
+            raise wrong
         out = self._turn(found[0]) - self.added * x.query if self.added else self._turn(found[0])
         try:
             return Outputs(out.to(torch.float64).expand(x.query.shape))
         except RuntimeError:
-            raise UnexpectedOutput(f"Expected an output {sizes(self._turn(x.query))}, got {got}") from None
+            raise wrong from None
 
 
 class RotaryAdapter(EncodingAdapter):
@@ -174,17 +171,17 @@ class RotaryAdapter(EncodingAdapter):
     oracle = Rotary
 
     def find_arguments(self) -> None:
-        """Find what each argument means, which pairs are documented, and how heads are laid out."""
+        """Find the meaning of each argument, the documented kind of pairs, and the layout of heads."""
         text = self.text + self.d.name + " ".join(re.findall(r"rotate_\w+", self.d.source))
         patterns: dict[tuple[type[Oracle], ...], str] = {(): r"rotate_half|halves|half of|d/2|d / 2",
                     (Interleaved,): r"every_two|interleav|neighbo|adjacent|\(0, 1\)"}  # fmt: skip
-        documented = [one for one, pattern in patterns.items() if re.search(pattern, text)]
+        documented = [convention for convention, pattern in patterns.items() if re.search(pattern, text)]
         self.documented = documented if len(documented) == 1 else []
         self.convention = self.documented[0] if self.documented else ()
-        self.vectors = [one.name for one in self.required if one.name in VECTORS]
+        self.vectors = [arg.name for arg in self.required if arg.name in VECTORS]
         if not self.vectors and self.required:
             self.vectors = [self.required[0].name]
-        others = [one.name for one in self.required if one.name not in self.vectors]
+        others = [arg.name for arg in self.required if arg.name not in self.vectors]
         known = (*POSITIONS, *LENGTH_NAMES, "cos", "sin")
         unknown = [name for name in others if name not in known]
         if unknown or not self.vectors or len({"cos", "sin"} & set(others)) == 1:
@@ -201,27 +198,20 @@ class RotaryAdapter(EncodingAdapter):
         vector = torch.randn(self.width, generator=torch.Generator().manual_seed(6))
         x = vector.expand(2, 3, 5, -1)
         accepted: list[tuple[bool, bool, int, str]] = []
-        last_error: CandidateError | None = None
         inputs = Inputs(x, x, x)
-        for n, layout in enumerate(list(HEAD_LAYOUTS)[:3]):
+        for n, layout in enumerate(HEAD_LAYOUTS[:3]):
             self.head_layout = layout
-            try:
-                out = self.run(inputs).out[0]
-            except UnexpectedOutput:
+            if (got := self.attempt(inputs)) is None:
                 continue
-            except CandidateError as error:
-                if error.kind != "call":
-                    raise
-                last_error = error
-                continue
+            out = got.out[0]
             alike = float((out - out[:1, :1]).abs().max()) < 1e-5
             rotates = float((out - out[:, :, :1]).abs().max()) > 1e-3
             accepted.append((not (alike and rotates), not alike, n, layout))
         if accepted:
             self.head_layout = min(accepted)[-1]
-        elif last_error is not None:
+        elif self.last_error is not None:
             self.head_layout = "[b, h, t, d]"
-            raise self.reject_call(last_error, inputs)
+            raise self.reject_call(self.last_error, inputs)
         else:
             raise Unclear(
                 f"Expected {self.d.name} to return rotated vectors {sizes(x)}. Give its kind with --like."
@@ -244,21 +234,23 @@ class RotaryAdapter(EncodingAdapter):
         table = angles.angles().repeat(1, 2).to(torch.float32)
         values = dict(zip(self.vectors, vectors or (x.query, x.key), strict=False))
 
-        def value(one: Argument) -> Any:
-            if one.name in self.vectors:
-                return HEAD_LAYOUTS[self.head_layout][0](values[one.name]).contiguous()
-            if one.name in POSITIONS:
+        def value(arg: Argument) -> Any:
+            if arg.name in self.vectors:
+                return LAYOUTS[self.head_layout][0](values[arg.name]).contiguous()
+            if arg.name in POSITIONS:
                 return torch.arange(x.t)
-            return {"cos": table.cos(), "sin": table.sin()}.get(one.name, x.t)
+            return {"cos": table.cos(), "sin": table.sin()}.get(arg.name, x.t)
 
-        return [value(one) for one in self.required]
+        return [value(arg) for arg in self.required]
 
     def run(self, x: Inputs, strict: bool = True, **options: Any) -> Outputs:
         """Rotate queries and keys, in two calls if the candidate takes one vector."""
         if len(self.vectors) > 1:
             return super().run(x, strict, **options)
-        calls = [Call(args=tuple(self.arguments(x, one)), **options) for one in (x.query, x.key)]
-        return Outputs(torch.cat([self.read_vectors(self.candidate.call(one).output, x, 1) for one in calls]))
+        calls = [Call(args=tuple(self.arguments(x, vector)), **options) for vector in (x.query, x.key)]
+        return Outputs(
+            torch.cat([self.read_vectors(self.candidate.call(call).output, x, 1) for call in calls])
+        )
 
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
         """Return rotated queries and keys, `[2, b, h, t, d]`."""
@@ -266,7 +258,7 @@ class RotaryAdapter(EncodingAdapter):
 
     def read_vectors(self, output: Any, x: Inputs, count: int) -> Tensor:
         """Return rotated vectors, `[count, b, h, t, d]`."""
-        to_layout, from_layout = HEAD_LAYOUTS[self.head_layout]
+        to_layout, from_layout = LAYOUTS[self.head_layout]
         shape = tuple(to_layout(x.query).shape)
         found = top_tensors(output)[:count]
         if len(found) < count or any(tuple(y.shape) != shape for y in found):
@@ -276,11 +268,10 @@ class RotaryAdapter(EncodingAdapter):
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
         """Take the kind of pairs in which these outputs are right, unless one is documented."""
-        for one in self.conventions:
-            before, self.convention = self.convention, one
-            error, allowed, _ = self.compare(x, got, self.exact(x))
-            if error <= allowed:
-                pairs = "neighbours, 2n and 2n + 1" if one else "entries n and n + d/2"
+        for convention in self.conventions:
+            before, self.convention = self.convention, convention
+            if self.is_right(x, got):
+                pairs = "neighbours, 2n and 2n + 1" if convention else "entries n and n + d/2"
                 self.notes.append(f"rotates {pairs}")
                 return
             self.convention = before

@@ -1,11 +1,11 @@
-"""What can go wrong between a candidate and its adapter."""
+"""The errors between a candidate and its adapter."""
 
 from __future__ import annotations
 
 
 class Unclear(Exception):
-    """A candidate that can't be imported, built or understood: why, and how to fix it."""
+    """A candidate can't be imported, built or understood; the message says why, and how to fix it."""
 
 
 class UnexpectedOutput(Exception):
-    """An output of another type, shape or dtype than attention returns."""
+    """An output has another type, shape or dtype than attention returns."""

@@ -26,14 +26,17 @@ KEY_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "lengths": lambda keep: keep[:, 0, 0].sum(-1),
 }
 
-# From heads `[b, h, t, d]`, and back.
-HEAD_LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+# From heads `[b, h, t, d]` or tokens `[b, t, e]`, and back.
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "[b, h, t, d]": (lambda x: x, lambda x: x),
     "[b, t, h, d]": (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2)),
     "[t, b, h, d]": (lambda x: x.permute(2, 0, 1, 3), lambda x: x.permute(1, 2, 0, 3)),
     "[b, t, d]": (lambda x: x[:, 0], lambda x: x[:, None]),
     "[t, d]": (lambda x: x[0, 0], lambda x: x[None, None]),
+    "[b, t, e]": (lambda x: x, lambda x: x),
+    "[t, b, e]": (lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1)),
 }
+HEAD_LAYOUTS = list(LAYOUTS)[:5]
 
 # From returned weights, in letters of their shape, to `[b, h, t, s]` or, averaged, `[b, 1, t, s]`.
 WEIGHT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -57,8 +57,7 @@ class Part:
 class Projections:
     """The parameters by role; a role has several parts if each head has its own.
 
-    `heads_known` says whether anything tells the number of heads. `side_by_side` is how packed weights are
-    ordered: q, k and v of a head side by side, or all of q, then k, then v.
+    `heads_known` says whether the number of heads was found, rather than assumed to be 1.
     """
 
     weight: dict[str, list[Part]] = field(default_factory=dict)
@@ -70,7 +69,10 @@ class Projections:
     unused: list[str] = field(default_factory=list)
 
     def read(self, tensors: Mapping[str, Tensor], side_by_side: bool = False) -> Weights:
-        """Return the weights for the oracle."""
+        """Return the weights for the oracle.
+
+        Packed weights are ordered with q, k and v of a head side by side, or all of q, then k, then v.
+        """
 
         def read(role: str, parts: list[Part]) -> list[Tensor]:
             return [part.read(tensors, role, self.heads, side_by_side) for part in parts]
@@ -111,16 +113,14 @@ def find_projections(d: Description, init: Mapping[str, Any], given: Mapping[str
     Unclear is raised if a role has no weight, or the number of heads isn't known.
     """
     shapes, found = d.parameters, Projections()
-    paths = assign_roles(shapes, given, found)
-    weight, bias = ({role: sorted(every) for (role, part), every in paths.items() if part == which}
-                    for which in ("weight", "bias"))  # fmt: skip
+    weight, bias = assign_roles(shapes, given, found)
     if "qkv" in weight and "q" in weight:
-        found.unused += [path for _, path in weight.pop("qkv")]
+        found.unused += weight.pop("qkv")
     heads = count_heads(d, HEADS, init)
     per_head = max((len(every) for role, every in weight.items() if role in "qkv"), default=1)
     if per_head > 1:
         heads = per_head
-    raw = [shapes[path] for every in weight.values() for _, path in every if len(shapes[path]) == 3]
+    raw = [shapes[path] for every in weight.values() for path in every if len(shapes[path]) == 3]
     if raw and heads is None:
         heads = common_size(raw)
     if heads is None and re.search(r"multi", d.name, re.I):
@@ -132,10 +132,10 @@ def find_projections(d: Description, init: Mapping[str, Any], given: Mapping[str
     groups = count_heads(d, "the number of key heads", init)
     found.key_heads = groups if groups and found.heads % groups == 0 else found.heads
     for role, every in weight.items():
-        parts = [weight_part(path, shapes[path], d, role, found, init) for _, path in every]
+        parts = [weight_part(path, shapes[path], d, role, found, init) for path in every]
         found.weight |= unpack_rows(role, parts, found, shapes)
     for role, every in bias.items():
-        found.bias |= unpack_rows(role, [Part(path) for _, path in every], found, shapes)
+        found.bias |= unpack_rows(role, [Part(path) for path in every], found, shapes)
     missing = " and ".join(role for role in "qkv" if role not in found.weight)
     if missing and not shapes:
         raise Unclear(
@@ -157,11 +157,11 @@ def find_projections(d: Description, init: Mapping[str, Any], given: Mapping[str
 
 def assign_roles(
     shapes: Shapes, given: Mapping[str, str], found: Projections
-) -> dict[tuple[str, str], list[tuple[int, str]]]:
-    """Return (place, path) of the parameters by (role, "weight" or "bias")."""
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the paths of weights by role, and those of biases, heads in order."""
     given_roles = {path: role for role, layer in given.items() for path in paths_of(layer, shapes, role)}
     listed = find_listed(shapes)
-    paths: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    paths: dict[str, dict[str, list[tuple[int, str]]]] = {"weight": {}, "bias": {}}
     for n, (path, shape) in enumerate(shapes.items()):
         if path in given_roles:
             role, part, head = given_roles[path], "bias" if len(shape) == 1 else "weight", None
@@ -175,8 +175,11 @@ def assign_roles(
                 found.unused.append(path)
                 continue
             role, part, head = meaning
-        paths.setdefault((role, part), []).append((n if head is None else head * 1000 + n, path))
-    return paths
+        paths[part].setdefault(role, []).append((n if head is None else head * 1000 + n, path))
+    weight, bias = (
+        {role: [path for _, path in sorted(every)] for role, every in of.items()} for of in paths.values()
+    )
+    return weight, bias
 
 
 def paths_of(layer: str, shapes: Shapes, role: str) -> list[str]:
@@ -206,8 +209,8 @@ def find_listed(shapes: Shapes) -> dict[str, tuple[str, str, None]]:
 
 
 def count_heads(d: Description, what: str, init: Mapping[str, Any]) -> int | None:
-    """Return a number of heads, from attributes or constructor arguments, None if nothing tells."""
-    defaults = {one.name: one.default for one in d.init or () if not one.required}
+    """Return a number of heads, from attributes or constructor arguments, None if neither says."""
+    defaults = {arg.name: arg.default for arg in d.init or () if not arg.required}
     values = {**defaults, **init, **d.attributes}
     counts = {name: n for name, n in values.items() if type(n) is int and n > 0}
     candidates = [counts[name] for name in names.CONSTRUCTOR[what][1] if name in counts]
@@ -260,8 +263,8 @@ def unpack_rows(role: str, parts: list[Part], found: Projections, shapes: Shapes
     heads = [found.heads, found.key_heads, found.key_heads] if role == "qkv" else [1, 1]
     starts = [rows // sum(heads) * sum(heads[:n]) for n in range(len(heads) + 1)]
     return {
-        one: [Part(part.path, part.transposed, rows=(a, b), packed=n if role == "qkv" else None)]
-        for n, (one, a, b) in enumerate(zip(role, starts, starts[1:], strict=False))
+        letter: [Part(part.path, part.transposed, rows=(a, b), packed=n if role == "qkv" else None)]
+        for n, (letter, a, b) in enumerate(zip(role, starts, starts[1:], strict=False))
     }
 
 

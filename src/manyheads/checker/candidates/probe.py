@@ -45,7 +45,7 @@ def open_adapter(candidate: Candidate | CandidateProcess, options: Options) -> A
 
 
 def fit(c: AttentionAdapter) -> AttentionAdapter:
-    """Find out how the candidate is called and what it can be asked for."""
+    """Find out how the candidate is called, and which inputs and outputs it supports."""
     g = torch.Generator().manual_seed(2)
     if c.weights is None:
         find_head_layout(c, g)
@@ -60,7 +60,8 @@ def fit(c: AttentionAdapter) -> AttentionAdapter:
     except UnexpectedOutput:
         pass  # the check of shapes reports it
     find_returned_weights(c, x, plain)
-    if c.weights is None and "h" in c.head_layout and takes_groups(c, g):
+    has_heads = c.weights is None and "h" in c.head_layout
+    if has_heads and ("grouped" in c.arguments or c.attempt(c.draw(g, key_heads=2)) is not None):
         c.features.add("grouped")
     c.features |= {role for role in ("scale", "sink", "causal", "past") if role in c.arguments}
     find_causality(c, g)
@@ -69,13 +70,8 @@ def fit(c: AttentionAdapter) -> AttentionAdapter:
     return c
 
 
-def takes_groups(c: AttentionAdapter, g: torch.Generator) -> bool:
-    """Return True if it takes fewer key heads than query heads."""
-    return "grouped" in c.arguments or c.attempt(c.draw(g, key_heads=2)) is not None
-
-
 def find_returned_weights(c: AttentionAdapter, x: Inputs, plain: Outputs | None) -> None:
-    """Are weights returned, always or if asked for, and always averaged?"""
+    """Find out if weights are returned, always or on request, and if they are always averaged."""
     got = plain
     if "weights" in c.arguments:  # the check of weights reports those that are missing
         got = None if plain is None else c.attempt(x.but(need_weights=True))
@@ -96,7 +92,7 @@ def find_returned_weights(c: AttentionAdapter, x: Inputs, plain: Outputs | None)
 def find_head_layout(c: AttentionAdapter, g: torch.Generator) -> None:
     """Take the documented layout of heads, or the first that is accepted where no two sizes are the same."""
     text = c.text.replace("s, h", "t, h").replace("s, b", "t, b")
-    documented = [one for one in list(HEAD_LAYOUTS)[1:3] if one[:-1] in text]
+    documented = [layout for layout in HEAD_LAYOUTS[1:3] if layout[:-1] in text]
     for layout in dict.fromkeys([*documented, *HEAD_LAYOUTS]):
         c.head_layout = layout
         if c.attempt(c.draw(g, b=1 if layout == "[t, d]" else B, s=S)) is not None:
@@ -117,12 +113,13 @@ def find_layout(c: AttentionAdapter, g: torch.Generator) -> None:
         c.layout, why = documented, "its documentation or code"
     else:
         is_apart = {}
-        for one in ("batch", "sequence"):
-            c.layout = one
+        for layout in ("batch", "sequence"):
+            c.layout = layout
             x = c.draw(g, s=S)
-            changed = {n: change_entry(getattr(x, n), 0) for n in ("query", "key", "value")}
+            sequences = {n: getattr(x, n) for n in ("query", "key", "value")}
+            changed = {n: torch.cat((y[:1] + 1, y[1:])) for n, y in sequences.items()}
             a, b = c.attempt(x), c.attempt(x.but(**changed))
-            is_apart[one] = a is not None and b is not None and torch.equal(a.out[1:], b.out[1:])
+            is_apart[layout] = a is not None and b is not None and torch.equal(a.out[1:], b.out[1:])
         # If neither works, as PyTorch's layer by default.
         is_sequence = not is_apart["batch"] and (c.kind == "torch-mha" or is_apart["sequence"])
         c.layout = "sequence" if is_sequence else "batch"
@@ -131,15 +128,8 @@ def find_layout(c: AttentionAdapter, g: torch.Generator) -> None:
         c.notes.append(f"sequence first, [t, b, e] ({why})")
 
 
-def change_entry(x: Tensor, entry: int) -> Tensor:
-    """Return the tensor with one batch entry changed."""
-    x = x.clone()
-    x[entry] += 1.0
-    return x
-
-
 def find_causality(c: AttentionAdapter, g: torch.Generator) -> None:
-    """Is it always causal: by its constructor, its documentation, or its outputs?"""
+    """Find out if it is always causal, by its constructor, its documentation, or its outputs."""
     if "causal" in c.arguments:
         return
     values = {**c.d.attributes, **c.init}
@@ -173,14 +163,12 @@ def ignores_future(c: AttentionAdapter, x: Inputs) -> bool:
 
 def find_masks(c: AttentionAdapter, g: torch.Generator) -> None:
     """Find the form of each mask that the candidate takes."""
-    for role in ("mask", "padding", "lengths"):
-        if role not in c.arguments:
-            continue
-        if role == "lengths":
-            c.forms.setdefault("keys", ("lengths", MaskForm("lengths")))
-            c.features.add("keys")
-        else:
+    for role in ("mask", "padding"):
+        if role in c.arguments:
             find_mask(c, g, role)
+    if "lengths" in c.arguments:
+        c.forms.setdefault("keys", ("lengths", MaskForm("lengths")))
+        c.features.add("keys")
     if c.kind in ("sdpa", "torch-mha") and "mask" in c.forms:
         x = c.draw(g, s=S)
         is_documented = documentation.documented_polarity(c.arguments["mask"], c.text) is not None
@@ -196,24 +184,26 @@ def find_mask(c: AttentionAdapter, g: torch.Generator, role: str) -> None:
     letters = [*GENERAL_MASKS, *keys]
     documented = documentation.documented_shapes(name, c.text).intersection(letters)
     if documented:
-        letters = [one for one in letters if one in documented]
+        letters = [shape for shape in letters if shape in documented]
     elif role == "padding":
-        letters = sorted(keys, key=lambda one: one != "bs")
+        letters = sorted(keys, key=lambda shape: shape != "bs")
     elif c.layout == "sequence":
-        letters.sort(key=lambda one: not one.endswith("b"))
+        letters.sort(key=lambda shape: not shape.endswith("b"))
     types = mask_types(c, role)
     found: list[tuple[str, MaskForm, bool]] = []
     for general in (True, False):
-        shapes = [one for one in letters if (one in GENERAL_MASKS) == general]
+        shapes = [shape for shape in letters if (shape in GENERAL_MASKS) == general]
         feature = "padding" if role == "padding" else "mask" if general else "keys"
         if feature not in c.forms and shapes:
             form, works = find_form(
-                c, g, role, [MaskForm(one, keeps, kind) for one in shapes for kind in types]
+                c, g, role, [MaskForm(shape, keeps, kind) for shape in shapes for kind in types]
             )
             if form is not None:
                 found.append((feature, form, works))
     if not documented and any(works for *_, works in found):
-        found = [one for one in found if one[2]]  # what is accepted and masks nothing broadcasts by chance
+        found = [
+            entry for entry in found if entry[2]
+        ]  # what is accepted and masks nothing broadcasts by chance
     for feature, form, _ in found:
         c.forms[feature] = (role, form)
         c.features.add(feature)
@@ -238,14 +228,14 @@ def mask_types(c: AttentionAdapter, role: str) -> tuple[str, ...]:
         types = ("bool", "01")
     else:
         types = ("bool", "01", "added")
-    is_ours = any(one.name == name and re.search(r"\bMask\b", one.annotation) for one in c.d.call)
+    is_ours = any(arg.name == name and re.search(r"\bMask\b", arg.annotation) for arg in c.d.call)
     return ("Keep", *types) if is_ours else types
 
 
 def find_form(
     c: AttentionAdapter, g: torch.Generator, role: str, forms: list[MaskForm]
 ) -> tuple[MaskForm | None, bool]:
-    """Return the first shape that is accepted, in the first type that masks, and whether one masks at all."""
+    """Return the first shape that is accepted, in the first type that masks, and whether any type masks."""
 
     def masking(s: int, letters: str) -> tuple[Inputs, Tensor]:
         x = c.draw(g, s=s)
@@ -255,10 +245,12 @@ def find_form(
 
     accepted: list[MaskForm] = []
     shapes = list(dict.fromkeys(form.letters for form in forms))
-    for s, letters in [(S, one) for one in shapes] + [(T, one) for one in shapes]:
+    for s, letters in [(S, shape) for shape in shapes] + [(T, shape) for shape in shapes]:
         x, keep = masking(s, letters)
         accepted = [
-            one for one in forms if one.letters == letters and masks_key(c, x, keep, one, role) is not None
+            form
+            for form in forms
+            if form.letters == letters and masks_key(c, x, keep, form, role) is not None
         ]
         if accepted:
             break
@@ -305,8 +297,8 @@ def find_padded_queries(c: AttentionAdapter, g: torch.Generator) -> None:
     got, expected = c.attempt(x), c.exact(x).out
     if got is None or got.out.shape != expected.shape:
         return
-    room = 1e-4 * float(expected.abs().max())
-    right = torch.isclose(got.out.to(expected.dtype), expected, rtol=1e-4, atol=room).all(-1)
+    tolerance = 1e-4 * float(expected.abs().max())
+    right = torch.isclose(got.out.to(expected.dtype), expected, rtol=1e-4, atol=tolerance).all(-1)
     c.ignores_padded_queries = bool(right[padding].all()) and not bool(right[~padding].all())
     if c.ignores_padded_queries:
         c.notes.append("outputs of padded queries aren't compared, because it has its own there")

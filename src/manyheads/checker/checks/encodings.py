@@ -18,7 +18,7 @@ def check_lengths(c: RotaryAdapter) -> Check:
     x = c.draw(torch.Generator().manual_seed(2), 2, 6)
     norms = torch.stack((x.query, x.key)).to(torch.float64).norm(dim=-1)
     error = largest_difference(c.run(x).out.norm(dim=-1), norms)
-    return judge("lengths kept", error, c.allowed_error(x), REASON, f"{REASON}, and this doesn't.")
+    return judge(error, c.allowed_error(x), REASON, f"{REASON}, and this doesn't.")
 
 
 @check("relative", Rotary)
@@ -29,10 +29,9 @@ def check_relative(c: RotaryAdapter) -> Check:
     queries, keys = c.run(Inputs(query, key, key)).out[:, 0, 0]
     scores = queries @ keys.mT  # [6, 6]
     spread = max(float(scores.diagonal(n).max() - scores.diagonal(n).min()) for n in range(-5, 6))
-    return judge(
-        "relative",
-        spread,
-        10 * Rotary.tolerance,
-        "products of queries and keys depend only on their distance",
-        "products of queries and keys must depend only on their distance.",
+    products = "products of queries and keys"
+    reason, failure = (
+        f"{products} depend only on their distance",
+        f"{products} must depend only on their distance.",
     )
+    return judge(spread, 10 * Rotary.tolerance, reason, failure)

@@ -1,4 +1,4 @@
-"""What a candidate answers in many situations, and the smallest input on which it is wrong."""
+"""Collects what a candidate returns in many situations, and finds the smallest input on which it is wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from manyheads.checker.candidates.adapter import Adapter
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.candidates.errors import UnexpectedOutput
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Inputs, Outputs
 
 
@@ -32,7 +32,7 @@ class Evidence:
 
 
 def gather(c: Adapter, seeds: range) -> list[Evidence]:
-    """Return what the candidate answers in each scenario, if it does."""
+    """Return what the candidate returns in each scenario, without calls that raise."""
     found = []
     for seed in seeds:
         t = 5 + seed % 2
@@ -46,7 +46,7 @@ def gather(c: Adapter, seeds: range) -> list[Evidence]:
 
 
 def answered(c: Adapter, seed: int) -> Iterator[tuple[str, Inputs]]:
-    """Yield the scenarios in which the candidate answers; the check of values reports the others."""
+    """Yield the scenarios in which the candidate doesn't raise; the check of values reports the others."""
     for name, x in c.scenarios(seed).items():
         if c.attempt(x) is not None:
             yield name, x
@@ -57,11 +57,7 @@ def decode(c: AttentionAdapter, seed: int) -> list[Evidence]:
     x = c.draw(torch.Generator().manual_seed(seed), 2, 5 + seed % 2)
     try:
         outs, has_cache = run_steps(c, x, [x.t - 1, 1])
-    except UnexpectedOutput:
-        return []
-    except CandidateError as error:
-        if error.ends_process:
-            raise
+    except (UnexpectedOutput, CodeError):
         return []
     last = x.but(query=x.query[:, -1:], causal=True, offset=x.s - 1, need_weights=False)
     return [Evidence("decoding", last, Outputs(outs[-1]))] if has_cache else []
@@ -92,7 +88,7 @@ def smallest_failure(c: Adapter, x: Inputs) -> Inputs:
 
     def fails(y: Inputs) -> bool:
         got = c.attempt(y, strict=True)
-        return got is not None and not (error := c.compare(y, got, c.exact(y)))[0] <= error[1]
+        return got is not None and not c.is_right(y, got)
 
     is_cut = True
     while is_cut:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.checks.registry import Check, check, failed, judge, passed, unchecked
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Attention, Inputs, allowed_error, exact, largest_difference
 
 LARGE = 300.0  # e^300 is beyond float32
@@ -18,18 +19,17 @@ LARGE = 300.0  # e^300 is beyond float32
 @check("large scores", depends_on=("values", "causal mask", "mask", "mask of keys", "padding"))
 def check_large_scores(c: AttentionAdapter) -> Check:
     """Compare with scores of some hundreds, with and without masks."""
-    name = "large scores"
     worst = (0.0, 1.0)
     for masked, x in (("", with_large_scores(c, 19)), *((" and a mask", x) for x in with_low_scores(c, 19))):
         got = c.run(x)
         if not bool(c.ignore_padding(x, got).out.isfinite().all()):
-            return failed(name, f"scores of some hundreds{masked} give NaN or infinity.", math.inf, 0.0)
+            return failed(f"scores of some hundreds{masked} give NaN or infinity.", math.inf, 0.0)
         error, allowed, what = c.compare(x, got, c.exact(x))
         if not error <= 4 * allowed:
             reason = f"with scores of some hundreds{masked} the {what} differ{'s' * (what == 'output')}."
-            return failed(name, reason, error, 4 * allowed)
-        worst = max(worst, (error, 4 * allowed), key=lambda one: one[0] / one[1])
-    return passed(name, "scores of some hundreds", *worst)
+            return failed(reason, error, 4 * allowed)
+        worst = max(worst, (error, 4 * allowed), key=lambda result: result[0] / result[1])
+    return passed("scores of some hundreds", *worst)
 
 
 def scores(c: AttentionAdapter, x: Inputs) -> Tensor:
@@ -77,7 +77,6 @@ def with_low_scores(c: AttentionAdapter, seed: int) -> list[Inputs]:
 
 def check_half(c: AttentionAdapter, dtype: torch.dtype) -> Check:
     """Compare the error in half precision with that of plain PyTorch."""
-    name = str(dtype).removeprefix("torch.")
     x = c.draw(torch.Generator().manual_seed(20), 2, 5, 7).to(dtype)
     if "mask" in c.features:
         x = c.random_mask(x, torch.Generator().manual_seed(21))
@@ -85,23 +84,13 @@ def check_half(c: AttentionAdapter, dtype: torch.dtype) -> Check:
     right, plain = exact(weights, x), Attention(weights, dtype)(x)
     try:
         got = c.run(x, dtype=dtype)
-    except CandidateError as raised:
-        if raised.ends_process:
-            raise
-        return unchecked(name, f"{raised}".rstrip(".") + ".")
+    except CodeError as raised:
+        return unchecked(f"{raised.reason}.")
     error, loss = largest_difference(got.out, right.out), largest_difference(plain.out, right.out)
     reason = f"plain PyTorch loses {loss:.2g}"
     failure = f"it loses far more than rounding explains; {reason}."
-    return judge(name, error, 4 * loss + allowed_error(weights, x), reason, failure)
+    return judge(error, 4 * loss + allowed_error(weights, x), reason, failure)
 
 
-@check("float16", depends_on=("values", "mask"))
-def check_float16(c: AttentionAdapter) -> Check:
-    """Run in float16."""
-    return check_half(c, torch.float16)
-
-
-@check("bfloat16", depends_on=("values", "mask"))
-def check_bfloat16(c: AttentionAdapter) -> Check:
-    """Run in bfloat16."""
-    return check_half(c, torch.bfloat16)
+for name in ("float16", "bfloat16"):
+    check(name, depends_on=("values", "mask"))(partial(check_half, dtype=getattr(torch, name)))

@@ -16,58 +16,51 @@ from manyheads.checker.oracle import Inputs, largest_difference
 @check("rows sum to one")
 def check_row_sums(c: AttentionAdapter) -> Check:
     """Sum the returned weights of each query."""
-    name = "rows sum to one"
     if "weights" not in c.features:
-        return skipped(name, "it returns no weights")
+        return skipped("it returns no weights")
     worst = 0.0
     has_sink = "sink" in c.arguments or (c.weights is not None and c.weights.sink is not None)
     for scenario, x in answered(c, 17):
         weights = c.run(x.but(need_weights=True)).weights
         assert weights is not None
         if bool((weights < -1e-6).any()):
-            return failed(name, f"a weight is negative ({scenario}).", float(-weights.min()), 0.0)
+            return failed(f"a weight is negative ({scenario}).", float(-weights.min()), 0.0)
         sums = weights.sum(-1)
         worst = max(worst, largest_difference(sums, torch.ones_like(sums)))
         if worst > 1e-4 and not has_sink:
             total = float(sums.flatten()[(sums - 1).abs().nan_to_num(math.inf).argmax()])
-            return failed(name, f"the weights of a query sum to {total:.4g} ({scenario}).", worst, 1e-4)
-    return passed(name, "with a sink, less than one" if "sink" in c.arguments else "", worst, 1e-4)
+            return failed(f"the weights of a query sum to {total:.4g} ({scenario}).", worst, 1e-4)
+    return passed("with a sink, less than one" if "sink" in c.arguments else "", worst, 1e-4)
 
 
 @check("empty rows")
 def check_empty_rows(c: AttentionAdapter) -> Check:
     """Mask all keys of a query: it gets zeros, and other queries are right."""
-    name = "empty rows"
     x = with_empty_row(c, 18)
     if x is None:
-        return skipped(name, "it takes no mask that could mask every key of a query")
+        return skipped("it takes no mask that could mask every key of a query")
     inputs = [(x, "")]
     if "weights" in c.features and not x.need_weights:
         inputs.append((x.but(need_weights=True), " when weights are asked for"))
     if (both := with_row_emptied_by_two(c, 18)) is not None:
         inputs.append((both, ", masked by the causal mask and another one together"))
-    worst, room = 0.0, c.allowed_error(x)
+    worst, tolerance, nothing = 0.0, c.allowed_error(x), "a query that may attend to nothing"
     for y, when in inputs:
         got, right = c.run(y), c.exact(y)
-        row, expected = (empty_rows(one.out, y) for one in (got, right))
+        row, expected = (empty_rows(outputs.out, y) for outputs in (got, right))
         if bool(row.isnan().any()):
-            return failed(
-                name, f"a query that may attend to nothing gives NaN{when}: its weights should be 0."
-            )
+            return failed(f"{nothing} gives NaN{when}: its weights should be 0.")
         worst = max(worst, largest_difference(row, expected))
-        if worst > room:
-            reason = (
-                f"a query that may attend to nothing attends to masked keys{when}: its weights should be 0."
-            )
-            return failed(name, reason, worst, room)
+        if worst > tolerance:
+            reason = f"{nothing} attends to masked keys{when}: its weights should be 0."
+            return failed(reason, worst, tolerance)
         error, allowed, what = c.compare(y, got, right)
         visible = {n: torch.ones_like(z) for n, z in y.tensors().items() if n in ("keep", "padding")}
-        if not error <= allowed and c.is_right(y.but(**visible)):
-            other = (
-                "the output of other queries differs" if what == "output" else "the returned weights differ"
-            )
-            return failed(name, f"where a query may attend to nothing{when}, {other}.", error, allowed)
-    return passed(name, "weights of 0", worst, room)
+        if not error <= allowed and c.is_right(z := y.but(**visible), c.run(z)):
+            other = "the output of other queries differs"
+            other = other if what == "output" else "the returned weights differ"
+            return failed(f"where a query may attend to nothing{when}, {other}.", error, allowed)
+    return passed("weights of 0", worst, tolerance)
 
 
 def empty_rows(out: Tensor, x: Inputs) -> Tensor:

@@ -1,1 +1,1 @@
-"""The code under test: imported, described, called and restored, here or in a process of its own."""
+"""The code under test: imported, described, called and restored, in this process or in a separate one."""

@@ -6,10 +6,8 @@ import contextlib
 import copy
 import ctypes
 import inspect
-import io
 import os
 import shutil
-import time
 import types
 import warnings
 from collections.abc import Iterator
@@ -25,8 +23,8 @@ from torch import Tensor, initial_seed, manual_seed, nn
 from torch.random import fork_rng
 
 from manyheads.checker.isolation.describe import Description, describe, module_tensors, read_signature
-from manyheads.checker.isolation.errors import CandidateError, describe_exception, print_safely
-from manyheads.checker.isolation.snapshot import GLOBALS, Snapshot
+from manyheads.checker.isolation.errors import CandidateError, CodeError, describe_exception, print_safely
+from manyheads.checker.isolation.snapshot import GLOBALS, Snapshot, read_globals, restore_globals
 from manyheads.checker.isolation.trees import (
     is_same,
     iterate_tensors,
@@ -37,8 +35,6 @@ from manyheads.checker.isolation.trees import (
 )
 from manyheads.masks import Keep
 from manyheads.shapes import sizes
-
-PRINTED = 2000  # characters of a call's output that are kept
 
 
 @dataclass(frozen=True)
@@ -89,9 +85,6 @@ class Change:
     kind: Literal["argument", "parameter", "buffer", "state"]
     name: str
 
-    def __str__(self) -> str:
-        return self.name if self.kind == "state" else f"the {self.kind} {self.name}"
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -99,22 +92,16 @@ class Answer:
 
     Attributes:
         output: a tree.
-        grads: the gradients that were asked for, by path; None where none arrived.
+        grads: the gradients of `Call.grads` by path; None where no gradient arrives.
         weight_grads: the gradients of all parameters.
         changed: what the call changed; it is restored.
-        warnings: their first lines.
-        printed: the beginning of what it wrote to sys.stdout.
-        seconds: the time of the call and its backward pass.
-        peak: the resident bytes at their peak beyond the start, None if not asked for or not available.
+        peak: the resident bytes at their peak beyond the start, None if not measured or not available.
     """
 
     output: Any
     grads: dict[str, Tensor | None]
     weight_grads: dict[str, Tensor | None]
     changed: tuple[Change, ...]
-    warnings: tuple[str, ...]
-    printed: str
-    seconds: float
     peak: int | None
 
 
@@ -143,7 +130,7 @@ class Candidate:
                 raise describe_exception("init", f"building {self.target.__name__}({given})", error) from None
         elif init:
             name = self.describe().name
-            raise CandidateError(
+            raise CodeError(
                 "init", f"Expected no constructor arguments for {name}, which isn't a class, got {given}."
             )
         return self.describe()
@@ -154,16 +141,15 @@ class Candidate:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Copy values into the parameters and buffers of these names."""
-        held = {name: x for _, name, x in module_tensors(self._built())}
+        own = {name: x for _, name, x in module_tensors(self._built())}
         for name, values in tensors.items():
-            if name not in held:
-                raise CandidateError("call", f"Expected names of {list(held)} to load, got {name!r}.")
-            if held[name].shape != values.shape:
-                raise CandidateError(
-                    "call", f"Expected {sizes(held[name])} to load into {name!r}, got {sizes(values)}."
-                )
+            if name not in own:
+                raise CodeError("call", f"Expected names of {list(own)} to load, got {name!r}.")
+            if own[name].shape != values.shape:
+                expected = sizes(own[name])
+                raise CodeError("call", f"Expected {expected} to load into {name!r}, got {sizes(values)}.")
         for name, values in tensors.items():
-            held[name].data.copy_(values)
+            own[name].data.copy_(values)
 
     def call(self, call: Call) -> Answer:
         """Call it, and restore what it changed; CandidateError of kind "call" or "memory" if it raises."""
@@ -183,11 +169,8 @@ class Candidate:
         originals = {path: tensor.clone() for path, tensor in passed.items()}
         for path in call.grads:
             if path not in passed or not passed[path].is_floating_point():
-                raise CandidateError(
-                    "call", f"Expected the path of a floating tensor in grads, got {path!r}."
-                )
+                raise CodeError("call", f"Expected the path of a floating tensor in grads, got {path!r}.")
             passed[path].requires_grad_(True)
-        printed = PrintedText()
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(call.seed))
             stack.enter_context(torch.set_grad_enabled(call.cotangent is not None))
@@ -201,14 +184,13 @@ class Candidate:
                     torch._dynamo.reset()  # no graph, and no count of graphs, of an earlier call
                     stack.callback(torch._dynamo.reset)
                     method = torch.compile(method, backend=compiler_backend())
-                caught = stack.enter_context(warnings.catch_warnings(record=True))
-                warnings.simplefilter("always")
-                stack.enter_context(contextlib.redirect_stdout(printed))
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8", errors="replace"))
+                stack.enter_context(contextlib.redirect_stdout(nowhere))
                 resident = reset_peak() if call.memory else None
-                start = time.perf_counter()
                 outputs = [method(*args, **kwargs) for _ in range(call.repeat)]
                 grads, weight_grads = run_backward(outputs[0], call, passed, candidate)
-                seconds = time.perf_counter() - start
                 peak = None if resident is None else max(0, read_peak() - resident)
                 changed = [*state.changes()]
                 outputs = [to_tree(output) for output in outputs]
@@ -217,19 +199,10 @@ class Candidate:
             except (Exception, SystemExit) as error:
                 raise describe_exception("call", f"calling {name}", error) from None
         changed += [Change("argument", path) for path, x in passed.items() if not is_same(x, originals[path])]
-        return Answer(
-            output=outputs[0] if call.repeat == 1 else outputs,
-            grads=grads,
-            weight_grads=weight_grads,
-            changed=tuple(changed),
-            warnings=tuple(print_safely(str, w.message).split("\n")[0] for w in caught),
-            printed=str(printed),
-            seconds=seconds,
-            peak=peak,
-        )
+        return Answer(outputs[0] if call.repeat == 1 else outputs, grads, weight_grads, tuple(changed), peak)
 
     def close(self) -> None:
-        """Release what it holds: nothing here."""
+        """Do nothing: subclasses and `CandidateProcess` release what they use."""
 
     def __enter__(self) -> Candidate:
         return self
@@ -239,7 +212,7 @@ class Candidate:
 
     def _built(self) -> Any:
         if self.instance is None:
-            raise CandidateError("call", f"{self.target.__name__} is a class: build() it first.")
+            raise CodeError("call", f"{self.target.__name__} is a class: build() it first.")
         return self.instance
 
 
@@ -266,7 +239,7 @@ def call_factory(target: Any) -> Any:
         if callable(target):
             return target
         kind = type(target).__name__
-        raise CandidateError("import", f"Expected a class, a function or a callable object, got a {kind}.")
+        raise CodeError("import", f"Expected a class, a function or a callable object, got a {kind}.")
     arguments = read_signature(target, bound=True)
     if any(argument.required or not argument.is_named for argument in arguments):
         return target
@@ -281,7 +254,7 @@ def call_factory(target: Any) -> Any:
         return made
     if arguments:
         return target
-    raise CandidateError(
+    raise CodeError(
         "import",
         f"{target.__name__}() takes no arguments, so it should return a class, module or function, "
         f"but it returned a {type(made).__name__}.",
@@ -323,14 +296,14 @@ class State:
 
     def __init__(self, candidate: Any) -> None:
         self.seed = initial_seed()
-        self.globals = [read() for _, read, _ in GLOBALS]
+        self.globals = read_globals()
         self.module = candidate if isinstance(candidate, nn.Module) else None
         self.modules = list(self.module.modules()) if self.module is not None else []
         self.modes = self.modes_in_call = [module.training for module in self.modules]
         self.slots: list[dict[str, Any]] = [
             slots for module in self.modules for slots in (module._parameters, module._buffers)
         ]
-        self.held = [dict(slots) for slots in self.slots]
+        self.contents = [dict(slots) for slots in self.slots]
         self.before = {name: (kind, x, x.detach().clone()) for kind, name, x in module_tensors(self.module)}
 
     def set_mode(self, training: bool) -> None:
@@ -343,58 +316,32 @@ class State:
         """Yield what differs from before."""
         if initial_seed() != self.seed:
             yield Change("state", "the random seed")
-        for (name, read, _), value in zip(GLOBALS, self.globals, strict=True):
-            if read() != value:
+        for (name, *_), now, before in zip(GLOBALS, read_globals(), self.globals, strict=True):
+            if now != before:
                 yield Change("state", name)
         if [module.training for module in self.modules] != self.modes_in_call:
             yield Change("state", "the training flag")
-        now = {name: (kind, x) for kind, name, x in module_tensors(self.module)}
+        tensors = {name: (kind, x) for kind, name, x in module_tensors(self.module)}
         for name, (kind, _, value) in self.before.items():
-            if name not in now or not is_same(now[name][1], value):
+            if name not in tensors or not is_same(tensors[name][1], value):
                 yield Change(kind, name)
-        for name, (kind, _) in now.items():
+        for name, (kind, _) in tensors.items():
             if name not in self.before:
                 yield Change(kind, name)
 
     def restore(self) -> None:
         """Put everything back."""
-        for (_, read, write), value in zip(GLOBALS, self.globals, strict=True):
-            if read() != value:
-                write(value)
+        restore_globals(self.globals)
         for module, mode in zip(self.modules, self.modes, strict=True):
             module.training = mode
-        for slots, held in zip(self.slots, self.held, strict=True):
+        for slots, content in zip(self.slots, self.contents, strict=True):
             slots.clear()
-            slots.update(held)
+            slots.update(content)
         for _, tensor, value in self.before.values():
             if tensor.shape != value.shape or tensor.dtype != value.dtype:
                 tensor.data = value
             elif not is_same(tensor, value):
                 tensor.data.copy_(value)
-
-
-class PrintedText(io.TextIOWrapper):
-    """A text file that accepts everything and keeps the beginning; print and .buffer both work."""
-
-    def __init__(self) -> None:
-        self.kept = bytearray()
-        super().__init__(Sink(self.kept), encoding="utf-8", errors="replace", write_through=True)
-
-    def __str__(self) -> str:
-        return bytes(self.kept).decode(errors="replace")[:PRINTED]
-
-
-class Sink(io.BytesIO):
-    """Accepts all bytes, and keeps the first ones."""
-
-    def __init__(self, kept: bytearray) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def write(self, data: Any) -> int:
-        """Accept bytes."""
-        self.kept += bytes(data)[: 4 * PRINTED - len(self.kept)]
-        return len(data)
 
 
 # -- backward, compiler, memory --------------------------------------------------------------------
@@ -403,7 +350,7 @@ class Sink(io.BytesIO):
 def run_backward(
     output: Any, call: Call, passed: dict[str, Tensor], candidate: Any
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """Return the gradients of the arguments asked for and of the parameters; .grad keeps its value."""
+    """Return the gradients of arguments (`call.grads`) and of parameters, whose .grad keeps its value."""
     if call.cotangent is None:
         return {}, {}
     parameters = dict(candidate.named_parameters()) if isinstance(candidate, nn.Module) else {}
@@ -414,9 +361,7 @@ def run_backward(
         first = next((tensor for _, tensor in iterate_tensors(top_tensors(output) or output)), None)
         if first is not None and first.shape != call.cotangent.shape:
             expected, given = sizes(first), sizes(call.cotangent)
-            raise CandidateError(
-                "call", f"Expected a cotangent of the output's shape {expected}, got {given}."
-            )
+            raise CodeError("call", f"Expected a cotangent of the output's shape {expected}, got {given}.")
         if first is not None and first.requires_grad:
             torch.autograd.backward(first, call.cotangent.to(first))
         return (

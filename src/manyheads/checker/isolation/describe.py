@@ -1,4 +1,4 @@
-"""What can be known of a candidate without calling it: signature, documentation, parameters, source."""
+"""Describes a candidate without calling it: signature, documentation, parameters, source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -46,7 +45,6 @@ class Description:
 
     type: Type
     name: str
-    where: str  # "file.py:12", or "torch.nn.modules.activation:MultiheadAttention"
     doc: str
     init: tuple[Argument, ...] | None  # of a class's constructor
     call: tuple[Argument, ...]  # of forward, __call__ or the function, without self
@@ -69,7 +67,10 @@ def describe(target: Any, instance: Any) -> Description:
     written = type(target) if kind == "module" else target  # what has source and documentation
     while isinstance(written, functools.partial):
         written = written.func
-    where, source = find_source(written)
+    try:
+        source = inspect.getsource(written)
+    except (OSError, TypeError):
+        source = ""
     torch_module = isinstance(target, nn.Module) or (kind == "class" and issubclass(target, nn.Module))
     if kind == "function":
         call = read_signature(target, bound=True)
@@ -82,7 +83,6 @@ def describe(target: Any, instance: Any) -> Description:
     return Description(
         type=kind,
         name=getattr(written, "__name__", type(written).__name__),
-        where=where,
         doc=inspect.getdoc(written) or "",
         init=read_signature(target, bound=True) if kind == "class" else None,
         call=call,
@@ -159,9 +159,11 @@ def read_documented_signature(function: Any) -> list[inspect.Parameter]:
             (arguments.posonlyargs + arguments.args, arguments.defaults, parameter.POSITIONAL_OR_KEYWORD),
             (arguments.kwonlyargs, arguments.kw_defaults, parameter.KEYWORD_ONLY),
         ):
-            for one, default in zip(names, [None] * (len(names) - len(defaults)) + [*defaults], strict=True):
+            for argument, default in zip(
+                names, [None] * (len(names) - len(defaults)) + [*defaults], strict=True
+            ):
                 value = parameter.empty if default is None else ast.literal_eval(default)
-                found.append(parameter(one.arg, kind, default=value))
+                found.append(parameter(argument.arg, kind, default=value))
     except (SyntaxError, ValueError, TypeError):
         return [parameter("args", parameter.VAR_POSITIONAL), parameter("kwargs", parameter.VAR_KEYWORD)]
     return found
@@ -179,16 +181,3 @@ def plain_default(default: Any, depth: int = 0) -> Any:
 def annotation_text(annotation: Any) -> str:
     """Return an annotation as it is written."""
     return annotation if isinstance(annotation, str) else print_safely(inspect.formatannotation, annotation)
-
-
-def find_source(thing: Any) -> tuple[str, str]:
-    """Return where a class or function is written, and its source, "" if it can't be read."""
-    module = getattr(thing, "__module__", None) or ""
-    name = f"{module}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"
-    try:
-        lines, line = inspect.getsourcelines(thing)
-        file = Path(str(inspect.getsourcefile(thing)))
-    except (OSError, TypeError):
-        return name, ""
-    is_installed = {"site-packages", "dist-packages"} & set(file.parts)
-    return name if is_installed else f"{file.name}:{line}", "".join(lines)

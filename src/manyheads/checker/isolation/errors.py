@@ -1,4 +1,4 @@
-"""The one error of a candidate, whatever it raised and wherever it ran."""
+"""The errors of a candidate, in this process or in a separate one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUR_FILES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "
 
 
 class CandidateError(Exception):
-    """What went wrong with a candidate, in one sentence.
+    """An error of a candidate, in one sentence.
 
     Args:
         kind: "import", "init" (the constructor raised), "call", "timeout", "memory", "crash" (the process
@@ -29,9 +29,9 @@ class CandidateError(Exception):
         self.kind, self.details, self.error = kind, details, error
 
     @property
-    def ends_process(self) -> bool:
-        """Return True if the candidate's process is gone."""
-        return self.kind in ("timeout", "memory", "crash", "protocol")
+    def reason(self) -> str:
+        """The sentence without its period."""
+        return str(self).rstrip(".")
 
     @property
     def is_exit(self) -> bool:
@@ -43,6 +43,20 @@ class CandidateError(Exception):
         """Return True if the candidate's own code raises NotImplementedError: it is still to be written."""
         raised = self.details.rpartition("\n")[2]
         return self.error.endswith("NotImplementedError") and "raise NotImplementedError" in raised
+
+
+class CodeError(CandidateError):
+    """An error of kind "import", "init" or "call": the candidate's code raised, and may be called again."""
+
+
+class ProcessEnded(CandidateError):
+    """An error of another kind: the candidate's process is gone."""
+
+
+def candidate_error(kind: Kind, sentence: str, details: str = "", error: str = "") -> CandidateError:
+    """Return the error of a kind."""
+    error_class = CodeError if kind in ("import", "init", "call") else ProcessEnded
+    return error_class(kind, sentence, details, error)
 
 
 def describe_exception(kind: Kind, action: str, error: BaseException) -> CandidateError:
@@ -66,7 +80,7 @@ def describe_exception(kind: Kind, action: str, error: BaseException) -> Candida
     at = f" ({Path(place[0]).name}:{place[1]})" if place else ""
     sentence = f"{action} raised {type(error).__name__}{': ' if first else ''}{first.rstrip('.')}{at}."
     full_name = f"{type(error).__module__}.{type(error).__qualname__}"
-    return CandidateError(kind, sentence, "\n".join(lines), full_name)
+    return candidate_error(kind, sentence, "\n".join(lines), full_name)
 
 
 def print_safely(function: Callable[[Any], str], value: Any, limit: int = 200) -> str:

@@ -1,10 +1,13 @@
-"""A candidate in a process of its own, with limits on time and memory, ended with all its descendants.
+"""A candidate in a separate process, with limits on time and memory, ended with all its descendants.
 
-This is not a sandbox: the candidate has the user's files, network and rights. What holds: the process is
-spawned anew, with empty standard input and a temporary working folder; each request has a time limit; a
-memory limit applies to what its process tree holds resident (polled every 50 ms), and on Linux to its address
-space; it doesn't outlive the checker; and it answers with data that are checked as they are read, so that no
-print, exit or patched function of its own can become a verdict. It sees no GPU, where neither limit holds.
+This is not a sandbox: the candidate has the user's files, network and permissions. But:
+
+- The process is new, with empty standard input and a temporary working folder, and ends with the checker.
+- Each request has a time limit.
+- A memory limit applies to the resident memory of its process tree (polled every 50 ms), and on Linux to its
+  address space. GPUs are hidden from it, because neither limit applies there.
+- It answers with data that are validated as they are read, so that nothing it prints, and no exit or patched
+  function, can become a verdict.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from torch import Tensor
 from manyheads.checker.isolation import protocol
 from manyheads.checker.isolation.candidate import Answer, BorrowedCandidate, Call, Candidate
 from manyheads.checker.isolation.describe import Description
-from manyheads.checker.isolation.errors import CandidateError
+from manyheads.checker.isolation.errors import CandidateError, CodeError, ProcessEnded, candidate_error
 from manyheads.shapes import amount
+from manyheads.trees import fits
 
 POLL = 0.05  # seconds between two checks of the limits
 START = 120.0  # seconds for Python and torch to load, which the candidate isn't charged for
@@ -41,7 +45,7 @@ TOKEN = "MANYHEADS_CANDIDATE"  # the environment variable that marks its descend
 
 
 class CandidateProcess:
-    """A candidate in a process of its own, with the methods of `Candidate`.
+    """A candidate in a separate process, with the methods of `Candidate`.
 
     Beside what `Candidate` raises, a request raises CandidateError of kind "timeout", "memory", "crash" or
     "protocol", after which the process is ended: open another.
@@ -54,7 +58,7 @@ class CandidateProcess:
 
     def __init__(self, target: str, timeout: float = 60.0, memory: int = 4 * 2**30) -> None:
         if os.name != "posix":
-            raise CandidateError(
+            raise CodeError(
                 "import",
                 f"{target!r} can't be checked in a separate process, which needs pipes that {sys.platform} "
                 "lacks. Import the object, and check it in this process.",
@@ -71,13 +75,7 @@ class CandidateProcess:
         try:
             with self._output.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "manyheads.checker.isolation.child",
-                        str(child_in),
-                        str(child_out),
-                    ],
+                    [sys.executable, "-m", CHILD, str(child_in), str(child_out)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -142,20 +140,20 @@ class CandidateProcess:
     def _request(self, request: str, hint: Any, *args: Any) -> Any:
         """Send a request and return its answer, of this type; raise what the candidate raised."""
         if not self._finish.alive:
-            raise CandidateError(
+            raise ProcessEnded(
                 "crash", f"The process of {self.target} is ended, and can't {request}. Open another."
             )
         self._begin(request, self.timeout)
         self._count += 1
         match self._exchange((self._count, request, *args)):
-            case (self._count, "answer", value) if protocol.fits(value, hint):
+            case (self._count, "answer", value) if fits(value, hint):
                 return value
             case (self._count, "error", str(kind), str(sentence), str(details), str(error)):
                 if kind == "memory":
                     limit = f"{amount(self.memory)}: allocate less, or raise the memory limit."
                     sentence = f"{sentence.rstrip('.')}, and the limit is {limit}"
                 if kind in ("import", "init", "call", "memory"):
-                    raise CandidateError(kind, sentence, details, error)  # type: ignore[arg-type]
+                    raise candidate_error(kind, sentence, details, error)  # type: ignore[arg-type]
         self.close()
         protocol.reject(f"another reply to {request}")
 
@@ -213,10 +211,10 @@ class CandidateProcess:
 
     def _check_limits(self, now: float) -> None:
         if now > self._deadline:
-            raise CandidateError(
+            raise ProcessEnded(
                 "timeout",
                 f"{self._current} of {self.target} didn't end within {self._limit:g} s. "
-                "Look for an endless loop, or raise the time limit.",
+                "It may have an endless loop; if not, raise the time limit.",
                 self._tail(),
             )
         used = 0
@@ -224,9 +222,9 @@ class CandidateProcess:
             with contextlib.suppress(psutil.Error):
                 used += process.memory_info().rss
         if used > self.memory:
-            raise CandidateError(
+            raise ProcessEnded(
                 "memory",
-                f"{self._current} of {self.target} held {amount(used)} of memory, and the limit is "
+                f"{self._current} of {self.target} used {amount(used)} of memory, and the limit is "
                 f"{amount(self.memory)}. Allocate less, or raise the memory limit.",
                 self._tail(),
             )
@@ -241,8 +239,10 @@ class CandidateProcess:
         except subprocess.TimeoutExpired:
             how = "closed its answer pipe"
         else:
-            how = f"exited with code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
-        raise CandidateError(
+            names = {number.value: number.name for number in signal.Signals}
+            end = names.get(-code, f"signal {-code}")
+            how = f"exited with code {code}" if code >= 0 else f"was ended by {end}"
+        raise ProcessEnded(
             "crash",
             f"The process of {self.target} {how} during {self._current}. Call it by itself to see why.",
             self._tail(),
@@ -259,16 +259,8 @@ class CandidateProcess:
 def open_candidate(
     target: Any, timeout: float = 60.0, memory: int = 4 * 2**30
 ) -> Candidate | CandidateProcess:
-    """Open a target's name in a process of its own, or an object in this one, restored when it is closed."""
+    """Open the name of a target in a separate process, or an object in this one, restored by `close`."""
     return CandidateProcess(target, timeout, memory) if isinstance(target, str) else BorrowedCandidate(target)
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def child_environment(token: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,19 @@ GLOBALS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("autocast", _autocast, _set_autocast),
 )
 
+
+def read_globals() -> list[Any]:
+    """Return the values of the global state."""
+    return [read() for _, read, _ in GLOBALS]
+
+
+def restore_globals(values: list[Any]) -> None:
+    """Set the global state that differs from these values."""
+    for (_, read, write), value in zip(GLOBALS, values, strict=True):
+        if read() != value:
+            write(value)
+
+
 # What these packages define belongs to the program (loggers, queues, compilers), not to the object; other
 # threads may use it meanwhile.
 _SHARED = sys.stdlib_module_names - {"collections", "types", "functools"} | {"torch", "numpy"}
@@ -75,7 +88,7 @@ class Snapshot:
     """The content of everything that is reachable from some objects, and the global state."""
 
     def __init__(self, *roots: Any) -> None:
-        self._seen: dict[int, Any] = {}  # id → part; held, so that no id is given twice
+        self._seen: dict[int, Any] = {}  # id → part; a reference, so that no id is reused
         self._filled: set[int] = set()  # storages; tied weights and views share one
         self._globals = _global_state()
         # Tensors are pointed at their storages first, then storages are filled, then the rest is restored.
@@ -107,7 +120,7 @@ class Snapshot:
                 kept.clear()
 
     def _keep(self, part: Any) -> Iterator[Any]:
-        """Keep the content of one part, and yield what it holds."""
+        """Keep the content of one part, and yield the parts inside it."""
         if isinstance(part, Tensor):
             yield from self._keep_tensor(part)
         if isinstance(part, type):
@@ -117,7 +130,9 @@ class Snapshot:
         if isinstance(part, types.FunctionType):
             if _is_shared(part):
                 return
-            yield from self._keep_cells(part.__closure__ or ())
+            for cell in part.__closure__ or ():
+                of = (cell, "cell_contents")
+                yield self._keep_value(partial(getattr, *of), partial(setattr, *of), partial(delattr, *of))
             yield from (part.__defaults__, part.__kwdefaults__)
         elif isinstance(part, types.MethodType):
             yield from (part.__self__, part.__func__)
@@ -142,11 +157,18 @@ class Snapshot:
         write: Callable[[Any], None],
         delete: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Keep a value that is compared by identity, and return it; `_MISSING` is deleted again."""
-        before = read()
+        """Keep a value that is compared by identity, and return it; one that was missing is deleted again."""
+
+        def current() -> Any:
+            try:
+                return read()
+            except (AttributeError, ValueError):  # an unset slot, an empty cell
+                return _MISSING
+
+        before = current()
 
         def restore() -> None:
-            if read() is not before:
+            if current() is not before:
                 delete() if before is _MISSING else write(before)
 
         self._rest.append(restore)
@@ -208,7 +230,7 @@ class Snapshot:
 
     def _keep_container(self, part: Any) -> Iterator[Any]:
         kinds: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
-        kind = next(one for one in kinds if isinstance(part, one))
+        kind = next(kind for kind in kinds if isinstance(part, kind))
 
         def read() -> list[Any]:  # of a dict, keys and values by turns
             if issubclass(kind, dict):
@@ -231,12 +253,6 @@ class Snapshot:
         self._rest.append(write)
         yield from before
 
-    def _keep_cells(self, cells: Iterable[types.CellType]) -> Iterator[Any]:
-        for cell in cells:
-            name = "cell_contents"
-            write, delete = partial(setattr, cell, name), partial(delattr, cell, name)
-            yield self._keep_value(partial(_content, cell), write, delete)
-
     def _keep_attributes(self, part: Any) -> Iterator[Any]:
         """Keep the attributes of an instance, its class, and those of the class."""
         cls = type(part)
@@ -245,8 +261,10 @@ class Snapshot:
         slotted = (c for c in cls.__mro__ if "__slots__" in vars(c) and not _is_shared(c))
         for slot in (x for c in slotted for x in vars(c).values()):
             if isinstance(slot, types.MemberDescriptorType):
-                write, delete = partial(slot.__set__, part), partial(slot.__delete__, part)
-                yield self._keep_value(partial(_slot, slot, part), write, delete)
+                read, write, delete = (
+                    partial(f, part) for f in (slot.__get__, slot.__set__, slot.__delete__)
+                )
+                yield self._keep_value(read, write, delete)
         if isinstance(part, nn.Module):
             self._rest.append(_class_writer(part))  # a lazy module changes its class with its shapes
         if isinstance(part, torch.jit.ScriptModule):  # whose tensors aren't among its attributes
@@ -275,14 +293,12 @@ class Snapshot:
 
 def _global_state() -> Callable[[], None]:
     """Read the global state, and return a function that restores it."""
-    flags = [read() for _, read, _ in GLOBALS]
+    flags = read_globals()
     numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (what others still draw from)
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def write() -> None:
-        for (_, read, set_flag), value in zip(GLOBALS, flags, strict=True):
-            if read() != value:
-                set_flag(value)
+        restore_globals(flags)
         torch.set_rng_state(numbers[0])
         random.setstate(numbers[1])
         np.random.set_state(numbers[2])  # noqa: NPY002
@@ -304,7 +320,7 @@ def _class_writer(part: Any) -> Callable[[], None]:
 
 
 def _state_of(part: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return how to read and write the content of an object that holds it outside of Python, or None."""
+    """Return how to read and write the content of an object whose content isn't in attributes, or None."""
     if isinstance(part, torch.Generator):
         return part.get_state, part.set_state
     if isinstance(part, random.Random) and not isinstance(part, random.SystemRandom):
@@ -335,20 +351,6 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty one
-        return _MISSING
-
-
-def _slot(slot: Any, part: Any) -> Any:
-    try:
-        return slot.__get__(part)
-    except AttributeError:
-        return _MISSING
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from manyheads.checker.isolation.errors import CandidateError, describe_exception
+from manyheads.checker.isolation.errors import CandidateError, CodeError, describe_exception
 
 
 def find(target: str) -> Any:
@@ -18,12 +18,12 @@ def find(target: str) -> Any:
 
     A file is imported as `python file.py` would, with its folder first on sys.path (and left there, as it
     may import its neighbours later); one inside a package is imported as a module of that package.
-    CandidateError of kind "import" is raised for a target of another form, a name that isn't there, and what
+    CodeError of kind "import" is raised for a target of another form, a name that isn't there, and what
     the import raises.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise CandidateError(
+        raise CodeError(
             "import",
             f"Expected a target module:name or path/to/file.py:name, got {target!r}. "
             "Name the object too, as in attention.py:MyAttention.",
@@ -34,7 +34,7 @@ def find(target: str) -> Any:
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
-            raise CandidateError(
+            raise CodeError(
                 "import",
                 f"No module {error.name!r} is found for {target!r}. "
                 "Run where it can be imported, or name its file, as in path/to/file.py:name.",
@@ -48,7 +48,7 @@ def find(target: str) -> Any:
             names = [other for other in dir(found) if not other.startswith("_")]
             similar = difflib.get_close_matches(part, names, 3, 0.5) or defined_names(found)[:5]
             hint = f"Did you mean {' or '.join(similar)}?" if similar else "It defines nothing."
-            raise CandidateError("import", f"{path.rstrip(':.')} has no name {part!r}. {hint}") from None
+            raise CodeError("import", f"{path.rstrip(':.')} has no name {part!r}. {hint}") from None
         except Exception as error:
             raise describe_exception("import", f"reading {part!r} of {path.rstrip(':.')}", error) from None
         path += f"{part}."
@@ -69,7 +69,7 @@ def import_file(path: Path) -> types.ModuleType:
     if not path.is_file():
         similar = difflib.get_close_matches(path.name, [f.name for f in path.parent.glob("*.py")], 3, 0.5)
         hint = f"Did you mean {' or '.join(similar)}?" if similar else "Check the folder."
-        raise CandidateError("import", f"There is no file {path}. {hint}")
+        raise CodeError("import", f"There is no file {path}. {hint}")
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]

@@ -18,15 +18,9 @@ import torch
 from torch import Tensor, empty_strided, equal
 
 from manyheads.checker.isolation.errors import print_safely
+from manyheads.trees import DTYPES
 
 DEPTH = 32  # of a tree
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        *("bool", "uint8", "int8", "int16", "int32", "int64"),
-        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-    )
-}
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,10 @@ def tensor_bytes(p: Problem) -> int:
     size, pairs = 0, p.shape.t * p.shape.s
     rest = None if p.mask is None or isinstance(p.mask, Band) else _rest(p.mask.normal())
     if rest is not None and not isinstance(rest, Keep):  # or a Drop, which is one
-        b, h = p.apart(rest)
+        b, h = p.broadcast_sizes(rest)
         size += b * h * pairs
     if p.bias is not None and not isinstance(p.bias, ALiBi | Dense):
-        b, h = p.apart(p.bias)
+        b, h = p.broadcast_sizes(p.bias)
         size += b * h * pairs * p.dtype.itemsize
     return size
 

@@ -1,20 +1,19 @@
 """Observe models of Hugging Face transformers, through the two interfaces by which they compute attention.
 
-A module of transformers looks up `ALL_ATTENTION_FUNCTIONS` for the function that computes its attention, and
-a model looks up `ALL_MASK_ATTENTION_FUNCTIONS` for the one that makes its masks. While a model is attached,
-both return the model's own functions, wrapped: the arguments of a mask function are remembered beside the
-mask that it made (`masks`), and a call of an attention function is read as a `Problem` (`calls`). The config
-isn't changed, because models branch on the name of their implementation, and would compute something else
-under another name.
+An attention module of transformers looks up its attention function in `ALL_ATTENTION_FUNCTIONS`, and a
+model looks up its mask function in `ALL_MASK_ATTENTION_FUNCTIONS`. While a model is attached, both return the
+same functions, wrapped: the arguments of a mask function are remembered with the mask that it made (`masks`),
+and a call of an attention function is translated into a `Problem` (`calls`). The config isn't changed,
+because models compute something else if the name of their implementation changes.
 
-Nothing is guessed. A mask becomes a value, `Causal() & Lengths(…)`, only if it agrees with the tensor that
-the kernel gets, entry by entry; otherwise the tensor itself is the mask. And a few rows of every call are
-computed by the formula and compared with what the model's own kernel computed: a call that was misread
-raises.
+Nothing is guessed. A mask becomes a value, such as `Causal() & Lengths(…)`, only if that equals the tensor
+that the kernel gets in every entry; otherwise the tensor itself is the mask. A few rows of every call are
+also computed by the formula and compared with the output of the model's own kernel, so that a call which was
+misread raises an error.
 
 The model's own kernel computes its output, with one exception: models with softcaps or sinks have only an
-eager kernel, and where that would build more than 2 GiB of weights (`calls.MAX_EAGER_BYTES`), manyheads
-computes the output. A query that is fully masked, such as left padding, has weights of zero here, where eager
+eager kernel, and if that would build more than 2 GiB of weights (`calls.MAX_EAGER_BYTES`), manyheads computes
+the output. A query that is fully masked, such as left padding, has weights of zero in the map, where eager
 attention gives all keys the same weight.
 """
 
@@ -38,11 +37,13 @@ OLDEST = (5, 21)  # the oldest version with which the tests pass: before it, obs
 _lock = RLock()
 _attached: Counter[nn.Module] = Counter()
 _undo: list[Callable[[], None]] = []
-_wrapped: dict[tuple[int, str | None], Function] = {}  # by the id of a function, which its wrapper holds
+_wrapped: dict[
+    tuple[int, str | None], Function
+] = {}  # by the id of a function, which its wrapper keeps alive
 
 
 def is_present(model: nn.Module) -> bool:
-    """Return True if any part of the model is of transformers, without importing that."""
+    """Return True if any part of the model is a class of transformers, without importing that."""
     return any(
         base.__module__.startswith("transformers.") for part in model.modules() for base in type(part).__mro__
     )
@@ -52,8 +53,8 @@ def is_present(model: nn.Module) -> bool:
 def attached(model: nn.Module) -> Iterator[None]:
     """Record the attention calls of a model of transformers.
 
-    It may be nested, with the same model or another, on this thread or another; the last exit undoes every
-    change. Models that aren't attached run as usual.
+    Blocks may be nested, with the same model or another, and run on several threads; the last exit undoes
+    every change. Models that aren't attached run as usual.
 
     Raises ImportError if transformers is older than 5.21.
     """
@@ -77,7 +78,7 @@ def attached(model: nn.Module) -> Iterator[None]:
 
 
 def _install() -> None:
-    """Replace the methods by which transformers looks up its functions."""
+    """Replace the methods by which transformers looks up its attention and mask functions."""
     import transformers
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface

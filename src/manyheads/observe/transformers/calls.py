@@ -1,4 +1,4 @@
-"""Read a call of an attention function of transformers as a `Problem`."""
+"""Translate calls of transformers' attention functions into a `Problem`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from manyheads.shapes import kind, shape_of, sizes
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 
-# Kernels that belong to no model, by their modules.
+# Kernels that models share, by their modules.
 SHARED = {f"transformers.integrations.{name}_attention": name for name in ("sdpa", "flash", "flex")}
 
 FIRST = ("module", "query", "key", "value", "attention_mask")
 
-# The options of a kernel that can be expressed in a Problem; and those of flash kernels for packed inputs.
+# Options of kernels that a Problem can express, and those of flash kernels that it can't (packed inputs).
 SUPPORTED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
 PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "block_table"}
 
-MAX_EAGER_BYTES = 2**31  # of weights that an eager kernel may build where manyheads could compute instead
+MAX_EAGER_BYTES = 2**31  # of weights that an eager kernel may build; above it, manyheads computes the output
 
 
 @dataclass
 class Kernel:
-    """An attention function of transformers, and the parameters that it names after `FIRST`.
+    """An attention function of transformers, with its parameters after the first five (`FIRST`).
 
-    name is "sdpa", "flash", "flex", "eager" for a model's own function, or "" for an unknown one.
+    The name is "sdpa", "flash", "flex", "eager" for a model's own function, or "" for an unknown one.
     """
 
     function: Function
@@ -50,12 +50,12 @@ class Kernel:
 
     @cached_property
     def unsupported(self) -> set[str]:
-        """The options whose meaning isn't known."""
+        """The options that a Problem can't express."""
         return set(self.options) - SUPPORTED | (PACKED if self.name == "flash" else set())
 
     @classmethod
     def of(cls, function: Function, name: str | None = None) -> Kernel:
-        """Read a function's parameters, the first of which are `FIRST`, by any names."""
+        """Return a function as a kernel. Its first five parameters are `FIRST`, by any names."""
         if name is None:
             name = SHARED.get(getattr(function, "__module__", ""), "")
         variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -64,7 +64,7 @@ class Kernel:
         return cls(function, name, tuple(each.name for each in options), defaults)
 
     def reads(self, option: str) -> bool:
-        """Return True if it may use an option. A model's own kernel may find it in its `**kwargs`."""
+        """Return True if the kernel may use an option; a model's own one may read it from its `**kwargs`."""
         return option in self.options or self.name in ("eager", "")
 
 
@@ -72,7 +72,7 @@ class Kernel:
 class Call:
     """One call of an attention function.
 
-    query `[b, h, t, d]`, key `[b, g, s, d]`, value `[b, g, s, w]`; mask is in whatever form the kernel takes.
+    query `[b, h, t, d]`, key `[b, g, s, d]`, value `[b, g, s, w]`; the mask has its kernel's form.
     """
 
     kernel: Kernel
@@ -85,7 +85,7 @@ class Call:
 
     @classmethod
     def of(cls, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Sort the arguments of a call."""
+        """Return a call of a kernel with these arguments."""
         module, query, key, value, mask = (*args, *map(kwargs.get, FIRST[len(args) :]))[:5]
         options = {**kernel.defaults, **dict(zip(kernel.options, args[5:], strict=False)), **kwargs}
         for name in FIRST:
@@ -117,7 +117,7 @@ class Call:
             sink = sink.reshape(n.h) if self.kernel.reads("s_aux") else None
         scale, softcap, dropout_p = self._numbers("scaling", "softcap", "dropout")
         if dropout_p is None or (self.kernel.name == "eager" and not self.module.training):
-            dropout_p = 0.0  # the other kernels drop in evaluation too
+            dropout_p = 0.0  # the other kernels apply it in evaluation too
         return Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                           dropout_p=dropout_p, offset=offset)  # fmt: skip
 
@@ -133,7 +133,7 @@ class Call:
                 values[n] = value.item()
         return values
 
-    # -- masks: a value, tensors that are still to be read, and the position of row 0 -----------------
+    # -- masks: a value, tensors that aren't recognized yet, and the position of row 0 ----------------
 
     def _read_mask(self, t: int, s: int) -> tuple[Mask | None, dict[str, Tensor], int]:
         mask, is_causal = self.mask, self.options.get("is_causal")
@@ -148,7 +148,7 @@ class Call:
                     f"its kernel {name} isn't one of transformers' own and got no mask, which can mean "
                     "causal too"
                 )
-            # sdpa goes by is_causal then, which counts from the top left, except for a single query.
+            # sdpa uses is_causal then, which counts from the top left, except for a single query.
             if self.kernel.name == "sdpa" and is_causal and t > 1:
                 return Causal(), {}, 0
             return None, {}, s - t if is_causal else 0
@@ -162,7 +162,7 @@ class Call:
             value = origin.mask(mask)
             if value is not None:
                 return combine(value), {}, offset
-        elif is_tensor and is_causal and mask.dim() == 4:  # perhaps of a cache of fixed size
+        elif is_tensor and is_causal and mask.dim() == 4:  # perhaps that of a cache of fixed size
             offset = first_position(visible(mask), t, offset)
         if not is_tensor:  # flex's BlockMask
             from torch.nn.attention.flex_attention import create_mask
@@ -189,7 +189,7 @@ class Call:
     # -- models with a softcap or a sink have only an eager kernel, which builds every weight ---------
 
     def is_too_large(self, problem: Problem) -> bool:
-        """Return True if manyheads should compute the output, because eager would build too many weights."""
+        """Return True if manyheads should compute the output, because eager attention would take too much."""
         n = problem.shape
         if n.b * n.h * n.t * n.s * problem.q.element_size() <= MAX_EAGER_BYTES:
             return False
@@ -199,7 +199,7 @@ class Call:
         return eager_only and not returns_weights and not problem.dropout_p
 
     def compute(self, problem: Problem) -> Tensor:
-        """Compute the output `[b, t, h, w]` in O(L) memory; compare a few rows with the eager kernel's."""
+        """Return the output `[b, t, h, w]`, in O(L) memory; a few rows are compared with the eager kernel."""
         rows = _some_rows(problem)
         options = dict(self.options)
         if "position_bias" in options:
@@ -208,7 +208,7 @@ class Call:
         eager, _ = self.kernel.function(self.module, some, self.key, self.value, mask, **options)
         self.compare(problem, eager, only_rows=True)  # [b, r, h, w]
         _, out, lse, _ = kernels.run(problem)  # [b, h, t, w], [b, h, t]
-        if lse is not None:  # eager gives all keys the same weight in fully masked rows, and so its output
+        if lse is not None:  # in fully masked rows, eager attention gives all keys the same weight
             mean = problem.v.mean(2, keepdim=True)  # [b, g, 1, w]
             mean = mean.repeat_interleave(problem.shape.h // problem.shape.g, 1)  # [b, h, 1, w]
             out = torch.where(lse[..., None] == -math.inf, mean, out)
@@ -218,13 +218,13 @@ class Call:
 
     @torch.no_grad()
     def compare(self, problem: Problem, out: Tensor, only_rows: bool = False) -> None:
-        """Raise unless a few rows of the model's output are what the formula gives.
+        """Check that a few rows of the model's output equal those of the formula; raise ValueError if not.
 
-        The norm of the difference is compared with that of what the weights make of |v|. Numbers that aren't
+        The norm of their difference is relative to the norm of the weights times |v|. Numbers that aren't
         finite and rows that are fully masked don't count.
 
         Args:
-            problem: The call, as it was read.
+            problem: The call, as it was translated.
             out: The model's output `[b, t, h, w]`.
             only_rows: Whether out holds only these rows.
         """
@@ -246,8 +246,8 @@ class Call:
         score_size = float(score[kept & score.isfinite()].abs().amax()) if counts.any() else 0.0
         if difference > max(1e-3, 4 * _rounding(problem, out) * (1 + score_size)):
             raise self._error(
-                f"in rows {rows.tolist()} its output differs by {difference:.1%} from what its queries, "
-                "keys, values and mask give, so its kernel computes something that manyheads doesn't know"
+                f"in rows {rows.tolist()} its output differs by {difference:.1%} from attention with its "
+                "queries, keys, values and mask, so its kernel computes something that manyheads doesn't know"
             )
 
 
@@ -263,7 +263,7 @@ def _take_rows(x: Any, rows: Tensor) -> Any:
 
 
 def _rounding(problem: Problem, out: Tensor) -> float:
-    """Return the eps of the lowest precision that the model may have computed in."""
+    """Return the eps of the lowest precision in which the model may have computed."""
     if problem.q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return torch.finfo(torch.bfloat16).eps
     return max(torch.finfo(problem.q.dtype).eps, torch.finfo(out.dtype).eps)

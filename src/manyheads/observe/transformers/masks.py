@@ -1,4 +1,4 @@
-"""Translate masks of transformers into values, from the arguments of the functions that made them."""
+"""Translate masks of transformers into values, by the arguments of the functions that made them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a mask → its Origin
 
 
 def remember_origins(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a mask function whose arguments are remembered for as long as the mask that it made lives."""
+    """Return a mask function that remembers its arguments for as long as the mask that it made exists."""
 
     @wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def remember_origins(function: Callable[..., Any]) -> Callable[..., Any]:
                 given["attention_mask"],
                 given["q_length"],
                 given["kv_length"],
-                row.clone() if isinstance(row, Tensor) else row,  # in which a static cache counts on
+                row.clone() if isinstance(row, Tensor) else row,  # a static cache increments it in place
                 given["kv_offset"],
             )
         return mask
@@ -44,14 +44,14 @@ def remember_origins(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_origin(mask: Any, t: int, s: int) -> Origin | None:
-    """Return what a mask of t queries and s keys was made from, if transformers made it."""
+    """Return the origin of a mask of t queries and s keys, if transformers made it."""
     origin = _origins.get(mask)
     return origin if origin is not None and (origin.t, origin.s) == (t, s) else None
 
 
 @dataclass
 class Origin:
-    """What a mask was made from: a function of transformers, and the positions of its rows and columns."""
+    """A function of transformers that made a mask, and the positions of the mask's rows and columns."""
 
     function: Callable[..., Any]
     padding: Tensor | None  # [b, n], boolean
@@ -68,7 +68,7 @@ class Origin:
         return int(self.row) - self.column
 
     def mask(self, made: Any) -> Mask | None:
-        """Return the mask as a value, or None if it can't be expressed or would differ from what was made."""
+        """Return the mask as a value; None if it can't be expressed or differs from the one that was made."""
         version = made._version if isinstance(made, Tensor) and not made.is_inference() else 0
         if self.version != version:
             self.version, mask = version, self._translate(self.function)
@@ -108,7 +108,7 @@ class Origin:
             case "blockwise_overlay":
                 ids, first = closure["block_sequence_ids"], int(self.row)
                 queries = ids[:, first : first + self.t]  # [b, t]
-                # A negative id is no block: it matches nothing, itself included.
+                # A negative id belongs to no block, and equals no other id.
                 return Documents(self._columns(ids).clamp(min=-1), queries=queries.where(queries >= 0, -2))
             case "and_masks" | "or_masks":
                 parts = [self._translate(part) for part in closure["mask_functions"]]
@@ -118,7 +118,7 @@ class Origin:
         return None
 
     def _equals(self, mask: Mask, made: Any) -> bool:
-        """Return True if a mask keeps what was made, entry by entry. Blocks of rows save memory."""
+        """Return True if a mask equals the one that was made in every entry. Blocks of rows save memory."""
         is_tensor = isinstance(made, Tensor)  # else a BlockMask, which has a function in place of entries
         b, device = made.shape[0], made.device if is_tensor else made.kv_indices.device
         mask = mask.bind(self.offset, self.s)

@@ -4,6 +4,8 @@ const START = {
   page: "overview", run: 0, layer: 0, head: 0, batch: 0, pooling: "max", scale: "linear", theme: null, view: null, pin: null,
   second: null, heads: "all", token: null, sort: "", score: "", minimum: 0,
 };
+const PAGES = { overview: "Overview", head: "Head", text: "Text" };
+const CHOICES = { page: Object.keys(PAGES), pooling: ["max", "mean"], scale: ["linear", "log"] }; // the first is the default
 const THEMES = {
   light: { background: "#ffffff", loading: "#f3f5f7", text: "#1b1f24", muted: "#5b6570", line: "#c9d1d9", outline: "#00000088", accent: "#b3261e", bars: "#4a6fa5", hatch: ["#eef0f2", "#d5dade"] },
   dark: { background: "#14171a", loading: "#1b1f23", text: "#e8eaed", muted: "#9aa4af", line: "#3a4149", outline: "#ffffff88", accent: "#ff9e80", bars: "#8ab4f8", hatch: ["#24282d", "#343a41"] },
@@ -85,7 +87,7 @@ class App {
     if (this.linked) history.replaceState(null, "", `#${this.toHash()}`);
   }
 
-  // Replace what a hand-written link has out of range.
+  // Replace values of a hand-written link that are out of range.
   correct() {
     const { runs } = this.info, within = (n, size) => Math.max(0, Math.min(Math.floor(n) || 0, size - 1));
     const clamp = (place) => {
@@ -94,11 +96,9 @@ class App {
       place.head = within(place.head, runs[place.run].layers[place.layer].heads.length);
     };
     const { state } = this;
-    if (!["overview", "head", "text"].includes(state.page)) state.page = "overview";
-    if (!["mean", "max"].includes(state.pooling)) state.pooling = "max";
-    if (!["linear", "log"].includes(state.scale)) state.scale = "linear";
+    for (const [name, values] of Object.entries(CHOICES)) if (!values.includes(state[name])) state[name] = values[0];
     if (!Object.hasOwn(THEMES, state.theme)) state.theme = null;
-    for (const name of ["sort", "score"]) if (!SCORES.includes(state[name])) state[name] = "";
+    for (const name of ["sort", "score"]) if (!Object.hasOwn(this.info.scores, state[name])) state[name] = "";
     if (!Number.isFinite(state.minimum)) state.minimum = 0;
     clamp(state);
     if (state.second) clamp((state.second = { ...state.second }));
@@ -117,7 +117,7 @@ class App {
     this.show();
   }
 
-  // The sequence shown of a layer, which may have fewer than others.
+  // The sequence that is shown of a layer: the last one, if it has fewer sequences than other layers.
   batchOf(place) {
     return Math.min(this.state.batch, this.layer(place).shape[0] - 1);
   }
@@ -150,12 +150,11 @@ class App {
 
   build() {
     const button = (id, text, title, onclick) => make("button", { type: "button", id, title, onclick }, text);
-    const pages = [["overview", "Overview"], ["head", "Head"], ["text", "Text"]].map(([page, text]) =>
-      button(`page-${page}`, text, "", () => this.change({ page })));
+    const pages = Object.entries(PAGES).map(([page, text]) => button(`page-${page}`, text, "", () => this.change({ page })));
     this.choices = make("span", { class: "choices" });
     this.options = make("span", { class: "options" },
-      button("pooling", "", "mean or maximum of pooled cells (m)", () => this.toggle("pooling", "max", "mean")),
-      button("scale", "", "linear or logarithmic colours (l)", () => this.toggle("scale", "linear", "log")),
+      button("pooling", "", "mean or maximum of pooled cells (m)", () => this.toggle("pooling")),
+      button("scale", "", "linear or logarithmic colours (l)", () => this.toggle("scale")),
       button("compare", "compare", "compare with another head, zoomed together (c)", () => this.compare()),
       button("fit", "fit", "fit the matrix (0)", () => this.fit()),
       button("png", "PNG", "save as PNG (p)", () => this.savePng()));
@@ -180,7 +179,7 @@ class App {
     this.correct();
     const { state } = this;
     this.root.dataset.theme = this.themeName();
-    for (const page of ["overview", "head", "text"]) this.root.querySelector(`#page-${page}`).setAttribute("aria-pressed", state.page === page);
+    for (const page of CHOICES.page) this.root.querySelector(`#page-${page}`).setAttribute("aria-pressed", state.page === page);
     this.root.querySelector("#pooling").textContent = state.pooling === "max" ? "maximum" : "mean";
     this.root.querySelector("#scale").textContent = state.scale === "log" ? "logarithmic" : "linear";
     this.root.querySelector("#compare").setAttribute("aria-pressed", !!state.second);
@@ -304,8 +303,8 @@ class App {
     this.change({ theme: this.themeName() === "dark" ? "light" : "dark" });
   }
 
-  toggle(name, value, other) {
-    this.change({ [name]: this.state[name] === value ? other : value });
+  toggle(name) {
+    this.change({ [name]: CHOICES[name].find((value) => value !== this.state[name]) });
   }
 
   hatch(context) {
@@ -379,7 +378,7 @@ class App {
       "]": () => this.change({ head: cycle(state.head, 1, heads.length) }),
       "{": () => this.changeLayer(cycle(state.layer, -1, layers.length)),
       "}": () => this.changeLayer(cycle(state.layer, 1, layers.length)),
-      m: () => this.toggle("pooling", "max", "mean"), l: () => this.toggle("scale", "linear", "log"), c: () => this.compare(),
+      m: () => this.toggle("pooling"), l: () => this.toggle("scale"), c: () => this.compare(),
       o: () => this.change({ page: "overview" }), h: () => this.change({ page: "head" }), x: () => this.change({ page: "text" }),
       p: () => this.savePng(), k: () => this.linked && this.copyLink(), t: () => this.toggleTheme(), "?": () => this.keys.showModal(),
       Escape: () => (state.page === "text" ? this.change({ token: null }) : this.pin(null)),

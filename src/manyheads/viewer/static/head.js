@@ -4,7 +4,7 @@ const STRIP = 36, BAR = 74, MARGIN = 8; // pixels: the strips beside the matrix,
 const CLOSEST = 96; // pixels per token
 
 class HeadPane {
-  // app: what panes share.
+  // app: the App, with the state that panes share.
   constructor(root, app) {
     this.app = app;
     this.canvas = make("canvas", { class: "map", tabindex: 0, role: "img" });
@@ -349,7 +349,7 @@ class HeadPane {
     context.restore();
   }
 
-  // What each key receives, at the top, and each query's entropy, at the left: the largest in each pixel.
+  // The weight that each key receives, at the top, and each query's entropy, at the left: the largest in each pixel.
   strips(context, theme) {
     const { x: dx, y: dy } = this.at;
     context.fillStyle = theme.muted, context.font = "11px system-ui, sans-serif", context.textBaseline = "middle";
@@ -414,7 +414,7 @@ class HeadPane {
     for (const [style, width] of [["rgb(0 0 0 / 0.55)", 3], ["#fff", 1]]) {
       context.strokeStyle = style, context.lineWidth = width;
       context.beginPath();
-      for (const at of k < 16 ? [0.5] : [0, 1]) { // wide cells, which hold numbers, get two lines
+      for (const at of k < 16 ? [0.5] : [0, 1]) { // wide cells, which may have numbers, get two lines
         context.moveTo(this.left, y + at * v), context.lineTo(x - 1, y + at * v);
         context.moveTo(x + k + 1, y + at * v), context.lineTo(this.left + this.wide, y + at * v);
         context.moveTo(x + at * k, this.above), context.lineTo(x + at * k, y - 1);

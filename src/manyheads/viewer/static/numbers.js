@@ -18,7 +18,7 @@ function decode(buffer) {
   return { sampled, rows, cols, exact, mean: plane(0), max: plane(planes - 1) };
 }
 
-// What each key receives and each query's entropy; null before a scan.
+// The weight that each key receives, and each query's entropy; null before a scan.
 function decodeMarginals(buffer) {
   const [ready, , t, s] = new Uint32Array(buffer, 0, 4);
   if (!ready) return null;

@@ -1,9 +1,5 @@
 // Every layer and head as a card, with a thumbnail and head scores, to sort, filter and open.
 
-const SCORES = ["previous_token", "first_token", "induction", "entropy", "current_token", "duplicate_token", "distance"];
-const UNITS = { entropy: ", nats", distance: ", tokens" };
-const label = (score) => score.replaceAll("_", " ") + (UNITS[score] ?? "");
-
 class Overview {
   constructor(root, app) {
     this.app = app, this.cards = [], this.control = new AbortController(), this.queue = [], this.running = 0;
@@ -14,7 +10,7 @@ class Overview {
       if (entry.isIntersecting && card && !card.requested) card.requested = true, this.queue.push(card), this.drawNext();
     }), { rootMargin: "200px" });
     const select = (name, none) => make("select", { id: name, onchange: (event) => app.change({ [name]: event.target.value }) },
-      make("option", { value: "" }, none), ...SCORES.map((value) => make("option", { value }, label(value))));
+      make("option", { value: "" }, none), ...Object.keys(app.info.scores).map((value) => make("option", { value }, this.label(value))));
     this.sort = select("sort", "layer and head"), this.score = select("score", "all heads");
     this.minimum = make("input", { id: "minimum", type: "number", min: 0, step: 0.05, value: app.state.minimum, oninput: () => app.change({ minimum: Number(this.minimum.value) || 0 }) });
     this.summary = make("span", { class: "muted" });
@@ -24,6 +20,11 @@ class Overview {
         make("label", {}, "sort by ", this.sort), make("label", {}, "show ", this.score),
         make("label", {}, " of at least ", this.minimum), this.summary),
       this.list);
+  }
+
+  // The name of a head score, with its unit.
+  label(score) {
+    return [score.replaceAll("_", " "), this.app.info.scores[score]].filter(Boolean).join(", ");
   }
 
   open() {
@@ -88,11 +89,11 @@ class Overview {
       const { scores, sampled } = await json(this.app.client, address, this.control.signal);
       for (const card of this.cards.filter(({ place }) => place.run === run && place.layer === layer)) {
         card.scores = Object.fromEntries(Object.entries(scores).map(([name, column]) => [name, column[card.place.head]]));
-        card.bars.replaceChildren(...SCORES.slice(0, 4).filter((name) => card.scores[name] != null).flatMap((name) => {
+        card.bars.replaceChildren(...this.app.info.bars.filter((name) => card.scores[name] != null).flatMap((name) => {
           const value = card.scores[name], bar = make("i");
           const most = name === "entropy" ? Math.log(Math.max(2, this.app.layer(card.place).shape[3])) : 1;
           bar.style.width = `calc(${Math.min(1, value / most)} * (100% - 2.7rem))`;
-          return [make("dt", {}, label(name)), make("dd", { "data-score": name, "data-value": value }, bar, value.toFixed(2))];
+          return [make("dt", {}, this.label(name)), make("dd", { "data-score": name, "data-value": value }, bar, value.toFixed(2))];
         }));
         if (sampled > 1) card.bars.title = `estimated from 1 query in ${count(sampled)}`;
       }
