@@ -1,9 +1,9 @@
-"""Maps and runs in one file: tensors in a `safetensors` file, all else as JSON in its header.
+"""Maps and recordings in one `safetensors` file, with everything but tensors as JSON in its header.
 
-A file is a list of entries: the name of a layer, the number of a call, and what is kept of it, either all
-that a map needs or statistics. docs/format.md writes the format down. What is read goes through the checks
-that a caller's own values go through, so that no file makes what a caller couldn't. Tensors are mapped into
-memory: q, k and lse are read from the disk where they are used, masks and biases, which are checked, at once.
+A file is a list of entries: the name of a layer, the number of a call, and its map or its statistics.
+docs/format.md describes the format. What is read goes through the same checks as a caller's arguments.
+Tensors are memory-mapped: q, k and lse are read from the disk when they are used; masks and biases, which are
+checked, at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as brief  # what a hostile file holds may be long
+from reprlib import repr as brief  # the content of a hostile file may be long
 from secrets import token_hex
 from tempfile import TemporaryFile
 from textwrap import shorten
@@ -35,7 +35,7 @@ from manyheads.trees import Value
 
 FORMAT, VERSION = "manyheads", 1
 
-# What a file may hold: enough for a million tokens and a thousand layers, too little to fill a memory.
+# Limits of a file: enough for a million tokens and a thousand layers, too little to fill the memory.
 HEADER = 2**25  # bytes
 DEPTH = 100  # masks in masks, lists in lists
 AXES = 8  # of a tensor
@@ -57,11 +57,11 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 Tokens = tuple[str, ...] | tuple[tuple[str, ...], ...]  # of the s keys, or of each of b sequences
 Schema = dict[str, tuple[type, ...]]  # the fields of a JSON object, and what each may be
-Picks = tuple[Tensor, Tensor] | None  # which batch entries and which heads, None: all
+Picks = tuple[Tensor, Tensor] | None  # batch entries and heads, None: all
 
 NONE = type(None)
 
-# The words for masks, biases and their fields are part of the format: a class may be renamed, these can't.
+# The names of masks, biases and their fields in files; they stay even if a class is renamed.
 IDS: Schema = {"ids": (Tensor,), "queries": (Tensor, NONE)}
 PARTS: dict[str, tuple[type[Value], Schema]] = {
     "Full": (masks.Full, {}),
@@ -113,7 +113,7 @@ PROBLEM: Schema = {
 
 
 class Stored(NamedTuple):
-    """What a map is made of: `AttentionMap.of(*stored)`."""
+    """The content of a map: `AttentionMap.of(*stored)`."""
 
     problem: Problem
     lse: Tensor  # [b, h, t]
@@ -123,7 +123,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Statistics of one call: tensors by their names, and what else there is to say, as JSON can say it."""
+    """Statistics of one call: tensors by name, and plain data as JSON has it."""
 
     tensors: Mapping[str, Tensor]
     plain: Mapping[str, Any]
@@ -139,7 +139,7 @@ class Entry(NamedTuple):
 
 
 class Run(NamedTuple):
-    """All that a file holds."""
+    """The content of a file."""
 
     entries: tuple[Entry, ...]
     tokens: Tokens | None
@@ -156,17 +156,19 @@ def write(
     tokens: Tokens | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write entries into one file, whole or not at all: what stood at `path` stays until then.
+    """Write entries into one file, which replaces the file at `path` when it is complete.
 
-    tokens: labels of the whole run; provenance: what JSON can say, of which tuples come back as lists.
-    Tensors are written one after the other from wherever they are; what shares memory is written once.
-    Raises ValueError or TypeError for what can't be written, such as a `Rule`; OSError from the disk.
+    tokens: labels of the whole run; provenance: JSON data, in which tuples become lists. Tensors are written
+    one after the other from any device; tensors that share memory are written once. Raises ValueError or
+    TypeError for what can't be written, such as a `Rule`; OSError from the disk.
     """
     path = Path(path)
     if path.is_dir():
-        raise IsADirectoryError(f"maps are saved in a file, and {path} is a folder: name a file in it.")
+        raise IsADirectoryError(f"Expected a file to save maps in, got the folder {path}. Name a file in it.")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in: make it first.")
+        raise FileNotFoundError(
+            f"Expected a folder {path.parent} to save {path.name} in, got none. Make it first."
+        )
     _check_calls(entries)
     out = _Writer()
     written = [out.entry(str(number), entry) for number, entry in enumerate(entries)]
@@ -188,7 +190,7 @@ def write(
 
 
 class _Writer:
-    """Says things in JSON, and collects what JSON refers to: tensors by name, token labels by number."""
+    """Turns entries into JSON, and collects their tensors by name and token labels by number."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -196,25 +198,25 @@ class _Writer:
         self._names: dict[Any, str] = {}  # of tensors, by where their numbers are in memory
 
     def entry(self, place: str, entry: Entry) -> dict[str, Any]:
-        said: dict[str, Any] = {"name": entry.name, "call": entry.call}
+        written: dict[str, Any] = {"name": entry.name, "call": entry.call}
         content = entry.content
         try:
             if isinstance(content, Kept):
                 _check_names(content.tensors)
-                said["statistics"] = {
+                written["statistics"] = {
                     name: self.tensor(tensor, f"{place}.{name}") for name, tensor in content.tensors.items()
                 }
-                said["tokens"] = self.label(None if content.tokens is None else _labels(content.tokens))
-                return said | {"plain": _object(content.plain, "plain")}
+                written["tokens"] = self.label(None if content.tokens is None else _labels(content.tokens))
+                return written | {"plain": _object(content.plain, "plain")}
             problem, lse, tokens, provenance = content
             _check_map(problem, lse)
-            said["map"] = {
+            written["map"] = {
                 name: self.value(getattr(problem, name), f"{place}.{name}") for name in PROBLEM
             } | {"lse": self.tensor(lse, f"{place}.lse")}
-            said["tokens"] = self.label(None if tokens is None else _fitting(_labels(tokens), problem))
-            return said | {"provenance": _object(provenance, "provenance")}
+            written["tokens"] = self.label(None if tokens is None else _fitting(_labels(tokens), problem))
+            return written | {"provenance": _object(provenance, "provenance")}
         except (TypeError, ValueError) as error:
-            raise ValueError(f"call {entry.call} of {entry.name!r} can't be saved: {error}") from None
+            raise ValueError(f"Call {entry.call} of {entry.name!r} can't be saved: {error}") from None
 
     def value(self, value: Any, place: str, depth: int = 0, picks: Picks = None) -> Any:
         if isinstance(value, Tensor):
@@ -227,36 +229,36 @@ class _Writer:
 
     def part(self, part: Value, place: str, depth: int, picks: Picks) -> dict[str, Any]:
         if isinstance(part, masks.Only | biases.OnlyBias):
-            # It looks into what was made for more sequences and heads: a file has these alone.
+            # Its tensors are for more sequences and heads; a file has only the selected ones.
             inner = part.mask if isinstance(part, masks.Only) else part.bias
             b, h = (part.batch, part.heads) if picks is None else (part.batch[picks[0]], part.heads[picks[1]])
             return self.part(inner, place, depth, (b, h))
         word = WORDS.get(type(part))
         if isinstance(part, masks.Rule):
             raise ValueError(
-                f"its mask holds {part}, and a function can't be written into a file: "
-                "say what it keeps as a tensor, Keep(tensor), and take the map under that."
+                f"its mask has {part}, whose function can't be saved. Save what it keeps as a tensor: "
+                "amap.under(Keep(tensor))."
             )
         if word is None:
             raise ValueError(f"Expected one of {', '.join(PARTS)} in a file, got {kind(part)}.")
         if depth > DEPTH:
             raise ValueError(
-                f"its mask is nested more than {DEPTH} deep: say what it keeps as a tensor, Keep(tensor)."
+                f"its mask is nested more than {DEPTH} deep. Save what it keeps as a tensor, Keep(tensor)."
             )
-        said: dict[str, Any] = {"is": word}
+        written: dict[str, Any] = {"is": word}
         for name in PARTS[word][1]:
             value = getattr(part, name)
             if isinstance(value, Tensor) and picks is not None:
                 value = _pick(value, LETTERS[name], picks)
-            said[name] = self.value(value, f"{place}.{name}", depth + 1, picks)
-        return said
+            written[name] = self.value(value, f"{place}.{name}", depth + 1, picks)
+        return written
 
     def tensor(self, tensor: Tensor, name: str) -> dict[str, str]:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"Expected {name} to be a tensor, got {kind(tensor)}.")
         _check_tensor(name, CODES.get(tensor.dtype, str(tensor.dtype)), tensor.shape)
         if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device, where tensors hold no numbers.")
+            raise ValueError(f"Expected numbers in {name}, got a tensor on the meta device.")
         tensor = tensor.detach().resolve_neg()
         where = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if where not in self._names:
@@ -269,7 +271,7 @@ class _Writer:
 
 
 def _pick(tensor: Tensor, letters: str, picks: tuple[Tensor, Tensor]) -> Tensor:
-    """Return what a tensor holds for the picked batch entries and heads; itself where that is all of it."""
+    """Return a tensor's entries for the selected batch entries and heads; itself if that is all of it."""
     for axis, letter in enumerate(letters[len(letters) - tensor.dim() :]):
         size = tensor.shape[axis]
         if letter not in "bh" or size == 1:
@@ -294,22 +296,22 @@ def _header(run: str, tensors: Mapping[str, Tensor]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     if len(text) > HEADER - 64:
         raise ValueError(
-            f"names, tokens and provenance take {len(text) / 1e6:.1f} MB as text, and a file holds "
-            f"{HEADER / 1e6:.1f} MB of it: save fewer calls in one file, or without tokens."
+            f"Expected at most {HEADER / 1e6:.1f} MB of names, tokens and provenance in a file, got "
+            f"{len(text) / 1e6:.1f} MB. Save fewer calls in one file, or no tokens."
         )
     return text + b" " * (-(8 + len(text)) % 64)
 
 
 def _numbers(tensor: Tensor) -> memoryview:
-    """Return a tensor's numbers as they lie in a file: compact, and copied only if necessary."""
-    # A new last axis has a stride of 1, which a look at the bytes asks for, whatever the others have.
-    lined_up = tensor.cpu().contiguous()[..., None].view(torch.uint8)
-    return lined_up.numpy().data
+    """Return a tensor's numbers as they are in a file: contiguous, and copied only if necessary."""
+    # `view` needs a last axis of stride 1, which a new one has.
+    bytes_ = tensor.cpu().contiguous()[..., None].view(torch.uint8)
+    return bytes_.numpy().data
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside `path` that replaces it when complete; nothing is left of an incomplete one."""
+    """Write a file beside `path` that replaces it when complete; an incomplete one is removed."""
     part = path.with_name(f".{token_hex(8)}.part")
     try:
         with open(part, "xb") as file:
@@ -323,19 +325,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def folder_for(path: Path, name: str) -> Path:
-    """Make a folder, and be sure that it can be written; OSError, which calls it `name`, where it can't."""
+    """Make a folder and check that it can be written; raise OSError, which calls it `name`, if it can't."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path):
             return path
     except FileExistsError:
-        raise FileExistsError(f"{name} must be a folder, and {path} is a file.") from None
+        raise FileExistsError(f"Expected {name} to be a folder, got the file {path}.") from None
     except OSError as error:
         raise OSError(f"{name} {path} can't be written: {error.strerror}.") from None
 
 
 def file_for(path: Path, name: str) -> Path:
-    """Return a file whose folder can be written; OSError, which calls it `name`, where it can't."""
+    """Return a file whose folder can be written; raise OSError, which calls it `name`, if it can't."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -349,55 +351,52 @@ def file_for(path: Path, name: str) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-    """Everything in a file that `write` wrote, its tensors mapped into memory.
+    """Return the content of a file that `write` wrote, with its tensors memory-mapped.
 
-    The file may be replaced while its tensors are in use, also by `write`, but not cut short. A tensor
-    that is changed in place doesn't change the file. That lse belongs to q and k isn't computed again: a
-    file's numbers are trusted as its maker is.
+    The file may be replaced while its tensors are in use, also by `write`, but not truncated. Changing a
+    tensor in place doesn't change the file. Whether lse belongs to q and k isn't checked.
 
-    Raises ValueError for what isn't such a file, and OSError where there is none.
+    Raises ValueError for another kind of file, and OSError if there is none.
     """
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}{', it is a folder' if path.is_dir() else ''}.")
+        raise FileNotFoundError(f"Expected a file {path}, got {'a folder' if path.is_dir() else 'none'}.")
     with open(path, "rb") as start:
         length = int.from_bytes(start.read(8), "little")
     try:
         if length > HEADER:
-            raise SafetensorError(f"its header would take {length:,} bytes")
+            raise SafetensorError(f"its header has {length:,} bytes")
         with safe_open(path, framework="pt") as file:
             run = _metadata(path, file.metadata() or {})
             try:
                 return _Reader(file).run(run)
             except (TypeError, ValueError) as error:
-                said = shorten(str(error), 1000, placeholder=" ….")
-                raise ValueError(f"{path} isn't what manyheads writes: {said}") from None
+                reason = shorten(str(error), 1000, placeholder=" ….")
+                raise ValueError(f"{path} isn't a file of manyheads: {reason}") from None
     except SafetensorError as error:
-        raise ValueError(
-            f"{path} can't be read as safetensors, it may be cut short or of another kind: {error}."
-        ) from None
+        raise ValueError(f"{path} isn't a safetensors file, or is truncated: {error}.") from None
 
 
 def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
-    """Return the run's JSON, out of a header that says it is one of ours and of a version that is known."""
+    """Return the run's JSON from the metadata of a file of this format and version."""
     version = metadata.get("version", "")
     if metadata.get("format") != FORMAT or "run" not in metadata or not re.fullmatch("[1-9][0-9]*", version):
         raise ValueError(
-            f"{path} is a safetensors file, but not one of maps. Expected the mark of manyheads, got "
+            f"{path} is a safetensors file, but not of manyheads. Expected format '{FORMAT}', got "
             f"{brief(dict(metadata)) if metadata else 'none'}."
         )
     if version != str(VERSION):
         raise ValueError(
-            f"{path} is of version {version[:9]} of the format, and this manyheads reads up to {VERSION}: "
-            "upgrade it."
+            f"{path} has version {version[:9]} of the format, and this manyheads reads up to {VERSION}. "
+            "Upgrade it."
         )
     return metadata["run"]
 
 
 class _Reader:
-    """The way back from JSON; every tensor that the file holds must be asked for."""
+    """Turns JSON into entries; every tensor of the file must be used."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -422,7 +421,7 @@ class _Reader:
                 raise ValueError(f"in entry {number}, {error}") from None
         _check_calls(entries)
         if unused := sorted(self.names - self.tensors.keys()):
-            raise ValueError(f"nothing in it asks for its tensor {brief(unused[0])}.")
+            raise ValueError(f"its tensor {brief(unused[0])} belongs to no entry.")
         return Run(tuple(entries), self.label(run["tokens"]), _object(run["provenance"], "provenance"))
 
     def entry(self, tree: Any) -> Entry:
@@ -467,34 +466,36 @@ class _Reader:
     def tensor(self, tree: Any) -> Tensor:
         name = _fields(tree, {"tensor": (str,)}, "the place of a tensor")["tensor"]
         if name not in self.names:
-            raise ValueError(f"it asks for a tensor {brief(name)}, which the file doesn't hold.")
+            raise ValueError(f"it refers to a tensor {brief(name)}, which isn't in the file.")
         if name not in self.tensors:
             self.tensors[name] = self._load(name)
         return self.tensors[name]
 
     def _load(self, name: str) -> Tensor:
-        said = self.file.get_slice(name)
-        _check_tensor(name, said.get_dtype(), said.get_shape())
+        header = self.file.get_slice(name)
+        _check_tensor(name, header.get_dtype(), header.get_shape())
         tensor: Tensor = self.file.get_tensor(name)
         if tensor.data_ptr() % tensor.element_size():
-            raise ValueError(f"tensor {brief(name)} must stand at a multiple of its numbers' size.")
+            raise ValueError(f"Expected tensor {brief(name)} at a multiple of its item size.")
         # A byte of 2 is neither True nor False, and differs from itself from one operation to the next.
         if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
-            raise ValueError(f"tensor {brief(name)} must hold the bytes 0 and 1 only, as it is boolean.")
+            raise ValueError(f"Expected only the bytes 0 and 1 in the boolean tensor {brief(name)}.")
         return tensor
 
     def label(self, place: int | None) -> Tokens | None:
         if place is None:
             return None
         if not 0 <= place < len(self.labels):
-            raise ValueError(f"it asks for tokens {place}, and the file holds {len(self.labels)} such lists.")
+            raise ValueError(
+                f"it refers to tokens {place}, and the file has {len(self.labels)} lists of them."
+            )
         return self.labels[place]
 
 
 def _fields(
     tree: Any, schema: Schema, what: str, read: Callable[[Any], Any] = lambda part: part
 ) -> dict[str, Any]:
-    """Return the fields of a JSON object, read, which must be these and of these kinds."""
+    """Return the fields of a JSON object, read and checked against a schema."""
     if not isinstance(tree, dict) or tree.keys() != schema.keys():
         got = f"{brief(list(tree))}" if isinstance(tree, dict) else brief(tree)
         raise ValueError(f"Expected {what} to have {', '.join(schema) or 'no fields'}, got {got}.")
@@ -502,12 +503,12 @@ def _fields(
     for name, kinds in schema.items():
         # True is an int to Python, and not here.
         if not isinstance(fields[name], kinds) or (isinstance(fields[name], bool) and bool not in kinds):
-            wanted = " or ".join("null" if one is NONE else one.__name__ for one in kinds)
+            wanted = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
             raise ValueError(f"Expected the {brief(name)} of {what} to be {wanted}, got {brief(tree[name])}.")
     return fields
 
 
-# -- checks, of what is written and of what is read ------------------------------------------------
+# -- checks, when writing and when reading ---------------------------------------------------------
 
 
 def _check_calls(entries: Sequence[Entry]) -> None:
@@ -557,7 +558,7 @@ def _bounded(value: Any) -> Any:
 
 
 def _labels(tokens: Any) -> Tokens:
-    """Token labels, one list of text or several."""
+    """Return token labels, one list of str or several, checked."""
     several = isinstance(tokens, list | tuple) and bool(tokens) and not isinstance(tokens[0], str)
     lists = tokens if several else [tokens]
     for labels in lists:
@@ -567,7 +568,7 @@ def _labels(tokens: Any) -> Tokens:
 
 
 def _fitting(tokens: Tokens, problem: Problem) -> Tokens:
-    """Labels of this problem's keys: s, or s for each of b sequences."""
+    """Return the labels if there are s, or s for each of b sequences."""
     b, s = problem.shape.b, problem.shape.s
     several = bool(tokens) and not isinstance(tokens[0], str)
     if (several and len(tokens) != b) or any(
@@ -579,7 +580,7 @@ def _fitting(tokens: Tokens, problem: Problem) -> Tokens:
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
-    """Return a dictionary that JSON can say."""
+    """Return a mapping as JSON data."""
     if not isinstance(value, Mapping):
         raise TypeError(f"Expected {where} to be a dictionary, got {brief(value)}.")
     plain: dict[str, Any] = _plain(value, where)
@@ -587,7 +588,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Return what JSON can say and gives back as it was, but for tuples, which become lists."""
+    """Return a value as JSON data, which is read back the same but for tuples, which become lists."""
     if depth > DEPTH:
         raise ValueError(f"{where} is nested more than {DEPTH} deep.")
     if isinstance(value, list | tuple):
@@ -595,7 +596,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         return {name: _plain(part, f"{where}[{brief(name)}]", depth + 1) for name, part in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"Expected {where} to be a finite number, as JSON knows no other, got {value}.")
+        raise ValueError(f"Expected {where} to be a finite number, got {value}.")
     if value is None or isinstance(value, str | int | float):
         return _bounded(value)
     raise TypeError(

@@ -255,7 +255,7 @@ def test_results_are_kept_when_interrupted(
 @pytest.mark.parametrize(
     ("out", "words"),
     [
-        ("afile", "--out must be a folder, and afile is a file."),
+        ("afile", "Expected --out to be a folder, got the file afile."),
         ("afile/deeper", "--out afile/deeper can't be written: Not a directory."),
         ("/proc/none/such", "--out /proc/none/such can't be written: No such file or directory."),
     ],

@@ -267,7 +267,7 @@ def test_wrong_sources_raise_one_sentence(tmp_path: Path) -> None:
         Api()
     with pytest.raises(ValueError, match="expected an attention call with a query and a key"):
         Api(a_map(0, 9))
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="Expected a file"):
         Api(tmp_path / "nothing.safetensors")
 
 
@@ -515,7 +515,7 @@ def test_wrong_input_to_the_command_raises_one_sentence(
     a_map(9, 9).save(good)
     broken.write_bytes(good.read_bytes()[:-40])
     for arguments, words in (
-        ((tmp_path / "none.safetensors",), "there is no file"),
+        ((tmp_path / "none.safetensors",), "Expected a file"),
         ((broken,), "broken.safetensors"),
         ((good, "--layer", "0"), "Expected --layer and --head with --export only"),
         ((good, "--export", tmp_path / "x.png"), "Expected --export to end in .html"),
