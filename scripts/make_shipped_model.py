@@ -40,7 +40,7 @@ OPTIONS = {
 }
 PREVIOUS, INDUCTION = 0.5, 0.4  # what the scores of the best heads must exceed
 TEXTS, LENGTH = 50, 256  # the number of texts and of random sequences, and their tokens
-UNSEEN = 20_260_101  # the seed of the random sequences; training draws from [seed, step]
+SEED = 20_260_101  # of the random sequences; training draws from [seed, step]
 PROMPT = "Return the"
 
 
@@ -59,17 +59,17 @@ def byte_count(documents: Iterable[data.Document]) -> int:
 @torch.no_grad()
 def previous_token(model: LanguageModel, held_out: data.Tokens) -> Tensor:
     """Return the previous-token score `[layers, h]`, averaged over 50 held-out texts of 256 tokens."""
-    room = len(held_out) - LENGTH
-    if room < (TEXTS - 1) * LENGTH:
+    last = len(held_out) - LENGTH  # where the last text starts
+    if last < (TEXTS - 1) * LENGTH:
         raise ValueError(f"Expected {TEXTS} held-out texts of {LENGTH} tokens, got {len(held_out)} tokens.")
-    starts = np.linspace(0, room, TEXTS).astype(int)  # they don't overlap
+    starts = np.linspace(0, last, TEXTS).astype(int)  # they don't overlap
     ids = np.stack([held_out[start : start + LENGTH] for start in starts]).astype(np.int64)
     maps = model.attend(torch.from_numpy(ids))[1]
     return torch.stack([measures.previous_token(amap).mean(0) for amap in maps])
 
 
 @torch.no_grad()
-def induction(model: LanguageModel, seed: int = UNSEEN) -> Tensor:
+def induction(model: LanguageModel, seed: int = SEED) -> Tensor:
     """Return the induction score `[layers, h]`, averaged over 50 repeated sequences of 128 random tokens."""
     rng = np.random.default_rng(seed)
     once = rng.integers(data.END_ID + 1, model.config.vocab, (TEXTS, LENGTH // 2))
@@ -91,9 +91,9 @@ def xz_bits(documents: Sequence[data.Document], before: Sequence[data.Document] 
 def bigram_bits(training: data.Tokens, held_out: data.Tokens, vocab: int, bytes_: int) -> float:
     """Return the bits per byte under a bigram model with interpolated Kneser-Ney smoothing.
 
-    P(w | v) = max(c(v w) − D, 0) / c(v) + D · n(v ·) / c(v) · P(w), where P(w) is the share of w in
-    the kinds of pair, n(· w) / n(· ·), with one added to each n; D = n₁ / (n₁ + 2 n₂) from the kinds
-    of pair that occur once and twice (Chen & Goodman 1999, section 2.7).
+    P(w | v) = max(c(v w) − D, 0) / c(v) + D · n(v ·) / c(v) · P(w), where c counts pairs and n counts
+    different pairs; P(w) = n(· w) / n(· ·), with one added to each n; D = n₁ / (n₁ + 2 n₂), from the
+    different pairs that occur once and twice (Chen & Goodman 1999, section 2.7).
     """
     pairs, counts = np.unique(training[:-1].astype(np.int64) * vocab + training[1:], return_counts=True)
     once, twice = int((counts == 1).sum()), int((counts == 2).sum())
@@ -104,12 +104,12 @@ def bigram_bits(training: data.Tokens, held_out: data.Tokens, vocab: int, bytes_
     single = (np.bincount(second, minlength=vocab) + 1) / (len(pairs) + vocab)  # P(w)
 
     v, w = held_out[:-1].astype(np.int64), held_out[1:].astype(np.int64)
-    at = np.minimum(np.searchsorted(pairs, v * vocab + w), len(pairs) - 1)
-    seen = np.where(pairs[at] == v * vocab + w, counts[at], 0)
+    place = np.minimum(np.searchsorted(pairs, v * vocab + w), len(pairs) - 1)
+    count = np.where(pairs[place] == v * vocab + w, counts[place], 0)  # c(v w)
     known = follows[v] > 0
     total = np.where(known, follows[v], 1)
     kept = np.where(known, discount * kinds[v] / total, 1.0)  # an unknown v has no counts
-    probability = np.maximum(seen - discount, 0) / total + kept * single[w]
+    probability = np.maximum(count - discount, 0) / total + kept * single[w]
     return float(-np.log2(probability).sum() / bytes_)
 
 
@@ -127,14 +127,14 @@ class Result:
 
     def missed(self) -> list[str]:
         """Return what isn't good enough, as sentences."""
-        bars = {
+        required = {
             f"no previous-token head is above {PREVIOUS}": self.previous.max() > PREVIOUS,
             f"no induction head is above {INDUCTION}": self.induction.max() > INDUCTION,
             "its bits per byte are not below those of xz": self.model < self.xz,
             "its bits per byte are not below those of a bigram model": self.model
             < min(self.token_bigram, self.byte_bigram),
         }
-        return [sentence for sentence, met in bars.items() if not met]
+        return [sentence for sentence, met in required.items() if not met]
 
 
 def measure(run: Run) -> Result:
@@ -227,7 +227,7 @@ the documents.
 
 Previous token: the mean weight on the token just before, over {TEXTS} held-out texts of {LENGTH} \
 tokens. Induction: the mean weight on tokens that followed the query's own token, over {TEXTS} \
-repeated sequences of {LENGTH // 2} random tokens (seed {UNSEEN}, which training doesn't use).
+repeated sequences of {LENGTH // 2} random tokens (seed {SEED}, which training doesn't use).
 
 | layer | head | previous token | induction |
 |---|---|---|---|

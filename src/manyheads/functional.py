@@ -44,7 +44,7 @@ def attention(
         q: The queries `[b, h, t, d]`.
         k: The keys `[b, g, s, d]`. g divides h, and query head i uses key head i // (h/g).
         v: The values `[b, g, s, w]`.
-        mask: Which keys a query sees, True = may attend: `Causal()`, `Keep(t)`, …
+        mask: Which keys a query may attend to (True = may attend): `Causal()`, `Keep(t)`, …
         bias: What is added to the scores: `ALiBi`, `Relative` or `Dense`.
         scale: The factor of q·k, 1/√d if None.
         softcap: If given, scores become softcap · tanh(score / softcap).
@@ -105,7 +105,7 @@ def attention_with_map(
         q: The queries `[b, h, t, d]`.
         k: The keys `[b, g, s, d]`. g divides h, and query head i uses key head i // (h/g).
         v: The values `[b, g, s, w]`.
-        mask: Which keys a query sees, True = may attend: `Causal()`, `Keep(t)`, …
+        mask: Which keys a query may attend to (True = may attend): `Causal()`, `Keep(t)`, …
         bias: What is added to the scores: `ALiBi`, `Relative` or `Dense`.
         scale: The factor of q·k, 1/√d if None.
         softcap: If given, scores become softcap · tanh(score / softcap).
@@ -165,7 +165,7 @@ def explain(
         q: The queries `[b, h, t, d]`.
         k: The keys `[b, g, s, d]`. g divides h, and query head i uses key head i // (h/g).
         v: The values `[b, g, s, w]`.
-        mask: Which keys a query sees, True = may attend: `Causal()`, `Keep(t)`, …
+        mask: Which keys a query may attend to (True = may attend): `Causal()`, `Keep(t)`, …
         bias: What is added to the scores: `ALiBi`, `Relative` or `Dense`.
         scale: The factor of q·k, 1/√d if None.
         softcap: If given, scores become softcap · tanh(score / softcap).

@@ -89,6 +89,7 @@ class CrossAttention(nn.Module):
         return q[:, None], k[:, None], v[:, None]  # [b, 1, t, d], [b, 1, s, d], [b, 1, s, d]
 
     def extra_repr(self) -> str:
+        """Describe the module."""
         return _kernel_repr(self.kernel).removeprefix(", ")
 
 
@@ -289,6 +290,7 @@ class MultiHeadAttention(nn.Module):
         return self.o(merge_heads(out))  # [b, t, e]
 
     def extra_repr(self) -> str:
+        """Describe the module."""
         groups = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
         position = f", position={self.position}" if self.position is not None else ""
         biases = "" if self.projection_bias else ", projection_bias=False"

@@ -250,7 +250,7 @@ class AttentionMap:
         return self._reduce(statistics.Entropy())
 
     def distance(self) -> Tensor:
-        """How far each query looks: Σ w·|i − j|, in positions, `[b, h, t]`.
+        """Return how far each query attends: Σ w·|i − j|, in positions, `[b, h, t]`.
 
         The mean attention distance of Dosovitskiy et al. 2021 (arXiv:2010.11929), over positions of
         a sequence. Under a sink, which has no position, divide by 1 − `sink_weight()` for a mean.

@@ -526,7 +526,7 @@ class Bins:
 
 
 class LogitsMax(Reduction):
-    """The largest score of each head, `[b, h]`; −inf where no query sees a key."""
+    """The largest score of each head, `[b, h]`; −inf where no key is visible."""
 
     def allocate(self) -> None:
         self.top = self.lse.new_full(self.lse.shape[:2], -math.inf)  # [b, h]

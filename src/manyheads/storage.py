@@ -376,9 +376,7 @@ def read(path: str | os.PathLike[str]) -> Run:
                 reason = shorten(str(error), 1000, placeholder=" ….")
                 raise ValueError(f"{path} isn't a file of manyheads: {reason}") from None
     except SafetensorError as error:
-        raise ValueError(
-            f"{path} isn't a safetensors file, or is truncated: {error}."
-        ) from None
+        raise ValueError(f"{path} isn't a safetensors file, or is truncated: {error}.") from None
 
 
 def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
@@ -386,12 +384,13 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
     version = metadata.get("version", "")
     if metadata.get("format") != FORMAT or "run" not in metadata or not re.fullmatch("[1-9][0-9]*", version):
         raise ValueError(
-            f"Expected the metadata of manyheads in the safetensors file {path}, got "
+            f"{path} is a safetensors file, but not of manyheads. Expected format '{FORMAT}', got "
             f"{brief(dict(metadata)) if metadata else 'none'}."
         )
     if version != str(VERSION):
         raise ValueError(
-            f"Expected version {VERSION} of the format in {path}, got {version[:9]}. Upgrade manyheads."
+            f"{path} has version {version[:9]} of the format, and this manyheads reads up to {VERSION}. "
+            "Upgrade it."
         )
     return metadata["run"]
 
@@ -513,15 +512,15 @@ def _fields(
 
 
 def _check_calls(entries: Sequence[Entry]) -> None:
-    seen = set()
+    known = set()
     for entry in entries:
         _check_names([entry.name])
         whole(entry.call, "the number of a call")
-        if entry[:2] in seen:
+        if entry[:2] in known:
             raise ValueError(
                 f"Expected every call once in a file, got call {entry.call} of {entry.name!r} twice."
             )
-        seen.add(entry[:2])
+        known.add(entry[:2])
 
 
 def _check_names(names: Sequence[str] | Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ _numbers = count()
 
 
 def number(function: Callable[..., Any]) -> int:
-    """Return a number that stands for a function in packed trees, as long as the function exists."""
+    """Return a number that identifies a function in packed trees, as long as the function exists."""
     place = next(_numbers)
     _FUNCTIONS[place] = function
     return place

@@ -1,8 +1,8 @@
-"""`manyheads check`: finds what is wrong with an attention implementation, by name.
+"""`manyheads check`: finds bugs in attention implementations, by name.
 
     from manyheads import checker
 
-    report = checker.check("attention.py:MyAttention")  # in a process of its own
+    report = checker.check("attention.py:MyAttention")  # in a separate process
     report = checker.check(MyAttention)                 # in this process
     checker.assert_attention(MyAttention, like="self")  # in a test
 
@@ -53,7 +53,7 @@ def check(
     An object is restored afterwards: parameters, buffers, caches, hooks, modes, and global state.
 
     Args:
-        obj: "module:name" or "path/to/file.py:name", run in a process of its own; or a class, an instance
+        obj: "module:name" or "path/to/file.py:name", run in a separate process; or a class, an instance
             or a function, run in this process (without limits on time and memory).
         like: one of KINDS, or "classic.MODULE.CLASS"; guessed from names and arguments if None.
         init: constructor arguments, a mapping or 'hidden=16, num_heads=4'.

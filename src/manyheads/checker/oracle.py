@@ -295,7 +295,7 @@ class Attention(Oracle):
         return self.attention
 
     def average_weights(self, weights: Tensor) -> Tensor:
-        """Average over the heads if the call asks for it: `[b, 1, t, s]`."""
+        """Average over the heads if the call requests it: `[b, 1, t, s]`."""
         return weights.mean(1, keepdim=True) if self.x.average_weights else weights
 
     # -- output ------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def check(name: str) -> str:
 
 def load(name: str) -> Any:
     """Return the kernel of this name."""
-    # Imported one by one, when asked for, in words that torch.compile can follow.
+    # Imported when first used, in a form that torch.compile can trace.
     if name == "native":
         from manyheads.kernels import native
 
@@ -231,7 +231,7 @@ def _largest(x: Tensor) -> float:
 
 
 def processor() -> str:
-    """Return the processor's name, where the system tells it."""
+    """Return the processor's name, if the system has it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))

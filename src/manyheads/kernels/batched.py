@@ -1,7 +1,7 @@
 """Gradients of outputs that vmap has batched, for kernels that read memory.
 
 `torch.autograd.grad(..., is_grads_batched=True)`, `torch.autograd.functional.jacobian(vectorize=True)` and
-`torch.vmap` around `torch.autograd.grad` run one backward pass with tensors that stand for a whole batch of
+`torch.vmap` around `torch.autograd.grad` run one backward pass with tensors that represent a whole batch of
 gradients and have no memory of their own. PyTorch has two kinds of them: its own functions still use the
 older one ("legacy").
 """

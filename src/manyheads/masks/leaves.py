@@ -555,7 +555,7 @@ class Rule(Mask):
     """
 
     fn: Callable[[Any, Any, Any, Any], Any]
-    number: int = field(default=-1, init=False)  # stands for it in text
+    number: int = field(default=-1, init=False)  # identifies the function in packed trees
 
     def __post_init__(self) -> None:
         if not callable(self.fn):

@@ -1,4 +1,4 @@
-"""Recognize the mask that a tensor holds: causal, padding, or neither.
+"""Recognize the mask in a tensor: causal, padding, or neither.
 
 Models pass masks as boolean tensors, or as floats that are added to the scores. A mask that is recognized
 becomes a value such as `Causal() & Lengths(…)`, which takes no memory, prints what it is, can be saved, and

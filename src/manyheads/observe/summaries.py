@@ -162,7 +162,7 @@ class Reduced:
         return found | {"sees": self.has_keys}
 
     def stored(self) -> storage.Kept:
-        """Return what a file holds of it; ValueError where an argument, such as a mask, can't be written."""
+        """Return what a file has of it; ValueError where an argument, such as a mask, can't be written."""
         if not isinstance(self.offset, int):
             raise ValueError(
                 'Statistics of a call with one offset per sequence can\'t be saved: use keep="maps".'
@@ -178,7 +178,7 @@ class Reduced:
 
     @classmethod
     def restored(cls, kept: storage.Kept) -> Reduced:
-        """Return what a file holds; ValueError where its parts don't fit together."""
+        """Return the summary in a file; ValueError if its parts don't fit together."""
         tensors = dict(kept.tensors)
         try:
             plain = kept.plain

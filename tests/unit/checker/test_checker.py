@@ -69,8 +69,8 @@ def test_the_oracle_is_attention(causal: bool, sink: bool, scale: float | None) 
 
 def test_the_oracle_with_projections_is_our_layer() -> None:
     layer = layers.MultiHeadAttention(24, 4).double()
-    held = dict(layer.named_parameters())
-    w = Weights(4, 4, {r: held[f"{r}.weight"] for r in "qkvo"}, {r: held[f"{r}.bias"] for r in "qkvo"})
+    named = dict(layer.named_parameters())
+    w = Weights(4, 4, {r: named[f"{r}.weight"] for r in "qkvo"}, {r: named[f"{r}.bias"] for r in "qkvo"})
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     torch.testing.assert_close(Attention(w)(Inputs(x, x, x)).out, layer(x))
 
@@ -114,28 +114,28 @@ def test_conventions_change_nothing_and_every_bug_changes_something() -> None:
     cases.append((None, Inputs(q.float() * 40, k.float() * 40, v.float())))
     right = [exact(w, x) for w, x in cases]
     for convention in CONVENTIONS[Attention]:
-        for (w, x), told in zip(cases, right, strict=True):
+        for (w, x), want in zip(cases, right, strict=True):
             if x.keep is None or bool(x.keep.any(-1).all()):
                 found = exact(w, x, compose(Attention, *convention))
-                torch.testing.assert_close(found.out, told.out)
+                torch.testing.assert_close(found.out, want.out)
     for bug in family_of(Attention):
         changes = False
         for variant in bug.variants:
-            for (w, x), told in zip(cases, right, strict=True):
+            for (w, x), want in zip(cases, right, strict=True):
                 try:
                     found = exact(w, x, variant)
                 except (RuntimeError, KeyError, IndexError, TypeError):
                     continue
-                changes |= found.out.shape != told.out.shape or not torch.allclose(found.out, told.out)
+                changes |= found.out.shape != want.out.shape or not torch.allclose(found.out, want.out)
                 changes |= found.weights is not None and not (
-                    found.weights.shape == told.weights.shape and torch.allclose(found.weights, told.weights)
+                    found.weights.shape == want.weights.shape and torch.allclose(found.weights, want.weights)
                 )
         assert changes or bug.name == "key-bias-missing", bug.name  # which the softmax cancels
         assert bug.description
         assert bug.fix
 
 
-def test_the_family_is_as_large_as_it_is_said_to_be() -> None:
+def test_the_family_has_over_a_hundred_bugs() -> None:
     assert len(FAMILY) >= 100
 
 
@@ -193,7 +193,7 @@ class Plain(nn.Module):
 WEIGHTS = {"q": "alpha", "k": "beta", "v": "gamma", "o": "delta"}
 
 
-def test_weights_that_no_name_tells_are_asked_for() -> None:
+def test_weights_without_a_known_name_need_an_option() -> None:
     with pytest.raises(checker.Unclear, match=r"no weights for q and k and v .*alpha\.weight.*--weights"):
         checker.check(Plain)
     assert checker.check(Plain, weights=WEIGHTS).passed
@@ -204,21 +204,21 @@ def test_weights_that_no_name_tells_are_asked_for() -> None:
 
 def test_a_swap_of_queries_and_keys_does_not_pass() -> None:
     found = checker.check(Plain, weights={**WEIGHTS, "q": "beta", "k": "alpha"})
-    assert "q-k-swapped" in {one.mistake for one in found.diagnosis}
+    assert "q-k-swapped" in {bug.mistake for bug in found.diagnosis}
 
 
 def test_an_unknown_scale_is_reported_to_the_digit() -> None:
     """No bug of the family, and still a true and useful sentence."""
     found = checker.check(Plain, weights=WEIGHTS, init={"embed_dim": 24, "scale": 1.7})
     assert not found.passed
-    (one,) = found.diagnosis
-    assert (one.mistake, one.verified) == ("", False)
-    assert f"scores multiplied by {1.7 / 24**0.5:.5g}, where 1/√d = {24**-0.5:.5g}" in one.says
+    (bug,) = found.diagnosis
+    assert (bug.mistake, bug.verified) == ("", False)
+    assert f"scores multiplied by {1.7 / 24**0.5:.5g}, where 1/√d = {24**-0.5:.5g}" in bug.says
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "text"),
     [
         (lambda out, x: 0.7 * out, "0.7 times the right one"),
         (lambda out, x: out + torch.linspace(0, 1, out.shape[-1]), "the same vector for every query"),
@@ -229,15 +229,15 @@ def test_an_unknown_scale_is_reported_to_the_digit() -> None:
         ),
     ],
 )
-def test_the_report_where_no_bug_fits(change: Any, says: str) -> None:
+def test_the_report_where_no_bug_fits(change: Any, text: str) -> None:
     class Odd(Plain):
         def forward(self, x: Tensor) -> Tensor:
             return change(super().forward(x), x)
 
     found = checker.check(Odd, like="self", weights=WEIGHTS)
     assert not found.passed
-    assert {one.mistake for one in found.diagnosis} == {""}
-    assert says in found.diagnosis[0].says, found.diagnosis[0].says
+    assert {bug.mistake for bug in found.diagnosis} == {""}
+    assert text in found.diagnosis[0].says, found.diagnosis[0].says
 
 
 def test_invalid_options() -> None:
@@ -304,8 +304,8 @@ def test_our_kernels_pass(kernel: str) -> None:
         def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return mh.attention(q, k, v, kernel=kernel)
 
-        failed = [one for one in checker.check(fused).checks if one.status == "failed"]
-        assert [one.name for one in failed] == ["non-contiguous inputs"]
+        failed = [check for check in checker.check(fused).checks if check.status == "failed"]
+        assert [check.name for check in failed] == ["non-contiguous inputs"]
         assert "the last dimension of q, k or v isn't contiguous" in failed[0].reason
         return
     checker.assert_attention(attention, "attention")
@@ -324,7 +324,7 @@ def test_our_kernels_pass(kernel: str) -> None:
         "torch_multihead.MultiheadAttention",
     ],
 )
-def test_our_textbook_classes_are_like_themselves(name: str) -> None:
+def test_our_textbook_classes_pass_as_their_own_kind(name: str) -> None:
     module, _, thing = name.partition(".")
     ours = getattr(importlib.import_module(f"manyheads.classic.{module}"), thing)
     found = checker.check(ours, f"classic.{name}")
@@ -338,12 +338,12 @@ def test_pytorchs_own_function_passes() -> None:
     checker.assert_attention(F.scaled_dot_product_attention, "sdpa")
 
 
-def test_pytorchs_own_layer_gives_nan_in_empty_rows_when_asked_for_weights() -> None:
+def test_pytorchs_own_layer_gives_nan_in_empty_rows_when_it_returns_weights() -> None:
     found = checker.check(nn.MultiheadAttention, init={"embed_dim": 24, "num_heads": 4})
-    failed = [one for one in found.checks if one.status == "failed"]
-    assert [one.name for one in failed] == ["empty rows"]
-    assert "NaN when weights are asked for" in failed[0].reason
-    assert [one.mistake for one in found.diagnosis] == ["empty-rows-nan"]
+    failed = [check for check in found.checks if check.status == "failed"]
+    assert [check.name for check in failed] == ["empty rows"]
+    assert "NaN when weights are requested" in failed[0].reason
+    assert [bug.mistake for bug in found.diagnosis] == ["empty-rows-nan"]
 
 
 def test_a_configuration_object_is_filled() -> None:
@@ -457,10 +457,10 @@ def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
         (Always, "weights-summed", lambda self, w, average: w.sum(1)),
     ],
 )
-def test_returned_weights_are_those_asked_for(base: type[Layer], name: str, shown: Any) -> None:
+def test_returned_weights_are_those_of_the_call(base: type[Layer], name: str, shown: Any) -> None:
     found = checked(base, shown=shown)
     assert not found.passed
-    assert [one.mistake for one in found.diagnosis] == [name]
+    assert [bug.mistake for bug in found.diagnosis] == [name]
     assert found.pair is not None
     want, got, what = found.pair
     assert what == "weights"
@@ -468,7 +468,7 @@ def test_returned_weights_are_those_asked_for(base: type[Layer], name: str, show
 
 
 @pytest.mark.parametrize(
-    ("shown", "says"),
+    ("shown", "text"),
     [
         (
             lambda self, w, average: w.mean(-1) if average else w,
@@ -480,17 +480,19 @@ def test_returned_weights_are_those_asked_for(base: type[Layer], name: str, show
         ),
     ],
 )
-def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, says: str) -> None:
+def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, text: str) -> None:
     found = checked(Layer, shown=shown)
-    assert says in next(one.reason for one in found.checks if one.name == "shapes" and one.status == "failed")
+    assert text in next(
+        check.reason for check in found.checks if check.name == "shapes" and check.status == "failed"
+    )
 
 
 @pytest.mark.full
-def test_where_only_the_weights_are_wrong_the_output_is_not_blamed() -> None:
+def test_a_wrong_factor_of_the_weights_alone() -> None:
     found = checked(Layer, shown=lambda self, w, average: w.mean(1) * 1.5 if average else w * 1.5)
-    (one,) = found.diagnosis
-    assert "the output is right, and the returned weights are wrong: 1.5 times the right ones" in one.says
-    assert "output is wrong" not in one.says
+    (bug,) = found.diagnosis
+    assert "the output is right, and the returned weights are wrong: 1.5 times the right ones" in bug.says
+    assert "output is wrong" not in bug.says
 
 
 @pytest.mark.full
@@ -516,8 +518,8 @@ def test_where_only_the_weights_are_wrong_the_output_is_not_blamed() -> None:
         ),
     ],
 )
-def test_how_heads_are_split_and_merged_is_named_as_it_is(name: str, steps: dict[str, Any]) -> None:
-    assert [one.mistake for one in checked(Layer, **steps).diagnosis] == [name]
+def test_bugs_in_splitting_and_merging_heads(name: str, steps: dict[str, Any]) -> None:
+    assert [bug.mistake for bug in checked(Layer, **steps).diagnosis] == [name]
 
 
 def test_heads_interleaved_is_the_network_with_its_weights_in_another_order() -> None:
@@ -534,9 +536,9 @@ def test_heads_interleaved_is_the_network_with_its_weights_in_another_order() ->
 
 
 def test_fixes_name_an_axis_only_with_its_layout() -> None:
-    for one in FAMILY.values():
-        if "dim=" in one.fix or "transpose(" in one.fix or "permute(" in one.fix:
-            assert "[b, h, t, s]" in one.fix or "[t, b, e]" in one.fix, one
+    for bug in FAMILY.values():
+        if "dim=" in bug.fix or "transpose(" in bug.fix or "permute(" in bug.fix:
+            assert "[b, h, t, s]" in bug.fix or "[t, b, e]" in bug.fix, bug
 
 
 class Tokens(nn.Module):
@@ -579,8 +581,8 @@ class Early(Tokens):
     ("wrong", "name"),
     [(Tokens, "heads-as-tokens"), (Backwards, "heads-as-tokens"), (Early, "split-after-transpose")],
 )
-def test_heads_that_were_never_moved(wrong: type[Tokens], name: str) -> None:
-    assert [one.mistake for one in checker.check(wrong, "self").diagnosis] == [name]
+def test_heads_that_are_never_moved(wrong: type[Tokens], name: str) -> None:
+    assert [bug.mistake for bug in checker.check(wrong, "self").diagnosis] == [name]
 
 
 def masked(step: Any) -> Any:
@@ -631,15 +633,15 @@ def between(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 )
 def test_masks_that_go_wrong_in_some_rows_only(step: Any, names: list[str], failed: list[str]) -> None:
     found = checker.check(masked(step), "attention")
-    assert [one.mistake for one in found.diagnosis] == names
-    assert [one.name for one in found.checks if one.status == "failed"] == failed
+    assert [bug.mistake for bug in found.diagnosis] == names
+    assert [check.name for check in found.checks if check.status == "failed"] == failed
     assert "overflows" not in f"{found}"
 
 
 def test_checks_that_depend_on_a_wrong_mask_are_not_run() -> None:
     found = checker.check(masked(lambda scores, v, hidden: right(scores, v, ~hidden)), "attention")
-    assert {one.mistake for one in found.diagnosis} == {"polarity-swapped"}
-    status = {one.name: one.status for one in found.checks}
+    assert {bug.mistake for bug in found.diagnosis} == {"polarity-swapped"}
+    status = {check.name: check.status for check in found.checks}
     assert {status[name] for name in ("float16", "bfloat16", "large scores")} == {"could not be checked"}
 
 
@@ -656,17 +658,17 @@ def test_a_mask_between_two_softmaxes_alone() -> None:
             hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
             return between(scores, self.v(x), hidden)
 
-    assert [one.mistake for one in checker.check(Twice, "self").diagnosis] == ["softmax-twice"]
+    assert [bug.mistake for bug in checker.check(Twice, "self").diagnosis] == ["softmax-twice"]
 
 
-def test_an_output_of_another_shape_is_said_once() -> None:
+def test_an_output_of_another_shape_is_reported_once() -> None:
     found = checked(Layer, merge=lambda self, x: x.transpose(1, 2).flatten(2))  # [b, t, e]
-    failed = {one.name: one.reason for one in found.checks if one.status == "failed"}
+    failed = {check.name: check.reason for check in found.checks if check.status == "failed"}
     assert set(failed) <= {"shapes", "values", "mask", "added bias"}
     assert "with the first two axes swapped" in failed["shapes"]
 
 
-def test_code_still_to_be_written_is_reported_as_such() -> None:
+def test_code_that_is_still_to_be_written() -> None:
     class Gap(Plain):
         def forward(self, x: Tensor) -> Tensor:
             raise NotImplementedError("write it here")
@@ -699,7 +701,7 @@ def test_bugs_in_a_rotation(name: str, turned: Any) -> None:
         a = positions[:, None] / 10000 ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
         return torch.stack(turned(x[..., 0::2], x[..., 1::2], a.cos(), a.sin()), -1).flatten(-2)
 
-    assert [one.mistake for one in checker.check(rotate, "rotary").diagnosis] == [name]
+    assert [bug.mistake for bug in checker.check(rotate, "rotary").diagnosis] == [name]
 
 
 @pytest.mark.parametrize(
@@ -719,7 +721,7 @@ def test_bugs_in_a_sinusoidal_table(name: str, angle: Any) -> None:
         a = angle(p, torch.arange(0, width, 2, dtype=torch.float64), width)
         return torch.stack((a.sin(), a.cos()), -1).flatten(-2).float()
 
-    assert [one.mistake for one in checker.check(table, "positional").diagnosis] == [name]
+    assert [bug.mistake for bug in checker.check(table, "positional").diagnosis] == [name]
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -774,22 +776,22 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
         "got",
     ):
         assert words in " ".join(done.stdout.split()), done.stdout
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert set(told) >= {"format", "target", "like", "guessed", "verdict", "checks", "diagnosis"}
-    assert (told["format"], told["target"], told["like"], told["guessed"], told["verdict"]) == (
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert set(data) >= {"format", "target", "like", "guessed", "verdict", "checks", "diagnosis"}
+    assert (data["format"], data["target"], data["like"], data["guessed"], data["verdict"]) == (
         1,
         "mine.py:Attention",
         "self",
         True,
         "failed",
     )
-    assert all(set(one) == {"name", "status", "reason", "error", "allowed"} for one in told["checks"])
-    (one,) = told["diagnosis"]
-    assert one["mistake"] == "unscaled"
-    assert one["verified"] is True
-    assert one["error"] < 1e-5
+    assert all(set(check) == {"name", "status", "reason", "error", "allowed"} for check in data["checks"])
+    (bug,) = data["diagnosis"]
+    assert bug["mistake"] == "unscaled"
+    assert bug["verified"] is True
+    assert bug["error"] < 1e-5
     suite = ElementTree.parse(tmp_path / "r.xml").getroot()
-    assert int(suite.get("tests", "0")) == len(told["checks"]) == len(suite.findall("testcase"))
+    assert int(suite.get("tests", "0")) == len(data["checks"]) == len(suite.findall("testcase"))
     assert int(suite.get("failures", "0")) == len(suite.findall("testcase/failure")) > 0
     assert (tmp_path / "pictures" / "check.png").read_bytes().startswith(b"\x89PNG")
 

@@ -108,7 +108,7 @@ def test_a_mask_of_this_library_is_compared() -> None:
 
     found = checker.check(Ignored, "self")
     assert found.verdict == "failed"
-    assert "mask-ignored" in {one.mistake for one in found.diagnosis}
+    assert "mask-ignored" in {bug.mistake for bug in found.diagnosis}
     assert "mask: manyheads.Keep of [b, 1, t, s]" in found.notes
 
 
@@ -174,9 +174,9 @@ NEVER = "no check passed it, so it was never used."
 )
 def test_a_mask_that_is_not_used_is_not_judged(layer: Any, argument: str, why: str) -> None:
     found = checker.check(layer, "self")
-    (one,) = [one for one in found.checks if one.status in ("not judged", "failed")]
-    assert (one.name, one.status) == (f"argument {argument}", "not judged")
-    assert one.reason.startswith(why)
+    (check,) = [check for check in found.checks if check.status in ("not judged", "failed")]
+    assert (check.name, check.status) == (f"argument {argument}", "not judged")
+    assert check.reason.startswith(why)
     assert found.verdict == found.as_json()["verdict"] == "not judged"
     assert not found.passed
     assert not found.diagnosis
@@ -186,7 +186,7 @@ def test_a_mask_that_is_not_used_is_not_judged(layer: Any, argument: str, why: s
     suite = ElementTree.fromstring(found.as_junit())
     (error,) = suite.findall("testcase/error")
     assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
-    assert error.get("message") == f"not judged: {one.reason}"
+    assert error.get("message") == f"not judged: {check.reason}"
     expected = f'Expected {layer.__name__} to pass, got the verdict "not judged"'
     with pytest.raises(AssertionError, match=expected):
         checker.assert_attention(layer, "self")
@@ -200,7 +200,7 @@ def test_a_failure_is_a_failure_whatever_was_not_judged() -> None:
 
     found = checker.check(Wrong, "self")
     assert found.verdict == "failed"
-    assert "not judged" in {one.status for one in found.checks}
+    assert "not judged" in {check.status for check in found.checks}
 
 
 def test_a_mask_that_is_ignored_fails_and_is_judged() -> None:
@@ -210,7 +210,7 @@ def test_a_mask_that_is_ignored_fails_and_is_judged() -> None:
 
     found = checker.check(Ignored, "self")
     assert found.verdict == "failed"
-    assert "not judged" not in {one.status for one in found.checks}
+    assert "not judged" not in {check.status for check in found.checks}
 
 
 SOURCE = """

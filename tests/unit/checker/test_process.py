@@ -311,16 +311,16 @@ def ask(candidate: Candidate | CandidateProcess, method: str, *args: Any) -> Ans
 
 
 def check_head(candidate: Candidate | CandidateProcess) -> None:
-    told = candidate.describe()
-    assert (told.type, told.name, told.torch_module, told.parameters) == ("class", "Head", True, {})
-    assert (told.doc, told.source.splitlines()[0]) == ("One head.", "class Head(nn.Module):")
-    assert told.init is not None
-    size, causal, scale, act = told.init
+    found = candidate.describe()
+    assert (found.type, found.name, found.torch_module, found.parameters) == ("class", "Head", True, {})
+    assert (found.doc, found.source.splitlines()[0]) == ("One head.", "class Head(nn.Module):")
+    assert found.init is not None
+    size, causal, scale, act = found.init
     assert (size.name, size.kind, size.required) == ("size", "positional", True)
     assert (causal.kind, causal.required, causal.default) == ("positional", False, False)
     assert (scale.kind, scale.default, scale.annotation) == ("keyword", 0.5, "float")
     assert "relu" in act.default
-    assert [(a.name, a.kind, a.required) for a in told.call] == [
+    assert [(a.name, a.kind, a.required) for a in found.call] == [
         ("x", "positional", True),
         ("mask", "positional", False),
         ("rest", "var_positional", False),
@@ -339,18 +339,18 @@ def check_head(candidate: Candidate | CandidateProcess) -> None:
     with pytest.raises(CandidateError, match="missing 1 required positional argument: 'size'"):
         candidate.build({})
 
-    told = candidate.build({"size": 4, "causal": True})
-    assert told.type == "class"
-    assert told.parameters == {"q_proj.weight": (4, 4), "q_proj.bias": (4,), "unused": (2,)}
-    assert told.buffers == {"steps": (1,)}
-    assert told.layers == {"": "Head", "q_proj": "Linear"}
-    assert told.attributes == {"size": 4, "causal": True, "scale": 0.5}
+    found = candidate.build({"size": 4, "causal": True})
+    assert found.type == "class"
+    assert found.parameters == {"q_proj.weight": (4, 4), "q_proj.bias": (4,), "unused": (2,)}
+    assert found.buffers == {"steps": (1,)}
+    assert found.layers == {"": "Head", "q_proj": "Linear"}
+    assert found.attributes == {"size": 4, "causal": True, "scale": 0.5}
 
     # Weights go out and in, and what is computed is what float64 says.
     first = candidate.weights()
     candidate.build({"size": 4})
     assert all(torch.equal(value, first[name]) for name, value in candidate.weights().items())
-    assert set(first) == set(told.parameters) | set(told.buffers)
+    assert set(first) == set(found.parameters) | set(found.buffers)
     new = {"q_proj.weight": torch.randn(4, 4), "q_proj.bias": torch.randn(4)}
     candidate.load(new)
     assert torch.equal(candidate.weights()["q_proj.weight"], new["q_proj.weight"])
@@ -395,18 +395,18 @@ def test_a_class_in_a_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_pytorchs_own() -> None:
-    told = Candidate(nn.functional.scaled_dot_product_attention).describe()
-    assert told.type == "function"
-    assert [(a.name, a.required, a.default) for a in told.call[2:6]] == [
+    found = Candidate(nn.functional.scaled_dot_product_attention).describe()
+    assert found.type == "function"
+    assert [(a.name, a.required, a.default) for a in found.call[2:6]] == [
         ("value", True, None),
         ("attn_mask", False, None),
         ("dropout_p", False, 0.0),
         ("is_causal", False, False),
     ]
-    told = Candidate(nn.MultiheadAttention(8, 2)).describe()
-    assert (told.type, told.name) == ("module", "MultiheadAttention")
-    assert told.init is None
-    assert told.attributes["num_heads"] == 2
+    found = Candidate(nn.MultiheadAttention(8, 2)).describe()
+    assert (found.type, found.name) == ("module", "MultiheadAttention")
+    assert found.init is None
+    assert found.attributes["num_heads"] == 2
 
 
 def test_factories(here: Callable[[str], Any]) -> None:
@@ -426,7 +426,7 @@ def test_factories(here: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "pattern"),
     [
         ("candidates", "Expected a target module:name or path/to/file.py:name, got 'candidates'"),
         ("{}/candidates.py:", "Expected a target module:name"),
@@ -440,8 +440,10 @@ def test_factories(here: Callable[[str], Any]) -> None:
         ("{}/quits.py:f", r"SystemExit: 3 \(quits.py:2\)"),
     ],
 )
-def test_targets_that_are_not_there(here: Callable[[str], Any], folder: Path, target: str, said: str) -> None:
-    with pytest.raises(CandidateError, match=said) as raised:
+def test_targets_that_are_not_there(
+    here: Callable[[str], Any], folder: Path, target: str, pattern: str
+) -> None:
+    with pytest.raises(CandidateError, match=pattern) as raised:
         find(target.format(folder))
     assert raised.value.kind == "import"
     assert str(raised.value).endswith((".", "?"))
@@ -501,7 +503,7 @@ def test_what_is_printed_goes_nowhere(
 def test_global_state_is_found_and_put_back(either: Candidate | CandidateProcess) -> None:
     before, drawn = ask(either, "state").output, ask(either, "draw").output
     answer = ask(either, "seed")
-    assert [(one.kind, one.name) for one in answer.changed] == [
+    assert [(change.kind, change.name) for change in answer.changed] == [
         ("state", "the random seed"),
         ("state", "the default dtype"),
         ("state", "the number of threads"),
@@ -526,8 +528,8 @@ def test_calling_leaves_the_callers_random_numbers_alone(here: Callable[[str], A
 
 
 def test_draws_of_one_call_differ(either: Candidate | CandidateProcess) -> None:
-    one, two = either.call(Call(attribute="draw", repeat=2)).output
-    assert not torch.equal(one, two)
+    first, second = either.call(Call(attribute="draw", repeat=2)).output
+    assert not torch.equal(first, second)
 
 
 def test_arguments_changed_in_place(either: Candidate | CandidateProcess) -> None:
@@ -698,7 +700,7 @@ def test_descendants_end_with_the_candidate(folder: Path) -> None:
 @pytest.mark.full
 @own_process
 @pytest.mark.parametrize(
-    ("name", "kind", "said"),
+    ("name", "kind", "pattern"),
     [
         ("end", "crash", "exited with code 0 during call"),
         ("fault", "crash", "was ended by SIGSEGV"),
@@ -716,7 +718,7 @@ def test_descendants_end_with_the_candidate(folder: Path) -> None:
     ],
 )
 def test_hostile_calls(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, said: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, pattern: str
 ) -> None:
     cut: list[Path] = []
     truncate = os.truncate
@@ -725,7 +727,7 @@ def test_hostile_calls(
     limit = {"endless": 3, "flood": 10}.get(name, HANG)  # a flood needs time to reach the limit of its file
     with CandidateProcess(f"{folder / 'candidates.py'}:{name}", timeout=limit, memory=2**30) as candidate:
         root, folder = candidate._process.pid, candidate._output.parent
-        with pytest.raises(CandidateError, match=said) as raised:
+        with pytest.raises(CandidateError, match=pattern) as raised:
             candidate.call(Call((torch.ones(2),)))
         assert raised.value.kind == kind
         if name == "fault":
@@ -767,7 +769,7 @@ def test_the_candidate_ends_with_the_checker(folder: Path) -> None:
         first, where = checker.stdout.readline().split()
         pid = int(first)
         wait_until(lambda: len(process.process_tree(pid)) > 1)  # its own child is there
-        family = [one.pid for one in process.process_tree(pid)]
+        family = [member.pid for member in process.process_tree(pid)]
         checker.send_signal(signal.SIGKILL)
     wait_until(lambda: all(map(ended, family)))
     assert not Path(where).exists()
@@ -821,8 +823,8 @@ def test_values_go_through() -> None:
     assert taken(packed(call)) == call
     assert taken(packed((dataclasses.replace(call, dtype=None), Foreign("a", "b"))))[1] == Foreign("a", "b")
     x = torch.ones(2)
-    one, two = taken(packed([x, x]))
-    assert one is two
+    first, second = taken(packed([x, x]))
+    assert first is second
     with pytest.raises(TypeError, match="Expected a tensor or a plain value to pack, got a object"):
         packed([object()])
     with pytest.raises(TypeError, match="got a dict"):
@@ -839,7 +841,7 @@ def described(dtype: Any = "float32", shape: Any = (2,), stride: Any = None) -> 
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "pattern"),
     [
         (b"\x00\x00\x01" + bytes(5), "a header of 1099511627776 bytes"),
         ((3).to_bytes(8, "big") + b"{,}", "isn't JSON"),
@@ -869,12 +871,12 @@ def described(dtype: Any = "float32", shape: Any = (2,), stride: Any = None) -> 
         (message([[]] * 2, described(), bytes(7)), "EOF"),
     ],
 )
-def test_lying_messages(data: bytes, said: str) -> None:
-    if said == "EOF":
+def test_lying_messages(data: bytes, pattern: str) -> None:
+    if pattern == "EOF":
         with pytest.raises(EOFError):
             taken(data)
         return
-    with pytest.raises(CandidateError, match=said) as raised:
+    with pytest.raises(CandidateError, match=pattern) as raised:
         taken(data)
     assert raised.value.kind == "protocol"
 

@@ -180,7 +180,7 @@ def test_a_trained_module_is_as_it_was() -> None:
     parts, state, shared = dict(everything(module)), process_state(), list(Attention.record)
     calls = Attention.calls_of_all
     found = checker.check(module, "self")
-    assert any(one.name == "values" and one.status == "passed" for one in found.checks), found
+    assert any(check.name == "values" and check.status == "passed" for check in found.checks), found
     assert dict(everything(module)) == parts
     assert process_state() == state
     assert Attention.record == shared
@@ -198,7 +198,7 @@ def test_a_check_inside_a_mode_of_the_caller(mode: Callable[[], Any]) -> None:
     with mode():
         found = checker.check(module, "self")
         assert not torch.is_grad_enabled()
-    assert any(one.name == "gradients" and one.status == "passed" for one in found.checks), found
+    assert any(check.name == "gradients" and check.status == "passed" for check in found.checks), found
     assert dict(everything(module)) == parts
 
 
@@ -334,10 +334,10 @@ def test_objects_and_functions_with_state() -> None:
     for make in (lambda x: x, lambda x: x.method, lambda x: functools.partial(x.method)):
         thing = Plain()
         parts = [thing.calls, thing.cache.tolist(), list(thing.inner), thing.inner["a"].tolist(), vars(thing)]
-        told = repr(parts)
+        before = repr(parts)
         checker.check(make(thing), "attention")
         assert thing.calls == 0
-        assert told == repr(
+        assert before == repr(
             [thing.calls, thing.cache.tolist(), list(thing.inner), thing.inner["a"].tolist(), vars(thing)]
         )
     attention, state = closure()

@@ -12,7 +12,7 @@ from manyheads.checker.bugs.family import bug, override, transform
 from manyheads.checker.oracle import Attention, Oracle
 
 RETURN = "return the weights that mix the values, after the mask and the softmax"
-AVERAGE = "return each head's weights, and their mean over the heads only where an average is asked for, as by average_attn_weights"
+AVERAGE = "return each head's weights, and their mean over the heads only where an average is requested, as by average_attn_weights"
 MEAN = "take the mean over the heads"
 
 
@@ -36,11 +36,11 @@ BUGS = [
     bug("returned-weights-transposed", "whose returned weights are transposed", RETURN, override(returned_weights=lambda o: o.attention.mT)),
     bug("returned-heads-reversed", "whose returned weights have their heads in reverse", RETURN,
         override(returned_weights=lambda o: o.attention.flip(1))),
-    bug("weights-averaged", "that returns the average of its heads where each head's weights are asked for", AVERAGE,
+    bug("weights-averaged", "that returns the average of its heads where each head's weights are requested", AVERAGE,
         averaged(lambda w, average: w.mean(1, keepdim=True))),
-    bug("weights-not-averaged", "that returns each head's weights where their average over the heads is asked for", AVERAGE,
+    bug("weights-not-averaged", "that returns each head's weights where their average over the heads is requested", AVERAGE,
         averaged(lambda w, average: w)),
-    bug("average-inverted", "that returns each head's weights where an average is asked for, and the average where each head's are", AVERAGE,
+    bug("average-inverted", "that returns each head's weights where an average is requested, and the average where each head's are", AVERAGE,
         averaged(lambda w, average: w if average else w.mean(1, keepdim=True))),
     bug("weights-summed", "that returns the sum of its heads' weights rather than their average", f"{MEAN}, not the sum",
         averaged(lambda w, average: w.sum(1, keepdim=True) if average else w)),
@@ -48,7 +48,7 @@ BUGS = [
         f"{MEAN}: the axis 1 of [b, h, t, s], the last of [t, s, b, h]", averaged(lambda w, average: w.mean(0, keepdim=True) if average else w)),
     bug("first-head-returned", "that returns the first head's weights rather than the average of all", MEAN,
         averaged(lambda w, average: w[:, :1] if average else w)),
-    bug("mask-dropped-with-weights", "that drops its mask when its weights are asked for",
+    bug("mask-dropped-with-weights", "that drops its mask when its weights are requested",
         "compute weights and output from the same masked scores, whether weights are returned or not",
         *(transform(**{step: only_without_weights}) for step in ("combine_masks", "given_mask", "padding_mask", "causal_mask"))),
 ]

@@ -176,7 +176,7 @@ class Adapter:
         return exact(self.weights, x, compose(self.oracle, *self.convention))
 
     def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:
-        """Return the outputs without those of padded queries, if the candidate has its own there."""
+        """Return the outputs, set to 0 for padded queries if those aren't compared."""
         return outputs
 
     def compare(self, x: Inputs, got: Outputs, expected: Outputs) -> tuple[float, float, str]:

@@ -49,7 +49,7 @@ class AttentionAdapter(Adapter):
         self.head_layout = "[b, h, t, d]"  # without projections
         self.forms: dict[str, tuple[str, MaskForm]] = {}  # feature → the argument's meaning, and its form
         self.always_causal = self.always_weights = self.always_averaged = False
-        self.ignores_padded_queries = False  # it has its own outputs there, which nothing reads
+        self.ignores_padded_queries = False  # their outputs, which nothing reads, aren't compared
         self.weight_layouts: dict[bool, str] = {}  # of returned weights, averaged or not, once it is known
         self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that take no form of mask
         self._assign_arguments()
@@ -434,7 +434,7 @@ class AttentionAdapter(Adapter):
         weights = self._find_returned_weights(rest, x, h)
         if strict and x.need_weights:
             if not rest:
-                raise UnexpectedOutput("Expected weights, as asked for, got none")
+                raise UnexpectedOutput("Expected weights, which the call requests, got none")
             if weights is None or weights.shape[:2] != (x.b, 1 if x.average_weights else h):
                 what, letters, shape = "weights", "[b, h, t, s]", [x.b, h, x.t, x.s]
                 if x.average_weights:
@@ -462,7 +462,7 @@ class AttentionAdapter(Adapter):
         return None
 
     def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:
-        """Return the outputs without those of padded queries, if the candidate has its own there."""
+        """Return the outputs, set to 0 for padded queries if those aren't compared."""
         if x.padding is None or not self.ignores_padded_queries:
             return outputs
         padded = ~x.padding[:, :, None]  # [b, t, 1]

@@ -283,7 +283,7 @@ def masks_key(c: AttentionAdapter, x: Inputs, keep: Tensor, form: MaskForm, role
 
 
 def find_padded_queries(c: AttentionAdapter, g: torch.Generator) -> None:
-    """Find out if it has its own outputs for the queries of padding, which nothing reads."""
+    """Find out if its outputs for padded queries, which nothing reads, aren't those of attention."""
     if "cross" in c.features or not {"keys", "padding"} & c.features:
         return
     x = c.draw(g)
@@ -301,4 +301,4 @@ def find_padded_queries(c: AttentionAdapter, g: torch.Generator) -> None:
     right = torch.isclose(got.out.to(expected.dtype), expected, rtol=1e-4, atol=tolerance).all(-1)
     c.ignores_padded_queries = bool(right[padding].all()) and not bool(right[~padding].all())
     if c.ignores_padded_queries:
-        c.notes.append("outputs of padded queries aren't compared, because it has its own there")
+        c.notes.append("outputs of padded queries aren't compared: it computes something else for them")

@@ -100,7 +100,7 @@ def check_cache(c: AttentionAdapter) -> Check:
 def check_memory(c: AttentionAdapter) -> Check:
     """Measure the peak at several lengths."""
     if not isinstance(c.candidate, CandidateProcess):
-        return skipped("it runs in this process, where its memory can't be told apart")
+        return skipped("it runs in this process, where its memory can't be measured separately")
     peaks: dict[int, int] = {}
     for n in TOKENS:
         try:

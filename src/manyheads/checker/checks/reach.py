@@ -37,7 +37,7 @@ def check_causality(c: AttentionAdapter) -> Check:
             for i in range(j):
                 error = largest_difference(before.out[..., i, :], after.out[..., i, :])
                 if error > 1e-6 * (1 + float(before.out[..., i, :].abs().max())):
-                    when = " when weights are asked for" if y.need_weights and not x.need_weights else ""
+                    when = " when weights are requested" if y.need_weights and not x.need_weights else ""
                     return failed(f"query {i} depends on key {j}, which is its future{when}.", error, 0.0)
     return passed("a change of key j affects no query before it", 0.0, 0.0)
 
@@ -154,7 +154,7 @@ def check_projected_heads(c: AttentionAdapter, x: Inputs) -> Check:
     o = weights.weight.get("o")
     value_size = weights.weight["v"].shape[0] // weights.key_heads
     if o is None or value_size >= o.shape[0] or part.axes or part.rows or part.transposed or others:
-        return skipped("its heads can't be told apart in its output")
+        return skipped("its heads can't be distinguished in its output")
     before = c.run(x)
     held, rows = c.held[part.path], weights.head_size
     c.candidate.load({part.path: torch.cat((held[:rows].flip(0) * 1.5, held[rows:]))})

@@ -41,7 +41,7 @@ def check_empty_rows(c: AttentionAdapter) -> Check:
         return skipped("it takes no mask that could mask every key of a query")
     inputs = [(x, "")]
     if "weights" in c.features and not x.need_weights:
-        inputs.append((x.but(need_weights=True), " when weights are asked for"))
+        inputs.append((x.but(need_weights=True), " when weights are requested"))
     if (both := with_row_emptied_by_two(c, 18)) is not None:
         inputs.append((both, ", masked by the causal mask and another one together"))
     worst, tolerance, nothing = 0.0, c.allowed_error(x), "a query that may attend to nothing"

@@ -1,60 +1,41 @@
 // A few queries against many keys, as in generation (Shazeer 2019, arXiv:1911.02150). Keys and values are read once,
 // without packing, by all queries that share them. The work is split along the keys; each split has its own maximum and
 // sums, which are merged in a fixed order, so that the bits don't depend on threads.
-//
-// If a gradient or a map will compute the scores again, these must have the same bits, so that errors cancel those of the
-// log-sum-exp. Then keys are packed as in the other passes, which sums products in the same order, and takes up to twice
-// as long.
 #pragma once
-#include "products.h"
+#include "few.h"
 
 #include <cmath>
 
 namespace {
 
-template <class T, class Op> struct Decode {
-    typedef typename Op::Element Element;
+template <class T, class Op> struct Decode : FewQueries<T, Op> {
+    typedef FewQueries<T, Op> Base;
+    using Base::problem, Base::rows, Base::depth, Base::units, Base::unit, Base::head_of;
     static constexpr int STEP = 256;  // keys in a step: they stay in the first-level cache for all queries
     static constexpr int SHORT = 512, LONG = 4096;  // keys in a split, at least and at most
     static constexpr int SPLITS = 16;               // over all heads, if there are enough keys: work for each thread
-    static constexpr int AHEAD = 24;                // how many keys ahead memory is prefetched
 
-    const Problem &problem;
     Real *kept_scores;  // [b * h * t, line]: where scores are kept for statistics, or null
     int64_t line;
     bool lse_known;              // then only scores are computed
-    int64_t rows, depth;         // queries of a head of keys; d rounded up for products
-    int64_t width, units;        // w and d in whole vectors
+    int64_t width;               // w in whole vectors
     int64_t split_size, splits;  // keys in a split; splits of a head
     Real *partial;               // [b * g, splits, rows, width + 2]: output, maximum and sum of weights
-    Real unit;
     int64_t next = 0;
 
     Decode(const Problem &problem, Real *kept_scores, int64_t line, bool lse_known)
-        : problem(problem), kept_scores(kept_scores), line(line), lse_known(lse_known) {
-        rows = problem.h / problem.g * problem.t;
+        : Base(problem), kept_scores(kept_scores), line(line), lse_known(lse_known) {
         split_size =
             smaller<int64_t>(larger<int64_t>(round_up(problem.b * problem.g * problem.s / SPLITS, STEP), SHORT), LONG);
         splits = round_up(problem.s, split_size) / split_size;
-        width = round_up(problem.w, LANES), depth = round_up(problem.d, Op::DEPTH_MULTIPLE),
-        units = round_up(round_up(problem.d, Op::PAIR) / Op::PAIR, LANES);
-        unit = Op::PAIR == 1 ? (Real)1 : (Real)problem.scale;
+        width = round_up(problem.w, LANES);
         allocate(call_storage, array(partial, problem.b * problem.g * splits * rows * (width + 2)));
     }
 
-    struct Split {
-        int64_t b, g;
-        Element *packed;  // [rows, depth]: queries, for packed keys
-        Element *panel;   // [depth, PANEL]: keys
-        Vector *q;        // [rows, units]: queries, for keys that aren't packed
-        Real *score;      // [rows, STEP]: scores, then weights
-        Vector *unused;   // [rows]
-        Real *sums;       // [rows, width + 2]
+    struct Split : Base::Queries {
+        Real *score;  // [rows, STEP]: scores, then weights
+        Real *sums;   // [rows, width + 2]
     };
-
-    int64_t head_of(const Split &split, int64_t row) const {
-        return split.g * (problem.h / problem.g) + row / problem.t;
-    }
 
     Real *kept_row(const Split &split, int64_t row) const {
         return kept_scores + ((split.b * problem.h + head_of(split, row)) * problem.t + row % problem.t) * line;
@@ -65,15 +46,11 @@ template <class T, class Op> struct Decode {
         split.b = head / problem.g, split.g = head % problem.g;
         int64_t even = round_up(rows, Op::ROWS_MULTIPLE);
         allocate(scratch, array(split.packed, even * depth), array(split.panel, depth * PANEL),
-                 array(split.q, rows * units / LANES), array(split.score, even * STEP), array(split.unused, rows));
+                 array(split.vectors, rows * units / LANES), array(split.score, even * STEP),
+                 array(split.unused, rows));
         split.sums = partial + (head * splits + n) * rows * (width + 2);
         for (int64_t row = 0; row < rows; row++) {
-            const T *q = ::row_at<T>(problem.q, problem.q_stride, split.b, head_of(split, row), row % problem.t);
-            Element *packed = split.packed + row * depth;
-            // In float32 queries are multiplied by the scale. In bfloat16 they aren't, so that they stay exact.
-            pack_query<Op>(packed, q, problem.q_stride[3], problem.d, Op::PAIR == 1 ? (Real)problem.scale : (Real)1);
-            for (int64_t x = 0; x < units; x += LANES)
-                split.q[(row * units + x) / LANES] = Op::units(packed, 1, x, problem.d);
+            this->pack(split, row);
             Real *sums = split.sums + row * (width + 2);
             memset(sums, 0, sizeof(Real) * width);
             sums[width] = -INF, sums[width + 1] = 0;
@@ -90,66 +67,12 @@ template <class T, class Op> struct Decode {
         int64_t end = smaller(some.end, (n + 1) * split_size);
         for (int64_t first = larger(some.begin, n * split_size); first < end; first += STEP) {
             int64_t count = smaller<int64_t>(STEP, end - first);
-            problem.recomputed ? score_packed(split, first, count) : score(split, first, count);
+            this->template multiply_keys<STEP>(split, first, count, split.score);
             bool whole = !needs_masking && every.begin <= first && first + count <= every.end;
             for (int64_t row = 0; row < rows; row++) finish(split, row, first, count);
             if (!lse_known && whole) add(split, first, count);
             if (!lse_known && !whole) add_visible(split, first, count);
         }
-    }
-
-    // Multiplies all queries with count keys, with the bits of every other pass.
-    void score_packed(const Split &split, int64_t first, int64_t count) const {
-        for (int64_t c = 0; c < count; c += PANEL) {
-            int64_t columns = smaller<int64_t>(PANEL, count - c);
-            for (int64_t j = 0; j < columns; j += LANES) {
-                const T *keys = row_at<T>(problem.k, problem.k_stride, split.b, split.g, first + c + j);
-                for (int64_t n = 0; n < LANES; n++) fetch(keys + (AHEAD + n) * problem.k_stride[2], problem.d);
-                pack_columns<Op>(split.panel + j * Op::PAIR, keys, problem.k_stride + 2,
-                                 smaller<int64_t>(LANES, columns - j), problem.d);
-            }
-            multiply<Op, false, false>((int)rows, columns, split.packed, depth, split.panel, split.score + c, STEP,
-                                       depth, split.unused);
-        }
-    }
-
-    // The same with keys that aren't packed: up to four queries share a key in the registers.
-    void score(const Split &split, int64_t first, int64_t count) const {
-        bool fits = problem.k_stride[3] == 1 && problem.d % (LANES * Op::PAIR) == 0;
-        each_four(rows, [&](int64_t row, auto group) { score_rows<group>(split, row, first, count, fits); });
-    }
-
-    template <int ROWS>
-    void score_rows(const Split &split, int64_t row, int64_t first, int64_t count, bool fits) const {
-        const T *keys = row_at<T>(problem.k, problem.k_stride, split.b, split.g, first);
-        const Vector *q = split.q + row * units / LANES;
-        for (int64_t j = 0; j < count; j += LANES) {
-            Vector sum[ROWS][LANES];
-            int64_t some = smaller<int64_t>(LANES, count - j);
-            for (int64_t n = some; n < LANES; n++)
-                for (int i = 0; i < ROWS; i++) sum[i][n] = Vector{};
-            for (int64_t n = 0; n < some; n++) {
-                const T *key = keys + (j + n) * problem.k_stride[2];
-                if (row == 0) fetch(key + AHEAD * problem.k_stride[2], problem.d);
-                Vector one[ROWS] = {};
-                if (fits)
-                    for (int64_t x = 0; x < units; x += LANES)
-                        add_units<ROWS>(one, q + x / LANES, Op::units(key, 1, x, units * Op::PAIR));
-                else
-                    for (int64_t x = 0; x < units; x += LANES)
-                        add_units<ROWS>(one, q + x / LANES, Op::units(key, problem.k_stride[3], x, problem.d));
-                for (int i = 0; i < ROWS; i++) sum[i][n] = one[i];
-            }
-            for (int i = 0; i < ROWS; i++) store(split.score + (row + i) * STEP + j, sums(sum[i]));
-        }
-    }
-
-    template <int ROWS> void add_units(Vector *sum, const Vector *q, Vector key) const {
-        for (int i = 0; i < ROWS; i++) sum[i] = Op::add(sum[i], q[i * units / LANES], key);
-    }
-
-    INLINE void fetch(const T *row, int64_t numbers) {
-        for (int64_t x = 0; x < numbers; x += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + x);
     }
 
     // Turns products into scores with softcap, bias and mask.
@@ -209,7 +132,7 @@ template <class T, class Op> struct Decode {
             const T *value = values + j * problem.v_stride[2];
             Vector v[N] = {};
             if (fits) {
-                fetch(value + AHEAD * problem.v_stride[2] + x, N * LANES);
+                Base::fetch(value + Base::AHEAD * problem.v_stride[2] + x, N * LANES);
                 for (int n = 0; n < N; n++) v[n] = widen(value + x + n * LANES);
             } else {
                 for (int n = 0; n < some; n++)

@@ -1,53 +1,42 @@
 // The gradient of a few queries. Keys and values are read once, without packing, by all queries that share them, and their
-// gradients are written once. Scores are computed as in the forward pass (`Decode::score_packed`), with the bits that
+// gradients are written once. Scores are computed as in the forward pass (`FewQueries`), with the bits that
 // belong to the log-sum-exp. The work is split along the keys; gradients of queries are summed over the splits in a
 // fixed order, so that the bits don't depend on threads.
 #pragma once
-#include "products.h"
+#include "few.h"
 
 #include <cmath>
 
 namespace {
 
-template <class T, class Op> struct DecodeGradient {
-    typedef typename Op::Element Element;
+template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
+    typedef FewQueries<T, Op> Base;
+    using Base::problem, Base::rows, Base::depth, Base::units, Base::unit, Base::head_of;
     static constexpr int STEP = 64;                                           // keys in a step, at least a panel
     static constexpr int SHORT = 512;                                         // keys in a split, at least
     static constexpr int KEY_VECTORS = BYTES == 64 ? 4 : 2, MIX_VECTORS = 4;  // whose sums stay in registers
 
-    const Problem &problem;
     const Gradient &gradient;
-    int64_t rows, depth;         // queries of a head of keys; d rounded up for products
     int64_t long_row, wide_row;  // d and w in multiples of MIX_VECTORS vectors
     int64_t split_size, splits;  // keys in a split; splits of a head
     Real *partial_dq;            // [b * g, splits, rows, long_row]: gradients of queries, without the scale
-    Real unit;                   // a product times this is a score
     int64_t next = 0;
     bool has_nonfinite = false;  // then the results can't be used: what is masked would leak
 
-    DecodeGradient(const Problem &problem, const Gradient &gradient) : problem(problem), gradient(gradient) {
-        rows = problem.h / problem.g * problem.t, depth = round_up(problem.d, Op::DEPTH_MULTIPLE);
+    DecodeGradient(const Problem &problem, const Gradient &gradient) : Base(problem), gradient(gradient) {
         long_row = round_up(problem.d, MIX_VECTORS * LANES), wide_row = round_up(problem.w, MIX_VECTORS * LANES);
         split_size = larger<int64_t>(round_up(round_up(problem.s, gradient.chunks) / gradient.chunks, STEP), SHORT),
         splits = round_up(problem.s, split_size) / split_size;
-        unit = Op::PAIR == 1 ? (Real)1 : (Real)problem.scale;
         allocate(call_storage, array(partial_dq, problem.b * problem.g * splits * rows * long_row));
     }
 
-    struct Split {
-        int64_t b, g;
-        Element *packed, *panel;  // [rows, depth]: queries; [depth, PANEL]: keys
-        Real *q, *d_out;          // [rows, long_row], [rows, wide_row]: zeros beyond d and w
-        Real *lse, *delta;        // [rows]
-        Real *score, *d_score;    // [rows, STEP]: scores, then weights; gradients of weights, then of scores
-        Real *cap_slope;          // [rows, STEP]: slopes of the softcap
-        Vector *unused;           // [rows]
-        Real *dq;                 // [rows, long_row]
+    struct Split : Base::Queries {
+        Real *q, *d_out;        // [rows, long_row], [rows, wide_row]: zeros beyond d and w
+        Real *lse, *delta;      // [rows]
+        Real *score, *d_score;  // [rows, STEP]: scores, then weights; gradients of weights, then of scores
+        Real *cap_slope;        // [rows, STEP]: slopes of the softcap
+        Real *dq;               // [rows, long_row]
     };
-
-    int64_t head_of(const Split &split, int64_t row) const {
-        return split.g * (problem.h / problem.g) + row / problem.t;
-    }
 
     // Copies a row of `width` numbers, with zeros beyond, and notes non-finite numbers.
     void copy(Real *to, int64_t to_width, const T *row, int64_t step, int64_t width) {
@@ -74,8 +63,7 @@ template <class T, class Op> struct DecodeGradient {
             copy(split.q + row * long_row, long_row, q, problem.q_stride[3], problem.d);
             copy(split.d_out + row * wide_row, wide_row,
                  row_at<T>(gradient.d_out, gradient.d_out_stride, split.b, h, t), gradient.d_out_stride[3], problem.w);
-            pack_query<Op>(split.packed + row * depth, q, problem.q_stride[3], problem.d,
-                           Op::PAIR == 1 ? (Real)problem.scale : (Real)1);
+            this->pack(split, row);
             Real lse = ((const Real *)problem.lse)[place],
                  delta = gradient.d_lse ? -((const Real *)gradient.d_lse)[place] : (Real)0;
             Vector sums = {};
@@ -95,8 +83,9 @@ template <class T, class Op> struct DecodeGradient {
         split.b = head / problem.g, split.g = head % problem.g;
         int64_t even = round_up(rows, Op::ROWS_MULTIPLE), tile = even * STEP;
         allocate(scratch, array(split.packed, even * depth), array(split.panel, depth * PANEL),
-                 array(split.q, rows * long_row), array(split.d_out, rows * wide_row), array(split.lse, rows),
-                 array(split.delta, rows), array(split.score, tile), array(split.d_score, tile),
+                 array(split.vectors, rows * units / LANES), array(split.q, rows * long_row),
+                 array(split.d_out, rows * wide_row), array(split.lse, rows), array(split.delta, rows),
+                 array(split.score, tile), array(split.d_score, tile),
                  array(split.cap_slope, problem.softcap ? tile : 0), array(split.unused, rows));
         if (!problem.softcap) split.cap_slope = nullptr;
         split.dq = partial_dq + (head * splits + n) * rows * long_row;
@@ -107,13 +96,7 @@ template <class T, class Op> struct DecodeGradient {
     }
 
     void step(const Split &split, int64_t first, int64_t count) {
-        for (int64_t c = 0; c < count; c += PANEL) {
-            int64_t columns = smaller<int64_t>(PANEL, count - c);
-            pack_columns<Op>(split.panel, ::row_at<T>(problem.k, problem.k_stride, split.b, split.g, first + c),
-                             problem.k_stride + 2, columns, problem.d);
-            multiply<Op, false, false>((int)rows, columns, split.packed, depth, split.panel, split.score + c, STEP,
-                                       depth, split.unused);
-        }
+        this->template multiply_keys<STEP>(split, first, count, split.score);
         const T *keys = ::row_at<T>(problem.k, problem.k_stride, split.b, split.g, first),
                 *values = ::row_at<T>(problem.v, problem.v_stride, split.b, split.g, first);
         each_four(rows, [&](int64_t row, auto group) { times_values<group>(split, row, values, count); });

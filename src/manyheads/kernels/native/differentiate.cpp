@@ -352,12 +352,12 @@ template <class T, class Op> struct Backward {
     }
 };
 
-constexpr int FEW_QUERIES = 12, SOME_QUERIES = 48;  // that share a head of keys
+constexpr int SOME_QUERIES = 48;  // that share a head of keys
 
 // Packs queries and keys unless only a few queries share a head of keys, or some, if they would leave half of their vectors
 // empty: then packing takes longer than it saves.
 template <class T, class Op> int differentiate(const Problem &problem, const Gradient &gradient) {
-    int64_t group = problem.h / problem.g, rows = group * problem.t;
+    int64_t group = problem.h / problem.g, rows = queries_per_key(problem);
     bool few = rows <= FEW_QUERIES || (rows <= SOME_QUERIES && 2 * rows <= group * round_up(problem.t, LANES));
     if (few && !gradient.d_bias && !gradient.d_slopes) return DecodeGradient<T, Op>(problem, gradient).run();
     return Backward<T, Op>(problem, gradient).run();

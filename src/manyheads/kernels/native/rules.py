@@ -16,7 +16,7 @@ from manyheads.problem import Problem
 
 Rule = Callable[[Problem], str | None]
 
-FEW_QUERIES = 12  # of a head of keys, for which packing keys isn't paid back (`attend.cpp`)
+FEW_QUERIES = 12  # of a head of keys, as in `few.h`
 TILES = "amx"  # the build that multiplies bfloat16 in tiles
 
 
