@@ -699,10 +699,10 @@ def refused(ran: Ran, says: str) -> None:
         ([SENTENCE, "--head", "2"], "Expected --head to be between 0 and 1, got 2"),
         ([SENTENCE, "--layer", "0", "--head", "99"], "Expected --head to be between 0 and 1, got 99"),
         ([SENTENCE, "--format", "gif"], "png, svg, pdf, got 'gif'"),
-        ([SENTENCE, "--out", "latin.txt"], "latin.txt is a file"),
+        ([SENTENCE, "--out", "latin.txt"], "got the file latin.txt"),
         ([SENTENCE, "--out", "latin.txt/deeper"], "latin.txt/deeper can't be written"),
         ([SENTENCE, "--out", "/proc/none/such"], "/proc/none/such can't be written"),
-        ([SENTENCE, "--json", "--out", "latin.txt"], "latin.txt is a file"),
+        ([SENTENCE, "--json", "--out", "latin.txt"], "got the file latin.txt"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(run: Any, arguments: list[str], says: str) -> None:
