@@ -1,6 +1,8 @@
 """Head scores: how much a head attends to the previous token, to repeated tokens, and so on.
 
-Each score is the mean weight inside a mask, `[b, h]`, over the queries that have a visible key in the mask.
+Each score is the mean weight inside a mask, `[b, h]`, over the queries that have a visible key in the mask; 0
+if there is none. For induction and duplicate tokens these are the queries whose token occurred before.
+`manyheads show` prints scores under its own names, see `manyheads.text.highlights.MASKS`.
 """
 
 from __future__ import annotations

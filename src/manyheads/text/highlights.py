@@ -1,7 +1,8 @@
 """Highlights of the attention maps of a text: scores of every head, and the most surprising single weights.
 
-A head score is an average over the text. A finding is a single weight that is far above the head's other
-weights for that key or at that distance, and above uniform attention.
+A head score is the mean weight inside a mask, over the queries that have a visible key in it (`MASKS`), or
+the mean entropy over all queries. A finding is a single weight that is far above the head's other weights for
+that key or at that distance, and above uniform attention.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from manyheads import scores
 from manyheads.maps import AttentionMap
-from manyheads.masks import AfterSameToken, Diagonal, Keys, Mask, SameToken
+from manyheads.masks import Diagonal, Keys, Mask, SameToken
+from manyheads.measures import TOKEN_MASKS
 from manyheads.text.tokens import Token
 
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
@@ -31,14 +33,16 @@ SEARCHED = 1024  # the first tokens, among which findings are searched: each hea
 Reason = Literal["same token", "after the same token"]
 HeadScores = dict[str, float | None]  # by name; None where no query of the text could have a score
 
-# The mean mass of a mask over the queries that share a visible key with it, by the name of the head score.
+# The masks of the head scores, under the names that `show` prints. `manyheads.measures` has these scores for
+# any map: "itself" is its current_token and "after_same_token" its induction; its duplicate_token counts only
+# earlier keys, and its first_token the first visible key.
 MASKS: dict[str, Callable[[Tensor], Mask]] = {
     "previous_token": lambda ids: Diagonal(-1),
     "next_token": lambda ids: Diagonal(1),
     "first_token": lambda ids: Keys([0]),
     "last_token": lambda ids: Keys([len(ids) - 1]) & ~Diagonal(0),
     "same_token": lambda ids: SameToken(ids) & ~Diagonal(0),
-    "after_same_token": AfterSameToken,
+    "after_same_token": TOKEN_MASKS["induction"],
     "itself": lambda ids: Diagonal(0),
 }
 
