@@ -7,6 +7,10 @@ the pass that computes them (`Reduction.spec`, `Reduction.read`); the others, or
 summed tile by tile (`Reduction.add`). A `Tile` computes once what several of them need. The methods of
 `maps.AttentionMap` say what each statistic means, and where it is from. Nothing is renormalized: under a sink
 a row's weights sum to less than one.
+
+To add a statistic, write a `Reduction`, name it in `BY_NAME`, and give `AttentionMap` a method of that name;
+then add an oracle to `EXACT` and a question to `tests/unit/test_statistics.py`, and name it in README and
+CHANGELOG. `attention_with_map(statistics=...)`, `observe(keep=...)` and files need no change.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +87,7 @@ class Reduction:
     """One statistic: `begin`, then `read` or else `allocate` and `add` of every tile, then `result`."""
 
     start = 0  # the first row that counts
+    per_query: ClassVar[bool] = False  # True if the result is [b, h, t]
     problem: Problem
     lse: Tensor  # [b, h, t]; known after `begin`
 
@@ -99,7 +104,7 @@ class Reduction:
         return None
 
     def read(self, found: Found) -> None:
-        """Take the fused statistics in place of all tiles."""
+        """Take the fused statistics in place of all tiles; they are shared, so never changed in place."""
         raise NotImplementedError
 
     def allocate(self) -> None:
@@ -170,6 +175,8 @@ class Pass:
 class Entropy(Reduction):
     """−Σ w·ln w."""
 
+    per_query = True
+
     def allocate(self) -> None:
         self.total = torch.zeros_like(self.lse)  # [b, h, t]
 
@@ -189,6 +196,8 @@ class Entropy(Reduction):
 
 class Distance(Reduction):
     """Σ w·|i − j|, in positions."""
+
+    per_query = True
 
     def allocate(self) -> None:
         self.total = torch.zeros_like(self.lse)  # [b, h, t]
@@ -220,6 +229,8 @@ class Distance(Reduction):
 class RowMax(Reduction):
     """The largest weight of each row."""
 
+    per_query = True
+
     def allocate(self) -> None:
         self.top = torch.full_like(self.lse, LEAST)  # [b, h, t]
 
@@ -239,6 +250,8 @@ class RowMax(Reduction):
 
 class SinkWeight(Reduction):
     """The weight of the sink in each row, which needs no tile."""
+
+    per_query = True
 
     def begin(self, problem: Problem) -> None:
         super().begin(problem)

@@ -25,7 +25,7 @@ from hypothesis import given
 from torch import Tensor
 
 import manyheads as mh
-from manyheads import measures
+from manyheads import measures, statistics
 from manyheads.kernels import chunked, native
 from manyheads.maps import AttentionMap
 from manyheads.problem import Problem
@@ -1167,3 +1167,13 @@ def test_a_whole_look_at_16k_tokens() -> None:
 def test_a_whole_look_at_128k_tokens() -> None:
     """Where the weights of the eight heads would take 550 GB."""
     assert beyond(131_072, 8, 64) < 500
+
+
+def test_every_statistic_is_a_method_of_a_map() -> None:
+    assert all(callable(getattr(AttentionMap, name)) for name in statistics.BY_NAME)
+
+
+@pytest.mark.parametrize("name", [name for name, made in statistics.BY_NAME.items() if made.per_query])
+def test_statistics_of_each_query(name: str) -> None:
+    amap = drawn()[0]
+    assert amap.statistics(name)[name].shape == amap.shape[:3]

@@ -16,7 +16,6 @@ from manyheads.shapes import kind, whole
 from manyheads.statistics import TopKeys
 
 STANDARD = ("entropy", "distance", "row_max", "received", *MAP_MASKS)
-PER_QUERY = ("entropy", "distance", "row_max", "sink_weight", *MAP_MASKS)  # [b, h, t]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -125,7 +124,7 @@ class Reduced:
             new = later.values[name]
             if isinstance(old, TopKeys):
                 values[name] = TopKeys(*(torch.cat(pair, 2) for pair in zip(old, new, strict=True)))
-            elif name in PER_QUERY:
+            elif name in MAP_MASKS or statistics.BY_NAME[name].per_query:
                 values[name] = torch.cat((old, new), 2)
             elif name == "received" and self.arguments[name] == ():
                 values[name] = new + torch.nn.functional.pad(old, (0, new.shape[2] - old.shape[2]))

@@ -534,6 +534,18 @@ def test_sdpa_by_name_says_what_it_cannot_promise() -> None:
     assert mh.attention(q, k, v, mask=mh.Lengths(6)).isfinite().all()
 
 
+@pytest.mark.parametrize("kernel", [*OWN, "sdpa", "auto"])
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scales_that_are_not_positive(scale: float, kernel: str) -> None:
+    """PyTorch's own causal mask is −inf times the scale: NaN."""
+    q, k, v = (x.detach().float() for x in heads(t=7, s=7))
+    scores = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT  # [b, h, t, s]
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    out = mh.attention(q, k, v, mask=mh.Causal(), scale=scale, offset=0, kernel=kernel)
+    torch.testing.assert_close(out, weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1))
+
+
 @pytest.mark.parametrize("kernel", OWN)
 @pytest.mark.parametrize("s", [1, 5, 40])
 def test_without_a_mask_nan_is_nan(s: int, kernel: str) -> None:
