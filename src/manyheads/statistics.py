@@ -2,11 +2,11 @@
 
     entropy, top = amap.reduce([Entropy(), Top(8)])
 
-Each statistic is a `Reduction`. Most are made of fused statistics, which a kernel computes of the weights in
-the pass that computes them (`Reduction.spec`, `Reduction.read`); the others, or all where no kernel can, are
-summed tile by tile (`Reduction.add`). A `Tile` computes once what several of them need. The methods of
-`maps.AttentionMap` say what each statistic means, and where it is from. Nothing is renormalized: under a sink
-a row's weights sum to less than one.
+Each statistic is a `Reduction`. Most are derived from fused statistics, which a kernel computes in the same
+pass as the weights (`Reduction.spec`, `Reduction.read`). The others, or all if no kernel supports the
+problem, are accumulated tile by tile (`Reduction.add`); a `Tile` computes once what several of them need. The
+methods of `maps.AttentionMap` define each statistic and cite its source. Nothing is renormalized: with a
+sink, the weights of a row sum to less than one.
 
 To add a statistic, write a `Reduction`, name it in `BY_NAME`, and give `AttentionMap` a method of that name;
 then add an oracle to `EXACT` and a question to `tests/unit/test_statistics.py`, and name it in README and
@@ -31,12 +31,12 @@ from manyheads.masks import FAR, AfterSameToken, Causal, Diagonal, Documents, Fu
 from manyheads.problem import Problem
 from manyheads.shapes import amount, kind, sizes, whole
 
-MAX_BYTES = 2**33  # of `Top`, for more places than there are keys
+MAX_BYTES = 2**33  # largest result of `Top` if k is larger than the number of keys
 LEAST = -1e30  # in place of −inf, so that its product with a weight of 0 is 0 and not NaN
 
 
 class Tile:
-    """The scores of a tile and what follows from them: log-weights, weights, sums, each computed once."""
+    """The scores of a tile and what is derived from them, each computed when first used, and once."""
 
     def __init__(self, problem: Problem, lse: Tensor, rows: slice, cols: slice) -> None:
         self.problem, self.lse = problem, lse  # [b, h, t]
@@ -44,14 +44,14 @@ class Tile:
 
     @cached_property
     def visible(self) -> Tensor | None:
-        """Where the query may attend to the key, `[b or 1, h or 1, r, c]`; None: everywhere."""
+        """The mask: True where visible, `[b or 1, h or 1, r, c]`; None if everything is visible."""
         if scores.is_fully_visible(self.problem, self.rows, self.cols):
             return None
         return scores.visible(self.problem, self.rows, self.cols)
 
     @cached_property
     def scores(self) -> Tensor:
-        """`[b, h, r, c]`; −inf where masked."""
+        """The scores, `[b, h, r, c]`; −inf where masked."""
         return kernels.tile(self.problem, self.rows, self.cols)
 
     @cached_property
@@ -61,7 +61,7 @@ class Tile:
 
     @cached_property
     def weights(self) -> Tensor:
-        """`[b, h, r, c]`; 0 where masked, in a row of NaN too."""
+        """The weights, `[b, h, r, c]`; 0 where masked, even in a row whose log-sum-exp is NaN."""
         weights = self.log_weights.exp()
         return weights if self.visible is None else weights.masked_fill_(~self.visible, 0.0)
 
@@ -77,22 +77,25 @@ class Tile:
 
 
 def tiles(problem: Problem, lse: Tensor, start: int = 0) -> Iterator[Tile]:
-    """Yield the tiles that aren't empty under the mask, from the one that has row `start`, row by row."""
+    """Yield the tiles that aren't fully masked, row by row, starting with those that contain row `start`."""
     for rows, columns in kernels.blocks(problem, start):
         for cols in columns:
             yield Tile(problem, lse, rows, cols)
 
 
 class Reduction:
-    """One statistic: `begin`, then `read` or else `allocate` and `add` of every tile, then `result`."""
+    """One statistic.
 
-    start = 0  # the first row that counts
+    `Pass` calls `begin`, then either `read`, or `allocate` and `add` for every tile, then `result`.
+    """
+
+    start = 0  # the first row that is included
     per_query: ClassVar[bool] = False  # True if the result is [b, h, t]
     problem: Problem
-    lse: Tensor  # [b, h, t]; known after `begin`
+    lse: Tensor  # [b, h, t]; set after `begin`
 
     def key(self) -> tuple[Any, ...]:
-        """Return the class and the arguments, which identify a statistic before it begins."""
+        """Return the class and the arguments. Before `begin`, they identify the statistic."""
         return type(self), *vars(self).items()
 
     def begin(self, problem: Problem) -> None:
@@ -100,7 +103,7 @@ class Reduction:
         self.problem = problem
 
     def spec(self) -> Spec | None:
-        """Return the fused statistics that this is made of; None if it needs tiles."""
+        """Return the fused statistics that `read` needs; None if the statistic needs tiles."""
         return None
 
     def read(self, found: Found) -> None:
@@ -108,10 +111,10 @@ class Reduction:
         raise NotImplementedError
 
     def allocate(self) -> None:
-        """Allocate the sums that tiles are added to."""
+        """Allocate the accumulators for `add`."""
 
     def add(self, tile: Tile) -> None:
-        """Add a tile."""
+        """Accumulate a tile."""
         raise NotImplementedError
 
     def result(self) -> Any:
@@ -120,15 +123,15 @@ class Reduction:
 
 
 class Pass:
-    """Reductions of one problem in one pass, and the fused statistics that they need.
+    """Several reductions of one problem, computed in one pass, and the fused statistics that they need.
 
-    Fused statistics of the lowest first row (`spec`) can be computed together with the output or the
-    log-sum-exp, which costs less than after it.
+    Reductions that start at different rows need separate fused statistics. Those of the lowest start (`spec`)
+    can be computed together with the output or the log-sum-exp, which is cheaper than computing them later.
     """
 
     def __init__(self, problem: Problem, reductions: Sequence[Reduction]) -> None:
         self.problem, self.reductions = problem, reductions
-        self.fused: dict[int, Spec] = {}  # by the first row that counts
+        self.fused: dict[int, Spec] = {}  # by the first row that is included
         self.fused_reductions: list[Reduction] = []
         with torch.no_grad(), scores.exactly(problem.q.device):
             for reduction in reductions:
@@ -142,13 +145,13 @@ class Pass:
 
     @property
     def spec(self) -> Spec | None:
-        """The fused statistics to compute together with the log-sum-exp; None if there are none."""
+        """The fused statistics to compute together with the log-sum-exp, or None."""
         return self.fused[min(self.fused)] if self.fused else None
 
     def results(self, lse: Tensor, found: Found) -> list[Any]:
-        """Return the statistics; lse `[b, h, t]`; found: the fused statistics of `spec`, empty if unknown."""
+        """Return the results, given lse `[b, h, t]` and `found`, the fused statistics of `spec` (or {})."""
         with torch.no_grad(), scores.exactly(lse.device):
-            # Fused statistics need finite rows; tiles take care of infinity and NaN.
+            # Fused statistics need finite rows; tiles handle infinity and NaN.
             fused = self.fused_reductions if self.fused and bool(lse.amax() < math.inf) else []
             known = {self.spec.first: found} if self.spec is not None and found else {}
             for start, spec in self.fused.items() if fused else ():
@@ -169,7 +172,7 @@ class Pass:
             return [reduction.result() for reduction in self.reductions]
 
 
-# -- a number per query: [b, h, t] -----------------------------------------------------------------
+# -- one number per query: [b, h, t] -----------------------------------------------------------------
 
 
 class Entropy(Reduction):
@@ -190,7 +193,7 @@ class Entropy(Reduction):
         self.total = found["entropy"]
 
     def result(self) -> Tensor:
-        # A weight may round to a little more than 1, and its part to a little less than 0.
+        # A weight may round to slightly more than 1, so that its term is slightly negative.
         return self.total.clamp_(min=0.0)
 
 
@@ -206,7 +209,8 @@ class Distance(Reduction):
         problem, cols = tile.problem, tile.cols
         if isinstance(problem.offset, int):
             top, bottom = tile.rows.start + problem.offset, tile.rows.stop - 1 + problem.offset
-            if top >= cols.stop - 1 or bottom <= cols.start:  # all keys on one side: |i − j| splits in two
+            if top >= cols.stop - 1 or bottom <= cols.start:
+                # All keys are on one side of all queries, so |i − j| = |i − edge| + |edge − j|.
                 edge = cols.stop - 1 if top >= cols.stop - 1 else cols.start
                 i = torch.arange(top, bottom + 1, device=tile.lse.device)
                 j = torch.arange(cols.start, cols.stop, device=tile.lse.device)
@@ -249,13 +253,13 @@ class RowMax(Reduction):
 
 
 class SinkWeight(Reduction):
-    """The weight of the sink in each row, which needs no tile."""
+    """The weight of the sink in each row, derived from the log-sum-exp alone."""
 
     per_query = True
 
     def begin(self, problem: Problem) -> None:
         super().begin(problem)
-        self.start = problem.shape.t
+        self.start = problem.shape.t  # so no tile is computed
 
     def result(self) -> Tensor:
         if self.problem.sink is None:
@@ -274,7 +278,7 @@ class TopKeys(NamedTuple):
 
 
 class Top(Reduction):
-    """The k largest weights of each row, the largest first; among equals the first keys."""
+    """The k largest weights of each row, the largest first; ties are in the order of the keys."""
 
     def __init__(self, k: int) -> None:
         self.k = whole(k, "k, the number of keys in top,", least=1)
@@ -290,13 +294,13 @@ class Top(Reduction):
 
     def allocate(self) -> None:
         shape = *self.lse.shape, self.k
-        self.best = self.lse.new_full(shape, -math.inf)  # ln w, below that of any key
+        self.best = self.lse.new_full(shape, -math.inf)  # the k largest ln w so far
         self.keys = torch.full(shape, -1, device=self.lse.device)  # [b, h, t, k]
 
     def add(self, tile: Tile) -> None:
         best, keys = self.best[:, :, tile.rows], self.keys[:, :, tile.rows]  # views, [b, h, r, k]
-        # The further along a row, the rarer a tile has anything better than the k-th so far.
-        # (Not `tops > last`: NaN must enter.)
+        # Only rows with a weight above their k-th largest so far need sorting. Later tiles have few of them.
+        # (`~(a <= b)`, unlike `a > b`, is also True for NaN, which has to be included.)
         rows = ~(tile.row_max <= best[..., -1])  # [b, h, r]
         logs = tile.log_weights[rows]  # [n, c]
         if not logs.numel():
@@ -307,7 +311,7 @@ class Top(Reduction):
         widest = int(better.sum(-1).max())
         found, where = _packed(logs, better, widest) if widest <= 16 else _largest(logs, self.k)  # [n, …]
         where = torch.where(found == -math.inf, -1, where + tile.cols.start)
-        # Earlier keys are first, and a stable sort keeps them first among equals.
+        # Earlier keys come first, and a stable sort keeps ties in this order.
         merged = torch.cat((best[rows], found), -1).sort(dim=-1, descending=True, stable=True)
         chosen = merged.indices[:, : self.k]
         best[rows] = merged.values[:, : self.k]
@@ -326,7 +330,7 @@ class Top(Reduction):
 
 
 def _packed(x: Tensor, chosen: Tensor, widest: int) -> tuple[Tensor, Tensor]:
-    """Return the chosen entries of each row `[n, c]`, moved to its front, and their places: `[n, widest]`."""
+    """Return the chosen entries of each row of x `[n, c]`, left-aligned, and their columns: `[n, widest]`."""
     rows, where = chosen.nonzero(as_tuple=True)
     place = chosen.cumsum(-1)[rows, where] - 1
     values = x.new_full((len(x), widest), -math.inf).index_put_((rows, place), x[rows, where])
@@ -334,10 +338,10 @@ def _packed(x: Tensor, chosen: Tensor, widest: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest entries of each row `[n, c]` in order, and where; among equals the first ones."""
+    """Return the k largest entries of each row of x `[n, c]`, sorted, and their columns; ties in order."""
     k = min(k, x.shape[-1])
     found = x.topk(k)
-    # topk takes any of those equal to the k-th, and gives equals in any order.
+    # topk returns ties in any order, and any of the entries that are tied with the k-th.
     where, order = found.indices.sort(-1)
     values, again = found.values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     where = where.gather(-1, again)
@@ -348,11 +352,14 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, where
 
 
-# -- a number per key: [b, h, s] -------------------------------------------------------------------
+# -- one number per key: [b, h, s] -------------------------------------------------------------------
 
 
 class Received(Reduction):
-    """Column sums over all queries or the last ones; with "age" divided by the queries that see the key."""
+    """Column sums over all queries, or the last ones.
+
+    With normalize="age" they are divided by the number of queries that may attend to the key.
+    """
 
     def __init__(self, last: int | None = None, normalize: str | None = None) -> None:
         self.last = None if last is None else whole(last, "last, the number of queries that count,", least=1)
@@ -398,22 +405,22 @@ class Received(Reduction):
 def _count_queries(problem: Problem, start: int) -> Tensor | None:
     """Return how many queries from row `start` on may attend to each key, `[b or 1, 1, s]`.
 
-    None if that takes every pair.
+    None if the number doesn't follow from a band and lengths.
     """
-    n, ends = problem.shape, (Full() if problem.mask is None else problem.mask).normal()
-    if ends.segments or ends.rest or (problem.bias is not None and problem.bias.can_mask):
+    n, normal = problem.shape, (Full() if problem.mask is None else problem.mask).normal()
+    if normal.segments or normal.rest or (problem.bias is not None and problem.bias.can_mask):
         return None
     b, h, i, j = problem.at(slice(start, start + 1), slice(None))
-    low, high = (far if end is None else end for end, far in zip(ends.band, (-FAR, FAR), strict=True))
+    low, high = (far if side is None else side for side, far in zip(normal.band, (-FAR, FAR), strict=True))
     last = torch.minimum(i + n.t - start - 1, j - low)  # [b or 1, 1, 1, s]
     counted = (last - torch.maximum(i, j - high) + 1).clamp(min=0)
-    for lengths in ends.lengths:
+    for lengths in normal.lengths:
         counted = counted * torch.as_tensor(lengths.keep(b, h, i, j))
     return counted[:, :, 0]
 
 
 class ValueNorms(Received):
-    """Column sums of w·‖v W_o‖."""
+    """Column sums of w·‖v W_o‖: weights times the norms of projected values."""
 
     def __init__(self, v: Tensor, w_o: Tensor) -> None:
         super().__init__()
@@ -427,9 +434,7 @@ class ValueNorms(Received):
         n, device, dtype = problem.shape, problem.q.device, problem.dtype
         v = self.v.detach().to(device, dtype)
         if v.dim() != 4 or v.shape[:3] != (n.b, n.g, n.s):
-            raise ValueError(
-                f"Expected v to be [b, g, s, w] with [{n.b}, {n.g}, {n.s}] here, got {sizes(v)}."
-            )
+            raise ValueError(f"Expected v to be [b, g, s, w] = [{n.b}, {n.g}, {n.s}, w], got {sizes(v)}.")
         width = n.h * v.shape[3]
         if self.w_o.dim() != 2 or self.w_o.shape[1] != width:
             raise ValueError(
@@ -438,7 +443,7 @@ class ValueNorms(Received):
             )
         w_o = self.w_o.detach().to(device, dtype)
         w_o = w_o.reshape(w_o.shape[0], n.h, v.shape[3]).movedim(1, 0)  # [h, e, w]
-        # ‖v W‖² = v (WᵀW) vᵀ would be cheaper where e > w, and lose half the digits.
+        # ‖v W‖² = v (WᵀW) vᵀ would be cheaper where e > w, but lose half of the digits.
         self.norms = v.new_empty(n.b, n.h, n.s)
         for head in range(n.h):
             for start in range(0, n.s, 4096):
@@ -446,14 +451,14 @@ class ValueNorms(Received):
                 self.norms[:, head, keys] = (v[:, head * n.g // n.h, keys] @ w_o[head].mT).norm(dim=-1)
 
     def result(self) -> Tensor:
-        return torch.where(self.total == 0, 0.0, self.total * self.norms)  # a masked NaN adds nothing
+        return torch.where(self.total == 0, 0.0, self.total * self.norms)  # 0 for a NaN value without weight
 
 
-# -- pictures and pairs ----------------------------------------------------------------------------
+# -- pooled maps, heads and pairs of heads ---------------------------------------------------------
 
 
 class Pooled(Reduction):
-    """The mean or the largest weight of each cell, `[b, h, rows, cols]`; what is masked counts as 0."""
+    """The mean or the largest weight of each cell, `[b, h, rows, cols]`; masked weights are 0."""
 
     def __init__(self, rows: int, cols: int, reduce: str = "mean") -> None:
         self.cells = (
@@ -501,16 +506,16 @@ class Pooled(Reduction):
         if self.mean:
             area = self.down.diff()[:, None] * self.across.diff()  # [rows, cols]
             self.cell = self.cell / area.to(self.cell)
-        return self.cell.clamp_(max=1.0)  # a weight may round to a little more
+        return self.cell.clamp_(max=1.0)  # a weight may round to slightly more than 1
 
 
 def edges(size: int, count: int) -> Tensor:
-    """Where `count` bins of `size` entries begin, and where the last one ends: ⌊r · size / count⌋."""
+    """Return the count + 1 edges of bins over `size` entries, ⌊n · size / count⌋ for n = 0 … count."""
     return torch.arange(count + 1) * size // count
 
 
 class Bins:
-    """The bins that a run of entries falls into, and sums and maxima over each of them."""
+    """The bins that overlap a slice of the entries, and sums and maxima of the slice in each of them."""
 
     def __init__(self, edges: Tensor, run: slice) -> None:
         first = int(torch.searchsorted(edges, run.start, right=True)) - 1
@@ -521,7 +526,7 @@ class Bins:
         self.single = last - first == 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """`[…, n]` → `[…, bins]`."""
+        """Return the sums of the bins: `[…, n]` → `[…, bins]`."""
         if self.single:
             return x.sum(-1, keepdim=True)
         return torch.zeros(*x.shape[:-1], len(self.widths), dtype=x.dtype, device=x.device).index_add_(
@@ -529,11 +534,11 @@ class Bins:
         )
 
     def max(self, x: Tensor) -> Tensor:
-        """`[…, n]` → `[…, bins]`."""
+        """Return the maxima of the bins: `[…, n]` → `[…, bins]`."""
         if self.single:
             return x.amax(-1, keepdim=True)
         widest = int(self.widths.max())
-        # Each bin's entries, the last one repeated where a bin has fewer than the widest.
+        # The entries of each bin; the last entry is repeated in bins that are narrower than the widest.
         inside = torch.minimum(torch.arange(widest), self.widths[:, None] - 1)  # [bins, widest]
         return x[..., (self.starts[:, None] + inside).to(x.device)].amax(-1)
 
@@ -558,7 +563,10 @@ class LogitsMax(Reduction):
 
 
 class Divergence(Reduction):
-    """½ Σ p·ln(p/m) + ½ Σ q·ln(q/m), m = ½ (p + q), averaged over queries, between heads: `[b, h, h]`."""
+    """The Jensen–Shannon divergence between each two heads, averaged over queries: `[b, h, h]`.
+
+    For rows of weights p and q it is ½ Σ p·ln(p/m) + ½ Σ q·ln(q/m), m = ½ (p + q).
+    """
 
     def allocate(self) -> None:
         n = self.problem.shape
@@ -567,23 +575,26 @@ class Divergence(Reduction):
     def add(self, tile: Tile) -> None:
         w = tile.weights
         for head in range(w.shape[1] - 1):
-            apart = jensen_shannon(w[:, head : head + 1], w[:, head + 1 :])  # [b, h − head − 1, r, c]
-            self.total[:, head, head + 1 :] += apart.sum((-2, -1))
+            terms = jensen_shannon(w[:, head : head + 1], w[:, head + 1 :])  # [b, h − head − 1, r, c]
+            self.total[:, head, head + 1 :] += terms.sum((-2, -1))
 
     def result(self) -> Tensor:
-        both = (self.total + self.total.mT).clamp_(min=0.0)  # of rows nearly alike, rounding may leave less
-        return (both / max(self.problem.shape.t, 1)).to(self.lse.dtype)
+        symmetric = (self.total + self.total.mT).clamp_(min=0.0)  # rounding may make it slightly negative
+        return (symmetric / max(self.problem.shape.t, 1)).to(self.lse.dtype)
 
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
-    """½ p·ln(p/m) + ½ q·ln(q/m) with m = ½ (p + q), entry by entry, in nats."""
+    """Return ½ p·ln(p/m) + ½ q·ln(q/m) with m = ½ (p + q) for each entry, in nats."""
     m = (p + q) / 2
-    ground = torch.where(m == 0, 1.0, m)
-    return (torch.special.xlogy(p, p / ground) + torch.special.xlogy(q, q / ground)) / 2
+    divisor = torch.where(m == 0, 1.0, m)
+    return (torch.special.xlogy(p, p / divisor) + torch.special.xlogy(q, q / divisor)) / 2
 
 
 def between(one: tuple[Problem, Tensor], other: tuple[Problem, Tensor]) -> Tensor:
-    """Return the mean Jensen–Shannon divergence head by head, `[b, h]`, of two problems of one shape."""
+    """Return the mean Jensen–Shannon divergence between the same heads of two problems, `[b, h]`.
+
+    Each argument is (problem, log-sum-exp); the problems have the same shape.
+    """
     n, lse = one[0].shape, one[1]
     total = torch.zeros(n.b, n.h, dtype=torch.float64, device=lse.device)
     with torch.no_grad(), scores.exactly(lse.device):
@@ -597,24 +608,24 @@ def between(one: tuple[Problem, Tensor], other: tuple[Problem, Tensor]) -> Tenso
 
 
 def mixed(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
-    """Return share `[b, r, t]` · W `[b, t, s]`, the weights averaged over heads: `[b, r, s]`."""
-    made = share.new_zeros(*share.shape[:2], problem.shape.s)
+    """Return share `[b, r, t]` times the weights averaged over heads, `[b, t, s]`: `[b, r, s]`."""
+    product = share.new_zeros(*share.shape[:2], problem.shape.s)
     with torch.no_grad(), scores.exactly(lse.device):
         for tile in tiles(problem, lse):
-            part = share[:, :, tile.rows]  # a row without a share adds nothing, not even NaN
-            made[:, :, tile.cols] += scores.mix(part, part != 0, tile.weights.mean(1).to(share))
-    return made
+            part = share[:, :, tile.rows]  # where it is 0, weights of NaN add nothing
+            product[:, :, tile.cols] += scores.mix(part, part != 0, tile.weights.mean(1).to(share))
+    return product
 
 
 # -- the weight inside a mask ----------------------------------------------------------------------
 
 
 def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Return the weight of each row inside a mask, and where there are keys in it, both `[b, h, t]`."""
+    """Return each row's sum of weights inside a mask, and which rows have visible keys there: `[b, h, t]`."""
     if mask is None:
         raise TypeError("Expected a mask for mass, got None. Use Full() for the whole weight of a row.")
     both = replace(problem.within(mask), sink=None)
-    # The log-sum-exp is the one of the problem itself, so the same kernel must read both.
+    # Rounding errors of scores and log-sum-exp cancel only if the same kernel computes both.
     fused = kernels.fuses(problem) and kernels.fuses(both, in_place=True)
     if fused and bool(lse.amax() < math.inf):
         return _row_sums(both, lse)
@@ -635,42 +646,47 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
 
 
 def _row_sums(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of each row's weights, and where a row has visible keys, by fused statistics."""
+    """Return the sum of each row's weights, and which rows have visible keys, by fused statistics."""
     found = kernels.statistics(problem, Spec(rows=True), lse).found
     return found["row_sum"].clamp_(max=1.0), found["max_score"] != -math.inf
 
 
 def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return `masses` of the other positions of the query's token, or of those after them; else None.
+    """Return `masses` for the masks of duplicate-token and induction heads by a faster method, else None.
 
-    Sorted by token, the positions of a token are a document, in the order of the text. A kernel that reads
-    documents in place skips all other pairs: at 32,768 tokens of English about a hundredth is computed.
+    The masks are SameToken without the diagonal, and AfterSameToken. After a stable sort by token id, the
+    positions of each token are adjacent and in order, so they can be treated as a document. A kernel skips
+    all pairs in different documents: for 32,768 tokens of English it computes about one score in a hundred.
     """
     assert both.mask is not None
     n, normal = problem.shape, both.mask.normal()
-    ids = [part for part in normal.rest if isinstance(part, SameToken | AfterSameToken)]
-    others = [part for part in normal.rest if part not in ids]
+    token_masks = [part for part in normal.rest if isinstance(part, SameToken | AfterSameToken)]
+    others = [part for part in normal.rest if part not in token_masks]
     plain = normal.band in ((None, None), (None, 0)) and not normal.segments and not normal.lengths
     square = n.t == n.s and isinstance(problem.offset, int) and problem.offset == 0
-    if len(ids) != 1 or not plain or not square or problem.bias is not None or n.t < 2:
+    if len(token_masks) != 1 or not plain or not square or problem.bias is not None or n.t < 2:
         return None
     if not kernels.fuses(problem):
         return None
-    (token,) = ids
-    after = isinstance(token, AfterSameToken)  # the keys one behind, all of them earlier than the query's
-    itself = [
+    (token,) = token_masks
+    after = isinstance(token, AfterSameToken)  # keys one position after an earlier occurrence of the token
+    no_diagonal = [
         part
         for part in others
         if isinstance(part, Not) and isinstance(part.mask, Diagonal) and part.mask.k == 0
     ]
-    if token.ids.shape != (n.s,) or token.queries is not None or others != itself or after == bool(itself):
+    if (
+        token.ids.shape != (n.s,)
+        or token.queries is not None
+        or others != no_diagonal
+        or after == bool(no_diagonal)
+    ):
         return None
     order = token.ids.argsort(stable=True)  # [t]
     total, has_keys = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.bool)  # [b, h, t]
-    for way in (
-        [order] if after or normal.band[1] == 0 else [order, order.flip(0)]
-    ):  # earlier keys, later keys
-        queries, keys = way[1:], way[:-1]  # the last key of a query's row is the position before its own
+    # A query attends to the positions before its own in sorted order; in reversed order these are later keys.
+    for direction in [order] if after or normal.band[1] == 0 else [order, order.flip(0)]:
+        queries, keys = direction[1:], direction[:-1]
         documents = Documents(token.ids[keys], queries=token.ids[queries])
         k = problem.k[:, :, (keys + 1).clamp(max=n.s - 1) if after else keys]  # [b, g, t - 1, d]
         sorted_ = Problem.of(
@@ -686,7 +702,7 @@ def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tens
 
 
 def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
-    """Return the weight inside a mask by row `[b, h, t]`, or the mean of rows with keys there `[b, h]`."""
+    """Return the weight inside a mask, by row `[b, h, t]` or averaged over rows with keys there `[b, h]`."""
     if not isinstance(mean, bool):
         raise TypeError(f"Expected mean to be True or False, got {mean!r}.")
     total, has_keys = masses(problem, lse, mask)
@@ -696,7 +712,7 @@ def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
 
 
 def first_keys(problem: Problem) -> Tensor:
-    """Return the first visible key of each query, `[b, h, t]`; s if there is none. Computes no score."""
+    """Return the first visible key of each query, `[b, h, t]`; s if it has none. No score is computed."""
     n = problem.shape
     first = torch.full((n.b, n.h, n.t), n.s, device=problem.q.device)
     for rows, columns in kernels.blocks(problem):
@@ -710,11 +726,11 @@ def first_keys(problem: Problem) -> Tensor:
     return first
 
 
-# -- by name ---------------------------------------------------------------------------------------
+# -- statistics by name ----------------------------------------------------------------------------
 
 
 class Mass(Reduction):
-    """`mass` as one of several statistics; it computes its own tiles."""
+    """The function `mass` as a reduction. It reads no tiles of the pass."""
 
     def __init__(self, mask: Mask, mean: bool = False) -> None:
         self.mask, self.mean = mask, mean
@@ -743,7 +759,10 @@ BY_NAME: dict[str, type[Reduction]] = {
 
 
 def named(requested: Mapping[str, Any]) -> dict[str, list[Reduction]]:
-    """Return reductions by their names, several for a list of arguments; ValueError for an unknown name."""
+    """Return the requested reductions by name; ValueError for an unknown name.
+
+    `requested` has the arguments of each statistic, or a list of arguments to compute it several times.
+    """
     for name in requested:
         if name not in BY_NAME:
             raise ValueError(f"Expected statistics among {', '.join(BY_NAME)}, got {name!r}.")
@@ -754,19 +773,19 @@ def named(requested: Mapping[str, Any]) -> dict[str, list[Reduction]]:
 
 
 def make(name: str, given: Any) -> Reduction:
-    """Return a reduction by its name, with one argument, a tuple of them, or a dict of them by name."""
+    """Return a reduction by its name. `given` is one argument, a tuple, or a dict of keyword arguments."""
     return BY_NAME[name](**arguments(name, given))
 
 
 def arguments(name: str, given: Any) -> dict[str, Any]:
-    """Return the arguments of a statistic by their names; TypeError where they don't fit."""
-    made = BY_NAME[name]
-    named = given if isinstance(given, dict) else {}
-    plain = () if isinstance(given, dict) else given if isinstance(given, tuple) else (given,)
+    """Return the arguments of a statistic by name; TypeError if they don't match its signature."""
+    statistic = BY_NAME[name]
+    keyword = given if isinstance(given, dict) else {}
+    positional = () if isinstance(given, dict) else given if isinstance(given, tuple) else (given,)
     try:
-        bound = signature(made).bind(*plain, **named)
+        bound = signature(statistic).bind(*positional, **keyword)
     except TypeError as error:
-        takes = ", ".join(signature(made).parameters) or "no arguments"
+        takes = ", ".join(signature(statistic).parameters) or "no arguments"
         raise TypeError(f"Expected arguments of {name} to be {takes}: {error}.") from None
     bound.apply_defaults()
     return bound.arguments
@@ -778,5 +797,5 @@ def _log_weights(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """Σ x·y along the last dimension."""
+    """Return Σ x·y along the last dimension."""
     return (x * y).sum(-1)

@@ -1,8 +1,8 @@
-"""Finds the known bug that explains what a candidate returns, or measures where the difference is.
+"""Find the known bug that explains what a candidate returns, or describe where it differs.
 
-A bug is named if the oracle with that bug returns what the candidate returns, outputs and weights, in every
-way in which it can be called, and again on fresh inputs. Bugs that no input distinguishes are named together.
-Pairs of bugs are searched if no single one explains everything.
+A bug is reported if the oracle with that bug returns the same outputs and weights as the candidate, for
+every kind of input that the candidate supports, and again for fresh inputs. Bugs that no input can tell
+apart are all reported. If no single bug explains everything, pairs of bugs are tried.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from manyheads.checker.encodings import Encoding
 from manyheads.checker.oracle import Attention, Oracle, Outputs, Weights, largest_difference
 from manyheads.shapes import sizes
 
-# Checks whose failure a bug of the family may explain.
+# The names of the checks whose failure a known bug may explain.
 EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "shapes",
              "one query", "empty rows", "large scores", "training and evaluation", "rows sum to one", "cache",
              "grouped heads"}  # fmt: skip
-OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # which large scores show
+OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # bugs that only large scores reveal
 EMPTY_ROWS = ("empty-rows-nan", "empty-rows-uniform", "empty-rows-spoil-others")
 REPEATS = 256  # calls that dropout is averaged over
 UNKNOWN = "no known bug explains it; "
@@ -40,7 +40,7 @@ Bugs = tuple[type[Oracle], ...]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A finding.
+    """A bug that was found, or a difference that no known bug explains.
 
     Attributes:
         mistake: the bug's name, or "" if none fits.
@@ -58,7 +58,7 @@ class Diagnosis:
 
 
 def unexplained(*sentences: str) -> list[Diagnosis]:
-    """Return the diagnosis if no bug fits."""
+    """Return the diagnosis for a difference that no known bug explains."""
     return [Diagnosis("", UNKNOWN + "; ".join(sentences), "", False)]
 
 
@@ -69,7 +69,7 @@ def diagnose(c: Adapter) -> list[Diagnosis]:
     evidence = gather(c, range(200, 203))
     if not evidence:
         return []
-    if any(explains(c, weights, way, evidence) for weights in c.readings for way in c.conventions):
+    if any(explains(c, weights, steps, evidence) for weights in c.readings for steps in c.conventions):
         return find_rare_bugs(c, [()])
     found = search(c, evidence)
     if not found:
@@ -86,33 +86,34 @@ def search(c: Adapter, evidence: list[Evidence]) -> list[tuple[Diagnosis, Bugs]]
     conventions = CONVENTIONS.get(c.oracle, [()])
     fits = list(find_fits(c, evidence, singles, conventions))
     if not fits:
-        # A bug that changes nothing here can't be one of two.
-        matter = [
+        # A bug that changes none of these outputs can't be part of a pair that explains them.
+        relevant = [
             (name, bugs, overridden_steps(bugs, c.oracle))
             for name, bugs in singles
             if matters(c, bugs, evidence)
         ]
         pairs = []
-        for (a, first, steps), (b, second, others) in combinations(matter, 2):
+        for (a, first, steps), (b, second, other_steps) in combinations(relevant, 2):
             if a != b:
                 pairs.append((a + b, first + second))
-                if steps & others:  # then their order matters
+                if steps & other_steps:  # both override the same step, so their order matters
                     pairs.append((b + a, second + first))
         fits = list(find_fits(c, evidence, pairs, list(dict.fromkeys((conventions[0], conventions[-1])))))
     fresh = gather(c, range(300, 302))
-    kept: dict[frozenset[str], tuple[Diagnosis, Bugs]] = {}
+    found: dict[frozenset[str], tuple[Diagnosis, Bugs]] = {}
     for names, bugs, weights in fits:
         error = max((difference(c, weights, bugs, call) for call in fresh), default=math.inf)
-        if error <= c.oracle.tolerance and frozenset(names) not in kept:
+        if error <= c.oracle.tolerance and frozenset(names) not in found:
             description = " and ".join(FAMILY[name].description for name in names)
             fix = "; ".join(dict.fromkeys(FAMILY[name].fix for name in names))
-            kept[frozenset(names)] = (describe_fit(c, names, description, fix, error), bugs)
-    return list(kept.values())
+            found[frozenset(names)] = (describe_fit(c, names, description, fix, error), bugs)
+    return list(found.values())
 
 
 def eligible_bugs(c: Adapter) -> Iterator[Bug]:
     """Yield the bugs that the candidate can have."""
-    excluded = {"masked-and-divided"}  # right but for large scores, or the same as a sink left out
+    # This bug is wrong for large scores only, or returns the same as an omitted sink.
+    excluded = {"masked-and-divided"}
     if isinstance(c, AttentionAdapter):
         excluded |= {"mask-dropped-with-weights"} if c.always_weights else set()
         excluded |= {"scaled-by-heads"} if c.heads == 1 else set()  # the same as unscaled
@@ -121,7 +122,7 @@ def eligible_bugs(c: Adapter) -> Iterator[Bug]:
 
 
 def describe_fit(c: Adapter, names: tuple[str, ...], description: str, fix: str, error: float) -> Diagnosis:
-    """Return the diagnosis of bugs that explain everything."""
+    """Return the diagnosis that reports bugs which explain all evidence."""
     size = ""
     if c.oracle is Attention and any("scale" in name or name == "multiplied" for name in names):
         size = f" (d = {D if c.weights is None else c.weights.head_size})"
@@ -136,9 +137,10 @@ def find_fits(
     trials: Iterable[tuple[tuple[str, ...], Bugs]],
     conventions: list[Bugs],
 ) -> Iterator[tuple[tuple[str, ...], Bugs, Weights | None]]:
-    """Yield (names, bugs with the convention, weights) of the trials that explain everything."""
+    """Yield (names, bugs with the convention, weights) of the trials that explain all evidence."""
     readings = c.readings
-    # Conventions of attention show under a mask only: what doesn't fit without one can be skipped early.
+    # Conventions of attention differ only under a mask. So bugs that don't fit a call without a mask fit with
+    # no convention, and are skipped early.
     plain = next((call for call in evidence if call.scenario.startswith("plain")), None)
     if c.oracle is not Attention or (isinstance(c, AttentionAdapter) and c.always_causal):
         plain = None
@@ -149,19 +151,20 @@ def find_fits(
         for weights in readings:
             if plain is not None and difference(c, weights, bugs, plain) > c.oracle.tolerance:
                 continue
-            fitting = (way + bugs for way in conventions if explains(c, weights, way + bugs, worst_first))
+            with_conventions = (steps + bugs for steps in conventions)
+            fitting = (both for both in with_conventions if explains(c, weights, both, worst_first))
             if (fit := next(fitting, None)) is not None:
                 yield names, fit, weights
                 break
 
 
 def explains(c: Adapter, weights: Weights | None, bugs: Bugs, evidence: list[Evidence]) -> bool:
-    """Return True if the oracle with these bugs returns all that the candidate returned."""
+    """Return True if the oracle with these bugs returns what the candidate returned, in all calls."""
     return all(difference(c, weights, bugs, call) <= c.oracle.tolerance for call in evidence)
 
 
 def difference(c: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> float:
-    """Return how far the oracle with these bugs is from what the candidate returned."""
+    """Return the largest difference between the oracle with these bugs and what the candidate returned."""
     expected = run_oracle(c, weights, bugs, call)
     if expected is None or expected.out.shape != call.outputs.out.shape:
         return math.inf
@@ -172,14 +175,15 @@ def difference(c: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) 
     if got.weights is not None and call.x.need_weights and error <= c.oracle.tolerance:
         if expected.weights is None:
             return math.inf
-        lowest = torch.finfo(got.weights.dtype).min  # the sum of two of these is -inf
+        # Returned scores may be masked by the lowest finite number, or by -inf where two masks are added.
+        lowest = torch.finfo(got.weights.dtype).min
         a, b = (w.masked_fill(w <= lowest, -math.inf) for w in (got.weights, expected.weights))
         error = max(error, c.oracle.difference(a, b))
     return error
 
 
 def run_oracle(c: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> Outputs | None:
-    """Return what the oracle with these bugs returns, or None if the shapes don't allow them."""
+    """Return what the oracle with these bugs returns, or None if these inputs make it fail."""
     try:
         return compose(c.oracle, *bugs)(weights, call.x.query.dtype)(call.exact_x)
     except (RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError, TypeError):
@@ -187,12 +191,12 @@ def run_oracle(c: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) 
 
 
 def matters(c: Adapter, bugs: Bugs, evidence: list[Evidence]) -> bool:
-    """Return True if bugs change what the oracle returns."""
+    """Return True if these bugs change what the oracle returns in some call."""
     weights = c.readings[0]
     for call in evidence:
         got, right = run_oracle(c, weights, bugs, call), c.exact(call.x)
         if got is None or (issubclass(c.oracle, Encoding) and bool(got.out.isnan().any())):
-            continue  # NaN matches anything in an encoding, so it would fit with many others
+            continue  # NaN in an encoding matches anything, so a pair with this bug would fit by accident
         if c.oracle.difference(got.out, right.out) > c.oracle.tolerance:
             return True
         pair = [outputs.weights for outputs in (got, right) if outputs.weights is not None]
@@ -201,11 +205,14 @@ def matters(c: Adapter, bugs: Bugs, evidence: list[Evidence]) -> bool:
     return False
 
 
-# -- bugs that only some situations show -----------------------------------------------------------
+# -- bugs that ordinary inputs don't reveal --------------------------------------------------------
 
 
 def find_dropout(c: Adapter) -> Diagnosis | None:
-    """Return a diagnosis if outputs depend on the seed in evaluation: dropout if their average is right."""
+    """Return a diagnosis if outputs in evaluation mode depend on the seed, else None.
+
+    It is dropout if the average over many seeds is right.
+    """
     x = c.draw(torch.Generator().manual_seed(31), 1, 4)
     outs: list[Tensor] = []
     for seed in range(REPEATS):
@@ -229,7 +236,7 @@ def find_dropout(c: Adapter) -> Diagnosis | None:
 
 
 def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
-    """Return bugs of empty rows and large scores, which ordinary inputs don't show, beside those found."""
+    """Return the bugs that only empty rows or large scores reveal, in addition to the bugs `before`."""
     if not isinstance(c, AttentionAdapter):
         return []
     seeds = (41, 42, 43)
@@ -249,7 +256,8 @@ def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
         evidence = [Evidence(scenario, x, got) for x, got in answers if got is not None]
         if len(evidence) < len(inputs):
             continue
-        # A candidate may compute differently in calls that return weights: skip what is right.
+        # A candidate may take another code path when it returns weights, so some of its calls may be right.
+        # A bug has to explain the wrong ones only.
         evidence = [
             e for e in evidence if min(difference(c, weights, bugs, e) for bugs in before) > tolerance
         ]
@@ -261,11 +269,11 @@ def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
                 found.append(describe_fit(c, (name,), bug.description, bug.fix, error))
                 break
         if scenario == "large" and evidence:
-            break  # it is then wrong under a mask too
+            break  # large scores under a mask would only show the same bug again
     return found
 
 
-# -- no bug fits -----------------------------------------------------------------------------------
+# -- differences that no known bug explains --------------------------------------------------------
 
 
 def is_wrong(c: Adapter, call: Evidence) -> bool:
@@ -274,7 +282,7 @@ def is_wrong(c: Adapter, call: Evidence) -> bool:
 
 
 def locate(c: Adapter, evidence: list[Evidence]) -> list[Diagnosis]:
-    """Describe a difference that no bug explains: in which calls, heads and entries, by which factor."""
+    """Describe a difference that no known bug explains: its size, and which calls, heads and entries."""
     wrong = [call for call in evidence if is_wrong(c, call)]
     if not wrong:
         return []
@@ -282,30 +290,30 @@ def locate(c: Adapter, evidence: list[Evidence]) -> list[Diagnosis]:
     out, right = first.outputs.out, c.exact(first.x)
     if out.shape != right.out.shape:
         return unexplained(f"its output is {sizes(out)}, expected {sizes(right.out)}")
-    said = []
+    parts = []
     wrong_names = {call.scenario for call in wrong}
     if right_names := sorted({call.scenario for call in evidence} - wrong_names):
-        said.append(f"wrong with {', '.join(sorted(wrong_names))}, and right with {', '.join(right_names)}")
+        parts.append(f"wrong with {', '.join(sorted(wrong_names))}, and right with {', '.join(right_names)}")
     if not any(is_wrong(c, replace(call, outputs=Outputs(call.outputs.out))) for call in wrong):
         where = describe_weights(c, first.outputs, right)
-        return unexplained(*said, f"the output is right, and the returned weights are wrong{where}")
-    said += find_simple_relation(c, wrong)
+        return unexplained(*parts, f"the output is right, and the returned weights are wrong{where}")
+    parts += find_simple_relation(c, wrong)
     got, expected = first.outputs.weights, right.weights
     if got is not None and expected is not None and got.shape == expected.shape:
         if c.oracle.difference(got, expected) <= c.oracle.tolerance:
-            said.append("its weights are right, so the bug is in mixing, merging heads or the output")
+            parts.append("its weights are right, so the bug is in mixing, merging heads or the output")
         else:
             where = locate_entries(got, expected, WEIGHT_AXES)
-            said.append(f"its weights are wrong already, so the bug is in scores, mask or softmax{where}")
+            parts.append(f"its weights are wrong already, so the bug is in scores, mask or softmax{where}")
     if is_right_alone(c, wrong):
-        said.append("one sequence alone is right, several together are wrong, so batch entries are mixed up")
-    said += find_wrong_heads(c, wrong)
+        parts.append("one sequence alone is right, several together are wrong, so batch entries are mixed up")
+    parts += find_wrong_heads(c, wrong)
     where = locate_entries(out, right.out, c.oracle.axes[right.out.dim()])
-    return unexplained(*said, f"the output is wrong{where}")
+    return unexplained(*parts, f"the output is wrong{where}")
 
 
 def describe_weights(c: Adapter, outputs: Outputs, right: Outputs) -> str:
-    """Return how returned weights differ: in shape, by a factor, or where."""
+    """Describe how returned weights differ: in their shape, by a factor, or in which entries."""
     got, expected = outputs.weights, right.weights
     if got is None or expected is None:
         return ""
@@ -318,19 +326,19 @@ def describe_weights(c: Adapter, outputs: Outputs, right: Outputs) -> str:
 
 
 def locate_entries(got: Tensor, expected: Tensor, axes: tuple[str, ...]) -> str:
-    """Return in which entries of which axes two tensors differ, if not in all."""
+    """Describe at which indices of which axes two tensors differ, or "throughout"."""
     tolerance = 1e-5 * max(1.0, float(expected.abs().nan_to_num().max()))
     same = torch.isclose(got.to(torch.float64), expected, rtol=1e-4, atol=tolerance, equal_nan=True)
-    said = []
+    parts = []
     for axis, name in enumerate(axes):
         entries = (~same.movedim(axis, 0).flatten(1).all(1)).nonzero().flatten().tolist()
         if 0 < len(entries) <= same.shape[axis] // 2:
-            said.append(f"{name} {', '.join(map(str, entries[:6]))}{', …' if len(entries) > 6 else ''}")
-    return f" in {' and '.join(said)} only" if said else " throughout"
+            parts.append(f"{name} {', '.join(map(str, entries[:6]))}{', …' if len(entries) > 6 else ''}")
+    return f" in {' and '.join(parts)} only" if parts else " throughout"
 
 
 def find_simple_relation(c: Adapter, wrong: list[Evidence]) -> list[str]:
-    """Return a factor, a constant, or a scale of the scores that explains the outputs, to the digit."""
+    """Describe a factor, a constant, or a scale of the scores that fully explains the outputs."""
     outs = [(call.outputs.out.to(torch.float64), c.exact(call.x).out) for call in wrong]
     outs = [(got, right) for got, right in outs if got.shape == right.shape]
     if not all(bool(x.isfinite().all()) for pair in outs for x in pair):
@@ -350,7 +358,7 @@ def find_simple_relation(c: Adapter, wrong: list[Evidence]) -> list[str]:
 
 
 def find_temperature(c: Adapter, wrong: list[Evidence]) -> float | None:
-    """Return the scale of the scores that explains the outputs, if one does, by ternary search."""
+    """Find, by ternary search, a scale of the scores that explains the outputs; None if there is none."""
 
     def error(log: float) -> float:
         scaled = override(scale=lambda _: math.exp(log))
@@ -366,7 +374,7 @@ def find_temperature(c: Adapter, wrong: list[Evidence]) -> float | None:
 
 
 def is_right_alone(c: Adapter, wrong: list[Evidence]) -> bool:
-    """Return True if each sequence is right by itself."""
+    """Return True if the first sequence of each batch is right when it is computed alone."""
     for call in wrong[:2]:
         fields = {n: y[:1] for n, y in call.x.tensors().items() if n not in ("sink", "bias")}
         alone = call.x.but(**fields)
@@ -377,7 +385,7 @@ def is_right_alone(c: Adapter, wrong: list[Evidence]) -> bool:
 
 
 def find_wrong_heads(c: Adapter, wrong: list[Evidence]) -> list[str]:
-    """Return which heads are wrong, if not all, where the output projection can be inverted."""
+    """Describe which heads are wrong, if only some are and the output projection can be inverted."""
     weights = c.weights
     if weights is None or "o" not in weights.weight or weights.heads < 2:
         return []

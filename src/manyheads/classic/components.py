@@ -1,9 +1,9 @@
-"""Presentation 3: single heads that are combined, batch first, `[N, L, D]`.
+"""Textbook presentation 3: single heads, combined by a module; batch first, `[N, L, D]`.
 
 A decoder uses the same modules with a mask: `forward(x, mask=Causal())`.
 
-`attention`, `SelfAttention`, `CrossAttention` and `MultiHeadedAttention` are those of Vaswani et al. 2017
-(arXiv:1706.03762), section 3.2.
+`attention`, `SelfAttention`, `CrossAttention` and `MultiHeadedAttention` follow section 3.2 of Vaswani et al.
+2017 (arXiv:1706.03762).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from manyheads.shapes import kind, sizes, whole
 class PositionalEncoder(nn.Module):
     """Scale embeddings by √d_model and add sinusoidal positions (Vaswani et al. 2017, section 3.5).
 
-    PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i + 1) = cos(the same angle). (In another common
-    version the exponent is twice the *index*, so that each cosine has its own angle. It isn't the paper's.)
+    PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i + 1) = cos(the same angle). A common variant,
+    which differs from the paper, has the exponent 2n/d_model in entry n: there the sine in entry 2i and the
+    cosine in entry 2i + 1 have different angles.
 
     Args:
         d_model: The model size, an even number.
-        max_seq_len: The number of positions in the buffer `pe`, which isn't learned.
+        max_seq_len: The largest number of positions.
 
     Attributes:
-        pe: The encodings `[1, max_seq_len, d_model]`.
+        pe: The encodings `[1, max_seq_len, d_model]`, a buffer that isn't learned.
 
     Raises:
         TypeError: If a size isn't an integer.
@@ -79,7 +80,7 @@ class PositionalEncoder(nn.Module):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> tuple[Tensor, Tensor]:
-    """Return softmax(q kᵀ / √d_k) v of one head, and its weights.
+    """Return the output of one head, softmax(q kᵀ / √d_k) v, and its weights.
 
     Args:
         q: The queries `[N, L, d_k]`.
@@ -116,7 +117,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class CrossAttention(nn.Module):
-    """One head with queries from x, and keys and values from y.
+    """One attention head whose queries are projected from x, and keys and values from y.
 
     Args:
         x_input_dim: The width of x.
@@ -171,7 +172,9 @@ class CrossAttention(nn.Module):
 
 
 class SelfAttention(CrossAttention):
-    """One head over its own input. It ignores order: a permutation of the input permutes the output.
+    """One attention head whose queries, keys and values are projected from the same input.
+
+    Without a mask it ignores order: permuting the input permutes the output in the same way.
 
     Args:
         input_dim: The width of x.
@@ -202,8 +205,8 @@ class MultiHeadedAttention(nn.Module):
     """Several heads whose outputs are concatenated and projected.
 
     Args:
-        attn_modules: `SelfAttention` or `CrossAttention` modules, or others with a `linear_v` of the width of
-            their output.
+        attn_modules: `SelfAttention` or `CrossAttention` modules, or others that have a `linear_v` whose
+            out_features is the width of their output.
         final_output_dim: The width of the output.
 
     Raises:
@@ -222,27 +225,27 @@ class MultiHeadedAttention(nn.Module):
         self.linear = nn.Linear(sum(widths), final_output_dim)
 
     def forward(self, *inputs: Tensor, mask: Mask | None = None) -> Tensor:
-        """Return the output `[N, L, final_output_dim]`; the modules raise the errors of their `forward`.
+        """Call every module, concatenate the outputs and project them. Errors are those of the modules.
 
         Args:
             *inputs: The inputs of each module: x `[N, L, …]`, or x and y.
             mask: A mask of manyheads.
 
         Returns:
-            The output.
+            The output `[N, L, final_output_dim]`.
         """
-        named = {} if mask is None else {"mask": mask}
-        return self.linear(torch.cat([head(*inputs, **named) for head in self.module_list], -1))
+        options = {} if mask is None else {"mask": mask}
+        return self.linear(torch.cat([head(*inputs, **options) for head in self.module_list], -1))
 
     def attend(self, *inputs: Tensor, mask: Mask | None = None) -> tuple[Tensor, list[AttentionMap]]:
         """Return the output and the map `[N, 1, L, S]` of each module. Arguments are those of `forward`."""
-        named = {} if mask is None else {"mask": mask}
-        pairs = [head.attend(*inputs, **named) for head in self.module_list]  # type: ignore[operator]
+        options = {} if mask is None else {"mask": mask}
+        pairs = [head.attend(*inputs, **options) for head in self.module_list]  # type: ignore[operator]
         return self.linear(torch.cat([out for out, _ in pairs], -1)), [amap for _, amap in pairs]
 
 
 def _width(head: object) -> int:
-    """Return the width of a head's output."""
+    """Return the width of a head's output, or raise TypeError if it has no `linear_v`."""
     width = getattr(getattr(head, "linear_v", None), "out_features", None)
     if not isinstance(head, nn.Module) or not isinstance(width, int):
         raise TypeError(

@@ -1,27 +1,27 @@
-"""The kernels: an ordered tuple, the rules that choose from it, and the table that explains them.
+"""The kernels: their order, the choice of a kernel for a problem, and the table that explains the choice.
 
 All other modules call kernels through this one: `run`, `statistics`, `tile`. A kernel is a module with
 
-    NAME        its name in `kernel=`
-    GIVES_LSE   True if it gives the log-sum-exp together with the output
-    SHIELDS     True if NaN and Inf in a masked key can't change anything
-    refuse(p)   the reasons why it doesn't support a problem; empty if it does
-    run(p)      output `[b, h, t, w]`, and log-sum-exp `[b, h, t]` or None
+    NAME        the value of `kernel=` that selects it
+    GIVES_LSE   True if it returns the log-sum-exp together with the output
+    SHIELDS     True if NaN and Inf in masked keys and values can't change any output or gradient
+    refuse(p)   the reasons why it doesn't support the problem p; empty if it does
+    run(p)      the output `[b, h, t, w]`, and the log-sum-exp `[b, h, t]` or None
 
 and optionally
 
-    defers(p)   why another kernel is faster for a problem that it supports
-    built()     the build that runs on this machine, or why there is none
-    FUSES       True if `run(p, spec)` also gives fused statistics
+    defers(p)   the reasons why another kernel is faster for p, although it supports p
+    built()     which compiled build runs on this machine, or why none does
+    FUSES       True if `run(p, spec)` also returns fused statistics
     plan(p)     a function of q, k and v that computes every problem of p's layout, or None (see `plans`)
 
-`native` and `chunked`, by which maps read scores (see `reader`), also have
+`native` and `chunked`, which compute the scores of attention maps (see `reader`), also have
 
     statistics(p, spec, lse)  the log-sum-exp and fused statistics, without the output
-    tile(p, …)                the scores of a tile, summed as the log-sum-exp sums them
+    tile(p, …)                the scores of a tile, summed in the same order as for the log-sum-exp
 
-`kernel="auto"` takes the first in order that neither refuses nor defers; a kernel given by name raises all
-its reasons, and never falls back to another.
+`kernel="auto"` uses the first kernel in order that neither refuses nor defers. If a kernel is given by name
+and refuses, an error lists all its reasons; no other kernel is used instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check(name: str) -> str:
 
 def load(name: str) -> Any:
     """Return the kernel of this name."""
-    # Imported when first used, in a form that torch.compile can trace.
+    # A kernel is imported when it is first used, by statements that torch.compile can trace.
     if name == "native":
         from manyheads.kernels import native
 
@@ -74,12 +74,12 @@ def load(name: str) -> Any:
 
 
 def verdicts(problem: Problem) -> dict[str, list[str]]:
-    """Return each kernel, in order, and its reasons to refuse (none: it can)."""
+    """Return the names of all kernels, in order, with their reasons to refuse (none if supported)."""
     return {name: load(name).refuse(problem) for name in ORDER}
 
 
 def choose(problem: Problem, kernel: str = "auto") -> Any:
-    """Return the kernel for a problem; ValueError with all reasons if the named one doesn't support it."""
+    """Return the kernel for a problem; raise ValueError if a kernel given by name doesn't support it."""
     if kernel != "auto":
         chosen = load(kernel)
         reasons = chosen.refuse(problem)
@@ -97,16 +97,16 @@ def choose(problem: Problem, kernel: str = "auto") -> Any:
 
 
 def deferred(kernel: Any, problem: Problem) -> list[str]:
-    """Return why `auto` passes over a kernel that could compute a problem."""
+    """Return why `auto` doesn't use a kernel that supports the problem."""
     return kernel.defers(problem) if hasattr(kernel, "defers") else []
 
 
 def reader(problem: Problem) -> Any:
-    """Return the kernel by which a map of this problem reads scores.
+    """Return the kernel that computes the scores of a map of this problem.
 
-    A weight is exp(score − lse), in which an error that both share cancels. Scores of 10^6 have errors of
-    0.1, so scores are summed in the order in which the log-sum-exp was: both by `native` where it supports
-    the problem, else both by `chunked`.
+    A weight is exp(score − lse). Scores of 10^6 have rounding errors of 0.1, which cancel only if the score
+    and the log-sum-exp have the same ones. So both are summed in the same order: by `native` if it supports
+    the problem, else by `chunked`.
     """
     native = load("native")
     return native if native.reads(problem) else load("chunked")
@@ -121,25 +121,25 @@ class Result(NamedTuple):
     found: Found | None = None  # fused statistics
 
     def lse_of_map(self, problem: Problem) -> Tensor | None:
-        """Return the log-sum-exp if it belongs to the scores that a map reads (see `reader`)."""
+        """Return the log-sum-exp if the kernel that a map uses computed it (see `reader`), else None."""
         native = load("native")
         return self.lse if native.reads(problem) == (self.kernel == native.NAME) else None
 
 
 class Statistics(NamedTuple):
-    """What a map needs beside q and k."""
+    """The log-sum-exp and the fused statistics of a problem."""
 
     lse: Tensor  # [b, h, t]
     found: Found  # fused statistics, empty if none were computed
 
 
 def statistics(problem: Problem, spec: Spec | None = None, lse: Tensor | None = None) -> Statistics:
-    """Return the log-sum-exp `[b, h, t]` by which maps read weights, and fused statistics of the weights.
+    """Return the log-sum-exp `[b, h, t]` that maps need, and fused statistics of the weights.
 
     Args:
-        problem: The problem; its values aren't read.
-        spec: Which fused statistics to compute, in the same pass; only where `fuses`.
-        lse: The log-sum-exp if it is known, finite or −inf.
+        problem: The problem; v isn't used.
+        spec: Which fused statistics to compute in the same pass; only if `fuses` returns True.
+        lse: The log-sum-exp if it is known already; each entry is finite or −inf.
 
     Returns:
         The log-sum-exp, and the fused statistics by name (see `fused.Found`), empty without a spec.
@@ -148,9 +148,9 @@ def statistics(problem: Problem, spec: Spec | None = None, lse: Tensor | None = 
 
 
 def fuses(problem: Problem, in_place: bool = False) -> bool:
-    """Return True if a kernel computes fused statistics of a problem, faster than tiles.
+    """Return True if a kernel computes fused statistics of a problem, which is faster than tiles.
 
-    in_place: only if it reads the mask and the bias without making a tensor of them.
+    If in_place is True, return True only if it needs no dense tensor of the mask and the bias.
     """
     return bool(load("native").fuses(problem, in_place))
 
@@ -158,14 +158,14 @@ def fuses(problem: Problem, in_place: bool = False) -> bool:
 def tile(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
-    """Return the scores of a tile, `[b, h, r, c]`, summed as the log-sum-exp sums them; −inf where masked."""
+    """Return the scores of a tile, `[b, h, r, c]`, as the log-sum-exp sums them; −inf where masked."""
     return reader(problem).tile(problem, rows, cols, batch, heads)
 
 
 def blocks(problem: Problem, first: int = 0) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield blocks of rows from the one with row `first` on, each with its blocks of visible columns.
+    """Yield blocks of rows with their blocks of visible columns, starting with the one that has row `first`.
 
-    They are the blocks in which `chunked` sums the log-sum-exp, so that its scores have the same bits.
+    `chunked` sums the log-sum-exp in the same blocks, so that scores have the same bits.
     """
     return load("chunked").blocks(problem, first)
 
@@ -173,21 +173,22 @@ def blocks(problem: Problem, first: int = 0) -> Iterator[tuple[slice, list[slice
 def run(problem: Problem, kernel: str = "auto", spec: Spec | None = None) -> Result:
     """Compute the output `[b, h, t, w]` and, if the kernel gives it, the log-sum-exp `[b, h, t]`.
 
-    A kernel that FUSES also computes the fused statistics of a spec, unless that is faster afterwards.
+    A kernel with FUSES also computes the fused statistics of `spec`, unless computing them later is faster.
 
-    In eager mode on the CPU, kernels that don't shield are checked: if q, k, v or the output isn't finite,
-    "auto" takes `chunked`, and under a mask a kernel given by name raises. For a gradient of scores that may
-    be larger than `LARGE`, "auto" takes a kernel that sums them again in the same order.
+    In eager mode on the CPU, kernels without SHIELDS are checked. If q, k, v or the output isn't finite,
+    "auto" uses `chunked`, and a kernel given by name raises ValueError if there is a mask or a bias. If a
+    gradient is wanted and scores may be larger than `LARGE`, "auto" uses a kernel whose backward pass sums
+    scores in the same order as its forward pass.
 
-    The output alone isn't enough: PyTorch's CPU kernel may skip a masked NaN forward and read it backward,
-    and gives zeros for NaN among a few keys. Nor are the inputs: masked numbers may be so large that their
-    products overflow.
+    Checking the output alone isn't enough: PyTorch's CPU kernel may skip a masked NaN in the forward pass but
+    use it in the backward pass, and returns zeros for NaN among a few keys. Checking the inputs alone isn't
+    enough either: masked numbers may be so large that their products overflow.
     """
     return compute(problem, choose(problem, kernel), kernel, spec)
 
 
 def compute(problem: Problem, chosen: Any, kernel: str, spec: Spec | None = None) -> Result:
-    """`run` by the kernel that was chosen for a problem; kernel: the name by which it was chosen."""
+    """Compute a problem as `run` does. `chosen` is the kernel, `kernel` the name that it was chosen by."""
     is_checked = not chosen.SHIELDS and problem.q.device.type == "cpu" and can_read(problem.q)
     with exactly(problem.q.device):
         if spec is not None and hasattr(chosen, "FUSES"):
@@ -212,12 +213,12 @@ def compute(problem: Problem, chosen: Any, kernel: str, spec: Spec | None = None
         )
 
 
-# Scores above which the rounding of PyTorch's gradient is larger than that of the numbers it is stored in.
+# For larger scores, the rounding errors of PyTorch's gradient exceed the precision of the dtype.
 LARGE = {torch.float32: 2.0**10, torch.bfloat16: 2.0**14, torch.float16: 2.0**14, torch.float64: 2.0**38}
 
 
 def _may_be_large(problem: Problem) -> bool:
-    """Return True if a gradient is wanted of scores that may exceed `LARGE`, bounded by |scale|·Σ|q||k|."""
+    """Return True if a gradient is wanted and |scale|·d·max|q|·max|k|, a bound of scores, exceeds `LARGE`."""
     if not problem.wants_gradient():
         return False
     q, k = (_largest(x.detach()) for x in (problem.q, problem.k))
@@ -225,13 +226,13 @@ def _may_be_large(problem: Problem) -> bool:
 
 
 def _largest(x: Tensor) -> float:
-    """Return the largest magnitude, NaN if there is a NaN."""
-    low, high = x.aminmax()  # a norm of order inf takes 4 to 30 times as long
+    """Return the largest magnitude, or NaN if an entry is NaN."""
+    low, high = x.aminmax()  # 4 to 30 times as fast as a norm of order inf
     return max(-float(low), float(high))
 
 
 def processor() -> str:
-    """Return the processor's name, if the system has it."""
+    """Return the processor's name, or its architecture if the system doesn't tell the name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -240,7 +241,7 @@ def processor() -> str:
 
 
 def machine() -> str:
-    """Return what this machine has, as text: its devices, and each kernel with what it is."""
+    """Return a text that lists the devices of this machine, and each kernel with its description."""
     devices = [f"cpu ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"]
     devices += [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
     lines = [f"torch {torch.__version__} on {', '.join(devices)}", 'kernel="auto" takes the first that can:']
@@ -254,7 +255,7 @@ def machine() -> str:
 
 
 def table(problem: Problem) -> str:
-    """Return the verdicts as text: each kernel with yes or all its reasons, and what a map costs there."""
+    """Return the choice as text: for each kernel the reasons to refuse, or yes and the cost of a map."""
     chosen = choose(problem).NAME
     n = problem.shape
     lines = [
@@ -275,12 +276,13 @@ def table(problem: Problem) -> str:
 
 
 def _gives_lse_of_map(kernel: Any, problem: Problem) -> bool:
-    """Return True if a kernel gives the log-sum-exp by which a map reads weights."""
+    """Return True if a kernel returns the log-sum-exp that a map needs."""
     gives = kernel.gives_lse(problem) if hasattr(kernel, "gives_lse") else kernel.GIVES_LSE
     return gives and load("native").reads(problem) == (kernel.NAME == "native")
 
 
 def _leaks(problem: Problem) -> str:
+    """Describe how a kernel without SHIELDS is kept from leaking masked NaN and Inf."""
     if problem.q.device.type == "cpu":
         return "NaN, Inf and huge scores are looked for (not while compiling)"
     return "NaN and Inf in a masked key are kept out only where no query may see it"

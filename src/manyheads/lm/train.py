@@ -1,10 +1,11 @@
-"""Training of the language model, in a run that can be killed at any moment and resumed.
+"""Train the language model, in a run that can be interrupted at any moment and resumed.
 
-AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with warm-up and a cosine schedule. A step is a pure
-function of the seed, the step and the state before it: batch and dropout are drawn from (seed, step). On one
-machine's CPU a resumed run therefore ends with the same bits as one that was never interrupted.
+The optimizer is AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with warm-up and a cosine schedule. Each
+step is a pure function of the seed, the step number and the state before it: the random numbers of the batch
+and of dropout are seeded by (seed, step). So on the CPU of one machine, a resumed run ends with the same bits
+as one that was never interrupted.
 
-The folder of a run is described in `checkpoint`. It also has TensorBoard's files if that is installed.
+`checkpoint` describes the files of a run's folder. TensorBoard's files are added if it is installed.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from tokenizers import Tokenizer
 
-EVALUATION_ROWS = 8  # windows that are evaluated at once
-TOKENIZER_TEXT = 2**26  # bytes: from longer texts the tokenizer reads passages at equal intervals
-SMALLEST_VOCAB = 257  # all bytes and the end of a text
-LARGEST_VOCAB = 2**20  # the tokenizers library aborts the process for sizes that don't fit into memory
+EVALUATION_ROWS = 8  # windows in a batch of an evaluation
+TOKENIZER_TEXT = 2**26  # bytes that the tokenizer is trained on; of longer texts, every n-th document
+SMALLEST_VOCAB = 257  # the 256 bytes and the end-of-text token
+LARGEST_VOCAB = 2**20  # for sizes that don't fit into memory, the tokenizers library aborts the process
 MOST_STEPS = 10**9
-# The names of options in runs of earlier versions.
+# The names that options had in earlier versions, and their names now.
 RENAMED = {"rows": "batch_size", "rate": "learning_rate", "vocab": "vocab_size"}
 
 
@@ -54,25 +55,25 @@ class Options:
 
     Attributes:
         steps: The number of updates, at most 10^9.
-        context: The longest sequence, in tokens.
+        context: The longest sequence that the model is trained on, in tokens.
         seed: The random seed of weights, batches and dropout.
         device: The device, as PyTorch names it.
         layers: The number of layers.
         heads: The number of heads.
         embed: The model size.
         hidden: The width of the feed-forward layers, 7/3 of embed if None.
-        batch_size: The sequences of a batch.
-        repeated: How many of them are repeated random tokens, from which heads learn to copy.
-        vocab_size: The largest number of tokens, from 257 to 2^20. A short text may have fewer.
+        batch_size: The number of sequences in a batch.
+        repeated: How many of them are a random sequence that is repeated, from which heads learn to copy.
+        vocab_size: The largest size of the vocabulary, from 257 to 2^20. A short text may give fewer tokens.
         learning_rate: The highest learning rate, at most 1.
-        schedule_steps: The steps of the schedule of the learning rate and of the sequence length, all if
-            None. After them the rate is constant.
+        schedule_steps: The number of steps in which learning rate and sequence length follow their schedules,
+            `steps` if None. After them both are constant.
         decay: The weight decay of matrices, at most 1 / learning_rate.
-        dropout: The dropout probability of embeddings and of what a layer adds.
-        clip: The largest norm of the gradient.
-        log_every: The steps between two lines of the log.
-        evaluate_every: The steps between two evaluations on held-out text.
-        save_every: The steps between two checkpoints.
+        dropout: The dropout probability of embeddings and of what a layer adds to the residual stream.
+        clip: The norm to which larger gradients are scaled down.
+        log_every: The number of steps between two lines of the log.
+        evaluate_every: The number of steps between two evaluations on held-out text.
+        save_every: The number of steps between two checkpoints.
 
     Raises:
         TypeError: If an option has another type.
@@ -118,7 +119,7 @@ class Options:
         check_device(self.device)
         real(self.learning_rate, "learning_rate", lambda x: 0 < x <= 1, "a positive number of at most 1")
         real(self.clip, "clip", lambda x: 0 < x < math.inf, "a positive number")
-        # AdamW multiplies the weights by 1 - rate * decay, which beyond 1 would change their signs.
+        # AdamW multiplies the weights by 1 - rate * decay, which must not be negative.
         largest = 1 / self.learning_rate
         real(self.decay, "decay", lambda x: 0 <= x <= largest and x < math.inf, f"between 0 and {largest:g}")
         real(self.dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
@@ -127,7 +128,7 @@ class Options:
         """Return the sizes of the model.
 
         Args:
-            vocab: The number of tokens of the tokenizer.
+            vocab: The size of the tokenizer's vocabulary.
 
         Returns:
             The sizes.
@@ -144,12 +145,12 @@ class Options:
         """Check that the device has enough memory to train the model.
 
         Args:
-            vocab: The number of tokens of the tokenizer.
+            vocab: The size of the tokenizer's vocabulary.
 
         Raises:
-            ValueError: If it has less than weights, gradients, optimizer and logits need.
+            ValueError: If weights, gradients, optimizer and logits need more than the device has.
         """
-        # Weights, gradients and two moments; the logits and their gradients. All of it in float32.
+        # In float32: weights, gradients and AdamW's two moments; and the logits and their gradients.
         needed = 16 * self.config(vocab).parameter_count + 8 * self.batch_size * self.context * vocab
         available = total_memory(self.device)
         if needed > available:
@@ -159,16 +160,16 @@ class Options:
             )
 
     def cut_at(self, step: int) -> int:
-        """Return into how many parts sequences are cut at a step: 8 in the first quarter, then 4, 2, 1.
+        """Return how many parts each sequence is cut into at a step: 8 in the first quarter, then 4, 2, 1.
 
-        Training starts with short sequences (Li et al. 2022, arXiv:2108.06084), of as many tokens in all:
-        among fewer tokens heads sooner learn which ones to attend to.
+        Training starts with short sequences (Li et al. 2022, arXiv:2108.06084), because heads learn sooner
+        which tokens to attend to if there are fewer. A batch always has the same number of tokens.
         """
         cut = (8, 4, 2, 1)[min(3, 4 * step // (self.schedule_steps or self.steps))]
         return cut if self.context % cut == 0 and self.context // cut >= 32 else 1
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of a step: a linear warm-up, then a cosine down to a twentieth."""
+        """Return the learning rate of a step: linear warm-up, then cosine decay to 5% of the maximum."""
         steps = self.schedule_steps or self.steps
         warm = max(1, min(100, steps // 10))
         if step < warm:
@@ -198,9 +199,9 @@ def check_device(name: str) -> None:
 def autocast_dtype(device: str) -> torch.dtype | None:
     """Return bfloat16 if the device has instructions for it (a GPU; AMX or AVX-512 BF16), else None.
 
-    A measured choice could differ between two runs of one seed. On one core with AMX the shipped model trains
-    on sequences of 512 tokens at 6,900 tokens/s in bfloat16 and 5,200 in float32 (medians of five, by CPU
-    time).
+    The choice isn't made by timing, because then two runs with the same seed could differ. On one core with
+    AMX, the shipped model trains on sequences of 512 tokens at 6,900 tokens/s in bfloat16 and 5,200 in
+    float32 (medians of five measurements of CPU time).
     """
     kind, capabilities = torch.device(device).type, torch.cpu.get_capabilities()
     if kind == "cuda":
@@ -211,12 +212,15 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 class Run:
-    """A training run in a folder."""
+    """A training run: its folder, options, tokenizer, model and optimizer.
+
+    `facts` describe the text: checksums and the numbers of documents, bytes and tokens.
+    """
 
     def __init__(self, out: Path, options: Options, tokenizer: Tokenizer, facts: Mapping[str, Any]):
         self.out, self.options, self.tokenizer, self.facts = out, options, tokenizer, facts
-        self.step = 0  # finished steps
-        self.seconds = 0.0
+        self.step = 0  # the number of finished steps
+        self.seconds = 0.0  # the training time so far
         config = options.config(tokenizer.get_vocab_size())
         torch.manual_seed(options.seed)
         self.model = LanguageModel(config, options.dropout).to(options.device).train()
@@ -240,7 +244,7 @@ class Run:
 
     @classmethod
     def resume(cls, out: Path, given: Mapping[str, Any], paths: Sequence[Path]) -> Run:
-        """Resume a run. Options in `given` must equal those of the run, except `steps`."""
+        """Resume a run. Options in `given` must equal those that it was started with, except `steps`."""
         checkpoint.settle(out)
         checkpoint.check_complete(out)
         options, facts, step, seconds, digests = _read_state(out / "state.json")
@@ -266,7 +270,7 @@ class Run:
         run = cls(out, options, tokenizer, facts)
         run.step, run.seconds = step, seconds
         run.restore()
-        checkpoint.check_digests(out, digests)  # last, as the checks before it find what is wrong with a file
+        checkpoint.check_digests(out, digests)  # last, because the other checks give more specific errors
         lines = run.read_log()
         checkpoint.write(out / LOG, "".join(lines).encode())
         if options.schedule_steps is not None and step < options.steps:
@@ -287,12 +291,12 @@ class Run:
         return data.read_tokens(self.out / HELD_OUT)
 
     def save(self) -> None:
-        """Replace the checkpoint."""
+        """Write a checkpoint that replaces the last one."""
         with checkpoint.writing(self.out) as part:
             self.write(part)
 
     def write(self, part: Path) -> None:
-        """Write the files of a checkpoint into the folder `part`."""
+        """Write the files of a checkpoint into `part`, a temporary folder."""
         moments = {
             f"{name}/{key}": value
             for name, parameter in self.model.named_parameters()
@@ -319,7 +323,7 @@ class Run:
             for key, tensor in (("step", step), ("exp_avg", parameter), ("exp_avg_sq", parameter))
         }
         moments = checkpoint.read_tensors(path, wanted if self.step else {}, config)
-        if not moments:  # at step 0
+        if not moments:  # the checkpoint is that of step 0
             return
         if any(moments[f"{name}/step"] != self.step for name in named):
             raise ValueError(
@@ -329,17 +333,17 @@ class Run:
         state = {
             index: {key: moments[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
             for index, name in enumerate(sorted(named, key=lambda name: named[name].dim() < 2))
-        }  # in the order of the groups: matrices first
+        }  # parameters are numbered in the order of the optimizer's groups: matrices first
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
 
     def read_log(self) -> list[str]:
-        """Return the lines of the log up to the checkpoint, without an incomplete last one.
+        """Return the lines of the log up to the checkpoint, without an incomplete last line.
 
         Returns:
             The lines.
 
         Raises:
-            ValueError: If a line isn't of a log.
+            ValueError: If a line isn't valid.
         """
         log = self.out / LOG
         try:
@@ -352,7 +356,7 @@ class Run:
             ) from None
 
     def advance(self) -> tuple[float, float]:
-        """Train for a step; return the loss in nats per token and the gradient norm before clipping."""
+        """Train for one step; return the loss in nats per token and the gradient norm before clipping."""
         options, cut = self.options, self.options.cut_at(self.step)
         ids, targets = data.batch(
             self.training,
@@ -384,24 +388,25 @@ class Run:
         return torch.autocast(kind, self.dtype or torch.bfloat16, enabled=self.dtype is not None)
 
     def bits_per_byte(self, loss: float) -> float:
-        """Convert nats per held-out token to bits per byte of held-out text."""
+        """Convert a loss in nats per held-out token to bits per byte of the held-out text."""
         facts = self.facts[HELD_OUT]
         return loss / math.log(2) * (facts["tokens"] - 1) / facts["bytes"]
 
 
 @torch.no_grad()
 def held_out_loss(model: LanguageModel, ids: data.Tokens, most: int | None = None) -> float:
-    """Return the mean loss in nats per token, in windows of the model's context.
+    """Return the mean loss in nats per token, evaluated in windows as long as the model's context.
 
     Args:
         model: The model.
-        ids: The text, ids `[n]`. Every token but the first is predicted from earlier ones in its window.
-        most: The largest number of windows, which are spread evenly over the text; all if None.
+        ids: The token ids of the text, `[n]`. Every token but the first is predicted from the earlier tokens
+            in its window.
+        most: The largest number of windows, which are spread evenly over the text; None for all.
 
     Returns:
         The loss.
     """
-    was = model.training
+    was_training = model.training
     model.eval()
     context = model.config.context
     starts = list(range(0, len(ids) - 1, context))
@@ -419,7 +424,7 @@ def held_out_loss(model: LanguageModel, ids: data.Tokens, most: int | None = Non
         targets = rows[:, 1:].flatten()  # [b·t]
         total += float(F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum"))
         count += targets.numel()
-    model.train(was)
+    model.train(was_training)
     return total / count
 
 
@@ -436,8 +441,8 @@ def train(
 
     Args:
         out: The folder of the run.
-        given: Fields of `Options`.
-        paths: Text files, or folders of them. Without them the text is Python's own documentation.
+        given: The options, as fields of `Options`.
+        paths: Text files, or folders of them. If there are none, the text is Python's own documentation.
         resume: Continue the run in `out`.
 
     Returns:
@@ -446,7 +451,7 @@ def train(
     Raises:
         ValueError: If an option, the text or the run in the folder is invalid.
         TypeError: If an option has another type.
-        OSError: If the folder is occupied, or a file can't be read or written.
+        OSError: If the folder already has a run, or a file can't be read or written.
     """
     out, given = Path(out), _renamed(given or {})
     with torch.random.fork_rng():
@@ -462,7 +467,8 @@ def train(
             raise NotADirectoryError(f"Expected a folder for --out, got {out}, which is a file.")
         checkpoint.check_vacant(out)
         files = data.TextFiles(paths) if paths else None
-        if files is not None and 2 * files.size <= options.context:  # a byte and an END each, at most
+        # There are at most a token for each byte and an END for each document, which has a byte at least.
+        if files is not None and 2 * files.size <= options.context:
             raise ValueError(_too_short(f"{2 * files.size:,} or fewer", TRAINING, options))
         size = files.size if files is not None else options.vocab_size
         options.check_memory(min(options.vocab_size, SMALLEST_VOCAB + size))
@@ -474,6 +480,7 @@ def train(
 
 
 def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields under the present names of the options."""
     return {RENAMED.get(name, name): value for name, value in fields.items()}
 
 
@@ -485,9 +492,9 @@ def _too_short(tokens: str, name: str, options: Options) -> str:
 
 
 def _read_state(path: Path) -> tuple[Options, dict[str, Any], int, float, dict[str, str]]:
-    """Return (options, facts, step, seconds, checksums of the other files) of a state file.
+    """Return (options, facts, step, seconds, checksums of the other files) from a state file.
 
-    Earlier versions have checksums of the token files only.
+    State files of earlier versions have checksums of the token files only.
     """
     state = checkpoint.read_json(path)
     try:
@@ -506,13 +513,13 @@ def _read_state(path: Path) -> tuple[Options, dict[str, Any], int, float, dict[s
         raise ValueError(f"{path} is damaged: it has no {error}. {RESTORE}") from None
     except ValueError as error:
         raise ValueError(f"{path} can't be resumed from: {error} {RESTORE}") from None
-    except (TypeError, AttributeError, OverflowError):  # a value of another type than was written
+    except (TypeError, AttributeError, OverflowError):  # a value has an unexpected type
         raise ValueError(f"{path} is damaged. {RESTORE}") from None
     return options, facts, step, seconds, digests
 
 
 def _continued(out: Path, options: Options, step: int, steps: int) -> Options:
-    """Return the options of a run that is resumed up to `steps` steps, on the same schedule."""
+    """Return the options of a run that is resumed until step `steps` with its schedules unchanged."""
     whole(steps, "steps", 1)
     if steps == options.steps:
         return options
@@ -527,7 +534,7 @@ def _continued(out: Path, options: Options, step: int, steps: int) -> Options:
 def _prepare_text(
     part: Path, options: Options, files: data.TextFiles | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Train the tokenizer and write the token files into the folder `part`; return (tokenizer, facts)."""
+    """Train the tokenizer and write the token files into `part`; return (tokenizer, facts of the text)."""
     with _stages(files) as stage:
         stage("reading the text", 3)
         documents: Iterable[data.Document] = data.python_documents() if files is None else files
@@ -542,15 +549,15 @@ def _prepare_text(
         tokenizer = data.train_tokenizer(islice(training, 0, None, every), options.vocab_size)
         stage("encoding the text")
         with ExitStack() as stack:
-            sides = {}
+            writers = {}
             for name in (TRAINING, HELD_OUT):
                 file = data.token_file(part / name, data.token_dtype(tokenizer))
-                sides[name] = stack.enter_context(file)
-                sides[name](np.array([data.END_ID]))
+                writers[name] = stack.enter_context(file)
+                writers[name](np.array([data.END_ID]))
                 facts[name] = {"documents": 0, "bytes": 0, "tokens": 1}
             for place, (document, ids) in enumerate(data.encoded(tokenizer, documents)):
                 name = HELD_OUT if place in held_out else TRAINING
-                sides[name](ids)
+                writers[name](ids)
                 facts[name]["documents"] += 1
                 facts[name]["bytes"] += len(document.text.encode())
                 facts[name]["tokens"] += len(ids)
@@ -563,7 +570,7 @@ def _prepare_text(
 
 @contextmanager
 def _stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
-    """Show a progress bar; yield a function of the name of a stage and how often it reads the files."""
+    """Show a progress bar; yield stage(name, passes), which starts a stage of `passes` over the files."""
     from rich.progress import Progress
 
     console = _console()
@@ -581,20 +588,20 @@ def _stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
 
 
 def _console() -> Console:
-    """Return a console on standard error that prints text as it is."""
+    """Return a console for standard error that prints text without markup."""
     from rich.console import Console
 
     return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 
 def _loop(run: Run) -> None:
-    """Train up to the last step, with a progress bar, the log and checkpoints."""
+    """Train until the last step; show progress, and write the log and checkpoints."""
     from rich.progress import Progress
 
     options, first, before = run.options, run.step, run.seconds
     per_step = options.batch_size * options.context
     console = _console()
-    # A single letter is a prompt that fits into any context.
+    # The suggested prompt is a single letter, because that fits into any context.
     advice = f"try it with: manyheads generate A --model {shlex.quote(str(run.out))}"
     if run.step >= options.steps:
         console.print(
@@ -643,7 +650,10 @@ def _loop(run: Run) -> None:
 
 @contextmanager
 def _stop_requests() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set, so that the step is finished; a second signal raises."""
+    """Yield an event that SIGINT and SIGTERM set, so that the current step can finish.
+
+    A second signal raises KeyboardInterrupt at once.
+    """
     requested = threading.Event()
 
     def request(number: int, frame: object) -> None:
@@ -652,7 +662,7 @@ def _stop_requests() -> Iterator[threading.Event]:
         requested.set()
 
     signals = (signal.SIGINT, signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread():  # which alone can set handlers
+    if threading.current_thread() is not threading.main_thread():  # other threads can't set handlers
         yield requested
         return
     before = [signal.signal(number, request) for number in signals]

@@ -1,4 +1,4 @@
-"""The masks that are composed: bands, padding, documents, tokens, tensors and functions."""
+"""The elementary masks, to be composed: bands, prefixes, padding, documents, tokens, tensors, functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from manyheads.masks.algebra import (
 from manyheads.shapes import Shape, kind, sizes, whole
 from manyheads.trees import bound, number
 
-# -- geometry --------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,7 +53,7 @@ class Full(Mask):
 
 
 class Band(Mask):
-    """A mask low ≤ j − i ≤ high: the base of Causal, Window and Diagonal."""
+    """A mask with bounds low ≤ j − i ≤ high: the base class of Causal, Window and Diagonal."""
 
     def band(self) -> tuple[int, int]:
         """Return low and high, ±FAR where there is no bound."""
@@ -98,9 +98,9 @@ class Causal(Band):
 class Window(Band):
     """A query attends to its own key, `left` keys before it and `right` keys after it.
 
-    An omitted side is unbounded: `Window(left=255, right=0)` is a causal window of 256 keys. Local
-    attention: Child et al. 2019 (arXiv:1904.10509), Beltagy et al. 2020 (arXiv:2004.05150). TypeError or
-    ValueError for a side that isn't a number of keys.
+    An omitted side is unbounded: `Window(left=255, right=0)` is a causal window of 256 keys. This is local
+    attention (Child et al. 2019, arXiv:1904.10509; Beltagy et al. 2020, arXiv:2004.05150). Raises TypeError
+    or ValueError if a side isn't an integer of at least 0.
     """
 
     left: int | None = None
@@ -114,7 +114,7 @@ class Window(Band):
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         kept = (i == i) & (j == j)
         if self.left is not None:
-            kept = kept & (j >= i - min(self.left, FAR))  # sums of int64 wrap around
+            kept = kept & (j >= i - min(self.left, FAR))  # larger numbers would overflow int64
         if self.right is not None:
             kept = kept & (j <= i + min(self.right, FAR))
         return kept
@@ -128,7 +128,7 @@ class Window(Band):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Diagonal(Band):
-    """A query attends to one key, k positions after its own: j = i + k. TypeError unless k is an int.
+    """A query attends to one key, k positions after its own: j = i + k. Raises TypeError if k isn't an int.
 
     `Diagonal(-1)` is the mask of previous-token heads, found by Clark et al. 2019 (arXiv:1906.04341).
     """
@@ -152,8 +152,8 @@ class Diagonal(Band):
 class Prefix(Mask):
     """The first n keys are visible: j < n.
 
-    `Causal() | Prefix(n)` is a prefix language model (Raffel et al. 2020, arXiv:1910.10683). n is an int,
-    or an integer tensor `[b]`: TypeError or ValueError if it isn't a number of keys.
+    `Causal() | Prefix(n)` is the mask of a prefix language model (Raffel et al. 2020, arXiv:1910.10683). n is
+    an int or an integer tensor `[b]`. Raises TypeError or ValueError if n isn't one or is negative.
     """
 
     n: int | Tensor
@@ -177,10 +177,11 @@ class Prefix(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lengths(Mask):
-    """Padding: only the first n keys are real, j < n; with `left=True` the last n, j ≥ s − n.
+    """Padding: only the first n keys are visible, j < n; with `left=True` the last n, j ≥ s − n.
 
-    n is an int, or an integer tensor `[b]`: TypeError or ValueError if it isn't a number of keys. Only keys
-    are masked, as with `torch.nn.MultiheadAttention`'s key_padding_mask: padded queries still attend.
+    n is an int or an integer tensor `[b]`. Only keys are masked, as with the key_padding_mask of
+    `torch.nn.MultiheadAttention`: padded queries still attend. Raises TypeError or ValueError if n isn't such
+    a number or is negative.
     """
 
     n: int | Tensor
@@ -194,7 +195,8 @@ class Lengths(Mask):
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         n = _per_batch(self.n, b)
-        return j + n >= self._columns() if self.left else j < n  # j is wide, n may be int8
+        # Not j ≥ s − n: n may be int8, in which s − n overflows.
+        return j + n >= self._columns() if self.left else j < n
 
     def span(self, rows: range) -> Span:
         least, most = extremes(self.n)
@@ -232,10 +234,10 @@ class Lengths(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Keys(Mask):
-    """Only these keys are visible, a list or a tensor `[n]`: `Keys([0, 5])`.
+    """Only these keys are visible, given as a list or a tensor `[n]`: `Keys([0, 5])`.
 
-    Joined with `|` they are global tokens (Beltagy et al. 2020, arXiv:2004.05150). TypeError or ValueError
-    for what isn't a column.
+    `mask | Keys(…)` makes them global tokens, which every query may attend to (Beltagy et al. 2020,
+    arXiv:2004.05150). Raises TypeError or ValueError if a key isn't an integer of at least 0.
     """
 
     keys: tuple[int, ...]
@@ -284,16 +286,16 @@ def _check_batch(n: int | Tensor, shape: Shape, name: str) -> None:
 
 
 def _per_batch(n: int | Tensor, b: Index) -> Any:
-    """Return the number of batch entry b."""
+    """Return the number for batch entry b: n itself if it is an int, else its entry."""
     if isinstance(n, int):
         return n
-    if n.shape[0] == 0 and not isinstance(b, Tensor):  # drawn for a batch of none
+    if n.shape[0] == 0 and not isinstance(b, Tensor):  # a mask of an empty batch is drawn
         return 0
     return n[0] if n.shape[0] == 1 else n[b]
 
 
 def _short(value: object) -> str:
-    """Return a field as `str` prints it: small tensors whole, large ones by their size."""
+    """Return a field as text for `str`: the entries of small tensors, the size of large ones."""
     if not isinstance(value, Tensor):
         return str(value)
     return str(value.tolist()) if value.numel() <= 8 and not opaque(value) else sizes(value)
@@ -304,15 +306,15 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ids(Mask):
-    """A mask that compares ids: the base of Documents, SameToken and AfterSameToken.
+    """A mask that compares ids: the base class of Documents, SameToken and AfterSameToken.
 
-    Without `queries`, the query at position i has ids[i]; with it, the query in row r has queries[r].
-    A position outside the ids matches nothing.
+    Key j has the id ids[j]. Without `queries`, the query at position i has the id ids[i]; with it, the query
+    in row r has the id queries[r]. A position outside the ids matches nothing.
     """
 
     ids: Tensor
     queries: Tensor | None = None
-    first: int | Tensor = bound(0)  # the position of row 0, where queries are given
+    first: int | Tensor = bound(0)  # the position of row 0; used only if queries are given
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -325,17 +327,17 @@ class Ids(Mask):
                 raise TypeError(f"Expected {what} as an integer tensor {letters} for {name}, got {got}.")
 
     def key(self, b: Index, j: Index) -> tuple[Any, Any]:
-        """Return the id of key j of batch entry b, and whether there is one."""
+        """Return the id of key j of batch entry b, and True if it has one."""
         return _look_up(self.ids, b, j)
 
     def query(self, b: Index, i: Index) -> tuple[Any, Any]:
-        """Return the id of the query at position i of batch entry b, and whether there is one."""
+        """Return the id of the query at position i of batch entry b, and True if it has one."""
         if self.queries is None:
             return _look_up(self.ids, b, i)
         return _look_up(self.queries, b, i - _per_batch(self.first, b))
 
     def at(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids of queries at positions i `[b or 1, t]` and keys j `[1, s]`, int64 `[b or 1, …]`.
+        """Return the ids of queries at positions i `[b or 1, t]` and keys j `[1, s]`: int64 `[b or 1, …]`.
 
         A position without an id gets a number that matches nothing.
         """
@@ -354,7 +356,11 @@ class Ids(Mask):
         return (query == key) & has_query & has_key
 
     def span(self, rows: range) -> Span:
-        """Return the keys from the first to the last with an id of these rows; all if they are one run."""
+        """Return bounds on the visible keys of rows.
+
+        `some` is the interval from the first to the last key whose id occurs in the rows. `all` is the same
+        interval if the rows have a single id and so have all keys in the interval, else empty.
+        """
         n = self.ids.shape[-1]
         low, high = extremes(self.first) if self.queries is not None else (0, 0)
         source = self.ids if self.queries is None else self.queries
@@ -393,7 +399,7 @@ class Ids(Mask):
 
 
 def _look_up(ids: Tensor, b: Index, position: Index) -> tuple[Any, Any]:
-    """Return the ids at a position of batch entry b, and whether the position is inside."""
+    """Return the id at a position of batch entry b, and True if the position is inside of the ids."""
     n = ids.shape[-1]
     position = torch.as_tensor(position, device=ids.device)
     if n == 0 or (ids.dim() == 2 and ids.shape[0] == 0 and not isinstance(b, Tensor)):
@@ -409,9 +415,9 @@ def _look_up(ids: Tensor, b: Index, position: Index) -> tuple[Any, Any]:
 class Documents(Ids):
     """Packed sequences: a query attends to the keys of its own document, those with the same id.
 
-    ids: integers `[s]` or `[b, s]`; queries: the queries' ids `[t]` or `[b, t]` for cross-attention.
-    The library sets first, the position of row 0, an int or `[b]`. TypeError for other ids. Krell et al. 2021
-    (arXiv:2107.02027).
+    ids are integers `[s]` or `[b, s]`. In cross-attention, queries are the ids of the queries, `[t]` or
+    `[b, t]`. The library sets first, the position of row 0, an int or `[b]`. Raises TypeError for other ids.
+    Packing: Krell et al. 2021 (arXiv:2107.02027).
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -430,10 +436,10 @@ class Documents(Ids):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SameToken(Ids):
-    """A query attends to the keys of its own token: ids[j] = ids[i].
+    """A query attends to the keys with the same token id: ids[j] = ids[i].
 
-    The mask of duplicate-token heads (Wang et al. 2023, arXiv:2211.00593). ids `[s]` or `[b, s]`, queries
-    `[t]` or `[b, t]`, first, an int or `[b]`, TypeError for others, as in Documents.
+    The mask of duplicate-token heads (Wang et al. 2023, arXiv:2211.00593). As in Documents, ids are `[s]` or
+    `[b, s]`, queries `[t]` or `[b, t]`, and first is an int or `[b]`; raises TypeError for other ids.
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -442,10 +448,10 @@ class SameToken(Ids):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AfterSameToken(Ids):
-    """A query attends to the keys that follow its own token: ids[j − 1] = ids[i], 1 ≤ j ≤ i.
+    """A query attends to the keys after earlier occurrences of its token: ids[j − 1] = ids[i], 1 ≤ j ≤ i.
 
-    The mask of induction heads (Olsson et al. 2022, arXiv:2209.11895). ids `[s]` or `[b, s]`, queries
-    `[t]` or `[b, t]`, first, an int or `[b]`, TypeError for others, as in Documents.
+    The mask of induction heads (Olsson et al. 2022, arXiv:2209.11895). As in Documents, ids are `[s]` or
+    `[b, s]`, queries `[t]` or `[b, t]`, and first is an int or `[b]`; raises TypeError for other ids.
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -463,9 +469,9 @@ class AfterSameToken(Ids):
 class Keep(Mask):
     """A boolean tensor, True = may attend: `[t, s]`, or four dimensions that broadcast to `[b, h, t, s]`.
 
-    The polarity of `torch.nn.functional.scaled_dot_product_attention`. TypeError for another dtype,
-    ValueError for another number of dimensions. The library sets first, the position of row 0, an int or
-    `[b]`.
+    The polarity is that of `torch.nn.functional.scaled_dot_product_attention`. The library sets first, the
+    position of row 0, an int or `[b]`. Raises TypeError for another dtype, ValueError for another number of
+    dimensions.
     """
 
     tensor: Tensor
@@ -487,7 +493,7 @@ class Keep(Mask):
             )
 
     def _entry(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, Any]:
-        """Return the tensor's entry, and whether there is one: outside it nothing is visible."""
+        """Return the tensor's entry, and True if the index is inside of it. Nothing outside is visible."""
         row = i - _per_batch(self.first, b)
         inside: Any = True
         places = []
@@ -535,8 +541,8 @@ class Keep(Mask):
 class Drop(Keep):
     """A boolean tensor `[t, s]` with the other polarity: True = may NOT attend.
 
-    The polarity of `torch.nn.MultiheadAttention`. Four dimensions, first (an int or `[b]`), TypeError and
-    ValueError as in Keep.
+    The polarity is that of `torch.nn.MultiheadAttention`. In other respects it is like Keep: four dimensions
+    are possible, the library sets first (an int or `[b]`), and the same TypeError and ValueError are raised.
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -546,12 +552,13 @@ class Drop(Keep):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rule(Mask):
-    """A mask by a function: `Rule(lambda b, h, i, j: (i - j) % 2 == 0)`.
+    """A mask that a function computes: `Rule(lambda b, h, i, j: (i - j) % 2 == 0)`.
 
     The function, fn, gets integer tensors that broadcast to `[b, h, t, s]` (i and j are positions) and
     returns a boolean tensor, as a mask_mod of PyTorch's FlexAttention does (Dong et al. 2024,
-    arXiv:2412.05496). Nothing else is known of it, so no tile is skipped. With `torch.compile`, make the rule
-    outside the compiled function. TypeError for a function of other arguments.
+    arXiv:2412.05496). No tile is skipped, because the visible keys of a row are unknown. With
+    `torch.compile`, create the rule outside of the compiled function. Raises TypeError if fn takes other
+    arguments.
     """
 
     fn: Callable[[Any, Any, Any, Any], Any]
@@ -568,18 +575,18 @@ class Rule(Mask):
             raise TypeError(
                 f"Expected a function of four arguments b, h, i, j for Rule, got {signature(self.fn)}."
             ) from None
-        except ValueError:  # a function of C has no signature
+        except ValueError:  # some functions that are written in C have no signature
             pass
         try:
             object.__setattr__(self, "number", number(self.fn))
-        except TypeError:  # an object with __slots__
+        except TypeError:  # e.g. an object with __slots__
             raise TypeError(
                 f"Expected a function that can be referred to weakly for Rule, got {kind(self.fn)}: "
                 "wrap it in a lambda."
             ) from None
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
-        """Return what the function returns; TypeError if that isn't boolean."""
+        """Return the function's result, or raise TypeError if it isn't boolean."""
         kept = self.fn(b, h, i, j)
         if isinstance(kept, bool) or (isinstance(kept, Tensor) and kept.dtype == torch.bool):
             return kept

@@ -1,18 +1,20 @@
 """Intercept attention calls while modules of an observed model run.
 
-The recorder's hooks call `enter` and `leave` when a module begins and ends, so that the observed modules
-which run on each thread are known; an attention call belongs to the innermost of them. From the first `enter`
-to the last `leave` a `TorchFunctionMode` is active, to which PyTorch passes every call. It intercepts
+The recorder's hooks call `enter` before and `leave` after the forward of each observed module, so that the
+modules which run on each thread are known. An attention call belongs to the innermost of them. From the first
+`enter` to the last `leave` on a thread, a `TorchFunctionMode` is active, to which PyTorch passes every call.
+It intercepts
 
     scaled_dot_product_attention        also as an operator of an exported program
     multi_head_attention_forward        nn.MultiheadAttention and everything built on it
     flex_attention                      with a mask_mod, without a score_mod
     attention, attention_with_map       and the other functions of manyheads that compute weights
-    fused kernels, called directly      with an error, because weights can't be derived from their arguments
+    fused kernels that are called       by raising an error, because the weights can't be derived from
+    directly                            the arguments
 
 A handler translates its call into a `Problem`, lets the model's own kernel compute the output, records the
-call and zeroes ablated heads. A softmax outside of these functions is noted: it may be part of attention that
-a module computes by itself, which can't be recorded.
+call and zeroes the output of ablated heads. A softmax outside of these functions is reported to the observer:
+it may be part of attention that a module computes by itself, which can't be recorded.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ SDPA, COMPILE = F.scaled_dot_product_attention, torch.compile
 class Observer(Protocol):
     """The part of a `Recorder` that this module uses."""
 
-    active: int  # modules that run now, on all threads
-    strays: int  # attention calls on threads where no module runs
-    closed: bool
+    active: int  # how many of its modules run now, on all threads
+    strays: int  # how many attention calls were made on threads where no observed module runs
+    closed: bool  # True if it no longer records
 
     def record(self, path: str, problem: Problem, lse: Tensor | None) -> None:
         """Record an attention call of a module."""
@@ -74,7 +76,8 @@ class Observer(Protocol):
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Observers and paths of running modules, the innermost last; `dict` gives each observer's innermost.
+        # (observer, path) of each running module, the innermost last. `dict(running)` therefore maps each
+        # observer to the path of its innermost module.
         self.running: list[tuple[Observer, str]] = []
         self.mode: TorchFunctionMode | None = None
         self.paused = False
@@ -85,7 +88,7 @@ _lock = threading.Lock()
 
 
 def enter(observer: Observer, path: str) -> None:
-    """Note that a module of an observed model begins."""
+    """Add a module of an observed model to the modules that run on this thread."""
     with _lock:
         observer.active += 1
     if _thread.mode is None:
@@ -95,7 +98,7 @@ def enter(observer: Observer, path: str) -> None:
 
 
 def leave(observer: Observer, path: str) -> None:
-    """Note that a module ends, and with it those that began in it and were interrupted by an exception."""
+    """Remove a module from those that run, together with inner modules that an exception interrupted."""
     running = _thread.running
     if (observer, path) in running:
         last = max(n for n, pair in enumerate(running) if pair == (observer, path))
@@ -108,7 +111,7 @@ def is_running(observer: Observer, path: str) -> bool:
 
 
 def forget(observer: Observer) -> None:
-    """End the modules of an observer on this thread whose hooks don't run because of an exception."""
+    """Remove all modules of an observer on this thread, if an exception kept their hooks from running."""
     ended = [pair for pair in _thread.running if pair[0] is observer]
     _end(ended, [pair for pair in _thread.running if pair[0] is not observer])
 
@@ -130,7 +133,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def paused(device: torch.device | None = None) -> Iterator[None]:
-    """Intercept nothing on this thread while a kernel computes on a device."""
+    """Intercept no calls on this thread in a `with` block, in which a kernel computes on `device`."""
     before, _thread.paused = _thread.paused, True
     on_top = _thread.mode is not None and _get_current_function_mode() is _thread.mode
     compiles = device is not None and device.type != "cpu"
@@ -141,26 +144,26 @@ def paused(device: torch.device | None = None) -> Iterator[None]:
         _thread.paused = before
 
 
-# -- what every handler does -----------------------------------------------------------------------
+# -- shared by all handlers ------------------------------------------------------------------------
 
 
 def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis: int | None = 1) -> Tensor:
     """Compute attention, and record the call in the innermost observed module that runs on this thread.
 
-    If none runs, only compute. Attention calls inside `compute` aren't recorded, nor is a recomputation
-    within backward (checkpointing).
+    If no observed module runs, nothing is recorded. Attention calls inside `compute` aren't recorded, nor are
+    calls that activation checkpointing repeats during backward.
 
     Args:
-        problem: The inputs of the call, q `[b, h, t, d]`, k `[b, g, s, d]`, and its mask as a value.
+        problem: The inputs of the call: q `[b, h, t, d]`, k `[b, g, s, d]`, the mask and the other options.
         compute: Computes the output `[...]` with the model's own kernel.
-        head_axis: The axis of query heads in the output, in which ablated heads are zeroed; None if there is
-            none.
+        head_axis: The axis of query heads in the output, along which ablated heads are zeroed; None if the
+            output has no such axis.
 
     Returns:
         The output `[...]` of `compute`, with zeros for ablated heads.
 
     Raises:
-        ValueError: If q or k have no numbers, as on the meta device.
+        ValueError: If q or k hold no numbers, as on the meta device.
         MemoryError: If the recording would exceed its max_bytes.
     """
     if not is_recording():
@@ -173,16 +176,16 @@ def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis:
 
 
 def record(problem: Problem, lse: Tensor | None = None) -> None:
-    """Record a call that was computed, with its log-sum-exp `[b, h, t]` if its kernel returned it."""
+    """Record a finished call, with its log-sum-exp `[b, h, t]` if the kernel returned it."""
     if torch._C._current_graph_task_id() != -1:
-        return  # a recomputation within backward
+        return  # backward is running: activation checkpointing repeats the call
     for observer, path in dict(_thread.running).items():
         if not observer.closed:
             observer.record(path, problem, lse)
 
 
 def ablate(x: Tensor, head_axis: int = 1) -> Tensor:
-    """Return x with zeros for the ablated heads of the module that runs on this thread."""
+    """Return x with zeros for the ablated heads of the innermost module that runs on this thread."""
     for observer, path in dict(_thread.running).items():
         heads = observer.ablated(path, x.shape[head_axis])
         if heads:
@@ -208,10 +211,11 @@ def check_readable(owner: str, **inputs: Any) -> None:
             raise ValueError(f"Expected {owner}'s {name} to be [..., length, width], got {sizes(x)}.")
 
 
-# -- while anything is observed --------------------------------------------------------------------
+# -- while any model is observed -------------------------------------------------------------------
 
-_open: list[Observer] = []  # on any thread
-_stance: Any = None  # set while a model is observed: compiled code, which runs no hooks, runs eagerly
+_open: list[Observer] = []  # the observers of all threads whose `with` block is open
+# Set while a model is observed: compiled code runs no hooks, so it is made to run eagerly.
+_stance: Any = None
 
 
 @contextmanager
@@ -221,7 +225,8 @@ def listening(observer: Observer) -> Iterator[None]:
     with _lock:
         if not _open:
             F.scaled_dot_product_attention, torch.compile = _count_strays, _compile
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled yet; the import takes a second
+            # Before torch._dynamo is imported, which takes a second, nothing is compiled.
+            if "torch._dynamo" in sys.modules:
                 _run_eagerly()
         _open.append(observer)
     try:
@@ -244,9 +249,9 @@ def _run_eagerly() -> None:
 
 @contextmanager
 def _compiled() -> Iterator[None]:
-    """Let compiled code run compiled, which FlexAttention needs on a GPU."""
+    """Run compiled code as compiled in this block, because FlexAttention needs it on a GPU."""
     with _lock:
-        _run_eagerly()  # so that a first torch.compile in the block doesn't set the stance
+        _run_eagerly()  # now, because the first torch.compile in the block would do it and undo "default"
     with torch.compiler.set_stance("default"):
         yield
 
@@ -261,16 +266,17 @@ def _compile(*args: Any, **kwargs: Any) -> Any:
 
 
 def _count_strays(*args: Any, **kwargs: Any) -> Tensor:
-    # A module imported in the block may have imported this function, and call it after the block.
-    listens = _open and not torch.compiler.is_compiling() and not _thread.running and not _thread.paused
-    if listens and not _is_called_by_module():
+    """Call scaled_dot_product_attention, and count the call if no observed module of this thread makes it."""
+    # Code that was imported while a model was observed may keep this function, and call it later.
+    counts = _open and not torch.compiler.is_compiling() and not _thread.running and not _thread.paused
+    if counts and not _is_called_by_module():
         for observer in list(_open):
             observer.strays += observer.active > 0
     return SDPA(*args, **kwargs)
 
 
 def _is_called_by_module() -> bool:
-    """Return True for a call from a module, which is one of another model."""
+    """Return True if some module is on the call stack: it belongs to a model that isn't observed."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         frame = frame.f_back
@@ -294,7 +300,7 @@ class Intercept(TorchFunctionMode):
 
 @lru_cache(maxsize=4096)
 def _handler(func: Any) -> Callable[..., Any] | None:
-    """Return the handler of a function, found by identity or by its name without the overload."""
+    """Return the handler of a function, which is looked up by identity or by name (without overload)."""
     if func in HANDLERS:
         return HANDLERS[func]
     name = getattr(func, "__name__", "").partition(".")[0]
@@ -306,6 +312,7 @@ def _handler(func: Any) -> Callable[..., Any] | None:
 
 
 def _softmax(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Report the input to the observers, then call the softmax."""
     scores = args[0] if args else kwargs.get("input")
     if isinstance(scores, Tensor):
         for observer, path in dict(_thread.running).items():
@@ -313,6 +320,7 @@ def _softmax(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return func(*args, **kwargs)
 
 
+# Fused kernels: the beginnings of their names.
 FUSED = (
     "_scaled_dot_product",
     "_flash_attention",
@@ -339,7 +347,7 @@ def _attention(
     problem = Problem.of(*autocast(q, k, v), **options)
     check_readable("attention", q=q, k=k)
     with paused(problem.q.device):
-        result = kernels.run(problem, kernel)  # as `func` does, but with the log-sum-exp
+        result = kernels.run(problem, kernel)  # what `func` computes, and the log-sum-exp
     record(problem, result.lse_of_map(problem))
     return ablate(result.out)
 
@@ -394,9 +402,9 @@ def _scaled_dot_product_attention(
     if k.shape[1] != v.shape[1]:
         k, v = (x.repeat_interleave(h // max(x.shape[1], 1), 1) for x in (k, v))
     masks = {}
-    # PyTorch's is_causal counts from the top left. Without it, more keys than queries are taken for a cache:
-    # the position of the queries follows from a triangular mask; else the last query is at the last key.
-    # (Or the keys are those of another sequence, where positions mean nothing.)
+    # PyTorch's is_causal puts the first query at the first key. Without is_causal, more keys than queries are
+    # taken for a cache: a triangular mask tells the position of the first query, and without such a mask the
+    # last query is at the last key. (In cross-attention, positions have no effect.)
     offset = 0 if is_causal else max(k.shape[2] - q.shape[2], 0)
     if attn_mask is not None:
         entries = collapse(_four_axes(attn_mask, batch, dims))
@@ -426,7 +434,7 @@ def _scaled_dot_product_attention(
 
 
 def _four_axes(x: Tensor, batch: torch.Size, dims: int) -> Tensor:
-    """Return `[..., h, t, d]` as `[b, h, t, d]`, b being all of `batch`; h is 1 in a call of up to 3 axes."""
+    """Return x `[..., h, t, d]` as `[b, h, t, d]` with the axes of `batch` flattened; h = 1 if dims < 4."""
     if dims < 4:
         return x[(None,) * (3 - x.dim())][:, None]
     x = x[(None,) * (4 - x.dim())]
@@ -441,7 +449,7 @@ def _multi_head(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Te
     bound.apply_defaults()
     options = bound.arguments
     problem = _multi_head_problem(options)
-    # Zero columns of the output projection ablate a head, whatever the rest of the layer computes.
+    # `func` concatenates the heads, so they are ablated by zeroing columns of the output projection.
     columns = options["out_proj_weight"].unflatten(1, (problem.shape.h, -1))  # [e, h, d]
     options["out_proj_weight"] = ablate(columns).flatten(1)
     results: tuple[Tensor, Tensor | None] = func(**options)
@@ -466,9 +474,9 @@ def _multi_head_problem(options: dict[str, Any]) -> Problem:
     q, k, v = project_inputs((query, key, value), weights, options["in_proj_bias"])
     (t, b, _), s, h = q.shape, k.shape[0], options["num_heads"]  # q [t, b, e]
     padding, attn_mask = options["key_padding_mask"], options["attn_mask"]
-    # PyTorch uses is_causal in place of the mask if it needs no mask tensor for another reason.
-    hinted = options["is_causal"] and padding is None and not options["need_weights"]
-    masks = spread_masks(padding, None if hinted else attn_mask, h, b, t, s)
+    # PyTorch ignores attn_mask and uses is_causal instead, unless it needs a mask tensor for another reason.
+    uses_is_causal = options["is_causal"] and padding is None and not options["need_weights"]
+    masks = spread_masks(padding, None if uses_is_causal else attn_mask, h, b, t, s)
     if options["bias_k"] is not None:
         k = torch.cat((k, options["bias_k"].expand(1, b, -1)))  # [s + 1, b, e]
         v = torch.cat((v, options["bias_v"].expand(1, b, -1)))
@@ -482,7 +490,7 @@ def _multi_head_problem(options: dict[str, Any]) -> Problem:
         q,
         k,
         v,
-        mask=Causal() if hinted else mask,
+        mask=Causal() if uses_is_causal else mask,
         bias=None if bias is None else Dense(bias),
         dropout_p=dropout_p,
         offset=0,
@@ -494,8 +502,8 @@ def _flex_attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     check_readable("flex_attention", query=query, key=key, value=value)
     if getattr(score_mod, "__name__", "") != "_identity":
         raise ValueError(
-            "flex_attention with a score_mod can't be observed, because that may be any function. Use a "
-            "bias or softcap of manyheads.attention."
+            "flex_attention with a score_mod can't be observed, because a score_mod may be any function. Use "
+            "a bias or softcap of manyheads.attention."
         )
     problem = Problem.of(query, key, value, mask=Rule(block_mask[-1]), scale=scale, offset=0)
     with paused(query.device):

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 COUNTERFACTUAL = "what if nothing were masked"
-AHEAD = {"next_token", "last_token"}  # scores of later keys, which are masked for causal heads
-LONGEST = 32_768  # tokens that --long reads
-CELLS = 128  # on each side of a small picture, about
+AHEAD = {"next_token", "last_token"}  # scores of the weight on later keys, which a causal mask excludes
+LONGEST = 32_768  # the most tokens that --long reads
+CELLS = 128  # approximate number of cells along each side of a small picture
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Reading:
         left_out: The number of tokens that were cut off at the end.
         recording: All recorded attention, with labels.
         layers: The paths of the layers with self-attention.
-        maps: The map of each of these layers.
-        candidates: The findings of every head, the most interesting first.
+        maps: The attention map of each of these layers.
+        candidates: All findings of all heads, the most interesting first.
         notes: Sentences to show with the maps.
     """
 
@@ -66,12 +66,12 @@ class Reading:
 
     @property
     def findings(self) -> list[Finding]:
-        """Return a handful of findings, the largest weight first."""
+        """Return the few findings to show, the largest weight first."""
         return highlights.select_findings(self.candidates)
 
     @property
     def trained(self) -> int | None:
-        """Return the trained context if the text is longer, so that the rest is extrapolated; else None."""
+        """Return the trained context if the text is longer (the rest is extrapolated), else None."""
         return self.recording.provenance.get("extrapolated_from")
 
     @property
@@ -89,7 +89,7 @@ class Reading:
         return highlights.describe(finding, self.tokens)
 
     def title(self, layer: int, head: int) -> str:
-        """Return a title for a head: its most interesting finding, or its name."""
+        """Return a title for a head: its most interesting finding if that is worth showing, else its name."""
         best = next(found for found in self.candidates if (found.layer, found.head) == (layer, head))
         return (
             self.describe(best) if highlights.select_findings([best]) else highlights.name_head(layer, head)
@@ -102,14 +102,14 @@ class Reading:
 
     @cached_property
     def uniform(self) -> list[list[HeadScores]]:
-        """Return the scores of uniform heads under the same masks, layer by layer."""
+        """Return the scores that heads with uniform weights have under the same masks, layer by layer."""
         return [
             highlights.score_heads(highlights.uniform(amap), torch.tensor(self.ids)) for amap in self.maps
         ]
 
     @property
     def characteristic(self) -> list[list[str]]:
-        """Return the name of the score that stands out most for every head, layer by layer."""
+        """Return, for every head, the name of the score that stands out most, layer by layer."""
         ids = torch.tensor(self.ids)
         layers = zip(self.maps, self.scores, self.uniform, strict=True)
         return [highlights.most_characteristic(amap, ids, heads, base) for amap, heads, base in layers]
@@ -117,11 +117,11 @@ class Reading:
     @property
     def columns(self) -> list[str]:
         """Return the names of the scores that heads under these masks can have."""
-        ahead = any(scores["next_token"] is not None for heads in self.uniform for scores in heads)
-        return [name for name in (*highlights.MASKS, "entropy") if ahead or name not in AHEAD]
+        has_later_keys = any(scores["next_token"] is not None for heads in self.uniform for scores in heads)
+        return [name for name in (*highlights.MASKS, "entropy") if has_later_keys or name not in AHEAD]
 
     def unmasked(self) -> Reading:
-        """Return the reading with the weights that the same q and k give without a mask."""
+        """Return a copy whose weights are computed from the same q and k without a mask."""
         return replace(self, maps=[amap.under(None) for amap in self.maps])
 
 
@@ -129,17 +129,17 @@ class Reading:
 
 
 def read_text(text: str | None, file: str | None) -> str:
-    """Return the text of a command line or a file.
+    """Return the text given on the command line or in a file.
 
     Args:
         text: The text, or None.
-        file: The path of a file, - for standard input, or None. A newline at its end is left out.
+        file: The path of a file, - for standard input, or None. A newline at its end is removed.
 
     Returns:
         The text.
 
     Raises:
-        ValueError: If none or both of them are given, or the text is blank or isn't UTF-8.
+        ValueError: If both or neither are given, or the text is blank or isn't UTF-8.
         OSError: If the file can't be read.
     """
     if (text is None) == (file is None):
@@ -151,7 +151,7 @@ def read_text(text: str | None, file: str | None) -> str:
             data = os.fsencode(text)
         else:
             data = _read_stdin() if file == "-" else Path(str(file)).read_bytes()
-        found = data.decode("utf-8-sig")
+        decoded = data.decode("utf-8-sig")
     except OSError as error:
         raise OSError(f"--text-file {source} can't be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
@@ -159,14 +159,14 @@ def read_text(text: str | None, file: str | None) -> str:
             f"Expected UTF-8 text, got an invalid byte at {error.start} of {source}. Convert it to UTF-8."
         ) from None
     if file is not None:
-        found = found.replace("\r\n", "\n").removesuffix("\n")
-    if not found.strip():
+        decoded = decoded.replace("\r\n", "\n").removesuffix("\n")
+    if not decoded.strip():
         raise ValueError(f"Expected a text with some words, got a blank {source}.")
-    return found
+    return decoded
 
 
 def _read_stdin() -> bytes:
-    if sys.stdin is None:
+    if sys.stdin is None:  # Python was started with standard input closed
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     return sys.stdin.buffer.read()
 
@@ -179,19 +179,19 @@ def read(
     long: bool = False,
     progress: Progress | None = None,
 ) -> Reading:
-    """Let a model read a text.
+    """Run a model on a text and record its attention.
 
     Args:
         text: The text.
-        model: The model, see `models.load`. None is the one that ships with manyheads.
-        truncate: Cut a text that is too long instead of raising.
-        long: Read up to `LONGEST` tokens with a manyheads model. Beyond its context, its rotary frequencies
-            are scaled for the length of the text (`lm.LanguageModel.scaled`).
-        progress: A progress bar that counts the layers. Beyond the context, the expected time is printed
-            above it.
+        model: The model, see `models.load`. None loads the model that ships with manyheads.
+        truncate: If True, cut off the end of a text that is too long, instead of raising.
+        long: Read up to `LONGEST` tokens with a manyheads model. If the text is longer than the model's
+            context, its rotary frequencies are scaled for that length (`lm.LanguageModel.scaled`).
+        progress: A progress bar that counts the layers. If the text is longer than the context, the expected
+            time is printed above it.
 
     Returns:
-        The maps, with findings.
+        The attention maps and the findings.
 
     Raises:
         ValueError: If the text is too long, the model has no self-attention over it, or `long` is set for a
@@ -204,16 +204,17 @@ def read(
             f"model {reader.name}. Leave --long out."
         )
     notes = list(reader.notes)
-    tokens = every = reader.encode(text, None)
+    tokens = all_tokens = reader.encode(text, None)
     if not tokens:
         raise ValueError(f"Expected a text with tokens, got one without any for {reader.name}.")
     trained = reader.context
-    most = max(LONGEST, trained) if long and trained is not None else trained
-    if most is not None and len(every) > most:
+    limit = max(LONGEST, trained) if long and trained is not None else trained
+    if limit is not None and len(all_tokens) > limit:
         if not truncate:
-            raise ValueError(_too_long(len(every), most, can_scale=not long and reader.scaled is not None))
-        tokens = reader.encode(text, most)
-        notes.append(f"--truncate: only the first {len(tokens)} of {len(every)} tokens are read")
+            can_scale = not long and reader.scaled is not None
+            raise ValueError(_too_long(len(all_tokens), limit, can_scale))
+        tokens = reader.encode(text, limit)
+        notes.append(f"--truncate: only the first {len(tokens)} of {len(all_tokens)} tokens are read")
     ids, t = [token.id for token in tokens], len(tokens)
     extrapolated = trained is not None and t > trained
     if extrapolated:
@@ -249,45 +250,45 @@ def read(
         recording.provenance["extrapolated_from"] = trained
     layers, maps = [layer for layer, _ in square], [amap for _, amap in square]
     renumbered = next((n for n, layer in enumerate(layers) if str(n) not in layer.split(".")), None)
-    if renumbered is not None:  # some layers have no attention, or share a module
+    if renumbered is not None:  # some layers have no attention, or several layers share a module
         notes.append(f"layers are numbered by their calls: layer {renumbered} is {layers[renumbered]}")
     special = {n for n, token in enumerate(tokens) if not token.text}
     candidates = highlights.find_candidates(maps, ids, special)
-    return Reading(reader.name, tokens, len(every) - t, recording, layers, maps, candidates, notes)
+    return Reading(reader.name, tokens, len(all_tokens) - t, recording, layers, maps, candidates, notes)
 
 
-def _too_long(tokens: int, most: int, can_scale: bool) -> str:
+def _too_long(tokens: int, limit: int, can_scale: bool) -> str:
     longer = f"Read up to {LONGEST} tokens with --long, shorten it," if can_scale else "Shorten it,"
     return (
-        f"Expected a text of at most {most} tokens, got {tokens}. {longer} or keep the first {most} tokens "
+        f"Expected a text of at most {limit} tokens, got {tokens}. {longer} or keep the first {limit} tokens "
         "with --truncate."
     )
 
 
 def estimate_time(reader: models.Model, ids: Sequence[int]) -> float:
-    """Estimate how many seconds a text will take, from three short beginnings of it.
+    """Estimate how many seconds a text will take, by timing three short prefixes of it.
 
     Args:
         reader: The model.
-        ids: The tokens. The time is a quadratic function of their number.
+        ids: The token ids. The time is taken to be a quadratic function of their number.
 
     Returns:
-        The seconds of reading, of head scores and of a small picture.
+        The seconds that reading, head scores and a small picture take together.
     """
 
     def seconds(t: int) -> float:
         start = perf_counter()
-        beginning = torch.tensor(ids[:t])
+        prefix = torch.tensor(ids[:t])
         for _, amap in _list_calls(reader.read(ids[:t])):
-            highlights.score_heads(amap, beginning)
-            highlights.score_heads(highlights.uniform(amap), beginning)
-            amap.pooled(min(t, CELLS), min(t, CELLS), "max")  # as a picture does
+            highlights.score_heads(amap, prefix)
+            highlights.score_heads(highlights.uniform(amap), prefix)
+            amap.pooled(min(t, CELLS), min(t, CELLS), "max")  # what drawing a picture computes
         return perf_counter() - start
 
     last = max(3, len(ids) // 4)
     middle = max(2, last // 4)
     first = max(1, middle // 4)
-    seconds(first)  # the first run takes longer
+    seconds(first)  # a warm-up: the first run takes longer
     low, mid, high = seconds(first), seconds(middle), seconds(last)
     slope, before = (high - mid) / (last - middle), (mid - low) / (middle - first)
     curvature = (slope - before) / (last - first)  # Newton's divided differences
@@ -295,7 +296,7 @@ def estimate_time(reader: models.Model, ids: Sequence[int]) -> float:
 
 
 def round_duration(seconds: float) -> str:
-    """Return a duration in words, as precise as an estimate can be."""
+    """Return an estimated duration in words, rounded."""
     if seconds < 1.5:
         return "about a second"
     if seconds < 90:
@@ -304,7 +305,7 @@ def round_duration(seconds: float) -> str:
 
 
 def _list_calls(recording: Recording) -> list[tuple[str, AttentionMap]]:
-    """Return all calls with their layers. A module that is called repeatedly counts as several layers."""
+    """Return (layer, map) of every attention call. A module that is called twice counts as two layers."""
     return [(layer, amap) for layer in recording for amap in recording.calls(layer)]
 
 
@@ -312,9 +313,9 @@ def choose_head(reading: Reading, layer: int | None = None, head: int | None = N
     """Return the layer and the head to show in detail.
 
     Args:
-        reading: The maps.
-        layer: The layer, or None for that of the most interesting finding.
-        head: The head, or None for that of the most interesting finding.
+        reading: The text and its maps.
+        layer: The layer, or None for the layer of the most interesting finding.
+        head: The head, or None for the head of the most interesting finding.
 
     Returns:
         The layer and the head, counted from 0.
@@ -337,16 +338,16 @@ def choose_head(reading: Reading, layer: int | None = None, head: int | None = N
 
 
 def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dict[str, Figure]:
-    """Draw all heads, and one in detail.
+    """Draw an overview of all heads, and one head in detail.
 
     Args:
-        reading: The maps.
+        reading: The text and its maps.
         layer: The layer to show in detail.
         head: The head to show in detail.
-        masked: If False, also draw the head with the same q and k and no mask.
+        masked: If False, also draw the head as it would be without a mask.
 
     Returns:
-        The figures by the names of their files.
+        The figures, keyed by the names of their files.
     """
     amap, labels, trained = reading.maps[layer], reading.labels, reading.trained
     note = ""
@@ -386,12 +387,12 @@ def check_format(name: str) -> str:
 
 
 def write(figures: Mapping[str, Figure], folder: Path, format: str = "png") -> list[Path]:
-    """Write figures into a folder. Files of an earlier run are replaced after all figures are drawn.
+    """Write figures into a folder. Existing files are replaced only when all figures are drawn.
 
     Args:
-        figures: The figures by the names of their files.
+        figures: The figures, keyed by the names of their files.
         folder: The folder.
-        format: A format of `FORMATS`.
+        format: One of `FORMATS`.
 
     Returns:
         The paths of the files.
@@ -413,7 +414,7 @@ def save(reading: Reading, path: Path) -> Path:
     """Save all recorded attention in a file that `manyheads.open_run` reads.
 
     Args:
-        reading: The maps.
+        reading: The text and its recording.
         path: The file.
 
     Returns:
@@ -436,7 +437,7 @@ def to_json(reading: Reading, layer: int, head: int, files: list[Path], *, maske
     """Return findings, head scores, tokens and files as JSON.
 
     Args:
-        reading: The maps.
+        reading: The text and its maps.
         layer: The layer that is shown in detail.
         head: The head that is shown in detail.
         files: The files that were written.
@@ -455,7 +456,7 @@ def to_json(reading: Reading, layer: int, head: int, files: list[Path], *, maske
         "tokens": [{"position": n, **asdict(token)} for n, token in enumerate(reading.tokens)],
         "tokens_left_out": reading.left_out,
         "layers": [
-            {"name": name, "heads": len(heads), "even": _only(heads[0], columns)}
+            {"name": name, "heads": len(heads), "even": _select_columns(heads[0], columns)}
             for name, heads in zip(reading.layers, reading.uniform, strict=True)
         ],
         "findings": [
@@ -472,15 +473,15 @@ def to_json(reading: Reading, layer: int, head: int, files: list[Path], *, maske
 
 
 def _head_rows(reading: Reading) -> dict[str, Any]:
-    """Return the scores of every head, and of a uniform head of layer 0, as JSON holds them."""
+    """Return the scores of every head, and of a uniform head of layer 0, in the form of the JSON output."""
     columns = reading.columns
     rows = [
-        {"layer": layer, "head": head, **_only(scores, columns)}
+        {"layer": layer, "head": head, **_select_columns(scores, columns)}
         for layer, heads in enumerate(reading.scores)
         for head, scores in enumerate(heads)
     ]
-    return {"measures": rows, "even": _only(reading.uniform[0][0], columns)}
+    return {"measures": rows, "even": _select_columns(reading.uniform[0][0], columns)}
 
 
-def _only(scores: HeadScores, columns: Sequence[str]) -> HeadScores:
+def _select_columns(scores: HeadScores, columns: Sequence[str]) -> HeadScores:
     return {name: scores[name] for name in columns}

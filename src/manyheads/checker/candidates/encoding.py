@@ -1,4 +1,4 @@
-"""The adapters of positional encodings: a table of sines and cosines, and rotary encodings."""
+"""Adapters for candidates that compute positional encodings: sinusoidal tables and rotary encodings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from manyheads.checker.isolation.trees import top_tensors
 from manyheads.checker.oracle import Inputs, Oracle, Outputs, largest_difference
 from manyheads.shapes import sizes
 
-REPEATED = 64  # calls that are averaged
-LENGTHS = (1, 7, 33, 2, 9, 21)  # of the scenarios
+REPEATED = 64  # calls whose outputs are averaged, because dropout may be on
+LENGTHS = (1, 7, 33, 2, 9, 21)  # sequence lengths of the scenarios, chosen by their seeds
+# The names of arguments that hold positions, a length, and vectors.
 POSITIONS = ("positions", "position", "pos", "position_ids", "offsets", "indices")
 LENGTH_NAMES = ("length", "max_len", "seq_len", "n", "T", "L", "t", "max_length", "seq_length", "size",
                 "n_positions", "num_positions", "max_seq_len", "sequence_length", "context_length",
@@ -32,7 +33,7 @@ VECTORS = ("x", "q", "k", "query", "key", "xq", "xk", "queries", "keys", "t", "i
 
 
 class EncodingAdapter(Adapter):
-    """What the adapters of both encodings share. `width` is that of the table, or of a head."""
+    """Base class of both adapters. `width` is the width of the table, or of a head."""
 
     oracle: type[Encoding]
 
@@ -46,7 +47,7 @@ class EncodingAdapter(Adapter):
         self.find_arguments()
 
     def find_arguments(self) -> None:
-        """Find out how it is called."""
+        """Find out which arguments the candidate takes."""
         raise NotImplementedError
 
     def arguments(self, x: Inputs) -> list[Any]:
@@ -58,33 +59,37 @@ class EncodingAdapter(Adapter):
         return Call(args=tuple(self.arguments(x)), **options)
 
     def scenarios(self, seed: int, s: int = S, t: int = T, b: int = B) -> dict[str, Inputs]:
-        """Return inputs of one length."""
+        """Return inputs of one length, which the seed selects."""
         generator = torch.Generator().manual_seed(seed)
         return {"plain": self.draw(generator, b, LENGTHS[seed % len(LENGTHS)])}
 
     def allowed_error(self, x: Inputs) -> float:
-        """Return what float32 angles allow."""
+        """Return the largest error that rounding the angles to float32 can cause."""
         return self.oracle.tolerance
 
 
 class TableAdapter(EncodingAdapter):
-    """A function of length and width, of a length or of positions; or a module that adds its table to x."""
+    """Adapter for a table of sines and cosines.
+
+    The candidate is a function of a length and a width, of a length, or of positions; or a module that adds
+    its table to x.
+    """
 
     oracle = Sinusoidal
 
     def find_arguments(self) -> None:
-        """Find the arguments for the length, the width or x, and whether the output contains x."""
-        self.added = 0.0  # the factor of x in the output
+        """Find which arguments are the length, the width or x, and whether the output contains x."""
+        self.added = 0.0  # the output is the table plus this factor times x
         is_length = [arg.name in (*LENGTH_NAMES, *POSITIONS) for arg in self.required]
         if len(is_length) == 1:
             self.meanings = ["length" if is_length[0] else "x"]
         elif len(is_length) == 2 and not self.d.torch_module and not self.d.parameters:
             self.meanings = ["width", "length"] if is_length == [False, True] else ["length", "width"]
         else:
-            taken = ", ".join(arg.name for arg in self.required) or "nothing"
+            names_taken = ", ".join(arg.name for arg in self.required) or "nothing"
             raise Unclear(
                 f"Expected {self.d.name} to take a length and a width, or x, as a positional encoding does, "
-                f"but it takes {taken}. Give its kind with --like."
+                f"but it takes {names_taken}. Give its kind with --like."
             )
         self.takes_x = "x" in self.meanings
         x = self.draw(torch.Generator().manual_seed(1), 2, 5)
@@ -97,24 +102,24 @@ class TableAdapter(EncodingAdapter):
             raise self.reject_call(error, x) from None
 
     def _find_layout(self) -> None:
-        """Take the sequence axis first if documentation says so, or if only that axis matters."""
+        """Use the layout [t, b, e] if documentation names it, or if the output varies along axis 0 only."""
         is_documented = re.search(r"\[(t|seq\w*|l|s)\s*,\s*(b|n|batch\w*)\s*,", self.text, re.I)
         zeros = torch.zeros(2, 5, self.width)
         found = top_tensors(self.candidate.call(Call(args=(zeros,))).output)
         out = found[0] if found and found[0].dim() == 3 else zeros
-        entries_differ, tokens_differ = (
+        varies_along_0, varies_along_1 = (
             largest_difference(out.select(axis, 0), out.select(axis, 1)) > 1e-6 for axis in (0, 1)
         )
-        if is_documented or (entries_differ and not tokens_differ):
+        if is_documented or (varies_along_0 and not varies_along_1):
             self.layout = "sequence"
         if self.layout == "sequence":
             self.notes.append("sequence first, [t, b, e]")
 
     def _find_sum(self, x: Tensor) -> None:
-        """Find out if its table is added to x, or to a multiple of x."""
-        a, b = self._mean_output(x), self._mean_output(x * 0)
-        if a.shape == x.shape and largest_difference(a, b) > 1e-6:
-            self.added = float(((a - b) * x).sum() / (x * x).sum())
+        """Find out if the candidate adds its table to x, or to a multiple of x."""
+        output, table = self._mean_output(x), self._mean_output(x * 0)
+        if output.shape == x.shape and largest_difference(output, table) > 1e-6:
+            self.added = float(((output - table) * x).sum() / (x * x).sum())  # by least squares
             if abs(self.added - 1) < 0.02:  # as close as dropout allows
                 self.added = 1.0
             factor = "" if self.added == 1 else f", multiplied by {self.added:.4g}"
@@ -123,16 +128,17 @@ class TableAdapter(EncodingAdapter):
             self.notes.append("returns its encoding alone")
 
     def _mean_output(self, x: Tensor) -> Tensor:
-        """Return the output for x `[b, t, e]`, in this layout; the mean of several, as dropout may be on."""
-        y = self._turn(x)
-        outputs = self.candidate.call(Call(args=(y,), repeat=REPEATED)).output
+        """Return the output for x `[b, t, e]`, averaged over several calls because dropout may be on."""
+        given = self._to_layout(x)
+        outputs = self.candidate.call(Call(args=(given,), repeat=REPEATED)).output
         found = [tensor for output in outputs for tensor in top_tensors(output)[:1]]
         if not found or found[0].dim() not in (2, 3) or found[0].shape[-1] != self.width:
             got = sizes(found[0]) if found else "no tensor"
-            raise Unclear(f"Expected x plus an encoding, or an encoding, of {sizes(y)}, got {got}.")
-        return self._turn(torch.stack(found).mean(0))
+            raise Unclear(f"Expected x plus an encoding, or an encoding, of {sizes(given)}, got {got}.")
+        return self._to_layout(torch.stack(found).mean(0))
 
-    def _turn(self, x: Tensor) -> Tensor:
+    def _to_layout(self, x: Tensor) -> Tensor:
+        """Swap the axes b and t if the candidate's sequence axis is first; this is its own inverse."""
         return x.transpose(0, 1).contiguous() if self.layout == "sequence" and x.dim() == 3 else x
 
     def draw(self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None) -> Inputs:
@@ -141,10 +147,10 @@ class TableAdapter(EncodingAdapter):
         return Inputs(x, x, x)
 
     def arguments(self, x: Inputs) -> list[Any]:
-        """Return the length or positions, and the width; or x."""
+        """Return the positional arguments: the length or positions, and the width if it is taken; or x."""
         by_positions = any(arg.name in POSITIONS for arg in self.required)
         length = torch.arange(x.t) if by_positions else x.t
-        values = {"length": length, "width": self.width, "x": self._turn(x.query)}
+        values = {"length": length, "width": self.width, "x": self._to_layout(x.query)}
         return [values[meaning] for meaning in self.meanings]
 
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
@@ -155,10 +161,12 @@ class TableAdapter(EncodingAdapter):
             if not found or found[0].numel() != x.t * self.width:
                 raise UnexpectedOutput(f"Expected an encoding [{x.t}, {self.width}], got {got}")
             return Outputs(found[0].reshape(1, x.t, self.width).to(torch.float64).expand(x.query.shape))
-        wrong = UnexpectedOutput(f"Expected an output {sizes(self._turn(x.query))}, got {got}")
+        wrong = UnexpectedOutput(f"Expected an output {sizes(self._to_layout(x.query))}, got {got}")
         if not found or found[0].shape[-1:] != (self.width,) or found[0].dim() not in (2, 3):
             raise wrong
-        out = self._turn(found[0]) - self.added * x.query if self.added else self._turn(found[0])
+        out = self._to_layout(found[0])
+        if self.added:
+            out = out - self.added * x.query
         try:
             return Outputs(out.to(torch.float64).expand(x.query.shape))
         except RuntimeError:
@@ -166,12 +174,19 @@ class TableAdapter(EncodingAdapter):
 
 
 class RotaryAdapter(EncodingAdapter):
-    """A function or module of x, or of q and k, and of positions, a length, or cosines and sines."""
+    """Adapter for a rotary encoding.
+
+    The candidate is a function or module that takes x, or q and k, and possibly positions, a length, or
+    cosines and sines.
+    """
 
     oracle = Rotary
 
     def find_arguments(self) -> None:
-        """Find the meaning of each argument, the documented kind of pairs, and the layout of heads."""
+        """Find the meaning of each argument, the layout of heads, and which entries are rotated as pairs.
+
+        A pair is two neighbours, 2n and 2n + 1, or the entries n and n + d/2. Documentation may say which.
+        """
         text = self.text + self.d.name + " ".join(re.findall(r"rotate_\w+", self.d.source))
         patterns: dict[tuple[type[Oracle], ...], str] = {(): r"rotate_half|halves|half of|d/2|d / 2",
                     (Interleaved,): r"every_two|interleav|neighbo|adjacent|\(0, 1\)"}  # fmt: skip
@@ -188,13 +203,13 @@ class RotaryAdapter(EncodingAdapter):
             missing = ", ".join(unknown) or "arguments"
             raise Unclear(
                 f"{self.d.name} needs {missing}, which the checker doesn't know. A rotary encoding takes x, "
-                "or q and k, and positions or cos and sin: write an adapter that does."
+                "or q and k, and positions or cos and sin: wrap it in a function that does."
             )
         self._find_head_layout()
         self.notes.append(f"takes {self.head_layout}")
 
     def _find_head_layout(self) -> None:
-        """Take the layout in which all heads of all sequences are rotated alike, and tokens are not."""
+        """Choose the layout in which equal vectors are rotated alike in all heads, but not in all tokens."""
         vector = torch.randn(self.width, generator=torch.Generator().manual_seed(6))
         x = vector.expand(2, 3, 5, -1)
         accepted: list[tuple[bool, bool, int, str]] = []
@@ -204,9 +219,9 @@ class RotaryAdapter(EncodingAdapter):
             if (got := self.attempt(inputs)) is None:
                 continue
             out = got.out[0]
-            alike = float((out - out[:1, :1]).abs().max()) < 1e-5
-            rotates = float((out - out[:, :, :1]).abs().max()) > 1e-3
-            accepted.append((not (alike and rotates), not alike, n, layout))
+            heads_agree = float((out - out[:1, :1]).abs().max()) < 1e-5
+            tokens_differ = float((out - out[:, :, :1]).abs().max()) > 1e-3
+            accepted.append((not (heads_agree and tokens_differ), not heads_agree, n, layout))
         if accepted:
             self.head_layout = min(accepted)[-1]
         elif self.last_error is not None:
@@ -219,7 +234,7 @@ class RotaryAdapter(EncodingAdapter):
 
     @property
     def conventions(self) -> list[tuple[type[Oracle], ...]]:
-        """Return the documented kind of pairs, or both."""
+        """Return the documented convention for pairs of entries, or both if none is documented."""
         return self.documented or super().conventions
 
     def draw(self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None) -> Inputs:
@@ -228,7 +243,7 @@ class RotaryAdapter(EncodingAdapter):
         return Inputs(query, key, key)
 
     def arguments(self, x: Inputs, *vectors: Tensor) -> list[Any]:
-        """Return the arguments, with queries and keys, or with these vectors."""
+        """Return the arguments of a call with these vectors, by default with queries and keys."""
         angles = Rotary()
         angles.x, angles.width = x, self.width
         table = angles.angles().repeat(1, 2).to(torch.float32)
@@ -267,7 +282,7 @@ class RotaryAdapter(EncodingAdapter):
         return torch.stack([from_layout(y).to(torch.float64) for y in found])
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
-        """Take the kind of pairs in which these outputs are right, unless one is documented."""
+        """Adopt the first possible convention for pairs with which these outputs are right, if any."""
         for convention in self.conventions:
             before, self.convention = self.convention, convention
             if self.is_right(x, got):

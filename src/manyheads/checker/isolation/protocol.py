@@ -1,9 +1,12 @@
 """Messages between the checker and a candidate's process: data, never pickles.
 
 A message is the length of the header (8 bytes, big-endian), the header (JSON: a tree, and the dtype, shape
-and strides of its tensors), and the bytes of each tensor. The reader trusts nothing: it checks the header
-against the limit before it allocates memory, allocates as bytes arrive, and checks the fields of each record
-against its class. A message that can't be read raises ProcessEnded of kind "protocol".
+and strides of its tensors), and the bytes of each tensor. `manyheads.trees` says what a tree
+is; its records are the dataclasses in `RECORDS`.
+
+The candidate may send anything. So `read` checks the sizes in the header against a limit before it allocates
+memory, allocates only as bytes arrive, and checks the fields of each record against its class. An invalid
+message raises ProcessEnded of kind "protocol".
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ from manyheads.checker.isolation.errors import ProcessEnded
 from manyheads.checker.isolation.trees import Foreign, to_bytes, with_strides
 from manyheads.trees import DTYPES, NAMES, expect, pack, unpack
 
-HEADER = 16 * 2**20  # bytes of JSON
+HEADER = 16 * 2**20  # largest header, in bytes
 RECORDS = {record.__name__: record for record in (Call, Answer, Change, Description, Argument, Foreign)}
 
 
 def reject(problem: str) -> NoReturn:
-    """Raise the error of a message that can't be read."""
+    """Raise the error for an invalid message; `problem` completes "got …"."""
     raise ProcessEnded("protocol", f"Expected a message that can be read from the process, got {problem}.")
 
 
@@ -36,10 +39,11 @@ def reject(problem: str) -> NoReturn:
 
 
 def write(put: Callable[[memoryview], None], value: Any) -> None:
-    """Send a tree or a record through `put`; TypeError for anything else."""
-    tensors: dict[int, Tensor] = {}  # by identity: a tensor that occurs twice is sent once
+    """Send a tree by calling `put` with parts of the message; raise TypeError for unsupported objects."""
+    tensors: dict[int, Tensor] = {}  # by id: a tensor that occurs twice in the tree is sent once
 
     def add(tensor: Tensor) -> int:
+        """Return the index of a tensor in the message."""
         if tensor.dtype not in NAMES or tensor.layout != torch.strided:
             raise TypeError(f"Expected a strided tensor for a message, got {tensor.dtype}, {tensor.layout}.")
         tensors[id(tensor)] = tensor
@@ -60,7 +64,7 @@ def write(put: Callable[[memoryview], None], value: Any) -> None:
 
 
 def read(take: Callable[[int], bytearray], limit: int) -> Any:
-    """Return the next message; `take(n)` returns n bytes, `limit` is the most that its tensors may need."""
+    """Return the next message. `take(n)` reads n bytes; `limit` is the most bytes that tensors may need."""
     try:
         return _read(take, limit)
     except ValueError as error:
@@ -87,7 +91,7 @@ def _read(take: Callable[[int], bytearray], limit: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A tensor to be read; `size` is the bytes of its values, `span` those of its strided layout."""
+    """A tensor to be read: `size` bytes of values in the message, `span` bytes in its strided layout."""
 
     dtype: torch.dtype
     shape: list[int]
@@ -97,7 +101,7 @@ class Plan:
 
     @classmethod
     def of(cls, described: Any) -> Plan:
-        """Check a description of the header."""
+        """Check the entry of a tensor in the header, and return its plan."""
         if (
             set(expect(dict, described)) != {"dtype", "shape", "stride"}
             or described["dtype"] not in NAMES.values()
@@ -115,7 +119,7 @@ class Plan:
                 or any(not 0 <= expect(int, n) < 2**40 for n in numbers)
             ):
                 raise ValueError(f"a tensor of shape {str(shape)[:80]} and strides {str(stride)[:80]}")
-        if math.prod(max(n, 1) for n in shape) >= 2**60:  # more than torch counts, even if it is empty
+        if math.prod(max(n, 1) for n in shape) >= 2**60:  # too large for torch, even if a size is 0
             raise ValueError(f"a tensor of shape {str(shape)[:80]}")
         size = math.prod(shape) * dtype.itemsize
         span = 0
@@ -124,10 +128,10 @@ class Plan:
         return cls(dtype, shape, stride, size, span)
 
     def read(self, data: bytearray) -> Tensor:
-        """Return the tensor of these bytes."""
+        """Return the tensor whose values these bytes are."""
         if not data:
             return torch.empty(self.shape, dtype=self.dtype)
-        is_bool = self.dtype == torch.bool  # whose bytes may only be 0 and 1
+        is_bool = self.dtype == torch.bool  # read as bytes, of which only 0 and 1 are valid bools
         values = torch.frombuffer(data, dtype=torch.uint8 if is_bool else self.dtype)
         values = (values != 0 if is_bool else values).reshape(self.shape)
         return values if self.stride is None else with_strides(values, tuple(self.stride))

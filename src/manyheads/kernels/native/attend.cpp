@@ -1,11 +1,13 @@
-// Attention forward, and statistics of its weights, compiled once for each vector width (LEVEL names the build).
+// The forward pass of attention, and statistics of its weights. Compiled once for each vector width (LEVEL names the
+// build).
 //
-// The softmax is online (Milakov & Gimelshein 2018, arXiv:1805.02867), over blocks of queries and keys (Dao et
-// al. 2022, arXiv:2205.14135). Keys and values are packed once per head into panels of a few vectors; a product
-// of 6 rows by a panel keeps its sums in registers.
+// The softmax is online (Milakov & Gimelshein 2018, arXiv:1805.02867), over blocks of queries and keys (Dao et al.
+// 2022, arXiv:2205.14135). Keys and values are packed once per head into panels of a few vectors; a product of 6 rows
+// by a panel keeps its sums in registers.
 //
-// For statistics beside an output, the weights of a block of queries are kept until the sums of its rows are known and
-// are normalised then, so that no product is computed twice. If the log-sum-exp is given, each step's weights are final.
+// If statistics are computed together with the output, the weights of a block of queries are stored until the sums of
+// its rows are known, and normalised then, so that no product is computed twice. If the log-sum-exp is given, weights
+// are normalised from the start.
 #include "decode.h"
 #include "statistics.h"
 
@@ -17,12 +19,12 @@
 
 namespace {
 
-constexpr int ROWS = 96;                     // queries in a block, at most
-constexpr int64_t STORAGE_BYTES = 64 << 20;  // of keys and values packed at a time, at least one head
+constexpr int ROWS = 96;                     // the most queries in a block
+constexpr int64_t STORAGE_BYTES = 64 << 20;  // the most packed keys and values at a time, unless one head has more
 
 // -- one call --------------------------------------------------------------------------------------
 
-struct IdRange {  // of the ids in a panel of keys
+struct IdRange {  // the smallest and the largest id in a panel of keys or a block of queries
     int64_t least, most;
 };
 
@@ -32,37 +34,37 @@ template <class T, class Op> struct Call {
 
     const Problem &problem;
     const Statistics *statistics;   // or null
-    bool lse_known, keeps_rows;     // is lse given? Are the weights of whole rows kept, for statistics?
+    bool lse_known, keeps_rows;     // is lse given? Are the weights of whole rows stored, for statistics?
     int64_t line;                   // the distance between two rows of a block's scores
-    int64_t panels, depth, across;  // panels of keys, d rounded up for products, panels of a value
-    int64_t batch, first_head = 0;  // the heads of keys that are packed and computed at a time, and the first of them
+    int64_t panels, depth, across;  // panels of keys of a head; d rounded up for products; panels across a value
+    int64_t batch, first_head = 0;  // how many heads of keys are packed and computed at a time; the first of them
     Element *keys, *values;         // [batch, panels, depth, PANEL], [batch, across, panels * PANEL, PANEL]
-    uint8_t *infinite;              // [batch, panels]: does a value of the panel hold a non-finite number?
+    uint8_t *infinite;              // [batch, panels]: has a value of the panel a non-finite number?
     Real *squares;                  // [batch, panels * PANEL]: |k|², infinite where the value is EXTREME or INFINITE
-    IdRange *ranges;                // [b, panels]
+    IdRange *ranges;                // [b, panels]: of the ids of keys
     int64_t threads;
     int64_t rows, blocks;          // queries in a block; blocks in a head
-    int64_t next = 0, packed = 0;  // counters of all threads: the next panel to pack, and the panels that are packed
-    int64_t next_to_compute = 0;
-    int64_t chunks;            // of a head's blocks; a chunk is computed by one thread
-    WideReal *columns;         // [batch * h / g, chunks, panels * PANEL]: what keys receive in a chunk
-    Real *shared_rows;         // [batch * h / g, chunks, shared_row_size()]: sums and maxima of the row of each pooled
-                               // map that began in the chunk before
+    int64_t next = 0, packed = 0;  // shared by all threads: the next panel to pack, and how many panels are packed
+    int64_t next_to_compute = 0;   // shared by all threads
+    int64_t chunks;            // the blocks of a head are divided into chunks, each computed by one thread
+    WideReal *columns;         // [batch * h / g, chunks, panels * PANEL]: the weight that keys receive in a chunk
+    Real *shared_rows;         // [batch * h / g, chunks, shared_row_size()]: sums and maxima for the row of each pooled
+                               // map that began in the previous chunk
     const Real *given_scores;  // [b * h * t, line] or null
-    Real unit;                 // a product of packed numbers times this is a score
+    Real unit;                 // the factor that turns a product of packed numbers into a score
 
     Call(const Problem &problem, const Statistics *statistics, const Real *given_scores = nullptr)
         : problem(problem), statistics(statistics), given_scores(given_scores) {
         lse_known = statistics && statistics->lse_known,
         keeps_rows = statistics && !lse_known && (statistics->received || statistics->maps);
         panels = round_up(problem.s, PANEL) / PANEL;
-        // Rows of a power of two would share places in the cache.
+        // If the distance of rows were a power of two, they would compete for the same sets of the cache.
         line = (keeps_rows ? panels * PANEL : KEYS) + LANES;
         depth = round_up(problem.d, Op::DEPTH_MULTIPLE);
         across = round_up(problem.w, PANEL) / PANEL;
         threads = threads_for(problem, 2. * problem.b * problem.h * problem.t * problem.s * (problem.d + problem.w));
-        // Few blocks are cut finer, so that all threads get about the same work. It doesn't depend on their number, because
-        // the size of blocks changes the last bits.
+        // If there are few blocks, they are made smaller, so that all threads get about the same work. The size doesn't
+        // depend on the number of threads, because it changes the last bits of results.
         rows = Op::ROWS_MULTIPLE > 1 ? 2 * Op::ROWS_MULTIPLE : second_level_cache() < (2 << 20) ? ROWS / 2 : ROWS;
         if (problem.b * problem.h * round_up(problem.t, rows) / rows < 16)
             rows = Op::ROWS_MULTIPLE > 1 ? Op::ROWS_MULTIPLE : 3 * ROW_GROUP;
@@ -79,7 +81,8 @@ template <class T, class Op> struct Call {
                  array(ranges, problem.key_ids ? problem.b * panels : 0),
                  array(columns, statistics && statistics->received ? all_chunks * panels * PANEL : 0),
                  array(shared_rows, all_chunks * shared_row_size()), array(squares, batch * panels * PANEL));
-        // In float32 queries are multiplied by the scale. In bfloat16 only by its sign, so that they stay exact.
+        // In float32, packing multiplies queries by the scale. In bfloat16 that would round them, so packing multiplies
+        // them by its sign only.
         unit = Op::PAIR == 1 ? (Real)1 : (Real)std::fabs(problem.scale);
     }
 
@@ -89,8 +92,8 @@ template <class T, class Op> struct Call {
         return size;
     }
 
-    // Returns true if each thread packs and computes whole heads: small ones, which then stay in its caches, if all threads
-    // get equally many.
+    // Returns true if each thread should pack and compute whole heads. This is faster if heads are small, so that they
+    // stay in the thread's caches, and if all threads get the same number of heads.
     bool threads_own_heads() const {
         double head = 2. * (problem.h / problem.g) * problem.t * problem.s * (problem.d + problem.w);
         return !given_scores && !problem.key_ids && head < 4e7 && heads() % threads == 0;
@@ -128,26 +131,26 @@ template <class T, class Op> struct Call {
         }
     }
 
-    struct Block {                  // of queries
-        int64_t b, h, head, first;  // head: of the keys; first: its first query
+    struct Block {                  // a block of queries
+        int64_t b, h, head, first;  // head: the head of keys, b * g + …; first: the first query
         int rows;
-        int64_t position;  // of its first query
+        int64_t position;  // the position of the first query
         IdRange ids;
         Element *q;                  // [ROWS, depth]
-        bool *bounded, all_bounded;  // [ROWS]: are the weights of the row e^score, without a maximum?
+        bool *bounded, all_bounded;  // [ROWS]: are weights e^score, with no maximum? (see find_bounded)
         Real *score;                 // [ROWS, line]
         Element *weight;             // [ROWS, KEYS]; in float32 it is `score`
         Real *out;                   // [ROWS, across * PANEL]
-        Vector *maxima, *sums;       // [ROWS]: of the scores of the step; of the weights so far
-        Real *maximum;               // [ROWS]: the largest number of `maxima`
-        Real *running_max;           // [ROWS]: or the log-sum-exp if it is given
+        Vector *maxima, *sums;       // [ROWS]: maxima of the scores of this step; sums of the weights so far
+        Real *maximum;               // [ROWS]: the largest number in each of `maxima`
+        Real *running_max;           // [ROWS]: the largest score so far, or the log-sum-exp if it is given
         // For statistics:
-        int64_t chunk, chunk_start;            // its chunk, and the first query of the chunk
-        Vector *entropy_sums, *distance_sums;  // [ROWS]: of weights times their log₂; of weights times distances
-        Real *max_score;                       // [ROWS]
+        int64_t chunk, chunk_start;            // the chunk of the block, and the first query of the chunk
+        Vector *entropy_sums, *distance_sums;  // [ROWS]: sums of weights times their log₂, and times distances
+        Real *max_score;                       // [ROWS]: the largest score so far
         Vector *top_scores;                    // [ROWS, vectors of top_k]
         Integers *top_keys;
-        Interval *step_columns;  // [panels]
+        Interval *step_columns;  // [panels]: the keys of each step
         Real *step_max;          // [panels, ROWS]: the running maximum of each step
         int64_t steps;
     };
@@ -163,7 +166,7 @@ template <class T, class Op> struct Call {
         return {statistics->top_k, block.top_scores + row * vectors, block.top_keys + row * vectors};
     }
 
-    // Turns the products of a step into scores with softcap, bias and mask, and finds their maxima.
+    // Turns the products of a step into scores (applies scale, softcap, bias and mask), and finds their maxima.
     void finish(const Block &block, int row, int64_t first, int64_t count) const {
         Real *score = scores(block, row, first);
         scale_and_cap(problem, unit, score, nullptr, count);
@@ -175,15 +178,15 @@ template <class T, class Op> struct Call {
         block.maxima[row] = top;
     }
 
-    // Turns products into weights; products times the factor are scores. Where the maximum grows, what was summed before
-    // is rescaled. A given log-sum-exp takes the place of the maximum.
+    // Turns products into weights; a product times the factor is a score. If the maximum grows, the earlier sums are
+    // rescaled. A given log-sum-exp is used instead of the maximum.
     template <bool STATISTICS>
     void weigh(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
         Real *score = scores(block, row, first);
         Element *weight = weights(block, row, first);
         Real before = block.running_max[row], now = lse_known ? before : larger(before, factor * block.maximum[row]);
         Vector reference = broadcast(now == -INF ? (Real)0 : now), sum = {}, more = {}, entropy = {};
-        Vector place = {}, moment = {};  // the index of a pair of vectors; the sum of weights times it
+        Vector place = {}, moment = {};  // the index of a pair of vectors; the sum of weights times this index
         for (int64_t j = 0; j < count; j += 2 * LANES) {
             Vector low = load(score + j), high = load(score + j + LANES);
             if (Op::PAIR == 2) low = rounded(factor * low), high = rounded(factor * high);
@@ -220,8 +223,8 @@ template <class T, class Op> struct Call {
         block.running_max[row] = now;
     }
 
-    // Turns products into weights e^score; products times the factor are scores. Where not PLAIN, some are masked. Entropies
-    // are summed of the scores less the largest score so far, because a large number would cost their digits.
+    // Turns products into weights e^score; a product times the factor is a score. If not PLAIN, some scores are masked.
+    // For entropies, the largest score so far is subtracted from scores, because large numbers would cost digits.
     template <bool PLAIN, bool STATISTICS>
     void weigh_bounded(const Block &block, int row, int64_t first, int64_t count, Real factor, Real before) const {
 #if defined(HAS_EXP)
@@ -239,7 +242,7 @@ template <class T, class Op> struct Call {
             sum += low_weight, more += high_weight;
             if (STATISTICS) {
                 if (!PLAIN)
-                    low = max(low, broadcast(-2 * EXP_MOST)), high = max(high, broadcast(-2 * EXP_MOST));  // else 0 · ∞
+                    low = max(low, broadcast(-2 * EXP_MOST)), high = max(high, broadcast(-2 * EXP_MOST));  // not 0 · ∞
                 entropy += low_weight * (low - most), entropy += high_weight * (high - most);
                 moment += place * low_weight, moment += place * high_weight, place += (Real)1;
                 if (Op::PAIR == 2) store(score + j, low_weight), store(score + j + LANES, high_weight);
@@ -259,9 +262,9 @@ template <class T, class Op> struct Call {
 #endif
     }
 
-    // Finds the rows whose scores are so small that no weight e^score, sum of weights or product with a value overflows or
-    // loses digits, by |q·k| <= |q||k| over the keys that the row may see. Other keys don't count, so that the content of
-    // masked keys doesn't change a bit.
+    // Finds the rows whose scores are so small that no weight e^score, sum of weights or product with a value overflows
+    // or loses digits, by the bound |q·k| <= |q||k| over the visible keys. Masked keys are excluded, so that their
+    // content doesn't change any bit of the result.
     void find_bounded(Block &block) const {
         memset(block.bounded, 0, sizeof(bool) * block.rows), block.all_bounded = false;
 #if defined(HAS_EXP)
@@ -280,8 +283,8 @@ template <class T, class Op> struct Call {
                 largest = larger(largest, largest_in(square + over.end, keys.end - over.end));
                 over = keys;
             }
-            // The square of tiny numbers may vanish: with LEAST_SQUARE the bound is still right, and a non-finite key stays
-            // non-finite beside a query of zeros.
+            // The square of tiny numbers may underflow to 0. With LEAST_SQUARE the bound still holds, and it is
+            // non-finite for a non-finite key even if the query is 0.
             Real bound = (Real)1.001 * unit * std::sqrt(largest + LEAST_SQUARE) *
                          std::sqrt(squared_norm<Op>(block.q + row * depth, problem.d) + LEAST_SQUARE);
             bool fits = is_finite(bound);
@@ -312,9 +315,9 @@ template <class T, class Op> struct Call {
         return most;
     }
 
-    // Returns the sum of weights times the distances of their keys, the first of which is `from` positions after the query.
-    // If all keys are on one side and no distance is small, it is computed from the weights' moment: the sum of weights
-    // times the index of their pair of vectors.
+    // Returns the sum of weights times the distances of their keys, the first of which is `from` positions after the
+    // query. If all keys are after it, or so far before it that no digits cancel, the sum is computed from `moment`:
+    // the sum of weights times the index of their pair of vectors.
     Vector weighted_distance(const Real *weight, int64_t from, int64_t count, Vector sum, Vector more,
                              Vector moment) const {
         Vector at, far = {};
@@ -324,8 +327,8 @@ template <class T, class Op> struct Call {
             return max(far, -far);
         }
         for (int64_t j = 0; j < count; j += LANES) {
-            Vector one = at + (Real)(from + j);
-            far += load(weight + j) * max(one, -one);
+            Vector offset = at + (Real)(from + j);
+            far += load(weight + j) * max(offset, -offset);
         }
         return far;
     }
@@ -348,7 +351,7 @@ template <class T, class Op> struct Call {
                        : weigh_bounded<false, false>(block, row, first, count, factor, before);
     }
 
-    // Adds the non-finite numbers of a value, which are 0 in its panel, to a row that may see it.
+    // Adds the non-finite numbers of a value, which are 0 in its panel, to a row that attends to it.
     void add_infinite(const Block &block, int row, int64_t first, int64_t j) const {
         Real weight = Op::unpack(weights(block, row, first)[j]);
         const T *value = value_at(block.head, first + j);
@@ -407,7 +410,7 @@ template <class T, class Op> struct Call {
                 block.out + a * PANEL, across * PANEL, count, block.maxima);
     }
 
-    // Finds the largest score of each row of a step, for several rows at a time: one row alone waits for each instruction.
+    // Finds the largest score of each row of a step, for several rows at a time, to hide the latency of instructions.
     void find_maximum(const Block &block) const {
         for (int row = 0; row < block.rows; row += LANES) {
             Vector tops[LANES];
@@ -434,7 +437,8 @@ template <class T, class Op> struct Call {
         for (int row = 0; row < block.rows; row++) weigh(block, row, first, whole, 1, false);
     }
 
-    // Computes the weights of a row where some value isn't finite. The row must take that in, however small the weight.
+    // Computes the weights of a row if some value isn't finite. If its key is visible, the value must reach the output,
+    // even if the weight is 0.
     void weigh_infinite(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
         uint8_t visible[KEYS];
         for (int64_t j = 0; j < count; j++) visible[j] = !(scores(block, row, first)[j] == -INF);
@@ -455,11 +459,12 @@ template <class T, class Op> struct Call {
         if (statistics->received) memset(columns + at * panels * PANEL, 0, sizeof(WideReal) * panels * PANEL);
         memset(shared_rows + at * shared_row_size(), 0, sizeof(Real) * shared_row_size());
         bool only_received = !statistics->max_score && !statistics->top_k && !statistics->maps &&
-                             lse_known;  // only what keys receive is wanted
+                             lse_known;  // only `received` is wanted
         for (int64_t index = first; index < (n + 1) * blocks / chunks; index++)
             if (!only_received || (index + 1) * rows > statistics->first_counted) attend(head, index, n, first * rows);
     }
 
+    // Computes block `index` of a head, which belongs to chunk `part`; `start` is the first query of the chunk.
     void attend(int64_t q_head, int64_t index, int64_t part, int64_t start) {
         Block block = {};
         block.h = q_head % problem.h, block.b = q_head / problem.h, block.chunk = part, block.chunk_start = start;
@@ -483,7 +488,7 @@ template <class T, class Op> struct Call {
         const T *q = ::row_at<T>(problem.q, problem.q_stride, block.b, block.h, block.first);
         Real sink = problem.sink ? ((const Real *)problem.sink)[block.h] : -INF;
         for (int row = 0; row < block.rows; row++) {
-            if (!given_scores)  // otherwise q may be of another dtype
+            if (!given_scores)  // with given scores, q isn't used and may have another dtype
                 pack_query<Op>(block.q + row * depth, q + row * problem.q_stride[2], problem.q_stride[3], problem.d,
                                by);
             block.sums[row] = Vector{};
@@ -510,8 +515,8 @@ template <class T, class Op> struct Call {
         return (Real *)problem.lse + (block.b * problem.h + block.h) * problem.t + block.first;
     }
 
-    // Goes through the keys that some row may see, in steps of one or several panels. Panels that all rows see completely
-    // need no mask.
+    // Processes the keys that are visible to some row, in steps of one or several panels. Panels that are fully visible
+    // to all rows need no mask.
     void walk(Block &block) const {
         Interval top = visible_keys(problem, block.b, block.first),
                  bottom = visible_keys(problem, block.b, block.first + block.rows - 1);
@@ -540,12 +545,14 @@ template <class T, class Op> struct Call {
         }
     }
 
-    bool has_no_common_id(const Block &block, int64_t panel) const {  // of these queries and a panel of keys
+    // Returns true if the ids of the block's queries and of a panel of keys are in disjoint ranges.
+    bool has_no_common_id(const Block &block, int64_t panel) const {
         if (!problem.key_ids || given_scores) return false;
         const IdRange &range = ranges[block.b * panels + panel];
         return range.most < block.ids.least || block.ids.most < range.least;
     }
 
+    // Normalises and writes the output and the log-sum-exp of a block, and statistics of its rows.
     void write(const Block &block, Real sink) const {
         for (int row = 0; row < block.rows; row++) {
             Wide top = block.running_max[row];
@@ -571,7 +578,7 @@ template <class T, class Op> struct Call {
         int64_t at = (block.b * problem.h + block.h) * problem.t + block.first + row;
         if (sum_of_weights == (Real)0) total = 1;  // everything is masked
         Wide by = 1 / (Wide)total;
-        block.sums[row] = broadcast((Real)by);  // the only number that is needed from here on
+        block.sums[row] = broadcast((Real)by);  // from here on, only the normaliser is needed
         if (statistics->total) ((Real *)statistics->total)[at] = (Real)(by * sum_of_weights);
         if (statistics->entropy) {  // both summands are >= 0, except for rounding
             Wide unit = block.bounded[row] ? (Wide)1 : LOG2E,
@@ -589,7 +596,7 @@ template <class T, class Op> struct Call {
         }
     }
 
-    // Adds the kept weights of all steps, whose normalisers are known now, to columns and pooled maps.
+    // Adds the stored weights of all steps, whose normalisers are now known, to columns and pooled maps.
     void finish_statistics(const Block &block) const {
         Real factor[ROWS] = {};
         for (int64_t n = 0; n < block.steps; n++) {
@@ -603,7 +610,7 @@ template <class T, class Op> struct Call {
         }
     }
 
-    // Adds a step's weights, times the factors of their rows (null: 1), to columns and pooled maps.
+    // Adds the weights of a step, multiplied by a factor for each row (null: 1), to columns and pooled maps.
     void gather(const Block &block, int64_t first, int64_t count, const Real *factor) const {
         const Real *weight = scores(block, 0, first);
         int64_t head = block.b * problem.h + block.h, at = chunk_at(head, block.chunk);
@@ -632,7 +639,7 @@ template <class T, class Op> struct Call {
         }
     }
 
-    // Sums what the chunks of a head found, in a fixed order.
+    // Merges the columns and pooled maps of a head's chunks, in a fixed order.
     void merge(int64_t head) const {
         for (int64_t j = 0; statistics->received && j < problem.s; j++) {
             WideReal sum = 0;
@@ -656,7 +663,7 @@ template <class T, class Op> struct Call {
 
     // -- threads ------------------------------------------------------------------------------------
 
-    // Packs panels that no other thread has taken, and computes when all panels are packed.
+    // Packs panels together with the other threads, waits until all panels are packed, and computes chunks.
     void share_heads() {
         int64_t count = given_scores ? 0 : heads() * panels, queries = problem.h / problem.g;
         take_each(next, count, [&](int64_t n) {
@@ -668,7 +675,7 @@ template <class T, class Op> struct Call {
                   [&](int64_t n) { compute(first_head * queries + n / chunks, n % chunks); });
     }
 
-    // Packs and computes heads that no other thread has taken.
+    // Packs and computes whole heads, each by one thread.
     void own_heads() {
         int64_t queries = problem.h / problem.g, items = queries * chunks;
         take_each(next, heads(), [&](int64_t n) {
@@ -693,11 +700,11 @@ template <class T, class Op> struct Call {
     }
 };
 
-// Packs keys and values unless only a few queries share them.
+// Computes attention: by `Decode` if few queries share a head of keys, else by `Call`, which packs keys and values.
 template <class T, class Op> void attend(const Problem &problem, const Statistics *statistics) {
-    // Up to 16 where it was measured to be faster: with vectors of AVX2, and numbers that are converted fast.
-    constexpr bool some = BYTES == 32 && !std::is_same<T, Float16>::value;
-    if (queries_per_key(problem) > (some && !statistics ? 16 : FEW_QUERIES))
+    // `Decode` was measured to be faster for up to 16 queries with AVX2, unless numbers are converted from float16.
+    constexpr bool allows_16 = BYTES == 32 && !std::is_same<T, Float16>::value;
+    if (queries_per_key(problem) > (allows_16 && !statistics ? 16 : FEW_QUERIES))
         return Call<T, Op>(problem, statistics).run();
     int64_t line = round_up(problem.s, PANEL), size = statistics ? problem.b * problem.h * problem.t * line : 0;
     std::unique_ptr<Real[]> scores(size ? new Real[size] : nullptr);
@@ -711,7 +718,7 @@ template <class T, class Op> void attend(const Problem &problem, const Statistic
     release_storage();
 }
 
-// Computes scale · q·k with softcap of all queries and keys, [b, h, t, s], with the same bits as every other pass.
+// Computes the scores of all queries and keys, scale · q·k with softcap, [b, h, t, s], with the bits of other passes.
 template <class T, class Op> struct Scores {
     typedef typename Op::Element Element;
 

@@ -1,6 +1,6 @@
-// A few queries against many keys, as in generation (Shazeer 2019, arXiv:1911.02150). Keys and values are read once,
-// without packing, by all queries that share them. The work is split along the keys; each split has its own maximum and
-// sums, which are merged in a fixed order, so that the bits don't depend on threads.
+// Attention of a few queries over many keys, as in generation (Shazeer 2019, arXiv:1911.02150). Keys and values are
+// read once for all queries that share them, and values aren't packed. The keys of a head are divided into splits. Each
+// split has its own maximum and sums. They are merged in a fixed order, so that results don't depend on threads.
 #pragma once
 #include "few.h"
 
@@ -11,17 +11,17 @@ namespace {
 template <class T, class Op> struct Decode : FewQueries<T, Op> {
     typedef FewQueries<T, Op> Base;
     using Base::problem, Base::rows, Base::depth, Base::units, Base::unit, Base::head_of;
-    static constexpr int STEP = 256;  // keys in a step: they stay in the first-level cache for all queries
-    static constexpr int SHORT = 512, LONG = 4096;  // keys in a split, at least and at most
-    static constexpr int SPLITS = 16;               // over all heads, if there are enough keys: work for each thread
+    static constexpr int STEP = 256;  // keys in a step, few enough to stay in the first-level cache for all queries
+    static constexpr int SHORT = 512, LONG = 4096;  // the smallest and the largest number of keys in a split
+    static constexpr int SPLITS = 16;               // splits of all heads if keys suffice: enough for 16 threads
 
-    Real *kept_scores;  // [b * h * t, line]: where scores are kept for statistics, or null
-    int64_t line;
-    bool lse_known;              // then only scores are computed
-    int64_t width;               // w in whole vectors
+    Real *kept_scores;           // [b * h * t, line]: where scores are stored for statistics, or null
+    int64_t line;                // the distance between two rows of kept_scores
+    bool lse_known;              // if true, only scores are computed
+    int64_t width;               // w rounded up to whole vectors
     int64_t split_size, splits;  // keys in a split; splits of a head
     Real *partial;               // [b * g, splits, rows, width + 2]: output, maximum and sum of weights
-    int64_t next = 0;
+    int64_t next = 0;            // the next split to compute; shared by all threads
 
     Decode(const Problem &problem, Real *kept_scores, int64_t line, bool lse_known)
         : Base(problem), kept_scores(kept_scores), line(line), lse_known(lse_known) {
@@ -41,6 +41,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         return kept_scores + ((split.b * problem.h + head_of(split, row)) * problem.t + row % problem.t) * line;
     }
 
+    // Computes split n of a head of keys.
     void compute(int64_t head, int64_t n) {
         Split split = {};
         split.b = head / problem.g, split.g = head % problem.g;
@@ -57,7 +58,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
             int64_t stop = kept_scores ? smaller(line, (n + 1) * split_size) : 0;
             for (int64_t j = n * split_size; j < stop; j++) kept_row(split, row)[j] = -INF;
         }
-        Interval some = {problem.s, 0}, every = {0, problem.s};
+        Interval some = {problem.s, 0}, every = {0, problem.s};  // keys visible to some query, and to every query
         for (int64_t row = 0; row < problem.t; row++) {
             Interval keys = visible_keys(problem, split.b, row);
             some = {smaller(some.begin, keys.begin), larger(some.end, keys.end)};
@@ -75,7 +76,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         }
     }
 
-    // Turns products into scores with softcap, bias and mask.
+    // Turns products into scores: applies scale, softcap, bias and mask.
     void finish(const Split &split, int64_t row, int64_t first, int64_t count) const {
         Real *score = split.score + row * STEP;
         int64_t whole = round_up(count, LANES);
@@ -87,7 +88,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         if (kept_scores) memcpy(kept_row(split, row) + first, score, sizeof(Real) * count);
     }
 
-    // Turns scores into weights relative to the running maximum, and rescales what was summed before if it grows.
+    // Turns scores into weights relative to the running maximum. If the maximum grows, rescales the earlier sums.
     void weigh(const Split &split, int64_t row, int64_t count) const {
         Real *score = split.score + row * STEP, *sums = split.sums + row * (width + 2), before = sums[width];
         Vector top = broadcast(before), sum = {};
@@ -105,7 +106,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         sums[width] = now, sums[width + 1] = ::sum(sum) + (now != before ? shrink : (Real)1) * sums[width + 1];
     }
 
-    // Adds weights times values of keys that all queries see.
+    // Adds weights times values, for keys that are visible to all queries.
     void add(const Split &split, int64_t first, int64_t count) const {
         for (int64_t row = 0; row < rows; row++) weigh(split, row, round_up(count, LANES));
         const T *values = row_at<T>(problem.v, problem.v_stride, split.b, split.g, first);
@@ -113,6 +114,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
                   [&](int64_t row, auto group) { add_rows<group, group <= 2 ? 8 : 4>(split, row, values, count); });
     }
 
+    // Adds the values of a step to ROWS queries, N vectors of a value at a time.
     template <int ROWS, int N> void add_rows(const Split &split, int64_t row, const T *values, int64_t count) const {
         for (int64_t x = 0; x < problem.w; x += N * LANES) {
             int64_t some = smaller<int64_t>(N, (width - x) / LANES);
@@ -123,6 +125,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         }
     }
 
+    // Adds `some` <= N vectors of each value, from number x on. If `fits`, they are contiguous and within the value.
     template <int ROWS, int N>
     void add_some(const Split &split, int64_t row, int64_t x, const T *values, int64_t count, int64_t some,
                   bool fits) const {
@@ -147,7 +150,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         }
     }
 
-    // The same where a key is masked for some queries: masked values, which may be NaN, are skipped.
+    // Adds weights times values where some query can't attend to some key. Masked values are skipped: they may be NaN.
     void add_visible(const Split &split, int64_t first, int64_t count) const {
         const T *values = row_at<T>(problem.v, problem.v_stride, split.b, split.g, first);
         for (int64_t row = 0; row < rows; row++) {
@@ -163,7 +166,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         }
     }
 
-    // Merges the splits of a head.
+    // Merges the splits of a head of keys, and writes the output and the log-sum-exp.
     void merge(int64_t head) const {
         int64_t b = head / problem.g, g = head % problem.g, size = width + 2;
         for (int64_t row = 0; row < rows; row++) {

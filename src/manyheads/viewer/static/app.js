@@ -1,4 +1,4 @@
-// The app: its state, which is kept in the page's address so that a link restores it; buttons, keys, themes and images.
+// The app: its state (which is also stored in the page's address, so that a link restores it), buttons, keys, themes, images.
 
 const START = {
   page: "overview", run: 0, layer: 0, head: 0, batch: 0, pooling: "max", scale: "linear", theme: null, view: null, pin: null,
@@ -18,7 +18,7 @@ const KEYS = [
 ];
 
 class App {
-  // linked: keep the state in the page's address.
+  // root: the element to fill. client: see clients.js. linked: store the state in the page's address.
   constructor(root, client, linked) {
     Object.assign(this, { root, client, linked, panes: [], labels: new Map(), hovered: null, hatches: {} });
     this.state = { ...START, ...(linked ? this.fromHash() : {}) };
@@ -39,7 +39,7 @@ class App {
         if (location.hash.slice(1) !== this.toHash()) this.state = { ...START, ...this.fromHash() }, this.show();
       }, { signal });
     } else {
-      this.root.tabIndex = -1; // so that a click anywhere in it gives it the keyboard
+      this.root.tabIndex = -1; // so that a click anywhere in the viewer gives it the keyboard focus
     }
     (this.linked ? document : this.root).addEventListener("keydown", (event) => this.pressKey(event), { signal });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.show(), { signal });
@@ -87,7 +87,7 @@ class App {
     if (this.linked) history.replaceState(null, "", `#${this.toHash()}`);
   }
 
-  // Replace values of a hand-written link that are out of range.
+  // Replace values that are out of range, as they may be in a link that was edited by hand.
   correct() {
     const { runs } = this.info, within = (n, size) => Math.max(0, Math.min(Math.floor(n) || 0, size - 1));
     const clamp = (place) => {
@@ -117,7 +117,7 @@ class App {
     this.show();
   }
 
-  // The sequence that is shown of a layer: the last one, if it has fewer sequences than other layers.
+  // The index of the sequence to show for a layer: the selected one, or the last if the layer has fewer sequences.
   batchOf(place) {
     return Math.min(this.state.batch, this.layer(place).shape[0] - 1);
   }
@@ -173,7 +173,7 @@ class App {
   }
 
   show() {
-    // In a notebook, keep the keyboard when the focused element is replaced.
+    // In a notebook, keep the keyboard focus in the viewer when the focused element is replaced.
     const refocus = !this.linked && this.root.matches(":focus-within") && (() => this.root.matches(":focus-within") || this.root.focus({ preventScroll: true }));
     if (refocus) requestAnimationFrame(refocus);
     this.correct();
@@ -212,7 +212,7 @@ class App {
     this.body.classList.toggle("two", places.length > 1);
   }
 
-  // Selects of run, layer, head and sequence.
+  // Build the <select> elements for run, layer, head and sequence.
   buildChoices() {
     const { state, info } = this, parts = [];
     const select = (label, options, value, choose) => {
@@ -236,7 +236,7 @@ class App {
     this.choices.replaceChildren(...parts);
   }
 
-  // Keep the view if another layer or head has the same shape.
+  // Return the changes that reset view and pin, or none if the other layer has the same shape.
   keepView(some) {
     const before = this.layer(this.state).shape, run = some.run ?? this.state.run, layer = some.layer ?? this.state.layer;
     const after = this.info.runs[run].layers[layer].shape;
@@ -245,6 +245,7 @@ class App {
 
   // -- shared by panes --------------------------------------------------------------------------
 
+  // The cell of the crosshair: the one under the pointer, else the pinned one.
   cell() {
     return this.hovered ?? this.state.pin;
   }
@@ -286,7 +287,7 @@ class App {
     return this.state.theme ?? this.notebookTheme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   }
 
-  // Adapt to the notebook's theme, by its text colour, "rgb(…)".
+  // Adopt the notebook's theme: dark if its text colour, "rgb(…)", is light.
   adaptTo(color) {
     const parts = String(color).match(/[\d.]+/g)?.slice(0, 3).map(Number);
     const theme = parts?.length === 3 ? (parts[0] + parts[1] + parts[2] > 383 ? "dark" : "light") : this.notebookTheme;
@@ -307,17 +308,18 @@ class App {
     this.change({ [name]: CHOICES[name].find((value) => value !== this.state[name]) });
   }
 
+  // The pattern that fills masked cells.
   hatch(context) {
     const name = this.themeName();
     if (!this.hatches[name]) {
       const tile = document.createElement("canvas"), [background, line] = THEMES[name].hatch;
       tile.width = tile.height = 8;
-      const own = tile.getContext("2d");
-      own.fillStyle = background, own.fillRect(0, 0, 8, 8);
-      own.strokeStyle = line, own.lineWidth = 1.5;
-      own.beginPath();
-      for (const shift of [-8, 0, 8]) own.moveTo(shift, 8), own.lineTo(shift + 8, 0);
-      own.stroke();
+      const pattern = tile.getContext("2d");
+      pattern.fillStyle = background, pattern.fillRect(0, 0, 8, 8);
+      pattern.strokeStyle = line, pattern.lineWidth = 1.5;
+      pattern.beginPath();
+      for (const shift of [-8, 0, 8]) pattern.moveTo(shift, 8), pattern.lineTo(shift + 8, 0);
+      pattern.stroke();
       this.hatches[name] = context.createPattern(tile, "repeat");
     }
     return this.hatches[name];
@@ -365,7 +367,7 @@ class App {
 
   pressKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (!this.linked) event.stopPropagation(); // the notebook has its own keys
+    if (!this.linked) event.stopPropagation(); // or the notebook would handle the key too
     if (this.keys.open) return;
     if (event.target.closest?.("input, select, textarea") && event.key !== "Escape") return;
     const { state } = this, pane = this.panes[0], { heads } = this.layer(state), { layers } = this.info.runs[state.run];
@@ -397,7 +399,7 @@ class App {
     this.change({ layer, ...this.keepView({ layer }) });
   }
 
-  // Zoom around the pinned crosshair, else around the middle.
+  // Zoom in or out around the pinned crosshair if there is one, else around the middle.
   zoomBy(factor) {
     const pane = this.panes[0], cell = this.state.pin, { x, y, k } = pane.view, [least, most] = pane.zoom.scaleExtent();
     const to = Math.max(least, Math.min(most, k * factor));
@@ -419,7 +421,7 @@ class App {
 
 const same = (a, b) => b && Math.abs(a.x - b.x) < 1e-4 && Math.abs(a.y - b.y) < 1e-4 && Math.abs(a.k / b.k - 1) < 1e-6;
 
-// Show a client's runs in an element; linked: keep the state in the page's address.
+// Start the viewer in an element. linked: store the state in the page's address.
 function show(root, client, linked = true) {
   const app = new App(root, client, linked);
   app.start().catch((error) => {

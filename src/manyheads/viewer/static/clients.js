@@ -1,6 +1,8 @@
-// Clients of the API (see api.py): over HTTP, of the answers in an exported page, or over a notebook's channel.
+// Clients of the API (see api.py). They get its answers over HTTP, from an exported page, or from a notebook's kernel. Each has
+// a method `bytes(address, signal)`, which returns an answer as an ArrayBuffer.
 
-class ViewerError extends Error {} // whose message is shown as it is
+// An error whose message is meant for the user.
+class ViewerError extends Error {}
 
 class HttpClient {
   constructor(base) {
@@ -20,8 +22,9 @@ class HttpClient {
   }
 }
 
-// The answers that a page was exported with, as base64 by address. Other tiles lie in a folder beside it, each in a script
-// that passes its data on: a page from a disk may load nothing else. Rows and columns are computed from tiles.
+// Reads an exported page. `answers` has answers in base64 by address. Further tiles are in a folder next to the page, each as a
+// script that calls `manyheadsLoaded`, because a page that is opened from a disk may load scripts but no data. Rows and columns
+// are computed from tiles.
 class PageClient {
   constructor(answers, folder) {
     this.answers = answers, this.folder = folder, this.waiting = new Map(), this.loading = new Map();
@@ -29,15 +32,15 @@ class PageClient {
   }
 
   async bytes(address) {
-    const [word, ...parts] = address.split("/");
-    if (word === "row" || word === "column") return new TextEncoder().encode(JSON.stringify(await this.line(word === "row", ...parts)));
-    const data = this.answers[address] ?? (this.folder && word === "tiles" ? await this.load(address) : undefined);
+    const [kind, ...parts] = address.split("/");
+    if (kind === "row" || kind === "column") return new TextEncoder().encode(JSON.stringify(await this.line(kind === "row", ...parts)));
+    const data = this.answers[address] ?? (this.folder && kind === "tiles" ? await this.load(address) : undefined);
     if (data === undefined) throw new ViewerError("This page was exported without these weights.");
     return Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0)).buffer;
   }
 
   load(address) {
-    if (this.loading.has(address)) return this.loading.get(address); // requested twice at once
+    if (this.loading.has(address)) return this.loading.get(address); // the same request is under way
     const loaded = new Promise((resolve, reject) => {
       this.waiting.set(address, resolve);
       const script = make("script", { src: `${this.folder}/${address.replaceAll("/", "-")}.js` });
@@ -49,6 +52,7 @@ class PageClient {
     return this.loading.get(address);
   }
 
+  // The weights of a row (of a query) or a column (of a key), averaged over heads, in the form of the API's answer.
   async line(isRow, run, layer, heads, index, batch) {
     const { runs, side } = await this.info(), { shape, heads: names } = runs[run].layers[layer];
     const chosen = heads === "all" ? names.map((_, n) => n) : heads.split(","), size = isRow ? shape[3] : shape[2];
@@ -75,7 +79,8 @@ class PageClient {
   }
 }
 
-// Over a notebook's channel to its kernel. All views of a widget, in all windows, receive every answer, so each has a name.
+// Sends requests to a notebook's kernel over the widget's channel. Every view of a widget, in all windows, receives every answer,
+// so requests and answers carry the name of their view.
 class WidgetClient {
   constructor(model) {
     this.model = model, this.view = Math.random().toString(36).slice(2), this.waiting = new Map(), this.next = 0;
@@ -115,7 +120,7 @@ class WidgetClient {
 
 const json = async (client, address, signal) => JSON.parse(new TextDecoder().decode(await client.bytes(address, signal)));
 
-// Create an element. Strings among its children become text, never markup.
+// Create an element. Children that are strings become text, never markup.
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {

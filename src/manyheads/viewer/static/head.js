@@ -1,7 +1,7 @@
-// One head: its weights from the whole matrix down to single ones, with rulers, a crosshair and the value under it.
+// The page of one head: its matrix of weights, to zoom into, with rulers, a crosshair and the weight under the crosshair.
 
-const STRIP = 36, BAR = 74, MARGIN = 8; // pixels: the strips beside the matrix, the colour bar, a margin
-const CLOSEST = 96; // pixels per token
+const STRIP = 36, BAR = 74, MARGIN = 8; // pixels: the strips at the edges of the matrix, the colour bar, a margin
+const CLOSEST = 96; // pixels per token at the highest zoom
 
 class HeadPane {
   // app: the App, with the state that panes share.
@@ -24,7 +24,7 @@ class HeadPane {
     this.resizing.observe(this.canvas);
   }
 
-  // place: {run, layer, head, batch}.
+  // Show a head. place: {run, layer, head, batch}.
   async open(place) {
     this.close();
     this.place = place, this.layer = this.app.layer(place);
@@ -77,7 +77,8 @@ class HeadPane {
     this.left = (named ? 118 : 62) + STRIP, this.above = (named ? 88 : 26) + STRIP;
     this.wide = Math.max(20, wide - this.left - BAR), this.high = Math.max(20, high - this.above - MARGIN);
     const least = Math.min(this.wide / this.s, this.high / this.t, CLOSEST);
-    // Few queries over many keys would be a thin line: weights are drawn taller than wide; of few keys, wider than tall.
+    // A matrix of few queries and many keys would be a thin line, so its weights are drawn taller than wide; with few keys, wider
+    // than tall.
     const wider = least * this.s < 48 ? Math.max(1, Math.min(24, this.wide / this.s) / least) : 1, k = least * wider;
     this.tall = least * this.t < 48 ? Math.max(1, Math.min(24, this.high / this.t) / least) : 1 / wider;
     const pad = [0.5 * this.s, 0.5 * this.t];
@@ -96,7 +97,7 @@ class HeadPane {
     if (this.tiles) this.layOut();
   }
 
-  // Center a place {x, y} of the matrix, at k pixels per token.
+  // Center the point {x, y} of the matrix, with k pixels per token.
   setView({ x, y, k }, slowly = false) {
     const down = this.above + this.high / 2 - k * this.tall * y;
     const to = d3.zoomIdentity.translate(this.left + this.wide / 2 - k * x, down).scale(k);
@@ -108,7 +109,7 @@ class HeadPane {
     this.at = { x, y, k, v }; // the pixel of token 0, and the width and height of a token
     this.view = { x: (this.left + this.wide / 2 - x) / k, y: (this.above + this.high / 2 - y) / v, k };
     if (sourceEvent) this.app.viewChanged(this);
-    if (this.pointer) this.hover(this.pointer); // the matrix moves under it
+    if (this.pointer) this.hover(this.pointer); // the matrix has moved under the pointer
     this.update();
   }
 
@@ -136,14 +137,15 @@ class HeadPane {
     return inside && i >= 0 && j >= 0 && i < this.t && j < this.s ? [i, j] : null;
   }
 
-  // The level whose cells are a pixel or two; until the scan is complete, the coarsest one instead of levels it computes.
+  // The level whose cells are one or two pixels large. Until the scan is complete, levels that it computes are replaced by the
+  // coarsest.
   get level() {
     const least = Math.min(this.at.k, this.at.v), level = Math.min(this.tiles.top, Math.max(0, Math.ceil(-Math.log2(least) - 0.01)));
     const { side, max_weights } = this.app.info, fine = Math.min(this.t * this.s, (side * 2 ** level) ** 2) <= max_weights;
     return fine || this.complete ? level : this.tiles.top;
   }
 
-  // The tiles in view, as [x, y], the nearest to the middle first.
+  // The tiles in view, as [x, y], starting with those nearest to the middle.
   inView(level) {
     const side = this.app.info.side * 2 ** level, { x, y, k, v } = this.at;
     const range = (from, length, size) => {
@@ -151,11 +153,11 @@ class HeadPane {
       return Array.from({ length: Math.max(0, last - first) }, (_, n) => first + n);
     };
     const across = range((this.left - x) / k, this.wide / k, this.s), down = range((this.above - y) / v, this.high / v, this.t);
-    const far = ([cx, cy]) => Math.hypot((cx + 0.5) * side - this.view.x, (cy + 0.5) * side - this.view.y);
-    return down.flatMap((cy) => across.map((cx) => [cx, cy])).sort((a, b) => far(a) - far(b));
+    const distance = ([cx, cy]) => Math.hypot((cx + 0.5) * side - this.view.x, (cy + 0.5) * side - this.view.y);
+    return down.flatMap((cy) => across.map((cx) => [cx, cy])).sort((a, b) => distance(a) - distance(b));
   }
 
-  // The tile of the pinned crosshair, which may be out of view.
+  // The tile of the pinned crosshair, which is needed even out of view, as a list of one address or none.
   pinned(level) {
     const { pin } = this.app.state, side = this.app.info.side * 2 ** level;
     if (!pin || pin[0] >= this.t || pin[1] >= this.s) return [];
@@ -217,7 +219,7 @@ class HeadPane {
     context.strokeStyle = theme.line;
   }
 
-  // A tile, or the part of a coarser one until it is loaded.
+  // Paint a tile, or the same part of a coarser tile until it is loaded; return the tile that was painted, or null.
   paintTile(context, level, x, y) {
     const { side } = this.app.info, { pooling, scale } = this.app.state, key = `${pooling} ${scale} ${this.top}`;
     for (let up = level; up <= this.tiles.top; up++) {
@@ -225,10 +227,10 @@ class HeadPane {
       const tile = this.tiles.get(up, tx, ty);
       if (!tile) continue;
       if (tile.key !== key) tile.key = key, tile.image = this.app.colors.paint(tile, pooling, this.top, scale);
-      const own = this.box(level, x, y, side, side), box = this.box(up, tx, ty, tile.cols, tile.rows);
+      const area = this.box(level, x, y, side, side), box = this.box(up, tx, ty, tile.cols, tile.rows);
       context.save();
-      if (up > level) context.beginPath(), context.rect(...own), context.clip();
-      context.fillStyle = this.app.hatch(context), context.fillRect(...box); // which shows where the tile is transparent: masked
+      if (up > level) context.beginPath(), context.rect(...area), context.clip();
+      context.fillStyle = this.app.hatch(context), context.fillRect(...box); // visible where the tile is masked, and so transparent
       context.drawImage(tile.image, ...box);
       context.restore();
       tile.level = up;
@@ -237,7 +239,7 @@ class HeadPane {
     return null;
   }
 
-  // The rectangle of the first cells of a tile: x, y, width and height in whole pixels.
+  // The rectangle of the first cols × rows cells of a tile: x, y, width and height in whole pixels.
   box(level, x, y, cols, rows) {
     const cell = 2 ** level, side = this.app.info.side * cell, { x: dx, y: dy, k, v } = this.at;
     const edges = [dx + k * x * side, dy + v * y * side, dx + k * (x * side + cols * cell), dy + v * (y * side + rows * cell)];
@@ -245,7 +247,7 @@ class HeadPane {
     return [a, b, c - a, d - b];
   }
 
-  // The end of the colour scale: the largest weight in view, rounded up.
+  // The upper end of the colour scale: the largest weight in view, rounded up.
   scaleTop(level, visible) {
     const { pooling } = this.app.state;
     let largest = 0, found = false;
@@ -274,7 +276,7 @@ class HeadPane {
     }
   }
 
-  // The weights as numbers, if they fit into their cells.
+  // Draw the weights as numbers if they fit into their cells.
   digits(context, level) {
     const { x: dx, y: dy, k, v } = this.at, { pooling, scale } = this.app.state, { side } = this.app.info;
     if (level || k < 44 || v < 14) return;
@@ -292,12 +294,12 @@ class HeadPane {
     }
   }
 
-  // The first token in view and the one after the last.
+  // The range of tokens in view: the first, and the one after the last.
   between(from, length, shift, size, k = this.at.k) {
     return [Math.max(0, Math.floor((from - shift) / k)), Math.min(size, Math.ceil((from + length - shift) / k))];
   }
 
-  // Rulers that name every token if there is room, else every few with their positions.
+  // Draw rulers. They name every token if there is room, else some of them with their positions.
   rulers(context, theme) {
     const { x: dx, y: dy, k, v } = this.at, { keys, queries } = this.tokens;
     context.save();
@@ -349,7 +351,8 @@ class HeadPane {
     context.restore();
   }
 
-  // The weight that each key receives, at the top, and each query's entropy, at the left: the largest in each pixel.
+  // Draw the weight that each key receives, at the top, and the entropy of each query, at the left. Where several tokens share a
+  // pixel, the largest number is drawn.
   strips(context, theme) {
     const { x: dx, y: dy } = this.at;
     context.fillStyle = theme.muted, context.font = "11px system-ui, sans-serif", context.textBaseline = "middle";
@@ -385,7 +388,7 @@ class HeadPane {
     context.fillText(`entropy, to ${format(entropy)} nats`, this.left - 3, this.above - 10, this.left - 6);
   }
 
-  // The line from which on the model extrapolates.
+  // Draw the lines after which positions are beyond the trained context.
   extrapolation(context, theme) {
     const from = this.app.info.runs[this.place.run].extrapolated_from, { x: dx, y: dy, k, v } = this.at;
     if (from === null || from >= Math.max(this.t, this.s)) return;
@@ -461,7 +464,7 @@ class HeadPane {
     return last > n ? `${name(n)} to ${name(last)}` : name(n);
   }
 
-  // Show the value under the crosshair: from its tile at once, and then a single weight exactly.
+  // Show the value under the crosshair: at once as the tile has it, rounded to float16; then exactly, if it is a single weight.
   async showValue() {
     const cell = this.app.cell();
     if (!this.tiles || !this.at || !cell || cell[0] >= this.t || cell[1] >= this.s) {
@@ -507,7 +510,7 @@ class HeadPane {
     Object.assign(this.reading.dataset, { query: i0, key: j0, weight: weight === undefined ? "" : String(weight), exact: !!exact });
   }
 
-  // The canvas with its title and text, as an image.
+  // Return an image of the canvas with its title, value and note.
   toImage() {
     const ratio = window.devicePixelRatio || 1, canvas = document.createElement("canvas"), context = canvas.getContext("2d");
     const head = 22, foot = 40;

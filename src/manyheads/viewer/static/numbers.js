@@ -1,6 +1,6 @@
-// Numbers: decoded, coloured and formatted.
+// Decoding, colouring and formatting of numbers.
 
-// The value of every float16, divided by 2^15.
+// The value of every float16, divided by 2^15, because tiles are encoded as weights times 2^15.
 const HALVES = Float32Array.from({ length: 65536 }, (_, bits) => {
   const exponent = (bits >> 10) & 31, fraction = bits & 1023;
   const magnitude = exponent === 31 ? (fraction ? NaN : Infinity)
@@ -8,17 +8,18 @@ const HALVES = Float32Array.from({ length: 65536 }, (_, bits) => {
   return (bits >> 15 ? -magnitude : magnitude) / 32768;
 });
 
-// A tile: means and maxima of cells, or weights, [rows, cols]. sampled: estimated from one query in this many.
+// Decode a tile: the mean and the largest weight of each cell, [rows, cols]; single weights have one plane for both. If `sampled`
+// is n > 1, they are estimated from every n-th query.
 function decode(buffer) {
   const [sampled, planes, rows, cols] = new Uint32Array(buffer, 0, 4);
   const size = rows * cols, masked = buffer.byteLength === 16, exact = buffer.byteLength === 16 + 4 * planes * size;
-  const numbers = masked ? new Float32Array(planes * size).fill(NaN) // all of it
+  const numbers = masked ? new Float32Array(planes * size).fill(NaN) // a header without numbers: all cells are masked
     : exact ? new Float32Array(buffer, 16) : Float32Array.from(new Uint16Array(buffer, 16), (n) => HALVES[n]);
   const plane = (n) => numbers.subarray(n * size, (n + 1) * size);
   return { sampled, rows, cols, exact, mean: plane(0), max: plane(planes - 1) };
 }
 
-// The weight that each key receives, and each query's entropy; null before a scan.
+// Decode the weight that each key receives, and the entropy of each query; null until the scan is complete.
 function decodeMarginals(buffer) {
   const [ready, , t, s] = new Uint32Array(buffer, 0, 4);
   if (!ready) return null;
@@ -26,9 +27,9 @@ function decodeMarginals(buffer) {
   return { received: numbers.subarray(0, s), entropy: numbers.subarray(s, s + t) };
 }
 
-const DECADES = 4; // of a logarithmic scale
+const DECADES = 4; // the length of a logarithmic scale, in powers of ten
 
-// 256 colours, and a weight's place among them, from 0 to 1, on a scale that ends at `top`.
+// 256 colours. `place` maps a weight to a place among them, from 0 to 1, on a linear or logarithmic scale that ends at `top`.
 class ColorScale {
   constructor(colors) {
     this.rgb = Uint8ClampedArray.from({ length: 768 }, (_, n) => parseInt(colors.slice(2 * n, 2 * n + 2), 16));
@@ -49,7 +50,7 @@ class ColorScale {
     return 0.299 * this.rgb[n] + 0.587 * this.rgb[n + 1] + 0.114 * this.rgb[n + 2] < 128 ? "#fff" : "#000";
   }
 
-  // Means or maxima of a tile as an image, transparent where masked.
+  // Return an image of the means or maxima of a tile, transparent where masked.
   paint(tile, pooling, top, scale) {
     const canvas = document.createElement("canvas");
     canvas.width = tile.cols, canvas.height = tile.rows;
@@ -67,20 +68,20 @@ class ColorScale {
   }
 }
 
-// The smallest of 1, 2 and 5 times a power of ten that is at least x.
+// Round x up to 1, 2 or 5 times a power of ten.
 function roundUp(x) {
   if (!(x > 0)) return 1;
   const ten = 10 ** Math.floor(Math.log10(x) + 1e-9);
   return ten * [1, 2, 5, 10].find((n) => n * ten >= x * (1 - 1e-6));
 }
 
-// A token isolated from the text around it, which a right-to-left token would reorder.
+// Enclose a token in Unicode isolates: otherwise a right-to-left token would reorder the text around it.
 const isolated = (name) => `\u2068${name}\u2069`;
 
 const count = (n) => n.toLocaleString("en-US");
 const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 
-// A weight with a number of significant digits.
+// Format a weight with a number of significant digits.
 function format(weight, digits = 3) {
   if (weight === 0) return "0";
   return Math.abs(weight) < 0.001 ? weight.toExponential(digits - 1) : String(Number(weight.toPrecision(digits)));

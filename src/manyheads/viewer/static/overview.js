@@ -1,4 +1,4 @@
-// Every layer and head as a card, with a thumbnail and head scores, to sort, filter and open.
+// The overview: a card for every head of every layer, with a thumbnail and head scores. Cards can be sorted, filtered and opened.
 
 class Overview {
   constructor(root, app) {
@@ -9,8 +9,8 @@ class Overview {
       const card = this.cards.find(({ element }) => element === entry.target);
       if (entry.isIntersecting && card && !card.requested) card.requested = true, this.queue.push(card), this.drawNext();
     }), { rootMargin: "200px" });
-    const select = (name, none) => make("select", { id: name, onchange: (event) => app.change({ [name]: event.target.value }) },
-      make("option", { value: "" }, none), ...Object.keys(app.info.scores).map((value) => make("option", { value }, this.label(value))));
+    const select = (name, defaultLabel) => make("select", { id: name, onchange: (event) => app.change({ [name]: event.target.value }) },
+      make("option", { value: "" }, defaultLabel), ...Object.keys(app.info.scores).map((value) => make("option", { value }, this.label(value))));
     this.sort = select("sort", "layer and head"), this.score = select("score", "all heads");
     this.minimum = make("input", { id: "minimum", type: "number", min: 0, step: 0.05, value: app.state.minimum, oninput: () => app.change({ minimum: Number(this.minimum.value) || 0 }) });
     this.summary = make("span", { class: "muted" });
@@ -76,7 +76,7 @@ class Overview {
     }
   }
 
-  // Request head scores one layer at a time: a browser has six connections to a server, which thumbnails need too.
+  // Request head scores one layer at a time: a browser opens at most six connections to a server, and thumbnails need some.
   async requestScores() {
     for (const [run, { layers }] of this.app.info.runs.entries()) {
       for (const layer of layers.keys()) await this.showScores(run, layer);
@@ -107,22 +107,22 @@ class Overview {
   arrange() {
     const { sort, score, minimum } = this.app.state, value = (card, name) => card.scores[name] ?? -Infinity;
     this.sort.value = sort, this.score.value = score, this.minimum.disabled = !score;
-    if (Number(this.minimum.value) !== minimum) this.minimum.value = minimum; // but leave what is being typed
+    if (Number(this.minimum.value) !== minimum) this.minimum.value = minimum; // if they are equal, keep the text, which may be being typed ("0.")
     let cards = score ? this.cards.filter((card) => value(card, score) >= minimum) : [...this.cards];
     if (sort) cards.sort((a, b) => value(b, sort) - value(a, sort));
     const pooled = this.app.info.runs.some(({ layers }) => layers.some(({ shape }) => Math.max(shape[2], shape[3]) > this.app.info.side));
     const note = pooled ? ` · large matrices are pooled: each cell shows the ${this.app.state.pooling === "max" ? "largest" : "mean"} weight` : "";
     this.summary.textContent = (cards.length < this.cards.length ? `${count(cards.length)} of ` : "") + plural(this.cards.length, "head") + note;
     const rows = [];
-    let before = "";
+    let previous = "";
     for (const card of cards) {
       const { run, layer } = card.place, row = `${run}/${layer}`;
-      if (!sort && row !== before) rows.push(make("h2", {}, this.app.layerName(card.place)));
-      before = row;
+      if (!sort && row !== previous) rows.push(make("h2", {}, this.app.layerName(card.place)));
+      previous = row;
       rows.push(card.element);
     }
     const order = [sort, ...cards.map((card) => card.element.dataset.place)].join(" ");
-    if (order === this.order) return; // so that a card that is being clicked isn't replaced
+    if (order === this.order) return; // or a card that is being clicked would be replaced
     this.order = order;
     this.list.replaceChildren(...rows);
     for (const card of cards) if (!card.requested) this.visible.observe(card.element);

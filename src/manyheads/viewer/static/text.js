@@ -1,9 +1,9 @@
-// The text: which tokens the token under the pointer attends to (background, and lines to the largest weights), and which
-// attend to it (underlined).
+// The text page. It shows which tokens the token under the pointer attends to (by their background, and by lines to the largest
+// weights), and which tokens attend to it (underlined).
 
-const PAGE = 2000; // tokens
+const PAGE = 2000; // tokens on a page of a long text
 
-// A name, cut to a number of characters.
+// Cut a name to a number of characters.
 const short = (name, length) => ([...name].length > length ? `${[...name].slice(0, length - 1).join("")}…` : name);
 
 class TextPage {
@@ -100,7 +100,7 @@ class TextPage {
     }
   }
 
-  // offset: the key at query 0's position; null in cross-attention.
+  // Show the weights of a token. offset: the key at the position of query 0; null in cross-attention.
   show(token, row, column, offset) {
     const at = (line, n) => line?.weights[n - line.first] ?? 0, largest = (line) => Math.max(1e-9, line?.top[0]?.[1] ?? 0);
     for (const [n, span] of this.spans.entries()) {

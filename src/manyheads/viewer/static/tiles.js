@@ -1,17 +1,17 @@
-// The tiles of a head: those in view are requested, the nearest first; requests for tiles that leave it are cancelled.
+// A cache of the tiles of a head. It loads requested tiles in order and cancels requests for tiles that are no longer wanted.
 
-const PARALLEL = 4; // requests
+const PARALLEL = 4; // requests at a time
 const CACHED = 240; // tiles
 const RETRY = 2000; // milliseconds after a failed request
 
 class Tiles {
-  // head: {run, layer, head, batch}; side: cells of a tile; changed: called when there is something new to draw.
+  // head: {run, layer, head, batch}. side: cells along each side of a tile. changed: called when there is something new to draw.
   constructor(client, head, shape, side, changed) {
     Object.assign(this, { client, head, side, changed });
     [, , this.t, this.s] = shape;
     this.top = Math.max(0, Math.ceil(Math.log2(Math.max(this.t, this.s) / side)));
-    this.ready = new Map(); // by "level/x/y": a decoded tile, with its image; the last one used at the end
-    this.loading = new Map(); // AbortControllers
+    this.ready = new Map(); // decoded tiles by "level/x/y", the most recently used last
+    this.loading = new Map(); // the AbortControllers of requests, by "level/x/y"
     this.wanted = [];
     this.failed = null, this.retrying = null;
   }
@@ -21,12 +21,14 @@ class Tiles {
     return `tiles/${run}/${layer}/${head}/${place}/${batch}`;
   }
 
+  // Return a loaded tile, and mark it as the most recently used.
   get(level, x, y) {
     const place = `${level}/${x}/${y}`, tile = this.ready.get(place);
     if (tile) this.ready.delete(place), this.ready.set(place, tile);
     return tile;
   }
 
+  // Load these tiles, given as "level/x/y", the first ones first. Requests for other tiles are cancelled.
   request(places) {
     this.wanted = places.filter((place) => !this.ready.has(place));
     for (const [place, loading] of this.loading) if (!this.wanted.includes(place)) loading.abort();
@@ -62,7 +64,7 @@ class Tiles {
     this.load();
   }
 
-  // Remove the estimated tiles once the scan is complete.
+  // Remove the tiles that were estimated before the scan was complete.
   removeSampled() {
     for (const [place, tile] of this.ready) if (tile.sampled > 1) this.ready.delete(place);
     this.changed();
@@ -73,19 +75,19 @@ class Tiles {
     for (const loading of this.loading.values()) loading.abort();
   }
 
-  // The outline of the mask in cells of the tile: the edges between visible and masked cells.
+  // The outline of the mask in units of cells: the edges between visible and masked cells.
   static outline(tile) {
     if (tile.outline) return tile.outline;
     const path = new Path2D(), { rows, cols, max } = tile, masked = (n) => max[n] !== max[n];
-    let pieces = 0;
-    for (let r = 0; r < rows && pieces < 5000; r++) {
+    let edges = 0;
+    for (let r = 0; r < rows && edges < 5000; r++) {
       for (let c = 0; c < cols; c++) {
         const n = r * cols + c;
-        if (c + 1 < cols && masked(n) !== masked(n + 1)) path.moveTo(c + 1, r), path.lineTo(c + 1, r + 1), pieces++;
-        if (r + 1 < rows && masked(n) !== masked(n + cols)) path.moveTo(c, r + 1), path.lineTo(c + 1, r + 1), pieces++;
+        if (c + 1 < cols && masked(n) !== masked(n + 1)) path.moveTo(c + 1, r), path.lineTo(c + 1, r + 1), edges++;
+        if (r + 1 < rows && masked(n) !== masked(n + cols)) path.moveTo(c, r + 1), path.lineTo(c + 1, r + 1), edges++;
       }
     }
-    return (tile.outline = pieces < 5000 ? path : new Path2D()); // a mask of scattered cells has no legible outline
+    return (tile.outline = edges < 5000 ? path : new Path2D()); // a mask of scattered cells has no legible outline
   }
 
   static largest(tile, pooling) {

@@ -1,4 +1,5 @@
-// The viewer below a cell, in a shadow root: the notebook's style sheets don't apply in it, and element ids are its own.
+// Show the viewer below a notebook cell, in a shadow root, so that the notebook's style sheets don't apply to it and its element
+// ids can't collide with others. Returns a function that removes it.
 function showBelow(model, el, style, height) {
   const host = make("div"), root = make("div"), sheet = new CSSStyleSheet(), client = new WidgetClient(model);
   const tree = host.attachShadow({ mode: "open" });
@@ -13,7 +14,7 @@ function showBelow(model, el, style, height) {
   const changes = new MutationObserver(adapt), visible = new IntersectionObserver(adapt); // see SEND_THEME in widget.py
   for (const element of [document.documentElement, document.body]) changes.observe(element, { attributes: true });
   visible.observe(host);
-  // JupyterLab handles keys before the viewer can: without this attribute, `x` would cut the cell.
+  // JupyterLab handles keys before the viewer gets them, so that `x` would cut the cell. This attribute prevents it.
   const suppress = ({ ctrlKey, metaKey, altKey }) => host.toggleAttribute("data-lm-suppress-shortcuts", !(ctrlKey || metaKey || altKey));
   window.addEventListener("keydown", suppress, true);
   return () => {
