@@ -619,6 +619,7 @@ def test_every_cell_has_two_pixels(kind: str, tokens: int) -> None:
 # -- errors and global state -----------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_figures_do_not_import_pyplot() -> None:
     script = (
         "import sys, torch\n"

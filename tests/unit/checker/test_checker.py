@@ -752,6 +752,7 @@ class Attention(nn.Module):
 """
 
 
+@pytest.mark.full
 def test_the_command_writes_its_files(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WRONG)
     done = run(

@@ -390,6 +390,7 @@ def test_scale_and_softcap_are_written_into_the_kernel() -> None:
         assert isinstance(call.args[5], float)
 
 
+@pytest.mark.full
 def test_more_kinds_than_pytorch_would_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's attention stops, or turns into another, on the ninth kind of mask."""
     quick, counter = compiled()

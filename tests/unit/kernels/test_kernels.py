@@ -124,6 +124,7 @@ def test_map(case: Case) -> None:
             assert not wrong, f"{kernel}, {name}: {wrong}"
 
 
+@pytest.mark.full
 def test_the_table_reaches_every_kernel() -> None:
     """No kernel is tested by refusing: each computes at least a part of the table, in every dtype."""
     taken = {kernel: [case for case in CASES if not refused(make(case), kernel)] for kernel in KERNELS}

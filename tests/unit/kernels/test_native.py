@@ -710,6 +710,7 @@ def _child(queue: Any) -> None:
     queue.put(attend().tolist())
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_a_child_computes_after_its_parent_did(how: str) -> None:
@@ -920,6 +921,7 @@ def test_a_direct_call_gives_the_bits_of_the_operator(case: Case) -> None:
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.full
 def test_threads_of_its_own_when_asked() -> None:
     code = "import tests.unit.kernels.test_native as t; t.attend(); print(t.native.built())"
     assert "on threads of its own" in python(code, MANYHEADS_THREADS="own")
