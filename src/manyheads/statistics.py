@@ -365,7 +365,7 @@ class Received(Reduction):
         self.last = None if last is None else whole(last, "last, the number of queries that count,", least=1)
         if normalize not in (None, "age"):
             raise ValueError(
-                'Expected normalize to be None or "age" (the mean over queries that see the key), '
+                'Expected normalize to be None or "age" (the mean over queries that may attend to the key), '
                 f"got {normalize!r}."
             )
         self.normalize = normalize
@@ -475,7 +475,7 @@ class Pooled(Reduction):
         for count, size, name, letter in zip(self.cells, (n.t, n.s), ("rows", "cols"), "ts", strict=True):
             if count > size:
                 raise ValueError(
-                    f"Expected at most {size} {name} of cells for pooled, {letter} = {size}, got {count}: "
+                    f"Expected pooled to have at most {size} {name}, as {letter} = {size}, got {count}: "
                     "no cell may be empty."
                 )
         self.down, self.across = (

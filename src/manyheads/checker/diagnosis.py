@@ -112,7 +112,7 @@ def search(c: Adapter, evidence: list[Evidence]) -> list[tuple[Diagnosis, Bugs]]
 
 def eligible_bugs(c: Adapter) -> Iterator[Bug]:
     """Yield the bugs that the candidate can have."""
-    # This bug is wrong for large scores only, or returns the same as an omitted sink.
+    # Outputs with this bug are wrong for large scores only, or the same as without the sink.
     excluded = {"masked-and-divided"}
     if isinstance(c, AttentionAdapter):
         excluded |= {"mask-dropped-with-weights"} if c.always_weights else set()

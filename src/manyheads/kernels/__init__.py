@@ -86,7 +86,7 @@ def choose(problem: Problem, kernel: str = "auto") -> Any:
         if reasons:
             raise ValueError(
                 f'kernel="{kernel}" can\'t compute this: {"; ".join(reasons)}. '
-                'Use kernel="auto" or another one; explain(...) prints which can.'
+                'Use kernel="auto", or a kernel that explain(...) lists as supported.'
             )
         return chosen
     for name in ORDER:
@@ -244,7 +244,8 @@ def machine() -> str:
     """Return a text that lists the devices of this machine, and each kernel with its description."""
     devices = [f"cpu ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"]
     devices += [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
-    lines = [f"torch {torch.__version__} on {', '.join(devices)}", 'kernel="auto" takes the first that can:']
+    lines = [f"torch {torch.__version__} on {', '.join(devices)}"]
+    lines.append('kernel="auto" uses the first that supports a problem:')
     for name in ORDER:
         kernel = load(name)
         what = (kernel.__doc__ or "").partition("\n")[0]
@@ -284,5 +285,5 @@ def _gives_lse_of_map(kernel: Any, problem: Problem) -> bool:
 def _leaks(problem: Problem) -> str:
     """Describe how a kernel without SHIELDS is kept from leaking masked NaN and Inf."""
     if problem.q.device.type == "cpu":
-        return "NaN, Inf and huge scores are looked for (not while compiling)"
-    return "NaN and Inf in a masked key are kept out only where no query may see it"
+        return "NaN, Inf and huge scores are detected (not while compiling)"
+    return "NaN and Inf in a key can leak, unless the key is masked for all queries"

@@ -251,13 +251,14 @@ class Run:
         for name, value in given.items():
             if name != "steps" and getattr(options, name) != value:
                 raise ValueError(
-                    f"Expected --{name.replace('_', '-')} {getattr(options, name)}, as the run in {out} was "
-                    f"started, got {value}. Leave it out to resume, or choose another --out."
+                    f"Expected --{name.replace('_', '-')} {getattr(options, name)}, with which the run in "
+                    f"{out} was started, got {value}. Leave the option out to resume, or choose another "
+                    "--out."
                 )
         options = _continued(out, options, step, given.get("steps", options.steps))
         if paths and data.digest(data.TextFiles(paths)) != facts["documents_sha256"]:
             raise ValueError(
-                f"The run in {out} was started with other text than that of --data. Leave it out to resume, "
+                f"The run in {out} was started with other text than --data. Leave --data out to resume, "
                 "or choose another --out."
             )
         config, tokenizer = checkpoint.read_config(out)
@@ -526,7 +527,7 @@ def _continued(out: Path, options: Options, step: int, steps: int) -> Options:
     if steps < step:
         raise ValueError(
             f"Expected --steps to be at least {step}, which the run in {out} has finished, got {steps}. "
-            f"Leave it out to continue to step {options.steps}."
+            f"Leave --steps out to continue to step {options.steps}."
         )
     return replace(options, steps=steps, schedule_steps=options.schedule_steps or options.steps)
 

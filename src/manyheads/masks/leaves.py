@@ -223,7 +223,7 @@ class Lengths(Mask):
     def _columns(self) -> int:
         if self.s is None:
             raise ValueError(
-                "Lengths(left=True) counts from the last key, and the number of keys is unknown here. "
+                "Lengths(left=True) counts from the last key, so it needs the number of keys. "
                 "Use the mask in attention, or bind it: mask.bind(first, s)."
             )
         return self.s
@@ -246,8 +246,8 @@ class Keys(Mask):
         if isinstance(keys, Tensor):
             keys = keys.tolist()
         if isinstance(keys, int) or not isinstance(keys, Sequence):
-            raise TypeError(f"Expected a list of columns for Keys, got {keys!r}: write Keys([...]).")
-        object.__setattr__(self, "keys", tuple(sorted({whole(key, "a column in Keys") for key in keys})))
+            raise TypeError(f"Expected a list of keys for Keys, got {keys!r}: write Keys([...]).")
+        object.__setattr__(self, "keys", tuple(sorted({whole(key, "a key in Keys") for key in keys})))
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         j = torch.as_tensor(j)
@@ -581,7 +581,7 @@ class Rule(Mask):
             object.__setattr__(self, "number", number(self.fn))
         except TypeError:  # e.g. an object with __slots__
             raise TypeError(
-                f"Expected a function that can be referred to weakly for Rule, got {kind(self.fn)}: "
+                f"Expected a function that supports weak references for Rule, got {kind(self.fn)}: "
                 "wrap it in a lambda."
             ) from None
 

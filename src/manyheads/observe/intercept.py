@@ -474,7 +474,7 @@ def _multi_head_problem(options: dict[str, Any]) -> Problem:
     q, k, v = project_inputs((query, key, value), weights, options["in_proj_bias"])
     (t, b, _), s, h = q.shape, k.shape[0], options["num_heads"]  # q [t, b, e]
     padding, attn_mask = options["key_padding_mask"], options["attn_mask"]
-    # PyTorch ignores attn_mask and uses is_causal instead, unless it needs a mask tensor for another reason.
+    # With is_causal, PyTorch ignores attn_mask, unless it needs a mask tensor for another reason.
     uses_is_causal = options["is_causal"] and padding is None and not options["need_weights"]
     masks = spread_masks(padding, None if uses_is_causal else attn_mask, h, b, t, s)
     if options["bias_k"] is not None:

@@ -352,7 +352,7 @@ def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dic
     amap, labels, trained = reading.maps[layer], reading.labels, reading.trained
     note = ""
     if trained is not None:
-        note = f"\nbelow the line, from token {trained} on, beyond the trained context: extrapolated"
+        note = f"\nbelow the line, tokens from {trained} on are beyond the trained context (extrapolated)"
     title = reading.title(layer, head) + note
     if masked or not has_masked_keys(amap):
         detail = figures.head(amap, labels, head=head, title=title)

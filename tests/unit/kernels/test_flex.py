@@ -127,7 +127,7 @@ def test_the_table_says_what_leaks_on_cuda(monkeypatch: pytest.MonkeyPatch) -> N
         lines = kernels.table(Problem.of(q, q, q, softcap=2.0)).splitlines()
     assert [line.split()[0] for line in lines[1:] if line[2] != " "] == list(kernels.ORDER)
     (line,) = (line for line in lines if line.startswith("  flex"))
-    for words in ("yes: a map is free", "only where no query may see it", "← auto"):
+    for words in ("yes: a map is free", "unless the key is masked for all queries", "← auto"):
         assert words in line
 
 

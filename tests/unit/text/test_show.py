@@ -610,7 +610,7 @@ def test_extrapolated_tokens_are_marked_in_every_picture(checkpoint: Path) -> No
     assert reading.trained == CONTEXT < len(reading.ids)
     for figure in report.draw(reading, 1, 0).values():
         words = " ".join(text.get_text().replace("\n", " ") for text in figure.findobj(Text))
-        assert f"from token {CONTEXT} on, beyond the trained context: extrapolated" in words
+        assert f"tokens from {CONTEXT} on are beyond the trained context (extrapolated)" in words
         for axes in figure.axes:
             if axes.images:
                 (line,) = axes.lines
