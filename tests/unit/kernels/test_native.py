@@ -319,7 +319,7 @@ for x; do case $x in
         echo "quick: error: unrecognized option '$x'" >&2
         exit 1 ;;
     -DLEVEL=*) build=${x#-DLEVEL=} ;;
-    */attend.cpp) what="void attend_$build(const Problem *, const Look *) {}
+    */attend.cpp) what="void attend_$build(const Problem *, const Statistics *) {}
         void scores_$build(const Problem *, void *) {}" ;;
     */differentiate.cpp) what="int differentiate_$build(const Problem *, const Gradient *) { return 0; }" ;;
     *.o) to=$x ;;
