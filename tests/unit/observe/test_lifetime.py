@@ -730,7 +730,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep": {"entropy": 3}}, TypeError, "arguments of entropy to be no arguments"),
     ({"keep": {"previous_token": 4}}, TypeError, "previous_token"),
     ({"keep": {"top": 0}}, ValueError, "at least 1, got 0"),
-    ({"keep": {"pooled": (6, 6)}}, ValueError, "at most 5 rows of cells … got 6"),
+    ({"keep": {"pooled": (6, 6)}}, ValueError, "at most 5 rows, … got 6"),
     ({"keep": "statistics", "dtype": torch.float16}, ValueError, "dtype"),
     ({"keep": "statistics", "device": "cpu"}, ValueError, "device"),
     ({"dtype": torch.int8}, TypeError, "Expected dtype to be one of … got torch.int8"),
