@@ -224,7 +224,7 @@ def test_emulated_tiles_on_the_table(emulated: dict[str, str]) -> None:
 def test_emulated_tiles_give_every_pass_the_same_scores(emulated: dict[str, str]) -> None:
     """The weights of huge scores are 0 or 1 only if output, gradient, statistics and map share their bits."""
     code = """
-import torch, test_native as t
+import torch, tests.unit.kernels.test_native as t
 for dtype, size in t.HUGE:
     for n in (1, 5, 13, 64, 150):
         t.test_huge_scores_cancel_their_log_sum_exp(dtype, size, n)
