@@ -87,7 +87,7 @@ def arguments(problem: Problem) -> tuple[Any, ...]:
     """Return a problem as the arguments of an operator."""
     masks, mask = _pack(problem.mask)
     biases, bias = _pack(problem.bias)
-    text = repr([mask, bias])
+    text = _write([mask, bias])
     offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
     seed = torch.randint(1 << 62, (1,)) if problem.dropout_p else None
     return (
@@ -106,6 +106,15 @@ def _pack(value: trees.Value | None) -> tuple[list[Tensor], Any]:
 
     packed = trees.pack(value, add)
     return tensors, packed
+
+
+def _write(node: Any) -> str:
+    """Return plain data as a Python literal. `repr` of a size that is symbolic fails under torch.compile."""
+    if isinstance(node, dict):
+        return "{" + ", ".join([f"{key!r}: {_write(part)}" for key, part in node.items()]) + "}"
+    if isinstance(node, list):
+        return "[" + ", ".join([_write(part) for part in node]) + "]"
+    return repr(node) if isinstance(node, str) else f"{node}"
 
 
 @lru_cache(256)
