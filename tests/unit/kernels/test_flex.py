@@ -469,8 +469,14 @@ def into_a_kernel(case: Case, mask: str, monkeypatch: pytest.MonkeyPatch) -> Non
     problem = replace(problem, **{name: getattr(problem, name).detach() for name in "qkv"})
     if mask in ASKABLE:
         problem = replace(problem, mask=mh.Rule(ASKABLE[mask]))
-    with torch.no_grad():
-        out, _ = torch.compile(flex._attend, fullgraph=True)(flex._per_pair(problem))
+    try:
+        with torch.no_grad():
+            out, _ = torch.compile(flex._attend, fullgraph=True)(flex._per_pair(problem))
+    except torch._inductor.exc.InductorError as error:
+        # PyTorch 2.13 mixes vectors of integers and floats in what it writes for AVX2 from such masks.
+        if "C++ compile error" not in str(error) or "VecMask" not in str(error):
+            raise
+        pytest.skip("PyTorch's C++ for this mask doesn't compile on this processor")
     torch.testing.assert_close(out, reference.run(problem)[0])
 
 
