@@ -24,7 +24,7 @@ from setuptools.command.build_py import build_py
 SOURCE = Path("src/manyheads/kernels/native")
 LESSONS = Path("docs/lessons")
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-maybe-uninitialized"]
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 BUILDS = {
     "float64": ["-DREAL=double"],

@@ -65,9 +65,12 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
             every = {larger(every.begin, keys.begin), smaller(every.end, keys.end)};
         }
         bool needs_masking = problem.slopes || problem.bias || problem.keep || problem.key_ids;
-        int64_t end = smaller(some.end, (n + 1) * split_size);
-        for (int64_t first = larger(some.begin, n * split_size); first < end; first += STEP) {
-            int64_t count = smaller<int64_t>(STEP, end - first);
+        int64_t end = smaller(some.end, (n + 1) * split_size), count;
+        for (int64_t first = larger(some.begin, n * split_size); first < end; first += count) {
+            count = smaller<int64_t>(STEP, end - first);
+            // Keys that every query can attend to need no masking: unless they are few, they get steps of their own.
+            Interval free = {larger(every.begin, first), smaller(every.end, first + count)};
+            if (free.end - free.begin >= 2 * LANES) count = (first < free.begin ? free.begin : free.end) - first;
             this->template multiply_keys<STEP>(split, first, count, split.score);
             bool whole = !needs_masking && every.begin <= first && first + count <= every.end;
             for (int64_t row = 0; row < rows; row++) finish(split, row, first, count);
@@ -106,47 +109,47 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         sums[width] = now, sums[width + 1] = ::sum(sum) + (now != before ? shrink : (Real)1) * sums[width + 1];
     }
 
+    // The most queries of a group whose sums of N vectors, and these, fit in the registers.
+    template <int N> static constexpr int MOST_ROWS = N <= 2 ? 4 : (BYTES == 64 ? 16 : 8) / N;
+
     // Adds weights times values, for keys that are visible to all queries.
     void add(const Split &split, int64_t first, int64_t count) const {
         for (int64_t row = 0; row < rows; row++) weigh(split, row, round_up(count, LANES));
         const T *values = row_at<T>(problem.v, problem.v_stride, split.b, split.g, first);
-        each_four(rows,
-                  [&](int64_t row, auto group) { add_rows<group, group <= 2 ? 8 : 4>(split, row, values, count); });
-    }
-
-    // Adds the values of a step to ROWS queries, N vectors of a value at a time.
-    template <int ROWS, int N> void add_rows(const Split &split, int64_t row, const T *values, int64_t count) const {
-        for (int64_t x = 0; x < problem.w; x += N * LANES) {
-            int64_t some = smaller<int64_t>(N, (width - x) / LANES);
-            bool fits = problem.v_stride[3] == 1 && x + some * LANES <= problem.w;
-            if (N == 8 && fits && some == 8) add_some<ROWS, N>(split, row, x, values, count, 8, true);
-            else if (fits && some == 4) add_some<ROWS, 4>(split, row, x, values, count, 4, true);
-            else add_some<ROWS, N>(split, row, x, values, count, some, false);
+        for (int64_t x = 0; x < problem.w;) {
+            int64_t left = problem.v_stride[3] == 1 ? (problem.w - x) / LANES : 0;  // vectors that are whole
+            if (left >= 8 && rows <= MOST_ROWS<8>) x += add_to_all<8>(split, x, values, count);
+            else if (left >= 4 && rows <= MOST_ROWS<4>) x += add_to_all<4>(split, x, values, count);
+            else if (left >= 2) x += add_to_all<2>(split, x, values, count);
+            else x += add_to_all<1>(split, x, values, count);
         }
     }
 
-    // Adds `some` <= N vectors of each value, from number x on. If `fits`, they are contiguous and within the value.
+    // Adds N vectors of each value, from number x on, to all queries; only a single one may reach beyond the value.
+    // Returns how many numbers that are.
+    template <int N> int64_t add_to_all(const Split &split, int64_t x, const T *values, int64_t count) const {
+        each_four(rows, [&](int64_t row, auto group) {
+            if constexpr (group <= MOST_ROWS<N>) add_some<group, N>(split, row, x, values, count);
+        });
+        return N * LANES;
+    }
+
     template <int ROWS, int N>
-    void add_some(const Split &split, int64_t row, int64_t x, const T *values, int64_t count, int64_t some,
-                  bool fits) const {
+    void add_some(const Split &split, int64_t row, int64_t x, const T *values, int64_t count) const {
         Vector sum[ROWS][N] = {};
         const Real *weight = split.score + row * STEP;
         for (int64_t j = 0; j < count; j++) {
             const T *value = values + j * problem.v_stride[2];
-            Vector v[N] = {};
-            if (fits) {
-                Base::fetch(value + Base::AHEAD * problem.v_stride[2] + x, N * LANES);
-                for (int n = 0; n < N; n++) v[n] = widen(value + x + n * LANES);
-            } else {
-                for (int n = 0; n < some; n++)
-                    v[n] = Single::units(value, problem.v_stride[3], x + n * LANES, problem.w);
-            }
+            Vector v[N];
+            if (row == 0) Base::fetch(value + Base::AHEAD * problem.v_stride[2] + x, N * LANES);
+            for (int n = 0; n < N; n++)
+                v[n] = N > 1 ? widen(value + x + n * LANES) : Single::units(value, problem.v_stride[3], x, problem.w);
             for (int i = 0; i < ROWS; i++)
                 for (int n = 0; n < N; n++) sum[i][n] += broadcast(weight[i * STEP + j]) * v[n];
         }
         for (int i = 0; i < ROWS; i++) {
             Real *to = split.sums + (row + i) * (width + 2) + x;
-            for (int n = 0; n < some; n++) store(to + n * LANES, load(to + n * LANES) + sum[i][n]);
+            for (int n = 0; n < N; n++) store(to + n * LANES, load(to + n * LANES) + sum[i][n]);
         }
     }
 
@@ -194,8 +197,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
     }
 
     void run() {
-        double operations = 2. * problem.b * problem.h * problem.t * problem.s * (problem.d + problem.w);
-        run_on<Op>(threads_for(problem, operations), [&] {
+        run_on<Op>(threads_for(problem, this->operations()), [&] {
             take_each(next, problem.b * problem.g * splits, [&](int64_t n) { compute(n / splits, n % splits); });
         });
         for (int64_t head = 0; !lse_known && head < problem.b * problem.g; head++) merge(head);

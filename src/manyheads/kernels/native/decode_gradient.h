@@ -224,8 +224,7 @@ template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
     }
 
     int run() {
-        double operations = 5. * problem.b * problem.h * problem.t * problem.s * (problem.d + problem.w);
-        run_on<Op>(threads_for(problem, operations), [&] {
+        run_on<Op>(threads_for(problem, 2.5 * this->operations()), [&] {
             take_each(next, problem.b * problem.g * splits, [&](int64_t n) { compute(n / splits, n % splits); });
         });
         for (int64_t head = 0; !has_nonfinite && head < problem.b * problem.g; head++) merge(head);

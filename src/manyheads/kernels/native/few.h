@@ -30,6 +30,11 @@ template <class T, class Op> struct FewQueries {
         unit = Op::PAIR == 1 ? (Real)1 : (Real)problem.scale;
     }
 
+    // Operations of the products. For fewer than four queries, reading a key takes longer than these.
+    double operations() const {
+        return 2. * problem.b * problem.g * problem.s * (problem.d + problem.w) * larger<int64_t>(rows, 4);
+    }
+
     struct Queries {
         int64_t b, g;
         Element *packed;  // [rows, depth]

@@ -26,7 +26,7 @@ STATISTICS = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
 POOLED_MAP = struct.Struct("=2q2Q")
 WIDTHS = ("portable", "avx2", "avx512", "avx512bf16", "amx")  # by what they need of a processor
 
-attend: ctypes._NamedFuncPointer | None = None  # (a problem, a look or None, number of the build) → 0
+attend: ctypes._NamedFuncPointer | None = None  # (a problem, statistics or None, number of the build) → 0
 differentiate: ctypes._NamedFuncPointer | None = None  # (a problem, a gradient, number of the build) → 0
 scores: ctypes._NamedFuncPointer | None = None  # (a problem, where to write, number of the build) → 0
 width: int | None = None  # the build's number in WIDTHS

@@ -75,6 +75,11 @@ INLINE Vector widen(const Real *x) { return load(x); }
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 INLINE Integers widen_integers(const void *x) { return __builtin_convertvector(read<Shorts>(x), Integers); }
 INLINE Vector widen(const BFloat16 *x) { return (Vector)(widen_integers(x) << 16); }
+#if defined(VECTORS_512)
+INLINE Vector widen(const Float16 *x) { return (Vector)_mm512_cvtph_ps(read<__m256i>(x)); }
+#elif defined(VECTORS_256)
+INLINE Vector widen(const Float16 *x) { return (Vector)_mm256_cvtph_ps(read<__m128i>(x)); }
+#else
 INLINE Vector widen(const Float16 *x) {
     Integers u = widen_integers(x), sign = (u & 0x8000) << 16, rest = u & 0x7fff;
     Vector small = __builtin_convertvector(rest, Vector) * 5.9604644775390625e-08f;
@@ -82,6 +87,24 @@ INLINE Vector widen(const Float16 *x) {
                  : rest < 0x7c00 ? (rest << 13) + 0x38000000
                                  : (rest << 13) | 0x7f800000;
     return (Vector)(y | sign);
+}
+#endif
+#endif
+
+// The first `count` of LANES numbers, and zeros; memory beyond them isn't read.
+template <class T> INLINE Vector widen_first(const T *x, int64_t count) {
+    T first[LANES] = {};
+    for (int n = 0; n < LANES - 1 && n < count; n++) first[n] = x[n];
+    return widen(first);
+}
+#if defined(VECTORS_512)
+INLINE Vector widen_first(const Real *x, int64_t count) {
+    return (Vector)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), x);
+}
+#elif defined(VECTORS_256)
+INLINE Vector widen_first(const Real *x, int64_t count) {
+    const Integers place = {0, 1, 2, 3, 4, 5, 6, 7};
+    return (Vector)_mm256_maskload_ps(x, (__m256i)(place < (Integer)count));
 }
 #endif
 
@@ -107,6 +130,17 @@ template <class T> INLINE void narrow(Vector v, T *to) {
     for (int n = 0; n < LANES; n++) narrow(v[n], to[n]);
 }
 INLINE void narrow(Vector v, Real *to) { store(to, v); }
+#if defined(VECTORS_512)
+INLINE void narrow(Vector v, Float16 *to) {
+    __m256i rounded = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+    memcpy(to, &rounded, sizeof rounded);
+}
+#elif defined(VECTORS_256)
+INLINE void narrow(Vector v, Float16 *to) {
+    __m128i rounded = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+    memcpy(to, &rounded, sizeof rounded);
+}
+#endif
 #if !defined(REAL)
 INLINE Integers to_bfloat16(Vector v) {  // to the nearest bfloat16, ties to even
     Unsigneds u = (Unsigneds)v, even = (u + 0x7fff + (u >> 16 & 1)) >> 16;
@@ -140,7 +174,7 @@ struct Single {
     struct Session {};  // a thread has one while it multiplies
     // Returns LANES units (numbers, or pairs of them) of a row of n numbers, from unit x on; zeros beyond its end.
     template <class T> INLINE Vector units(const T *row, int64_t step, int64_t x, int64_t n) {
-        if (step == 1 && x + LANES <= n) return widen(row + x);
+        if (step == 1) return x + LANES <= n ? widen(row + x) : widen_first(row + x, n - x);
         Real at[LANES];
         for (int j = 0; j < LANES; j++) at[j] = x + j < n ? widen(row[(x + j) * step]) : (Real)0;
         return load(at);
@@ -541,8 +575,11 @@ template <class Op, class F> INLINE void run_on(int64_t threads, F work) {
         &work);
 }
 
-// Returns the number of threads for so many operations: starting them takes longer than it saves for few.
-INLINE int64_t threads_for(const Problem &problem, double operations) { return operations < 4e6 ? 1 : problem.threads; }
+// Returns the number of threads for so many operations. For few, waking the others takes longer than it saves.
+constexpr double WORTH_A_THREAD = 3e5;  // about 10 µs
+INLINE int64_t threads_for(const Problem &problem, double operations) {
+    return operations < WORTH_A_THREAD * problem.threads ? 1 : problem.threads;
+}
 
 // Calls f(n) for every n < count that no other thread has taken.
 template <class F> INLINE void take_each(int64_t &next, int64_t count, F f) {

@@ -89,6 +89,16 @@ void read_caches() {
 #endif
 }
 
+// Returns true if the processor converts float16 (F16C), as all with AVX2 do. Older compilers don't know its name.
+[[maybe_unused]] bool converts_float16() {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+#else
+    return false;
+#endif
+}
+
 // Returns true if the processor multiplies bfloat16 in tiles (AMX) and the system saves them.
 bool has_tiles() {
 #if defined(__x86_64__)
@@ -181,7 +191,7 @@ __attribute__((visibility("default"))) int64_t manyheads_interface() {
 __attribute__((visibility("default"))) int manyheads_runs(int level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && converts_float16();
     [[maybe_unused]] bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     [[maybe_unused]] bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
