@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -33,7 +33,6 @@ def _check_positive(value: float, name: str) -> None:
         raise ValueError(f"Expected {name} to be a positive number, got {value!r}.")
 
 
-@dataclass(frozen=True, eq=False)
 class Sinusoidal(Value):
     """The sinusoidal encoding of Vaswani et al. 2017 (arXiv:1706.03762, section 3.5).
 
@@ -90,7 +89,6 @@ class Sinusoidal(Value):
         return x + self.encode(positions, x.dtype)  # [b, t, e]
 
 
-@dataclass(frozen=True, eq=False)
 class Rotary(Value):
     """Rotary encoding (RoPE, Su et al. 2021, arXiv:2104.09864): pairs of q and k rotate with the position.
 
