@@ -21,10 +21,10 @@ from manyheads.problem import Problem
 from manyheads.scores import exactly
 
 PROBLEM = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] masks, Tensor[] biases, Tensor? offsets, "
-    "Tensor? seed, str text, SymInt offset, float scale, float softcap, float dropout_p"
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] tensors, Tensor? offsets, Tensor? seed, str text, "
+    "SymInt offset, float scale, float softcap, float dropout_p"
 )
-SEED = 7  # the index of the seed in the arguments
+SEED = 6  # the index of the seed in the arguments
 
 Forward = Callable[[Problem, Tensor | None], tuple[Tensor, Tensor]]
 Backward = Callable[..., Sequence[Tensor | None]]
@@ -56,17 +56,17 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
         return [out.new_empty(0) if grad is None else grad for grad in grads]
 
     def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-        out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
-        masks, biases = rest[: ctx.masks], rest[ctx.masks :]
-        args = (q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers)
-        needs = [True, True, True, sink is not None, any(x.requires_grad for x in biases)]
+        out, lse, q, k, v, sink, offsets, seed, *tensors = ctx.saved_tensors
+        args = (q, k, v, sink, tensors, offsets, seed, *ctx.numbers)
+        needs_bias = [x.requires_grad for x in tensors]  # only the tensor of a bias can require a gradient
+        needs = [True, True, True, sink is not None, any(needs_bias)]
         operator = getattr(torch.ops.manyheads, f"{name}_backward")
         dq, dk, dv, d_sink, d_bias = one_by_one(
             lambda d_out, d_lse: operator(out, lse, d_out, d_lse, needs, *args), d_out, d_lse
         )
-        d_biases = [d_bias if needs[4] else None for _ in biases]
+        d_tensors = [d_bias if needed else None for needed in needs_bias]
         nothing = [None] * (2 + len(ctx.numbers))
-        return (dq, dk, dv, None if sink is None else d_sink, [None] * len(masks), d_biases, *nothing)
+        return (dq, dk, dv, None if sink is None else d_sink, d_tensors, *nothing)
 
     _library.define(f"{name}({PROBLEM}) -> (Tensor out, Tensor lse)")
     _library.define(
@@ -85,27 +85,19 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
 
 def arguments(problem: Problem) -> tuple[Any, ...]:
     """Return a problem as the arguments of an operator."""
-    masks, mask = _pack(problem.mask)
-    biases, bias = _pack(problem.bias)
-    text = _write([mask, bias])
-    offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
-    seed = torch.randint(1 << 62, (1,)) if problem.dropout_p else None
-    return (
-        problem.q, problem.k, problem.v, problem.sink, masks, biases, offsets,
-        seed, text, offset, problem.scale, problem.softcap or 0.0, problem.dropout_p,
-    )  # fmt: skip
-
-
-def _pack(value: trees.Value | None) -> tuple[list[Tensor], Any]:
-    """Return the tensors of a mask or bias, and its packed data."""
     tensors: list[Tensor] = []
 
     def add(tensor: Tensor) -> int:
         tensors.append(tensor)
         return len(tensors) - 1
 
-    packed = trees.pack(value, add)
-    return tensors, packed
+    text = _write(trees.pack([problem.mask, problem.bias], add))
+    offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
+    seed = torch.randint(1 << 62, (1,)) if problem.dropout_p else None
+    return (
+        problem.q, problem.k, problem.v, problem.sink, tensors, offsets, seed, text,
+        offset, problem.scale, problem.softcap or 0.0, problem.dropout_p,
+    )  # fmt: skip
 
 
 def _write(node: Any) -> str:
@@ -124,12 +116,11 @@ def _parse(text: str) -> Any:
 
 
 def _problem_of(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, masks: list[Tensor], biases: list[Tensor],
-    offsets: Tensor | None, seed: Tensor | None, text: str, offset: int, scale: float, softcap: float,
-    dropout_p: float,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, tensors: list[Tensor], offsets: Tensor | None,
+    seed: Tensor | None, text: str, offset: int, scale: float, softcap: float, dropout_p: float,
 ) -> Problem:  # fmt: skip
     """Return the problem in the arguments of an operator."""
-    mask, bias = map(trees.unpack, _parse(text), (masks, biases))
+    mask, bias = trees.unpack(_parse(text), tensors)
     return Problem.of(
         q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap or None, sink=sink, dropout_p=dropout_p,
         offset=offset if offsets is None else offsets,
@@ -138,10 +129,9 @@ def _problem_of(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the inputs and outputs that the gradient needs."""
-    q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers = inputs
-    ctx.masks = len(masks)
+    q, k, v, sink, tensors, offsets, seed, *ctx.numbers = inputs
     ctx.functions = trees.functions(_parse(ctx.numbers[0]))  # kept because the text only refers to them
-    ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
+    ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *tensors)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -154,6 +144,6 @@ def _fake_backward(
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *args: Any
 ) -> list[Tensor]:
     """Return empty gradients of q, k, v, sink and the bias's tensor, for shapes and dtypes."""
-    q, k, v, sink, _, biases = args[:6]
-    like = (q, k, v, sink, biases[0] if biases and needs[4] else None)
-    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
+    q, k, v, sink, tensors = args[:5]
+    bias = next(x for x in tensors if x.is_floating_point()) if needs[4] else None
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, sink, bias)]
