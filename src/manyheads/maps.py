@@ -53,7 +53,7 @@ class AttentionMap:
     problem: Problem
     tokens: Tokens | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    _versions: tuple[int, ...] | None = None  # of the tensors when the map was made
+    _versions: tuple[int, ...] | None = None  # versions of the tensors when the map was made
     _lse: Tensor | None = None
     _kept: Mapping[tuple[Any, ...], Any] = field(default_factory=dict)  # statistics computed with the output
 

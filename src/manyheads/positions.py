@@ -93,11 +93,12 @@ class Rotary(Value):
     """Rotary encoding (RoPE, Su et al. 2021, arXiv:2104.09864): pairs of q and k rotate with the position.
 
     Attributes:
-        dim: How many of a head's d entries are rotated, the first ones. The others stay (partial rotary).
+        dim: The number of entries of a head that are rotated, the first of d. The others stay as they are
+            (partial rotary).
         base: Pair n rotates by base^(−2n/dim) radians per position.
-        layout: Which entries form a pair: "half" (n and n + dim/2, as in Llama and GPT-NeoX) or "interleaved"
-            (2n and 2n + 1, as in the paper and GPT-J).
-        factor: Frequencies are divided by it, which maps longer texts to the trained range (position
+        layout: The entries that form a pair: "half" (n and n + dim/2, as in Llama and GPT-NeoX) or
+            "interleaved" (2n and 2n + 1, as in the paper and GPT-J).
+        factor: The divisor of the frequencies, which maps longer texts to the trained range (position
             interpolation, Chen et al. 2023, arXiv:2306.15595).
 
     Raises:

@@ -180,7 +180,7 @@ class Problem:
         n, device = self.shape, self.q.device
         b = torch.tensor(batch, dtype=torch.int64, device=device)
         h = torch.tensor(heads, dtype=torch.int64, device=device)
-        group = h // max(n.h // max(n.g, 1), 1)  # the key head of each
+        group = h // max(n.h // max(n.g, 1), 1)  # the key head of each query head
         q, k, v = (_some(_some(x, 0, b), 1, n) for x, n in ((self.q, h), (self.k, group), (self.v, group)))
         return replace(
             self,

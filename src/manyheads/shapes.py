@@ -46,7 +46,7 @@ def kind(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a Tensor of {value.dtype}"
     name = type(value).__name__
-    return f"{'an' if name.lstrip('_')[:1] in {*'AEIOaeio'} else 'a'} {name}"  # u: a UserDict, a uint8
+    return f"{'an' if name.lstrip('_')[:1] in {*'AEIOaeio'} else 'a'} {name}"  # not U: a UserDict
 
 
 def can_read(*tensors: Tensor | None) -> bool:
@@ -163,7 +163,7 @@ def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> 
         value: The number.
         name: The name of the argument in errors.
         fits: A function that returns True for allowed numbers.
-        must: Which numbers are allowed, in words, for errors.
+        must: The allowed numbers in words, for errors.
 
     Returns:
         The number.

@@ -108,7 +108,10 @@ class Reduction:
         return None
 
     def read(self, fused: Found) -> None:
-        """Set the accumulators from fused statistics, in place of `allocate` and `add`."""
+        """Set the accumulators from fused statistics, in place of `allocate` and `add`.
+
+        Several reductions share the tensors, so don't change them in place.
+        """
         raise NotImplementedError
 
     def allocate(self) -> None:
@@ -451,7 +454,7 @@ class ValueNorms(Received):
                 self.norms[:, head, keys] = (v[:, head * n.g // n.h, keys] @ w_o[head].mT).norm(dim=-1)
 
     def result(self) -> Tensor:
-        return torch.where(self.total == 0, 0.0, self.total * self.norms)  # 0 for a NaN value without weight
+        return torch.where(self.total == 0, 0.0, self.total * self.norms)  # NaN values without weight add 0
 
 
 # -- pooled maps, heads and pairs of heads ---------------------------------------------------------
@@ -478,9 +481,7 @@ class Pooled(Reduction):
                     f"Expected pooled to have at most {size} {name}, as {letter} = {size}, got {count}: "
                     "no cell may be empty."
                 )
-        self.down, self.across = (
-            edges(size, count) for size, count in zip((n.t, n.s), self.cells, strict=True)
-        )
+        self.down, self.across = edges(n.t, self.cells[0]), edges(n.s, self.cells[1])
         super().begin(problem)
 
     def allocate(self) -> None:
@@ -667,7 +668,7 @@ def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tens
     if len(token_masks) != 1 or not is_plain or not is_square or problem.bias is not None or n.t < 2:
         return None
     (token,) = token_masks
-    after = isinstance(token, AfterSameToken)  # keys one position after an earlier occurrence of the token
+    after = isinstance(token, AfterSameToken)  # the keys are one position later
     without_own_key = [
         isinstance(part, Not) and isinstance(part.mask, Diagonal) and part.mask.k == 0 for part in others
     ]

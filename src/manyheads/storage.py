@@ -36,10 +36,10 @@ from manyheads.trees import Value
 FORMAT, VERSION = "manyheads", 1
 
 # Limits of a file: enough for a million tokens and a thousand layers, and too little to fill the memory.
-HEADER = 2**25  # bytes
-DEPTH = 100  # masks in masks, lists in lists
-AXES = 8  # of a tensor
-LONGEST = 2**20  # an axis of an empty tensor; the size of the file limits other tensors
+HEADER = 2**25  # bytes of the header
+DEPTH = 100  # nested masks or lists
+AXES = 8  # axes of a tensor
+LONGEST = 2**20  # entries of an axis of an empty tensor; the size of the file limits other tensors
 
 DTYPES = {
     "F16": torch.float16,
@@ -204,7 +204,7 @@ class _Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.labels: dict[Tokens, int] = {}
-        self._names: dict[Any, str] = {}  # of tensors, by their memory
+        self._names: dict[Any, str] = {}  # names of tensors by their memory
 
     def entry(self, prefix: str, entry: Entry) -> dict[str, Any]:
         """Return an entry. The names of its tensors begin with the prefix."""
@@ -499,7 +499,7 @@ class _Reader:
         tensor: Tensor = self.file.get_tensor(name)
         if tensor.data_ptr() % tensor.element_size():
             raise ValueError(f"Expected tensor {brief(name)} at a multiple of its item size.")
-        # A byte of 2 is neither True nor False, and differs from itself from one operation to the next.
+        # Operations disagree on whether another byte, such as 2, is True.
         if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
             raise ValueError(f"Expected only the bytes 0 and 1 in the boolean tensor {brief(name)}.")
         return tensor

@@ -221,7 +221,7 @@ def expect(kind: type, value: Any) -> Any:
 
 def _make_record(record: type, fields: dict[str, Any]) -> Any:
     """Return a record; raise ValueError unless its fields have the types that its class declares."""
-    if issubclass(record, Value):  # packed in this process
+    if issubclass(record, Value):  # values are packed in this process only, so they aren't checked
         value = object.__new__(record)
         for name in record.names:
             object.__setattr__(value, name, fields[name])

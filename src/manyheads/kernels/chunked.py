@@ -56,7 +56,8 @@ def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None = None) -
         return run(problem)[1], {}
     if "vmap" in transforms():
         return reference.weights(problem)[1], {}
-    with torch.no_grad(), scores.exactly(problem.q.device):  # an operator's first call is slow
+    # The operator isn't used, because its first call is slow.
+    with torch.no_grad(), scores.exactly(problem.q.device):
         return forward(problem)[1], {}
 
 
