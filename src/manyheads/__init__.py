@@ -12,65 +12,39 @@ TYPE_CHECKING = False  # typing's own constant takes 10 ms to import
 if TYPE_CHECKING:
     from typing import Any
 
-    from manyheads import measures
-    from manyheads.biases import ALiBi, Dense, Relative
-    from manyheads.cache import Cache
-    from manyheads.functional import attention, attention_with_map, explain
-    from manyheads.layers import CrossAttention, MultiHeadAttention, SelfAttention
-    from manyheads.maps import AttentionMap
-    from manyheads.masks import (
-        AfterSameToken,
-        Causal,
-        Diagonal,
-        Documents,
-        Drop,
-        Full,
-        Keep,
-        Keys,
-        Lengths,
-        Mask,
-        Prefix,
-        Rule,
-        SameToken,
-        Window,
-    )
-    from manyheads.observe import observe, open_run
-    from manyheads.positions import Rotary, Sinusoidal
+    # `as` tells type checkers that the name is public.
+    from manyheads import measures as measures
+    from manyheads.biases import ALiBi as ALiBi
+    from manyheads.biases import Dense as Dense
+    from manyheads.biases import Relative as Relative
+    from manyheads.cache import Cache as Cache
+    from manyheads.functional import attention as attention
+    from manyheads.functional import attention_with_map as attention_with_map
+    from manyheads.functional import explain as explain
+    from manyheads.layers import CrossAttention as CrossAttention
+    from manyheads.layers import MultiHeadAttention as MultiHeadAttention
+    from manyheads.layers import SelfAttention as SelfAttention
+    from manyheads.maps import AttentionMap as AttentionMap
+    from manyheads.masks import AfterSameToken as AfterSameToken
+    from manyheads.masks import Causal as Causal
+    from manyheads.masks import Diagonal as Diagonal
+    from manyheads.masks import Documents as Documents
+    from manyheads.masks import Drop as Drop
+    from manyheads.masks import Full as Full
+    from manyheads.masks import Keep as Keep
+    from manyheads.masks import Keys as Keys
+    from manyheads.masks import Lengths as Lengths
+    from manyheads.masks import Mask as Mask
+    from manyheads.masks import Prefix as Prefix
+    from manyheads.masks import Rule as Rule
+    from manyheads.masks import SameToken as SameToken
+    from manyheads.masks import Window as Window
+    from manyheads.observe import observe as observe
+    from manyheads.observe import open_run as open_run
+    from manyheads.positions import Rotary as Rotary
+    from manyheads.positions import Sinusoidal as Sinusoidal
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "ALiBi",
-    "AfterSameToken",
-    "AttentionMap",
-    "Cache",
-    "Causal",
-    "CrossAttention",
-    "Dense",
-    "Diagonal",
-    "Documents",
-    "Drop",
-    "Full",
-    "Keep",
-    "Keys",
-    "Lengths",
-    "Mask",
-    "MultiHeadAttention",
-    "Prefix",
-    "Relative",
-    "Rotary",
-    "Rule",
-    "SameToken",
-    "SelfAttention",
-    "Sinusoidal",
-    "Window",
-    "attention",
-    "attention_with_map",
-    "explain",
-    "measures",
-    "observe",
-    "open_run",
-]
 
 # The module of each public name. It is imported when the name is first used (PEP 562), because importing
 # torch takes seconds and `manyheads --help` doesn't need it.
@@ -90,20 +64,22 @@ _MODULES = {
     for name in names
 }  # fmt: skip
 
+__all__ = [*_MODULES, "measures"]
+
 if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import a public name or a submodule at its first use."""
         path = f"{__name__}.{_MODULES.get(name, name)}"
         try:
-            found = import_module(path)
+            value = import_module(path)
         except ModuleNotFoundError as error:
             if error.name != path:
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
         if name in _MODULES:
-            found = globals()[name] = getattr(found, name)
-        return found
+            value = globals()[name] = getattr(value, name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,14 +1,14 @@
-"""Biases: frozen values that are added to scores, computed for any tile in the scores' dtype.
+"""Biases that are added to scores: ALiBi, learned relative biases, and any tensor.
 
 A bias defines `add(b, h, i, j)`, the numbers to add for queries at positions i and keys j, and `collect`,
-which adds the gradient of a tile's scores to that of its tensor. Where `Dense` is −inf, the key is masked.
+which adds the gradient of a tile's scores to the gradient of its tensor. Where `Dense` is −inf, the key is
+masked.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Bias(Value):
 
     @property
     def can_mask(self) -> bool:
-        """Return True if it can contain −inf, which masks."""
+        """Whether the bias can contain −inf, which masks."""
         return False
 
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
@@ -40,7 +40,7 @@ class Bias(Value):
             dtype: The dtype of the scores.
 
         Returns:
-            The bias, which broadcasts to `[b, h, t, s]`. Like a score it is a natural logarithm.
+            The bias, which broadcasts to `[b, h, t, s]`.
         """
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ class Bias(Value):
         """Add the gradient of a tile of scores to the gradient of the bias's tensor.
 
         Args:
-            into: The gradient of the tensor, in its shape, which is changed in place.
+            into: The gradient of the tensor, in the shape of the tensor, which is changed in place.
             grad: The gradient of the tile's scores `[b, h, t, s]`.
             b: The batch entries.
             h: The heads.
@@ -69,9 +69,10 @@ class Bias(Value):
         return self
 
     def cut(self) -> Bias | None:
-        """Return the bias of a range of rows and columns, renumbered from 0; None if that isn't supported.
+        """Return the bias of any range of rows and columns, which are renumbered from 0.
 
-        That is so where it depends on j − i only.
+        Returns:
+            The bias itself if it depends on j − i only, else None: that isn't supported.
         """
         return None
 
@@ -83,7 +84,6 @@ class Bias(Value):
         return f"{type(self).__name__}({sizes(self.tensor())})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class OnlyBias(Bias):
     """A bound bias for some batch entries `[b]` and heads `[h]`, which are renumbered from 0."""
 
@@ -103,11 +103,6 @@ class OnlyBias(Bias):
 
     def bind(self, first: int | Tensor) -> Bias:
         return self.but(bias=self.bias.bind(spread(first, self.batch)))
-
-
-def _heads(tensor: Tensor, shape: Shape, name: str) -> None:
-    if tensor.shape[0] not in (1, shape.h):
-        raise ValueError(f"Expected {name} for h = {shape.h} heads or for 1, got {sizes(tensor)}.")
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -133,13 +128,12 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes + between[: heads - power], dtype=torch.float32)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class ALiBi(Bias):
     """A penalty that is linear in the distance: −slope · |i − j| (Press et al. 2022, arXiv:2108.12409).
 
     Args:
-        slopes: What a score (a natural logarithm) loses per position, `[h]`, as a tensor or list. A number of
-            heads stands for the paper's slopes.
+        slopes: The slopes `[h]` or `[1]`, as a tensor or list, in units of the scores per position. A number
+            of heads stands for the slopes of the paper.
 
     Raises:
         TypeError: If the slopes aren't floats.
@@ -153,15 +147,12 @@ class ALiBi(Bias):
             slopes = alibi_slopes(slopes)
         elif isinstance(slopes, list | tuple):
             slopes = torch.tensor(
-                [real(x, "a slope in ALiBi", math.isfinite, "a finite number") for x in slopes]
+                [real(slope, "a slope in ALiBi", math.isfinite, "a finite number") for slope in slopes]
             )
-        if not isinstance(slopes, Tensor):
-            raise TypeError(f"Expected a number of heads or slopes [h] for ALiBi, got {kind(slopes)}.")
-        if slopes.dim() != 1 or not slopes.is_floating_point():
-            raise TypeError(
-                f"Expected a number of heads or slopes [h] for ALiBi, got {kind(slopes)} {sizes(slopes)}."
-            )
-        _finite(slopes, "ALiBi's slopes")
+        if not isinstance(slopes, Tensor) or slopes.dim() != 1 or not slopes.is_floating_point():
+            size = f" {sizes(slopes)}" if isinstance(slopes, Tensor) else ""
+            raise TypeError(f"Expected a number of heads or slopes [h] for ALiBi, got {kind(slopes)}{size}.")
+        _check_finite(slopes, "ALiBi's slopes")
         object.__setattr__(self, "slopes", slopes)
 
     def cut(self) -> Bias:
@@ -176,15 +167,14 @@ class ALiBi(Bias):
         into += per_head.sum(0, keepdim=True) if into.shape[0] == 1 else per_head
 
     def check(self, shape: Shape) -> None:
-        _heads(self.slopes, shape, "ALiBi")
+        _check_heads(self.slopes, shape, "ALiBi")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Relative(Bias):
     """A learned bias per head and clipped distance: table[h, clip(j − i, −n, n) + n].
 
-    The clipping is that of Shaw et al. 2018 (arXiv:1803.02155), the number per head that of Raffel et al.
-    2020 (arXiv:1910.10683), without buckets.
+    The distance is clipped as in Shaw et al. 2018 (arXiv:1803.02155). The bias is a number per head, as in
+    Raffel et al. 2020 (arXiv:1910.10683), without buckets.
 
     Attributes:
         table: The biases `[h, 2n + 1]`, or `[1, 2n + 1]` for all heads.
@@ -201,7 +191,7 @@ class Relative(Bias):
             raise TypeError(f"Expected a table [h, 2n + 1] of floats for Relative, got {kind(self.table)}.")
         if self.table.dim() != 2 or self.table.shape[1] % 2 == 0:
             raise ValueError(f"Expected a table [h, 2n + 1] for Relative, got {sizes(self.table)}.")
-        _finite(self.table, "Relative's table")
+        _check_finite(self.table, "Relative's table")
 
     @classmethod
     def learned(cls, heads: int, distance: int) -> Relative:
@@ -222,30 +212,29 @@ class Relative(Bias):
         whole(distance, "the distance in Relative")
         return cls(torch.nn.Parameter(torch.zeros(heads, 2 * distance + 1)))
 
-    def _place(self, i: Index, j: Index) -> Tensor:
+    def _column(self, i: Index, j: Index) -> Tensor:
         n = self.table.shape[1] // 2
         return (j - i).clamp(-n, n) + n
 
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
-        return self.table[0 if self.table.shape[0] == 1 else h, self._place(i, j)].to(dtype)
+        return self.table[0 if self.table.shape[0] == 1 else h, self._column(i, j)].to(dtype)
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
-        # With one offset per sequence the place depends on b, so the batch is flattened, not summed.
-        place = self._place(i, j).expand(grad.shape[0], 1, *grad.shape[2:])  # [b, 1, t, s]
+        # With an offset for each sequence the column depends on b, so the batch is flattened, not summed.
+        column = self._column(i, j).expand(grad.shape[0], 1, *grad.shape[2:])  # [b, 1, t, s]
         per_head = grad.transpose(0, 1).flatten(1)  # [h, b*t*s]
         if into.shape[0] == 1:
             per_head = per_head.sum(0, keepdim=True)
-        into.index_add_(1, place.reshape(-1), per_head)
+        into.index_add_(1, column.reshape(-1), per_head)
 
     def check(self, shape: Shape) -> None:
-        _heads(self.table, shape, "Relative")
+        _check_heads(self.table, shape, "Relative")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Bias):
     """Any bias, as a tensor that broadcasts to `[b, h, t, s]`; −inf masks.
 
-    It does what a float mask does in `torch.nn.functional.scaled_dot_product_attention`.
+    It has the effect of a float mask in `torch.nn.functional.scaled_dot_product_attention`.
 
     Attributes:
         values: The bias.
@@ -257,7 +246,7 @@ class Dense(Bias):
     """
 
     values: Tensor
-    first: int | Tensor = bound(0)  # the position of row 0
+    first: int | Tensor = bound(default=0)
 
     @property
     def can_mask(self) -> bool:
@@ -272,40 +261,49 @@ class Dense(Bias):
         if self.values.dim() > 4:
             raise ValueError(f"Expected Dense to broadcast to [b, h, t, s], got {sizes(self.values)}.")
         if can_read(self.values) and not bool((self.values < torch.inf).all()):
-            what = "NaN" if bool(self.values.isnan().any()) else "+inf"
-            raise ValueError(f"Expected finite numbers or -inf (masked) in Dense, got {what}.")
+            got = "NaN" if bool(self.values.isnan().any()) else "+inf"
+            raise ValueError(f"Expected finite numbers or -inf (masked) in Dense, got {got}.")
 
-    def _four(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
-
-    def _places(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, ...]:
+    def _indices(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, ...]:
+        """Return the indices of a tile in the tensor, whose axes of size 1 are broadcast."""
         # Positions may differ between sequences; rows don't.
         row = i - self.first if isinstance(self.first, int) else (i - self.first[b])[:1]
-        four = self._four(self.values).shape
-        return tuple(0 if n == 1 else place for n, place in zip(four, (b, h, row, j), strict=True))
+        shape = _with_four_axes(self.values).shape
+        return tuple(0 if n == 1 else index for n, index in zip(shape, (b, h, row, j), strict=True))
 
     def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
-        return self._four(self._four(self.values)[self._places(b, h, i, j)]).to(dtype)
+        values = _with_four_axes(self.values)[self._indices(b, h, i, j)]
+        return _with_four_axes(values).to(dtype)
 
     def collect(self, into: Tensor, grad: Tensor, b: Index, h: Index, i: Index, j: Index) -> None:
-        four = self._four(into)  # a view, as `into` is contiguous
-        summed = tuple(axis for axis, n in enumerate(four.shape) if n == 1 and grad.shape[axis] != 1)
+        into = _with_four_axes(into)  # a view, as `into` is contiguous
+        summed = tuple(axis for axis, n in enumerate(into.shape) if n == 1 and grad.shape[axis] != 1)
         grad = grad.sum(summed, keepdim=True) if summed else grad
-        places = [torch.as_tensor(place, device=into.device) for place in self._places(b, h, i, j)]
-        grad = grad.reshape(torch.broadcast_shapes(*(place.shape for place in places)))
-        four.index_put_(tuple(places), grad, accumulate=True)
+        indices = [torch.as_tensor(index, device=into.device) for index in self._indices(b, h, i, j)]
+        grad = grad.reshape(torch.broadcast_shapes(*(index.shape for index in indices)))
+        into.index_put_(tuple(indices), grad, accumulate=True)
 
     def check(self, shape: Shape) -> None:
-        want = (shape.b, shape.h, shape.t, shape.s)
-        if any(n not in (1, m) for n, m in zip(self._four(self.values).shape, want, strict=True)):
+        wanted = (shape.b, shape.h, shape.t, shape.s)
+        got = _with_four_axes(self.values).shape
+        if any(n not in (1, size) for n, size in zip(got, wanted, strict=True)):
             raise ValueError(
-                f"Expected Dense to broadcast to [b, h, t, s] = {list(want)}, got {sizes(self.values)}."
+                f"Expected Dense to broadcast to [b, h, t, s] = {list(wanted)}, got {sizes(self.values)}."
             )
 
     def bind(self, first: int | Tensor) -> Dense:
         return self.but(first=first)
 
 
-def _finite(tensor: Tensor, name: str) -> None:
+def _with_four_axes(tensor: Tensor) -> Tensor:
+    return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+
+
+def _check_heads(tensor: Tensor, shape: Shape, name: str) -> None:
+    if tensor.shape[0] not in (1, shape.h):
+        raise ValueError(f"Expected {name} for h = {shape.h} heads or for 1, got {sizes(tensor)}.")
+
+
+def _check_finite(tensor: Tensor, name: str) -> None:
     if can_read(tensor) and not bool(tensor.isfinite().all()):
         raise ValueError(f"Expected {name} to be finite, got {tensor.flatten().tolist()[:8]}.")

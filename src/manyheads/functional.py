@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ def attention(
         q: The queries `[b, h, t, d]`.
         k: The keys `[b, g, s, d]`. g divides h, and query head i uses key head i // (h/g).
         v: The values `[b, g, s, w]`.
-        mask: Which keys a query may attend to (True = may attend): `Causal()`, `Keep(t)`, …
-        bias: What is added to the scores: `ALiBi`, `Relative` or `Dense`.
+        mask: The mask (True = may attend): `Causal()`, `Keep(t)`, …
+        bias: The bias that is added to the scores: `ALiBi`, `Relative` or `Dense`.
         scale: The factor of q·k, 1/√d if None.
         softcap: If given, scores become softcap · tanh(score / softcap).
         sink: A logit per head, `[h]`, that is added to the softmax's sum and to nothing else.
@@ -105,8 +106,8 @@ def attention_with_map(
         q: The queries `[b, h, t, d]`.
         k: The keys `[b, g, s, d]`. g divides h, and query head i uses key head i // (h/g).
         v: The values `[b, g, s, w]`.
-        mask: Which keys a query may attend to (True = may attend): `Causal()`, `Keep(t)`, …
-        bias: What is added to the scores: `ALiBi`, `Relative` or `Dense`.
+        mask: The mask (True = may attend): `Causal()`, `Keep(t)`, …
+        bias: The bias that is added to the scores: `ALiBi`, `Relative` or `Dense`.
         scale: The factor of q·k, 1/√d if None.
         softcap: If given, scores become softcap · tanh(score / softcap).
         sink: A logit per head, `[h]`, that is added to the softmax's sum and to nothing else.
@@ -137,12 +138,19 @@ def attention_with_map(
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                          dropout_p=dropout_p, offset=offset)  # fmt: skip
     compiling = torch.compiler.is_compiling()
-    out, lse, kept = _run_with_statistics(problem, kernel, {} if compiling else reductions)
+    together = None
+    if reductions and not compiling:
+        together = Pass(problem.detach().without_values(), list(reductions.values()))
+    result = kernels.run(problem, kernel, None if together is None else together.spec)
+    lse, kept = result.lse_of_map(problem), {}
+    if together is not None:
+        lse = kernels.statistics(problem).lse if lse is None else lse.detach()
+        kept = dict(zip(reductions, together.results(lse, result.found or {}), strict=True))
     amap = AttentionMap.of(problem, lse)
     if not compiling and (problem.q.is_inference() or problem.k.is_inference()):
         # In inference mode PyTorch doesn't count changes in place, so the map needs copies.
         amap = amap.compact(always=True)
-    return out, replace(amap, _kept=kept) if kept else amap
+    return result.out, replace(amap, _kept=kept) if kept else amap
 
 
 def explain(
@@ -159,14 +167,14 @@ def explain(
     offset: int | Tensor | None = None,
     kernel: str = "auto",
 ) -> dict[str, list[str]]:
-    """Print which kernels support a problem, or why they don't, and the cost of a map, computing nothing.
+    """Print which kernels support a problem, or why they don't, and the cost of a map. Nothing is computed.
 
     Args:
         q: The queries `[b, h, t, d]`.
         k: The keys `[b, g, s, d]`. g divides h, and query head i uses key head i // (h/g).
         v: The values `[b, g, s, w]`.
-        mask: Which keys a query may attend to (True = may attend): `Causal()`, `Keep(t)`, …
-        bias: What is added to the scores: `ALiBi`, `Relative` or `Dense`.
+        mask: The mask (True = may attend): `Causal()`, `Keep(t)`, …
+        bias: The bias that is added to the scores: `ALiBi`, `Relative` or `Dense`.
         scale: The factor of q·k, 1/√d if None.
         softcap: If given, scores become softcap · tanh(score / softcap).
         sink: A logit per head, `[h]`, that is added to the softmax's sum and to nothing else.
@@ -204,21 +212,8 @@ def _reductions(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], R
                 f"{name} depends on a mask or tensor that may change, so it isn't computed in advance. Call "
                 f"amap.{name}(…)."
             )
-    made = named(statistics or {})
-    return {reduction.key(): reduction for several in made.values() for reduction in several}
-
-
-def _run_with_statistics(
-    problem: Problem, kernel: str, reductions: dict[tuple[Any, ...], Reduction]
-) -> tuple[Tensor, Tensor | None, dict[tuple[Any, ...], Any]]:
-    """Return the output, the log-sum-exp of the map if known, and the statistics of the map by their keys."""
-    together = Pass(problem.detach().without_values(), list(reductions.values())) if reductions else None
-    result = kernels.run(problem, kernel, None if together is None else together.spec)
-    lse = result.lse_of_map(problem)
-    if together is None:
-        return result.out, lse, {}
-    lse = kernels.statistics(problem).lse if lse is None else lse.detach()
-    return result.out, lse, dict(zip(reductions, together.results(lse, result.found or {}), strict=True))
+    reductions = chain.from_iterable(named(statistics or {}).values())
+    return {reduction.key(): reduction for reduction in reductions}
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,9 +223,9 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     device = q.device.type if isinstance(q, Tensor) else "meta"
     if device == "meta" or not torch.is_autocast_enabled(device):
         return q, k, v
-    low = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device)
     q, k, v = (
-        x.to(low) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in (q, k, v)
     )
     return q, k, v

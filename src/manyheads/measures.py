@@ -198,6 +198,6 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
     share = torch.zeros(b, len(chosen), s, dtype=maps[0].problem.dtype, device=maps[0].problem.q.device)
     share[:, torch.arange(len(chosen)), chosen] = 1.0  # [b, r, s]
     for amap in reversed(maps):
-        amap._fresh()
-        share = (share + statistics.mixed(amap.problem, amap.lse, share)) / 2
+        amap._check_unchanged()
+        share = (share + statistics.mix_heads(amap.problem, amap.lse, share)) / 2
     return share[:, 0] if isinstance(rows, int) else share

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -33,7 +33,6 @@ def _check_positive(value: float, name: str) -> None:
         raise ValueError(f"Expected {name} to be a positive number, got {value!r}.")
 
 
-@dataclass(frozen=True, eq=False)
 class Sinusoidal(Value):
     """The sinusoidal encoding of Vaswani et al. 2017 (arXiv:1706.03762, section 3.5).
 
@@ -90,16 +89,16 @@ class Sinusoidal(Value):
         return x + self.encode(positions, x.dtype)  # [b, t, e]
 
 
-@dataclass(frozen=True, eq=False)
 class Rotary(Value):
     """Rotary encoding (RoPE, Su et al. 2021, arXiv:2104.09864): pairs of q and k rotate with the position.
 
     Attributes:
-        dim: How many of a head's d entries are rotated, the first ones. The others stay (partial rotary).
+        dim: The number of entries of a head that are rotated, the first of d. The others stay as they are
+            (partial rotary).
         base: Pair n rotates by base^(−2n/dim) radians per position.
-        layout: Which entries form a pair: "half" (n and n + dim/2, as in Llama and GPT-NeoX) or "interleaved"
-            (2n and 2n + 1, as in the paper and GPT-J).
-        factor: Frequencies are divided by it, which maps longer texts to the trained range (position
+        layout: The entries that form a pair: "half" (n and n + dim/2, as in Llama and GPT-NeoX) or
+            "interleaved" (2n and 2n + 1, as in the paper and GPT-J).
+        factor: The divisor of the frequencies, which maps longer texts to the trained range (position
             interpolation, Chen et al. 2023, arXiv:2306.15595).
 
     Raises:

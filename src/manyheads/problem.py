@@ -1,4 +1,4 @@
-"""One attention problem: its tensors, mask, bias and numbers, checked once and passed on as an object."""
+"""An attention problem: its tensors, mask, bias and numbers, which are checked once."""
 
 from __future__ import annotations
 
@@ -15,21 +15,29 @@ from torch.autograd import forward_ad
 from manyheads.biases import Bias
 from manyheads.masks import FAR, Mask, extremes, opaque
 from manyheads.shapes import Shape, can_read, kind, real, shape_of, sizes
-from manyheads.trees import Value
 
-Rows = slice | Tensor  # which rows or columns: a slice, or an index tensor of one dimension
+Rows = slice | Tensor  # an index of rows or columns: a slice, or an index tensor of one dimension
 ALL = slice(None)
-WHOLES = (int, torch.SymInt)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, torch.uint16, torch.uint8)
-FARTHEST = FAR // 4  # position of a row 0: its sum with the side of a band is below FAR, "no bound"
+FARTHEST = FAR // 4  # the largest offset, so that positions plus the bounds of bands stay below FAR
 
 
-@dataclass(eq=False)  # not frozen, which makes the creation take four times as long
+@dataclass(eq=False)  # not frozen, because creating frozen dataclasses takes four times as long
 class Problem:
-    """Everything that decides an attention output; made by `Problem.of`, which checks it, and never changed.
+    """The inputs of attention. `Problem.of` checks them; afterwards a problem is never changed.
 
-    q `[b, h, t, d]`, k `[b, g, s, d]`, v `[b, g, s, w]`; sink `[h]`; offset is the position of row 0,
-    an int or one per sequence `[b]`; mask and bias are bound to it.
+    Attributes:
+        q: The queries `[b, h, t, d]`.
+        k: The keys `[b, g, s, d]`.
+        v: The values `[b, g, s, w]`.
+        mask: The mask, bound to the offset.
+        bias: The bias, bound to the offset.
+        scale: The factor of q·k.
+        softcap: If given, scores become softcap · tanh(score / softcap).
+        sink: A logit per head, `[h]`.
+        offset: The position of row 0, an int or a tensor `[b]`.
+        dropout_p: The probability with which a weight is dropped.
+        shape: The sizes.
     """
 
     q: Tensor
@@ -68,20 +76,15 @@ class Problem:
         if softcap is not None:
             softcap = real(softcap, "softcap", lambda cap: 0 < cap < math.inf, "a positive number or None")
         dropout_p = real(dropout_p, "dropout_p", lambda p: 0 <= p <= 1, "a number between 0 and 1")
-        place = shape.s - shape.t if offset is None else _checked_offset(offset, shape, q.device)
+        offset = shape.s - shape.t if offset is None else _checked_offset(offset, shape, q.device)
         if sink is not None:
             _check_sink(sink, shape, q.device)
         if mask is not None:
-            _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", q.device)
+            mask = _checked_mask(mask, shape, q.device).bind(offset, shape.s)
         if bias is not None:
-            _check_part(bias, Bias, "bias", "Dense(t)", q.device)
-        if mask is not None:
-            mask.check(shape)
-            mask = mask.bind(place, shape.s)
-        if bias is not None:
-            bias.check(shape)
-            bias = bias.bind(place)
-        return cls(q, k, v, mask, bias, scale, softcap, sink, place, dropout_p, shape)
+            _check_part(bias, Bias, "bias", "Dense(t)", shape, q.device)
+            bias = bias.bind(offset)
+        return cls(q, k, v, mask, bias, scale, softcap, sink, offset, dropout_p, shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,19 +93,21 @@ class Problem:
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """Return the fields after q, k and v: `Problem(q, k, v, *problem.options)` is the same problem."""
-        p = self
-        return p.mask, p.bias, p.scale, p.softcap, p.sink, p.offset, p.dropout_p, p.shape
+        """The fields after q, k and v: `Problem(q, k, v, *problem.options)` is the same problem."""
+        return (
+            self.mask, self.bias, self.scale, self.softcap, self.sink, self.offset, self.dropout_p,
+            self.shape,
+        )  # fmt: skip
 
     def forward_mode(self) -> bool:
         """Return True if a tensor has a forward-mode derivative (torch.func.jvp)."""
         if torch.compiler.is_compiling() or forward_ad._current_level < 0:
             return False
-        parts = [self.q, self.k, self.v, self.sink, None if self.bias is None else self.bias.tensor()]
-        return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in parts)
+        tensors = [self.q, self.k, self.v, self.sink, None if self.bias is None else self.bias.tensor()]
+        return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
     def wants_gradient(self) -> bool:
-        """Return True if autograd records what is computed from these tensors."""
+        """Return True if autograd records functions of these tensors."""
         return torch.is_grad_enabled() and (
             self.q.requires_grad
             or self.k.requires_grad
@@ -112,7 +117,7 @@ class Problem:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
-        """Return the same problem with `change` applied to every tensor inside, always in the same order."""
+        """Return the same problem with `change` applied to every tensor, always in the same order."""
         return Problem(  # `replace` would take longer than a small problem's gradient
             change(self.q),
             change(self.k),
@@ -131,25 +136,22 @@ class Problem:
         """Return the same problem with every tensor detached from its graph."""
         return self.map(lambda tensor: tensor.detach())
 
-    def to(self, device: torch.device | str) -> Problem:
-        """Return the same problem with every tensor on another device."""
-        return self.map(lambda tensor: tensor.to(device))
-
-    def cast(self, dtype: torch.dtype) -> Problem:
-        """Return the same problem with q, k and v in another dtype."""
-        return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
-
     def without_values(self) -> Problem:
-        """Return the same problem with values of width 0 and no dropout: weights don't depend on them."""
+        """Return the same problem with values of width 0 and without dropout, for the weights alone."""
         v = self.v.new_empty(*self.v.shape[:3], 0)
         shape = Shape(*self.shape[:-1], w=0)  # torch.compile of PyTorch 2.11 can't return what _replace makes
         return replace(self, v=v, dropout_p=0.0, shape=shape)
 
     def without_masked_keys(self, keep: Tensor) -> Problem:
-        """Return the same problem with zeros for the keys and values that no query attends to.
+        """Return the same problem with zeros for the keys and values that no query sees.
 
-        keep: where the mask keeps, `[b or 1, h or 1, t, s]`. For kernels whose numbers can't be checked, so
-        that NaN and Inf of these keys don't leak.
+        NaN and Inf in these keys and values then don't leak from kernels whose numbers can't be checked.
+
+        Args:
+            keep: True where the mask keeps, `[b or 1, h or 1, t, s]`.
+
+        Returns:
+            The problem.
         """
         visible = keep.any(2)  # [b or 1, h or 1, s]
         if visible.shape[1] > 1:
@@ -160,9 +162,7 @@ class Problem:
     def under(self, mask: Mask | None) -> Problem:
         """Return the same problem under another mask."""
         if mask is not None:
-            _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", self.q.device)
-            mask.check(self.shape)
-            mask = mask.bind(self.offset, self.shape.s)
+            mask = _checked_mask(mask, self.shape, self.q.device).bind(self.offset, self.shape.s)
         return replace(self, mask=mask)
 
     def within(self, mask: Mask) -> Problem:
@@ -173,14 +173,14 @@ class Problem:
         return replace(self, mask=self.mask & inside.mask)
 
     def only(self, batch: Sequence[int], heads: Sequence[int]) -> Problem:
-        """Return the same problem for some batch entries and query heads, renumbered from 0.
+        """Return the same problem for some batch entries and query heads, which are renumbered from 0.
 
-        q, k and v are views if these are consecutive.
+        For consecutive ones, q, k and v are views.
         """
         n, device = self.shape, self.q.device
         b = torch.tensor(batch, dtype=torch.int64, device=device)
         h = torch.tensor(heads, dtype=torch.int64, device=device)
-        group = h // max(n.h // max(n.g, 1), 1)  # the key head of each
+        group = h // max(n.h // max(n.g, 1), 1)  # the key head of each query head
         q, k, v = (_some(_some(x, 0, b), 1, n) for x, n in ((self.q, h), (self.k, group), (self.v, group)))
         return replace(
             self,
@@ -195,9 +195,9 @@ class Problem:
         )
 
     def cut(self, rows: range, cols: range) -> Problem | None:
-        """Return the problem of a range of queries and keys; None if the mask or the bias can't be cut.
+        """Return the problem of a range of queries and keys, or None if the mask or the bias can't be cut.
 
-        Its rows and columns are renumbered from 0, and its softmax is over the remaining keys.
+        Rows and columns are renumbered from 0. The softmax is over the remaining keys.
         """
         mask = None if self.mask is None else self.mask.cut(rows, cols, self.offset)
         bias = None if self.bias is None else self.bias.cut()
@@ -213,32 +213,40 @@ class Problem:
     def at(
         self, rows: Rows, cols: Rows, batch: Rows | None = None, heads: Rows | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the indices b, h, i (positions), j of a tile, which broadcast to `[b, h, t, s]`.
+        """Return the indices of a tile, which broadcast to `[b, h, t, s]`.
 
-        batch and heads are None for all: torch.compile of PyTorch 2.11 can't read a slice as a default.
+        Args:
+            rows: The rows.
+            cols: The columns.
+            batch: The batch entries, None for all: torch.compile of PyTorch 2.11 can't read a slice as a
+                default.
+            heads: The heads, likewise.
+
+        Returns:
+            The batch entries, the heads, the positions of the queries, and the keys.
         """
         n, device = self.shape, self.q.device
 
-        def pick(size: int, chosen: Rows | None) -> Tensor:
-            # The whole range where a compiled graph must not depend on the size; else only the tile's.
-            if chosen is None:
+        def expand(size: int, index: Rows | None) -> Tensor:
+            if index is None:
                 return torch.arange(size, device=device)
-            if torch.compiler.is_compiling() or isinstance(chosen, Tensor):
-                return torch.arange(size, device=device)[chosen]
-            start, stop, step = chosen.indices(size)
+            # A compiled graph must not depend on the size, so it has the whole range.
+            if torch.compiler.is_compiling() or isinstance(index, Tensor):
+                return torch.arange(size, device=device)[index]
+            start, stop, step = index.indices(size)
             return torch.arange(start, max(start, stop), step, device=device)
 
-        b = pick(n.b, batch)[:, None, None, None]
-        h = pick(n.h, heads)[None, :, None, None]
-        i = pick(n.t, rows)[None, None, :, None]
-        j = pick(n.s, cols)[None, None, None, :]
+        b = expand(n.b, batch)[:, None, None, None]
+        h = expand(n.h, heads)[None, :, None, None]
+        i = expand(n.t, rows)[None, None, :, None]
+        j = expand(n.s, cols)[None, None, None, :]
         i = i + (self.offset if isinstance(self.offset, int) else self.offset.to(device)[b])
         return b, h, i, j
 
     def broadcast_sizes(self, part: Mask | Bias) -> tuple[int, int]:
         """Return the sizes (1 or b, 1 or h) of a mask or bias before it is broadcast to `[b, h, t, s]`.
 
-        It is evaluated for one row and one column.
+        To find them, the mask or bias is evaluated for one row and one column.
         """
         corner = slice(0, min(self.shape.t, 1)), slice(0, min(self.shape.s, 1))
         if isinstance(part, Mask):
@@ -250,24 +258,24 @@ class Problem:
     def keep(
         self, mask: Mask, rows: Rows, cols: Rows, batch: Rows | None = None, heads: Rows | None = None
     ) -> Tensor:
-        """Return where a mask bound to this problem keeps a tile: boolean, broadcasts to `[b, h, r, c]`."""
+        """Return a tile of a mask that is bound to this problem: it broadcasts to `[b, h, r, c]`."""
         b, h, i, j = self.at(rows, cols, batch, heads)
         kept = torch.as_tensor(mask.keep(b, h, i, j), device=self.q.device)
-        want = (b.shape[0], h.shape[1], i.shape[2], j.shape[3])
+        wanted = (b.shape[0], h.shape[1], i.shape[2], j.shape[3])
         got = (1,) * (4 - kept.dim()) + tuple(kept.shape)
-        if len(got) > 4 or any(n not in (1, m) for n, m in zip(got, want, strict=True)):
+        if len(got) > 4 or any(n not in (1, size) for n, size in zip(got, wanted, strict=True)):
             raise ValueError(
-                f"Expected a mask that broadcasts to [b, h, t, s] = {list(want)}, "
+                f"Expected a mask that broadcasts to [b, h, t, s] = {list(wanted)}, "
                 f"got {sizes(kept)} from {mask}."
             )
         return kept.reshape(got)
 
     def span(self, start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the keys visible to some of rows [start, stop) and those visible to all, within [0, s)."""
+        """Return two intervals of [0, s): keys visible to some of rows [start, stop), and to all of them."""
         s = self.shape.s
         if self.mask is None:
             return (0, s), (0, s)
-        if not can_read(self.q):  # nor the numbers of the mask
+        if not can_read(self.q):  # then the numbers of the mask can't be read either
             return (0, s), (0, 0)
         low, high = extremes(self.offset)
         some, every = self.mask.span(range(start + low, stop + high))
@@ -295,7 +303,7 @@ def _checked_offset(offset: Any, shape: Shape, device: torch.device) -> Any:
         offset = offset.to(torch.int64)  # sums of narrow integers wrap around
     elif isinstance(offset, np.integer):
         offset = int(offset)
-    elif isinstance(offset, bool) or not isinstance(offset, WHOLES):
+    elif isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
         raise TypeError(f"Expected offset to be an int, integers [b], or None for s - t, got {offset!r}.")
     if torch.compiler.is_compiling() or (isinstance(offset, Tensor) and opaque(offset)):
         return offset
@@ -316,13 +324,21 @@ def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
         raise ValueError(f"Expected finite logits or -inf (no sink) in sink, got {sink.tolist()}.")
 
 
-def _check_part(part: Any, kind_of: type[Value], name: str, wrap: str, device: torch.device) -> None:
-    if not isinstance(part, kind_of):
-        hint = f": wrap it as {wrap}" if isinstance(part, Tensor) else ""
-        raise TypeError(f"Expected {name} to be a {kind_of.__name__} or None, got {kind(part)}{hint}.")
+def _checked_mask(mask: Any, shape: Shape, device: torch.device) -> Mask:
+    _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", shape, device)
+    return mask
+
+
+def _check_part(
+    part: Any, expected: type[Mask] | type[Bias], name: str, wrap: str, shape: Shape, device: torch.device
+) -> None:
+    if not isinstance(part, expected):
+        hint = f" Wrap it as {wrap}." if isinstance(part, Tensor) else ""
+        raise TypeError(f"Expected {name} to be a {expected.__name__} or None, got {kind(part)}.{hint}")
     for tensor in part.tensors():
         if tensor.device != device:
             raise ValueError(
                 f"q is on {device} and the {name} is on {tensor.device}: "
                 f"move it with {name}.to({str(device)!r})."
             )
+    part.check(shape)

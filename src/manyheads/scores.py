@@ -2,8 +2,8 @@
 
     scale · q·k  →  softcap  →  + bias  →  keep(mask)  →  softmax over keys (with sink)  →  · v
 
-The reference kernel, the chunked kernel and the `AttentionMap` all compute scores with `tile`, so that a
-picture shows the formula that was computed.
+The reference kernel, the chunked kernel and the `AttentionMap` compute scores with `tile`, so that a map has
+the weights that were computed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,18 @@ def exactly(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast: scores and weights stay in their own dtype."""
     if not torch._C._is_any_autocast_enabled():
         return _NOTHING
-    on = device.type
-    if on == "meta" or not torch.is_autocast_enabled(on):
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return _NOTHING
-    return torch.autocast(on, enabled=False)
+    return torch.autocast(device.type, enabled=False)
 
 
 def finite(x: Tensor) -> bool:
-    """Return True if all of a tensor is finite, without a copy (NaN passes through aminmax).
-
-    True where its numbers can't be read.
-    """
+    """Return True if all numbers of a tensor are finite, or can't be read. The tensor isn't copied."""
     if not can_read(x) or x.numel() == 0:
         return True
     x = x.detach()
-    # A sum with NaN or Inf in it is never finite; a sum of finite numbers may overflow.
+    # A sum that includes NaN or Inf is never finite. A sum of finite numbers may overflow: then the smallest
+    # and the largest decide, which are NaN if a number is.
     return math.isfinite(x.sum()) or all(bool(end.isfinite()) for end in x.aminmax())
 
 
@@ -60,7 +57,7 @@ def operands(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> tuple[Tensor, Tensor]:
     """Return the queries `[b, h, r, d]` and keys `[b, g or h, c, d]` of a tile."""
-    # Indexed along the longest axis first, so that no more than the tile is copied.
+    # The longest axis is indexed first, so that no more than the tile is copied.
     q, k = problem.q[:, :, rows][batch][:, heads], problem.k[:, :, cols][batch]
     if heads is not ALL:
         h, g = problem.shape.h, problem.shape.g
@@ -68,27 +65,23 @@ def operands(
     return q, k
 
 
-def products(
-    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
-) -> Tensor:
-    """Return scale · q·k of a tile, `[b, h, r, c]`."""
-    q, k = operands(problem, rows, cols, batch, heads)
+def products(problem: Problem, *index: Rows) -> Tensor:
+    """Return scale · q·k of a tile, `[b, h, r, c]`, indexed by rows, cols, batch and heads as in `tile`."""
+    q, k = operands(problem, *index)
     q = q.to(problem.dtype) * problem.scale  # [b, h, r, d]
     k = k.to(problem.dtype)  # [b, g, c, d]
     with exactly(q.device):
         return unfold(_dot(fold(q, k.shape[1]), k), q.shape[1])  # [b, h, r, c]
 
 
-def logits(
-    problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
-) -> Tensor:
-    """Return scale · q·k, softcapped, `[b, h, r, c]`: scores before bias and mask."""
-    raw = products(problem, rows, cols, batch, heads)
-    return raw if problem.softcap is None else problem.softcap * torch.tanh(raw / problem.softcap)
+def logits(problem: Problem, *index: Rows) -> Tensor:
+    """Return scale · q·k with softcap, `[b, h, r, c]`: scores before bias and mask."""
+    product = products(problem, *index)
+    return product if problem.softcap is None else problem.softcap * torch.tanh(product / problem.softcap)
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """Return x `[…, r, d]` · y `[…, c, d]`, with a gradient in which NaN and Inf stay in their own pair.
+    """Return x `[…, r, d]` · y `[…, c, d]`, with gradients that NaN and Inf in a masked pair don't change.
 
     The gradient of a masked pair is 0, and 0 · NaN is NaN in a plain product. So pairs that aren't finite are
     computed separately, without a gradient.
@@ -111,11 +104,20 @@ def tile(
     heads: Rows = ALL,
     compute: Callable[..., Tensor] = logits,
 ) -> Tensor:
-    """Return the scores of a tile, `[b, h, r, c]`, −inf where masked: the attention formula.
+    """Return the scores of a tile, differentiable: the attention formula.
 
-    rows, cols, batch and heads are slices or index tensors of one dimension. float32 (float64 for
-    float64); differentiable. With lse the log-sum-exp of a row (sink included), the weight is
-    exp(score − lse). compute: replaces `logits`, for a kernel that sums q·k in another order.
+    A weight is exp(score − lse), where lse is the log-sum-exp of the row, including the sink.
+
+    Args:
+        problem: The problem.
+        rows: The rows, a slice or an index tensor of one dimension.
+        cols: The columns, likewise.
+        batch: The batch entries, likewise.
+        heads: The heads, likewise.
+        compute: A function in place of `logits`, for a kernel that sums q·k in another order.
+
+    Returns:
+        The scores `[b, h, r, c]`, −inf where masked, float32 or float64 (for float64).
     """
     score = compute(problem, rows, cols, batch, heads)
     if problem.mask is None and problem.bias is None:
@@ -131,7 +133,7 @@ def tile(
 def visible(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
-    """Return where the query may attend to the key, without scores: `[b or 1, h or 1, r, c]`."""
+    """Return True where the key is visible, without computing scores: `[b or 1, h or 1, r, c]`."""
     b, h, i, j = problem.at(rows, cols, batch, heads)
     visible = torch.ones(1, 1, i.shape[2], j.shape[3], dtype=torch.bool, device=problem.q.device)
     if problem.bias is not None and problem.bias.can_mask:
@@ -142,39 +144,38 @@ def visible(
 
 
 def is_fully_visible(problem: Problem, rows: Rows, cols: Rows) -> bool:
-    """Return True if mask and bias say, without reading pairs, that all keys of a tile are visible."""
+    """Return True if all keys of a tile are visible by the bounds of the mask, without reading pairs."""
     if problem.bias is not None and problem.bias.can_mask:
         return False
     return problem.mask is None or _keeps_all(problem, rows, cols)
 
 
 def _keeps_all(problem: Problem, rows: Rows, cols: Rows) -> bool:
-    """Return True if the mask is known to keep the whole tile: of plain slices, where numbers can be read."""
+    """Return True if the mask keeps the whole tile by its bounds; False if these can't be computed."""
     if not can_read(problem.q) or not (isinstance(rows, slice) and isinstance(cols, slice)):
         return False
     start, stop, _ = rows.indices(problem.shape.t)
     left, right, _ = cols.indices(problem.shape.s)
-    _, every = problem.span(start, stop)
-    return every[0] <= left and right <= every[1]
+    _, (first, last) = problem.span(start, stop)
+    return first <= left and right <= last
 
 
 def weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(score − lse) of scores `[…, r, c]`, lse `[…, r]`; 0 where masked, in a row of NaN too."""
+    """Return exp(score − lse) of scores `[…, r, c]` and lse `[…, r]`; 0 where masked, even if lse is NaN."""
     weight = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
     return torch.where(scores == -math.inf, 0.0, weight)
 
 
 def mix(weight: Tensor, keep: Tensor, x: Tensor) -> Tensor:
-    """Return weight `[…, r, c]` · x `[…, c, d]`; pairs that aren't kept add nothing, even if x is NaN.
+    """Return weight `[…, r, c]` · x `[…, c, d]`. NaN and Inf in x change only the rows that keep them.
 
-    In a plain product a weight of 0 times NaN is NaN. Here NaN and Inf in x change only the rows that keep
-    them.
+    In a plain product a weight of 0 times NaN is NaN.
     """
     finite = x.isfinite()
     mixed = weight @ torch.where(finite, x, 0.0)  # […, r, d]
     columns = (~finite).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist()
     for c in columns:
-        # Masked before it is multiplied, so that neither the product nor its gradient has what isn't kept.
+        # x is masked before the product, so that masked numbers are in neither the product nor its gradient.
         masked = finite[..., None, c, :] | ~keep[..., c, None]
         mixed = mixed + weight[..., c, None] * torch.where(masked, 0.0, x[..., None, c, :])
     return mixed

@@ -7,8 +7,7 @@ The letters, for the whole library:
     g  key/value heads  e  model size
 
 Queries are `[b, h, t, d]`, keys `[b, g, s, d]`, values `[b, g, s, w]`; g divides h, and query head i
-uses key head i // (h / g). Every check raises one sentence: what was expected, what was given, and how
-to fix it.
+uses key head i // (h / g). The error of a check says what was expected, what was given, and how to fix it.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ def sizes(tensor: Tensor) -> str:
 
 
 def kind(value: object) -> str:
-    """Return what a value is, in a word or two: `a Tensor of torch.int64`, `a list`, `an int`."""
+    """Return the type of a value as errors print it: `a Tensor of torch.int64`, `a list`, `an int`."""
     if isinstance(value, Tensor):
         return f"a Tensor of {value.dtype}"
     name = type(value).__name__
-    return f"{'an' if name.lstrip('_')[:1] in {*'AEIOaeio'} else 'a'} {name}"  # u: a UserDict, a uint8
+    return f"{'an' if name.lstrip('_')[:1] in {*'AEIOaeio'} else 'a'} {name}"  # not U: a UserDict
 
 
 def can_read(*tensors: Tensor | None) -> bool:
-    """Return True if Python can branch on the tensors' numbers.
+    """Return True if the tensors' numbers can be read by Python.
 
-    It can't while torch.compile traces, under vmap, and for meta and fake tensors, which have no numbers.
+    They can't be read while torch.compile traces, under vmap, and in meta and fake tensors.
     """
     if torch.compiler.is_compiling() or "vmap" in transforms():
         return False
@@ -74,10 +73,19 @@ def transforms() -> list[str]:
 
 
 def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """Return the sizes of q `[b, h, t, d]`, k `[b, g, s, d]` and v `[b, g, s, w]`, checked.
+    """Check q, k and v, and return their sizes.
 
-    Raises TypeError for what isn't a floating-point tensor, ValueError for shapes, dtypes and
-    devices that disagree.
+    Args:
+        q: The queries `[b, h, t, d]`.
+        k: The keys `[b, g, s, d]`.
+        v: The values `[b, g, s, w]`.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        TypeError: If an argument isn't a dense tensor of floats.
+        ValueError: If shapes, dtypes or devices don't fit each other.
     """
     for name, x, letters in (
         ("q", q, "[b, h, t, d]"),
@@ -100,16 +108,13 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
             raise ValueError(f"q is {dtype} and {name} is {x.dtype}: convert them to one dtype.")
         if x.device != device:
             raise ValueError(f"q is on {device} and {name} is on {x.device}: move them together.")
-    (b, h, t, d), (sequences, g, s, width), (of_b, of_g, of_s, w) = q.shape, k.shape, v.shape
-    if sequences != b:
-        raise ValueError(
-            f"Expected q {sizes(q)} and k {sizes(k)} to share the batch b, got {b} and {sequences}."
-        )
-    if width != d:
-        raise ValueError(
-            f"Expected q {sizes(q)} and k {sizes(k)} to share the head size d, got {d} and {width}."
-        )
-    if of_b != b or of_g != g or of_s != s:
+    (b, h, t, d), (k_b, g, s, k_d), (v_b, v_g, v_s, w) = q.shape, k.shape, v.shape
+    for letter, size, k_size in (("batch b", b, k_b), ("head size d", d, k_d)):
+        if k_size != size:
+            raise ValueError(
+                f"Expected q {sizes(q)} and k {sizes(k)} to share the {letter}, got {size} and {k_size}."
+            )
+    if v_b != b or v_g != g or v_s != s:
         raise ValueError(
             f"Expected k {sizes(k)} and v {sizes(v)} to share b, g and s, a value for each key of each head."
         )
@@ -145,14 +150,28 @@ def amount(size: float) -> str:
 
 
 def divide(whole: int, parts: int, what: str, into: str) -> int:
-    """Return whole / parts; ValueError that names both if parts doesn't divide whole."""
+    """Return whole / parts, or raise ValueError if parts doesn't divide whole. Errors use both names."""
     if parts < 1 or whole % parts:
         raise ValueError(f"Expected {into} to divide {what}, got {into} = {parts}, {what} = {whole}.")
     return whole // parts
 
 
 def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> float:
-    """Return a number that fits; TypeError for other types, True and tensors too, else ValueError."""
+    """Return a number as a float.
+
+    Args:
+        value: The number.
+        name: The name of the argument in errors.
+        fits: A function that returns True for allowed numbers.
+        must: The allowed numbers in words, for errors.
+
+    Returns:
+        The number.
+
+    Raises:
+        TypeError: If it isn't a number; bools and tensors aren't.
+        ValueError: If it isn't allowed.
+    """
     if isinstance(value, bool) or not isinstance(value, REALS):
         raise TypeError(f"Expected {name} to be {must}, got {value!r}.")
     if not torch.compiler.is_compiling() and not fits(float(value)):
@@ -161,7 +180,21 @@ def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> 
 
 
 def whole(value: object, name: str, least: int = 0, most: int | None = None) -> int:
-    """Return an int of at least `least`; TypeError for other types, True and 3.0 too, else ValueError."""
+    """Return an int.
+
+    Args:
+        value: The int.
+        name: The name of the argument in errors.
+        least: The smallest allowed number.
+        most: The largest allowed number, if there is one.
+
+    Returns:
+        The int.
+
+    Raises:
+        TypeError: If it isn't an int; True and 3.0 aren't.
+        ValueError: If it isn't allowed.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Expected {name} to be a whole number, got {value!r}.")
     if value < least:
@@ -172,7 +205,7 @@ def whole(value: object, name: str, least: int = 0, most: int | None = None) -> 
 
 
 def check_seed(seed: object) -> int:
-    """Return a random seed; ValueError or TypeError unless it fits the 64 bits of PyTorch's generators."""
+    """Return a random seed, or raise an error unless it fits the 64 bits of PyTorch's generators."""
     number = whole(seed, "seed")
     if number >= 1 << 64:
         raise ValueError(f"Expected seed to be below 2^64, got {number}.")
@@ -180,5 +213,5 @@ def check_seed(seed: object) -> int:
 
 
 def most_bytes(value: object) -> int:
-    """Return `max_bytes=` as a number of bytes: 2e9 is one too."""
+    """Return the argument `max_bytes` as an int; floats such as 2e9 are allowed."""
     return whole(int(value) if isinstance(value, float) and value.is_integer() else value, "max_bytes")

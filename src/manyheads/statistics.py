@@ -4,12 +4,12 @@
 
 Each statistic is a `Reduction`. Most are derived from fused statistics, which a kernel computes in the same
 pass as the weights (`Reduction.spec`, `Reduction.read`). The others, or all if no kernel supports the
-problem, are accumulated tile by tile (`Reduction.add`); a `Tile` computes once what several of them need. The
-methods of `maps.AttentionMap` define each statistic and cite its source. Nothing is renormalized: with a
-sink, the weights of a row sum to less than one.
+problem, are accumulated tile by tile (`Reduction.add`). A `Tile` computes the numbers that several statistics
+need only once. The methods of `maps.AttentionMap` define each statistic and cite its source. Nothing is
+renormalized: with a sink, the weights of a row sum to less than one.
 
-To add a statistic, write a `Reduction`, name it in `BY_NAME`, and give `AttentionMap` a method of that name;
-then add an oracle to `EXACT` and a question to `tests/unit/test_statistics.py`, and name it in README and
+To add a statistic, write a `Reduction`, name it in `BY_NAME`, and give `AttentionMap` a method of that name.
+Then add an oracle to `EXACT` and a test to `tests/unit/test_statistics.py`, and name it in README and
 CHANGELOG. `attention_with_map(statistics=...)`, `observe(keep=...)` and files need no change.
 """
 
@@ -36,7 +36,7 @@ LEAST = -1e30  # in place of −inf, so that its product with a weight of 0 is 0
 
 
 class Tile:
-    """The scores of a tile and what is derived from them, each computed when first used, and once."""
+    """The scores, weights and sums of a tile. Each is computed when it is first used, and kept."""
 
     def __init__(self, problem: Problem, lse: Tensor, rows: slice, cols: slice) -> None:
         self.problem, self.lse = problem, lse  # [b, h, t]
@@ -77,7 +77,7 @@ class Tile:
 
 
 def tiles(problem: Problem, lse: Tensor, start: int = 0) -> Iterator[Tile]:
-    """Yield the tiles that aren't fully masked, row by row, starting with those that contain row `start`."""
+    """Yield the tiles that aren't fully masked, row by row, from those that contain row `start`."""
     for rows, columns in kernels.blocks(problem, start):
         for cols in columns:
             yield Tile(problem, lse, rows, cols)
@@ -89,13 +89,14 @@ class Reduction:
     `Pass` calls `begin`, then either `read`, or `allocate` and `add` for every tile, then `result`.
     """
 
-    start = 0  # the first row that is included
     per_query: ClassVar[bool] = False  # True if the result is [b, h, t]
+    uses_tiles: ClassVar[bool] = True
+    start = 0  # the first row that is included
     problem: Problem
     lse: Tensor  # [b, h, t]; set after `begin`
 
     def key(self) -> tuple[Any, ...]:
-        """Return the class and the arguments. Before `begin`, they identify the statistic."""
+        """Return the class and the arguments, which identify the statistic before `begin` is called."""
         return type(self), *vars(self).items()
 
     def begin(self, problem: Problem) -> None:
@@ -103,11 +104,14 @@ class Reduction:
         self.problem = problem
 
     def spec(self) -> Spec | None:
-        """Return the fused statistics that `read` needs; None if the statistic needs tiles."""
+        """Return which fused statistics `read` needs, or None if the statistic isn't computed from them."""
         return None
 
-    def read(self, found: Found) -> None:
-        """Take the fused statistics in place of all tiles; they are shared, so never changed in place."""
+    def read(self, fused: Found) -> None:
+        """Set the accumulators from fused statistics, in place of `allocate` and `add`.
+
+        Several reductions share the tensors, so don't change them in place.
+        """
         raise NotImplementedError
 
     def allocate(self) -> None:
@@ -125,8 +129,9 @@ class Reduction:
 class Pass:
     """Several reductions of one problem, computed in one pass, and the fused statistics that they need.
 
-    Reductions that start at different rows need separate fused statistics. Those of the lowest start (`spec`)
-    can be computed together with the output or the log-sum-exp, which is cheaper than computing them later.
+    Reductions that start at different rows need separate fused statistics. The fused statistics of the lowest
+    start (`spec`) can be computed together with the output or the log-sum-exp, which takes less time than
+    computing them later.
     """
 
     def __init__(self, problem: Problem, reductions: Sequence[Reduction]) -> None:
@@ -149,23 +154,32 @@ class Pass:
         return self.fused[min(self.fused)] if self.fused else None
 
     def results(self, lse: Tensor, found: Found) -> list[Any]:
-        """Return the results, given lse `[b, h, t]` and `found`, the fused statistics of `spec` (or {})."""
+        """Return the results of the reductions.
+
+        Args:
+            lse: The log-sum-exp `[b, h, t]`.
+            found: The fused statistics of `spec`, or {} if they aren't computed yet.
+
+        Returns:
+            The results, in the order of the reductions.
+        """
         with torch.no_grad(), scores.exactly(lse.device):
             # Fused statistics need finite rows; tiles handle infinity and NaN.
-            fused = self.fused_reductions if self.fused and bool(lse.amax() < math.inf) else []
+            from_fused = self.fused_reductions if self.fused and bool(lse.amax() < math.inf) else []
             known = {self.spec.first: found} if self.spec is not None and found else {}
-            for start, spec in self.fused.items() if fused else ():
+            for start, spec in self.fused.items() if from_fused else ():
                 if start not in known:
                     known[start] = kernels.statistics(self.problem, spec, lse).found
+            tiled = []
             for reduction in self.reductions:
                 reduction.lse = lse
-                if reduction in fused:
+                if reduction in from_fused:
                     reduction.read(known[reduction.start])
-                else:
+                elif reduction.uses_tiles:
                     reduction.allocate()
-            tiled = [reduction for reduction in self.reductions if reduction not in fused]
+                    tiled.append(reduction)
             start = min([self.problem.shape.t, *(reduction.start for reduction in tiled)])
-            for tile in tiles(self.problem, lse, start):
+            for tile in tiles(self.problem, lse, start) if tiled else ():
                 for reduction in tiled:
                     if reduction.start < tile.rows.stop:
                         reduction.add(tile)
@@ -175,35 +189,42 @@ class Pass:
 # -- one number per query: [b, h, t] -----------------------------------------------------------------
 
 
-class Entropy(Reduction):
-    """−Σ w·ln w."""
+class RowStatistic(Reduction):
+    """A statistic of each row, `[b, h, t]`: a sum over the keys, unless a subclass overrides more."""
 
     per_query = True
+    fused_name: ClassVar[str]
 
     def allocate(self) -> None:
         self.total = torch.zeros_like(self.lse)  # [b, h, t]
 
-    def add(self, tile: Tile) -> None:
-        self.total[:, :, tile.rows] -= _dot(tile.weights, tile.log_weights)
-
     def spec(self) -> Spec:
         return Spec(rows=True)
 
-    def read(self, found: Found) -> None:
-        self.total = found["entropy"]
+    def read(self, fused: Found) -> None:
+        self.total = fused[self.fused_name]
+
+    def result(self) -> Tensor:
+        return self.total
+
+
+class Entropy(RowStatistic):
+    """−Σ w·ln w."""
+
+    fused_name = "entropy"
+
+    def add(self, tile: Tile) -> None:
+        self.total[:, :, tile.rows] -= _dot(tile.weights, tile.log_weights)
 
     def result(self) -> Tensor:
         # A weight may round to slightly more than 1, so that its term is slightly negative.
         return self.total.clamp_(min=0.0)
 
 
-class Distance(Reduction):
+class Distance(RowStatistic):
     """Σ w·|i − j|, in positions."""
 
-    per_query = True
-
-    def allocate(self) -> None:
-        self.total = torch.zeros_like(self.lse)  # [b, h, t]
+    fused_name = "distance"
 
     def add(self, tile: Tile) -> None:
         problem, cols = tile.problem, tile.cols
@@ -220,33 +241,21 @@ class Distance(Reduction):
         _, _, i, j = problem.at(tile.rows, cols)
         self.total[:, :, tile.rows] += _dot(tile.weights, (i - j).abs().to(tile.lse.dtype))
 
-    def spec(self) -> Spec:
-        return Spec(rows=True)
 
-    def read(self, found: Found) -> None:
-        self.total = found["distance"]
-
-    def result(self) -> Tensor:
-        return self.total
-
-
-class RowMax(Reduction):
+class RowMax(RowStatistic):
     """The largest weight of each row."""
 
-    per_query = True
+    fused_name = "max_score"
 
     def allocate(self) -> None:
-        self.top = torch.full_like(self.lse, LEAST)  # [b, h, t]
+        self.top = torch.full_like(self.lse, LEAST)  # the largest log-weight, [b, h, t]
 
     def add(self, tile: Tile) -> None:
         rows = self.top[:, :, tile.rows]
         torch.maximum(rows, tile.row_max, out=rows)
 
-    def spec(self) -> Spec:
-        return Spec(rows=True)
-
-    def read(self, found: Found) -> None:
-        self.top = _log_weights(found["max_score"], self.lse)
+    def read(self, fused: Found) -> None:
+        self.top = _log_weights(fused["max_score"], self.lse)
 
     def result(self) -> Tensor:
         return self.top.exp_().clamp_(max=1.0)  # LEAST gives 0
@@ -256,18 +265,13 @@ class SinkWeight(Reduction):
     """The weight of the sink in each row, derived from the log-sum-exp alone."""
 
     per_query = True
-
-    def begin(self, problem: Problem) -> None:
-        super().begin(problem)
-        self.start = problem.shape.t  # so no tile is computed
+    uses_tiles = False
 
     def result(self) -> Tensor:
         if self.problem.sink is None:
             return torch.zeros_like(self.lse)
-        sink = self.problem.sink.to(self.lse.dtype)[None, :, None, None].expand(
-            *self.lse.shape, 1
-        )  # [b, h, t, 1]
-        return scores.weights(sink, self.lse)[..., 0]
+        sink = self.problem.sink.to(self.lse.dtype)[:, None, None]  # [h, 1, 1]
+        return scores.weights(sink, self.lse)[..., 0]  # [b, h, t]
 
 
 class TopKeys(NamedTuple):
@@ -288,7 +292,7 @@ class Top(Reduction):
         size = n.b * n.h * n.t * self.k * (problem.dtype.itemsize + 8)
         if self.k > s and size > MAX_BYTES:
             raise ValueError(
-                f"top({self.k}) would take {amount(size)}, and there are {s} keys in all. Use top({s})."
+                f"top({self.k}) would take {amount(size)}, and there are only {s} keys. Use top({s})."
             )
         super().begin(problem)
 
@@ -309,20 +313,19 @@ class Top(Reduction):
             logs = logs.masked_fill(~tile.visible.expand(tile.log_weights.shape)[rows], -math.inf)
         better = ~(logs <= best[rows][:, -1:])
         widest = int(better.sum(-1).max())
-        found, where = _packed(logs, better, widest) if widest <= 16 else _largest(logs, self.k)  # [n, …]
-        where = torch.where(found == -math.inf, -1, where + tile.cols.start)
-        # Earlier keys come first, and a stable sort keeps ties in this order.
-        merged = torch.cat((best[rows], found), -1).sort(dim=-1, descending=True, stable=True)
-        chosen = merged.indices[:, : self.k]
+        values, columns = _packed(logs, better, widest) if widest <= 16 else _largest(logs, self.k)  # [n, …]
+        columns = torch.where(values == -math.inf, -1, columns + tile.cols.start)
+        # Earlier keys are first, and a stable sort keeps ties in this order.
+        merged = torch.cat((best[rows], values), -1).sort(dim=-1, descending=True, stable=True)
         best[rows] = merged.values[:, : self.k]
-        keys[rows] = torch.cat((keys[rows], where), -1).gather(-1, chosen)
+        keys[rows] = torch.cat((keys[rows], columns), -1).gather(-1, merged.indices[:, : self.k])
 
     def spec(self) -> Spec | None:
         return Spec(top=self.k) if self.k <= MAX_TOP else None
 
-    def read(self, found: Found) -> None:
-        self.keys = found["top_keys"][..., : self.k].contiguous()
-        self.best = found["top_scores"][..., : self.k] - self.lse[..., None]
+    def read(self, fused: Found) -> None:
+        self.keys = fused["top_keys"][..., : self.k].contiguous()
+        self.best = fused["top_scores"][..., : self.k] - self.lse[..., None]
         self.best.masked_fill_(self.keys < 0, -math.inf)
 
     def result(self) -> TopKeys:
@@ -331,25 +334,25 @@ class Top(Reduction):
 
 def _packed(x: Tensor, chosen: Tensor, widest: int) -> tuple[Tensor, Tensor]:
     """Return the chosen entries of each row of x `[n, c]`, left-aligned, and their columns: `[n, widest]`."""
-    rows, where = chosen.nonzero(as_tuple=True)
-    place = chosen.cumsum(-1)[rows, where] - 1
-    values = x.new_full((len(x), widest), -math.inf).index_put_((rows, place), x[rows, where])
-    return values, where.new_zeros(len(x), widest).index_put_((rows, place), where)
+    rows, columns = chosen.nonzero(as_tuple=True)
+    target = rows, chosen.cumsum(-1)[rows, columns] - 1
+    values = x.new_full((len(x), widest), -math.inf).index_put_(target, x[rows, columns])
+    return values, columns.new_zeros(len(x), widest).index_put_(target, columns)
 
 
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest entries of each row of x `[n, c]`, sorted, and their columns; ties in order."""
     k = min(k, x.shape[-1])
-    found = x.topk(k)
+    largest = x.topk(k)
     # topk returns ties in any order, and any of the entries that are tied with the k-th.
-    where, order = found.indices.sort(-1)
-    values, again = found.values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    where = where.gather(-1, again)
-    tied = (x == values[:, -1:]).sum(-1) > (values == values[:, -1:]).sum(-1)
-    if bool(tied.any()):
-        sort = x[tied].sort(dim=-1, descending=True, stable=True)
-        values[tied], where[tied] = sort.values[:, :k], sort.indices[:, :k]
-    return values, where
+    columns, order = largest.indices.sort(-1)
+    values, order = largest.values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    columns = columns.gather(-1, order)
+    is_tied = (x == values[:, -1:]).sum(-1) > (values == values[:, -1:]).sum(-1)
+    if bool(is_tied.any()):
+        ordered = x[is_tied].sort(dim=-1, descending=True, stable=True)
+        values[is_tied], columns[is_tied] = ordered.values[:, :k], ordered.indices[:, :k]
+    return values, columns
 
 
 # -- one number per key: [b, h, s] -------------------------------------------------------------------
@@ -358,15 +361,15 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 class Received(Reduction):
     """Column sums over all queries, or the last ones.
 
-    With normalize="age" they are divided by the number of queries that may attend to the key.
+    With normalize="age" they are divided by the number of queries that see the key.
     """
 
     def __init__(self, last: int | None = None, normalize: str | None = None) -> None:
         self.last = None if last is None else whole(last, "last, the number of queries that count,", least=1)
         if normalize not in (None, "age"):
             raise ValueError(
-                'Expected normalize to be None or "age" (the mean over queries that may attend to the key), '
-                f"got {normalize!r}."
+                f'Expected normalize to be None or "age" (the mean over queries that see the key), got '
+                f"{normalize!r}."
             )
         self.normalize = normalize
 
@@ -395,17 +398,17 @@ class Received(Reduction):
             self.queries = queries
         return Spec(received=True)
 
-    def read(self, found: Found) -> None:
-        self.total = found["received"]
+    def read(self, fused: Found) -> None:
+        self.total = fused["received"]
 
     def result(self) -> Tensor:
         return self.total / self.queries.clamp(min=1).to(self.total) if self.normalize else self.total
 
 
 def _count_queries(problem: Problem, start: int) -> Tensor | None:
-    """Return how many queries from row `start` on may attend to each key, `[b or 1, 1, s]`.
+    """Return how many queries from row `start` on see each key, `[b or 1, 1, s]`.
 
-    None if the number doesn't follow from a band and lengths.
+    Return None for masks other than a band and lengths.
     """
     n, normal = problem.shape, (Full() if problem.mask is None else problem.mask).normal()
     if normal.segments or normal.rest or (problem.bias is not None and problem.bias.can_mask):
@@ -451,7 +454,7 @@ class ValueNorms(Received):
                 self.norms[:, head, keys] = (v[:, head * n.g // n.h, keys] @ w_o[head].mT).norm(dim=-1)
 
     def result(self) -> Tensor:
-        return torch.where(self.total == 0, 0.0, self.total * self.norms)  # 0 for a NaN value without weight
+        return torch.where(self.total == 0, 0.0, self.total * self.norms)  # NaN values without weight add 0
 
 
 # -- pooled maps, heads and pairs of heads ---------------------------------------------------------
@@ -478,9 +481,7 @@ class Pooled(Reduction):
                     f"Expected pooled to have at most {size} {name}, as {letter} = {size}, got {count}: "
                     "no cell may be empty."
                 )
-        self.down, self.across = (
-            edges(size, count) for size, count in zip((n.t, n.s), self.cells, strict=True)
-        )
+        self.down, self.across = edges(n.t, self.cells[0]), edges(n.s, self.cells[1])
         super().begin(problem)
 
     def allocate(self) -> None:
@@ -499,8 +500,8 @@ class Pooled(Reduction):
     def spec(self) -> Spec:
         return Spec(cells=frozenset({(*self.cells, self.how)}))
 
-    def read(self, found: Found) -> None:
-        self.cell = found[*self.cells, self.how]
+    def read(self, fused: Found) -> None:
+        self.cell = fused[*self.cells, self.how]
 
     def result(self) -> Tensor:
         if self.mean:
@@ -517,12 +518,12 @@ def edges(size: int, count: int) -> Tensor:
 class Bins:
     """The bins that overlap a slice of the entries, and sums and maxima of the slice in each of them."""
 
-    def __init__(self, edges: Tensor, run: slice) -> None:
-        first = int(torch.searchsorted(edges, run.start, right=True)) - 1
-        last = int(torch.searchsorted(edges, run.stop, right=False))
+    def __init__(self, edges: Tensor, entries: slice) -> None:
+        first = int(torch.searchsorted(edges, entries.start, right=True)) - 1
+        last = int(torch.searchsorted(edges, entries.stop, right=False))
         self.cells = slice(first, last)
-        self.starts = (edges[first:last] - run.start).clamp(min=0)
-        self.widths = (edges[first + 1 : last + 1] - run.start).clamp(max=run.stop - run.start) - self.starts
+        inside = edges[first : last + 1].clamp(entries.start, entries.stop) - entries.start
+        self.starts, self.widths = inside[:-1], inside.diff()
         self.single = last - first == 1
 
     def sum(self, x: Tensor) -> Tensor:
@@ -555,8 +556,8 @@ class LogitsMax(Reduction):
     def spec(self) -> Spec:
         return Spec(rows=True)
 
-    def read(self, found: Found) -> None:
-        self.top = found["max_score"].amax(-1)
+    def read(self, fused: Found) -> None:
+        self.top = fused["max_score"].amax(-1)
 
     def result(self) -> Tensor:
         return self.top
@@ -590,30 +591,31 @@ def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
     return (torch.special.xlogy(p, p / divisor) + torch.special.xlogy(q, q / divisor)) / 2
 
 
-def between(one: tuple[Problem, Tensor], other: tuple[Problem, Tensor]) -> Tensor:
+def divergence_between(first: tuple[Problem, Tensor], second: tuple[Problem, Tensor]) -> Tensor:
     """Return the mean Jensen–Shannon divergence between the same heads of two problems, `[b, h]`.
 
-    Each argument is (problem, log-sum-exp); the problems have the same shape.
+    Each argument is a problem and its log-sum-exp; the problems have the same shape.
     """
-    n, lse = one[0].shape, one[1]
+    problem, lse = first
+    n = problem.shape
     total = torch.zeros(n.b, n.h, dtype=torch.float64, device=lse.device)
     with torch.no_grad(), scores.exactly(lse.device):
-        for rows, columns in kernels.blocks(one[0].under(None)):
-            spans = [problem.span(rows.start, rows.stop)[0] for problem, _ in (one, other)]
+        for rows, columns in kernels.blocks(problem.under(None)):
+            spans = [each.span(rows.start, rows.stop)[0] for each, _ in (first, second)]
             for cols in columns:
                 if any(cols.start < right and left < cols.stop for left, right in spans):
-                    p, q = (Tile(*side, rows, cols).weights.to(lse) for side in (one, other))
+                    p, q = (Tile(*pair, rows, cols).weights.to(lse) for pair in (first, second))
                     total += jensen_shannon(p, q).sum((-2, -1))
     return (total.clamp_(min=0.0) / max(n.t, 1)).to(lse.dtype)
 
 
-def mixed(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
-    """Return share `[b, r, t]` times the weights averaged over heads, `[b, t, s]`: `[b, r, s]`."""
+def mix_heads(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
+    """Return the product of share `[b, r, t]` and the mean weights of the heads `[b, t, s]`: `[b, r, s]`."""
     product = share.new_zeros(*share.shape[:2], problem.shape.s)
     with torch.no_grad(), scores.exactly(lse.device):
         for tile in tiles(problem, lse):
-            part = share[:, :, tile.rows]  # where it is 0, weights of NaN add nothing
-            product[:, :, tile.cols] += scores.mix(part, part != 0, tile.weights.mean(1).to(share))
+            rows = share[:, :, tile.rows]  # where it is 0, weights of NaN add nothing
+            product[:, :, tile.cols] += scores.mix(rows, rows != 0, tile.weights.mean(1).to(share))
     return product
 
 
@@ -621,13 +623,12 @@ def mixed(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
 
 
 def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Return each row's sum of weights inside a mask, and which rows have visible keys there: `[b, h, t]`."""
+    """Return the sum of each row's weights inside a mask, and which rows see keys there: both `[b, h, t]`."""
     if mask is None:
-        raise TypeError("Expected a mask for mass, got None. Use Full() for the whole weight of a row.")
+        raise TypeError("Expected a mask for mass, got None. Use Full() for the sum of all weights.")
     both = replace(problem.within(mask), sink=None)
     # Rounding errors of scores and log-sum-exp cancel only if the same kernel computes both.
-    fused = kernels.fuses(problem) and kernels.fuses(both, in_place=True)
-    if fused and bool(lse.amax() < math.inf):
+    if kernels.fuses(problem) and kernels.fuses(both, in_place=True) and bool(lse.amax() < math.inf):
         return _row_sums(both, lse)
     by_token = _masses_by_token(problem, both, lse)
     if by_token is not None:
@@ -646,9 +647,9 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
 
 
 def _row_sums(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of each row's weights, and which rows have visible keys, by fused statistics."""
-    found = kernels.statistics(problem, Spec(rows=True), lse).found
-    return found["row_sum"].clamp_(max=1.0), found["max_score"] != -math.inf
+    """Return the sum of each row's weights, and which rows see a key, from fused statistics."""
+    fused = kernels.statistics(problem, Spec(rows=True), lse).found
+    return fused["row_sum"].clamp_(max=1.0), fused["max_score"] != -math.inf
 
 
 def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -662,25 +663,20 @@ def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tens
     n, normal = problem.shape, both.mask.normal()
     token_masks = [part for part in normal.rest if isinstance(part, SameToken | AfterSameToken)]
     others = [part for part in normal.rest if part not in token_masks]
-    plain = normal.band in ((None, None), (None, 0)) and not normal.segments and not normal.lengths
-    square = n.t == n.s and isinstance(problem.offset, int) and problem.offset == 0
-    if len(token_masks) != 1 or not plain or not square or problem.bias is not None or n.t < 2:
-        return None
-    if not kernels.fuses(problem):
+    is_plain = normal.band in ((None, None), (None, 0)) and not normal.segments and not normal.lengths
+    is_square = n.t == n.s and isinstance(problem.offset, int) and problem.offset == 0
+    if len(token_masks) != 1 or not is_plain or not is_square or problem.bias is not None or n.t < 2:
         return None
     (token,) = token_masks
-    after = isinstance(token, AfterSameToken)  # keys one position after an earlier occurrence of the token
-    no_diagonal = [
-        part
-        for part in others
-        if isinstance(part, Not) and isinstance(part.mask, Diagonal) and part.mask.k == 0
+    after = isinstance(token, AfterSameToken)  # the keys are one position later
+    without_own_key = [
+        isinstance(part, Not) and isinstance(part.mask, Diagonal) and part.mask.k == 0 for part in others
     ]
-    if (
-        token.ids.shape != (n.s,)
-        or token.queries is not None
-        or others != no_diagonal
-        or after == bool(no_diagonal)
-    ):
+    if token.ids.shape != (n.s,) or token.queries is not None:
+        return None
+    if not all(without_own_key) or after == bool(others):
+        return None
+    if not kernels.fuses(problem):
         return None
     order = token.ids.argsort(stable=True)  # [t]
     total, has_keys = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.bool)  # [b, h, t]
@@ -689,20 +685,20 @@ def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tens
         queries, keys = direction[1:], direction[:-1]
         documents = Documents(token.ids[keys], queries=token.ids[queries])
         k = problem.k[:, :, (keys + 1).clamp(max=n.s - 1) if after else keys]  # [b, g, t - 1, d]
-        sorted_ = Problem.of(
+        by_token = Problem.of(
             problem.q[:, :, queries], k, k, mask=Causal() & documents, scale=problem.scale,
             softcap=problem.softcap, offset=0,
         )  # fmt: skip
-        if not kernels.fuses(sorted_) or bool(lse.amax() == math.inf):
+        if not kernels.fuses(by_token) or bool(lse.amax() == math.inf):
             return None
-        sums, visible = _row_sums(sorted_, lse[:, :, queries])
+        sums, visible = _row_sums(by_token, lse[:, :, queries])
         total[:, :, queries] += sums
         has_keys[:, :, queries] |= visible
     return total.clamp_(max=1.0), has_keys
 
 
 def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
-    """Return the weight inside a mask, by row `[b, h, t]` or averaged over rows with keys there `[b, h]`."""
+    """Return the weight inside a mask: by row, `[b, h, t]`, or the mean of rows that see keys, `[b, h]`."""
     if not isinstance(mean, bool):
         raise TypeError(f"Expected mean to be True or False, got {mean!r}.")
     total, has_keys = masses(problem, lse, mask)
@@ -712,16 +708,16 @@ def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
 
 
 def first_keys(problem: Problem) -> Tensor:
-    """Return the first visible key of each query, `[b, h, t]`; s if it has none. No score is computed."""
+    """Return the first visible key of each query, `[b, h, t]`; s if it sees none. No score is computed."""
     n = problem.shape
     first = torch.full((n.b, n.h, n.t), n.s, device=problem.q.device)
     for rows, columns in kernels.blocks(problem):
-        found = first[:, :, rows]  # a view
+        in_rows = first[:, :, rows]  # a view
         for cols in columns:
             visible = scores.visible(problem, rows, cols)  # [b or 1, h or 1, r, c]
             in_tile = torch.where(visible.any(-1), cols.start + visible.to(torch.uint8).argmax(-1), n.s)
-            torch.minimum(found, in_tile, out=found)
-            if bool((found < n.s).all()):
+            torch.minimum(in_rows, in_tile, out=in_rows)
+            if bool((in_rows < n.s).all()):
                 break
     return first
 
@@ -730,14 +726,12 @@ def first_keys(problem: Problem) -> Tensor:
 
 
 class Mass(Reduction):
-    """The function `mass` as a reduction. It reads no tiles of the pass."""
+    """The function `mass` as a reduction, which reads no tiles of the pass."""
+
+    uses_tiles = False
 
     def __init__(self, mask: Mask, mean: bool = False) -> None:
         self.mask, self.mean = mask, mean
-
-    def begin(self, problem: Problem) -> None:
-        super().begin(problem)
-        self.start = problem.shape.t
 
     def result(self) -> Tensor:
         return mass(self.problem, self.lse, self.mask, self.mean)
@@ -759,33 +753,50 @@ BY_NAME: dict[str, type[Reduction]] = {
 
 
 def named(requested: Mapping[str, Any]) -> dict[str, list[Reduction]]:
-    """Return the requested reductions by name; ValueError for an unknown name.
+    """Return reductions by name.
 
-    `requested` has the arguments of each statistic, or a list of arguments to compute it several times.
+    Args:
+        requested: The arguments of each statistic by its name, as for `arguments`, or a list of them to
+            compute the statistic several times.
+
+    Returns:
+        The reductions of each name.
+
+    Raises:
+        TypeError: If arguments don't match the statistic.
+        ValueError: If a name is unknown.
     """
     for name in requested:
         if name not in BY_NAME:
             raise ValueError(f"Expected statistics among {', '.join(BY_NAME)}, got {name!r}.")
     return {
-        name: [make(name, arguments) for arguments in (given if isinstance(given, list) else [given])]
+        name: [
+            BY_NAME[name](**arguments(name, each)) for each in (given if isinstance(given, list) else [given])
+        ]
         for name, given in requested.items()
     }
 
 
-def make(name: str, given: Any) -> Reduction:
-    """Return a reduction by its name. `given` is one argument, a tuple, or a dict of keyword arguments."""
-    return BY_NAME[name](**arguments(name, given))
-
-
 def arguments(name: str, given: Any) -> dict[str, Any]:
-    """Return the arguments of a statistic by name; TypeError if they don't match its signature."""
-    statistic = BY_NAME[name]
+    """Return the arguments of a statistic by name.
+
+    Args:
+        name: The name of the statistic.
+        given: One argument, a tuple of arguments, or a dict of keyword arguments.
+
+    Returns:
+        The arguments, with defaults.
+
+    Raises:
+        TypeError: If they don't match the statistic's signature.
+    """
+    parameters = signature(BY_NAME[name])
     keyword = given if isinstance(given, dict) else {}
     positional = () if isinstance(given, dict) else given if isinstance(given, tuple) else (given,)
     try:
-        bound = signature(statistic).bind(*positional, **keyword)
+        bound = parameters.bind(*positional, **keyword)
     except TypeError as error:
-        takes = ", ".join(signature(statistic).parameters) or "no arguments"
+        takes = ", ".join(parameters.parameters) or "no arguments"
         raise TypeError(f"Expected arguments of {name} to be {takes}: {error}.") from None
     bound.apply_defaults()
     return bound.arguments

@@ -1,9 +1,9 @@
 """Maps and recordings in one `safetensors` file, with everything but tensors as JSON in its header.
 
 A file is a list of entries: the name of a layer, the number of a call, and its map or its statistics.
-docs/format.md describes the format. What is read goes through the same checks as a caller's arguments.
-Tensors are memory-mapped: q, k and lse are read from the disk when they are used; masks and biases, which are
-checked, at once.
+docs/format.md describes the format. The content of a file is checked like the arguments of a caller. Tensors
+are memory-mapped: q, k and lse are read from the disk when they are used, masks and biases at once, to check
+them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from manyheads.trees import Value
 
 FORMAT, VERSION = "manyheads", 1
 
-# Limits of a file: enough for a million tokens and a thousand layers, too little to fill the memory.
-HEADER = 2**25  # bytes
-DEPTH = 100  # masks in masks, lists in lists
-AXES = 8  # of a tensor
-LONGEST = 2**20  # an axis of a tensor without entries; others are as long as the file allows
+# Limits of a file: enough for a million tokens and a thousand layers, and too little to fill the memory.
+HEADER = 2**25  # bytes of the header
+DEPTH = 100  # nested masks or lists
+AXES = 8  # axes of a tensor
+LONGEST = 2**20  # entries of an axis of an empty tensor; the size of the file limits other tensors
 
 DTYPES = {
     "F16": torch.float16,
@@ -55,9 +55,9 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-Tokens = tuple[str, ...] | tuple[tuple[str, ...], ...]  # of the s keys, or of each of b sequences
-Schema = dict[str, tuple[type, ...]]  # the fields of a JSON object, and what each may be
-Picks = tuple[Tensor, Tensor] | None  # batch entries and heads, None: all
+Tokens = tuple[str, ...] | tuple[tuple[str, ...], ...]  # labels of the s keys, or those of b sequences
+Schema = dict[str, tuple[type, ...]]  # the fields of a JSON object, and the types of each
+Selected = tuple[Tensor, Tensor] | None  # batch entries and heads, None: all
 
 NONE = type(None)
 
@@ -85,7 +85,7 @@ PARTS: dict[str, tuple[type[Value], Schema]] = {
 }
 WORDS = {cls: word for word, (cls, _) in PARTS.items()}
 
-# The axes of their tensors, by the letters of shapes.py; a tensor of fewer axes has the last of these.
+# The axes of their tensors, by the letters of shapes.py. A tensor with fewer axes has the last of these axes.
 LETTERS = {
     "n": "b",
     "ids": "bs",
@@ -123,7 +123,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Statistics of one call: tensors by name, and plain data as JSON has it."""
+    """Statistics of one call: tensors by name, and JSON data."""
 
     tensors: Mapping[str, Tensor]
     plain: Mapping[str, Any]
@@ -131,7 +131,7 @@ class Kept:
 
 
 class Entry(NamedTuple):
-    """One call of one layer; `name` is a label, of printable characters, and never a path."""
+    """One call of one layer. `name` is a label of printable characters, never a path."""
 
     name: str
     call: int
@@ -158,9 +158,18 @@ def write(
 ) -> None:
     """Write entries into one file, which replaces the file at `path` when it is complete.
 
-    tokens: labels of the whole run; provenance: JSON data, in which tuples become lists. Tensors are written
-    one after the other from any device; tensors that share memory are written once. Raises ValueError or
-    TypeError for what can't be written, such as a `Rule`; OSError from the disk.
+    Tensors are written one after the other, from any device. Tensors that share memory are written once.
+
+    Args:
+        path: The file.
+        entries: The entries.
+        tokens: Labels of the keys of all entries.
+        provenance: JSON data, in which tuples become lists.
+
+    Raises:
+        TypeError: If tokens or provenance have other types.
+        ValueError: If an entry can't be saved, for example because its mask has a `Rule`.
+        OSError: If the file can't be written.
     """
     path = Path(path)
     if path.is_dir():
@@ -170,17 +179,17 @@ def write(
             f"Expected a folder {path.parent} to save {path.name} in, got none. Make it first."
         )
     _check_calls(entries)
-    out = _Writer()
-    written = [out.entry(str(number), entry) for number, entry in enumerate(entries)]
-    place = out.label(None if tokens is None else _labels(tokens))
+    writer = _Writer()
+    written = [writer.entry(str(number), entry) for number, entry in enumerate(entries)]
+    label = writer.label(tokens)
     run = {
         "entries": written,
-        "labels": list(out.labels),
-        "tokens": place,
-        "provenance": _object(provenance or {}, "provenance"),
+        "labels": list(writer.labels),
+        "tokens": label,
+        "provenance": _json_object(provenance or {}, "provenance"),
     }
-    # Wide numbers first, and all of it from a multiple of 64, so that every tensor is aligned.
-    tensors = dict(sorted(out.tensors.items(), key=lambda item: -item[1].element_size()))
+    # Wide numbers are first, and the first is at a multiple of 64 bytes, so that every tensor is aligned.
+    tensors = dict(sorted(writer.tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(json.dumps(run, separators=(",", ":")), tensors)
     with replacing(path) as file:
         file.write(len(header).to_bytes(8, "little"))
@@ -195,95 +204,106 @@ class _Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.labels: dict[Tokens, int] = {}
-        self._names: dict[Any, str] = {}  # of tensors, by where their numbers are in memory
+        self._names: dict[Any, str] = {}  # names of tensors by their memory
 
-    def entry(self, place: str, entry: Entry) -> dict[str, Any]:
+    def entry(self, prefix: str, entry: Entry) -> dict[str, Any]:
+        """Return an entry. The names of its tensors begin with the prefix."""
         written: dict[str, Any] = {"name": entry.name, "call": entry.call}
         content = entry.content
         try:
             if isinstance(content, Kept):
                 _check_names(content.tensors)
-                written["statistics"] = {
-                    name: self.tensor(tensor, f"{place}.{name}") for name, tensor in content.tensors.items()
+                return written | {
+                    "statistics": {
+                        name: self.tensor(tensor, f"{prefix}.{name}")
+                        for name, tensor in content.tensors.items()
+                    },
+                    "tokens": self.label(content.tokens),
+                    "plain": _json_object(content.plain, "plain"),
                 }
-                written["tokens"] = self.label(None if content.tokens is None else _labels(content.tokens))
-                return written | {"plain": _object(content.plain, "plain")}
             problem, lse, tokens, provenance = content
             _check_map(problem, lse)
-            written["map"] = {
-                name: self.value(getattr(problem, name), f"{place}.{name}") for name in PROBLEM
-            } | {"lse": self.tensor(lse, f"{place}.lse")}
-            written["tokens"] = self.label(None if tokens is None else _fitting(_labels(tokens), problem))
-            return written | {"provenance": _object(provenance, "provenance")}
+            fields = {name: self.value(getattr(problem, name), f"{prefix}.{name}") for name in PROBLEM}
+            return written | {
+                "map": fields | {"lse": self.tensor(lse, f"{prefix}.lse")},
+                "tokens": self.label(tokens, problem.shape.b, problem.shape.s),
+                "provenance": _json_object(provenance, "provenance"),
+            }
         except (TypeError, ValueError) as error:
             raise ValueError(f"Call {entry.call} of {entry.name!r} can't be saved: {error}") from None
 
-    def value(self, value: Any, place: str, depth: int = 0, picks: Picks = None) -> Any:
+    def value(self, value: Any, name: str, depth: int = 0, selected: Selected = None) -> Any:
+        """Return a field of a problem, mask or bias."""
         if isinstance(value, Tensor):
-            return self.tensor(value, place)
+            return self.tensor(value, name)
         if isinstance(value, Value):
-            return self.part(value, place, depth, picks)
+            return self.part(value, name, depth, selected)
         if isinstance(value, tuple):
             return [_bounded(number) for number in value]
         return _bounded(value)
 
-    def part(self, part: Value, place: str, depth: int, picks: Picks) -> dict[str, Any]:
+    def part(self, part: Value, name: str, depth: int, selected: Selected) -> dict[str, Any]:
+        """Return a mask or bias of the selected batch entries and heads."""
         if isinstance(part, masks.Only | biases.OnlyBias):
-            # Its tensors are for more sequences and heads; a file has only the selected ones.
+            # Its tensors have more batch entries and heads than the file needs.
             inner = part.mask if isinstance(part, masks.Only) else part.bias
-            b, h = (part.batch, part.heads) if picks is None else (part.batch[picks[0]], part.heads[picks[1]])
-            return self.part(inner, place, depth, (b, h))
-        word = WORDS.get(type(part))
+            batch, heads = part.batch, part.heads
+            if selected is not None:
+                batch, heads = batch[selected[0]], heads[selected[1]]
+            return self.part(inner, name, depth, (batch, heads))
         if isinstance(part, masks.Rule):
             raise ValueError(
-                f"its mask has {part}, whose function can't be saved. Save what it keeps as a tensor: "
+                f"its mask has {part}, whose function can't be saved. Save the mask as a tensor: "
                 "amap.under(Keep(tensor))."
             )
-        if word is None:
+        if type(part) not in WORDS:
             raise ValueError(f"Expected one of {', '.join(PARTS)} in a file, got {kind(part)}.")
         if depth > DEPTH:
             raise ValueError(
-                f"its mask is nested more than {DEPTH} deep. Save what it keeps as a tensor, Keep(tensor)."
+                f"its mask is nested more than {DEPTH} deep. Save the mask as a tensor, Keep(tensor)."
             )
+        word = WORDS[type(part)]
         written: dict[str, Any] = {"is": word}
-        for name in PARTS[word][1]:
-            value = getattr(part, name)
-            if isinstance(value, Tensor) and picks is not None:
-                value = _pick(value, LETTERS[name], picks)
-            written[name] = self.value(value, f"{place}.{name}", depth + 1, picks)
+        for field in PARTS[word][1]:
+            value = getattr(part, field)
+            if isinstance(value, Tensor) and selected is not None:
+                value = _select(value, LETTERS[field], selected)
+            written[field] = self.value(value, f"{name}.{field}", depth + 1, selected)
         return written
 
     def tensor(self, tensor: Tensor, name: str) -> dict[str, str]:
+        """Return a reference to a tensor, which gets this name unless it was written before."""
         if not isinstance(tensor, Tensor):
             raise TypeError(f"Expected {name} to be a tensor, got {kind(tensor)}.")
         _check_tensor(name, CODES.get(tensor.dtype, str(tensor.dtype)), tensor.shape)
         if tensor.is_meta:
             raise ValueError(f"Expected numbers in {name}, got a tensor on the meta device.")
         tensor = tensor.detach().resolve_neg()
-        where = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if where not in self._names:
-            self._names[where] = name
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if memory not in self._names:
+            self._names[memory] = name
             self.tensors[name] = tensor
-        return {"tensor": self._names[where]}
+        return {"tensor": self._names[memory]}
 
-    def label(self, tokens: Tokens | None) -> int | None:
-        return None if tokens is None else self.labels.setdefault(tokens, len(self.labels))
+    def label(self, tokens: Any, b: int | None = None, s: int | None = None) -> int | None:
+        """Return the number of token labels; None without tokens."""
+        return None if tokens is None else self.labels.setdefault(labels_of(tokens, b, s), len(self.labels))
 
 
-def _pick(tensor: Tensor, letters: str, picks: tuple[Tensor, Tensor]) -> Tensor:
-    """Return a tensor's entries for the selected batch entries and heads; itself if that is all of it."""
+def _select(tensor: Tensor, letters: str, selected: tuple[Tensor, Tensor]) -> Tensor:
+    """Return a tensor's entries for the selected batch entries and heads, or the tensor if these are all."""
     for axis, letter in enumerate(letters[len(letters) - tensor.dim() :]):
         size = tensor.shape[axis]
         if letter not in "bh" or size == 1:
             continue
-        chosen = picks["bh".index(letter)]
-        if not torch.equal(chosen, torch.arange(size, device=chosen.device)):
-            tensor = tensor.index_select(axis, chosen)
+        indices = selected["bh".index(letter)]
+        if not torch.equal(indices, torch.arange(size, device=indices.device)):
+            tensor = tensor.index_select(axis, indices)
     return tensor
 
 
 def _header(run: str, tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a safetensors file, padded so that what follows is aligned."""
+    """Return the header of a safetensors file, padded so that the tensors are aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": str(VERSION), "run": run}}
     stop = 0
     for name, tensor in tensors.items():
@@ -303,15 +323,14 @@ def _header(run: str, tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _numbers(tensor: Tensor) -> memoryview:
-    """Return a tensor's numbers as they are in a file: contiguous, and copied only if necessary."""
-    # `view` needs a last axis of stride 1, which a new one has.
-    bytes_ = tensor.cpu().contiguous()[..., None].view(torch.uint8)
-    return bytes_.numpy().data
+    """Return a tensor's bytes as in a file: contiguous, and copied only if necessary."""
+    # `view` needs a last axis of stride 1, which a new axis has.
+    return tensor.cpu().contiguous()[..., None].view(torch.uint8).numpy().data
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside `path` that replaces it when complete; an incomplete one is removed."""
+    """Write a file beside `path` that replaces `path` when it is complete, and is removed if it isn't."""
     part = path.with_name(f".{token_hex(8)}.part")
     try:
         with open(part, "xb") as file:
@@ -325,7 +344,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def folder_for(path: Path, name: str) -> Path:
-    """Make a folder and check that it can be written; raise OSError, which calls it `name`, if it can't."""
+    """Make a folder and check that it can be written, or raise OSError, which calls the folder `name`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path):
@@ -337,7 +356,7 @@ def folder_for(path: Path, name: str) -> Path:
 
 
 def file_for(path: Path, name: str) -> Path:
-    """Return a file whose folder can be written; raise OSError, which calls it `name`, if it can't."""
+    """Check that the folder of a file can be written, or raise OSError, which calls the file `name`."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -351,20 +370,28 @@ def file_for(path: Path, name: str) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-    """Return the content of a file that `write` wrote, with its tensors memory-mapped.
+    """Return the content of a file of `write`, with its tensors memory-mapped.
 
     The file may be replaced while its tensors are in use, also by `write`, but not truncated. Changing a
     tensor in place doesn't change the file. Whether lse belongs to q and k isn't checked.
 
-    Raises ValueError for another kind of file, and OSError if there is none.
+    Args:
+        path: The file.
+
+    Returns:
+        The content.
+
+    Raises:
+        ValueError: If it isn't a file of manyheads.
+        OSError: If it can't be read.
     """
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"Expected a file {path}, got {'a folder' if path.is_dir() else 'none'}.")
-    with open(path, "rb") as start:
-        length = int.from_bytes(start.read(8), "little")
+    with open(path, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
     try:
         if length > HEADER:
             raise SafetensorError(f"its header has {length:,} bytes")
@@ -380,7 +407,7 @@ def read(path: str | os.PathLike[str]) -> Run:
 
 
 def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
-    """Return the run's JSON from the metadata of a file of this format and version."""
+    """Return the JSON of the run from the metadata of a file of this format and version."""
     version = metadata.get("version", "")
     if metadata.get("format") != FORMAT or "run" not in metadata or not re.fullmatch("[1-9][0-9]*", version):
         raise ValueError(
@@ -396,7 +423,7 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
 
 
 class _Reader:
-    """Turns JSON into entries; every tensor of the file must be used."""
+    """Turns JSON into entries, and checks that every tensor of the file is used."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -412,7 +439,7 @@ class _Reader:
         except ValueError as error:
             raise ValueError(f"its JSON can't be read: {error}.") from None
         run = _fields(tree, RUN, "a run")
-        self.labels = [_labels(labels) for labels in run["labels"]]
+        self.labels = [labels_of(labels) for labels in run["labels"]]
         entries = []
         for number, entry in enumerate(run["entries"]):
             try:
@@ -422,29 +449,23 @@ class _Reader:
         _check_calls(entries)
         if unused := sorted(self.names - self.tensors.keys()):
             raise ValueError(f"its tensor {brief(unused[0])} belongs to no entry.")
-        return Run(tuple(entries), self.label(run["tokens"]), _object(run["provenance"], "provenance"))
+        return Run(tuple(entries), self.label(run["tokens"]), _json_object(run["provenance"], "provenance"))
 
     def entry(self, tree: Any) -> Entry:
         if isinstance(tree, dict) and "statistics" in tree:
             entry = _fields(tree, STATISTICS, "statistics")
-            tensors = _fields(
-                entry["statistics"], dict.fromkeys(entry["statistics"], (Tensor,)), "it", self.value
-            )
+            schema: Schema = dict.fromkeys(entry["statistics"], (Tensor,))
+            tensors = _fields(entry["statistics"], schema, "it", self.value)
             _check_names(tensors)
-            kept = Kept(tensors, _object(entry["plain"], "plain"), self.label(entry["tokens"]))
+            kept = Kept(tensors, _json_object(entry["plain"], "plain"), self.label(entry["tokens"]))
             return Entry(entry["name"], entry["call"], kept)
         entry = _fields(tree, MAP, "a map")
-        given = _fields(entry["map"], PROBLEM | {"lse": (Tensor,)}, "a map", self.value)
-        lse, k = given.pop("lse"), given["k"]
-        problem = Problem.of(v=k.new_empty(*k.shape[:3], 0), **given)
+        fields = _fields(entry["map"], PROBLEM | {"lse": (Tensor,)}, "a map", self.value)
+        lse, k = fields.pop("lse"), fields["k"]
+        problem = Problem.of(v=k.new_empty(*k.shape[:3], 0), **fields)
         _check_map(problem, lse)
-        tokens = self.label(entry["tokens"])
-        stored = Stored(
-            problem,
-            lse,
-            None if tokens is None else _fitting(tokens, problem),
-            _object(entry["provenance"], "provenance"),
-        )
+        tokens = self.label(entry["tokens"], problem.shape.b, problem.shape.s)
+        stored = Stored(problem, lse, tokens, _json_object(entry["provenance"], "provenance"))
         return Entry(entry["name"], entry["call"], stored)
 
     def value(self, tree: Any, depth: int = 0) -> Any:
@@ -455,16 +476,17 @@ class _Reader:
         return _bounded(tree)
 
     def part(self, tree: dict[str, Any], depth: int) -> Value:
-        word, fields = tree["is"], {name: part for name, part in tree.items() if name != "is"}
+        fields = dict(tree)
+        word = fields.pop("is")
         if not isinstance(word, str) or word not in PARTS:
             raise ValueError(f"Expected a mask or bias to be one of {', '.join(PARTS)}, got {brief(word)}.")
         if depth > DEPTH:
             raise ValueError(f"its mask is nested more than {DEPTH} deep.")
         cls, schema = PARTS[word]
-        return cls(**_fields(fields, schema, word, lambda part: self.value(part, depth + 1)))
+        return cls(**_fields(fields, schema, word, lambda field: self.value(field, depth + 1)))
 
     def tensor(self, tree: Any) -> Tensor:
-        name = _fields(tree, {"tensor": (str,)}, "the place of a tensor")["tensor"]
+        name = _fields(tree, {"tensor": (str,)}, "a reference to a tensor")["tensor"]
         if name not in self.names:
             raise ValueError(f"it refers to a tensor {brief(name)}, which isn't in the file.")
         if name not in self.tensors:
@@ -477,34 +499,36 @@ class _Reader:
         tensor: Tensor = self.file.get_tensor(name)
         if tensor.data_ptr() % tensor.element_size():
             raise ValueError(f"Expected tensor {brief(name)} at a multiple of its item size.")
-        # A byte of 2 is neither True nor False, and differs from itself from one operation to the next.
+        # Operations disagree on whether another byte, such as 2, is True.
         if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
             raise ValueError(f"Expected only the bytes 0 and 1 in the boolean tensor {brief(name)}.")
         return tensor
 
-    def label(self, place: int | None) -> Tokens | None:
-        if place is None:
+    def label(self, number: int | None, b: int | None = None, s: int | None = None) -> Tokens | None:
+        if number is None:
             return None
-        if not 0 <= place < len(self.labels):
+        if not 0 <= number < len(self.labels):
             raise ValueError(
-                f"it refers to tokens {place}, and the file has {len(self.labels)} lists of them."
+                f"it refers to tokens {number}, and the file has {len(self.labels)} lists of them."
             )
-        return self.labels[place]
+        return labels_of(self.labels[number], b, s)
 
 
 def _fields(
-    tree: Any, schema: Schema, what: str, read: Callable[[Any], Any] = lambda part: part
+    tree: Any, schema: Schema, name: str, read: Callable[[Any], Any] = lambda field: field
 ) -> dict[str, Any]:
-    """Return the fields of a JSON object, read and checked against a schema."""
+    """Return the fields of a JSON object, read and checked. Errors call the object `name`."""
     if not isinstance(tree, dict) or tree.keys() != schema.keys():
-        got = f"{brief(list(tree))}" if isinstance(tree, dict) else brief(tree)
-        raise ValueError(f"Expected {what} to have {', '.join(schema) or 'no fields'}, got {got}.")
-    fields = {name: read(tree[name]) for name in schema}
-    for name, kinds in schema.items():
-        # True is an int to Python, and not here.
-        if not isinstance(fields[name], kinds) or (isinstance(fields[name], bool) and bool not in kinds):
-            wanted = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
-            raise ValueError(f"Expected the {brief(name)} of {what} to be {wanted}, got {brief(tree[name])}.")
+        got = brief(list(tree) if isinstance(tree, dict) else tree)
+        raise ValueError(f"Expected {name} to have {', '.join(schema) or 'no fields'}, got {got}.")
+    fields = {field: read(tree[field]) for field in schema}
+    for field, types in schema.items():
+        # In Python True is an int; in a file it isn't.
+        if not isinstance(fields[field], types) or (isinstance(fields[field], bool) and bool not in types):
+            wanted = " or ".join("null" if each is NONE else each.__name__ for each in types)
+            raise ValueError(
+                f"Expected the {brief(field)} of {name} to be {wanted}, got {brief(tree[field])}."
+            )
     return fields
 
 
@@ -543,63 +567,77 @@ def _check_tensor(name: str, code: str, shape: Sequence[int]) -> None:
 def _check_map(problem: Problem, lse: Tensor) -> None:
     for position in extremes(problem.offset):
         _bounded(position)
-    want = problem.shape[:2] + problem.shape[3:4]
-    if tuple(lse.shape) != want or lse.dtype != problem.dtype:
+    wanted = problem.shape[:2] + problem.shape[3:4]
+    if tuple(lse.shape) != wanted or lse.dtype != problem.dtype:
         raise ValueError(
-            f"Expected lse to be {problem.dtype}, [b, h, t] = {list(want)}, got {lse.dtype}, {sizes(lse)}."
+            f"Expected lse to be {problem.dtype}, [b, h, t] = {list(wanted)}, got {lse.dtype}, {sizes(lse)}."
         )
 
 
 def _bounded(value: Any) -> Any:
-    """Return a whole number within what positions may be; anything else as it is."""
+    """Return a value; raise ValueError for an integer beyond the range of positions."""
     if isinstance(value, int) and abs(value) > FAR:
         raise ValueError(f"Expected a whole number between -2^60 and 2^60, got {brief(value)}.")
     return value
 
 
-def _labels(tokens: Any) -> Tokens:
-    """Return token labels, one list of str or several, checked."""
-    several = isinstance(tokens, list | tuple) and bool(tokens) and not isinstance(tokens[0], str)
-    lists = tokens if several else [tokens]
+def labels_of(tokens: Any, b: int | None = None, s: int | None = None) -> Tokens:
+    """Return labels of the keys as tuples.
+
+    Args:
+        tokens: A list of s strings, or b such lists.
+        b: The number of sequences.
+        s: The number of keys, None for any.
+
+    Returns:
+        The labels.
+
+    Raises:
+        TypeError: If a label isn't a string.
+        ValueError: If there are more or fewer labels.
+    """
+    expected = "Expected tokens to be a list of strings, or a list of such lists"
+    if s is not None:
+        expected = f"Expected tokens to be a list of s = {s} strings, or b = {b} such lists"
+    has_lists = _is_list(tokens) and len(tokens) > 0 and _is_list(tokens[0])
+    lists = tokens if has_lists else [tokens]
     for labels in lists:
-        if not isinstance(labels, list | tuple) or not all(isinstance(label, str) for label in labels):
-            raise ValueError(f"Expected tokens to be a list of text, or a list of such, got {brief(tokens)}.")
-    return tuple(map(tuple, tokens)) if several else tuple(tokens)
+        if not _is_list(labels):
+            raise TypeError(f"{expected}, got {kind(labels)}.")
+        if others := [label for label in labels if not isinstance(label, str)]:
+            raise TypeError(f"{expected}, got {brief(others[0])} in a list.")
+    counts = [len(labels) for labels in lists]
+    if s is not None and (any(count != s for count in counts) or (has_lists and len(lists) != b)):
+        got = f"{len(lists)} with {brief(counts)} strings" if has_lists else f"{counts[0]} strings"
+        raise ValueError(f"{expected}, got {got}.")
+    return tuple(map(tuple, tokens)) if has_lists else tuple(tokens)
 
 
-def _fitting(tokens: Tokens, problem: Problem) -> Tokens:
-    """Return the labels if there are s, or s for each of b sequences."""
-    b, s = problem.shape.b, problem.shape.s
-    several = bool(tokens) and not isinstance(tokens[0], str)
-    if (several and len(tokens) != b) or any(
-        len(labels) != s for labels in (tokens if several else [tokens])
-    ):
-        counts = [len(labels) for labels in tokens] if several else len(tokens)
-        raise ValueError(f"Expected tokens to be s = {s}, or b = {b} lists of them, got {brief(counts)}.")
-    return tokens
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
-    """Return a mapping as JSON data."""
+def _json_object(value: Any, name: str) -> dict[str, Any]:
+    """Return a mapping as JSON data. Errors call it `name`."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"Expected {where} to be a dictionary, got {brief(value)}.")
-    plain: dict[str, Any] = _plain(value, where)
+        raise TypeError(f"Expected {name} to be a dictionary, got {brief(value)}.")
+    plain: dict[str, Any] = _json(value, name)
     return plain
 
 
-def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a value as JSON data, which is read back the same but for tuples, which become lists."""
+def _json(value: Any, name: str, depth: int = 0) -> Any:
+    """Return a value as JSON data, in which tuples become lists."""
     if depth > DEPTH:
-        raise ValueError(f"{where} is nested more than {DEPTH} deep.")
+        raise ValueError(f"{name} is nested more than {DEPTH} deep.")
     if isinstance(value, list | tuple):
-        return [_plain(part, f"{where}[{n}]", depth + 1) for n, part in enumerate(value)]
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return {name: _plain(part, f"{where}[{brief(name)}]", depth + 1) for name, part in value.items()}
+        return [_json(child, f"{name}[{n}]", depth + 1) for n, child in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _json(child, f"{name}[{brief(key)}]", depth + 1) for key, child in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"Expected {where} to be a finite number, got {value}.")
+        raise ValueError(f"Expected {name} to be a finite number, got {value}.")
     if value is None or isinstance(value, str | int | float):
         return _bounded(value)
     raise TypeError(
-        f"Expected {where} to be text, a number, True, False, None, a list, or a dictionary with names of "
+        f"Expected {name} to be text, a number, True, False, None, a list, or a dictionary with names of "
         f"text, got {brief(value)}."
     )

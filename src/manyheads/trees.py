@@ -1,13 +1,12 @@
 """Trees of plain values, tensors and records, and the codec that turns them into plain data.
 
 A tree is a tensor, None, a bool, int, float, str or torch.dtype, a list, tuple or dict (with str keys) of
-trees, or a record: an object of a known class whose fields are trees. `pack` turns it into lists, dicts, str
-and numbers, as JSON has them, with its tensors by number; `unpack` is the way back. Masks and biases pass
-through custom operators in this form (`kernels.operator`), and messages between processes do
-(`checker.isolation`).
+trees, or a record: an object of a known class whose fields are trees. `pack` turns a tree into JSON data that
+refers to its tensors by number, and `unpack` turns that back into a tree. Custom operators take masks and
+biases in this form (`kernels.operator`), and processes send messages in it (`checker.isolation`).
 
-A `Value` is a record of this library, the base of masks and biases: a frozen dataclass that may hold tensors,
-compares by identity and moves with `.to`.
+A `Value`, the base class of masks and biases, is a record of this library: a frozen dataclass that may
+contain tensors, compares by identity and moves to another device with `.to`.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, field
+from dataclasses import dataclass, field, fields
 from itertools import count
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, dataclass_transform
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-DEPTH = 64  # of a tree
+DEPTH = 64  # the deepest nesting of a tree
 DTYPES = {
     name: getattr(torch, name)
     for name in (
@@ -39,8 +38,8 @@ _FUNCTIONS: WeakValueDictionary[int, Callable[..., Any]] = WeakValueDictionary()
 # -- values ----------------------------------------------------------------------------------------
 
 
-def bound(default: Any) -> Any:
-    """Declare a field that a problem fills in when it binds the value; packed, it has its default."""
+def bound(*, default: Any) -> Any:
+    """Declare a field that a problem sets when it binds the value. A packed value has the default."""
     return field(default=default, metadata={"bound": True})
 
 
@@ -49,13 +48,17 @@ _numbers = count()
 
 def number(function: Callable[..., Any]) -> int:
     """Return a number that identifies a function in packed trees, as long as the function exists."""
-    place = next(_numbers)
-    _FUNCTIONS[place] = function
-    return place
+    number = next(_numbers)
+    _FUNCTIONS[number] = function
+    return number
 
 
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(bound, field))
 class Value:
-    """A frozen dataclass whose fields are tensors, numbers, tuples, functions and other values."""
+    """A frozen dataclass whose fields are tensors, numbers, tuples, functions and other values.
+
+    Every subclass becomes a dataclass without a decorator.
+    """
 
     # The fields, and the defaults of those that are bound, in a form that torch.compile can trace
     # (`dataclasses.fields` isn't). `record` is the name in packed trees.
@@ -64,26 +67,22 @@ class Value:
     unbound: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls) -> None:
+        made: Any = dataclass(frozen=True, eq=False, repr=cls.__repr__ is object.__repr__)(cls)
+        declared = fields(made)
         cls.record = f"{cls.__module__}.{cls.__qualname__}"
+        cls.names = tuple(part.name for part in declared)
+        cls.unbound = {part.name: part.default for part in declared if part.metadata}
         VALUES[cls.record] = cls
-        own = (
-            [name for name in cls.__annotations__ if name not in cls.names]
-            if "__annotations__" in vars(cls)
-            else []
-        )
-        cls.names = (*cls.names, *own)
-        marked = {name: place for name, place in vars(cls).items() if isinstance(place, Field)}
-        cls.unbound = cls.unbound | {name: place.default for name, place in marked.items() if place.metadata}
 
     def but(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed. Changes aren't checked: they come from our own code."""
+        """Return a copy with some fields changed. The changes aren't checked."""
         new = object.__new__(type(self))
         for name in self.names:
             object.__setattr__(new, name, changes.get(name, getattr(self, name)))
         return new
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return a copy with `change` applied to every tensor inside, of any shape `[...]`, however deep."""
+        """Return a copy with `change` applied to every tensor `[...]`, also those of values in fields."""
         changed: dict[str, Any] = {}
         for name in self.names:
             part = getattr(self, name)
@@ -94,23 +93,23 @@ class Value:
         return self.but(**changed) if changed else self
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the same value with its tensors on `device`; PyTorch's RuntimeError if there is none."""
+        """Return the same value with its tensors on another device."""
         return self.map(lambda tensor: tensor.to(device))
 
     def detach(self) -> Self:
-        """Return the same value with its tensors cut from any graph."""
+        """Return the same value with its tensors detached from their graphs."""
         return self.map(lambda tensor: tensor.detach())
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors inside, of any shapes `[...]`, in the order of the fields."""
-        found: list[Tensor] = []
+        """Return the tensors `[...]` in the fields and in their values, in order, without bound fields."""
+        tensors: list[Tensor] = []
         for name in self.names:
             part = None if name in self.unbound else getattr(self, name)
             if isinstance(part, Tensor):
-                found.append(part)
+                tensors.append(part)
             elif isinstance(part, Value):
-                found += part.tensors()
-        return found
+                tensors += part.tensors()
+        return tensors
 
 
 # -- the codec -------------------------------------------------------------------------------------
@@ -121,14 +120,14 @@ def pack(tree: Any, add: Callable[[Tensor], int], records: Mapping[str, type] = 
 
     Args:
         tree: The tree.
-        add: Takes each tensor and returns its number.
+        add: A function that takes each tensor and returns its number.
         records: The classes that records may have, by name.
 
     Returns:
         Lists, dicts with str keys, str, finite numbers, bools and None.
 
     Raises:
-        TypeError: If a part isn't a tree.
+        TypeError: If an object inside isn't a tree.
     """
     kind = type(tree)
     if isinstance(tree, Tensor):
@@ -160,10 +159,10 @@ def pack(tree: Any, add: Callable[[Tensor], int], records: Mapping[str, type] = 
 def unpack(
     node: Any, tensors: Sequence[Tensor], records: Mapping[str, type] = VALUES, depth: int = DEPTH
 ) -> Any:
-    """Return the tree of packed data, of which nothing is trusted but the fields of a `Value`.
+    """Return the tree of packed data. Everything is checked except for the fields of a `Value`.
 
     Args:
-        node: What `pack` returned.
+        node: The result of `pack`.
         tensors: The tensors by number.
         records: The classes that records may have, by name; their fields must have the declared types.
         depth: How deeply the tree may be nested.
@@ -196,34 +195,33 @@ def unpack(
             return float(text)
         case [("dtype", str(name))] if name in DTYPES:
             return DTYPES[name]
-        case [("function", int(place))] if place in _FUNCTIONS:
-            return _FUNCTIONS[place]
+        case [("function", int(number))] if number in _FUNCTIONS:
+            return _FUNCTIONS[number]
         case [("record", [str(name), fields])] if name in records:
             return _make_record(records[name], children(fields, dict))
     raise ValueError(f"a node {str(node)[:80]}")
 
 
 def functions(node: Any) -> list[Callable[..., Any]]:
-    """Return the functions that packed data refers to, which must exist until it is unpacked."""
+    """Return the functions in packed data. They must exist until the data is unpacked."""
     if not isinstance(node, dict | list):
         return []
     if isinstance(node, dict) and "function" in node:
         return [_FUNCTIONS[node["function"]]]
-    return [
-        found for part in (node.values() if isinstance(node, dict) else node) for found in functions(part)
-    ]
+    children = node.values() if isinstance(node, dict) else node
+    return [function for child in children for function in functions(child)]
 
 
 def expect(kind: type, value: Any) -> Any:
-    """Return a value of exactly this type; ValueError for any other."""
+    """Return the value if it has exactly this type, else raise ValueError."""
     if type(value) is not kind:
         raise ValueError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
 def _make_record(record: type, fields: dict[str, Any]) -> Any:
-    """Return a record; ValueError unless its fields have the types that its class declares."""
-    if issubclass(record, Value):  # packed in this process
+    """Return a record; raise ValueError unless its fields have the types that its class declares."""
+    if issubclass(record, Value):  # values are packed in this process only, so they aren't checked
         value = object.__new__(record)
         for name in record.names:
             object.__setattr__(value, name, fields[name])

@@ -17,6 +17,7 @@ from hypothesis import given
 import manyheads as mh
 from manyheads.masks import Mask
 from manyheads.shapes import Shape
+from manyheads.trees import bound
 from tests.cases import RULES, Spec, build, positions, sees, visible
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -294,6 +295,21 @@ def test_str_reads_as_written() -> None:
     assert str(mh.Causal() & (mh.Prefix(2) | mh.Full())) == "Causal() & (Prefix(2) | Full())"
     assert str(~(~mh.Causal())) == "~~Causal()"
     assert "[64, 64]" in str(mh.Keep(torch.ones(64, 64, dtype=torch.bool)))
+
+
+def test_a_new_mask_is_a_frozen_dataclass_that_prints_its_fields() -> None:
+    class Every(Mask):
+        step: int
+        first: int = bound(default=0)
+
+        def keep(self, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (i - j) % self.step == 0
+
+    mask = Every(2)
+    assert (mask.names, mask.unbound, str(mask)) == (("step", "first"), {"first": 0}, "Every(2)")
+    assert repr(mask & mh.Causal()).startswith("Every(2) & Causal()\n■ ·")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mask.step = 3
 
 
 # -- values ------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ older one ("legacy").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -24,14 +23,24 @@ Backward = Callable[[Tensor, Tensor | None], Sequence[Tensor]]
 
 
 def one_by_one(backward: Backward, d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
-    """Call backward(d_out, d_lse) once for each entry that vmap has batched, and batch what it returns.
+    """Call a backward pass once for each entry of gradients that vmap has batched, and batch the results.
 
-    d_out is `[b, h, t, w]`, d_lse `[b, h, t]` or None. Without vmap there is one call.
+    Args:
+        backward: The backward pass, a function of d_out and d_lse.
+        d_out: The gradient of the output, `[b, h, t, w]`.
+        d_lse: The gradient of the log-sum-exp, `[b, h, t]` or None.
+
+    Returns:
+        The gradients that backward returns. Without vmap it is called once.
     """
     legacy = _functorch.is_legacy_batchedtensor
     if legacy(d_out) or (d_lse is not None and legacy(d_lse)):
-        with _outside_legacy_vmap() as level:
+        # Outside of the innermost vmap, which forbids random numbers.
+        level = torch._C._vmapmode_decrement_nesting() + 1
+        try:
             return _stacked(backward, d_out, d_lse, level, legacy, torch)
+        finally:
+            torch._C._vmapmode_increment_nesting()
     if torch.compiler.is_compiling() or not transforms():
         return backward(d_out, d_lse)
     if any(x is not None and _functorch.is_gradtrackingtensor(x) for x in (d_out, d_lse)):
@@ -61,20 +70,10 @@ def _stacked(
             api._remove_batch_dim(x, level, 1, 0).unbind() if x is not None and is_batched(x) else repeat(x)
             for x in (d_out, d_lse)
         ),
-        strict=False,  # what isn't batched is the same for every entry
+        strict=False,  # a tensor that isn't batched is the same for every entry
     )
     grads = [one_by_one(backward, *entry) for entry in entries]
     return [api._add_batch_dim(torch.stack(several), 0, level) for several in zip(*grads, strict=True)]
-
-
-@contextmanager
-def _outside_legacy_vmap() -> Iterator[int]:
-    """Leave the innermost vmap, inside which random numbers can't be drawn; yield its level."""
-    level = torch._C._vmapmode_decrement_nesting() + 1
-    try:
-        yield level
-    finally:
-        torch._C._vmapmode_increment_nesting()
 
 
 def refuse_twice(ctx: Any = None, *grads: Any) -> Any:
@@ -87,11 +86,11 @@ def refuse_twice(ctx: Any = None, *grads: Any) -> Any:
 
 
 class Once(torch.autograd.Function):
-    """Gradients in a graph (`create_graph=True`) that have no gradient of their own."""
+    """Compute gradients as a node of a graph (`create_graph=True`), which raises an error in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, backward: Callable[..., Sequence[Tensor]], *given: Any) -> tuple[Tensor, ...]:
-        """Return the gradients that `backward` computes of what it is given."""
-        return tuple(backward(*given))
+    def forward(ctx: Any, backward: Callable[..., Sequence[Tensor]], *args: Any) -> tuple[Tensor, ...]:
+        """Return the gradients `backward(*args)`."""
+        return tuple(backward(*args))
 
     backward = staticmethod(refuse_twice)

@@ -1,11 +1,10 @@
 """Online softmax in plain PyTorch: O(L) memory, any device, any mask and bias, gradients too.
 
-Rows and columns are walked in blocks; a running maximum and sum per row make the softmax exact
-(Milakov & Gimelshein 2018, arXiv:1805.02867; Rabe & Staats 2021, arXiv:2112.05682), and the gradient
-recomputes each block from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135). Blocks that the mask
-leaves empty are skipped.
+Scores are computed in blocks. A running maximum and sum per row make the softmax exact (Milakov & Gimelshein
+2018, arXiv:1805.02867; Rabe & Staats 2021, arXiv:2112.05682), and the gradient computes each block again from
+the log-sum-exp (Dao et al. 2022, arXiv:2205.14135). Fully masked blocks are skipped.
 
-It is one custom operator, `manyheads::chunked`, so that `torch.compile` doesn't unroll its loop.
+The kernel is a custom operator, `manyheads::chunked`, so that `torch.compile` doesn't unroll its loop.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from manyheads.shapes import transforms
 
 NAME = "chunked"
 GIVES_LSE = True
-SHIELDS = True  # what is masked can't leak
+SHIELDS = True  # masked NaN and Inf can't leak
 
-BLOCK = 1 << 19  # scores in a block, over all heads: 2 MiB in float32, so that a core keeps it near
+BLOCK = 1 << 19  # scores in a block, over all heads: 2 MiB in float32, which fit a core's caches
 
 
 def refuse(problem: Problem) -> list[str]:
-    """Return what the operator doesn't support: forward mode, torch.func's transforms, torch.jit.trace."""
+    """Return why the operator doesn't support a problem: forward mode, torch.func, or torch.jit.trace."""
     if torch.compiler.is_compiling():
         return []
     if torch._C._get_tracing_state() is not None:
@@ -49,7 +48,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None = None) -> tuple[Tensor, Found]:
-    """Return the log-sum-exp `[b, h, t]` in one pass over the keys, and no fused statistics; no gradient."""
+    """Return the log-sum-exp `[b, h, t]`, computed in one pass over the keys, and no fused statistics."""
     problem = problem.detach().without_values()
     if lse is not None:
         return lse, {}
@@ -57,7 +56,8 @@ def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None = None) -
         return run(problem)[1], {}
     if "vmap" in transforms():
         return reference.weights(problem)[1], {}
-    with torch.no_grad(), scores.exactly(problem.q.device):  # an operator's first call is slow
+    # The operator isn't used, because its first call is slow.
+    with torch.no_grad(), scores.exactly(problem.q.device):
         return forward(problem)[1], {}
 
 
@@ -66,45 +66,51 @@ def tile(
 ) -> Tensor:
     """Return the scores of a tile, `[b, h, r, c]`, as `statistics` sums them; −inf where masked.
 
-    A run of rows and columns is read in the blocks of `forward`: a product of another shape may round
-    otherwise, which shows where scores go into the thousands.
+    Slices of rows and columns are computed in the blocks of `forward`: a product of another shape may be
+    rounded differently, by 0.1 for scores of 10^6.
     """
-    down, across = _run(rows, problem.shape.t), _run(cols, problem.shape.s)
-    if down is None or across is None or min(len(down), len(across)) < 32:
+    tile_rows, tile_cols = _consecutive(rows, problem.shape.t), _consecutive(cols, problem.shape.s)
+    if tile_rows is None or tile_cols is None or min(len(tile_rows), len(tile_cols)) < 32:
         return scores.tile(problem, rows, cols, batch, heads)
-    (top, bottom), (left, right) = (down.start, down.stop), (across.start, across.stop)
-    heads = ALL if isinstance(heads, slice) and heads == ALL else heads  # read in one piece, as by `forward`
+    # All heads are computed in one product, as in `forward`.
+    heads = ALL if isinstance(heads, slice) and heads == ALL else heads
     b, h = problem.q[:, :, 0, :0][batch][:, heads].shape[:2]
-    found = problem.q.new_full((b, h, bottom - top, right - left), -math.inf, dtype=problem.dtype)
-    for block_rows, columns in blocks(problem, top, bottom):
+    score = problem.q.new_full((b, h, len(tile_rows), len(tile_cols)), -math.inf, dtype=problem.dtype)
+    for block_rows, columns in blocks(problem, tile_rows.start, tile_rows.stop):
         for block_cols in columns:
-            if block_cols.start < right and left < block_cols.stop:
+            if block_cols.start < tile_cols.stop and tile_cols.start < block_cols.stop:
                 block = scores.tile(problem, block_rows, block_cols, batch, heads)
-                (i, r), (j, c) = _shared(block_rows, top, bottom), _shared(block_cols, left, right)
-                found[:, :, r, c] = block[:, :, i, j]
-    return found
+                (i, r), (j, c) = _overlap(block_rows, tile_rows), _overlap(block_cols, tile_cols)
+                score[:, :, r, c] = block[:, :, i, j]
+    return score
 
 
-def _run(part: Rows, size: int) -> range | None:
-    """Return the rows or columns of a plain slice; None for an index tensor and for steps."""
-    if isinstance(part, Tensor) or part.step not in (None, 1):
+def _consecutive(index: Rows, size: int) -> range | None:
+    """Return the rows or columns of a slice; None for an index tensor and for steps."""
+    if isinstance(index, Tensor) or index.step not in (None, 1):
         return None
-    return range(*part.indices(size))
+    return range(*index.indices(size))
 
 
-def _shared(block: slice, low: int, high: int) -> tuple[slice, slice]:
-    """Return what a block shares with a run from low until before high, as a slice of each."""
-    start, stop = max(block.start, low), min(block.stop, high)
-    return slice(start - block.start, stop - block.start), slice(start - low, stop - low)
+def _overlap(block: slice, wanted: range) -> tuple[slice, slice]:
+    """Return the overlap of a block and the wanted rows or columns, as a slice of each."""
+    start, stop = max(block.start, wanted.start), min(block.stop, wanted.stop)
+    return slice(start - block.start, stop - block.start), slice(start - wanted.start, stop - wanted.start)
 
 
 # -- the loops -------------------------------------------------------------------------------------
 
 
 def blocks(problem: Problem, first: int = 0, last: int | None = None) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield blocks of rows, each with the blocks of columns that some of its rows may see.
+    """Yield blocks of rows, each with the blocks of columns that are visible to some of its rows.
 
-    Those that hold a row from `first` until before `last` (t if None).
+    Args:
+        problem: The problem.
+        first: The first row that is included.
+        last: The row after the last that is included, t if None.
+
+    Yields:
+        A slice of rows, and slices of columns.
     """
     n = problem.shape
     budget = BLOCK if problem.q.device.type == "cpu" else 16 * BLOCK
@@ -114,34 +120,31 @@ def blocks(problem: Problem, first: int = 0, last: int | None = None) -> Iterato
     for start in range(first // rows * rows, n.t if last is None else last, rows):
         stop = min(start + rows, n.t)
         (left, right), _ = problem.span(start, stop)
-        yield (
-            slice(start, stop),
-            [slice(c, min(c + columns, right)) for c in range(left, right, columns)],
-        )
+        yield slice(start, stop), [slice(c, min(c + columns, right)) for c in range(left, right, columns)]
 
 
-def forward(p: Problem, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the output `[b, h, t, w]` and the log-sum-exp `[b, h, t]`."""
-    b, h, g, t, _, _, w = p.shape
-    out = p.q.new_empty(b, h, t, w)
-    lse = p.q.new_empty(b, h, t, dtype=p.dtype)
-    fine = scores.finite(p.v)
-    for rows, columns in blocks(p):
+    (b, h, g, t, _, _, w), dtype = problem.shape, problem.dtype
+    out = problem.q.new_empty(b, h, t, w)
+    lse = problem.q.new_empty(b, h, t, dtype=dtype)
+    is_finite = scores.finite(problem.v)
+    for rows, columns in blocks(problem):
         r = rows.stop - rows.start
-        top, total = _start(p, r)  # [b, h, r]: the running maximum, and the sum of exp(score − top)
-        acc = p.q.new_zeros(b, h, r, w, dtype=p.dtype)
+        top, total = _start(problem, r)  # [b, h, r]: the running maximum, and the sum of exp(score − top)
+        acc = problem.q.new_zeros(b, h, r, w, dtype=dtype)
         for cols in columns:
-            score = scores.tile(p, rows, cols)  # [b, h, r, c]
+            score = scores.tile(problem, rows, cols)  # [b, h, r, c]
             higher = torch.maximum(top, score.amax(-1))
-            ground = torch.where(higher == -math.inf, 0.0, higher)  # −inf − −inf is NaN
-            weight = torch.exp(score - ground[..., None])
-            decay = torch.exp(top - ground)
+            shift = torch.where(higher == -math.inf, 0.0, higher)  # −inf − −inf is NaN
+            weight = torch.exp(score - shift[..., None])
+            decay = torch.exp(top - shift)
             top, total = higher, total * decay + weight.sum(-1)
             if seed is not None:
-                weight = weight * _dropout(p, seed, rows, cols)
-            v = p.v[:, :, cols].to(p.dtype)  # [b, g, c, w]
+                weight = weight * _dropout(problem, seed, rows, cols)
+            v = problem.v[:, :, cols].to(dtype)  # [b, g, c, w]
             weight = fold(weight, g)
-            mixed = weight @ v if fine else scores.mix(weight, fold(score != -math.inf, g), v)
+            mixed = weight @ v if is_finite else scores.mix(weight, fold(score != -math.inf, g), v)
             acc = acc * decay[..., None] + unfold(mixed, h)
         empty = total == 0
         out[:, :, rows] = (acc / torch.where(empty, 1.0, total)[..., None]).to(out.dtype)
@@ -150,7 +153,7 @@ def forward(p: Problem, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    p: Problem,
+    problem: Problem,
     out: Tensor,
     lse: Tensor,
     d_out: Tensor,
@@ -158,82 +161,90 @@ def backward(
     needs: list[bool],
     seed: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of q, k, v, sink and the bias's tensor; those not needed are empty tensors."""
-    h, g = p.shape.h, p.shape.g
-    d_out = d_out.to(p.dtype)  # [b, h, t, w]
-    dq, dk, dv = (torch.zeros(x.shape, dtype=p.dtype, device=x.device) for x in (p.q, p.k, p.v))
-    table = p.bias.tensor() if p.bias is not None and needs[4] else None
-    d_bias = p.q.new_empty(0) if table is None else p.q.new_zeros(table.shape, dtype=p.dtype)
-    # d score = weight · (d weight − Σ weight · d weight); the sum is d out · out. lse adds its own part.
+    """Return the gradients of q, k, v, sink and the bias's tensor; an empty one if it isn't needed."""
+    h, g, dtype, softcap = problem.shape.h, problem.shape.g, problem.dtype, problem.softcap
+    inputs = problem.q, problem.k, problem.v
+    d_out = d_out.to(dtype)  # [b, h, t, w]
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs)
+    bias = problem.bias if needs[4] else None
+    table = None if bias is None else bias.tensor()
+    d_table = problem.q.new_empty(0) if table is None else problem.q.new_zeros(table.shape, dtype=dtype)
+    # d score = weight · (d weight − Σ weight · d weight + d lse), where the sum is d out · out.
     delta = (d_out * out).sum(-1) - d_lse  # [b, h, t]
-    fine = all(scores.finite(x) for x in (p.q, p.k, p.v, d_out))
+    is_finite = all(scores.finite(x) for x in (*inputs, d_out))
 
     def mix(weight: Tensor, keep: Tensor, x: Tensor) -> Tensor:
-        return weight @ x if fine else scores.mix(weight, keep, x)
+        return weight @ x if is_finite else scores.mix(weight, keep, x)
 
-    for rows, columns in blocks(p):
-        q = fold(p.q[:, :, rows].to(p.dtype), g)  # [b, g, r', d], r' = (h/g)·r
+    for rows, columns in blocks(problem):
+        q = fold(problem.q[:, :, rows].to(dtype), g)  # [b, g, r', d], r' = (h/g)·r
         do = fold(d_out[:, :, rows], g)  # [b, g, r', w]
         for cols in columns:
-            score = scores.tile(p, rows, cols)  # [b, h, r, c]
+            score = scores.tile(problem, rows, cols)  # [b, h, r, c]
             keep = score != -math.inf
             weight = scores.weights(score, lse[:, :, rows])
-            k, v = (
-                p.k[:, :, cols].to(p.dtype),
-                p.v[:, :, cols].to(p.dtype),
-            )  # [b, g, c, d], [b, g, c, w]
+            k = problem.k[:, :, cols].to(dtype)  # [b, g, c, d]
+            v = problem.v[:, :, cols].to(dtype)  # [b, g, c, w]
             d_weight = unfold(do @ v.mT, h)  # [b, h, r, c]
-            used = weight
+            dropped = weight
             if seed is not None:
-                drop = _dropout(p, seed, rows, cols)
-                used, d_weight = weight * drop, d_weight * drop
+                factor = _dropout(problem, seed, rows, cols)
+                dropped, d_weight = weight * factor, d_weight * factor
             folded = fold(keep, g)  # [b, g, r', c]
-            dv[:, :, cols] += mix(fold(used, g).mT, folded.mT, do)
+            dv[:, :, cols] += mix(fold(dropped, g).mT, folded.mT, do)
             d_score = torch.where(keep, weight * (d_weight - delta[:, :, rows, None]), 0.0)
-            if table is not None and p.bias is not None:
-                p.bias.collect(d_bias, d_score, *p.at(rows, cols))
-            if p.softcap is not None:
-                bent = torch.tanh(scores.products(p, rows, cols) / p.softcap)
-                d_score = torch.where(keep, d_score * (1 - bent * bent), 0.0)
-            d_score = fold(d_score * p.scale, g)
+            if bias is not None:
+                bias.collect(d_table, d_score, *problem.at(rows, cols))
+            if softcap is not None:
+                tanh = torch.tanh(scores.products(problem, rows, cols) / softcap)
+                d_score = torch.where(keep, d_score * (1 - tanh * tanh), 0.0)
+            d_score = fold(d_score * problem.scale, g)
             dq[:, :, rows] += unfold(mix(d_score, folded, k), h)
             dk[:, :, cols] += mix(d_score.mT, folded.mT, q)
-    like = (p.q, p.k, p.v, p.sink, table)
+    grads = (dq, dk, dv, sink_gradient(problem, lse, delta), d_table)
     return [
-        x if y is None else x.to(y.dtype)
-        for x, y in zip((dq, dk, dv, sink_gradient(p, lse, delta), d_bias), like, strict=True)
+        grad if x is None else grad.to(x.dtype)
+        for grad, x in zip(grads, (*inputs, problem.sink, table), strict=True)
     ]
 
 
-def sink_gradient(p: Problem, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return the gradient of the sink `[h]`, whose value is 0; empty without one.
+def sink_gradient(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return the gradient of the sink, to which no value belongs.
 
-    lse, and delta, the mean of a row's gradients of weights: both `[b, h, t]`.
+    Args:
+        problem: The problem.
+        lse: The log-sum-exp `[b, h, t]`.
+        delta: The mean of the gradients of each row's weights, `[b, h, t]`.
+
+    Returns:
+        The gradient `[h]`, or an empty tensor without a sink.
     """
-    if p.sink is None:
-        return p.q.new_empty(0)
-    weight = scores.weights(p.sink.to(p.dtype)[:, None, None], lse)[..., 0]  # [b, h, t]
-    return -(weight * delta).sum((0, 2)).to(p.sink.dtype)
+    if problem.sink is None:
+        return problem.q.new_empty(0)
+    weight = scores.weights(problem.sink.to(problem.dtype)[:, None, None], lse)[..., 0]  # [b, h, t]
+    return -(weight * delta).sum((0, 2)).to(problem.sink.dtype)
 
 
-def _start(p: Problem, r: int) -> tuple[Tensor, Tensor]:
-    """Return the running maximum and sum before any key: nothing, or the sink alone. Both `[b, h, r]`."""
-    b, h = p.shape.b, p.shape.h
-    if p.sink is None:
-        return p.q.new_full((b, h, r), -math.inf, dtype=p.dtype), p.q.new_zeros(b, h, r, dtype=p.dtype)
-    sink = p.sink.to(p.dtype)[None, :, None].expand(b, h, r)
-    return sink, (sink != -math.inf).to(p.dtype)
+def _start(problem: Problem, r: int) -> tuple[Tensor, Tensor]:
+    """Return the running maximum and sum before the first key, with the sink: both `[b, h, r]`."""
+    n, dtype = problem.shape, problem.dtype
+    if problem.sink is None:
+        top = problem.q.new_full((n.b, n.h, r), -math.inf, dtype=dtype)
+    else:
+        top = problem.sink.to(dtype)[None, :, None].expand(n.b, n.h, r)
+    return top, (top != -math.inf).to(dtype)
 
 
-def _dropout(p: Problem, seed: Tensor, rows: slice, cols: slice) -> Tensor:
-    """Return what dropout multiplies a block's weights by, 0 or 1/(1 − p): the same in every call."""
-    if p.dropout_p == 1:
-        return p.q.new_zeros((), dtype=p.dtype)
-    place = (int(seed) + rows.start * p.shape.s + cols.start) % (1 << 63)
-    generator = torch.Generator(p.q.device).manual_seed(place)
-    size = (p.shape.b, p.shape.h, rows.stop - rows.start, cols.stop - cols.start)
-    kept = torch.rand(size, generator=generator, device=p.q.device) >= p.dropout_p
-    return kept.to(p.dtype) / (1 - p.dropout_p)
+def _dropout(problem: Problem, seed: Tensor, rows: slice, cols: slice) -> Tensor:
+    """Return the factors of a block's weights under dropout, 0 or 1/(1 − p): the same in every call."""
+    n, p, device = problem.shape, problem.dropout_p, problem.q.device
+    if p == 1:
+        return problem.q.new_zeros((), dtype=problem.dtype)
+    seed_of_block = (int(seed) + rows.start * n.s + cols.start) % (1 << 63)
+    generator = torch.Generator(device).manual_seed(seed_of_block)
+    size = (n.b, n.h, rows.stop - rows.start, cols.stop - cols.start)
+    kept = torch.rand(size, generator=generator, device=device) >= p
+    return kept.to(problem.dtype) / (1 - p)
 
 
 operator.register(NAME, forward, backward)

@@ -1,4 +1,4 @@
-"""Fused statistics: what a kernel computes of the weights in the pass that computes the weights."""
+"""Fused statistics: statistics that a kernel computes in the same pass as the weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-MAX_TOP = 64  # largest weights of a query that a kernel keeps in order; more are faster to sort afterwards
+MAX_TOP = 64  # the most weights of a query that a kernel keeps in order; sorting is faster for more
 ROW_STATISTICS = ("row_sum", "entropy", "distance", "max_score")  # each [b, h, t]
 
 Found = dict[Any, Tensor]
@@ -22,13 +22,13 @@ Found = dict[Any, Tensor]
 
 @dataclass(frozen=True)
 class Spec:
-    """Which fused statistics to compute; `spec | other` has those of both.
+    """The fused statistics to compute; `spec | other` has those of both.
 
-    Args:
-        rows: The row statistics.
-        received: The column sums, over the queries from row `first` on.
-        first: The first row that counts for `received`.
-        top: How many of each query's largest scores.
+    Attributes:
+        rows: Whether to compute the row statistics.
+        received: Whether to compute the column sums, over the queries from row `first` on.
+        first: The first row that is summed for `received`.
+        top: The number of largest scores of each query.
         cells: The pooled maps, as (rows, cols, "sum" or "max").
     """
 

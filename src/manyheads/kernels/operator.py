@@ -1,8 +1,8 @@
 """Kernels as custom operators of PyTorch: their schema, shapes and gradients.
 
-`torch.compile` puts an operator into a graph as one node, and tensor subclasses and dispatch modes see it.
-An operator takes tensors, numbers and text only, so a mask and a bias become text beside their tensors
-(`trees.pack`), and are read back inside.
+`torch.compile` puts an operator into a graph as one node, and tensor subclasses and dispatch modes can
+intercept it. The arguments of an operator are tensors, numbers and text, so a mask and a bias are passed as
+their tensors and a text (`trees.pack`), from which the operator makes them again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from manyheads.problem import Problem
 from manyheads.scores import exactly
 
 PROBLEM = (
-    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] masks, Tensor[] biases, Tensor? offsets, "
-    "Tensor? seed, str text, SymInt offset, float scale, float softcap, float dropout_p"
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] tensors, Tensor? offsets, Tensor? seed, str text, "
+    "SymInt offset, float scale, float softcap, float dropout_p"
 )
-SEED = 7  # its place among these
+SEED = 6  # the index of the seed in the arguments
 
 Forward = Callable[[Problem, Tensor | None], tuple[Tensor, Tensor]]
 Backward = Callable[..., Sequence[Tensor | None]]
@@ -39,34 +39,34 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
         name: Name of the operator. It is called as `torch.ops.manyheads.name(*arguments(problem))`.
         forward: Takes a problem and the seed of its dropout, returns output `[b, h, t, w]` and log-sum-exp
             `[b, h, t]`.
-        backward: Takes a problem, these two, their gradients, which of q, k, v, sink and bias need a
-            gradient, and the seed; returns the five gradients, None where there is none.
-        key: PyTorch's dispatch key: the devices that it runs on.
+        backward: Takes a problem, the results of forward, their gradients, which of q, k, v, sink and bias
+            need a gradient, and the seed; returns the five gradients, None where there is none.
+        key: PyTorch's dispatch key, for the devices that the operator supports.
     """
 
-    def attend(*given: Any) -> tuple[Tensor, Tensor]:
-        with exactly(given[0].device):
-            return forward(_problem_of(*given), given[SEED])
+    def attend(*args: Any) -> tuple[Tensor, Tensor]:
+        with exactly(args[0].device):
+            return forward(_problem_of(*args), args[SEED])
 
     def attend_backward(
-        out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *given: Any
+        out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *args: Any
     ) -> list[Tensor]:
         with exactly(out.device):
-            grads = backward(_problem_of(*given), out, lse, d_out, d_lse, needs, given[SEED])
+            grads = backward(_problem_of(*args), out, lse, d_out, d_lse, needs, args[SEED])
         return [out.new_empty(0) if grad is None else grad for grad in grads]
 
     def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-        out, lse, q, k, v, sink, offsets, seed, *rest = ctx.saved_tensors
-        masks, biases = rest[: ctx.masks], rest[ctx.masks :]
-        given = (q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers)
-        needs = [True, True, True, sink is not None, any(x.requires_grad for x in biases)]
+        out, lse, q, k, v, sink, offsets, seed, *tensors = ctx.saved_tensors
+        args = (q, k, v, sink, tensors, offsets, seed, *ctx.numbers)
+        needs_bias = [x.requires_grad for x in tensors]  # only the tensor of a bias can require a gradient
+        needs = [True, True, True, sink is not None, any(needs_bias)]
         operator = getattr(torch.ops.manyheads, f"{name}_backward")
         dq, dk, dv, d_sink, d_bias = one_by_one(
-            lambda d_out, d_lse: operator(out, lse, d_out, d_lse, needs, *given), d_out, d_lse
+            lambda d_out, d_lse: operator(out, lse, d_out, d_lse, needs, *args), d_out, d_lse
         )
-        d_biases = [d_bias if needs[4] else None for _ in biases]
+        d_tensors = [d_bias if needed else None for needed in needs_bias]
         nothing = [None] * (2 + len(ctx.numbers))
-        return (dq, dk, dv, None if sink is None else d_sink, [None] * len(masks), d_biases, *nothing)
+        return (dq, dk, dv, None if sink is None else d_sink, d_tensors, *nothing)
 
     _library.define(f"{name}({PROBLEM}) -> (Tensor out, Tensor lse)")
     _library.define(
@@ -85,27 +85,19 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
 
 def arguments(problem: Problem) -> tuple[Any, ...]:
     """Return a problem as the arguments of an operator."""
-    masks, mask = _pack(problem.mask)
-    biases, bias = _pack(problem.bias)
-    text = _write([mask, bias])
-    offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
-    seed = torch.randint(1 << 62, (1,)) if problem.dropout_p else None
-    return (
-        problem.q, problem.k, problem.v, problem.sink, masks, biases, offsets,
-        seed, text, offset, problem.scale, problem.softcap or 0.0, problem.dropout_p,
-    )  # fmt: skip
-
-
-def _pack(value: trees.Value | None) -> tuple[list[Tensor], Any]:
-    """Return the tensors of a mask or bias, and the rest as plain data."""
     tensors: list[Tensor] = []
 
     def add(tensor: Tensor) -> int:
         tensors.append(tensor)
         return len(tensors) - 1
 
-    packed = trees.pack(value, add)
-    return tensors, packed
+    text = _write(trees.pack([problem.mask, problem.bias], add))
+    offset, offsets = (0, problem.offset) if isinstance(problem.offset, Tensor) else (problem.offset, None)
+    seed = torch.randint(1 << 62, (1,)) if problem.dropout_p else None
+    return (
+        problem.q, problem.k, problem.v, problem.sink, tensors, offsets, seed, text,
+        offset, problem.scale, problem.softcap or 0.0, problem.dropout_p,
+    )  # fmt: skip
 
 
 def _write(node: Any) -> str:
@@ -119,17 +111,16 @@ def _write(node: Any) -> str:
 
 @lru_cache(256)
 def _parse(text: str) -> Any:
-    """Return the data of a text, parsed once: a training step reads the same few texts again and again."""
+    """Return the data of a text. It is cached, because training repeats the same few texts."""
     return ast.literal_eval(text)
 
 
 def _problem_of(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, masks: list[Tensor], biases: list[Tensor],
-    offsets: Tensor | None, seed: Tensor | None, text: str, offset: int, scale: float, softcap: float,
-    dropout_p: float,
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, tensors: list[Tensor], offsets: Tensor | None,
+    seed: Tensor | None, text: str, offset: int, scale: float, softcap: float, dropout_p: float,
 ) -> Problem:  # fmt: skip
-    """Return the problem that an operator was given."""
-    mask, bias = map(trees.unpack, _parse(text), (masks, biases))
+    """Return the problem in the arguments of an operator."""
+    mask, bias = trees.unpack(_parse(text), tensors)
     return Problem.of(
         q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap or None, sink=sink, dropout_p=dropout_p,
         offset=offset if offsets is None else offsets,
@@ -137,23 +128,22 @@ def _problem_of(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save what the gradient needs."""
-    q, k, v, sink, masks, biases, offsets, seed, *ctx.numbers = inputs
-    ctx.masks = len(masks)
-    ctx.functions = trees.functions(_parse(ctx.numbers[0]))  # which the text only refers to
-    ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *masks, *biases)
+    """Save the inputs and outputs that the gradient needs."""
+    q, k, v, sink, tensors, offsets, seed, *ctx.numbers = inputs
+    ctx.functions = trees.functions(_parse(ctx.numbers[0]))  # kept because the text only refers to them
+    ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *tensors)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp without their numbers."""
+    """Return an empty output and log-sum-exp, for shapes and dtypes."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
 
 
 def _fake_backward(
-    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *given: Any
+    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *args: Any
 ) -> list[Tensor]:
-    """Return the gradients of q, k, v, sink and the bias's tensor without their numbers."""
-    q, k, v, sink, _, biases = given[:6]
-    like = (q, k, v, sink, biases[0] if biases and needs[4] else None)
-    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
+    """Return empty gradients of q, k, v, sink and the bias's tensor, for shapes and dtypes."""
+    q, k, v, sink, tensors = args[:5]
+    bias = next(x for x in tensors if x.is_floating_point()) if needs[4] else None
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, sink, bias)]

@@ -1,6 +1,6 @@
-"""The formula as textbooks write it: all scores, a softmax, a product. Tests compare the others with it.
+"""The formula of textbooks: all scores, a softmax, a product. Tests compare the other kernels with it.
 
-It builds the `[b, h, t, s]` weights in float32 (float64 for float64), and autograd differentiates it.
+It computes all weights `[b, h, t, s]` in float32 (float64 for float64), and autograd differentiates it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from manyheads.problem import ALL, Problem
 from manyheads.shapes import can_read
 
 NAME = "reference"
-GIVES_LSE = False  # it computes one, but rounds otherwise than the blocks in which a map reads scores
-SHIELDS = True  # what is masked can't leak
+GIVES_LSE = False  # its log-sum-exp is rounded differently from the scores that maps compute in blocks
+SHIELDS = True  # masked NaN and Inf can't leak
 
 
 def refuse(problem: Problem) -> list[str]:
@@ -32,7 +32,7 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def run(problem: Problem) -> tuple[Tensor, None]:
     """Return the output `[b, h, t, w]`; no log-sum-exp."""
-    if problem.mask is not None and not can_read(problem.q):  # NaN and Inf can't be searched for
+    if problem.mask is not None and not can_read(problem.q):  # then NaN and Inf can't be found
         problem = problem.without_masked_keys(problem.keep(problem.mask, ALL, ALL))
     weight, _, keep = _softmax(problem)
     if problem.dropout_p:
@@ -44,7 +44,7 @@ def run(problem: Problem) -> tuple[Tensor, None]:
 
 
 def _softmax(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights `[b, h, t, s]`, the log-sum-exp `[b, h, t]`, and which keys are kept."""
+    """Return weights `[b, h, t, s]`, the log-sum-exp `[b, h, t]`, and which keys are visible."""
     score = scores.tile(problem)  # [b, h, t, s]
     keep = score != -math.inf
     logits = score

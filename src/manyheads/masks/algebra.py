@@ -1,27 +1,26 @@
-"""Masks as values: composed with `&`, `|` and `~`, bounded by intervals, brought to a normal form.
+"""The base class of masks, their composition with `&`, `|` and `~`, and their normal form.
 
 A mask is evaluated at positions, not at row numbers: a query's position is its row plus an offset, a key's
-position is its column. `keep(b, h, i, j)` defines a mask; `span(rows)` bounds it, so that kernels can skip
-empty tiles and leave full ones unmasked; `normal()` is the form in which kernels read it. `bind` sets the
-position of row 0 and the number of keys, for masks given by row (`Keep`, `Drop`, `queries=`) or counted from
-the last key (`Lengths(left=True)`).
+position is its column. `keep(b, h, i, j)` defines a mask. `span(rows)` bounds it, so that kernels skip masked
+tiles and don't mask fully visible ones. `normal()` is the form that kernels read. `bind` sets the position of
+row 0 and the number of keys, for masks that are given by row (`Keep`, `Drop`, `queries=`) or counted from the
+last key (`Lengths(left=True)`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from manyheads.masks import drawing
-from manyheads.shapes import Shape, can_read, kind, whole
+from manyheads.shapes import Shape, can_read, kind, sizes, whole
 from manyheads.trees import Value
 
-FAR = 1 << 60  # "no bound", on the axis of positions
-MAX_SIDE = 32  # queries and keys of a drawing by default, for a mask whose tensors have sizes
-SIDE = 12  # for one without
+FAR = 1 << 60  # beyond all positions: "no bound"
+SIDE = 12  # default number of queries and keys of a drawing
+MAX_SIDE = 32  # the largest default, if the mask's tensors have more
 
 Index = Any  # an int, or an integer tensor that broadcasts against [b, h, t, s]
 Interval = tuple[int, int]  # half-open
@@ -38,11 +37,11 @@ class Span(NamedTuple):
 
 
 class Normal(NamedTuple):
-    """A mask as a conjunction: a band low ≤ j − i ≤ high (None: no bound), segments, lengths, rest."""
+    """A mask as a conjunction: a band low ≤ j − i ≤ high (None: no bound), documents, lengths, the rest."""
 
     band: tuple[int | None, int | None] = (None, None)
-    segments: tuple[Any, ...] = ()  # of Documents
-    lengths: tuple[Any, ...] = ()  # of Lengths
+    segments: tuple[Any, ...] = ()  # each a Documents
+    lengths: tuple[Any, ...] = ()  # each a Lengths
     rest: tuple[Mask, ...] = ()
 
     def merge(self, other: Normal) -> Normal:
@@ -64,17 +63,23 @@ class Mask(Value):
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         """Return True where the query at position i of batch entry b and head h may attend to key j.
 
-        b, h, i, j are ints or integer tensors that broadcast together; returns a bool or a boolean tensor of
-        the broadcast shape, or one that broadcasts to it.
+        Args:
+            b: The batch entries: an int, or an integer tensor that broadcasts with the others.
+            h: The heads.
+            i: The positions of the queries.
+            j: The keys.
+
+        Returns:
+            A bool, or a boolean tensor that broadcasts to the common shape.
         """
         raise NotImplementedError
 
     def span(self, rows: range) -> Span:
-        """Return bounds on the visible keys of rows (positions), over all batch entries and heads."""
+        """Return bounds on the visible keys of a range of positions, over all batch entries and heads."""
         return Span(some=EVERYTHING, all=NOTHING)
 
     def parts(self) -> tuple[Mask, ...]:
-        """Return the masks that this one is made of."""
+        """Return the masks that this mask is composed of."""
         return ()
 
     def check(self, shape: Shape) -> None:
@@ -83,23 +88,29 @@ class Mask(Value):
             part.check(shape)
 
     def bind(self, first: int | Tensor, s: int) -> Mask:
-        """Return the mask for queries whose row 0 is at position `first` (int or `[b]`), and s keys."""
+        """Return the mask for s keys, and queries whose row 0 has the position `first` (an int or `[b]`)."""
         return self
 
     def only(self, batch: Tensor, heads: Tensor) -> Mask:
-        """Return the mask of some batch entries `[b]` and heads `[h]`, renumbered from 0."""
+        """Return the mask of some batch entries `[b]` and heads `[h]`, which are renumbered from 0."""
         return Only(self, batch, heads)
 
     def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask | None:
-        """Return the mask of a range of rows and columns, renumbered from 0; None if that isn't supported.
+        """Return the bound mask of a range of rows and columns, which are renumbered from 0.
 
-        offset: the position of row 0, an int or `[b]`, for a bound mask. In the cut problem row 0 is at
-        position offset + rows.start − cols.start.
+        Args:
+            rows: The rows.
+            cols: The columns.
+            offset: The position of row 0, an int or `[b]`. Row 0 of the result has the position
+                offset + rows.start − cols.start.
+
+        Returns:
+            The mask, or None if that isn't supported.
         """
         return None
 
     def normal(self) -> Normal:
-        """Return the mask as band & segments & lengths & rest."""
+        """Return the mask as the conjunction of a band, documents, lengths and the rest."""
         return Normal(rest=(self,))
 
     def __and__(self, other: Mask) -> Mask:
@@ -118,18 +129,30 @@ class Mask(Value):
         return Not(self)
 
     def __bool__(self) -> bool:
-        raise TypeError(f"a mask has no truth value: compose with &, | and ~, not and, or, not ({self}).")
+        raise TypeError(f"{self} has no truth value: compose masks with &, | and ~, not with and, or, not.")
 
     def extent(self) -> tuple[int, int] | None:
-        """Return the numbers of queries and keys that the mask's own tensors have, if it has any."""
+        """Return the numbers of queries and keys in the mask's tensors, or None if it has no tensors."""
         return next(filter(None, (part.extent() for part in self.parts())), None)
 
     def table(
         self, t: int | None = None, s: int | None = None, offset: int | None = None, b: int = 0, h: int = 0
     ) -> Tensor:
-        """Return the mask of batch entry b and head h as a boolean `[t, s]`; offset is s − t by default.
+        """Return the mask as a boolean tensor.
 
-        Raises TypeError or ValueError for sizes and an offset that aren't whole numbers.
+        Args:
+            t: The number of queries, by default that of the mask's tensors, at most 32; 12 without tensors.
+            s: The number of keys, with the same default.
+            offset: The position of row 0, s − t by default.
+            b: The batch entry.
+            h: The head.
+
+        Returns:
+            The mask `[t, s]`, True where the query may attend to the key.
+
+        Raises:
+            TypeError: If a size or the offset isn't an integer.
+            ValueError: If a size is negative.
         """
         rows, columns = self.extent() or (SIDE, SIDE)
         if offset is None and t is None and s is None:
@@ -143,11 +166,25 @@ class Mask(Value):
         return torch.as_tensor(bound.keep(b, h, i, j)).expand(t, s)
 
     def draw(self, t: int | None = None, s: int | None = None, offset: int | None = None) -> str:
-        """Return a picture for a terminal: a line per query, a column per key, ■ where it may attend.
+        """Return a drawing for a terminal: a line per query, a column per key, ■ where it may attend.
 
-        Arguments as `table`, TypeError or ValueError too.
+        Args:
+            t: The number of queries, as for `table`.
+            s: The number of keys.
+            offset: The position of row 0.
+
+        Returns:
+            The lines of the drawing.
+
+        Raises:
+            TypeError: If a size or the offset isn't an integer.
+            ValueError: If a size is negative.
         """
         return drawing.text(self.table(t, s, offset))
+
+    def __str__(self) -> str:
+        fields = (getattr(self, name) for name in self.names if name not in self.unbound)
+        return f"{type(self).__name__}({', '.join(map(summarize, fields))})"
 
     def __repr__(self) -> str:
         return f"{self}\n{self.draw()}"
@@ -159,12 +196,12 @@ class Mask(Value):
 def _mask(value: object) -> Mask:
     if isinstance(value, Mask):
         return value
-    hint = ": wrap it in Keep(...) (True = may attend) or Drop(...)" if isinstance(value, Tensor) else ""
-    raise TypeError(f"Expected a mask to compose with, got {kind(value)}{hint}.")
+    hint = " Wrap it as Keep(t) (True = may attend) or Drop(t)." if isinstance(value, Tensor) else ""
+    raise TypeError(f"Expected a mask to compose with, got {kind(value)}.{hint}")
 
 
 class Pair(Mask):
-    """Two masks: the base of And and Or."""
+    """Two masks: the base class of And and Or."""
 
     left: Mask
     right: Mask
@@ -179,19 +216,15 @@ class Pair(Mask):
         return self.but(left=self.left.bind(first, s), right=self.right.bind(first, s))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class And(Pair):
-    """True where both masks are."""
-
-    left: Mask
-    right: Mask
+    """A mask that is True where both masks are."""
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return self.left.keep(b, h, i, j) & self.right.keep(b, h, i, j)
 
     def span(self, rows: range) -> Span:
-        x, y = self.left.span(rows), self.right.span(rows)
-        return Span(intersect(x.some, y.some), intersect(x.all, y.all))
+        left, right = self.left.span(rows), self.right.span(rows)
+        return Span(intersect(left.some, right.some), intersect(left.all, right.all))
 
     def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask | None:
         left, right = (part.cut(rows, cols, offset) for part in self.parts())
@@ -204,27 +237,22 @@ class And(Pair):
         return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in self.parts())
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Or(Pair):
-    """True where either mask is."""
-
-    left: Mask
-    right: Mask
+    """A mask that is True where either mask is."""
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return self.left.keep(b, h, i, j) | self.right.keep(b, h, i, j)
 
     def span(self, rows: range) -> Span:
-        x, y = self.left.span(rows), self.right.span(rows)
-        return Span(_hull(x.some, y.some), _union(x.all, y.all))
+        left, right = self.left.span(rows), self.right.span(rows)
+        return Span(_hull(left.some, right.some), _union(left.all, right.all))
 
     def __str__(self) -> str:
         return " | ".join(str(part) for part in self.parts())
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Not(Mask):
-    """True where the mask isn't."""
+    """A mask that is True where another mask is False."""
 
     mask: Mask
 
@@ -232,10 +260,11 @@ class Not(Mask):
         return self.mask.keep(b, h, i, j) ^ True
 
     def span(self, rows: range) -> Span:
-        inner = self.mask.span(rows)
-        # Some rows see what not all rows saw: a complement that is no interval widens to everything.
-        # All rows see what no row saw: there it shrinks to one of its two sides.
-        outside_all, outside_some = _complement(inner.all), _complement(inner.some)
+        span = self.mask.span(rows)
+        # Keys outside of `all` may be visible to some rows, and keys outside of `some` are visible to all. A
+        # complement of two intervals widens to everything in the first case, and shrinks to the second
+        # interval in the other.
+        outside_all, outside_some = _complement(span.all), _complement(span.some)
         return Span(
             some=outside_all[0] if len(outside_all) == 1 else EVERYTHING if outside_all else NOTHING,
             all=outside_some[-1] if outside_some else NOTHING,
@@ -254,9 +283,8 @@ class Not(Mask):
         return f"~({self.mask})" if isinstance(self.mask, And | Or) else f"~{self.mask}"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Only(Mask):
-    """A bound mask of some batch entries `[b]` and heads `[h]`, renumbered from 0."""
+    """A bound mask of some batch entries `[b]` and heads `[h]`, which are renumbered from 0."""
 
     mask: Mask
     batch: Tensor
@@ -282,42 +310,44 @@ class Only(Mask):
 
 
 def picked(batch: Tensor, heads: Tensor, shape: Shape) -> None:
-    """Check that these are indices of batch entries `[b]` and heads `[h]`."""
+    """Raise ValueError unless these are indices of batch entries `[b]` and heads `[h]`."""
     for index, size, letter in ((batch, shape.b, "b"), (heads, shape.h, "h")):
         if not isinstance(index, Tensor) or not is_integer(index) or tuple(index.shape) != (size,):
             raise ValueError(f"Expected integers [{letter}] = [{size}] for Only, got {kind(index)}.")
 
 
 def spread(first: int | Tensor, batch: Tensor) -> int | Tensor:
-    """Return positions `[b]` of picked batch entries at the places that these had before."""
+    """Return positions of selected batch entries `[b]` by the indices that these had before."""
     if isinstance(first, int) or not batch.numel():
         return first
     return first.new_zeros(int(batch.max()) + 1).index_copy_(0, batch, first)
 
 
-def intersect(x: Interval, y: Interval) -> Interval:
+def intersect(left: Interval, right: Interval) -> Interval:
     """Return the keys that are in both intervals."""
-    low, high = max(x[0], y[0]), min(x[1], y[1])
-    return (low, high) if low < high else NOTHING
+    start, stop = max(left[0], right[0]), min(left[1], right[1])
+    return (start, stop) if start < stop else NOTHING
 
 
-def _hull(x: Interval, y: Interval) -> Interval:
-    if x[0] >= x[1] or y[0] >= y[1]:
-        return y if x[0] >= x[1] else x
-    return min(x[0], y[0]), max(x[1], y[1])
+def _hull(left: Interval, right: Interval) -> Interval:
+    """Return the smallest interval that contains both intervals."""
+    nonempty = [interval for interval in (left, right) if interval[0] < interval[1]] or [NOTHING]
+    return min(start for start, _ in nonempty), max(stop for _, stop in nonempty)
 
 
-def _union(x: Interval, y: Interval) -> Interval:
-    """Return the union if it is an interval, else the longer of the two: never more than the union."""
-    if max(x[0], y[0]) <= min(x[1], y[1]):
-        return _hull(x, y)
-    return max(x, y, key=lambda interval: interval[1] - interval[0])
+def _union(left: Interval, right: Interval) -> Interval:
+    """Return the union if it is an interval, else the longer of the two."""
+    if max(left[0], right[0]) <= min(left[1], right[1]):
+        return _hull(left, right)
+    return max(left, right, key=lambda interval: interval[1] - interval[0])
 
 
-def _complement(x: Interval) -> list[Interval]:
-    if x[0] >= x[1]:
+def _complement(interval: Interval) -> list[Interval]:
+    """Return the intervals outside of an interval."""
+    start, stop = interval
+    if start >= stop:
         return [EVERYTHING]
-    return [side for side in ((0, x[0]), (x[1], FAR)) if side[0] < side[1]]
+    return [side for side in ((0, start), (stop, FAR)) if side[0] < side[1]]
 
 
 def opaque(tensor: Tensor) -> bool:
@@ -325,13 +355,20 @@ def opaque(tensor: Tensor) -> bool:
     return not can_read(tensor) or tensor.device.type != "cpu"
 
 
+def summarize(value: object) -> str:
+    """Return a field as text: the entries of a small tensor, the size of a large one."""
+    if not isinstance(value, Tensor):
+        return str(value)
+    return str(value.tolist()) if value.numel() <= 8 and not opaque(value) else sizes(value)
+
+
 def is_integer(tensor: Tensor) -> bool:
-    """Return True for a tensor of integers; booleans aren't."""
+    """Return True for a tensor of integers, which booleans aren't."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def extremes(n: int | Tensor) -> tuple[int, int]:
-    """Return the least and the greatest of one number, or of one per sequence."""
+    """Return the smallest and the largest of the numbers: an int, or a tensor `[b]` (0 if it is empty)."""
     if isinstance(n, int):
         return n, n
     return (int(n.min()), int(n.max())) if n.numel() else (0, 0)

@@ -1,4 +1,4 @@
-"""Masks as pictures, for a terminal and for a notebook."""
+"""Drawings of masks, for a terminal and for a notebook."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from inspect import signature
 from typing import Any
 
@@ -14,6 +14,7 @@ from manyheads.masks.algebra import (
     EVERYTHING,
     FAR,
     NOTHING,
+    SIDE,
     Index,
     Mask,
     Normal,
@@ -22,6 +23,7 @@ from manyheads.masks.algebra import (
     intersect,
     is_integer,
     opaque,
+    summarize,
 )
 from manyheads.shapes import Shape, kind, sizes, whole
 from manyheads.trees import bound, number
@@ -29,35 +31,21 @@ from manyheads.trees import bound, number
 # -- positions -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Full(Mask):
-    """Every key is visible, as in the encoder of Vaswani et al. 2017 (arXiv:1706.03762)."""
-
-    def only(self, batch: Tensor, heads: Tensor) -> Mask:
-        return self
-
-    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
-        return (i == i) & (j == j)
-
-    def span(self, rows: range) -> Span:
-        return Span(EVERYTHING, EVERYTHING)
-
-    def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask:
-        return self
-
-    def normal(self) -> Normal:
-        return Normal()
-
-    def __str__(self) -> str:
-        return "Full()"
-
-
 class Band(Mask):
-    """A mask with bounds low ≤ j − i ≤ high: the base class of Causal, Window and Diagonal."""
+    """A mask with bounds low ≤ j − i ≤ high: the base class of Full, Causal, Window and Diagonal."""
 
     def band(self) -> tuple[int, int]:
         """Return low and high, ±FAR where there is no bound."""
         raise NotImplementedError
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        low, high = self.band()
+        kept = (i == i) & (j == j)
+        if low > -FAR:  # smaller numbers would overflow int64
+            kept = kept & (j >= i + low)
+        if high < FAR:
+            kept = kept & (j <= i + high)
+        return kept
 
     def only(self, batch: Tensor, heads: Tensor) -> Mask:
         return self
@@ -80,7 +68,13 @@ class Band(Mask):
         )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+class Full(Band):
+    """Every key is visible, as in the encoder of Vaswani et al. 2017 (arXiv:1706.03762)."""
+
+    def band(self) -> tuple[int, int]:
+        return -FAR, FAR
+
+
 class Causal(Band):
     """A query attends to its own key and earlier ones: j ≤ i (Vaswani et al. 2017, section 3.2.3)."""
 
@@ -90,17 +84,20 @@ class Causal(Band):
     def band(self) -> tuple[int, int]:
         return -FAR, 0
 
-    def __str__(self) -> str:
-        return "Causal()"
 
-
-@dataclass(frozen=True, eq=False, repr=False)
 class Window(Band):
     """A query attends to its own key, `left` keys before it and `right` keys after it.
 
-    An omitted side is unbounded: `Window(left=255, right=0)` is a causal window of 256 keys. This is local
-    attention (Child et al. 2019, arXiv:1904.10509; Beltagy et al. 2020, arXiv:2004.05150). Raises TypeError
-    or ValueError if a side isn't an integer of at least 0.
+    `Window(left=255, right=0)` is a causal window of 256 keys. This is local attention (Child et al. 2019,
+    arXiv:1904.10509; Beltagy et al. 2020, arXiv:2004.05150).
+
+    Attributes:
+        left: The number of keys before the query's own, None for all.
+        right: The number of keys after it, None for all.
+
+    Raises:
+        TypeError: If a side isn't an integer.
+        ValueError: If a side is negative.
     """
 
     left: int | None = None
@@ -111,14 +108,6 @@ class Window(Band):
             if side is not None:
                 whole(side, f"Window's {name}, which counts keys beside the query's own,")
 
-    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
-        kept = (i == i) & (j == j)
-        if self.left is not None:
-            kept = kept & (j >= i - min(self.left, FAR))  # larger numbers would overflow int64
-        if self.right is not None:
-            kept = kept & (j <= i + min(self.right, FAR))
-        return kept
-
     def band(self) -> tuple[int, int]:
         return -FAR if self.left is None else -self.left, FAR if self.right is None else self.right
 
@@ -126,11 +115,17 @@ class Window(Band):
         return f"Window(left={self.left}, right={self.right})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Diagonal(Band):
-    """A query attends to one key, k positions after its own: j = i + k. Raises TypeError if k isn't an int.
+    """A query attends to one key, k positions after its own: j = i + k.
 
     `Diagonal(-1)` is the mask of previous-token heads, found by Clark et al. 2019 (arXiv:1906.04341).
+
+    Attributes:
+        k: The position of the key relative to that of the query.
+
+    Raises:
+        TypeError: If k isn't an integer.
+        ValueError: If k is below −2^60.
     """
 
     k: int = 0
@@ -144,22 +139,24 @@ class Diagonal(Band):
     def band(self) -> tuple[int, int]:
         return self.k, self.k
 
-    def __str__(self) -> str:
-        return f"Diagonal({self.k})"
 
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Prefix(Mask):
-    """The first n keys are visible: j < n.
-
-    `Causal() | Prefix(n)` is the mask of a prefix language model (Raffel et al. 2020, arXiv:1910.10683). n is
-    an int or an integer tensor `[b]`. Raises TypeError or ValueError if n isn't one or is negative.
-    """
+class Counted(Mask):
+    """A mask of the first n keys, j < n: the base class of Prefix and Lengths."""
 
     n: int | Tensor
 
     def __post_init__(self) -> None:
-        _check_count(self.n, "Prefix")
+        name = type(self).__name__
+        if not isinstance(self.n, Tensor):
+            whole(self.n, f"the number of keys in {name}")
+        elif self.n.dim() != 1 or not is_integer(self.n):
+            raise TypeError(
+                f"Expected an int or an integer tensor [b] for {name}, got {kind(self.n)} {sizes(self.n)}."
+            )
+        elif not opaque(self.n) and bool((self.n < 0).any()):
+            raise ValueError(
+                f"Expected the numbers of keys in {name} to be at least 0, got {self.n.tolist()}."
+            )
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         return j < _per_batch(self.n, b)
@@ -169,44 +166,63 @@ class Prefix(Mask):
         return Span((0, most), (0, least))
 
     def check(self, shape: Shape) -> None:
-        _check_batch(self.n, shape, "Prefix")
+        if isinstance(self.n, Tensor) and self.n.shape[0] not in (1, shape.b):
+            raise ValueError(
+                f"Expected one number for each of b = {shape.b} sequences in {type(self).__name__}, got "
+                f"{self.n.shape[0]}."
+            )
 
-    def __str__(self) -> str:
-        return f"Prefix({_short(self.n)})"
 
+class Prefix(Counted):
+    """The first n keys are visible: j < n.
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Lengths(Mask):
-    """Padding: only the first n keys are visible, j < n; with `left=True` the last n, j ≥ s − n.
+    `Causal() | Prefix(n)` is the mask of a prefix language model (Raffel et al. 2020, arXiv:1910.10683).
 
-    n is an int or an integer tensor `[b]`. Only keys are masked, as with the key_padding_mask of
-    `torch.nn.MultiheadAttention`: padded queries still attend. Raises TypeError or ValueError if n isn't such
-    a number or is negative.
+    Attributes:
+        n: The number of keys, an int or an integer tensor `[b]`.
+
+    Raises:
+        TypeError: If n isn't an int or an integer tensor `[b]`.
+        ValueError: If n is negative.
     """
 
-    n: int | Tensor
+
+class Lengths(Counted):
+    """Padding: only the first n keys are visible, j < n; with `left=True` the last n, j ≥ s − n.
+
+    Only keys are masked, as with the key_padding_mask of `torch.nn.MultiheadAttention`: padded queries still
+    attend.
+
+    Attributes:
+        n: The number of keys that aren't padding, an int or an integer tensor `[b]`.
+        left: Whether the padding is on the left.
+        s: The number of keys, padding included, which the library sets.
+
+    Raises:
+        TypeError: If n isn't an int or an integer tensor `[b]`, or left isn't a bool.
+        ValueError: If n is negative.
+    """
+
     left: bool = False
-    s: int | None = bound(None)  # the number of keys
+    s: int | None = bound(default=None)
 
     def __post_init__(self) -> None:
-        _check_count(self.n, "Lengths")
+        super().__post_init__()
         if not isinstance(self.left, bool):
             raise TypeError(f"Expected left in Lengths to be True or False, got {self.left!r}.")
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
-        n = _per_batch(self.n, b)
+        if not self.left:
+            return super().keep(b, h, i, j)
         # Not j ≥ s − n: n may be int8, in which s − n overflows.
-        return j + n >= self._columns() if self.left else j < n
+        return j + _per_batch(self.n, b) >= self._columns()
 
     def span(self, rows: range) -> Span:
-        least, most = extremes(self.n)
         if not self.left:
-            return Span((0, most), (0, least))
+            return super().span(rows)
+        least, most = extremes(self.n)
         s = self._columns()
         return Span((max(s - most, 0), FAR), (max(s - least, 0), FAR))
-
-    def check(self, shape: Shape) -> None:
-        _check_batch(self.n, shape, "Lengths")
 
     def bind(self, first: int | Tensor, s: int) -> Mask:
         return self.but(s=s)
@@ -229,15 +245,21 @@ class Lengths(Mask):
         return self.s
 
     def __str__(self) -> str:
-        return f"Lengths({_short(self.n)}{', left=True' if self.left else ''})"
+        return f"Lengths({summarize(self.n)}{', left=True' if self.left else ''})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Keys(Mask):
     """Only these keys are visible, given as a list or a tensor `[n]`: `Keys([0, 5])`.
 
     `mask | Keys(…)` makes them global tokens, which every query may attend to (Beltagy et al. 2020,
-    arXiv:2004.05150). Raises TypeError or ValueError if a key isn't an integer of at least 0.
+    arXiv:2004.05150).
+
+    Args:
+        keys: The keys.
+
+    Raises:
+        TypeError: If keys isn't a list of integers or a tensor.
+        ValueError: If a key is negative.
     """
 
     keys: tuple[int, ...]
@@ -256,93 +278,73 @@ class Keys(Mask):
     def span(self, rows: range) -> Span:
         if not self.keys:
             return Span(NOTHING, NOTHING)
-        run = (self.keys[0], self.keys[-1] + 1)
-        return Span(run, run if run[1] - run[0] == len(self.keys) else NOTHING)
+        some = (self.keys[0], self.keys[-1] + 1)
+        return Span(some, some if some[1] - some[0] == len(self.keys) else NOTHING)
 
     def extent(self) -> tuple[int, int] | None:
-        size = max(12, self.keys[-1] + 1) if self.keys else 12
+        size = max([SIDE, *(key + 1 for key in self.keys)])
         return size, size
 
     def __str__(self) -> str:
         return f"Keys({list(self.keys)})"
 
 
-def _check_count(n: object, name: str) -> None:
-    """Check that n is a number of keys: an int ≥ 0, or an integer tensor [b] of them."""
-    if not isinstance(n, Tensor):
-        whole(n, f"the number of keys in {name}")
-        return
-    if n.dim() != 1 or not is_integer(n):
-        raise TypeError(f"Expected an int or an integer tensor [b] for {name}, got {kind(n)} {sizes(n)}.")
-    if not opaque(n) and bool((n < 0).any()):
-        raise ValueError(f"Expected the numbers of keys in {name} to be at least 0, got {n.tolist()}.")
-
-
-def _check_batch(n: int | Tensor, shape: Shape, name: str) -> None:
-    if isinstance(n, Tensor) and n.shape[0] not in (1, shape.b):
-        raise ValueError(
-            f"Expected one number for each of b = {shape.b} sequences in {name}, got {n.shape[0]}."
-        )
-
-
 def _per_batch(n: int | Tensor, b: Index) -> Any:
-    """Return the number for batch entry b: n itself if it is an int, else its entry."""
+    """Return n if it is an int, else its entry for batch entry b."""
     if isinstance(n, int):
         return n
-    if n.shape[0] == 0 and not isinstance(b, Tensor):  # a mask of an empty batch is drawn
+    if n.shape[0] == 0 and not isinstance(b, Tensor):  # a drawing of a mask for an empty batch
         return 0
     return n[0] if n.shape[0] == 1 else n[b]
-
-
-def _short(value: object) -> str:
-    """Return a field as text for `str`: the entries of small tensors, the size of large ones."""
-    if not isinstance(value, Tensor):
-        return str(value)
-    return str(value.tolist()) if value.numel() <= 8 and not opaque(value) else sizes(value)
 
 
 # -- ids -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Ids(Mask):
-    """A mask that compares ids: the base class of Documents, SameToken and AfterSameToken.
+    """A query attends to the keys with its own id: the base class of Documents, SameToken, AfterSameToken.
 
     Key j has the id ids[j]. Without `queries`, the query at position i has the id ids[i]; with it, the query
-    in row r has the id queries[r]. A position outside the ids matches nothing.
+    in row r has the id queries[r]. A position outside of the ids matches nothing.
     """
 
     ids: Tensor
     queries: Tensor | None = None
-    first: int | Tensor = bound(0)  # the position of row 0; used only if queries are given
+    first: int | Tensor = bound(default=0)  # the position of row 0; used only if queries are given
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        for what, ids in (("ids", self.ids), ("queries", self.queries)):
-            if ids is None and what == "queries":
+        for name, ids, letters in (("ids", self.ids, "s"), ("queries", self.queries, "t")):
+            if ids is None and name == "queries":
                 continue
             if not isinstance(ids, Tensor) or not is_integer(ids) or ids.dim() not in (1, 2):
                 got = f"{kind(ids)} {sizes(ids)}" if isinstance(ids, Tensor) else kind(ids)
-                letters = "[s] or [b, s]" if what == "ids" else "[t] or [b, t]"
-                raise TypeError(f"Expected {what} as an integer tensor {letters} for {name}, got {got}.")
+                raise TypeError(
+                    f"Expected {name} as an integer tensor [{letters}] or [b, {letters}] for "
+                    f"{type(self).__name__}, got {got}."
+                )
 
     def key(self, b: Index, j: Index) -> tuple[Any, Any]:
-        """Return the id of key j of batch entry b, and True if it has one."""
+        """Return the id of key j of batch entry b, and whether it has an id."""
         return _look_up(self.ids, b, j)
 
     def query(self, b: Index, i: Index) -> tuple[Any, Any]:
-        """Return the id of the query at position i of batch entry b, and True if it has one."""
+        """Return the id of the query at position i of batch entry b, and whether it has an id."""
         if self.queries is None:
             return _look_up(self.ids, b, i)
         return _look_up(self.queries, b, i - _per_batch(self.first, b))
 
     def at(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids of queries at positions i `[b or 1, t]` and keys j `[1, s]`: int64 `[b or 1, …]`.
+        """Return the ids of queries and keys; a position without an id gets a number that matches nothing.
 
-        A position without an id gets a number that matches nothing.
+        Args:
+            i: The positions of the queries, `[b or 1, t]`.
+            j: The keys, `[1, s]`.
+
+        Returns:
+            The ids of the queries `[b or 1, t]` and of the keys `[b or 1, s]`, int64.
         """
-        sizes = [x.shape[0] for x in (self.ids, self.queries, i) if x is not None and x.dim() == 2]
-        b = torch.arange(max([1, *sizes]))[:, None]
+        batches = [x.shape[0] for x in (self.ids, self.queries, i) if x is not None and x.dim() == 2]
+        b = torch.arange(max([1, *batches]))[:, None]
         (queries, has_query), (keys, has_key) = self.query(b, i), self.key(b, j)
         least = torch.iinfo(torch.int64).min
         return (
@@ -350,36 +352,37 @@ class Ids(Mask):
             torch.where(has_key, keys.to(torch.int64), least + 1),
         )
 
-    def match(self, b: Index, i: Index, j: Index) -> Any:
-        """Return True where query i and key j of batch entry b have the same id."""
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         (query, has_query), (key, has_key) = self.query(b, i), self.key(b, j)
         return (query == key) & has_query & has_key
 
     def span(self, rows: range) -> Span:
-        """Return bounds on the visible keys of rows.
+        """Return bounds on the visible keys of a range of positions.
 
         `some` is the interval from the first to the last key whose id occurs in the rows. `all` is the same
-        interval if the rows have a single id and so have all keys in the interval, else empty.
+        interval if the rows and all keys in the interval have one id, else empty.
         """
         n = self.ids.shape[-1]
         low, high = extremes(self.first) if self.queries is not None else (0, 0)
-        source = self.ids if self.queries is None else self.queries
+        of_queries = self.ids if self.queries is None else self.queries
         start, stop = rows.start - high, rows.stop - low
-        ids = source[..., max(start, 0) : max(stop, 0)].unique()
+        ids = of_queries[..., max(start, 0) : max(stop, 0)].unique()
         matches = torch.isin(self.ids, ids).reshape(-1, max(n, 1)).any(0).nonzero()
         if not len(matches):
             return Span(NOTHING, NOTHING)
         some = (int(matches[0]), int(matches[-1]) + 1)
-        inside = start >= 0 and stop <= source.shape[-1]
+        inside = start >= 0 and stop <= of_queries.shape[-1]
         if not inside or len(ids) > 1 or not bool((self.ids[..., some[0] : some[1]] == ids).all()):
             return Span(some, NOTHING)
         return Span(some, some)
 
     def check(self, shape: Shape) -> None:
         name = type(self).__name__
-        for what, ids in (("ids", self.ids), ("queries", self.queries)):
+        for field_name, ids in (("ids", self.ids), ("queries", self.queries)):
             if ids is not None and ids.dim() == 2 and ids.shape[0] not in (1, shape.b):
-                raise ValueError(f"Expected {what} of {name} for b = {shape.b} sequences, got {sizes(ids)}.")
+                raise ValueError(
+                    f"Expected {field_name} of {name} for b = {shape.b} sequences, got {sizes(ids)}."
+                )
         if self.queries is not None and self.queries.shape[-1] != shape.t:
             raise ValueError(
                 f"Expected an id in {name}'s queries for each of t = {shape.t} queries, got "
@@ -394,12 +397,12 @@ class Ids(Mask):
         return (s if self.queries is None else self.queries.shape[-1]), s
 
     def __str__(self) -> str:
-        queries = "" if self.queries is None else f", queries={_short(self.queries)}"
-        return f"{type(self).__name__}({_short(self.ids)}{queries})"
+        queries = "" if self.queries is None else f", queries={summarize(self.queries)}"
+        return f"{type(self).__name__}({summarize(self.ids)}{queries})"
 
 
 def _look_up(ids: Tensor, b: Index, position: Index) -> tuple[Any, Any]:
-    """Return the id at a position of batch entry b, and True if the position is inside of the ids."""
+    """Return the id at a position of batch entry b, and whether the position is inside of the ids."""
     n = ids.shape[-1]
     position = torch.as_tensor(position, device=ids.device)
     if n == 0 or (ids.dim() == 2 and ids.shape[0] == 0 and not isinstance(b, Tensor)):
@@ -411,17 +414,19 @@ def _look_up(ids: Tensor, b: Index, position: Index) -> tuple[Any, Any]:
     return ids[0 if ids.shape[0] == 1 else b, position], inside
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Documents(Ids):
     """Packed sequences: a query attends to the keys of its own document, those with the same id.
 
-    ids are integers `[s]` or `[b, s]`. In cross-attention, queries are the ids of the queries, `[t]` or
-    `[b, t]`. The library sets first, the position of row 0, an int or `[b]`. Raises TypeError for other ids.
-    Packing: Krell et al. 2021 (arXiv:2107.02027).
-    """
+    Packing is described in Krell et al. 2021 (arXiv:2107.02027).
 
-    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
-        return self.match(b, i, j)
+    Attributes:
+        ids: The ids of the keys, integers `[s]` or `[b, s]`.
+        queries: The ids of the queries in cross-attention, `[t]` or `[b, t]`.
+        first: The position of row 0, an int or `[b]`, which the library sets.
+
+    Raises:
+        TypeError: If the ids aren't such tensors.
+    """
 
     def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask:
         queries, keys = self.at(
@@ -434,28 +439,37 @@ class Documents(Ids):
         return Normal(segments=(self,))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class SameToken(Ids):
     """A query attends to the keys with the same token id: ids[j] = ids[i].
 
-    The mask of duplicate-token heads (Wang et al. 2023, arXiv:2211.00593). As in Documents, ids are `[s]` or
-    `[b, s]`, queries `[t]` or `[b, t]`, and first is an int or `[b]`; raises TypeError for other ids.
+    This is the mask of duplicate-token heads (Wang et al. 2023, arXiv:2211.00593).
+
+    Attributes:
+        ids: The token ids of the keys, integers `[s]` or `[b, s]`.
+        queries: The token ids of the queries in cross-attention, `[t]` or `[b, t]`.
+        first: The position of row 0, an int or `[b]`, which the library sets.
+
+    Raises:
+        TypeError: If the ids aren't such tensors.
     """
 
-    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
-        return self.match(b, i, j)
 
-
-@dataclass(frozen=True, eq=False, repr=False)
 class AfterSameToken(Ids):
     """A query attends to the keys after earlier occurrences of its token: ids[j − 1] = ids[i], 1 ≤ j ≤ i.
 
-    The mask of induction heads (Olsson et al. 2022, arXiv:2209.11895). As in Documents, ids are `[s]` or
-    `[b, s]`, queries `[t]` or `[b, t]`, and first is an int or `[b]`; raises TypeError for other ids.
+    This is the mask of induction heads (Olsson et al. 2022, arXiv:2209.11895).
+
+    Attributes:
+        ids: The token ids of the keys, integers `[s]` or `[b, s]`.
+        queries: The token ids of the queries in cross-attention, `[t]` or `[b, t]`.
+        first: The position of row 0, an int or `[b]`, which the library sets.
+
+    Raises:
+        TypeError: If the ids aren't such tensors.
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
-        return self.match(b, i, j - 1) & (j >= 1) & (j <= i)
+        return super().keep(b, h, i, j - 1) & (j >= 1) & (j <= i)
 
     def span(self, rows: range) -> Span:
         low, high = super().span(rows).some
@@ -465,17 +479,22 @@ class AfterSameToken(Ids):
 # -- tensors and functions -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Keep(Mask):
     """A boolean tensor, True = may attend: `[t, s]`, or four dimensions that broadcast to `[b, h, t, s]`.
 
-    The polarity is that of `torch.nn.functional.scaled_dot_product_attention`. The library sets first, the
-    position of row 0, an int or `[b]`. Raises TypeError for another dtype, ValueError for another number of
-    dimensions.
+    The polarity is that of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Attributes:
+        tensor: The mask.
+        first: The position of row 0, an int or `[b]`, which the library sets.
+
+    Raises:
+        TypeError: If it isn't a boolean tensor.
+        ValueError: If it has another number of dimensions.
     """
 
     tensor: Tensor
-    first: int | Tensor = bound(0)  # the position of row 0
+    first: int | Tensor = bound(default=0)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -483,8 +502,8 @@ class Keep(Mask):
             raise TypeError(f"Expected a boolean tensor [t, s] for {name}, got {kind(self.tensor)}.")
         if self.tensor.dtype != torch.bool:
             raise TypeError(
-                f"Expected a boolean tensor for {name}, got {self.tensor.dtype}: compare it first, e.g. "
-                f"{name}(tensor != 0), so that the meaning of a number is clear."
+                f"Expected a boolean tensor for {name}, got {self.tensor.dtype}. Compare it first, e.g. "
+                f"{name}(tensor != 0)."
             )
         if self.tensor.dim() not in (2, 4):
             raise ValueError(
@@ -493,37 +512,37 @@ class Keep(Mask):
             )
 
     def _entry(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, Any]:
-        """Return the tensor's entry, and True if the index is inside of it. Nothing outside is visible."""
+        """Return the tensor's entry, and whether the index is inside of the tensor."""
         row = i - _per_batch(self.first, b)
         inside: Any = True
-        places = []
-        for place, size in zip((b, h, row, j)[-self.tensor.dim() :], self.tensor.shape, strict=True):
-            place = torch.as_tensor(place, device=self.tensor.device)
+        indices = []
+        for index, size in zip((b, h, row, j)[-self.tensor.dim() :], self.tensor.shape, strict=True):
+            index = torch.as_tensor(index, device=self.tensor.device)
             if size == 1 and self.tensor.dim() == 4:
-                places.append(torch.zeros_like(place))
+                indices.append(torch.zeros_like(index))
             else:
-                inside = (place >= 0) & (place < size) & inside
-                places.append(place.clamp(0, max(size - 1, 0)))
+                inside = (index >= 0) & (index < size) & inside
+                indices.append(index.clamp(0, max(size - 1, 0)))
         if self.tensor.numel() == 0:
             return torch.zeros_like(inside), inside & False
-        return self.tensor[tuple(places)], inside
+        return self.tensor[tuple(indices)], inside
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         entry, inside = self._entry(b, h, i, j)
         return entry & inside
 
     def check(self, shape: Shape) -> None:
-        name, want = type(self).__name__, (shape.b, shape.h, shape.t, shape.s)
+        name, wanted = type(self).__name__, (shape.b, shape.h, shape.t, shape.s)
         got = tuple(self.tensor.shape)
-        if len(got) == 2 and got != want[2:]:
+        if len(got) == 2 and got != wanted[2:]:
             raise ValueError(
                 f"Expected the tensor of {name} to be [t, s] = [{shape.t}, {shape.s}], got "
                 f"{sizes(self.tensor)}. For a mask of padding [b, s] use Lengths(n), or four dimensions "
                 "[b, 1, 1, s]."
             )
-        if len(got) == 4 and any(n not in (1, m) for n, m in zip(got, want, strict=True)):
+        if len(got) == 4 and any(n not in (1, size) for n, size in zip(got, wanted, strict=True)):
             raise ValueError(
-                f"Expected the tensor of {name} to broadcast to [b, h, t, s] = {list(want)}, got "
+                f"Expected the tensor of {name} to broadcast to [b, h, t, s] = {list(wanted)}, got "
                 f"{sizes(self.tensor)}."
             )
 
@@ -537,12 +556,18 @@ class Keep(Mask):
         return f"{type(self).__name__}({sizes(self.tensor)})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Drop(Keep):
-    """A boolean tensor `[t, s]` with the other polarity: True = may NOT attend.
+    """A boolean tensor with the other polarity, True = may NOT attend.
 
-    The polarity is that of `torch.nn.MultiheadAttention`. In other respects it is like Keep: four dimensions
-    are possible, the library sets first (an int or `[b]`), and the same TypeError and ValueError are raised.
+    The polarity is that of `torch.nn.MultiheadAttention`.
+
+    Attributes:
+        tensor: The mask `[t, s]`, or four dimensions that broadcast to `[b, h, t, s]`.
+        first: The position of row 0, an int or `[b]`, which the library sets.
+
+    Raises:
+        TypeError: If it isn't a boolean tensor.
+        ValueError: If it has another number of dimensions.
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -550,19 +575,24 @@ class Drop(Keep):
         return (entry ^ True) & inside
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Rule(Mask):
     """A mask that a function computes: `Rule(lambda b, h, i, j: (i - j) % 2 == 0)`.
 
-    The function, fn, gets integer tensors that broadcast to `[b, h, t, s]` (i and j are positions) and
-    returns a boolean tensor, as a mask_mod of PyTorch's FlexAttention does (Dong et al. 2024,
-    arXiv:2412.05496). No tile is skipped, because the visible keys of a row are unknown. With
-    `torch.compile`, create the rule outside of the compiled function. Raises TypeError if fn takes other
-    arguments.
+    No tile is skipped, because the visible keys of a row are unknown. With `torch.compile`, create the rule
+    outside of the compiled function.
+
+    Attributes:
+        fn: A function of integer tensors b, h, i, j (i and j are positions) that broadcast to `[b, h, t, s]`.
+            It returns a boolean tensor, as a mask_mod of PyTorch's FlexAttention does (Dong et al. 2024,
+            arXiv:2412.05496).
+        number: The number of the function in packed trees.
+
+    Raises:
+        TypeError: If fn takes other arguments.
     """
 
     fn: Callable[[Any, Any, Any, Any], Any]
-    number: int = field(default=-1, init=False)  # identifies the function in packed trees
+    number: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -575,7 +605,7 @@ class Rule(Mask):
             raise TypeError(
                 f"Expected a function of four arguments b, h, i, j for Rule, got {signature(self.fn)}."
             ) from None
-        except ValueError:  # some functions that are written in C have no signature
+        except ValueError:  # a function that is written in C may have no signature
             pass
         try:
             object.__setattr__(self, "number", number(self.fn))

@@ -823,8 +823,8 @@ def test_no_forward_within_the_block():
 
 
 CALLS: list[tuple[dict[str, Any], Any, str]] = [
-    ({"attn_mask": torch.tensor(torch.nan).expand(5, 7)}, ValueError, "attn_mask to hold numbers … NaN"),
-    ({"attn_mask": torch.full((5, 7), torch.inf)}, ValueError, "Expected attn_mask to hold numbers … +inf"),
+    ({"attn_mask": torch.tensor(torch.nan).expand(5, 7)}, ValueError, "in attn_mask, got NaN"),
+    ({"attn_mask": torch.full((5, 7), torch.inf)}, ValueError, "finite numbers … in attn_mask … +inf"),
     ({"attn_mask": torch.ones(5, 7, dtype=torch.int64)}, TypeError, "attn_mask to be boolean or of floats"),
     ({"attn_mask": torch.ones(5, 6)}, (ValueError, RuntimeError), "6"),
     ({"query": [1.0]}, TypeError, "query"),

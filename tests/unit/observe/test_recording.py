@@ -817,7 +817,7 @@ def test_labels():
         (7, TypeError, "a list of strings, got an int"),
         ([1, 2, 3, 4], TypeError, "tokens to be a list of … strings"),
         ([list("abc")] * 3, ValueError, "b = 2 such lists, got 3"),
-        ([list("abc"), list("abcd")], ValueError, "got 4"),
+        ([list("abc"), list("abcd")], ValueError, "got 2 with [3, 4] strings"),
     ):
         with raises(error, message):
             recording.label(wrong)
