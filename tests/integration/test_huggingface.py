@@ -716,7 +716,7 @@ def test_unknown_options_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         model(**given, leaning=3)
     assert len(recording) == 2
     with (
-        pytest.raises(ValueError, match="its kernel is given tilt, which manyheads doesn't support"),
+        pytest.raises(ValueError, match="its kernel gets tilt, which manyheads doesn't support"),
         observe(model),
     ):
         model(**given, tilt=3)
@@ -744,7 +744,7 @@ def call(name: str = "eager", **options: Any) -> calls.Call:
             call("flash", mask=torch.ones(2, 1, 6, 9)),
             r"expected its flash kernel's mask to be padding \[b, s\], got a Tensor of torch.float32",
         ),
-        (call("flash", cu_seq_lens_q=torch.tensor([0, 6])), "its kernel is given cu_seq_lens_q"),
+        (call("flash", cu_seq_lens_q=torch.tensor([0, 6])), "its kernel gets cu_seq_lens_q"),
     ],
 )
 def test_unsupported_calls(made: calls.Call, expected: str) -> None:

@@ -26,13 +26,13 @@ def checksums(k: Tensor, end: int) -> Tensor:
 
 
 def reached_keys(call: Call, s: int) -> int:
-    """Return how many of s keys the queries reach, counted from the first; 0 if sequences differ in it."""
+    """Return the number of keys, out of s, up to the last query; 0 if sequences have different offsets."""
     offset = call.offset if isinstance(call, Reduced) else call.problem.offset
     return max(min(offset + call.shape[2], s), 0) if isinstance(offset, int) else 0
 
 
 def join(old: Call, new: Call) -> Call | None:
-    """Return two calls whose keys continue each other's as one call; None if that can't express both."""
+    """Return two calls as one if the keys of the second continue those of the first; else None."""
     if isinstance(old, Reduced) and isinstance(new, Reduced):
         return old.followed_by(new) if _continues(old.shape, old.offset, new.shape, new.offset) else None
     if isinstance(old, AttentionMap) and isinstance(new, AttentionMap):
@@ -81,8 +81,8 @@ def _join_masks(before: Problem, after: Problem) -> Mask | None:
     low, high = old_band
     last = before.offset + before.shape.t - 1
     if old_band != new_band or high is None or last + high >= before.shape.s:
-        return None  # the old queries would attend to the later keys
-    reach = last + high + 1  # the old queries attend to no key beyond it, whatever their mask keeps
+        return None  # else the old queries would attend to the later keys
+    reach = last + high + 1  # the number of keys that the band keeps for the old queries
     if not torch.equal(old_keys[:, :reach], new_keys[:, :reach].expand(old_keys[:, :reach].shape)):
         return None
     band: Mask = Causal() if (low, high) == causal else Window(None if low is None else -low, high)
@@ -95,7 +95,7 @@ def _is_last_key(problem: Problem, band: Band) -> bool:
 
 
 def _band_and_keys(problem: Problem) -> tuple[Band, Tensor | None]:
-    """Return a mask as a band and the keys `[b, s]` that are visible to all queries; None if it has more."""
+    """Return a mask as a band and the visible keys `[b, s]`; None if these differ between queries."""
     n = problem.shape
     keys = torch.ones(n.b, n.s, dtype=torch.bool, device=problem.q.device)
     if problem.mask is None:

@@ -20,7 +20,7 @@ from manyheads.observe.summaries import Reduced
 from manyheads.problem import Problem
 from manyheads.shapes import amount, whole
 
-COMPILED = "_orig_mod"  # what torch.compile adds to the paths of a model's modules
+COMPILED = "_orig_mod"  # the name that torch.compile adds to the paths of a model's modules
 
 
 @dataclass(eq=False)
@@ -92,7 +92,6 @@ class Recorder:
             self.attended.setdefault(path, problem.shape.h)
             if self.layers is not None and not any(self._matches(layer, path) for layer in self.layers):
                 return
-            where = {"model": type(self.model).__name__, "layer": path}
             h = problem.shape.h
             for head in self.heads or ():
                 if not -h <= head < h:
@@ -101,17 +100,18 @@ class Recorder:
                 # A copy, because a model may write into q and k again: a cache of fixed size does, and in
                 # inference mode changes in place aren't counted.
                 problem = replace(problem, q=problem.q.clone(), k=problem.k.clone())
-            amap = AttentionMap.of(problem, lse, provenance=where)
+            provenance = {"model": type(self.model).__name__, "layer": path}
+            amap = AttentionMap.of(problem, lse, provenance=provenance)
             amap = amap if self.heads is None else amap.only(heads=self.heads)
             k = amap.problem.k
             if self.keep is None:
                 amap = amap.compact()
-                for place in self.store:
-                    amap = amap.to(place)
+                for target in self.store:
+                    amap = amap.to(target)
             self.recording.add(path, amap if self.keep is None else Reduced.of(amap, self.keep), k)
             if self.max_bytes is not None and self.recording.nbytes > self.max_bytes:
                 raise MemoryError(
-                    f"The recording up to {self._name(path)} holds {amount(self.recording.nbytes)}, and "
+                    f"The recording up to {self._name(path)} takes {amount(self.recording.nbytes)}, and "
                     f"max_bytes is {amount(self.max_bytes)}. Name fewer layers= or heads=, store less "
                     '(dtype=torch.float16), or keep="statistics".'
                 )
@@ -144,9 +144,9 @@ class Recorder:
         has_fastpath = fastpath.has_fastpath(module)
 
         def begin(running: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            # A deep copy of the model has the same hooks but isn't observed; a replica of DataParallel is.
+            # A deep copy of the model has the same hooks but isn't observed. A replica of DataParallel is.
             if running is module or getattr(running, "_is_replica", False):
-                if has_fastpath:  # the error of a fast path, for nested tensors, would be misleading
+                if has_fastpath:  # its own error for nested tensors would be misleading
                     for x in (*args, *kwargs.values()):
                         if isinstance(x, Tensor) and x.is_nested:
                             intercept.check_readable(self._name(path), input=x)

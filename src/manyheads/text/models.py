@@ -29,7 +29,7 @@ from manyheads.observe import Recording, observe
 from manyheads.text.tokens import Token, align, printable
 
 SHIPPED = "shipped"  # the name of the model that comes with the package
-# What configurations call the longest text that a model reads.
+# The names of the longest text that a model reads, in configurations.
 CONTEXTS = ("max_position_embeddings", "max_encoder_position_embeddings", "n_positions", "max_seq_len")
 
 
@@ -83,7 +83,7 @@ class Model:
             try:
                 with _quiet():
                     self.reader(torch.tensor([ids]))
-            except Exception as error:  # whatever a Hugging Face model raises
+            except Exception as error:  # a Hugging Face model may raise any
                 raise ValueError(f"{self.name} can't read a text alone: {_first_sentence(error)}.") from None
         for layer in recording:
             if any(bool((call.lse.isnan() | call.lse.isposinf()).any()) for call in recording.calls(layer)):
@@ -128,7 +128,7 @@ def _find_cached(name: str) -> Path:
 
 
 def _is_hugging_face(folder: Path) -> bool:
-    """Return True if a folder holds a transformers model, not a checkpoint of manyheads."""
+    """Return True if a folder has a model of transformers, not a checkpoint of manyheads."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -149,10 +149,10 @@ def _is_hugging_face(folder: Path) -> bool:
 def _load_checkpoint(name: str, folder: Path | None) -> Model:
     model, tokenizer = lm.load(folder)
 
-    def encode(text: str, most: int | None) -> list[Token]:
+    def encode(text: str, limit: int | None) -> list[Token]:
         # With a space before it, a first "the" is the same token as a later one.
         text = text if text[:1].isspace() else f" {text}"
-        return align(text, tokenizer.encode(text))[:most]
+        return align(text, tokenizer.encode(text))[:limit]
 
     def wrap(model: lm.LanguageModel) -> Model:
         return Model(
@@ -181,9 +181,9 @@ def _load_hugging_face(name: str, folder: Path) -> Model:
         tokenizer = _load_tokenizer(name, folder)
     reader, vocabulary = _find_reader(model), _vocabulary_size(model)
 
-    def encode(text: str, most: int | None) -> list[Token]:
+    def encode(text: str, limit: int | None) -> list[Token]:
         with _quiet():
-            tokens = _encode(tokenizer, text, most)
+            tokens = _encode(tokenizer, text, limit)
         largest = max((token.id for token in tokens), default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise ValueError(
@@ -259,9 +259,9 @@ def _load_tokenizer(name: str, folder: Path) -> Any:
     return tokenizer
 
 
-def _encode(tokenizer: Any, text: str, most: int | None) -> list[Token]:
+def _encode(tokenizer: Any, text: str, limit: int | None) -> list[Token]:
     """Return a text as the tokens that its model reads, special tokens included."""
-    encoded = tokenizer(text, truncation=most is not None, max_length=most, return_special_tokens_mask=True)
+    encoded = tokenizer(text, truncation=limit is not None, max_length=limit, return_special_tokens_mask=True)
     if encoded.is_fast:
         return align(text, encoded.encodings[0], own_spelling=True)
     tokens = []  # a tokenizer in Python reports no offsets

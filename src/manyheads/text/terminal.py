@@ -1,4 +1,4 @@
-"""What `manyheads show` prints: findings, a table of head scores, and a heat map of one head."""
+"""Print findings, a table of head scores, and a heat map of one head, for `manyheads show`."""
 
 from __future__ import annotations
 

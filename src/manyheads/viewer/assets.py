@@ -28,6 +28,6 @@ def read(name: str) -> str:
 def script() -> str:
     """Return all scripts as one module: d3's zoom, and ours, which define `show(root, client)`."""
     d3 = "\n".join(read(f"vendor/d3-{name}.min.js") for name in D3)
-    # Each of d3's files exports functions as a Node.js module does; here all export into one object.
+    # Each of d3's files exports functions as a Node.js module does. All export into one object, `d3`.
     vendored = f"const d3 = {{}};\n((exports, module, require) => {{\n{d3}\n}})(d3, {{}}, () => d3);\n"
     return vendored + "\n".join(read(f"{name}.js") for name in SCRIPTS)

@@ -113,7 +113,7 @@ def create_app(api: Api, port: int, token: str) -> Starlette:
 
 
 async def _unless_disconnected(request: Request, future: Future[Any]) -> Any:
-    """Return the result; None, and cancel the work, if the browser disconnects before."""
+    """Return the result; or cancel the work and return None if the browser disconnects before."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -132,12 +132,12 @@ class Server:
     """A viewer that is open: serves `url` in a thread of its own until `close()` or the process ends.
 
     Args:
-        api: What to serve; closing the server closes it.
+        api: The API to serve; closing the server closes it.
         port: Port to listen on (0 picks a free one).
 
     Raises:
-        OSError: The port is taken or out of range.
-        TypeError: The port is not an int.
+        OSError: If the port is taken or out of range.
+        TypeError: If the port isn't an int.
     """
 
     def __init__(self, api: Api, port: int = 0) -> None:
@@ -145,7 +145,7 @@ class Server:
         if isinstance(port, bool) or not isinstance(port, int):
             raise TypeError(f"Expected port to be an int between 0 and 65535, got {port!r}.")
         try:
-            if not 0 <= port <= 65535:  # for which Python's own sockets raise OverflowError
+            if not 0 <= port <= 65535:  # Python's sockets would raise OverflowError
                 raise OSError(None, "it must lie between 0 and 65535")
             listening = socket.create_server((HOST, port))
         except OSError as error:
@@ -186,7 +186,7 @@ class Server:
 
     def close(self) -> None:
         """Stop serving."""
-        self.api.close()  # first, which cancels all pending answers
+        self.api.close()  # before the server stops, because this cancels all pending answers
         self._server.should_exit = True
         self._thread.join()
 

@@ -23,8 +23,8 @@ from manyheads.viewer.export import plan_export
 EMBEDDED_BYTES = 6e6  # of weights in the notebook itself
 HEIGHT = 640  # pixels
 PICTURE_WEIGHTS = 2**26  # of which a picture is drawn; more would take long
-# A page in a frame does not know the notebook's theme. It receives the text colour around the frame when it
-# becomes visible, and when attributes of the document change, as they do with every notebook's theme.
+# A page in a frame can't read the notebook's theme. It receives the text colour around the frame when the
+# frame becomes visible, and when attributes of the document change, as they do with every notebook's theme.
 SEND_THEME = (
     "const send = () => this.isConnected ? "
     "this.contentWindow.postMessage({ color: getComputedStyle(this).color }, '*') : changes.disconnect(), "
@@ -44,7 +44,7 @@ def in_notebook() -> bool:
 
 
 def display(api: Api) -> Any:
-    """Close an API, and return its runs as a page or widget; ImportError if anywidget isn't installed."""
+    """Close an API, and return its runs as a page, or as a widget if they are large."""
     api.close()  # a page needs none, and a widget opens its own while it is visible
     try:
         plan = plan_export(api, Path("page.html"))
@@ -142,7 +142,7 @@ def _widget_class() -> Any:
             return describe(self._runs)
 
         def _receive(self, _: Any, message: dict[str, Any], __: Any) -> None:
-            """Handle a message of a view: a request, its cancellation, or that the view was closed."""
+            """Handle a message of a view: a request, a cancellation, or the closing of the view."""
             view = message["view"]
             if message.get("closed"):
                 for future in self._pending.pop(view, {}).values():

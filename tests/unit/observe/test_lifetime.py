@@ -851,5 +851,5 @@ def test_ids_that_do_not_fit():
     recording = record(GPT(), randn(2, 5, E))
     with raises(TypeError, "Expected ids to be the tokens, … got an int"):
         recording.table(ids=3)
-    with raises(ValueError, "Expected one id for each of s = 5 keys, got [4]"):
+    with raises(ValueError, "Expected ids to be [s] or [b, s], one for each of s = 5 keys, got [4]"):
         recording.table(ids=torch.arange(4))

@@ -201,7 +201,9 @@ def test_the_usual_statistics_and_names_of_statistics():
         assert_agree(getattr(usual["layers.1"], name)(), getattr(maps["layers.1"], name)())
     named = record(model, x, observing={"keep": ["row_max", "first_token"]})
     assert list(named[0].values) == ["row_max", "first_token"]
-    assert_agree([list(row[2:]) for row in usual.table()], [list(row[2:]) for row in maps.table()])
+    table = usual.table()
+    assert table.columns == (*maps.table().columns, "row_max")
+    assert_agree([list(row[2:-1]) for row in table], [list(row[2:]) for row in maps.table()])
     with raises(ValueError, "entropy of layers.0.attn wasn't kept, but row_max, first_token. … keep="):
         named[0].entropy()
     with raises(ValueError, "top of layers.0.attn was kept with the arguments 3, got … 4"):
@@ -210,6 +212,24 @@ def test_the_usual_statistics_and_names_of_statistics():
         named[0].problem  # noqa: B018
     with raises(ValueError, 'observed with keep="statistics", which keeps no weights to draw'):
         named.plot()
+
+
+@pytest.mark.parametrize("mask", [None, "masks all of a row"])
+def test_every_kept_statistic_of_heads_or_queries_is_a_column(mask: str | None):
+    q, k = randn(Q), randn(K)
+    visible = torch.arange(5)[:, None].expand(5, 7) != 2
+    recording = record(Call(), q, k, k, visible if mask else None, observing={"keep": ASKED})
+    table, amap = recording.table(), record(Call(), q, k, k, visible if mask else None)[0]
+    assert table.columns == (
+        "layer", "head", "previous_token", "current_token", "first_token", "entropy", "distance", "row_max",
+        "logits_max", "sink_weight",
+    )  # fmt: skip
+    queries = torch.tensor([0, 1, 3, 4] if mask else range(5))
+    for name in ("entropy", "distance", "row_max", "sink_weight"):
+        expected = getattr(amap, name)()[:, :, queries].mean((0, 2))
+        assert_agree(torch.tensor([getattr(row, name) for row in table]), expected)
+    assert_agree(torch.tensor([row.logits_max for row in table]), amap.logits_max().mean(0))
+    assert "logits_max: the largest score" in " ".join(repr(table).split())
 
 
 def test_statistics_keep_nothing_else():
@@ -784,6 +804,23 @@ def test_a_run_of_maps_and_statistics_of_every_kind(tmp_path: Path):
     equal_runs(recording, open_run(tmp_path / "run.safetensors"))
 
 
+def test_statistics_of_a_file_before_arguments_were_packed():
+    """Its arguments are written as in the first files of version 1; all of its weights are 1/7."""
+    (numbers,) = open_run(Path(__file__).parents[2] / "data/statistics-1.safetensors").calls(0)
+    assert numbers.arguments == {
+        "entropy": (),
+        "received": [(), {"last": 2}, {"normalize": "age"}],
+        "top": 2,
+        "pooled": [(2, 3), (2, 3, "max")],
+        "first_token": (),
+    }
+    assert_agree(numbers.entropy(), torch.full((1, 2, 5), 7.0).log())
+    assert_agree(numbers.values["received"][1], torch.full((1, 2, 7), 2 / 7))
+    assert_agree(numbers.values["pooled"][1], torch.full((1, 2, 2, 3), 1 / 7))
+    assert_agree(numbers.top(2).weights, torch.full((1, 2, 5, 2), 1 / 7))
+    assert_agree(numbers.first_token(), torch.full((1, 2), 1 / 7))
+
+
 def test_what_cannot_be_saved_says_so(tmp_path: Path):
     q = randn(Q)
 
@@ -793,7 +830,7 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path):
 
     with raises(ValueError, "Rule"):
         record(Ruled(), q).save(tmp_path / "run.safetensors")
-    with raises(ValueError, "mass was kept with a Window, which a file can't hold"):
+    with raises(ValueError, "mass was kept with a Window, which can't be saved"):
         record(Call(), q, q, q, observing={"keep": {"mass": mh.Window(left=1)}}).save(
             tmp_path / "run.safetensors"
         )

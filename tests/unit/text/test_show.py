@@ -312,27 +312,33 @@ def test_expected_weights_against_a_double_loop(which: str, t: int, seed: int) -
         assert float(found[i, j]) == pytest.approx(max(1 / int(seen[i].sum()), near_by, same_key), abs=1e-6)
 
 
-def test_head_scores_against_a_double_loop() -> None:
+@pytest.mark.parametrize("mask", [None, Causal()], ids=str)
+def test_head_scores_against_a_double_loop(mask: Causal | None) -> None:
     torch.manual_seed(0)
     ids = torch.tensor([5, 1, 2, 5, 1, 3, 5])
     q, k = torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
-    amap = attention_with_map(q, k, k, mask=Causal())[1]
+    amap = attention_with_map(q, k, k, mask=mask)[1]
     said = ids.tolist()
     rules = {
         "previous_token": lambda i, j: j == i - 1,
+        "next_token": lambda i, j: j == i + 1,
         "first_token": lambda i, j: j == 0,
-        "same_token": lambda i, j: j < i and said[j] == said[i],
-        "after_same_token": lambda i, j: j > 0 and said[j - 1] == said[i],
+        "last_token": lambda i, j: j == 6 != i,
+        "same_token": lambda i, j: j != i and said[j] == said[i],
+        "after_same_token": lambda i, j: 0 < j <= i and said[j - 1] == said[i],
         "itself": lambda i, j: j == i,
     }
-    for head, found in enumerate(score_heads(amap, ids)):
+    for head, scores in enumerate(score_heads(amap, ids)):
+        assert scores.keys() == {*rules, "entropy"}
         weights = amap.dense()[0, head].tolist()
         for name, rule in rules.items():
-            rows = [[weights[i][j] for j in range(i + 1) if rule(i, j)] for i in range(7)]
+            last = [7 if mask is None else i + 1 for i in range(7)]  # visible keys
+            rows = [[weights[i][j] for j in range(last[i]) if rule(i, j)] for i in range(7)]
             sums = [sum(row) for row in rows if row]
-            assert found[name] == pytest.approx(sum(sums) / len(sums), abs=1e-6)
+            expected = pytest.approx(sum(sums) / len(sums), abs=1e-6) if sums else None
+            assert scores[name] == expected
         spread = [-sum(w * math.log(w) for w in row if w) for row in weights]
-        assert found["entropy"] == pytest.approx(sum(spread) / 7, abs=1e-5)
+        assert scores["entropy"] == pytest.approx(sum(spread) / 7, abs=1e-5)
 
 
 def test_a_score_that_no_query_can_have_is_none() -> None:

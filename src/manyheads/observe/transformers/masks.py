@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce, wraps
 from inspect import getclosurevars, signature
+from itertools import chain
 from operator import and_, or_
 from typing import Any
 
@@ -28,15 +29,15 @@ def remember_origins(function: Callable[..., Any]) -> Callable[..., Any]:
         if mask is not None:
             bound = signature(function).bind(*args, **kwargs)
             bound.apply_defaults()
-            given = bound.arguments
-            row = given["q_offset"]
+            arguments = bound.arguments
+            row = arguments["q_offset"]
             _origins[mask] = Origin(
-                given["mask_function"],
-                given["attention_mask"],
-                given["q_length"],
-                given["kv_length"],
+                arguments["mask_function"],
+                arguments["attention_mask"],
+                arguments["q_length"],
+                arguments["kv_length"],
                 row.clone() if isinstance(row, Tensor) else row,  # a static cache increments it in place
-                given["kv_offset"],
+                arguments["kv_offset"],
             )
         return mask
 
@@ -60,7 +61,7 @@ class Origin:
     row: int | Tensor  # the position of row 0, as transformers counts
     column: int  # the position of column 0
     value: Mask | None = None
-    version: int | None = None  # of the mask tensor, when the value was found
+    version: int | None = None  # of the mask tensor that the value was compared with
 
     @property
     def offset(self) -> int:
@@ -111,9 +112,9 @@ class Origin:
                 # A negative id belongs to no block, and equals no other id.
                 return Documents(self._columns(ids).clamp(min=-1), queries=queries.where(queries >= 0, -2))
             case "and_masks" | "or_masks":
-                parts = [self._translate(part) for part in closure["mask_functions"]]
-                known = [part for part in parts if part is not None]
-                if known and len(known) == len(parts):
+                masks = [self._translate(each) for each in closure["mask_functions"]]
+                known = [mask for mask in masks if mask is not None]
+                if known and len(known) == len(masks):
                     return reduce(and_ if name == "and_masks" else or_, known)
         return None
 
@@ -147,10 +148,9 @@ def padding_mask(real: Tensor, s: int) -> Mask:
 
 def combine(*masks: Mask | None) -> Mask | None:
     """Return the intersection of masks, with their bands joined into one; None if it keeps everything."""
-    parts = (mask for mask in masks if mask is not None)
-    (low, high), *others = reduce(and_, parts, Full()).normal()
+    present = (mask for mask in masks if mask is not None)
+    (low, high), *others = reduce(and_, present, Full()).normal()
     band: Mask = Causal() if (low, high) == (None, 0) else Window(None if low is None else -low, high)
-    found = [] if (low, high) == (None, None) else [band]
-    for group in others:
-        found += group
-    return reduce(and_, found) if found else None
+    bands = [] if (low, high) == (None, None) else [band]
+    parts = [*bands, *chain.from_iterable(others)]
+    return reduce(and_, parts) if parts else None
