@@ -47,7 +47,7 @@ def nothing_left() -> Iterator[None]:
     assert _get_current_function_mode_stack() == []
     assert F.scaled_dot_product_attention is KERNEL
     assert stance() == "default"
-    assert intercept._thread.running == []
+    assert intercept._thread.running == ()
     assert intercept._thread.mode is None
 
 

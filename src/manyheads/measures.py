@@ -1,9 +1,9 @@
 """Head scores: how much a head attends to the previous token, to repeated tokens, and so on.
 
 `SCORES` is the table of all head scores that are mean weights: recordings, the viewer and `manyheads show`
-select from it by name. To add a score, add a row to it, and its name to the selections that should have it,
-`observe.table.COLUMNS` or `text.highlights.SCORES`. A mean statistic, such as the entropy, is a head score
-too; `UNITS` has the units.
+select from it by name. To add a score, add a row to it, and its name to the selections that should have it:
+`observe.summaries.HEAD_SCORES`, `observe.table.TOKEN_SCORES` or `text.highlights.SCORES`. A mean statistic,
+such as the entropy, is a head score too; `UNITS` has the units.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _join_masks(before: Problem, after: Problem) -> Mask | None:
     (old_band, old_keys), (new_band, new_keys) = _band_and_keys(before), _band_and_keys(after)
     if old_keys is None or new_keys is None or not isinstance(before.offset, int):
         return None
-    # A single query at the last key is causal without a band too.
+    # For a single query at the last key, no band is the same as a causal band.
     causal: Band = (None, 0)
     old_is_last, new_is_last = _is_last_key(before, old_band), _is_last_key(after, new_band)
     if old_is_last and (new_is_last or new_band == causal):

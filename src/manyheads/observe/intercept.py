@@ -66,20 +66,21 @@ class Observer(Protocol):
         """Note a softmax outside of attention calls."""
 
     def ablated(self, path: str, h: int) -> list[int]:
-        """Return which of the h heads of a module are ablated."""
+        """Return the heads of a module, of h, that are ablated."""
         ...
 
 
 # -- which modules run -----------------------------------------------------------------------------
 
+# (observer, path) of each running module, the innermost last. `dict(running)` therefore maps each observer to
+# the path of its innermost module.
+Running = tuple[tuple[Observer, str], ...]
+
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        # (observer, path) of each running module, the innermost last. `dict(running)` therefore maps each
-        # observer to the path of its innermost module.
-        self.running: list[tuple[Observer, str]] = []
-        self.mode: TorchFunctionMode | None = None
-        self.paused = False
+    running: Running = ()
+    mode: TorchFunctionMode | None = None
+    paused = False
 
 
 _thread = _Thread()
@@ -93,7 +94,7 @@ def enter(observer: Observer, path: str) -> None:
     if _thread.mode is None:
         _thread.mode = Intercept()
         _thread.mode.__enter__()
-    _thread.running.append((observer, path))
+    _thread.running += ((observer, path),)
 
 
 def leave(observer: Observer, path: str) -> None:
@@ -111,11 +112,11 @@ def is_running(observer: Observer, path: str) -> bool:
 
 def forget(observer: Observer) -> None:
     """Remove all modules of an observer on this thread, if an exception kept their hooks from running."""
-    ended = [pair for pair in _thread.running if pair[0] is observer]
-    _end(ended, [pair for pair in _thread.running if pair[0] is not observer])
+    ended = tuple(pair for pair in _thread.running if pair[0] is observer)
+    _end(ended, tuple(pair for pair in _thread.running if pair[0] is not observer))
 
 
-def _end(ended: list[tuple[Observer, str]], running: list[tuple[Observer, str]]) -> None:
+def _end(ended: Running, running: Running) -> None:
     with _lock:
         for observer, _ in ended:
             observer.active -= 1
@@ -314,7 +315,7 @@ def _softmax(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return func(*args, **kwargs)
 
 
-# Fused kernels: the beginnings of their names.
+# The names of fused kernels begin with these words.
 FUSED = (
     "_scaled_dot_product",
     "_flash_attention",
@@ -341,7 +342,7 @@ def _attention(
     problem = Problem.of(*autocast(q, k, v), **options)
     check_readable("attention", q=q, k=k)
     with paused(problem.q.device):
-        result = kernels.run(problem, kernel)  # as `func` does, but it returns the log-sum-exp too
+        result = kernels.run(problem, kernel)  # unlike `func`, this returns the log-sum-exp too
     record(problem, result.lse_of_map(problem))
     return ablate(result.out)
 

@@ -68,12 +68,8 @@ class Recorder:
         attended = list(self.attended)
         return layer == (attended.index(path) if path in self.attended else len(attended))
 
-    def is_ablated(self, path: str) -> bool:
-        """Return True if a head of this module is to be ablated."""
-        return any(self._matches(layer, path) for layer, _ in self.ablate)
-
     def ablated(self, path: str, h: int) -> list[int]:
-        """Return which of the h heads of this module are to be ablated."""
+        """Return the heads of this module, of h, that are to be ablated."""
         heads = []
         for layer, head in self.ablate:
             if self._matches(layer, path):
@@ -97,8 +93,8 @@ class Recorder:
                 if not -h <= head < h:
                     raise ValueError(f"{self._name(path)} has {h} heads, and heads= names head {head}.")
             if self.keep is None:
-                # A copy, because a model may write into q and k again: a cache of fixed size does, and in
-                # inference mode changes in place aren't counted.
+                # q and k are copied because a model may overwrite them, as a cache of fixed size does. (In
+                # inference mode changes in place aren't counted.)
                 problem = replace(problem, q=problem.q.clone(), k=problem.k.clone())
             provenance = {"model": type(self.model).__name__, "layer": path}
             amap = AttentionMap.of(problem, lse, provenance=provenance)
@@ -178,7 +174,7 @@ class Recorder:
         """Return a hook that replaces a layer's output by that of its fast path (see `fastpath`)."""
 
         def recompute(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-            is_within_another = any(  # whose own hook recomputes all of it
+            is_within_another = any(  # the hook of the outer module recomputes all of it
                 fastpath.is_taken(other) and not self._is_changed(other)
                 for name, other in self.modules.items()
                 if name != path and intercept.is_running(self, name)
@@ -199,9 +195,10 @@ class Recorder:
 
     def _is_changed(self, module: nn.Module) -> bool:
         """Return True if a user's hook or an ablated head changes what the module computes."""
-        inside = {id(part) for part in module.modules()}
-        paths = [path for path, part in self.modules.items() if id(part) in inside and path in self.attended]
-        return fastpath.has_other_hooks(module) or any(map(self.is_ablated, paths))
+        inside = set(module.modules())
+        paths = [path for path, part in self.modules.items() if part in inside and path in self.attended]
+        is_ablated = any(self._matches(layer, path) for layer, _ in self.ablate for path in paths)
+        return fastpath.has_other_hooks(module) or is_ablated
 
     # -- the end -----------------------------------------------------------------------------------
 

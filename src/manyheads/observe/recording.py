@@ -45,7 +45,7 @@ class Recording(Mapping[Any, Any]):
         self.provenance = dict(provenance or {})
         self.missed: dict[str, tuple[int, ...]] = {}
         self._calls: dict[str, list[Call]] = {}
-        self._checksums: dict[str, Tensor] = {}  # of the keys of the last call of each layer
+        self._checksums: dict[str, Tensor] = {}  # the keys of each layer's last call
 
     # -- the mapping -------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Recording(Mapping[Any, Any]):
         Raises:
             ValueError: If nothing was recorded, or only statistics.
         """
-        from manyheads import figures  # which imports matplotlib
+        from manyheads import figures  # this imports matplotlib
 
         if not self._calls:
             raise ValueError("Nothing was recorded, so there is nothing to draw.")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 TOKEN_SCORES = ("duplicate_token", "induction")  # of `measures.SCORES`
-COLUMNS = (*HEAD_SCORES, *TOKEN_SCORES, *UNITS)  # of the table of maps
+MEANS = ("entropy", "distance")  # statistics of queries
+COLUMNS = (*HEAD_SCORES, *TOKEN_SCORES, *MEANS)  # of the table of maps
 
 
 def score_heads(call: Call, ids: Tensor | None = None) -> dict[str, Tensor]:
@@ -33,7 +34,7 @@ def score_heads(call: Call, ids: Tensor | None = None) -> dict[str, Tensor]:
     """
     if isinstance(call, Reduced):
         return call.columns()
-    columns = Reduced.of(call, dict.fromkeys((*HEAD_SCORES, *UNITS), ())).columns()
+    columns = Reduced.of(call, dict.fromkeys((*HEAD_SCORES, *MEANS), ())).columns()
     if ids is not None:
         columns |= {name: SCORES[name].mean_weight(call, ids) for name in TOKEN_SCORES}
     return {name: columns[name] for name in COLUMNS if name in columns}

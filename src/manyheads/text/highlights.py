@@ -23,11 +23,11 @@ from manyheads.text.tokens import Token
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
 PER_HEAD = 20  # candidates per head
 THRESHOLD = 0.05  # the least surprise in nats, or the least difference of a score, that is worth reporting
-COMPARABLE = 0.6  # of the greatest surprise, which the other findings must reach
-NEAR = 4  # tokens: a head may always attend to a distance below it
+COMPARABLE = 0.6  # the least surprise of a finding, as a share of the greatest one
+NEAR = 4  # tokens: weights at shorter distances are compared with those of other queries at the distance
 PER_REASON = 2  # findings with the same reason
-LONG = 512  # tokens: in longer texts a token is named by its position, not as "the 246th"
-SEARCHED = 1024  # the first tokens, among which findings are searched: each head's matrix is built
+LONG = 512  # tokens: in longer texts, tokens are named by their positions, not as "the 246th"
+SEARCHED = 1024  # tokens at the start of a text that are searched for findings, with a matrix per head
 
 Reason = Literal["same token", "after the same token"]
 HeadScores = dict[str, float | None]  # by name; None where no query of the text could have a score
@@ -85,7 +85,9 @@ def score_heads(amap: AttentionMap, ids: Tensor) -> list[HeadScores]:
     columns: dict[str, list[float]] = {}
     for name in SCORES:
         mass, counted = amap.masses(_mask(name, amap, ids))  # both [b, h, t]
-        columns[name] = ((mass * counted)[0].sum(-1) / counted[0].sum(-1)).tolist()  # [h]; NaN: 0 of 0
+        columns[name] = (
+            (mass * counted)[0].sum(-1) / counted[0].sum(-1)
+        ).tolist()  # [h]; NaN if there are none
     columns["entropy"] = amap.entropy()[0].mean(-1).tolist()
     return [
         {name: None if math.isnan(value) else value for name, value in zip(columns, row, strict=True)}

@@ -121,7 +121,7 @@ def _find_cached(name: str) -> Path:
     expected = f"Expected a folder or a name in the local cache of Hugging Face, got {name}."
     try:
         return Path(snapshot_download(name, local_files_only=True))
-    except HFValidationError:  # it can't be a name
+    except HFValidationError:  # the text isn't a valid name
         raise FileNotFoundError(expected) from None
     except OSError:
         raise FileNotFoundError(f"{expected} If it is a name, run hf download {name}.") from None
@@ -209,7 +209,7 @@ def _load_weights(name: str, folder: Path) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below
         )
-    except Exception as error:  # of many types
+    except Exception as error:  # transformers raises many types
         raise ValueError(f"{name} can't be loaded by transformers: {_first_sentence(error)}.") from None
     if model.main_input_name != "input_ids":
         raise ValueError(f"Expected a model of text, got {name}, which reads {model.main_input_name}.")
@@ -254,7 +254,7 @@ def _load_tokenizer(name: str, folder: Path) -> Any:
         files = type(tokenizer).vocab_files_names.values()
         if files and not any((folder / file).exists() for file in {*files, "tokenizer.json"}):
             raise ValueError(f"there is no {' or '.join(sorted({*files, 'tokenizer.json'}))}")
-    except Exception as error:  # of many types
+    except Exception as error:  # transformers raises many types
         raise ValueError(f"{name} has no tokenizer that can be loaded: {_first_sentence(error)}.") from None
     return tokenizer
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 COUNTERFACTUAL = "what if nothing were masked"
 AHEAD = {"next_token", "last_token"}  # scores of the weight on later keys, which a causal mask excludes
-LONGEST = 32_768  # the most tokens that --long reads
+LONGEST = 32_768  # the largest number of tokens that --long reads
 CELLS = 128  # approximate number of cells along each side of a small picture
 
 

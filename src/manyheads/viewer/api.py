@@ -47,10 +47,10 @@ from manyheads.shapes import kind
 from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile
 from manyheads.viewer.worker import BACKGROUND, NORMAL, URGENT, Worker
 
-PYRAMID_BYTES = 192 * 2**20  # of the cache of heads, with the results of their scans
-TILE_BYTES = 24 * 2**20  # of the cache of tiles
+PYRAMID_BYTES = 192 * 2**20  # the size of the cache of heads, with the results of their scans
+TILE_BYTES = 24 * 2**20  # the size of the cache of tiles
 EXACT_WEIGHTS = 2**27  # head scores of a layer with more are estimated from some queries
-SAMPLES = 128  # of them
+SAMPLES = 128  # the number of these queries
 SCAN_TIMEOUT = 3.0  # seconds after the last request for a scan until it stops
 LINE = 4096  # weights around a token in the answer for a row or column
 LARGEST = 12  # the largest weights of a row or column
@@ -255,7 +255,7 @@ class Api:
         layer, b = self._layer(run, number, batch)
         key = int(run), int(number), parse_index(head, layer.map.shape[1], "head"), b
         pyramid = self._pyramids.get(key) or Pyramid(layer.map.only(b, key[2]))
-        self._pyramids[key] = pyramid  # again, because it may have grown since it was last used
+        self._pyramids[key] = pyramid  # stored again, because its size may have changed
         return pyramid
 
     def _runs(self) -> str:

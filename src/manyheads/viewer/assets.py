@@ -7,7 +7,7 @@ from importlib import resources
 
 D3 = ("color", "dispatch", "timer", "interpolate", "selection", "ease", "drag", "transition", "zoom")
 SCRIPTS = ("numbers", "clients", "tiles", "head", "overview", "text", "app")
-MEDIA_TYPES = {  # of the files that a browser may request
+MEDIA_TYPES = {  # by the names of the files that a browser may request
     "index.html": "text/html; charset=utf-8",
     "viewer.css": "text/css; charset=utf-8",
     "viewer.js": "text/javascript; charset=utf-8",

@@ -21,7 +21,7 @@ from manyheads.viewer import assets
 from manyheads.viewer.api import Api, ViewedRun, pack_marginals, pack_tile
 from manyheads.viewer.pyramid import SIDE, Pyramid
 
-PAGE_BYTES = 40e6  # of weights that go into the page itself
+PAGE_BYTES = 40e6  # of weights in the page itself; if there are more, tiles are written beside it
 Progress = Callable[[float], None]
 
 
@@ -219,7 +219,7 @@ def build_page(answers: dict[str, str], folder: str | None = None, picture: byte
     script_hash, style_hash = (
         f"'sha256-{_base64(hashlib.sha256(text.encode()).digest())}'" for text in (script, style)
     )
-    assert not re.search("</script|<!--", script, re.IGNORECASE)  # either would end it
+    assert not re.search("</script|<!--", script, re.IGNORECASE)  # either would end the script
     fallback = "This page needs JavaScript."
     if picture is not None:
         fallback = f'<img alt="every head" src="data:image/png;base64,{_base64(picture)}">'

@@ -22,7 +22,7 @@ from manyheads.problem import Problem
 
 SIDE = 256  # cells per side of a tile
 MAX_WEIGHTS = 2**24  # weights that are computed on request: 4,096 × 4,096
-SCAN_LEVEL = 5  # the level that a scan computes: the lowest whose tiles have more weights than that
+SCAN_LEVEL = 5  # a scan computes this level: the lowest whose tiles have more weights than that
 SCALE = 2.0**15  # float16 has numbers from 6e-8 to 65,504; with this factor, it has weights from 2e-12 to 1
 STEP = 2**27  # weights in one step of a scan: a tenth of a second
 BLOCK = 2**20  # weights in memory at a time where no kernel computes their statistics
@@ -82,7 +82,7 @@ class Pyramid:
 
     def span(self, level: int, x: int, y: int) -> tuple[range, range]:
         """Return the queries and keys of the tile in column x and row y of a level."""
-        highest = self.top + 8  # where all of the head is one cell
+        highest = self.top + 8  # at this level, the head is a single cell
         if not 0 <= level <= highest:
             raise IndexError(f"Expected a level between 0 and {highest}, got {level}.")
         side = SIDE << level
@@ -113,7 +113,7 @@ class Pyramid:
         every = range(self.t), range(self.s)
         coarse = _shape(*every, SCAN_LEVEL) if is_large else (0, 0)
         first = torch.full((2, *coarse), math.nan, dtype=torch.float16)
-        sums = torch.zeros(_shape(*every, SCAN_LEVEL + 1))  # which is smaller than those of the first level
+        sums = torch.zeros(_shape(*every, SCAN_LEVEL + 1))  # this level takes less memory
         start = 0
         while start < self.t:
             rows = self._next_rows(start)
@@ -134,7 +134,7 @@ class Pyramid:
     def _next_rows(self, start: int) -> range:
         """Return whole cells of queries from `start` on, with at most about `STEP` weights."""
         step = STEP if self._is_fast else STEP // 16
-        rows = 2 << SCAN_LEVEL  # of two levels
+        rows = 2 << SCAN_LEVEL  # whole cells of two levels
         while (
             start + rows < self.t
             and 2 * rows * len(self._visible_keys(range(start, start + 2 * rows))) <= step
@@ -301,7 +301,7 @@ class _Masked:
         normal = (Full() if problem.mask is None else problem.mask).normal()
         self.band, (t, s) = normal.band, problem.shape[3:5]
         spans = [lengths.span(range(1)).some for lengths in normal.lengths]
-        self.first = max([0, *(low for low, _ in spans)])  # the keys that aren't padding
+        self.first = max([0, *(low for low, _ in spans)])  # the first key that isn't padding
         self.last = min([s, *(high for _, high in spans)])
         i, j = torch.arange(t)[None] + self.offset, torch.arange(s)[None]
         self.documents = [[ids[0] for ids in documents.at(i, j)] for documents in normal.segments]

@@ -32,7 +32,7 @@ from manyheads.viewer import assets
 from manyheads.viewer.api import Api, FileChanged
 
 HOST = "127.0.0.1"
-CLIENT_CLOSED = 499  # the status of a request whose browser has left
+CLIENT_CLOSED = 499  # the status if the browser has disconnected
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -122,7 +122,7 @@ async def _unless_disconnected(request: Request, future: Future[Any]) -> Any:
     answer, disconnected = asyncio.wrap_future(future), asyncio.ensure_future(wait_for_disconnect())
     await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)
     if not answer.done():
-        answer.cancel()  # and with it the future
+        answer.cancel()  # this cancels the future too
         return None
     disconnected.cancel()
     return None if answer.cancelled() else answer.result()
@@ -157,7 +157,7 @@ class Server:
         self.url = f"http://{HOST}:{self.port}/?token={token}"
         config = uvicorn.Config(
             create_app(api, self.port, token),
-            log_level="critical",  # malformed requests don't concern the user
+            log_level="critical",  # the user can't do anything about malformed requests
             ws="none",
             access_log=False,
             lifespan="off",
@@ -182,7 +182,7 @@ class Server:
     def wait(self) -> None:
         """Wait until it is closed or interrupted, so that a script doesn't end before."""
         while self._thread.is_alive():
-            self._thread.join(0.2)  # in short waits, which Ctrl-C interrupts
+            self._thread.join(0.2)  # Ctrl-C interrupts short waits
 
     def close(self) -> None:
         """Stop serving."""

@@ -20,9 +20,9 @@ from manyheads.viewer import assets
 from manyheads.viewer.api import Answer, Api, ViewedRun
 from manyheads.viewer.export import plan_export
 
-EMBEDDED_BYTES = 6e6  # of weights in the notebook itself
+EMBEDDED_BYTES = 6e6  # of weights in the notebook itself; if there are more, a widget sends them
 HEIGHT = 640  # pixels
-PICTURE_WEIGHTS = 2**26  # of which a picture is drawn; more would take long
+PICTURE_WEIGHTS = 2**26  # if there are more, no picture is drawn, because it would take long
 # A page in a frame can't read the notebook's theme. It receives the text colour around the frame when the
 # frame becomes visible, and when attributes of the document change, as they do with every notebook's theme.
 SEND_THEME = (
@@ -79,7 +79,7 @@ class EmbeddedPage:
             f'title="{html.escape(self.description)}" onload="{html.escape(SEND_THEME)}" style="position: '
             'absolute; inset: 0; width: 100%; height: 100%; border: 0"></iframe>'
         )
-        picture = ""  # behind the frame: notebooks that aren't trusted remove frames
+        picture = ""  # it is behind the frame, because notebooks that aren't trusted remove frames
         if self.picture is not None:
             data = base64.b64encode(self.picture).decode()
             picture = f'<img alt="{html.escape(self.description)}" src="data:image/png;base64,{data}">'

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from threading import RLock
 from typing import Any
 
@@ -37,8 +37,6 @@ OLDEST = (5, 21)  # the oldest version with which the tests pass: before it, obs
 _lock = RLock()
 _attached: Counter[nn.Module] = Counter()
 _undo: list[Callable[[], None]] = []
-# Wrapped functions by the id of the original, which the wrapper keeps alive.
-_wrapped: dict[tuple[int, str | None], Function] = {}
 
 
 def is_present(model: nn.Module) -> bool:
@@ -72,7 +70,7 @@ def attached(model: nn.Module) -> Iterator[None]:
             if not _attached:
                 while _undo:
                     _undo.pop()()
-                _wrapped.clear()
+                _wrap.cache_clear()
 
 
 def _install() -> None:
@@ -105,28 +103,23 @@ def _replace(cls: type, name: str, new: Callable[..., Any]) -> None:
     setattr(cls, name, new)
 
 
+@cache
 def _wrap(function: Function, name: str | None = None) -> Function:
     """Return an attention function whose calls by attached modules are recorded."""
-    key = id(function), name
-    wrapped = _wrapped.get(key)
-    if wrapped is None:
-        wrapped = _wrapped[key] = _recorded(Kernel.of(function, name))
-    return wrapped
+    kernel = Kernel.of(function, name)
 
-
-def _recorded(kernel: Kernel) -> Function:
-    @wraps(kernel.function)
+    @wraps(function)
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         module = args[0] if args else kwargs.get("module")
         if module not in _attached or not intercept.is_recording():
-            return kernel.function(*args, **kwargs)
+            return function(*args, **kwargs)
         call = Call.of(kernel, args, kwargs)
         with intercept.paused(call.query.device):
             problem = call.problem()
             if call.is_too_large(problem):
                 out, weights = call.compute(problem), None
             else:
-                out, weights = kernel.function(*args, **kwargs)
+                out, weights = function(*args, **kwargs)
                 call.compare(problem, out)
             intercept.record(problem)
             return intercept.ablate(out, 2), weights  # [b, t, h, w]

@@ -33,7 +33,8 @@ FIRST = ("module", "query", "key", "value", "attention_mask")
 SUPPORTED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
 PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "block_table"}
 
-MAX_EAGER_BYTES = 2**31  # of weights that an eager kernel may build; above it, manyheads computes the output
+# If an eager kernel would build more bytes of weights, manyheads computes the output.
+MAX_EAGER_BYTES = 2**31
 
 
 @dataclass
@@ -149,7 +150,7 @@ class Call:
                     f"its kernel {name} isn't one of transformers' own and got no mask, which can mean "
                     "causal too"
                 )
-            # sdpa uses is_causal then, which counts from the top left, except for a single query.
+            # sdpa then uses is_causal, which counts from the top left, unless there is a single query.
             if self.kernel.name == "sdpa" and is_causal and t > 1:
                 return Causal(), {}, 0
             return None, {}, s - t if is_causal else 0
@@ -177,7 +178,7 @@ class Call:
         padding, window = self.mask, self.options.get("sliding_window")
         if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
             raise self._error(f"expected its flash kernel's mask to be padding [b, s], got {kind(padding)}")
-        n = s if padding is None else padding.shape[1]  # of a static cache, only so many keys are read
+        n = s if padding is None else padding.shape[1]  # the keys that are read, if the cache is static
         parts: list[Mask] = [Causal()] if is_causal else []
         if window is not None:
             parts.append(Window(left=window - 1, right=window - 1))

@@ -61,7 +61,7 @@ class Origin:
     row: int | Tensor  # the position of row 0, as transformers counts
     column: int  # the position of column 0
     value: Mask | None = None
-    version: int | None = None  # of the mask tensor that the value was compared with
+    version: int | None = None  # the version of the mask tensor when it was compared
 
     @property
     def offset(self) -> int:
@@ -120,7 +120,7 @@ class Origin:
 
     def _equals(self, mask: Mask, made: Any) -> bool:
         """Return True if a mask equals the one that was made in every entry. Blocks of rows save memory."""
-        is_tensor = isinstance(made, Tensor)  # else a BlockMask, which has a function in place of entries
+        is_tensor = isinstance(made, Tensor)  # if not, it is a BlockMask, which has a function
         b, device = made.shape[0], made.device if is_tensor else made.kv_indices.device
         mask = mask.bind(self.offset, self.s)
         batch = torch.arange(b, device=device)[:, None, None, None]
@@ -130,7 +130,7 @@ class Origin:
             row = rows[None, None, :, None]
             keep = mask.keep(batch, head, row + self.offset, j).expand(b, 1, len(rows), self.s)
             theirs = made[:, :, rows] if is_tensor else made.mask_mod(batch, head, row, j).expand_as(keep)
-            if theirs.is_floating_point():  # 0 for what is kept, the lowest number for what is masked
+            if theirs.is_floating_point():  # 0 is visible, the lowest number is masked
                 lowest = theirs.new_full((), torch.finfo(theirs.dtype).min)
                 keep = torch.where(keep, torch.zeros_like(lowest), lowest)
             if not torch.equal(keep, theirs):
