@@ -81,7 +81,7 @@ def _join_masks(before: Problem, after: Problem) -> Mask | None:
     low, high = old_band
     last = before.offset + before.shape.t - 1
     if old_band != new_band or high is None or last + high >= before.shape.s:
-        return None  # else the old queries would attend to the later keys
+        return None  # the old queries would attend to later keys
     reach = last + high + 1  # the number of keys that the band keeps for the old queries
     if not torch.equal(old_keys[:, :reach], new_keys[:, :reach].expand(old_keys[:, :reach].shape)):
         return None
@@ -98,13 +98,11 @@ def _band_and_keys(problem: Problem) -> tuple[Band, Tensor | None]:
     """Return a mask as a band and the visible keys `[b, s]`; None if these differ between queries."""
     n = problem.shape
     keys = torch.ones(n.b, n.s, dtype=torch.bool, device=problem.q.device)
-    if problem.mask is None:
-        return (None, None), keys
-    band, segments, lengths, rest = problem.mask.normal()
-    if segments or not all(map(_same_for_all_queries, rest)):
+    band, segments, lengths, others = (Full() if problem.mask is None else problem.mask).normal()
+    if segments or not all(map(_same_for_all_queries, others)):
         return band, None
-    for part in (*lengths, *rest):
-        keys = keys & problem.keep(part, slice(0, 1), slice(None))[:, 0, 0]  # [b, s]
+    for mask in (*lengths, *others):
+        keys = keys & problem.keep(mask, slice(0, 1), slice(None))[:, 0, 0]  # [b, s]
     return band, keys
 
 

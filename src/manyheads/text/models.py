@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -179,7 +179,9 @@ def _load_hugging_face(name: str, folder: Path) -> Model:
     with _quiet():
         model = _load_weights(name, folder)
         tokenizer = _load_tokenizer(name, folder)
-    reader, vocabulary = _find_reader(model), _vocabulary_size(model)
+    reader, vocabulary = _find_reader(model), None
+    with suppress(AttributeError, NotImplementedError):  # some models have no input embeddings
+        vocabulary = len(model.get_input_embeddings().weight)
 
     def encode(text: str, limit: int | None) -> list[Token]:
         with _quiet():
@@ -234,13 +236,6 @@ def _load_weights(name: str, folder: Path) -> Any:
 def _find_reader(model: Any) -> Any:
     """Return the part that reads a text: the encoder, if the decoder needs a text of its own."""
     return model.get_encoder() if "decoder_input_ids" in signature(model.forward).parameters else model
-
-
-def _vocabulary_size(model: Any) -> int | None:
-    try:
-        return len(model.get_input_embeddings().weight)
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _load_tokenizer(name: str, folder: Path) -> Any:

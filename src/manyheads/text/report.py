@@ -149,8 +149,12 @@ def read_text(text: str | None, file: str | None) -> str:
     try:
         if text is not None:
             data = os.fsencode(text)
+        elif file != "-":
+            data = Path(str(file)).read_bytes()
+        elif sys.stdin is None:  # Python was started with standard input closed
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         else:
-            data = _read_stdin() if file == "-" else Path(str(file)).read_bytes()
+            data = sys.stdin.buffer.read()
         decoded = data.decode("utf-8-sig")
     except OSError as error:
         raise OSError(f"--text-file {source} can't be read: {error.strerror}.") from None
@@ -163,12 +167,6 @@ def read_text(text: str | None, file: str | None) -> str:
     if not decoded.strip():
         raise ValueError(f"Expected a text with some words, got a blank {source}.")
     return decoded
-
-
-def _read_stdin() -> bytes:
-    if sys.stdin is None:  # Python was started with standard input closed
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-    return sys.stdin.buffer.read()
 
 
 def read(

@@ -131,7 +131,9 @@ class ViewedRun:
             for n, call in enumerate(several):
                 if all(call.shape):
                     label = (name or "attention") + (f", call {n}" if len(several) > 1 else "")
-                    layers.append(Layer(label, _on_cpu(call), len(layers)))
+                    if isinstance(call, AttentionMap) and call.problem.q.device.type != "cpu":
+                        call = call.to("cpu")
+                    layers.append(Layer(label, call, len(layers)))
         if not layers:
             raise ValueError("Nothing to show: expected an attention call with a query and a key, got none.")
         return cls(title, layers, source.provenance, path)
@@ -160,11 +162,6 @@ def _stamp(path: Path | None) -> tuple[int, ...] | None:
     except OSError:
         return None
     return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def _on_cpu(call: Any) -> Any:
-    is_elsewhere = isinstance(call, AttentionMap) and call.problem.q.device.type != "cpu"
-    return call.to("cpu") if is_elsewhere else call
 
 
 def first_position(amap: AttentionMap, batch: int) -> int | None:
