@@ -42,12 +42,12 @@ def stance() -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Assert after every test: no mode here, PyTorch's functions unpatched, torch.compile compiles."""
+    """Assert after every test that no mode is active, nothing is patched, and torch.compile compiles."""
     yield
     assert _get_current_function_mode_stack() == []
     assert F.scaled_dot_product_attention is KERNEL
     assert stance() == "default"
-    assert intercept._thread.running == []
+    assert intercept._thread.running == ()
     assert intercept._thread.mode is None
 
 
@@ -63,7 +63,7 @@ def hooks(model: nn.Module) -> list[int]:
 
 
 def assert_identical(one: Any, other: Any) -> None:
-    """Bit for bit, in shape, dtype and strides."""
+    """Assert that two trees are equal bit for bit, in shape, dtype and strides."""
     if isinstance(one, Tensor):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, check_stride=True)
     elif isinstance(one, tuple | list):
@@ -142,7 +142,7 @@ class Call(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """As in nanoGPT: q, k and v are views of one product."""
+    """An attention layer as in nanoGPT: q, k and v are views of one product."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,33 +1,65 @@
 """Head scores: how much a head attends to the previous token, to repeated tokens, and so on.
 
-Each score is the mean weight inside a mask, `[b, h]`, over the queries that have a visible key in the mask; 0
-if there is none. For induction and duplicate tokens these are the queries whose token occurred before.
-`manyheads show` prints scores under its own names, see `manyheads.text.highlights.MASKS`.
+`SCORES` is the table of all head scores that are mean weights: recordings, the viewer and `manyheads show`
+select from it by name. To add a score, add a row to it, and its name to the selections that should have it:
+`observe.summaries.HEAD_SCORES`, `observe.table.TOKEN_SCORES` or `text.highlights.SCORES`. A mean statistic,
+such as the entropy, is a head score too; `UNITS` has the units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from manyheads import statistics
 from manyheads.maps import AttentionMap, picked_rows
-from manyheads.masks import AfterSameToken, Causal, Diagonal, Mask, SameToken, Window
+from manyheads.masks import AfterSameToken, Causal, Diagonal, Keys, Mask, SameToken, Window
 from manyheads.shapes import kind, sizes
 
-# The masks of the scores: those that depend on the map only, and those that depend on the tokens.
-MAP_MASKS: dict[str, Callable[[AttentionMap], Mask]] = {
-    "previous_token": lambda amap: Diagonal(-1),
-    "current_token": lambda amap: Diagonal(0),
-    "first_token": AttentionMap.first_key,
+
+@dataclass(frozen=True)
+class Score:
+    """A head score: the mean weight inside a mask, over the queries that have a visible key in the mask.
+
+    Attributes:
+        mask: A function of the map and the tokens that returns the mask.
+        needs_tokens: True if the mask depends on the tokens; else they may be None.
+    """
+
+    mask: Callable[[AttentionMap, Any], Mask]
+    needs_tokens: bool = False
+
+    def mean_weight(self, amap: AttentionMap, ids: Tensor | None = None) -> Tensor:
+        """Return the score of every head, `[b, h]`; 0 where no query has a visible key in the mask.
+
+        Args:
+            amap: The map.
+            ids: The tokens, integers `[s]` or `[b, s]`, if the mask depends on them.
+
+        Returns:
+            The score, between 0 and 1.
+        """
+        amap = _check_map(amap)
+        ids = _check_ids(ids, amap) if self.needs_tokens else None
+        return amap.mass(self.mask(amap, ids), mean=True)
+
+
+SCORES: dict[str, Score] = {
+    "previous_token": Score(lambda amap, ids: Diagonal(-1)),
+    "current_token": Score(lambda amap, ids: Diagonal(0)),
+    "next_token": Score(lambda amap, ids: Diagonal(1)),
+    "first_token": Score(lambda amap, ids: amap.first_key()),  # the first visible key of each query
+    "first_position": Score(lambda amap, ids: Keys([0])),
+    "last_position": Score(lambda amap, ids: Keys([amap.shape[3] - 1]) & ~Diagonal(0)),
+    "same_token": Score(lambda amap, ids: SameToken(ids) & ~Diagonal(0), needs_tokens=True),
+    "duplicate_token": Score(lambda amap, ids: SameToken(ids) & Causal() & ~Diagonal(0), needs_tokens=True),
+    "induction": Score(lambda amap, ids: AfterSameToken(ids), needs_tokens=True),
 }
-TOKEN_MASKS: dict[str, Callable[[Tensor], Mask]] = {
-    "duplicate_token": lambda ids: SameToken(ids) & Causal() & ~Diagonal(0),
-    "induction": AfterSameToken,
-}
-UNITS = {"entropy": "nats", "distance": "positions"}  # of the other head scores, which aren't weights
+UNITS = {"entropy": "nats", "distance": "positions"}  # of mean statistics; weights have no unit
 
 
 def previous_token(amap: AttentionMap) -> Tensor:
@@ -44,7 +76,7 @@ def previous_token(amap: AttentionMap) -> Tensor:
     Raises:
         TypeError: If amap isn't a map.
     """
-    return _check_map(amap).mass(MAP_MASKS["previous_token"](amap), mean=True)
+    return SCORES["previous_token"].mean_weight(amap)
 
 
 def current_token(amap: AttentionMap) -> Tensor:
@@ -61,7 +93,7 @@ def current_token(amap: AttentionMap) -> Tensor:
     Raises:
         TypeError: If amap isn't a map.
     """
-    return _check_map(amap).mass(MAP_MASKS["current_token"](amap), mean=True)
+    return SCORES["current_token"].mean_weight(amap)
 
 
 def first_token(amap: AttentionMap) -> Tensor:
@@ -78,7 +110,7 @@ def first_token(amap: AttentionMap) -> Tensor:
     Raises:
         TypeError: If amap isn't a map.
     """
-    return _check_map(amap).mass(MAP_MASKS["first_token"](amap), mean=True)
+    return SCORES["first_token"].mean_weight(amap)
 
 
 def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
@@ -97,8 +129,7 @@ def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
         TypeError: If amap isn't a map, or ids aren't integers.
         ValueError: If ids have another shape.
     """
-    mask = TOKEN_MASKS["duplicate_token"](_check_ids(ids, _check_map(amap)))
-    return amap.mass(mask, mean=True)
+    return SCORES["duplicate_token"].mean_weight(amap, ids)
 
 
 def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
@@ -117,14 +148,13 @@ def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
         TypeError: If amap isn't a map, or ids aren't integers.
         ValueError: If ids have another shape.
     """
-    mask = TOKEN_MASKS["induction"](_check_ids(ids, _check_map(amap)))
-    return amap.mass(mask, mean=True)
+    return SCORES["induction"].mean_weight(amap, ids)
 
 
 def local(amap: AttentionMap, width: int) -> Tensor:
     """Return the mean weight within `width` keys of the query's position, on both sides.
 
-    It is what a window mask would keep (Beltagy et al. 2020, arXiv:2004.05150).
+    It is the weight that a window mask would keep (Beltagy et al. 2020, arXiv:2004.05150).
 
     Args:
         amap: The map.
@@ -146,20 +176,21 @@ def _check_map(amap: object) -> AttentionMap:
     return amap
 
 
-def _check_ids(ids: Tensor, amap: AttentionMap) -> Tensor:
+def _check_ids(ids: object, amap: AttentionMap) -> Tensor:
+    """Return the tokens on the map's device, checked."""
     s = amap.shape[3]
     if not isinstance(ids, Tensor) or ids.is_floating_point():
         raise TypeError(f"Expected ids to be the tokens, integers [s] or [b, s], got {kind(ids)}.")
     if ids.dim() not in (1, 2) or ids.shape[-1] != s:
         raise ValueError(f"Expected ids to be [s] or [b, s], one for each of s = {s} keys, got {sizes(ids)}.")
-    return ids
+    return ids.to(amap.problem.q.device)
 
 
 def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Tensor | None = None) -> Tensor:
     """Return how much information each position of the input contributes to some positions of the output.
 
     Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928): rows of the product Π (½ W + ½ I) over all
-    layers, where W are a layer's weights averaged over heads, and ½ I stands for the residual connection. The
+    layers, where W are a layer's weights averaged over heads, and ½ I is the residual connection. The
     rows are computed from the last layer to the first, in one pass over each, without a matrix. Nothing is
     renormalised: where a row of W sums to less than 1, because of a sink or a mask, so does the rollout.
 

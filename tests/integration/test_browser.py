@@ -1,4 +1,4 @@
-"""The viewer in a browser: what it shows equals the map, at 7, 2,000 and 100,000 tokens."""
+"""The viewer in a browser: it shows the weights of the map, at 7, 2,000 and 100,000 tokens."""
 
 from __future__ import annotations
 

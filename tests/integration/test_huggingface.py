@@ -1,7 +1,7 @@
-"""Models of Hugging Face transformers, observed: unchanged outputs, and the weights of eager attention.
+"""Observed models of Hugging Face transformers: unchanged outputs, and the weights of eager attention.
 
-Random weights, tiny configurations, float32. What a map says is compared with what transformers itself
-returns from `attn_implementation="eager"` and `output_attentions=True`.
+The models are tiny, in float32, with random weights. Maps are compared with the weights that transformers
+returns for `attn_implementation="eager"` and `output_attentions=True`.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def eager_weights(out: Any) -> dict[str, list[Tensor]]:
 
 
 def kind_of(path: str, kinds: Any) -> str:
-    """Which attentions the module at this path computes."""
+    """Return the kinds of attention that the module at this path computes."""
     if "only" in kinds:
         return "only"
     if "text" in kinds:
@@ -288,7 +288,7 @@ def test_outputs_and_weights(name: str, implementation: str, padding: str | None
 
 
 def steps(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None, **options: Any) -> Any:
-    """A prefill of six tokens, then three, then one by one: what the model gives at each step."""
+    """Return the outputs of a prefill of six tokens, of three more, and of single tokens."""
     at = 0
     for n in (6, 3, 1, 1, 1):
         visible = None if mask is None else mask[:, : at + n]
@@ -303,7 +303,7 @@ def steps(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None, **opti
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize(("name", "implementation"), [pair for pair in BOTH if pair[0] in DECODERS])
 def test_caches(name: str, implementation: str, kind: str, padding: str | None) -> None:
-    """Each step, its queries at their positions, among all keys that the cache gave."""
+    """Compare the queries of each step with the weights over all keys of the cache."""
     given = inputs(name, padding)
     ids, mask = given["input_ids"], given.get("attention_mask")
     model, eager = build(name, implementation), build(name, "eager")
@@ -343,7 +343,7 @@ def masks_of(model: nn.Module, **given: Any) -> list[str]:
 
 
 def test_masks_are_values_where_the_pattern_is_known() -> None:
-    """A tensor [t, s] would be right too; a value takes no room, and says what it is."""
+    """A tensor [t, s] would be right too, but a value takes no memory and prints what it is."""
     plain, right, left, holes = (inputs("llama", padding) for padding in (None, "right", "left", "holes"))
     short, long = "Causal()", "Window(left=4, right=0)"
     for name, causal in (("llama", short), ("mistral", long)):
@@ -393,7 +393,7 @@ def made(model: nn.Module, given: dict[str, Tensor], **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_blocks_that_attend_to_each_other(implementation: str) -> None:
-    """As images do in PaliGemma and Gemma 3: causal, or of one block."""
+    """The blocks of images in PaliGemma and Gemma 3, combined with a causal mask."""
     model, given = build("llama", implementation), inputs("llama", "left")
     blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1, -1], [-2] * 12])
     with transformers.attached(model):
@@ -418,7 +418,7 @@ def test_unknown_mask_functions(implementation: str) -> None:
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_mask_that_is_edited_in_place(implementation: str, inference: bool) -> None:
-    """The origin of a mask is used only while it agrees with the tensor."""
+    """The origin of a mask is used only if it agrees with the tensor."""
     model, given = build("llama", implementation), inputs("llama", "left")
     with transformers.attached(model), torch.inference_mode(inference):
         mask = made(model, given)
@@ -521,7 +521,7 @@ def test_the_models_own_weights_stay(name: str, implementation: str) -> None:
     ("name", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", "eager")]
 )
 def test_training_under_observation(name: str, implementation: str) -> None:
-    """The same dropout, loss and gradients; maps are from before the dropout."""
+    """Dropout, loss and gradients are the same; maps are from before the dropout."""
     given = inputs(name)
     grads = []
     for observed in (False, True):
@@ -543,7 +543,7 @@ def test_training_under_observation(name: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_an_ablated_head(implementation: str) -> None:
-    """The projection after it gets zeros in its place."""
+    """The projection after the ablated head gets zeros."""
     model, given = build("llama", implementation), inputs("llama", "left")
     with torch.no_grad(), observe(model, ablate=[("layers.1.self_attn", 2)]):
         observed = model(**given).logits
@@ -588,7 +588,7 @@ def test_autocast(name: str, implementation: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "t5"])
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation(name: str, cache: str | None) -> None:
-    """The same tokens as without `observe`."""
+    """The tokens are the same as without `observe`."""
     model = build(name, "eager")
     given = inputs(name, "left")
     given = {key: value for key, value in given.items() if not key.startswith("decoder")}
@@ -607,7 +607,7 @@ def test_generation(name: str, cache: str | None) -> None:
 def test_the_steps_of_a_generation_are_one_map(
     name: str, cache: str | None, padding: str | None, heads: list[int] | None
 ) -> None:
-    """The same as one pass over the tokens, whether the cache grows or is written in place."""
+    """The map equals that of one pass over the tokens, whether the cache grows or is written in place."""
     model, given = build(name, "sdpa"), inputs(name, padding)
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
     with observe(model, heads=heads) as recording:
@@ -628,7 +628,7 @@ def test_the_steps_of_a_generation_are_one_map(
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, while it compiles, and where it doesn't
 @pytest.mark.full
 def test_flex_attention() -> None:
-    """Its masks have a function in place of entries."""
+    """The masks of FlexAttention have a function in place of entries."""
     model = build("llama", "flex_attention")
     for padding, expected in (
         ("left", "Causal() & Lengths([12, 8], left=True)"),
@@ -674,7 +674,7 @@ def test_an_unknown_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def changed(change: Any) -> Any:
-    """An eager kernel whose output is changed on its way."""
+    """An eager kernel with a wrong output."""
 
     def kernel(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
         out, weights = own_kernel(module, query, key, value, attention_mask, **kwargs)
@@ -693,7 +693,7 @@ def changed(change: Any) -> Any:
     ],
 )
 def test_a_kernel_that_does_something_else(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output of the kernel is compared, so that a call that is misread raises."""
+    """The output of the kernel is compared, so that a call that was translated wrongly raises."""
     model = registered(monkeypatch, changed(change), ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model(**inputs("llama"))
     with (
@@ -716,7 +716,7 @@ def test_unknown_options_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         model(**given, leaning=3)
     assert len(recording) == 2
     with (
-        pytest.raises(ValueError, match="its kernel is given tilt, which manyheads doesn't support"),
+        pytest.raises(ValueError, match="its kernel gets tilt, which manyheads doesn't support"),
         observe(model),
     ):
         model(**given, tilt=3)
@@ -744,7 +744,7 @@ def call(name: str = "eager", **options: Any) -> calls.Call:
             call("flash", mask=torch.ones(2, 1, 6, 9)),
             r"expected its flash kernel's mask to be padding \[b, s\], got a Tensor of torch.float32",
         ),
-        (call("flash", cu_seq_lens_q=torch.tensor([0, 6])), "its kernel is given cu_seq_lens_q"),
+        (call("flash", cu_seq_lens_q=torch.tensor([0, 6])), "its kernel gets cu_seq_lens_q"),
     ],
 )
 def test_unsupported_calls(made: calls.Call, expected: str) -> None:
@@ -752,7 +752,7 @@ def test_unsupported_calls(made: calls.Call, expected: str) -> None:
         made.problem()
 
 
-def test_shapes_that_do_not_go_together() -> None:
+def test_mismatched_shapes() -> None:
     for shape in ((6, 8), (4, 6, 8), (2, 3, 6, 8), (2, 4, 6, 7)):
         with pytest.raises(ValueError, match=r"^Expected (q|the key heads) .*got"):
             replace(call(), query=torch.zeros(shape)).problem()
@@ -766,7 +766,7 @@ def test_tensors_without_numbers() -> None:
 
 
 def test_options_of_a_call() -> None:
-    """What each kernel reads, and what it ignores."""
+    """Each kernel reads some options, and ignores others."""
     assert call(s_aux=torch.ones(1, 4, 1, 1)).problem().sink.shape == (4,)
     assert call("sdpa", s_aux=torch.ones(4)).problem().sink is not None
     ignored = replace(call("sdpa"), options={"s_aux": torch.ones(4)})  # which its kernel doesn't name
@@ -803,7 +803,7 @@ def test_options_of_a_call() -> None:
 
 
 def test_a_mask_of_one_row_for_all() -> None:
-    """It was made for the last query and is used for six, so it is no longer causal."""
+    """The mask was made for the last query and is used for six, so it is no longer causal."""
     real = torch.arange(9).lt(torch.tensor([9, 5])[:, None])
     with transformers.attached(nn.Identity()):
         mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
@@ -816,7 +816,7 @@ def test_a_mask_of_one_row_for_all() -> None:
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
-    """What transformers' flash attention computes, by its documentation: `[b, t, h, d]`, in float64."""
+    """Compute transformers' flash attention by its documentation: `[b, t, h, d]`, in float64."""
     (b, t, h, _), s = query.shape, key.shape[1] if mask is None else mask.shape[1]
     q, k, v = (x.transpose(1, 2).double() for x in (query, key[:, :s], value[:, :s]))
     k, v = (x.repeat_interleave(h // x.shape[1], 1) for x in (k, v))
@@ -844,7 +844,7 @@ def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwar
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "bert"])
 def test_flash_attention(name: str, padding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none on the CPU: the function above takes its place."""
+    """There is no flash attention on the CPU, so the function above replaces it."""
     from transformers.integrations import flash_attention
 
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", flash)
@@ -878,7 +878,7 @@ def interfaces() -> tuple[Any, ...]:
     )
 
 
-def test_everything_is_put_back() -> None:
+def test_every_change_of_transformers_is_undone() -> None:
     before, one, other = interfaces(), build("llama", "sdpa"), build("bert", "eager")
     config = one.config.to_dict() | {"implementation": one.config._attn_implementation}
     with transformers.attached(one):
@@ -905,7 +905,7 @@ def test_everything_is_put_back() -> None:
 
 
 def test_models_that_are_not_observed_run_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even one that couldn't be observed."""
+    """So does a model that can't be observed."""
     other = registered(monkeypatch, changed(lambda out, value: 2 * out), ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     given = inputs("llama")
     with torch.no_grad():
@@ -918,7 +918,7 @@ def test_models_that_are_not_observed_run_as_usual(monkeypatch: pytest.MonkeyPat
 
 
 def test_threads() -> None:
-    """Each thread observes its own model, while others begin and end."""
+    """Each thread observes its own model while observations of others begin and end."""
     models = {name: build(name, "sdpa") for name in ("llama", "bert", "gpt2", "t5")}
     given = {name: inputs(name, "right") for name in models}
     with torch.no_grad():
@@ -945,7 +945,7 @@ def test_threads() -> None:
     assert interfaces() == before
 
 
-def test_present() -> None:
+def test_is_present() -> None:
     assert transformers.is_present(build("llama", "sdpa"))
     assert transformers.is_present(nn.Sequential(build("llama", "sdpa").model.layers[0].self_attn))
     assert not transformers.is_present(nn.TransformerEncoderLayer(8, 2))

@@ -1,5 +1,7 @@
-"""`manyheads show --model` with models of Hugging Face, and `--save` with any: tiny ones with random weights,
-saved with tokenizers made here, and a trained one where it is installed."""
+"""`manyheads show --model` with models of Hugging Face, and `--save` with any model.
+
+The models are tiny, with random weights and their own tokenizers; a trained one is tested if it is installed.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ SEQ2SEQ = {**VOCAB, "d_model": 32, "decoder_start_token_id": 1}
 
 
 def plain_words() -> Any:
-    """Words as they are."""
+    """A tokenizer of whole words."""
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(PLAIN)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>")
@@ -81,7 +83,7 @@ def byte_level() -> Any:
 
 
 def ending() -> Any:
-    """Words, and </s> behind them, as T5 has it."""
+    """A tokenizer of words that appends </s>, as that of T5."""
     made = plain_words()
     made._tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", special_tokens=[("</s>", 2)]
@@ -131,7 +133,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 def saved(folder: Path, model: Any, tokenizer: Any) -> Path:
-    """A model and its tokenizer in a folder; sharp enough to look at something."""
+    """Save a model, whose attention isn't uniform, and its tokenizer in a folder."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if re.search(r"(q|k|query|key|c_attn|q_proj|k_proj)\.weight$", name):
@@ -143,7 +145,7 @@ def saved(folder: Path, model: Any, tokenizer: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model, made when it is first asked for."""
+    """Return the folder of a model, which is made when it is first used."""
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
@@ -178,7 +180,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty pictures: drawing takes longest."""
+    """Replace pictures by empty ones, because drawing takes longest."""
 
     def empty(reading: report.Reading, layer: int, head: int, **_: Any) -> dict[str, Figure]:
         return {"overview": Figure(), f"layer{layer}-head{head}": Figure()}
@@ -190,7 +192,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def eager(folder: Path, ids: list[int]) -> list[torch.Tensor]:
-    """What transformers itself says that the weights are, layer by layer, `[h, t, t]`."""
+    """Return the weights of transformers' own eager attention, layer by layer, `[h, t, t]`."""
     model = tf.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
     part = model.encoder if model.config.is_encoder_decoder else model
     with torch.no_grad():

@@ -35,6 +35,7 @@ from manyheads.figures.difference import difference
 from manyheads.figures.heatmaps import MOST, WEIGHT, Picture, Strip
 from manyheads.figures.positions import curves, image
 from manyheads.maps import AttentionMap
+from manyheads.measures import UNITS
 from manyheads.shapes import kind, whole
 from manyheads.statistics import Entropy, Received
 
@@ -57,7 +58,6 @@ RECEIVED = {
     None: "weight received, summed over queries",
     "age": "mean weight received from the queries that may attend to the key",
 }
-UNITS = {"entropy": ", nats", "distance": ", positions"}
 HEAD, UNIFORM = "#3b528b", "#5ec962"  # two of the colours of weights
 
 
@@ -380,7 +380,8 @@ def measures(
     digits = [0 if top >= 100 else 1 if top >= 10 else 2 for top in np.maximum(-low, high)]
 
     labels = [heatmaps.legible(f"{table[n]['layer']}   head {table[n]['head']}") for n in order]
-    columns = [heatmaps.legible(name.replace("_", " ") + UNITS.get(name, "")) for name in names]
+    units = {name: f", {unit}" for name, unit in UNITS.items()}
+    columns = [heatmaps.legible(name.replace("_", " ") + units.get(name, "")) for name in names]
     width = 0.7 * len(names) + heatmaps.LETTER * max(map(len, labels)) + 0.5
     figure = Picture(figsize=(width, 0.22 * len(order) + 1.4), dpi=cells.DPI, layout="constrained")
     axes = figure.subplots()

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyheads.measures import MAP_MASKS
 from manyheads.observe.intercept import record_attention
 from manyheads.observe.recorder import Recorder
 from manyheads.observe.recording import NoSuchLayer, Recording, open_run
-from manyheads.observe.summaries import STANDARD, Reduced
+from manyheads.observe.summaries import HEAD_SCORES, STANDARD, Reduced
 from manyheads.observe.table import Table
 from manyheads.shapes import DTYPES, kind, most_bytes, whole
 from manyheads.statistics import BY_NAME, named
@@ -56,8 +55,8 @@ def observe(
         layers: Which modules to record: paths, parts of paths, or numbers in order of first call.
         heads: Which query heads to record.
         max_bytes: The largest size of the recording, in bytes.
-        device: Where q and k are kept, e.g. "cpu".
-        dtype: The precision in which they are kept, e.g. torch.float16.
+        device: The device to keep q and k on, e.g. "cpu".
+        dtype: The precision to keep them in, e.g. torch.float16.
         ablate: Pairs (layer, head) whose output is replaced by zeros, to see what the head contributes.
 
     Yields:
@@ -80,7 +79,7 @@ def observe(
         raise TypeError(f"Expected dtype to be one of {', '.join(map(str, DTYPES))}, got {dtype!r}.")
     statistics = None if keep == "maps" else _check_statistics(keep)
     if statistics is not None and (device is not None or dtype is not None):
-        raise ValueError('device= and dtype= say how maps are kept, but keep="statistics" keeps none.')
+        raise ValueError('device= and dtype= apply to maps, and keep="statistics" keeps none.')
     head_numbers = _as_list(heads, "heads", "head numbers")
     for head in head_numbers or ():
         whole(head, "a head in heads", least=-(1 << 30))
@@ -94,7 +93,7 @@ def observe(
         layers=_as_list(layers, "layers", "paths or numbers of layers"),
         heads=head_numbers,
         max_bytes=None if max_bytes is None else most_bytes(max_bytes),
-        store=[place for place in (device, dtype) if place is not None],
+        store=[target for target in (device, dtype) if target is not None],
         ablate=_check_pairs(ablate),
     )
     with recorder.attached():
@@ -114,12 +113,15 @@ def _check_statistics(keep: Any) -> dict[str, Any]:
     statistics = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep, ())
     if not statistics:
         raise ValueError(f"{expected}, got none.")
-    for name, given in statistics.items():
-        if name not in (*BY_NAME, *MAP_MASKS):
-            raise ValueError(f"Expected statistics among {', '.join((*BY_NAME, *MAP_MASKS))}, got {name!r}.")
-        if name in MAP_MASKS and given != ():
-            raise TypeError(f"{name} takes no arguments, got {given!r}.")
-    named({name: given for name, given in statistics.items() if name in BY_NAME})  # checks the arguments
+    for name, arguments in statistics.items():
+        if name not in (*BY_NAME, *HEAD_SCORES):
+            raise ValueError(
+                f"Expected statistics among {', '.join((*BY_NAME, *HEAD_SCORES))}, got {name!r}."
+            )
+        if name in HEAD_SCORES and arguments != ():
+            raise TypeError(f"{name} takes no arguments, got {arguments!r}.")
+    # `named` raises an error for arguments that don't fit.
+    named({name: arguments for name, arguments in statistics.items() if name in BY_NAME})
     return statistics
 
 
@@ -133,14 +135,14 @@ def _check_pairs(ablate: Any) -> list[tuple[str | int, int]]:
     return pairs
 
 
-def _as_list(value: Any, option: str, what: str) -> list[Any] | None:
+def _as_list(value: Any, option: str, content: str) -> list[Any] | None:
     """Return one or several layers or heads as a list; None for all of them."""
     if value is None:
         return None
     values = [value] if isinstance(value, str | int) else value
     if not isinstance(values, Iterable) or isinstance(values, Tensor):
-        raise TypeError(f"Expected {option} to be {what}, got {kind(value)}.")
+        raise TypeError(f"Expected {option} to be {content}, got {kind(value)}.")
     values = list(values)
     if not values:
-        raise ValueError(f"Expected {option} to be {what} (None for all), got an empty list.")
+        raise ValueError(f"Expected {option} to be {content} (None for all), got an empty list.")
     return values

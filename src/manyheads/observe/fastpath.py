@@ -1,9 +1,9 @@
 """The fast path of PyTorch's own transformer layers, in evaluation without gradients.
 
-On the fast path, attention is part of a fused kernel that can't be intercepted. PyTorch doesn't take it where
-a layer has hooks. An encoder's fast path also skips padding, and returns zeros there, or what its norm makes
-of zeros. So that observed models return the same outputs, these are computed a second time, by the same
-modules without hooks.
+On the fast path, attention is part of a fused kernel that can't be intercepted. PyTorch doesn't take it if a
+layer has hooks. An encoder's fast path also skips padding, and returns zeros for it, or the norm of zeros. So
+that an observed model returns the same outputs, they are computed a second time, by the same modules without
+hooks.
 """
 
 from __future__ import annotations

@@ -26,13 +26,13 @@ def checksums(k: Tensor, end: int) -> Tensor:
 
 
 def reached_keys(call: Call, s: int) -> int:
-    """Return how many of s keys the queries reach, counted from the first; 0 if sequences differ in it."""
+    """Return the number of keys, out of s, up to the last query; 0 if sequences have different offsets."""
     offset = call.offset if isinstance(call, Reduced) else call.problem.offset
     return max(min(offset + call.shape[2], s), 0) if isinstance(offset, int) else 0
 
 
 def join(old: Call, new: Call) -> Call | None:
-    """Return two calls whose keys continue each other's as one call; None if that can't express both."""
+    """Return two calls as one if the keys of the second continue those of the first; else None."""
     if isinstance(old, Reduced) and isinstance(new, Reduced):
         return old.followed_by(new) if _continues(old.shape, old.offset, new.shape, new.offset) else None
     if isinstance(old, AttentionMap) and isinstance(new, AttentionMap):
@@ -71,7 +71,7 @@ def _join_masks(before: Problem, after: Problem) -> Mask | None:
     (old_band, old_keys), (new_band, new_keys) = _band_and_keys(before), _band_and_keys(after)
     if old_keys is None or new_keys is None or not isinstance(before.offset, int):
         return None
-    # A single query at the last key is causal without a band too.
+    # For a single query at the last key, no band is the same as a causal band.
     causal: Band = (None, 0)
     old_is_last, new_is_last = _is_last_key(before, old_band), _is_last_key(after, new_band)
     if old_is_last and (new_is_last or new_band == causal):
@@ -81,8 +81,8 @@ def _join_masks(before: Problem, after: Problem) -> Mask | None:
     low, high = old_band
     last = before.offset + before.shape.t - 1
     if old_band != new_band or high is None or last + high >= before.shape.s:
-        return None  # the old queries would attend to the later keys
-    reach = last + high + 1  # the old queries attend to no key beyond it, whatever their mask keeps
+        return None  # the old queries would attend to later keys
+    reach = last + high + 1  # the number of keys that the band keeps for the old queries
     if not torch.equal(old_keys[:, :reach], new_keys[:, :reach].expand(old_keys[:, :reach].shape)):
         return None
     band: Mask = Causal() if (low, high) == causal else Window(None if low is None else -low, high)
@@ -95,16 +95,14 @@ def _is_last_key(problem: Problem, band: Band) -> bool:
 
 
 def _band_and_keys(problem: Problem) -> tuple[Band, Tensor | None]:
-    """Return a mask as a band and the keys `[b, s]` that are visible to all queries; None if it has more."""
+    """Return a mask as a band and the visible keys `[b, s]`; None if these differ between queries."""
     n = problem.shape
     keys = torch.ones(n.b, n.s, dtype=torch.bool, device=problem.q.device)
-    if problem.mask is None:
-        return (None, None), keys
-    band, segments, lengths, rest = problem.mask.normal()
-    if segments or not all(map(_same_for_all_queries, rest)):
+    band, segments, lengths, others = (Full() if problem.mask is None else problem.mask).normal()
+    if segments or not all(map(_same_for_all_queries, others)):
         return band, None
-    for part in (*lengths, *rest):
-        keys = keys & problem.keep(part, slice(0, 1), slice(None))[:, 0, 0]  # [b, s]
+    for mask in (*lengths, *others):
+        keys = keys & problem.keep(mask, slice(0, 1), slice(None))[:, 0, 0]  # [b, s]
     return band, keys
 
 

@@ -1,7 +1,7 @@
 """Intercept attention calls while modules of an observed model run.
 
 The recorder's hooks call `enter` before and `leave` after the forward of each observed module, so that the
-modules which run on each thread are known. An attention call belongs to the innermost of them. From the first
+modules that run on each thread are known. An attention call belongs to the innermost of them. From the first
 `enter` to the last `leave` on a thread, a `TorchFunctionMode` is active, to which PyTorch passes every call.
 It intercepts
 
@@ -9,12 +9,11 @@ It intercepts
     multi_head_attention_forward        nn.MultiheadAttention and everything built on it
     flex_attention                      with a mask_mod, without a score_mod
     attention, attention_with_map       and the other functions of manyheads that compute weights
-    fused kernels that are called       by raising an error, because the weights can't be derived from
-    directly                            the arguments
 
 A handler translates its call into a `Problem`, lets the model's own kernel compute the output, records the
-call and zeroes the output of ablated heads. A softmax outside of these functions is reported to the observer:
-it may be part of attention that a module computes by itself, which can't be recorded.
+call and zeroes the output of ablated heads. A fused kernel that a model calls directly raises an error,
+because the weights can't be derived from its arguments. A softmax outside of these functions is reported to
+the observer: it may be part of attention that a module computes by itself, which can't be recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from inspect import signature
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, Protocol
 
 import torch
@@ -67,20 +66,21 @@ class Observer(Protocol):
         """Note a softmax outside of attention calls."""
 
     def ablated(self, path: str, h: int) -> list[int]:
-        """Return which of the h heads of a module are ablated."""
+        """Return the heads of a module, of h, that are ablated."""
         ...
 
 
 # -- which modules run -----------------------------------------------------------------------------
 
+# (observer, path) of each running module, the innermost last. `dict(running)` therefore maps each observer to
+# the path of its innermost module.
+Running = tuple[tuple[Observer, str], ...]
+
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        # (observer, path) of each running module, the innermost last. `dict(running)` therefore maps each
-        # observer to the path of its innermost module.
-        self.running: list[tuple[Observer, str]] = []
-        self.mode: TorchFunctionMode | None = None
-        self.paused = False
+    running: Running = ()
+    mode: TorchFunctionMode | None = None
+    paused = False
 
 
 _thread = _Thread()
@@ -94,7 +94,7 @@ def enter(observer: Observer, path: str) -> None:
     if _thread.mode is None:
         _thread.mode = Intercept()
         _thread.mode.__enter__()
-    _thread.running.append((observer, path))
+    _thread.running += ((observer, path),)
 
 
 def leave(observer: Observer, path: str) -> None:
@@ -112,11 +112,11 @@ def is_running(observer: Observer, path: str) -> bool:
 
 def forget(observer: Observer) -> None:
     """Remove all modules of an observer on this thread, if an exception kept their hooks from running."""
-    ended = [pair for pair in _thread.running if pair[0] is observer]
-    _end(ended, [pair for pair in _thread.running if pair[0] is not observer])
+    ended = tuple(pair for pair in _thread.running if pair[0] is observer)
+    _end(ended, tuple(pair for pair in _thread.running if pair[0] is not observer))
 
 
-def _end(ended: list[tuple[Observer, str]], running: list[tuple[Observer, str]]) -> None:
+def _end(ended: Running, running: Running) -> None:
     with _lock:
         for observer, _ in ended:
             observer.active -= 1
@@ -163,7 +163,7 @@ def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis:
         The output `[...]` of `compute`, with zeros for ablated heads.
 
     Raises:
-        ValueError: If q or k hold no numbers, as on the meta device.
+        ValueError: If q or k have no numbers, as on the meta device.
         MemoryError: If the recording would exceed its max_bytes.
     """
     if not is_recording():
@@ -198,15 +198,15 @@ def check_readable(owner: str, **inputs: Any) -> None:
     for name, x in inputs.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"Expected {owner}'s {name} to be a tensor, got {kind(x)}.")
-        why = None
+        reason = None
         if x.is_nested:
-            why = "is a nested tensor, whose sequences have no common length: pad it and pass a mask"
+            reason = "is a nested tensor, whose sequences have no common length: pad it and pass a mask"
         elif torch._C._functorch.is_functorch_wrapped_tensor(x):
-            why = "is inside a torch.func transform: call the model without one"
+            reason = "is inside a torch.func transform: call the model without one"
         elif x.is_meta or isinstance(x, FakeTensor):
-            why = "has a shape but no numbers: observe a model on a real device"
-        if why:
-            raise ValueError(f"{owner}'s {name} can't be observed, because it {why}.")
+            reason = "has a shape but no numbers: observe a model on a real device"
+        if reason:
+            raise ValueError(f"{owner}'s {name} can't be observed, because it {reason}.")
         if x.dim() < 2:
             raise ValueError(f"Expected {owner}'s {name} to be [..., length, width], got {sizes(x)}.")
 
@@ -214,7 +214,7 @@ def check_readable(owner: str, **inputs: Any) -> None:
 # -- while any model is observed -------------------------------------------------------------------
 
 _open: list[Observer] = []  # the observers of all threads whose `with` block is open
-# Set while a model is observed: compiled code runs no hooks, so it is made to run eagerly.
+# PyTorch's stance while a model is observed: compiled code runs no hooks, so it has to run eagerly.
 _stance: Any = None
 
 
@@ -225,7 +225,7 @@ def listening(observer: Observer) -> Iterator[None]:
     with _lock:
         if not _open:
             F.scaled_dot_product_attention, torch.compile = _count_strays, _compile
-            # Before torch._dynamo is imported, which takes a second, nothing is compiled.
+            # Nothing is compiled before torch._dynamo is imported, which takes a second.
             if "torch._dynamo" in sys.modules:
                 _run_eagerly()
         _open.append(observer)
@@ -251,7 +251,7 @@ def _run_eagerly() -> None:
 def _compiled() -> Iterator[None]:
     """Run compiled code as compiled in this block, because FlexAttention needs it on a GPU."""
     with _lock:
-        _run_eagerly()  # now, because the first torch.compile in the block would do it and undo "default"
+        _run_eagerly()  # else the first torch.compile in the block would do it, and undo "default"
     with torch.compiler.set_stance("default"):
         yield
 
@@ -269,18 +269,13 @@ def _count_strays(*args: Any, **kwargs: Any) -> Tensor:
     """Call scaled_dot_product_attention, and count the call if no observed module of this thread makes it."""
     # Code that was imported while a model was observed may keep this function, and call it later.
     counts = _open and not torch.compiler.is_compiling() and not _thread.running and not _thread.paused
-    if counts and not _is_called_by_module():
+    # A module on the call stack belongs to a model that isn't observed.
+    if counts and not any(
+        frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_stack(sys._getframe())
+    ):
         for observer in list(_open):
             observer.strays += observer.active > 0
     return SDPA(*args, **kwargs)
-
-
-def _is_called_by_module() -> bool:
-    """Return True if some module is on the call stack: it belongs to a model that isn't observed."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 # -- the mode --------------------------------------------------------------------------------------
@@ -320,7 +315,7 @@ def _softmax(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return func(*args, **kwargs)
 
 
-# Fused kernels: the beginnings of their names.
+# The names of fused kernels begin with these words.
 FUSED = (
     "_scaled_dot_product",
     "_flash_attention",
@@ -347,7 +342,7 @@ def _attention(
     problem = Problem.of(*autocast(q, k, v), **options)
     check_readable("attention", q=q, k=k)
     with paused(problem.q.device):
-        result = kernels.run(problem, kernel)  # what `func` computes, and the log-sum-exp
+        result = kernels.run(problem, kernel)  # unlike `func`, this returns the log-sum-exp too
     record(problem, result.lse_of_map(problem))
     return ablate(result.out)
 
@@ -403,8 +398,8 @@ def _scaled_dot_product_attention(
         k, v = (x.repeat_interleave(h // max(x.shape[1], 1), 1) for x in (k, v))
     masks = {}
     # PyTorch's is_causal puts the first query at the first key. Without is_causal, more keys than queries are
-    # taken for a cache: a triangular mask tells the position of the first query, and without such a mask the
-    # last query is at the last key. (In cross-attention, positions have no effect.)
+    # taken for a cache: the position of the first query is that of a triangular mask, and without such a mask
+    # the last query is at the last key. (In cross-attention, positions have no effect.)
     offset = 0 if is_causal else max(k.shape[2] - q.shape[2], 0)
     if attn_mask is not None:
         entries = collapse(_four_axes(attn_mask, batch, dims))

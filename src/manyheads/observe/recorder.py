@@ -20,7 +20,7 @@ from manyheads.observe.summaries import Reduced
 from manyheads.problem import Problem
 from manyheads.shapes import amount, whole
 
-COMPILED = "_orig_mod"  # what torch.compile adds to the paths of a model's modules
+COMPILED = "_orig_mod"  # the name that torch.compile adds to the paths of a model's modules
 
 
 @dataclass(eq=False)
@@ -68,12 +68,8 @@ class Recorder:
         attended = list(self.attended)
         return layer == (attended.index(path) if path in self.attended else len(attended))
 
-    def is_ablated(self, path: str) -> bool:
-        """Return True if a head of this module is to be ablated."""
-        return any(self._matches(layer, path) for layer, _ in self.ablate)
-
     def ablated(self, path: str, h: int) -> list[int]:
-        """Return which of the h heads of this module are to be ablated."""
+        """Return the heads of this module, of h, that are to be ablated."""
         heads = []
         for layer, head in self.ablate:
             if self._matches(layer, path):
@@ -92,26 +88,26 @@ class Recorder:
             self.attended.setdefault(path, problem.shape.h)
             if self.layers is not None and not any(self._matches(layer, path) for layer in self.layers):
                 return
-            where = {"model": type(self.model).__name__, "layer": path}
             h = problem.shape.h
             for head in self.heads or ():
                 if not -h <= head < h:
                     raise ValueError(f"{self._name(path)} has {h} heads, and heads= names head {head}.")
             if self.keep is None:
-                # A copy, because a model may write into q and k again: a cache of fixed size does, and in
-                # inference mode changes in place aren't counted.
+                # q and k are copied because a model may overwrite them, as a cache of fixed size does. (In
+                # inference mode changes in place aren't counted.)
                 problem = replace(problem, q=problem.q.clone(), k=problem.k.clone())
-            amap = AttentionMap.of(problem, lse, provenance=where)
+            provenance = {"model": type(self.model).__name__, "layer": path}
+            amap = AttentionMap.of(problem, lse, provenance=provenance)
             amap = amap if self.heads is None else amap.only(heads=self.heads)
             k = amap.problem.k
             if self.keep is None:
                 amap = amap.compact()
-                for place in self.store:
-                    amap = amap.to(place)
+                for target in self.store:
+                    amap = amap.to(target)
             self.recording.add(path, amap if self.keep is None else Reduced.of(amap, self.keep), k)
             if self.max_bytes is not None and self.recording.nbytes > self.max_bytes:
                 raise MemoryError(
-                    f"The recording up to {self._name(path)} holds {amount(self.recording.nbytes)}, and "
+                    f"The recording up to {self._name(path)} takes {amount(self.recording.nbytes)}, and "
                     f"max_bytes is {amount(self.max_bytes)}. Name fewer layers= or heads=, store less "
                     '(dtype=torch.float16), or keep="statistics".'
                 )
@@ -144,9 +140,9 @@ class Recorder:
         has_fastpath = fastpath.has_fastpath(module)
 
         def begin(running: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            # A deep copy of the model has the same hooks but isn't observed; a replica of DataParallel is.
+            # A deep copy of the model has the same hooks but isn't observed. A replica of DataParallel is.
             if running is module or getattr(running, "_is_replica", False):
-                if has_fastpath:  # the error of a fast path, for nested tensors, would be misleading
+                if has_fastpath:  # its own error for nested tensors would be misleading
                     for x in (*args, *kwargs.values()):
                         if isinstance(x, Tensor) and x.is_nested:
                             intercept.check_readable(self._name(path), input=x)
@@ -178,7 +174,7 @@ class Recorder:
         """Return a hook that replaces a layer's output by that of its fast path (see `fastpath`)."""
 
         def recompute(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-            is_within_another = any(  # whose own hook recomputes all of it
+            is_within_another = any(  # the hook of the outer module recomputes all of it
                 fastpath.is_taken(other) and not self._is_changed(other)
                 for name, other in self.modules.items()
                 if name != path and intercept.is_running(self, name)
@@ -199,9 +195,10 @@ class Recorder:
 
     def _is_changed(self, module: nn.Module) -> bool:
         """Return True if a user's hook or an ablated head changes what the module computes."""
-        inside = {id(part) for part in module.modules()}
-        paths = [path for path, part in self.modules.items() if id(part) in inside and path in self.attended]
-        return fastpath.has_other_hooks(module) or any(map(self.is_ablated, paths))
+        inside = set(module.modules())
+        paths = [path for path, part in self.modules.items() if part in inside and path in self.attended]
+        is_ablated = any(self._matches(layer, path) for layer, _ in self.ablate for path in paths)
+        return fastpath.has_other_hooks(module) or is_ablated
 
     # -- the end -----------------------------------------------------------------------------------
 

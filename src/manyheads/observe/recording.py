@@ -14,7 +14,7 @@ from manyheads import extras, storage
 from manyheads.maps import AttentionMap
 from manyheads.observe.generation import checksums, join, reached_keys
 from manyheads.observe.summaries import Call, Reduced
-from manyheads.observe.table import Table, score_heads
+from manyheads.observe.table import Table
 from manyheads.shapes import amount, kind
 
 if TYPE_CHECKING:
@@ -45,14 +45,22 @@ class Recording(Mapping[Any, Any]):
         self.provenance = dict(provenance or {})
         self.missed: dict[str, tuple[int, ...]] = {}
         self._calls: dict[str, list[Call]] = {}
-        self._checksums: dict[str, Tensor] = {}  # of the keys of the last call of each layer
+        self._checksums: dict[str, Tensor] = {}  # the keys of each layer's last call
 
     # -- the mapping -------------------------------------------------------------------------------
 
     def __getitem__(self, name: str | int) -> Any:
-        """Return the last call of a layer, named by its path, a part of it or its number.
+        """Return the last call of a layer.
 
-        Raises NoSuchLayer, or TypeError for another kind of name.
+        Args:
+            name: The path of the layer, a unique part of it, or its number.
+
+        Returns:
+            The map, or its statistics.
+
+        Raises:
+            NoSuchLayer: If no layer, or more than one, has this name.
+            TypeError: If the name is neither a str nor an int.
         """
         return self._calls[self._find(name)][-1]
 
@@ -70,7 +78,7 @@ class Recording(Mapping[Any, Any]):
         return True
 
     def calls(self, name: str | int) -> list[Any]:
-        """Return all calls of a layer, in order; raises NoSuchLayer or TypeError, as brackets do."""
+        """Return all calls of a layer, in order; the name as in `recording[name]`."""
         return list(self._calls[self._find(name)])
 
     @property
@@ -87,13 +95,13 @@ class Recording(Mapping[Any, Any]):
             if not -len(names) <= name < len(names):
                 raise NoSuchLayer(f"There is no layer {name}: {len(names)} were recorded.")
             return names[name]
-        found = [name] if name in names else paths_within(name, names)
-        if len(found) == 1:
-            return found[0]
-        if found:
-            some = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
+        matches = [name] if name in names else paths_within(name, names)
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            some = ", ".join(matches[:4]) + (", …" if len(matches) > 4 else "")
             raise NoSuchLayer(
-                f"{name!r} matches {len(found)} of the recorded layers: {some}. Give more of the path."
+                f"{name!r} matches {len(matches)} of the recorded layers: {some}. Give more of the path."
             )
         raise NoSuchLayer(f"No layer {name!r} was recorded{close_matches(name, names)}.")
 
@@ -135,37 +143,38 @@ class Recording(Mapping[Any, Any]):
             calls[:] = [call.labelled(tokens) if call.shape[3] == n else call for call in calls]
 
     def table(self, ids: Tensor | None = None) -> Table:
-        """Return the scores of every head, averaged over the batch: rows (layer, head, scores).
+        """Return a table of the scores of every head, averaged over the batch.
 
-        Weights lie between 0 and 1, entropy is in nats, distance in positions.
+        Where statistics were kept instead of maps, its columns are those that have one number for each head
+        or query. Weights lie between 0 and 1; entropy is in nats, distance in positions.
 
         Args:
             ids: The tokens, integers `[s]` or `[b, s]`; with them, duplicate-token and induction heads are
                 scored.
 
         Returns:
-            A table of named tuples, to print, sort or convert to pandas.
+            A table of named tuples (layer, head, scores), to print, sort or convert to pandas.
 
         Raises:
             TypeError, ValueError: If ids aren't integers, one for each key.
         """
-        if ids is not None and not isinstance(ids, Tensor):
-            raise TypeError(f"Expected ids to be the tokens, integers [s] or [b, s], got {kind(ids)}.")
-        rows: list[tuple[str, int, dict[str, Any]]] = []
-        for name, calls in self._calls.items():
-            columns = {column: x.mean(0).tolist() for column, x in score_heads(calls[-1], ids).items()}
-            for n, head in enumerate(calls[-1].heads):
-                rows.append((name, head, {column: values[n] for column, values in columns.items()}))
-        return Table.of(rows)
+        return Table.of({name: calls[-1] for name, calls in self._calls.items()}, ids)
 
     # -- figures, viewer, files --------------------------------------------------------------------
 
     def plot(self, **options: Any) -> Figure:
-        """Draw all layers and heads as a grid of heatmaps, `figures.grid`, with its options.
+        """Draw all layers and heads as a grid of heatmaps.
 
-        Raises ValueError if there is nothing to draw, and what `figures.grid` raises.
+        Args:
+            **options: The options of `figures.grid`.
+
+        Returns:
+            The figure.
+
+        Raises:
+            ValueError: If nothing was recorded, or only statistics.
         """
-        from manyheads import figures  # which imports matplotlib
+        from manyheads import figures  # this imports matplotlib
 
         if not self._calls:
             raise ValueError("Nothing was recorded, so there is nothing to draw.")
@@ -187,7 +196,7 @@ class Recording(Mapping[Any, Any]):
         Args:
             *others: More recordings, maps or files, to compare side by side.
             port: Port to listen on (0 picks a free one).
-            browser: Whether to open a browser.
+            browser: If True, open a browser.
 
         Returns:
             The running server, or in a notebook its widget.
@@ -199,9 +208,14 @@ class Recording(Mapping[Any, Any]):
         return extras.view(self, *others, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything into a safetensors file, which `manyheads.open_run` reads (docs/format.md).
+        """Save the recording in a safetensors file that `manyheads.open_run` reads (docs/format.md).
 
-        Raises ValueError if a file can't store a mask, such as a `Rule`, and OSError if it can't be written.
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: If a mask can't be saved, such as a `Rule`.
+            OSError: If the file can't be written.
         """
         entries = [
             storage.Entry(name, n, call.stored())
@@ -217,8 +231,8 @@ class Recording(Mapping[Any, Any]):
             for n, (name, calls) in enumerate(self._calls.items())
         ]
         missed = [f"   -  {name}: not recorded, a softmax of {list(x)}" for name, x in self.missed.items()]
-        what = f"layers: {len(lines)}, holding {amount(self.nbytes)}" if lines else "nothing recorded yet"
-        return "\n".join([f"Recording({what})", *lines, *missed])
+        size = f"layers: {len(lines)}, {amount(self.nbytes)}" if lines else "nothing recorded yet"
+        return "\n".join([f"Recording({size})", *lines, *missed])
 
 
 def open_run(path: str | os.PathLike[str]) -> Recording:

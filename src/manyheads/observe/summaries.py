@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads import statistics, storage
+from manyheads import statistics, storage, trees
 from manyheads.maps import AttentionMap, Tokens, labels_of
-from manyheads.measures import MAP_MASKS
+from manyheads.measures import SCORES
 from manyheads.shapes import kind, whole
 from manyheads.statistics import TopKeys
 
-STANDARD = ("entropy", "distance", "row_max", "received", *MAP_MASKS)
+HEAD_SCORES = ("previous_token", "current_token", "first_token")  # of `measures.SCORES`
+STANDARD = ("entropy", "distance", "row_max", "received", *HEAD_SCORES)  # of keep="statistics"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,16 +49,21 @@ class Reduced:
 
     @classmethod
     def of(cls, amap: AttentionMap, arguments: Mapping[str, Any]) -> Reduced:
-        """Return statistics of a map, by name and with arguments as in `AttentionMap.statistics`.
+        """Compute statistics and head scores of a map.
 
-        Raises its ValueError or TypeError.
+        Args:
+            amap: The map.
+            arguments: Their arguments by name, as in `AttentionMap.statistics`; () for a head score.
+
+        Returns:
+            The results.
         """
-        streamed = {name: given for name, given in arguments.items() if name not in MAP_MASKS}
+        streamed = {name: value for name, value in arguments.items() if name not in HEAD_SCORES}
         values: dict[str, Any] = amap.statistics(**streamed)
         shares_keys: dict[str, Tensor] = {}
         for name in arguments:
-            if name in MAP_MASKS:
-                values[name], shares_keys[name] = amap.masses(MAP_MASKS[name](amap))
+            if name in HEAD_SCORES:
+                values[name], shares_keys[name] = amap.masses(SCORES[name].mask(amap, None))
         return cls(
             amap.shape,
             amap.heads,
@@ -71,7 +77,7 @@ class Reduced:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in (*statistics.BY_NAME, *MAP_MASKS):
+        if name.startswith("_") or name not in (*statistics.BY_NAME, *HEAD_SCORES):
             raise AttributeError(f"Reduced has no attribute {name!r}.")
         if name not in self.values:
             raise ValueError(
@@ -80,26 +86,37 @@ class Reduced:
             )
         return lambda *args, **kwargs: self._value(name, args or kwargs or ())
 
-    def _value(self, name: str, given: Any) -> Any:
-        """Return a statistic, checked to have been kept with these arguments."""
-        if name in MAP_MASKS:
+    def _value(self, name: str, requested: Any) -> Any:
+        """Return a statistic; ValueError if it was kept with other arguments than the requested ones."""
+        if name in HEAD_SCORES:
             return self.columns()[name]
         kept = self.arguments[name]
-        same = given in (kept, (kept,), ())
-        if not isinstance(kept, list):  # a list of results is returned as a whole
-            same = same or statistics.arguments(name, given) == statistics.arguments(name, kept)
-        if not same:
+        is_same = requested in ((), (kept,)) or (
+            not isinstance(kept, list)  # a list of results is returned as a whole
+            and statistics.arguments(name, requested) == statistics.arguments(name, kept)
+        )
+        if not is_same:
             raise ValueError(
-                f"{name} of {self._layer()} was kept with the arguments {kept!r}, got {given!r}."
+                f"{name} of {self._layer()} was kept with the arguments {kept!r}, got {requested!r}."
             )
         return self.values[name]
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the scores of a table, each `[b, h]`: means over queries (entropy in nats)."""
-        names = [name for name in (*MAP_MASKS, "entropy", "distance") if name in self.values]
-        return {
-            name: mean_where(self.values[name], self.shares_keys.get(name, self.has_keys)) for name in names
-        }
+        """Return the columns of a table, each `[b, h]`: head scores, then statistics of heads and queries.
+
+        Those of queries are averaged over the queries that have a visible key.
+        """
+        columns: dict[str, Tensor] = {}
+        for name in sorted(self.values, key=lambda name: name not in HEAD_SCORES):
+            value = self.values[name]
+            if not isinstance(value, Tensor):
+                continue
+            if name in HEAD_SCORES or statistics.BY_NAME[name].per_query:  # [b, h, t]
+                counts = self.shares_keys.get(name, self.has_keys)
+                columns[name] = torch.where(counts, value, 0.0).sum(-1) / counts.sum(-1).clamp(min=1)
+            elif value.dim() == 2:  # [b, h]
+                columns[name] = value
+        return columns
 
     @property
     def nbytes(self) -> int:
@@ -107,11 +124,11 @@ class Reduced:
         return sum(x.nbytes for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, each in the shape of its statistic (`[b, h, t]`, …)."""
+        """Return all tensors, each of the shape of its statistic (`[b, h, t]`, …)."""
         return list(self._tensors().values())
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> Reduced:
-        """Return the statistics with labels of the keys; raises as `AttentionMap.labelled` does."""
+        """Return the statistics with labels of the keys, as `AttentionMap.labelled` does."""
         b, _, _, s = self.shape
         return replace(self, tokens=None if tokens is None else labels_of(tokens, b, s))
 
@@ -124,7 +141,7 @@ class Reduced:
             new = later.values[name]
             if isinstance(old, TopKeys):
                 values[name] = TopKeys(*(torch.cat(pair, 2) for pair in zip(old, new, strict=True)))
-            elif name in MAP_MASKS or statistics.BY_NAME[name].per_query:
+            elif name in HEAD_SCORES or statistics.BY_NAME[name].per_query:
                 values[name] = torch.cat((old, new), 2)
             elif name == "received" and self.arguments[name] == ():
                 values[name] = new + torch.nn.functional.pad(old, (0, new.shape[2] - old.shape[2]))
@@ -147,46 +164,52 @@ class Reduced:
     # -- files (docs/format.md) --------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by a name that says where it belongs."""
-        found: dict[str, Tensor] = {}
+        """Return every tensor by its name in a file."""
+        tensors: dict[str, Tensor] = {}
         for name, value in self.values.items():
-            several = isinstance(value, list)
-            for n, part in enumerate(value if several else [value]):
-                place = f"{name}.{n}" if several else name
-                if isinstance(part, TopKeys):
-                    found |= {f"{place}.weights": part.weights, f"{place}.keys": part.keys}
+            results = (
+                {f"{name}.{n}": x for n, x in enumerate(value)} if type(value) is list else {name: value}
+            )
+            for key, result in results.items():
+                if isinstance(result, TopKeys):
+                    tensors |= {f"{key}.weights": result.weights, f"{key}.keys": result.keys}
                 else:
-                    found[place] = part
-        found |= {f"{name}.could": x for name, x in self.shares_keys.items()}
-        return found | {"sees": self.has_keys}
+                    tensors[key] = result
+        tensors |= {f"{name}.could": x for name, x in self.shares_keys.items()}
+        return tensors | {"sees": self.has_keys}
 
     def stored(self) -> storage.Kept:
-        """Return what a file has of it; ValueError where an argument, such as a mask, can't be written."""
+        """Return the content of a file; ValueError if an argument, such as a mask, can't be saved."""
         if not isinstance(self.offset, int):
             raise ValueError(
-                'Statistics of a call with one offset per sequence can\'t be saved: use keep="maps".'
+                'Statistics of a call with one offset per sequence can\'t be saved. Use keep="maps".'
             )
         plain = {
             "shape": list(self.shape),
             "heads": list(self.heads),
             "offset": self.offset,
-            "asked": {name: _encode(name, given) for name, given in self.arguments.items()},
+            "arguments": {name: _pack(name, arguments) for name, arguments in self.arguments.items()},
             "provenance": dict(self.provenance),
         }
         return storage.Kept(self._tensors(), plain, self.tokens)
 
     @classmethod
     def restored(cls, kept: storage.Kept) -> Reduced:
-        """Return the summary in a file; ValueError if its parts don't fit together."""
+        """Return the statistics in a file; ValueError if they are broken."""
         tensors = dict(kept.tensors)
         try:
             plain = kept.plain
             b, h, t, s = (whole(n, "a size") for n in plain["shape"])
             fits = all(x.shape[:2] == (b, h) for x in tensors.values())
             has_keys = tensors.pop("sees")
-            arguments = {name: _decode(given) for name, given in plain["asked"].items()}
-            shares_keys = {name: tensors.pop(f"{name}.could") for name in arguments if name in MAP_MASKS}
-            values = {name: _take(name, given, tensors) for name, given in arguments.items()}
+            if "asked" in plain:  # an early file, written before `trees` had a codec
+                arguments = {name: _decode(packed) for name, packed in plain["asked"].items()}
+            else:
+                arguments = {
+                    name: trees.unpack(packed, (), {}) for name, packed in plain["arguments"].items()
+                }
+            shares_keys = {name: tensors.pop(f"{name}.could") for name in arguments if name in HEAD_SCORES}
+            values = {name: _take(name, value, tensors) for name, value in arguments.items()}
             heads = tuple(whole(n, "a head") for n in plain["heads"])
             tokens = None if kept.tokens is None else labels_of(kept.tokens, b, s)
             offset = whole(plain["offset"], "an offset", least=-(1 << 60))
@@ -210,38 +233,33 @@ class Reduced:
 Call = AttentionMap | Reduced
 
 
-def mean_where(x: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean over the queries that count, `[b, h, t]` → `[b, h]`; 0 if none does."""
-    return torch.where(counts, x, 0.0).sum(-1) / counts.sum(-1).clamp(min=1)
+def _pack(name: str, arguments: Any) -> Any:
+    """Return the arguments of a statistic as plain data, which has no tensors or masks."""
+
+    def reject(tensor: Tensor) -> int:
+        raise TypeError
+
+    try:
+        return trees.pack(arguments, reject, {})
+    except TypeError:
+        raise ValueError(
+            f'{name} was kept with {kind(arguments)}, which can\'t be saved. Use keep="maps".'
+        ) from None
 
 
-def _encode(name: str, given: Any) -> Any:
-    """Return arguments of a statistic as JSON, which tells a dict, a list of several and a tuple apart."""
-    if isinstance(given, list):
-        return {"several": [_encode(name, each) for each in given]}
-    if isinstance(given, dict):
-        return {"named": dict(given)}
-    plain = list(given) if isinstance(given, tuple) else [given]
-    for value in plain:
-        if not isinstance(value, str | int | float | bool | None):
-            raise ValueError(
-                f'{name} was kept with {kind(value)}, which a file can\'t hold: use keep="maps".'
-            )
-    return {"plain": plain, "tuple": isinstance(given, tuple)}
+def _decode(packed: Mapping[str, Any]) -> Any:
+    """Return the arguments of a statistic in an early file of version 1."""
+    if "several" in packed:
+        return [_decode(each) for each in packed["several"]]
+    if "named" in packed:
+        return dict(packed["named"])
+    return tuple(packed["plain"]) if packed["tuple"] else packed["plain"][0]
 
 
-def _decode(encoded: Mapping[str, Any]) -> Any:
-    if "several" in encoded:
-        return [_decode(each) for each in encoded["several"]]
-    if "named" in encoded:
-        return dict(encoded["named"])
-    return tuple(encoded["plain"]) if encoded["tuple"] else encoded["plain"][0]
-
-
-def _take(name: str, given: Any, tensors: dict[str, Tensor]) -> Any:
-    """Take a statistic out of the tensors of a file."""
-    if isinstance(given, list):
-        return [_take(f"{name}.{n}", each, tensors) for n, each in enumerate(given)]
+def _take(name: str, arguments: Any, tensors: dict[str, Tensor]) -> Any:
+    """Remove the result of a statistic from the tensors of a file and return it."""
+    if isinstance(arguments, list):
+        return [_take(f"{name}.{n}", each, tensors) for n, each in enumerate(arguments)]
     if name.partition(".")[0] == "top":
         return TopKeys(tensors.pop(f"{name}.weights"), tensors.pop(f"{name}.keys"))
     return tensors.pop(name)

@@ -3,54 +3,69 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from manyheads import measures
-from manyheads.observe.summaries import Call, Reduced, mean_where
-from manyheads.shapes import sizes
-from manyheads.statistics import first_keys
+from manyheads.measures import SCORES, UNITS
+from manyheads.observe.summaries import HEAD_SCORES, Call, Reduced
 
 if TYPE_CHECKING:
     import pandas
     import rich.table
 
 
+TOKEN_SCORES = ("duplicate_token", "induction")  # of `measures.SCORES`
+MEANS = ("entropy", "distance")  # statistics of queries
+COLUMNS = (*HEAD_SCORES, *TOKEN_SCORES, *MEANS)  # of the table of maps
+
+
 def score_heads(call: Call, ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the scores of the heads of one call, each `[b, h]`; with the tokens `[s]` or `[b, s]`, more."""
+    """Return the columns of the table of one call, each `[b, h]`.
+
+    Args:
+        call: A map, or the statistics that were kept of it.
+        ids: The tokens `[s]` or `[b, s]`, on which some scores of a map depend.
+
+    Returns:
+        The columns by name.
+    """
     if isinstance(call, Reduced):
         return call.columns()
-    columns = {name: getattr(measures, name)(call) for name in measures.MAP_MASKS}
+    columns = Reduced.of(call, dict.fromkeys((*HEAD_SCORES, *MEANS), ())).columns()
     if ids is not None:
-        if ids.shape[-1] != call.shape[3]:
-            raise ValueError(f"Expected one id for each of s = {call.shape[3]} keys, got {sizes(ids)}.")
-        ids = ids.to(call.problem.q.device)
-        columns |= {name: getattr(measures, name)(call, ids) for name in measures.TOKEN_MASKS}
-    has_keys = first_keys(call.problem) < call.shape[3]  # [b, h, t]
-    statistics = call.statistics("entropy", "distance")
-    return columns | {name: mean_where(x, has_keys) for name, x in statistics.items()}
+        columns |= {name: SCORES[name].mean_weight(call, ids) for name in TOKEN_SCORES}
+    return {name: columns[name] for name in COLUMNS if name in columns}
 
 
 class Table(Sequence[Any]):
     """The heads of a recording as rows (layer, head, scores), which are named tuples.
 
-    `print` shows a table, `to_pandas` converts it, `columns` are the names in a row.
+    Args:
+        rows: The rows.
+        columns: The names of the values in a row.
     """
 
     def __init__(self, rows: Sequence[Any], columns: Sequence[str]) -> None:
         self.rows, self.columns = tuple(rows), tuple(columns)
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[str, int, Mapping[str, Any]]]) -> Table:
-        """Return a table of (layer, head, scores by name), with None for a score that a layer lacks."""
-        rows = list(rows)
-        names = list(dict.fromkeys(name for *_, scores in rows for name in scores))
+    def of(cls, calls: Mapping[str, Call], ids: Tensor | None = None) -> Table:
+        """Return the table of one call of each layer, with None for a score that a layer lacks."""
+        scores = {
+            layer: {name: x.mean(0).tolist() for name, x in score_heads(call, ids).items()}
+            for layer, call in calls.items()
+        }
+        names = list(dict.fromkeys(name for columns in scores.values() for name in columns))
         row = namedtuple("Row", ["layer", "head", *names])  # type: ignore[misc]
-        values = [row._make([layer, head, *map(scores.get, names)]) for layer, head, scores in rows]
-        return cls(values, row._fields)
+        rows = [
+            row._make([layer, head, *(columns[name][n] if name in columns else None for name in names)])
+            for layer, columns in scores.items()
+            for n, head in enumerate(calls[layer].heads)
+        ]
+        return cls(rows, row._fields)
 
     def __getitem__(self, index: Any) -> Any:
         """Return the row of an index, or a table of the rows of a slice."""
@@ -63,9 +78,12 @@ class Table(Sequence[Any]):
         """Return the same rows sorted by a column, largest first; ValueError for an unknown column."""
         if by not in self.columns:
             raise ValueError(f"Expected one of the columns {', '.join(self.columns)}, got {by!r}.")
-        present = [row for row in self.rows if getattr(row, by) is not None]
-        absent = [row for row in self.rows if getattr(row, by) is None]
-        return Table([*sorted(present, key=lambda row: -getattr(row, by)), *absent], self.columns)
+
+        def rank(row: Any) -> tuple[bool, float]:
+            value = getattr(row, by)
+            return value is None, -(value or 0.0)
+
+        return Table(sorted(self.rows, key=rank), self.columns)
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a pandas DataFrame; ImportError if pandas isn't installed."""
@@ -82,7 +100,8 @@ class Table(Sequence[Any]):
         table = RichTable(
             box=box.SIMPLE_HEAD,
             caption="means over queries and batch: weights, 0 to 1; "
-            + ", ".join(f"{name} in {unit}" for name, unit in measures.UNITS.items()),
+            + ", ".join(f"{name} in {unit}" for name, unit in UNITS.items())
+            + "; logits_max: the largest score" * ("logits_max" in self.columns),
         )
         for column in self.columns:
             is_layer = column == "layer"

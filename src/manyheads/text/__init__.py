@@ -1,1 +1,1 @@
-"""Models that read text, and what `manyheads show` says and draws about their heads."""
+"""Models that read text, and the findings, tables and pictures of `manyheads show`."""

@@ -1,49 +1,46 @@
 """Highlights of the attention maps of a text: scores of every head, and the most surprising single weights.
 
-A head score is the mean weight inside a mask, over the queries that have a visible key in it (`MASKS`), or
-the mean entropy over all queries. A finding is a single weight that is far above the head's other weights for
-that key or at that distance, and above uniform attention.
+The scores are those of `manyheads.measures`, under the names that `show` prints (`SCORES`). A finding is a
+single weight that is far above the head's other weights for that key or at that distance, and above uniform
+attention.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from manyheads import scores
+from manyheads import measures, scores
 from manyheads.maps import AttentionMap
-from manyheads.masks import Diagonal, Keys, Mask, SameToken
-from manyheads.measures import TOKEN_MASKS
+from manyheads.masks import Mask
 from manyheads.text.tokens import Token
 
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
 PER_HEAD = 20  # candidates per head
 THRESHOLD = 0.05  # the least surprise in nats, or the least difference of a score, that is worth reporting
-COMPARABLE = 0.6  # of the greatest surprise, which the other findings must reach
-NEAR = 4  # tokens: a head may always attend to a distance below it
+COMPARABLE = 0.6  # the least surprise of a finding, as a share of the greatest one
+NEAR = 4  # tokens: weights at shorter distances are compared with those of other queries at the distance
 PER_REASON = 2  # findings with the same reason
-LONG = 512  # tokens: in longer texts a token is named by its position, not as "the 246th"
-SEARCHED = 1024  # the first tokens, among which findings are searched: each head's matrix is built
+LONG = 512  # tokens: in longer texts, tokens are named by their positions, not as "the 246th"
+SEARCHED = 1024  # tokens at the start of a text that are searched for findings, with a matrix per head
 
 Reason = Literal["same token", "after the same token"]
 HeadScores = dict[str, float | None]  # by name; None where no query of the text could have a score
 
-# The masks of the head scores, under the names that `show` prints. `manyheads.measures` has these scores for
-# any map: "itself" is its current_token and "after_same_token" its induction; its duplicate_token counts only
-# earlier keys, and its first_token the first visible key.
-MASKS: dict[str, Callable[[Tensor], Mask]] = {
-    "previous_token": lambda ids: Diagonal(-1),
-    "next_token": lambda ids: Diagonal(1),
-    "first_token": lambda ids: Keys([0]),
-    "last_token": lambda ids: Keys([len(ids) - 1]) & ~Diagonal(0),
-    "same_token": lambda ids: SameToken(ids) & ~Diagonal(0),
-    "after_same_token": TOKEN_MASKS["induction"],
-    "itself": lambda ids: Diagonal(0),
+# The mean weights that `show` prints, by the names of its JSON, each with its name in `measures.SCORES`.
+SCORES = {
+    "previous_token": "previous_token",
+    "next_token": "next_token",
+    "first_token": "first_position",
+    "last_token": "last_position",
+    "same_token": "same_token",
+    "after_same_token": "induction",
+    "itself": "current_token",
 }
 
 
@@ -86,14 +83,21 @@ class Finding:
 def score_heads(amap: AttentionMap, ids: Tensor) -> list[HeadScores]:
     """Return the scores of every head of a layer on the first sequence, ids `[t]`; the entropy is in nats."""
     columns: dict[str, list[float]] = {}
-    for name, mask in MASKS.items():
-        mass, counted = amap.masses(mask(ids))  # both [b, h, t]
-        columns[name] = ((mass * counted)[0].sum(-1) / counted[0].sum(-1)).tolist()  # [h]; NaN: 0 of 0
+    for name in SCORES:
+        mass, counted = amap.masses(_mask(name, amap, ids))  # both [b, h, t]
+        columns[name] = (
+            (mass * counted)[0].sum(-1) / counted[0].sum(-1)
+        ).tolist()  # [h]; NaN if there are none
     columns["entropy"] = amap.entropy()[0].mean(-1).tolist()
     return [
         {name: None if math.isnan(value) else value for name, value in zip(columns, row, strict=True)}
         for row in zip(*columns.values(), strict=True)
     ]
+
+
+def _mask(name: str, amap: AttentionMap, ids: Tensor) -> Mask:
+    """Return the mask of a score, by its name in the JSON."""
+    return measures.SCORES[SCORES[name]].mask(amap, ids)
 
 
 def uniform(amap: AttentionMap) -> AttentionMap:
@@ -121,14 +125,14 @@ def most_characteristic(
         A name for each head; "entropy" where nothing stands out.
     """
     names = []
-    for head, (scored, base) in enumerate(zip(heads, uniform, strict=True)):
+    for head, (own, base) in enumerate(zip(heads, uniform, strict=True)):
         usual = expected_weights(*_head_start(amap, head))  # [t, s]
-        above = {name: value - (base[name] or 0.0) for name, value in scored.items() if value is not None}
+        above = {name: value - (base[name] or 0.0) for name, value in own.items() if value is not None}
         for name in ("same_token", "after_same_token"):
-            inside = _visible_start(amap, head, MASKS[name](ids))  # [t, s]
+            inside = _visible_start(amap, head, _mask(name, amap, ids))  # [t, s]
             if name in above and inside.any():
                 mean = float((usual * inside).sum(-1)[inside.any(-1)].mean())
-                above[name] = min(above[name], (scored[name] or 0.0) - mean)
+                above[name] = min(above[name], (own[name] or 0.0) - mean)
         above["entropy"] = THRESHOLD
         names.append(max(above, key=above.__getitem__))
     return names
@@ -154,23 +158,24 @@ def expected_weights(weights: Tensor, visible: Tensor) -> Tensor:
     """
     keys = visible.sum(-1, keepdim=True)  # [t, 1]
     counted = (visible & (keys > 1)).float()  # [t, s]
-    given = weights * counted
+    weights = weights * counted
     share = (1 / keys.clamp(min=1)).expand(weights.shape)
-    column = (given.sum(0) - given) / (counted.sum(0) - counted).clamp(min=1)  # without the query itself
-    near = torch.zeros_like(given)
+    # Each mean leaves out the query itself.
+    same_key = (weights.sum(0) - weights) / (counted.sum(0) - counted).clamp(min=1)
+    same_distance = torch.zeros_like(weights)
     for distance in range(1 - NEAR, NEAR):
-        line, count = given.diagonal(distance), counted.diagonal(distance)
-        near.diagonal(distance).copy_((line.sum() - line) / (count.sum() - count).clamp(min=1))
-    return torch.stack((share, near, column)).amax(0)
+        line, count = weights.diagonal(distance), counted.diagonal(distance)
+        same_distance.diagonal(distance).copy_((line.sum() - line) / (count.sum() - count).clamp(min=1))
+    return torch.stack((share, same_distance, same_key)).amax(0)
 
 
 def _head_start(amap: AttentionMap, head: int) -> tuple[Tensor, Tensor]:
-    """Return a head's weights among the first tokens, and which of them are visible, both `[t, s]`."""
+    """Return a head's weights among the first tokens, and where they are visible, both `[t, s]`."""
     return amap[0, head, :SEARCHED, :SEARCHED].float().cpu(), _visible_start(amap, head)
 
 
 def _visible_start(amap: AttentionMap, head: int, mask: Mask | None = None) -> Tensor:
-    """Return which weights among the first tokens are visible `[t, s]`, also under `mask` if it is given."""
+    """Return where weights among the first tokens are visible, and inside a mask (None: any), `[t, s]`."""
     problem = amap.problem if mask is None else amap.problem.within(mask)
     rows, cols = slice(0, min(SEARCHED, amap.shape[2])), slice(0, min(SEARCHED, amap.shape[3]))
     visible = scores.visible(problem, rows, cols, slice(0, 1), slice(head, head + 1))  # [1, 1, t, s]
@@ -200,7 +205,7 @@ def find_candidates(
     ordinary = torch.tensor([n not in special for n in range(len(average))])  # [t]
     ordinary = ordinary if ordinary.any() else ~ordinary
     pairs = ordinary[:, None] & ordinary  # [t, t]
-    found: list[Finding] = []
+    candidates: list[Finding] = []
     for layer, head in heads:
         weights, visible = _head_start(maps[layer], head)
         usual = torch.maximum(expected_weights(weights, visible), average)
@@ -209,9 +214,10 @@ def find_candidates(
         for index in surprise.flatten().topk(min(PER_HEAD, int(pairs.sum()))).indices.tolist():
             query, key = divmod(index, len(weights))
             numbers = float(weights[query, key]), float(usual[query, key])
-            found.append(Finding(layer, head, query, key, *numbers, explain(query, key, ids)))
-    # Rounded, so that heads which differ by rounding alone (over a single token, all do) keep their order.
-    return sorted(found, key=lambda finding: -round(finding.interest, 4))
+            candidates.append(Finding(layer, head, query, key, *numbers, explain(query, key, ids)))
+    # The interest is rounded, so that heads that differ only by rounding (as all do over a single token) keep
+    # their order.
+    return sorted(candidates, key=lambda finding: -round(finding.interest, 4))
 
 
 def explain(query: int, key: int, ids: Sequence[int]) -> Reason | None:
@@ -230,7 +236,7 @@ def select_findings(candidates: Sequence[Finding], count: int = 5) -> list[Findi
     surprising candidate. None has a larger weight than the most interesting one, which is therefore first.
 
     Args:
-        candidates: What `find_candidates` returned.
+        candidates: The findings of `find_candidates`, which aren't empty.
         count: The largest number of findings.
 
     Returns:
@@ -263,16 +269,16 @@ def describe(finding: Finding, tokens: Sequence[Token]) -> str:
     """
     query, key = finding.query, finding.key
     target = "itself" if key == query else name_token(key, tokens)
-    kind, detail = "", ""
+    pattern, detail = "", ""
     if finding.reason == "after the same token":
-        kind, detail = " — induction", f", the token that followed {name_token(key - 1, tokens)}"
+        pattern, detail = " — induction", f", the token that followed {name_token(key - 1, tokens)}"
     elif abs(key - query) == 1:
         detail = f", the token {'before' if key < query else 'after'} it"
     elif key == 0 < query:
         detail = ", the first token"
     elif query < key == len(tokens) - 1:
         detail = ", the last token"
-    head = f"{name_head(finding.layer, finding.head)}{kind}"
+    head = f"{name_head(finding.layer, finding.head)}{pattern}"
     return f"{head}: {name_token(query, tokens)} attends to {target} ({finding.weight:.2f}){detail}."
 
 

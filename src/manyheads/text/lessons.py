@@ -68,7 +68,7 @@ def command(folder: Path) -> list[str]:
 
 def start(folder: Path) -> int:
     """Open a folder in JupyterLab, wait until that is closed, and return its exit code."""
-    # Its terminals and cells find the command `manyheads`, also if the environment isn't activated.
+    # With this PATH, notebooks and terminals find `manyheads` even if the environment isn't activated.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     words = [sys.executable, "-m", "jupyterlab", *command(folder)[2:]]
     return subprocess.run(words, env={**os.environ, "PATH": path}, check=False).returncode

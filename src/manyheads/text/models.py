@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -29,7 +29,7 @@ from manyheads.observe import Recording, observe
 from manyheads.text.tokens import Token, align, printable
 
 SHIPPED = "shipped"  # the name of the model that comes with the package
-# What configurations call the longest text that a model reads.
+# The names of the longest text that a model reads, in configurations.
 CONTEXTS = ("max_position_embeddings", "max_encoder_position_embeddings", "n_positions", "max_seq_len")
 
 
@@ -83,7 +83,7 @@ class Model:
             try:
                 with _quiet():
                     self.reader(torch.tensor([ids]))
-            except Exception as error:  # whatever a Hugging Face model raises
+            except Exception as error:  # a Hugging Face model may raise any
                 raise ValueError(f"{self.name} can't read a text alone: {_first_sentence(error)}.") from None
         for layer in recording:
             if any(bool((call.lse.isnan() | call.lse.isposinf()).any()) for call in recording.calls(layer)):
@@ -121,14 +121,14 @@ def _find_cached(name: str) -> Path:
     expected = f"Expected a folder or a name in the local cache of Hugging Face, got {name}."
     try:
         return Path(snapshot_download(name, local_files_only=True))
-    except HFValidationError:  # it can't be a name
+    except HFValidationError:  # the text isn't a valid name
         raise FileNotFoundError(expected) from None
     except OSError:
         raise FileNotFoundError(f"{expected} If it is a name, run hf download {name}.") from None
 
 
 def _is_hugging_face(folder: Path) -> bool:
-    """Return True if a folder holds a transformers model, not a checkpoint of manyheads."""
+    """Return True if a folder has a model of transformers, not a checkpoint of manyheads."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -149,10 +149,10 @@ def _is_hugging_face(folder: Path) -> bool:
 def _load_checkpoint(name: str, folder: Path | None) -> Model:
     model, tokenizer = lm.load(folder)
 
-    def encode(text: str, most: int | None) -> list[Token]:
+    def encode(text: str, limit: int | None) -> list[Token]:
         # With a space before it, a first "the" is the same token as a later one.
         text = text if text[:1].isspace() else f" {text}"
-        return align(text, tokenizer.encode(text))[:most]
+        return align(text, tokenizer.encode(text))[:limit]
 
     def wrap(model: lm.LanguageModel) -> Model:
         return Model(
@@ -179,11 +179,13 @@ def _load_hugging_face(name: str, folder: Path) -> Model:
     with _quiet():
         model = _load_weights(name, folder)
         tokenizer = _load_tokenizer(name, folder)
-    reader, vocabulary = _find_reader(model), _vocabulary_size(model)
+    reader, vocabulary = _find_reader(model), None
+    with suppress(AttributeError, NotImplementedError):  # some models have no input embeddings
+        vocabulary = len(model.get_input_embeddings().weight)
 
-    def encode(text: str, most: int | None) -> list[Token]:
+    def encode(text: str, limit: int | None) -> list[Token]:
         with _quiet():
-            tokens = _encode(tokenizer, text, most)
+            tokens = _encode(tokenizer, text, limit)
         largest = max((token.id for token in tokens), default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise ValueError(
@@ -209,7 +211,7 @@ def _load_weights(name: str, folder: Path) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below
         )
-    except Exception as error:  # of many types
+    except Exception as error:  # transformers raises many types
         raise ValueError(f"{name} can't be loaded by transformers: {_first_sentence(error)}.") from None
     if model.main_input_name != "input_ids":
         raise ValueError(f"Expected a model of text, got {name}, which reads {model.main_input_name}.")
@@ -236,13 +238,6 @@ def _find_reader(model: Any) -> Any:
     return model.get_encoder() if "decoder_input_ids" in signature(model.forward).parameters else model
 
 
-def _vocabulary_size(model: Any) -> int | None:
-    try:
-        return len(model.get_input_embeddings().weight)
-    except (AttributeError, NotImplementedError):
-        return None
-
-
 def _load_tokenizer(name: str, folder: Path) -> Any:
     """Return the tokenizer of a folder; without its files transformers would create an empty one."""
     from transformers import AutoTokenizer
@@ -254,14 +249,14 @@ def _load_tokenizer(name: str, folder: Path) -> Any:
         files = type(tokenizer).vocab_files_names.values()
         if files and not any((folder / file).exists() for file in {*files, "tokenizer.json"}):
             raise ValueError(f"there is no {' or '.join(sorted({*files, 'tokenizer.json'}))}")
-    except Exception as error:  # of many types
+    except Exception as error:  # transformers raises many types
         raise ValueError(f"{name} has no tokenizer that can be loaded: {_first_sentence(error)}.") from None
     return tokenizer
 
 
-def _encode(tokenizer: Any, text: str, most: int | None) -> list[Token]:
+def _encode(tokenizer: Any, text: str, limit: int | None) -> list[Token]:
     """Return a text as the tokens that its model reads, special tokens included."""
-    encoded = tokenizer(text, truncation=most is not None, max_length=most, return_special_tokens_mask=True)
+    encoded = tokenizer(text, truncation=limit is not None, max_length=limit, return_special_tokens_mask=True)
     if encoded.is_fast:
         return align(text, encoded.encodings[0], own_spelling=True)
     tokens = []  # a tokenizer in Python reports no offsets

@@ -2,8 +2,8 @@
 
     text → tokens → maps, one per layer → head scores and findings → pictures, JSON, or `terminal`
 
-Each step can be called from Python. `read_text`, `read`, `choose_head` and `check_format` check the input
-before the first line is printed.
+Each step can be called from Python. `read_text`, `read`, `choose_head` and `check_format` raise the errors of
+wrong inputs, before the first line is printed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 COUNTERFACTUAL = "what if nothing were masked"
 AHEAD = {"next_token", "last_token"}  # scores of the weight on later keys, which a causal mask excludes
-LONGEST = 32_768  # the most tokens that --long reads
+LONGEST = 32_768  # the largest number of tokens that --long reads
 CELLS = 128  # approximate number of cells along each side of a small picture
 
 
@@ -90,7 +90,7 @@ class Reading:
 
     def title(self, layer: int, head: int) -> str:
         """Return a title for a head: its most interesting finding if that is worth showing, else its name."""
-        best = next(found for found in self.candidates if (found.layer, found.head) == (layer, head))
+        best = next(finding for finding in self.candidates if (finding.layer, finding.head) == (layer, head))
         return (
             self.describe(best) if highlights.select_findings([best]) else highlights.name_head(layer, head)
         )
@@ -118,7 +118,7 @@ class Reading:
     def columns(self) -> list[str]:
         """Return the names of the scores that heads under these masks can have."""
         has_later_keys = any(scores["next_token"] is not None for heads in self.uniform for scores in heads)
-        return [name for name in (*highlights.MASKS, "entropy") if has_later_keys or name not in AHEAD]
+        return [name for name in (*highlights.SCORES, "entropy") if has_later_keys or name not in AHEAD]
 
     def unmasked(self) -> Reading:
         """Return a copy whose weights are computed from the same q and k without a mask."""
@@ -149,8 +149,12 @@ def read_text(text: str | None, file: str | None) -> str:
     try:
         if text is not None:
             data = os.fsencode(text)
+        elif file != "-":
+            data = Path(str(file)).read_bytes()
+        elif sys.stdin is None:  # Python was started with standard input closed
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         else:
-            data = _read_stdin() if file == "-" else Path(str(file)).read_bytes()
+            data = sys.stdin.buffer.read()
         decoded = data.decode("utf-8-sig")
     except OSError as error:
         raise OSError(f"--text-file {source} can't be read: {error.strerror}.") from None
@@ -163,12 +167,6 @@ def read_text(text: str | None, file: str | None) -> str:
     if not decoded.strip():
         raise ValueError(f"Expected a text with some words, got a blank {source}.")
     return decoded
-
-
-def _read_stdin() -> bytes:
-    if sys.stdin is None:  # Python was started with standard input closed
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-    return sys.stdin.buffer.read()
 
 
 def read(
@@ -212,7 +210,11 @@ def read(
     if limit is not None and len(all_tokens) > limit:
         if not truncate:
             can_scale = not long and reader.scaled is not None
-            raise ValueError(_too_long(len(all_tokens), limit, can_scale))
+            longer = f"Read up to {LONGEST} tokens with --long, shorten it," if can_scale else "Shorten it,"
+            raise ValueError(
+                f"Expected a text of at most {limit} tokens, got {len(all_tokens)}. {longer} or keep the "
+                f"first {limit} tokens with --truncate."
+            )
         tokens = reader.encode(text, limit)
         notes.append(f"--truncate: only the first {len(tokens)} of {len(all_tokens)} tokens are read")
     ids, t = [token.id for token in tokens], len(tokens)
@@ -257,14 +259,6 @@ def read(
     return Reading(reader.name, tokens, len(all_tokens) - t, recording, layers, maps, candidates, notes)
 
 
-def _too_long(tokens: int, limit: int, can_scale: bool) -> str:
-    longer = f"Read up to {LONGEST} tokens with --long, shorten it," if can_scale else "Shorten it,"
-    return (
-        f"Expected a text of at most {limit} tokens, got {tokens}. {longer} or keep the first {limit} tokens "
-        "with --truncate."
-    )
-
-
 def estimate_time(reader: models.Model, ids: Sequence[int]) -> float:
     """Estimate how many seconds a text will take, by timing three short prefixes of it.
 
@@ -282,7 +276,7 @@ def estimate_time(reader: models.Model, ids: Sequence[int]) -> float:
         for _, amap in _list_calls(reader.read(ids[:t])):
             highlights.score_heads(amap, prefix)
             highlights.score_heads(highlights.uniform(amap), prefix)
-            amap.pooled(min(t, CELLS), min(t, CELLS), "max")  # what drawing a picture computes
+            amap.pooled(min(t, CELLS), min(t, CELLS), "max")  # as for a picture
         return perf_counter() - start
 
     last = max(3, len(ids) // 4)
@@ -329,8 +323,8 @@ def choose_head(reading: Reading, layer: int | None = None, head: int | None = N
     heads = max(amap.shape[1] for n, amap in enumerate(reading.maps) if layer in (None, n))
     if head is not None and not 0 <= head < heads:
         raise ValueError(f"Expected --head to be between 0 and {heads - 1}, got {head}.")
-    candidates = (found for found in reading.candidates if layer in (None, found.layer))
-    best = next(found for found in candidates if head in (None, found.head))
+    in_layer = (finding for finding in reading.candidates if layer in (None, finding.layer))
+    best = next(finding for finding in in_layer if head in (None, finding.head))
     return best.layer, best.head
 
 

@@ -1,4 +1,4 @@
-"""What `manyheads show` prints: findings, a table of head scores, and a heat map of one head."""
+"""Print findings, a table of head scores, and a heat map of one head, for `manyheads show`."""
 
 from __future__ import annotations
 
@@ -150,7 +150,10 @@ def draw_heat_map(amap: AttentionMap, head: int, labels: list[str], console: Con
     width = min(20, max(name.cell_len for name in names))
     step = -(-len(labels) // max(4, min(32, (console.width - width - 1) // 3)))
     starts = edges(len(labels), -(-len(labels) // step))[:-1].tolist()  # the first token of each cell
-    weights = pool_weights(amap, head, len(starts))
+    cells = len(starts), len(starts)
+    reductions = [figures.cells.Visible(*cells), Pooled(*cells, "max")]
+    visible, largest = amap.only(batch=0, heads=head).reduce(reductions)  # [1, 1, r, c]
+    weights = largest.masked_fill(visible == 0, -1)[0, 0].tolist()  # -1 where everything is masked
     coloured = console.color_system is not None and not console.no_color
     shades = None if coloured else ASCII if console.options.ascii_only else SHADES
     picture = Text()
@@ -171,13 +174,6 @@ def draw_heat_map(amap: AttentionMap, head: int, labels: list[str], console: Con
     if step > 1:
         picture.append(f"\neach cell is the largest weight of {step} × {step} tokens")
     return picture
-
-
-def pool_weights(amap: AttentionMap, head: int, count: int) -> list[list[float]]:
-    """Return the largest weight in each of count × count cells of a head, -1 where everything is masked."""
-    reductions = [figures.cells.Visible(count, count), Pooled(count, count, "max")]
-    visible, largest = amap.only(batch=0, heads=head).reduce(reductions)  # [1, 1, count, count]
-    return largest.masked_fill(visible == 0, -1)[0, 0].tolist()
 
 
 def draw_cell(weight: float, shades: str | None) -> Text:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def require_server() -> type[Server]:
-    """Return the class of servers; ImportError if a package that it needs isn't installed."""
+    """Return the class of servers; raise ImportError if a package that it needs isn't installed."""
     try:
         from manyheads.viewer.server import Server
     except ImportError as error:
@@ -40,10 +40,10 @@ def view(*sources: Any, port: int = 0, browser: bool = True) -> Any:
         A server with `url`, `wait()` and `close()`; in a notebook, an object that it displays.
 
     Raises:
-        TypeError: A source is something else.
-        ValueError: There is nothing to show, or a file is broken.
-        OSError: A file can't be read, or the port is taken.
-        ImportError: A package that the viewer needs isn't installed.
+        TypeError: If a source is something else.
+        ValueError: If there is nothing to show, or a file is broken.
+        OSError: If a file can't be read, or the port is taken.
+        ImportError: If a package that the viewer needs isn't installed.
     """
     from manyheads.viewer import widget
     from manyheads.viewer.api import Api

@@ -1,4 +1,4 @@
-"""The viewer's data: the runs that it shows, and an answer to every address that a page requests.
+"""The viewer's data: the runs, and an answer to every address that a page requests.
 
     runs                                     the runs, their layers, and the names of head scores, JSON
     tokens/RUN/LAYER/BATCH                   labels of "queries" and "keys", lists or null, and the key at the
@@ -39,18 +39,18 @@ from torch import Tensor
 
 from manyheads import kernels, scores
 from manyheads.maps import AttentionMap, sequence_labels
-from manyheads.measures import MAP_MASKS, TOKEN_MASKS, UNITS
+from manyheads.measures import SCORES, UNITS
 from manyheads.observe import Recording, open_run
-from manyheads.observe.summaries import Reduced
-from manyheads.observe.table import score_heads
+from manyheads.observe.summaries import HEAD_SCORES, Reduced
+from manyheads.observe.table import COLUMNS, score_heads
 from manyheads.shapes import kind
 from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile
 from manyheads.viewer.worker import BACKGROUND, NORMAL, URGENT, Worker
 
-PYRAMID_BYTES = 192 * 2**20  # of the cache of heads, with the results of their scans
-TILE_BYTES = 24 * 2**20  # of the cache of tiles
+PYRAMID_BYTES = 192 * 2**20  # the size of the cache of heads, with the results of their scans
+TILE_BYTES = 24 * 2**20  # the size of the cache of tiles
 EXACT_WEIGHTS = 2**27  # head scores of a layer with more are estimated from some queries
-SAMPLES = 128  # of them
+SAMPLES = 128  # the number of these queries
 SCAN_TIMEOUT = 3.0  # seconds after the last request for a scan until it stops
 LINE = 4096  # weights around a token in the answer for a row or column
 LARGEST = 12  # the largest weights of a row or column
@@ -82,7 +82,7 @@ class Layer:
         """The map.
 
         Raises:
-            LookupError: Only statistics were kept.
+            LookupError: If only statistics were kept.
         """
         if isinstance(self.call, AttentionMap):
             return self.call
@@ -109,9 +109,9 @@ class ViewedRun:
             The run, with all numbers on the CPU.
 
         Raises:
-            TypeError: The source is something else.
-            ValueError: It has nothing to show, or the file is broken.
-            OSError: The file can't be read.
+            TypeError: If the source is something else.
+            ValueError: If it has nothing to show, or the file is broken.
+            OSError: If the file can't be read.
         """
         path, title = None, "attention"
         if isinstance(source, str | PathLike):
@@ -131,7 +131,9 @@ class ViewedRun:
             for n, call in enumerate(several):
                 if all(call.shape):
                     label = (name or "attention") + (f", call {n}" if len(several) > 1 else "")
-                    layers.append(Layer(label, _on_cpu(call), len(layers)))
+                    if isinstance(call, AttentionMap) and call.problem.q.device.type != "cpu":
+                        call = call.to("cpu")
+                    layers.append(Layer(label, call, len(layers)))
         if not layers:
             raise ValueError("Nothing to show: expected an attention call with a query and a key, got none.")
         return cls(title, layers, source.provenance, path)
@@ -156,15 +158,10 @@ class ViewedRun:
 def _stamp(path: Path | None) -> tuple[int, ...] | None:
     """Return numbers that change with a file; None if there is no file."""
     try:
-        found = None if path is None else path.stat()
+        status = None if path is None else path.stat()
     except OSError:
         return None
-    return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-def _on_cpu(call: Any) -> Any:
-    is_elsewhere = isinstance(call, AttentionMap) and call.problem.q.device.type != "cpu"
-    return call.to("cpu") if is_elsewhere else call
+    return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def first_position(amap: AttentionMap, batch: int) -> int | None:
@@ -183,7 +180,7 @@ class Api:
         *sources: Recordings, maps or paths of files, at least one.
 
     Raises:
-        ValueError: No source was given.
+        ValueError: If there is no source.
     """
 
     def __init__(self, *sources: Any) -> None:
@@ -196,7 +193,7 @@ class Api:
                 file = "" if run.path is None or run.path.stem == run.title else f": {run.path.stem}"
                 run.title = f"{run.title}{file} ({n})"
         self.worker = Worker()
-        # What alone exceeds a cache is kept as its only entry.
+        # `min` allows an entry that is larger than its cache, as the only one.
         self._pyramids: LRUCache[tuple[int, ...], Pyramid] = LRUCache(
             PYRAMID_BYTES, lambda pyramid: min(pyramid.nbytes, PYRAMID_BYTES)
         )
@@ -221,8 +218,8 @@ class Api:
             address: One of those listed above.
 
         Returns:
-            A future, which may be cancelled. It raises LookupError for an unknown address or an index out of
-            range, and FileChanged for a file that changed.
+            A future, which may be cancelled. Its result raises LookupError if the address is unknown or an
+            index is out of range, and FileChanged if the file of the run changed.
         """
         word, *parts = address.split("/")
         handler, priority = self._handlers.get(word, (None, URGENT))
@@ -241,21 +238,21 @@ class Api:
     # -- runs, layers and heads --------------------------------------------------------------------
 
     def _run(self, run: str) -> ViewedRun:
-        found = self.runs[parse_index(run, len(self.runs), "run")]
-        found.check_file()
-        return found
+        viewed = self.runs[parse_index(run, len(self.runs), "run")]
+        viewed.check_file()
+        return viewed
 
-    def _layer(self, run: str, layer: str, batch: str) -> tuple[Layer, int]:
+    def _layer(self, run: str, number: str, batch: str) -> tuple[Layer, int]:
         """Return a layer and the index of a sequence."""
         layers = self._run(run).layers
-        found = layers[parse_index(layer, len(layers), "layer")]
-        return found, parse_index(batch, found.call.shape[0], "batch entry")
+        layer = layers[parse_index(number, len(layers), "layer")]
+        return layer, parse_index(batch, layer.call.shape[0], "batch entry")
 
-    def _pyramid(self, run: str, layer: str, head: str, batch: str) -> Pyramid:
-        found, b = self._layer(run, layer, batch)
-        key = int(run), int(layer), parse_index(head, found.map.shape[1], "head"), b
-        pyramid = self._pyramids.get(key) or Pyramid(found.map.only(b, key[2]))
-        self._pyramids[key] = pyramid  # it may have grown since it was last used
+    def _pyramid(self, run: str, number: str, head: str, batch: str) -> Pyramid:
+        layer, b = self._layer(run, number, batch)
+        key = int(run), int(number), parse_index(head, layer.map.shape[1], "head"), b
+        pyramid = self._pyramids.get(key) or Pyramid(layer.map.only(b, key[2]))
+        self._pyramids[key] = pyramid  # stored again, because its size may have changed
         return pyramid
 
     def _runs(self) -> str:
@@ -277,29 +274,29 @@ class Api:
             "side": SIDE,
             "max_weights": MAX_WEIGHTS,
             "colors": bytes(viridis).hex(),
-            "scores": {name: UNITS.get(name, "") for name in (*MAP_MASKS, *TOKEN_MASKS, *UNITS)},
+            "scores": {name: UNITS.get(name, "") for name in COLUMNS},
             "bars": BARS,
         }
         return json.dumps(info)
 
-    def _tokens(self, run: str, layer: str, batch: str) -> str:
-        found, b = self._layer(run, layer, batch)
-        keys, queries, first = sequence_labels(found.call.tokens, b), None, None
-        if isinstance(found.call, AttentionMap):
-            first = first_position(found.call, b)
+    def _tokens(self, run: str, number: str, batch: str) -> str:
+        layer, b = self._layer(run, number, batch)
+        call = layer.call
+        keys, queries = sequence_labels(call.tokens, b), None
+        first = first_position(call, b) if isinstance(call, AttentionMap) else None
         if keys is not None and first is not None:
-            positions = range(first, first + found.call.shape[2])
+            positions = range(first, first + call.shape[2])
             queries = [keys[n] if 0 <= n < len(keys) else "" for n in positions]
         return json.dumps({"queries": queries, "keys": keys, "first": first})
 
-    def _scores(self, run: str, layer: str, batch: str) -> Steps:
-        found, b = self._layer(run, layer, batch)
-        call = found.call
+    def _scores(self, run: str, number: str, batch: str) -> Steps:
+        layer, b = self._layer(run, number, batch)
+        call = layer.call
         if isinstance(call, AttentionMap):
             amap = call if call.shape[0] == 1 else call.only(batch=b)
             columns, sampled = yield from head_scores(amap, self.runs[int(run)].ids(amap))
         else:
-            columns, sampled = {name: x[b] for name, x in call.columns().items()}, 1
+            columns, sampled = {name: x[b] for name, x in call.columns().items() if name in COLUMNS}, 1
         plain = {name: [None if x != x else x for x in column.tolist()] for name, column in columns.items()}
         return json.dumps({"scores": plain, "sampled": sampled})
 
@@ -310,8 +307,8 @@ class Api:
         key = run, layer, head, level, x, y, batch
         if key in self._tiles:
             return self._tiles[key]
-        place = (parse_index(part, 2**31, "tile") for part in (level, x, y))
-        tile = self._pyramid(run, layer, head, batch).tile(*place)
+        indices = (parse_index(text, 2**31, "tile") for text in (level, x, y))
+        tile = self._pyramid(run, layer, head, batch).tile(*indices)
         packed = pack_tile(tile)
         if tile.sampled == 1:
             self._tiles[key] = packed
@@ -347,21 +344,21 @@ class Api:
         weight = pyramid.weight(parse_index(i, pyramid.t, "query"), parse_index(j, pyramid.s, "key"))
         return json.dumps({"weight": None if math.isnan(weight) else weight})
 
-    def _line(self, axis: str, run: str, layer: str, heads: str, index: str, batch: str) -> str:
+    def _line(self, axis: str, run: str, number: str, heads: str, index: str, batch: str) -> str:
         """Return the weights of a query or key, averaged over heads: those around it, and the largest."""
-        found, b = self._layer(run, layer, batch)
-        amap, is_row = found.map, axis == "query"
+        layer, b = self._layer(run, number, batch)
+        amap, is_row = layer.map, axis == "query"
         _, h, t, s = amap.shape
-        chosen = range(h) if heads == "all" else [parse_index(part, h, "head") for part in heads.split(",")]
-        place = parse_index(index, t if is_row else s, axis)
+        chosen = range(h) if heads == "all" else [parse_index(text, h, "head") for text in heads.split(",")]
+        n = parse_index(index, t if is_row else s, axis)
         weights = torch.zeros(s if is_row else t)
-        for head in chosen:  # not all at once, which may take much memory
-            weights += (amap[b, head, place] if is_row else amap[b, head, :, place]) / len(chosen)
+        for head in chosen:  # all at once may take much memory
+            weights += (amap[b, head, n] if is_row else amap[b, head, :, n]) / len(chosen)
         start, first = 0, first_position(amap, b)
         if first is not None:
-            place += first if is_row else -first  # its position along the other axis
+            n += first if is_row else -first  # the same position along the other axis
         if len(weights) > LINE:
-            start = max(0, min(place - LINE // 2, len(weights) - LINE))
+            start = max(0, min(n - LINE // 2, len(weights) - LINE))
         top = weights.topk(min(LARGEST, len(weights)))
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         largest = [[n, weight] for n, weight in pairs if weight]
@@ -399,7 +396,7 @@ def pack_marginals(pyramid: Pyramid) -> bytes:
 
 
 def parse_index(text: str, size: int, name: str) -> int:
-    """Return an index below a size; LookupError for any other text."""
+    """Return an index below a size; raise LookupError if the text isn't one."""
     if not (text.isascii() and text.isdecimal()) or len(text) > 10 or not int(text) < size:
         raise LookupError(f"Expected {name} between 0 and {size - 1}, got {text[:20]!r}.")
     return int(text)
@@ -410,17 +407,15 @@ def head_scores(
 ) -> Generator[None, None, tuple[dict[str, Tensor], int]]:
     """Compute the scores of every head of one sequence in steps: `[h]` by name, and a number n.
 
-    In a large layer, the scores are those of 1 query in n; else n is 1.
+    In a large layer, the scores are computed from 1 query in n; else n is 1.
     """
     _, h, t, s = amap.shape
     problem = amap.problem
     if h * t * s <= (EXACT_WEIGHTS if kernels.fuses(problem) else EXACT_WEIGHTS // 16):
         return {name: x[0] for name, x in score_heads(amap, ids).items()}, 1
     stride = -(-t // SAMPLES)
-    masks = {name: mask_of(amap) for name, mask_of in MAP_MASKS.items()}
-    if ids is not None:
-        masks["induction"] = TOKEN_MASKS["induction"](ids)
-    masks = {name: mask.bind(problem.offset, s) for name, mask in masks.items()}
+    chosen = HEAD_SCORES if ids is None else (*HEAD_SCORES, "induction")
+    masks = {name: SCORES[name].mask(amap, ids).bind(problem.offset, s) for name in chosen}
     names = (*masks, "entropy")
     total, count = ({name: torch.zeros(h) for name in names} for _ in range(2))
     for row in range(stride // 2, t, stride):

@@ -7,7 +7,7 @@ from importlib import resources
 
 D3 = ("color", "dispatch", "timer", "interpolate", "selection", "ease", "drag", "transition", "zoom")
 SCRIPTS = ("numbers", "clients", "tiles", "head", "overview", "text", "app")
-MEDIA_TYPES = {  # of the files that a browser may request
+MEDIA_TYPES = {  # by the names of the files that a browser may request
     "index.html": "text/html; charset=utf-8",
     "viewer.css": "text/css; charset=utf-8",
     "viewer.js": "text/javascript; charset=utf-8",
@@ -28,6 +28,6 @@ def read(name: str) -> str:
 def script() -> str:
     """Return all scripts as one module: d3's zoom, and ours, which define `show(root, client)`."""
     d3 = "\n".join(read(f"vendor/d3-{name}.min.js") for name in D3)
-    # Each of d3's files exports functions as a Node.js module does; here all export into one object.
+    # Each of d3's files exports functions as a Node.js module does. All export into one object, `d3`.
     vendored = f"const d3 = {{}};\n((exports, module, require) => {{\n{d3}\n}})(d3, {{}}, () => d3);\n"
     return vendored + "\n".join(read(f"{name}.js") for name in SCRIPTS)

@@ -21,15 +21,19 @@ from manyheads.viewer import assets
 from manyheads.viewer.api import Api, ViewedRun, pack_marginals, pack_tile
 from manyheads.viewer.pyramid import SIDE, Pyramid
 
-PAGE_BYTES = 40e6  # of weights that go into the page itself
+PAGE_BYTES = 40e6  # of weights in the page itself; if there are more, tiles are written beside it
 Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
 class Export:
-    """A page to write: `description` gives its size, `write` writes it.
+    """A page to write.
 
-    weight_bytes: Bytes of weights, as text. has_folder: Tiles are written into a folder beside the page.
+    Attributes:
+        api: The API that computes the page's answers.
+        path: The file of the page.
+        weight_bytes: The bytes of all weights, as text.
+        has_folder: True if tiles are written into a folder beside the page.
     """
 
     api: Api
@@ -50,7 +54,7 @@ class Export:
         return f"{self.path}{beside} will take about {size}"
 
     def write(self, progress: Progress = lambda share: None) -> list[Path]:
-        """Write all files or none, and return their paths; OSError if the folder exists already."""
+        """Write all files or none, and return their paths; raise OSError if the folder exists already."""
         if not self.has_folder:
             with replacing(self.path) as file:
                 file.write(self.page(progress=progress).encode())
@@ -73,15 +77,15 @@ class Export:
         return [self.path, self.folder]
 
     def page(self, picture: bytes | None = None, progress: Progress = lambda share: None) -> str:
-        """Return a single page; picture: a PNG that is displayed where scripts don't run."""
+        """Return a single page; `picture` is a PNG that is displayed where scripts don't run."""
         return build_page(dict(self._answers(progress)), None, picture)
 
     def _answers(self, progress: Progress) -> Iterator[tuple[str, str]]:
         """Yield every address of a page with its answer as base64."""
 
         def answer(address: str) -> tuple[str, str]:
-            found = self.api.request(address).result()
-            return address, _base64(found.encode() if isinstance(found, str) else found)
+            content = self.api.request(address).result()
+            return address, _base64(content.encode() if isinstance(content, str) else content)
 
         yield answer("runs")
         layers = [(r, n, layer) for r, run in enumerate(self.api.runs) for n, layer in enumerate(run.layers)]
@@ -119,8 +123,8 @@ def plan_export(api: Api, path: Path, layer: int | None = None, heads: Sequence[
         The export, with an API of its own.
 
     Raises:
-        ValueError: The path isn't a page in an existing folder, a layer or head doesn't exist, or all heads
-            have too many weights for a page.
+        ValueError: If the path isn't a page in an existing folder, a layer or head doesn't exist, or all
+            heads have too many weights for a page.
     """
     if path.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"Expected --export to end in .html, got {path}.")
@@ -195,7 +199,7 @@ def _base64(data: bytes) -> str:
 
 
 def build_page(answers: dict[str, str], folder: str | None = None, picture: bytes | None = None) -> str:
-    """Return a page that holds its answers.
+    """Return a page that contains its answers.
 
     Args:
         answers: Base64 by address.
@@ -215,7 +219,7 @@ def build_page(answers: dict[str, str], folder: str | None = None, picture: byte
     script_hash, style_hash = (
         f"'sha256-{_base64(hashlib.sha256(text.encode()).digest())}'" for text in (script, style)
     )
-    assert not re.search("</script|<!--", script, re.IGNORECASE)  # either would end it
+    assert not re.search("</script|<!--", script, re.IGNORECASE)  # either would end the script
     fallback = "This page needs JavaScript."
     if picture is not None:
         fallback = f'<img alt="every head" src="data:image/png;base64,{_base64(picture)}">'

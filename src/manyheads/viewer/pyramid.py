@@ -22,8 +22,8 @@ from manyheads.problem import Problem
 
 SIDE = 256  # cells per side of a tile
 MAX_WEIGHTS = 2**24  # weights that are computed on request: 4,096 × 4,096
-SCAN_LEVEL = 5  # the level that a scan computes: the first whose tiles hold more
-SCALE = 2.0**15  # float16 holds numbers from 6e-8 to 65,504: times this, weights from 2e-12 to 1
+SCAN_LEVEL = 5  # a scan computes this level: the lowest whose tiles have more weights than that
+SCALE = 2.0**15  # float16 has numbers from 6e-8 to 65,504; with this factor, it has weights from 2e-12 to 1
 STEP = 2**27  # weights in one step of a scan: a tenth of a second
 BLOCK = 2**20  # weights in memory at a time where no kernel computes their statistics
 MARGINALS = ("entropy", "received")  # of each query, of each key
@@ -32,8 +32,9 @@ MARGINALS = ("entropy", "received")  # of each query, of each key
 class Tile(NamedTuple):
     """A tile of cells.
 
-    cells: Weights `[1, r, c]` at level 0, else means and maxima `[2, r, c]`; NaN where all is masked.
-    sampled: The cells were estimated from one query in this many; 1 if all were read.
+    Attributes:
+        cells: Weights `[1, r, c]` at level 0, else means and maxima `[2, r, c]`; NaN where all is masked.
+        sampled: A number n: the cells were estimated from one query in n.
     """
 
     cells: Tensor
@@ -47,9 +48,13 @@ class Tile(NamedTuple):
 class Pyramid:
     """Tiles, single weights and marginal sums of one head of one sequence.
 
-    amap: The map of one sequence and one head, `[1, 1, t, s]`.
-    received, entropy: What each key receives `[s]` and each query's entropy `[t]`; None before a scan.
-    progress: How much of the scan is done, from 0 to 1.
+    Args:
+        amap: The map of one sequence and one head, `[1, 1, t, s]`.
+
+    Attributes:
+        received: The weight that each key receives, `[s]`; None before a scan.
+        entropy: The entropy of each query, `[t]`; None before a scan.
+        progress: The share of the scan that is done, from 0 to 1.
     """
 
     def __init__(self, amap: AttentionMap) -> None:
@@ -76,8 +81,8 @@ class Pyramid:
         return self.entropy is not None
 
     def span(self, level: int, x: int, y: int) -> tuple[range, range]:
-        """Return the queries and keys of the tile in column x and row y; IndexError if there is none."""
-        highest = self.top + 8  # where all of the head is one cell
+        """Return the queries and keys of the tile in column x and row y of a level."""
+        highest = self.top + 8  # at this level, the head is a single cell
         if not 0 <= level <= highest:
             raise IndexError(f"Expected a level between 0 and {highest}, got {level}.")
         side = SIDE << level
@@ -87,7 +92,7 @@ class Pyramid:
         return range(self.t)[y * side : (y + 1) * side], range(self.s)[x * side : (x + 1) * side]
 
     def tile(self, level: int, x: int, y: int) -> Tile:
-        """Return the tile in column x and row y of a level; IndexError if there is none."""
+        """Return the tile in column x and row y of a level; raise IndexError if there is none."""
         rows, cols = self.span(level, x, y)
         if len(rows) * len(cols) <= MAX_WEIGHTS:
             return Tile(self._compute_cells(rows, cols, level))
@@ -108,7 +113,7 @@ class Pyramid:
         every = range(self.t), range(self.s)
         coarse = _shape(*every, SCAN_LEVEL) if is_large else (0, 0)
         first = torch.full((2, *coarse), math.nan, dtype=torch.float16)
-        sums = torch.zeros(_shape(*every, SCAN_LEVEL + 1))  # which is smaller than those of the first level
+        sums = torch.zeros(_shape(*every, SCAN_LEVEL + 1))  # this level takes less memory
         start = 0
         while start < self.t:
             rows = self._next_rows(start)
@@ -129,7 +134,7 @@ class Pyramid:
     def _next_rows(self, start: int) -> range:
         """Return whole cells of queries from `start` on, with at most about `STEP` weights."""
         step = STEP if self._is_fast else STEP // 16
-        rows = 2 << SCAN_LEVEL  # of two levels
+        rows = 2 << SCAN_LEVEL  # whole cells of two levels
         while (
             start + rows < self.t
             and 2 * rows * len(self._visible_keys(range(start, start + 2 * rows))) <= step
@@ -188,8 +193,8 @@ class Pyramid:
         part = self.problem.cut(rows, cols) if self._is_fast else None
         if part is not None and kernels.fuses(part, in_place=True):
             amap = AttentionMap.of(part, self.amap.lse[:, :, rows.start : rows.stop])
-            found = amap.statistics(*(MARGINALS if marginals else ()), pooled=[(r, c), (r, c, "max")])
-            return [x[0, 0] for x in (*found.pop("pooled"), *found.values())]
+            results = amap.statistics(*(MARGINALS if marginals else ()), pooled=[(r, c), (r, c, "max")])
+            return [x[0, 0] for x in (*results.pop("pooled"), *results.values())]
         size = len(rows) // r, len(cols) // c
         step = max(size[0], BLOCK // len(cols) // size[0] * size[0])
         blocks = []
@@ -218,7 +223,14 @@ class Pyramid:
 def _coarse_levels(first: Tensor, sums: Tensor, rows: range, cols: range) -> dict[int, Tensor]:
     """Return all levels from `SCAN_LEVEL` to a single cell, `[2, r, c]` in float16 times 2^15.
 
-    first: That of `SCAN_LEVEL`. sums: The sum of each cell of the next level, `[r, c]`.
+    Args:
+        first: The cells of `SCAN_LEVEL`.
+        sums: The sum of each cell of the next level, `[r, c]`.
+        rows: The queries.
+        cols: The keys.
+
+    Returns:
+        The cells of each level.
     """
     levels, level = {SCAN_LEVEL: first}, SCAN_LEVEL
     visible, most = (~first[0].isnan()).float(), first[1].float().nan_to_num()
@@ -246,9 +258,9 @@ def _write(target: Tensor, cells: Tensor) -> None:
 
 
 def _whole_and_rest(run: range, side: int) -> list[range]:
-    """Split a range into the part that whole cells cover and the rest; without empty ones."""
+    """Return the ranges of the whole cells and of a smaller last one, without those that are empty."""
     edge = len(run) - len(run) % side
-    return [part for part in (run[:edge], run[edge:]) if part]
+    return [covered for covered in (run[:edge], run[edge:]) if covered]
 
 
 def _areas(rows: range, cols: range, level: int) -> Tensor:
@@ -279,7 +291,7 @@ def _add_pairs(x: Tensor) -> Tensor:
 
 
 class _Masked:
-    """Which cells of a problem of one sequence and head are masked.
+    """The masked cells of a problem of one sequence and head.
 
     Bands, padding and documents are pooled as intervals; other masks pair by pair.
     """
@@ -289,17 +301,17 @@ class _Masked:
         normal = (Full() if problem.mask is None else problem.mask).normal()
         self.band, (t, s) = normal.band, problem.shape[3:5]
         spans = [lengths.span(range(1)).some for lengths in normal.lengths]
-        self.first = max([0, *(low for low, _ in spans)])  # the keys that aren't padding
+        self.first = max([0, *(low for low, _ in spans)])  # the first key that isn't padding
         self.last = min([s, *(high for _, high in spans)])
         i, j = torch.arange(t)[None] + self.offset, torch.arange(s)[None]
         self.documents = [[ids[0] for ids in documents.at(i, j)] for documents in normal.segments]
         self.are_intervals = not normal.rest and not (problem.bias is not None and problem.bias.can_mask)
 
     def cells(self, rows: range, cols: range, level: int) -> Tensor:
-        """Return where no query of a cell may attend to a key of it, `[r, c]`.
+        """Return True for cells in which no query may attend to a key, `[r, c]`.
 
-        In large regions a cell counts as visible where the documents of its queries and of its keys overlap
-        as intervals, which is exact if ids rise along the sequence.
+        In large regions a cell counts as visible if the documents of its queries and of its keys overlap as
+        intervals, which is exact if ids rise along the sequence.
         """
         side = 1 << level
         if scores.is_fully_visible(self.problem, slice(rows.start, rows.stop), slice(cols.start, cols.stop)):
@@ -325,7 +337,7 @@ class _Masked:
         return ~visible
 
     def _masked_pairs(self, rows: range, cols: range, side: int) -> Tensor:
-        """Return the same, from every pair of query and key."""
+        """Return the same as `cells`, computed from every pair of query and key."""
         blocks = []
         step = max(side, BLOCK // len(cols) // side * side)
         for start in range(rows.start, rows.stop, step):

@@ -32,7 +32,7 @@ from manyheads.viewer import assets
 from manyheads.viewer.api import Api, FileChanged
 
 HOST = "127.0.0.1"
-CLIENT_CLOSED = 499  # the status of a request whose browser has left
+CLIENT_CLOSED = 499  # the status if the browser has disconnected
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -113,7 +113,7 @@ def create_app(api: Api, port: int, token: str) -> Starlette:
 
 
 async def _unless_disconnected(request: Request, future: Future[Any]) -> Any:
-    """Return the result; None, and cancel the work, if the browser disconnects before."""
+    """Return the result; or cancel the work and return None if the browser disconnects before."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -122,7 +122,7 @@ async def _unless_disconnected(request: Request, future: Future[Any]) -> Any:
     answer, disconnected = asyncio.wrap_future(future), asyncio.ensure_future(wait_for_disconnect())
     await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)
     if not answer.done():
-        answer.cancel()  # and with it the future
+        answer.cancel()  # this cancels the future too
         return None
     disconnected.cancel()
     return None if answer.cancelled() else answer.result()
@@ -132,12 +132,12 @@ class Server:
     """A viewer that is open: serves `url` in a thread of its own until `close()` or the process ends.
 
     Args:
-        api: What to serve; closing the server closes it.
+        api: The API to serve; closing the server closes it.
         port: Port to listen on (0 picks a free one).
 
     Raises:
-        OSError: The port is taken or out of range.
-        TypeError: The port is not an int.
+        OSError: If the port is taken or out of range.
+        TypeError: If the port isn't an int.
     """
 
     def __init__(self, api: Api, port: int = 0) -> None:
@@ -145,7 +145,7 @@ class Server:
         if isinstance(port, bool) or not isinstance(port, int):
             raise TypeError(f"Expected port to be an int between 0 and 65535, got {port!r}.")
         try:
-            if not 0 <= port <= 65535:  # for which Python's own sockets raise OverflowError
+            if not 0 <= port <= 65535:  # Python's sockets would raise OverflowError
                 raise OSError(None, "it must lie between 0 and 65535")
             listening = socket.create_server((HOST, port))
         except OSError as error:
@@ -157,7 +157,7 @@ class Server:
         self.url = f"http://{HOST}:{self.port}/?token={token}"
         config = uvicorn.Config(
             create_app(api, self.port, token),
-            log_level="critical",  # malformed requests don't concern the user
+            log_level="critical",  # the user can't do anything about malformed requests
             ws="none",
             access_log=False,
             lifespan="off",
@@ -182,11 +182,11 @@ class Server:
     def wait(self) -> None:
         """Wait until it is closed or interrupted, so that a script doesn't end before."""
         while self._thread.is_alive():
-            self._thread.join(0.2)  # in short waits, which Ctrl-C interrupts
+            self._thread.join(0.2)  # Ctrl-C interrupts short waits
 
     def close(self) -> None:
         """Stop serving."""
-        self.api.close()  # first, which cancels all pending answers
+        self.api.close()  # before the server stops, because this cancels all pending answers
         self._server.should_exit = True
         self._thread.join()
 

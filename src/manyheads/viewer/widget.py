@@ -20,11 +20,11 @@ from manyheads.viewer import assets
 from manyheads.viewer.api import Answer, Api, ViewedRun
 from manyheads.viewer.export import plan_export
 
-EMBEDDED_BYTES = 6e6  # of weights in the notebook itself
+EMBEDDED_BYTES = 6e6  # of weights in the notebook itself; if there are more, a widget sends them
 HEIGHT = 640  # pixels
-PICTURE_WEIGHTS = 2**26  # of which a picture is drawn; more would take long
-# A page in a frame does not know the notebook's theme. It receives the text colour around the frame when it
-# becomes visible, and when attributes of the document change, as they do with every notebook's theme.
+PICTURE_WEIGHTS = 2**26  # if there are more, no picture is drawn, because it would take long
+# A page in a frame can't read the notebook's theme. It receives the text colour around the frame when the
+# frame becomes visible, and when attributes of the document change, as they do with every notebook's theme.
 SEND_THEME = (
     "const send = () => this.isConnected ? "
     "this.contentWindow.postMessage({ color: getComputedStyle(this).color }, '*') : changes.disconnect(), "
@@ -44,7 +44,7 @@ def in_notebook() -> bool:
 
 
 def display(api: Api) -> Any:
-    """Close an API, and return its runs as a page or widget; ImportError if anywidget isn't installed."""
+    """Close an API, and return its runs as a page, or as a widget if they are large."""
     api.close()  # a page needs none, and a widget opens its own while it is visible
     try:
         plan = plan_export(api, Path("page.html"))
@@ -79,7 +79,7 @@ class EmbeddedPage:
             f'title="{html.escape(self.description)}" onload="{html.escape(SEND_THEME)}" style="position: '
             'absolute; inset: 0; width: 100%; height: 100%; border: 0"></iframe>'
         )
-        picture = ""  # behind the frame: notebooks that aren't trusted remove frames
+        picture = ""  # it is behind the frame, because notebooks that aren't trusted remove frames
         if self.picture is not None:
             data = base64.b64encode(self.picture).decode()
             picture = f'<img alt="{html.escape(self.description)}" src="data:image/png;base64,{data}">'
@@ -142,7 +142,7 @@ def _widget_class() -> Any:
             return describe(self._runs)
 
         def _receive(self, _: Any, message: dict[str, Any], __: Any) -> None:
-            """Handle a message of a view: a request, its cancellation, or that the view was closed."""
+            """Handle a message of a view: a request, a cancellation, or the closing of the view."""
             view = message["view"]
             if message.get("closed"):
                 for future in self._pending.pop(view, {}).values():

@@ -119,7 +119,7 @@ def test_a_recording_is_a_mapping_in_order_of_first_call():
     assert "3 calls" in text
 
 
-def test_names_in_part():
+def test_a_layer_is_found_by_a_unique_part_of_its_path():
     model = GPT(layers=11)
     recording = record(model, randn(1, 3, E))
     assert recording["layers.1"] is recording["layers.1.attn"]  # whole parts before letters: not layers.10
@@ -173,7 +173,7 @@ def test_the_observed_module_may_be_the_attention_or_a_part_of_a_model():
     )
 
 
-def test_maps_say_where_they_come_from():
+def test_maps_name_their_model_and_layer():
     recording = record(GPT(), randn(2, 5, E))
     assert recording.provenance == {"model": "GPT"}
     assert [amap.provenance for amap in recording.values()] == [
@@ -395,7 +395,7 @@ def test_replicas_of_data_parallel_are_the_model():
     model, x = GPT(), randn(2, 5, E)
 
     def replica(module: nn.Module) -> nn.Module:
-        """As torch.nn.parallel.replicate does, which wants GPUs."""
+        """Copy the module as torch.nn.parallel.replicate does, which needs GPUs."""
         twin = module._replicate_for_data_parallel()
         for name, parameter in module._parameters.items():
             setattr(twin, name, None if parameter is None else parameter.clone())
@@ -530,7 +530,7 @@ def test_compiled_models_run_eagerly(
 
 @pytest.mark.full
 def test_what_is_compiled_in_the_block_is_recorded():
-    """In a process that compiled nothing before, and doesn't load PyTorch's compiler for `observe`."""
+    """Run in a process that compiled nothing before; `observe` doesn't import PyTorch's compiler."""
     code = """
 import sys
 import torch
@@ -851,5 +851,5 @@ def test_ids_that_do_not_fit():
     recording = record(GPT(), randn(2, 5, E))
     with raises(TypeError, "Expected ids to be the tokens, … got an int"):
         recording.table(ids=3)
-    with raises(ValueError, "Expected one id for each of s = 5 keys, got [4]"):
+    with raises(ValueError, "Expected ids to be [s] or [b, s], one for each of s = 5 keys, got [4]"):
         recording.table(ids=torch.arange(4))

@@ -189,7 +189,7 @@ ROUTES: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_way_to_call_it(route: str):
+def test_every_way_to_call_sdpa(route: str):
     class Model(nn.Module):
         def forward(self, *args: Any) -> Tensor:
             return ROUTES[route](*args)
@@ -250,7 +250,7 @@ def test_strided_inputs():
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-def test_gradients_are_what_they_were_and_recomputation_is_no_call(how: str):
+def test_gradients_are_unchanged_and_recomputation_is_not_recorded(how: str):
     model, x = GPT(dropout=0.3, how=how), randn(2, 7, E, requires_grad=True)
     assert_identical(gradients(model, x, True), gradients(model, x, False))
     with observe(model) as recording:
@@ -394,7 +394,7 @@ def ignoring_mixed_masks(mixed: bool) -> Any:
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "window", "nothing"])
 def test_is_causal_records_what_was_computed(mask: str, extra: dict[str, Any], wants: bool, padded: bool):
-    """PyTorch may follow is_causal in place of the mask, and mask appended keys."""
+    """PyTorch may use is_causal in place of the mask, and mask appended keys."""
     layer = nn.MultiheadAttention(E, H, batch_first=True, **extra).double().eval()
     x = randn(2, 6, E, dtype=torch.float64)
     after = torch.ones(6, 6, dtype=torch.bool).triu(1)
@@ -417,7 +417,7 @@ def test_is_causal_records_what_was_computed(mask: str, extra: dict[str, Any], w
 
 
 def test_multi_head_attention_forward_called_by_itself():
-    """As CLIP's AttentionPool2d calls it: a mean in front, one query, a projection of another width."""
+    """Call it as CLIP's AttentionPool2d does: with a mean as first key, one query, another output width."""
 
     class Pool(nn.Module):
         def __init__(self) -> None:
@@ -468,7 +468,7 @@ def test_multi_head_attention_forward_called_by_itself():
 @pytest.mark.parametrize("norm", [None, nn.LayerNorm(E)], ids=["bare", "norm"])
 @pytest.mark.parametrize(("train", "grad"), [(False, False), (False, True), (True, True), (True, False)])
 def test_transformer_encoders(padding: str, nesting: bool, norm: nn.Module | None, train: bool, grad: bool):
-    """Also where PyTorch skips padding and gives zeros, or what its norm makes of them."""
+    """PyTorch skips padding for some of them, and returns zeros for it, or the norm of zeros."""
     model = encoder(enable_nested_tensor=nesting, norm=norm).train(train)
     x, masked = randn(3, 6, E), PADDING[padding]
     with torch.set_grad_enabled(grad):
@@ -577,7 +577,7 @@ def test_our_functions_within_a_module(kernel: str, with_map: bool):
     assert_weights(recording[0], q, k, torch.ones(5, 7, dtype=torch.bool).tril(2))
 
 
-def test_everything_a_problem_may_hold():
+def test_every_option_of_a_problem():
     class Model(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
             return mh.attention(q, k, v, **kwargs)
@@ -596,7 +596,7 @@ def test_everything_a_problem_may_hold():
 
 
 @nested
-def test_our_multihead_attention_given_nested_tensors():
+def test_our_multihead_attention_with_nested_tensors():
     layer, lengths = MultiheadAttention(E, H, batch_first=True).eval(), (3, 5)
     x = torch.nested.nested_tensor([randn(n, E) for n in lengths])
     with torch.no_grad(), observe(layer) as recording:

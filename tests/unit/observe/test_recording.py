@@ -1,4 +1,4 @@
-"""What `observe` records: maps, statistics, steps of a generation; tables, files, ablated heads."""
+"""The recordings of `observe`: maps, statistics, steps of a generation; tables, files, ablated heads."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_maps_kept_in_another_precision(dtype: torch.dtype):
     assert recording[0].problem.q.dtype == dtype
 
 
-def test_values_are_freed_and_nothing_larger_than_q_and_k_is_held():
+def test_values_are_freed_and_nothing_larger_than_q_and_k_is_kept():
     kept: list[weakref.ref[Tensor]] = []
 
     class Model(CausalAttention):
@@ -201,7 +201,9 @@ def test_the_usual_statistics_and_names_of_statistics():
         assert_agree(getattr(usual["layers.1"], name)(), getattr(maps["layers.1"], name)())
     named = record(model, x, observing={"keep": ["row_max", "first_token"]})
     assert list(named[0].values) == ["row_max", "first_token"]
-    assert_agree([list(row[2:]) for row in usual.table()], [list(row[2:]) for row in maps.table()])
+    table = usual.table()
+    assert table.columns == (*maps.table().columns, "row_max")
+    assert_agree([list(row[2:-1]) for row in table], [list(row[2:]) for row in maps.table()])
     with raises(ValueError, "entropy of layers.0.attn wasn't kept, but row_max, first_token. … keep="):
         named[0].entropy()
     with raises(ValueError, "top of layers.0.attn was kept with the arguments 3, got … 4"):
@@ -212,7 +214,25 @@ def test_the_usual_statistics_and_names_of_statistics():
         named.plot()
 
 
-def test_statistics_keep_nothing_else():
+@pytest.mark.parametrize("mask", [None, "masks all of a row"])
+def test_every_kept_statistic_of_heads_or_queries_is_a_column(mask: str | None):
+    q, k = randn(Q), randn(K)
+    visible = torch.arange(5)[:, None].expand(5, 7) != 2
+    recording = record(Call(), q, k, k, visible if mask else None, observing={"keep": ASKED})
+    table, amap = recording.table(), record(Call(), q, k, k, visible if mask else None)[0]
+    assert table.columns == (
+        "layer", "head", "previous_token", "current_token", "first_token", "entropy", "distance", "row_max",
+        "logits_max", "sink_weight",
+    )  # fmt: skip
+    queries = torch.tensor([0, 1, 3, 4] if mask else range(5))
+    for name in ("entropy", "distance", "row_max", "sink_weight"):
+        expected = getattr(amap, name)()[:, :, queries].mean((0, 2))
+        assert_agree(torch.tensor([getattr(row, name) for row in table]), expected)
+    assert_agree(torch.tensor([row.logits_max for row in table]), amap.logits_max().mean(0))
+    assert "logits_max: the largest score" in " ".join(repr(table).split())
+
+
+def test_kept_statistics_keep_no_other_tensors():
     kept: list[weakref.ref[Tensor]] = []
 
     class Model(nn.Module):
@@ -230,7 +250,7 @@ def test_statistics_keep_nothing_else():
     assert recording.nbytes == 4 * H * 300 + H * 300  # and which queries see a key at all
 
 
-def test_max_bytes_is_what_is_held_in_the_end():
+def test_max_bytes_limits_the_final_size():
     model, x = GPT(), randn(2, 5, E)
     enough = record(model, x).nbytes
     assert record(model, x, observing={"max_bytes": enough}).nbytes == enough
@@ -259,7 +279,7 @@ def test_max_bytes_bounds_statistics_too():
     record(Call(), q, q, q, observing={"max_bytes": 1000, "keep": ["logits_max"]})
 
 
-def test_what_changes_in_place_afterwards_is_recorded_as_it_was():
+def test_changes_in_place_after_a_call_do_not_change_its_map():
     class InPlace(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             x += F.scaled_dot_product_attention(x, x, x)
@@ -272,7 +292,7 @@ def test_what_changes_in_place_afterwards_is_recorded_as_it_was():
         assert_weights(recording[0], x, x)
 
 
-def test_a_workspace_that_is_written_again_and_again():
+def test_inputs_in_a_buffer_that_is_overwritten():
     class Workspace(nn.Module):
         packed: Tensor | None = None
 
@@ -294,7 +314,7 @@ def test_a_workspace_that_is_written_again_and_again():
 
 
 def without_slice(projection: nn.Module, heads: Sequence[int], size: int = D) -> Any:
-    """Ablate heads by hand: zeros in the projection's input in their place."""
+    """Ablate heads by hand, by zeros in the projection's input."""
 
     def zero(_: nn.Module, args: tuple[Tensor]) -> Tensor:
         kept = torch.ones(args[0].shape[-1])
@@ -414,7 +434,7 @@ def test_ablated_heads_of_a_transformer_encoder(nesting: bool, train: bool):
                 assert_agree(model(x, src_key_padding_mask=padding), expected)
 
 
-def test_nested_observations_each_ablate_their_own():
+def test_nested_observations_ablate_their_own_heads():
     model, x = GPT(), randn(2, 5, E)
     handles = [without_slice(model.layers[0].attn.c_proj, [1, 2])]
     expected = model(x)
@@ -430,7 +450,7 @@ def test_nested_observations_each_ablate_their_own():
 
 
 class Cached(nn.Module):
-    """Attention over a cache that the caller holds: keys and values so far, and those of x behind them."""
+    """Attention over a cache of the caller: earlier keys and values, followed by those of x."""
 
     def __init__(self, projected: bool = True) -> None:
         super().__init__()
@@ -559,10 +579,10 @@ WORDS = {
         max_size=12,
     )
 )
-def test_joined_or_not_every_row_is_the_one_that_was_computed(
+def test_rows_of_joined_and_separate_steps_are_those_that_were_computed(
     words: str, acts: list[tuple[str, int, list[int]]]
 ):
-    """Generations that alternate, fork, go back, swap beams or drop keys; few words, so that keys repeat."""
+    """Generations that alternate, fork, go back, swap beams or drop keys. Few tokens, so that keys repeat."""
     torch.manual_seed(0)
     model = Cached(projected=words == "dense")
     caches: list[Any] = [None, None, None]
@@ -605,7 +625,7 @@ def test_a_cache_that_drops_old_keys_is_not_joined():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_static_cache(mode: Callable[[], Any]):
-    """A cache of fixed size, written in place, with a mask that tells how far it is filled."""
+    """A cache of fixed size, written in place, with a mask of the keys that are filled."""
 
     class Static(Cached):
         held: tuple[Tensor, Tensor] | None = None
@@ -784,6 +804,23 @@ def test_a_run_of_maps_and_statistics_of_every_kind(tmp_path: Path):
     equal_runs(recording, open_run(tmp_path / "run.safetensors"))
 
 
+def test_statistics_of_a_file_before_arguments_were_packed():
+    """Its arguments are written as in the first files of version 1; all of its weights are 1/7."""
+    (numbers,) = open_run(Path(__file__).parents[2] / "data/statistics-1.safetensors").calls(0)
+    assert numbers.arguments == {
+        "entropy": (),
+        "received": [(), {"last": 2}, {"normalize": "age"}],
+        "top": 2,
+        "pooled": [(2, 3), (2, 3, "max")],
+        "first_token": (),
+    }
+    assert_agree(numbers.entropy(), torch.full((1, 2, 5), 7.0).log())
+    assert_agree(numbers.values["received"][1], torch.full((1, 2, 7), 2 / 7))
+    assert_agree(numbers.values["pooled"][1], torch.full((1, 2, 2, 3), 1 / 7))
+    assert_agree(numbers.top(2).weights, torch.full((1, 2, 5, 2), 1 / 7))
+    assert_agree(numbers.first_token(), torch.full((1, 2), 1 / 7))
+
+
 def test_what_cannot_be_saved_says_so(tmp_path: Path):
     q = randn(Q)
 
@@ -793,7 +830,7 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path):
 
     with raises(ValueError, "Rule"):
         record(Ruled(), q).save(tmp_path / "run.safetensors")
-    with raises(ValueError, "mass was kept with a Window, which a file can't hold"):
+    with raises(ValueError, "mass was kept with a Window, which can't be saved"):
         record(Call(), q, q, q, observing={"keep": {"mass": mh.Window(left=1)}}).save(
             tmp_path / "run.safetensors"
         )
@@ -823,6 +860,6 @@ def test_labels():
             recording.label(wrong)
 
 
-def test_a_picture_of_everything():
+def test_plot_draws_every_layer_and_head():
     figure = record(GPT(), randn(2, 5, E)).plot()
     assert len(figure.axes) >= 2 * H

@@ -1,4 +1,4 @@
-"""`manyheads show`: tokens, findings, words, JSON, pictures, and every bad input."""
+"""`manyheads show`: tokens, findings, sentences, JSON, pictures, and every wrong input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONTEXT = 48
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with random weights, sharp enough to look at something, saved as `lm` saves."""
+    """A checkpoint of a tiny model with random weights, whose attention isn't uniform."""
     torch.manual_seed(0)
     texts = [f"{SENTENCE} . the station left on time , the train on the station ."] * 3
     tokenizer = train_tokenizer([Document(str(n), text) for n, text in enumerate(texts)], 300)
@@ -59,7 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Ran:
-    """What a command left behind."""
+    """The output, exit code and files of a command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -159,13 +159,13 @@ def previous(t: int, share: float = 0.9) -> list[list[float]]:
 
 
 def resting(t: int, share: float = 0.9) -> list[list[float]]:
-    """A head that rests on the first token."""
+    """A head that attends to the first token."""
     return [
         [share if j == 0 else (1 - share) / max(i, 1) if j <= i else 0 for j in range(t)] for i in range(t)
     ]
 
 
-def test_findings_are_exceptions_to_the_habits_of_a_head() -> None:
+def test_findings_are_weights_far_above_the_expected_ones() -> None:
     odd, broken = previous(8), resting(8)
     odd[6] = [0.05, 0.05, 0.75, 0.05, 0.0, 0.05, 0.05, 0.0]
     broken[5] = [0.1, 0.0, 0.0, 0.85, 0.0, 0.05, 0.0, 0.0]
@@ -180,7 +180,7 @@ WORDS = [Token(i, f" {word}", word, None) for i, word in zip(IDS, SENTENCE.split
 
 
 def both_ways(t: int, ahead: int, share: float = 0.9) -> list[list[float]]:
-    """A head without a mask that looks so many tokens ahead."""
+    """A head without a mask that attends to the token at this distance after the query."""
     rest = (1 - share) / (t - 1)
     return [[share if j == i + ahead else rest for j in range(t)] for i in range(t)]
 
@@ -216,7 +216,7 @@ def test_special_tokens_have_no_findings_unless_there_are_no_others() -> None:
 
 
 def test_in_a_long_text_findings_are_searched_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first tokens give the same findings as they do alone: a causal head doesn't see the rest."""
+    """The first tokens have the same findings as without later ones, which a causal mask excludes."""
     torch.manual_seed(0)
     q, k = 3 * torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
     ids = [n % 7 for n in range(30)]
@@ -230,8 +230,8 @@ def test_in_a_long_text_findings_are_searched_at_the_start(monkeypatch: pytest.M
     assert [one.surprise for one in within] == pytest.approx([one.surprise for one in alone], abs=1e-5)
 
 
-def test_the_example_of_the_sentence() -> None:
-    """Among heads of habit and a sharper one, what the text explains is told first."""
+def test_the_findings_of_an_example() -> None:
+    """A weight that the text explains comes before larger ones that it doesn't."""
     copying, sharp = resting(7, 0.6), resting(7, 0.6)
     copying[3] = [0.1, 0.71, 0.1, 0.09, 0, 0, 0]
     sharp[6] = [0, 0, 0.75, 0, 0, 0.15, 0.1]
@@ -268,7 +268,7 @@ def test_findings_are_a_handful_each_of_another_head_and_pair() -> None:
         assert one.usual == pytest.approx(float(expected[one.query, one.key]), abs=1e-5)
 
 
-def test_reasons() -> None:
+def test_the_reason_of_a_weight() -> None:
     assert explain(3, 0, IDS) == "same token"
     assert explain(3, 1, IDS) == "after the same token"
     assert explain(3, 2, IDS) is explain(0, 0, IDS) is explain(4, 4, IDS) is None
@@ -312,27 +312,33 @@ def test_expected_weights_against_a_double_loop(which: str, t: int, seed: int) -
         assert float(found[i, j]) == pytest.approx(max(1 / int(seen[i].sum()), near_by, same_key), abs=1e-6)
 
 
-def test_head_scores_against_a_double_loop() -> None:
+@pytest.mark.parametrize("mask", [None, Causal()], ids=str)
+def test_head_scores_against_a_double_loop(mask: Causal | None) -> None:
     torch.manual_seed(0)
     ids = torch.tensor([5, 1, 2, 5, 1, 3, 5])
     q, k = torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
-    amap = attention_with_map(q, k, k, mask=Causal())[1]
+    amap = attention_with_map(q, k, k, mask=mask)[1]
     said = ids.tolist()
     rules = {
         "previous_token": lambda i, j: j == i - 1,
+        "next_token": lambda i, j: j == i + 1,
         "first_token": lambda i, j: j == 0,
-        "same_token": lambda i, j: j < i and said[j] == said[i],
-        "after_same_token": lambda i, j: j > 0 and said[j - 1] == said[i],
+        "last_token": lambda i, j: j == 6 != i,
+        "same_token": lambda i, j: j != i and said[j] == said[i],
+        "after_same_token": lambda i, j: 0 < j <= i and said[j - 1] == said[i],
         "itself": lambda i, j: j == i,
     }
-    for head, found in enumerate(score_heads(amap, ids)):
+    for head, scores in enumerate(score_heads(amap, ids)):
+        assert scores.keys() == {*rules, "entropy"}
         weights = amap.dense()[0, head].tolist()
         for name, rule in rules.items():
-            rows = [[weights[i][j] for j in range(i + 1) if rule(i, j)] for i in range(7)]
+            last = [7 if mask is None else i + 1 for i in range(7)]  # visible keys
+            rows = [[weights[i][j] for j in range(last[i]) if rule(i, j)] for i in range(7)]
             sums = [sum(row) for row in rows if row]
-            assert found[name] == pytest.approx(sum(sums) / len(sums), abs=1e-6)
+            expected = pytest.approx(sum(sums) / len(sums), abs=1e-6) if sums else None
+            assert scores[name] == expected
         spread = [-sum(w * math.log(w) for w in row if w) for row in weights]
-        assert found["entropy"] == pytest.approx(sum(spread) / 7, abs=1e-5)
+        assert scores["entropy"] == pytest.approx(sum(spread) / 7, abs=1e-5)
 
 
 def test_a_score_that_no_query_can_have_is_none() -> None:
@@ -618,7 +624,7 @@ def test_extrapolated_tokens_are_marked_in_every_picture(checkpoint: Path) -> No
 
 
 @pytest.mark.full
-def test_a_text_within_the_context_is_read_as_ever(run: Any) -> None:
+def test_long_does_not_change_a_text_within_the_context(run: Any) -> None:
     plain, long = run(SENTENCE, "--json"), run(SENTENCE, "--json", "--long")
     assert (long.out, long.err, long.code) == (plain.out, "", 0)
     reading = report.read("the station " * 60, truncate=True, model=None)
@@ -643,8 +649,8 @@ def test_long_reads_32768_tokens() -> None:
     assert report.LONGEST == 32_768
 
 
-def test_the_expected_time_grows_as_its_parts_do(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of 5 seconds a text, 3 a token and 2 a pair, its beginnings foretell what all takes."""
+def test_the_estimated_time_is_extrapolated_from_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text takes 5 seconds, 3 more for each token and 2 for each pair: the estimate is exact."""
     clock = [0.0]
 
     class Reader:
@@ -754,7 +760,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_ones(
     assert {path: path.read_bytes() for path in Path("manyheads-out").iterdir()} == before
 
 
-def test_an_interrupt_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_exits_with_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The viewer's API and server: all numbers equal the map's, and only its own page gets them."""
+"""The viewer's API and server: numbers equal those of the map, and only the viewer's page receives them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_tiles_of_every_level_equal_the_map(t: int, s: int, mask: Any, biased: b
     np.testing.assert_allclose(head.entropy, amap.entropy()[0, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_sampled_tile_holds_the_middle_query_of_each_row_of_cells() -> None:
+def test_a_sampled_tile_has_the_middle_query_of_each_row_of_cells() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"SIDE": 16, "MAX_WEIGHTS": 2**12, "SCAN_LEVEL": 3}.items():
             patch.setattr(pyramid, name, value)
@@ -323,7 +323,7 @@ def test_the_most_urgent_work_is_done_first_and_cancelled_work_never() -> None:
     assert worker.submit(lambda: None).cancelled()
 
 
-def test_long_work_lets_others_go_first_between_its_steps() -> None:
+def test_urgent_work_runs_between_the_steps_of_long_work() -> None:
     worker, done = Worker(), []
 
     def steps() -> Generator[None, None, str]:
@@ -368,7 +368,7 @@ def test_work_that_is_cancelled_between_its_steps_ends() -> None:
     worker.close()
 
 
-def test_the_caches_hold_what_was_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caches_keep_the_most_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     from manyheads.viewer import api as module
 
     size = 16 + 2 * 9 * 9  # of a tile, with its header

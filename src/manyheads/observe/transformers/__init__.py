@@ -6,10 +6,10 @@ same functions, wrapped: the arguments of a mask function are remembered with th
 and a call of an attention function is translated into a `Problem` (`calls`). The config isn't changed,
 because models compute something else if the name of their implementation changes.
 
-Nothing is guessed. A mask becomes a value, such as `Causal() & Lengths(…)`, only if that equals the tensor
-that the kernel gets in every entry; otherwise the tensor itself is the mask. A few rows of every call are
-also computed by the formula and compared with the output of the model's own kernel, so that a call which was
-misread raises an error.
+Nothing is guessed. A mask becomes a value, such as `Causal() & Lengths(…)`, only if that equals the kernel's
+mask tensor in every entry; otherwise the tensor itself is the mask. A few rows of every call are also
+computed by the formula and compared with the output of the model's own kernel. If they differ, the call was
+translated wrongly, which raises an error.
 
 The model's own kernel computes its output, with one exception: models with softcaps or sinks have only an
 eager kernel, and if that would build more than 2 GiB of weights (`calls.MAX_EAGER_BYTES`), manyheads computes
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from threading import RLock
 from typing import Any
 
@@ -37,13 +37,10 @@ OLDEST = (5, 21)  # the oldest version with which the tests pass: before it, obs
 _lock = RLock()
 _attached: Counter[nn.Module] = Counter()
 _undo: list[Callable[[], None]] = []
-_wrapped: dict[
-    tuple[int, str | None], Function
-] = {}  # by the id of a function, which its wrapper keeps alive
 
 
 def is_present(model: nn.Module) -> bool:
-    """Return True if any part of the model is a class of transformers, without importing that."""
+    """Return True if the class of any part of the model is from transformers, without importing that."""
     return any(
         base.__module__.startswith("transformers.") for part in model.modules() for base in type(part).__mro__
     )
@@ -54,9 +51,8 @@ def attached(model: nn.Module) -> Iterator[None]:
     """Record the attention calls of a model of transformers.
 
     Blocks may be nested, with the same model or another, and run on several threads; the last exit undoes
-    every change. Models that aren't attached run as usual.
-
-    Raises ImportError if transformers is older than 5.21.
+    every change. Models that aren't attached run as usual. ImportError is raised if transformers is older
+    than `OLDEST`.
     """
     parts = list(model.modules())
     with _lock:
@@ -74,7 +70,7 @@ def attached(model: nn.Module) -> Iterator[None]:
             if not _attached:
                 while _undo:
                     _undo.pop()()
-                _wrapped.clear()
+                _wrap.cache_clear()
 
 
 def _install() -> None:
@@ -107,28 +103,23 @@ def _replace(cls: type, name: str, new: Callable[..., Any]) -> None:
     setattr(cls, name, new)
 
 
+@cache
 def _wrap(function: Function, name: str | None = None) -> Function:
     """Return an attention function whose calls by attached modules are recorded."""
-    key = id(function), name
-    wrapped = _wrapped.get(key)
-    if wrapped is None:
-        wrapped = _wrapped[key] = _recorded(Kernel.of(function, name))
-    return wrapped
+    kernel = Kernel.of(function, name)
 
-
-def _recorded(kernel: Kernel) -> Function:
-    @wraps(kernel.function)
+    @wraps(function)
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         module = args[0] if args else kwargs.get("module")
         if module not in _attached or not intercept.is_recording():
-            return kernel.function(*args, **kwargs)
+            return function(*args, **kwargs)
         call = Call.of(kernel, args, kwargs)
         with intercept.paused(call.query.device):
             problem = call.problem()
             if call.is_too_large(problem):
                 out, weights = call.compute(problem), None
             else:
-                out, weights = kernel.function(*args, **kwargs)
+                out, weights = function(*args, **kwargs)
                 call.compare(problem, out)
             intercept.record(problem)
             return intercept.ablate(out, 2), weights  # [b, t, h, w]

@@ -24,16 +24,17 @@ from manyheads.shapes import kind, shape_of, sizes
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 
-# Kernels that models share, by their modules.
+# The names of kernels that models share, by their modules.
 SHARED = {f"transformers.integrations.{name}_attention": name for name in ("sdpa", "flash", "flex")}
 
 FIRST = ("module", "query", "key", "value", "attention_mask")
 
-# Options of kernels that a Problem can express, and those of flash kernels that it can't (packed inputs).
+# Options of kernels that a Problem supports, and those of flash kernels for packed inputs, which it doesn't.
 SUPPORTED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"}
 PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "block_table"}
 
-MAX_EAGER_BYTES = 2**31  # of weights that an eager kernel may build; above it, manyheads computes the output
+# If an eager kernel would build more bytes of weights, manyheads computes the output.
+MAX_EAGER_BYTES = 2**31
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Kernel:
 
     @cached_property
     def unsupported(self) -> set[str]:
-        """The options that a Problem can't express."""
+        """The options that a Problem doesn't support."""
         return set(self.options) - SUPPORTED | (PACKED if self.name == "flash" else set())
 
     @classmethod
@@ -64,7 +65,7 @@ class Kernel:
         return cls(function, name, tuple(each.name for each in options), defaults)
 
     def reads(self, option: str) -> bool:
-        """Return True if the kernel may use an option; a model's own one may read it from its `**kwargs`."""
+        """Return True if the kernel may use an option; a model's own kernel may read it from `**kwargs`."""
         return option in self.options or self.name in ("eager", "")
 
 
@@ -96,7 +97,7 @@ class Call:
         """Return the call as a problem; ValueError if a part of it isn't supported."""
         for option in sorted(self.kernel.unsupported):
             if self.options.get(option) is not None:
-                raise self._error(f"its kernel is given {option}, which manyheads doesn't support")
+                raise self._error(f"its kernel gets {option}, which manyheads doesn't support")
         check_readable(type(self.module).__name__, query=self.query, key=self.key, value=self.value)
         q, k, v = autocast(self.query, self.key, self.value)
         if q.dim() == 4 and q.shape[0] == 1:
@@ -121,8 +122,8 @@ class Call:
         return Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                           dropout_p=dropout_p, offset=offset)  # fmt: skip
 
-    def _error(self, why: str) -> ValueError:
-        return ValueError(f"The attention of {type(self.module).__name__} can't be observed: {why}.")
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"The attention of {type(self.module).__name__} can't be observed: {reason}.")
 
     def _numbers(self, *options: str) -> list[Any]:
         values = list(map(self.options.get, options))
@@ -133,11 +134,12 @@ class Call:
                 values[n] = value.item()
         return values
 
-    # -- masks: a value, tensors that aren't recognized yet, and the position of row 0 ----------------
+    # -- masks ------------------------------------------------------------------------------------
 
     def _read_mask(self, t: int, s: int) -> tuple[Mask | None, dict[str, Tensor], int]:
+        """Return the mask as a value, mask tensors that aren't recognized yet, and the position of row 0."""
         mask, is_causal = self.mask, self.options.get("is_causal")
-        if is_causal is None:  # whether the kernel masks later keys when it gets no mask
+        if is_causal is None:  # the kernel's default if it gets no mask
             is_causal = getattr(self.module, "is_causal", True)
         if self.kernel.name == "flash":
             return self._flash_mask(t, s, is_causal)
@@ -148,7 +150,7 @@ class Call:
                     f"its kernel {name} isn't one of transformers' own and got no mask, which can mean "
                     "causal too"
                 )
-            # sdpa uses is_causal then, which counts from the top left, except for a single query.
+            # sdpa then uses is_causal, which counts from the top left, unless there is a single query.
             if self.kernel.name == "sdpa" and is_causal and t > 1:
                 return Causal(), {}, 0
             return None, {}, s - t if is_causal else 0
@@ -162,7 +164,7 @@ class Call:
             value = origin.mask(mask)
             if value is not None:
                 return combine(value), {}, offset
-        elif is_tensor and is_causal and mask.dim() == 4:  # perhaps that of a cache of fixed size
+        elif is_tensor and is_causal and mask.dim() == 4:  # perhaps the mask of a cache of fixed size
             offset = first_position(visible(mask), t, offset)
         if not is_tensor:  # flex's BlockMask
             from torch.nn.attention.flex_attention import create_mask
@@ -176,20 +178,20 @@ class Call:
         padding, window = self.mask, self.options.get("sliding_window")
         if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
             raise self._error(f"expected its flash kernel's mask to be padding [b, s], got {kind(padding)}")
-        n = s if padding is None else padding.shape[1]  # of a static cache, only so many keys are read
+        n = s if padding is None else padding.shape[1]  # the keys that are read, if the cache is static
         parts: list[Mask] = [Causal()] if is_causal else []
         if window is not None:
             parts.append(Window(left=window - 1, right=window - 1))
         if padding is not None:
             parts.append(padding_mask(padding.bool(), s))
-            if t > 1:  # queries of padding are left out too, and get zeros
+            if t > 1:  # flash kernels skip the queries of padding too, and return zeros for them
                 parts.append(Keep(padding.bool()[:, None, -t:, None]))
         return combine(*parts), {}, n - t if is_causal else 0
 
-    # -- models with a softcap or a sink have only an eager kernel, which builds every weight ---------
+    # -- large calls of eager kernels: models with a softcap or a sink have no other kernel ----------
 
     def is_too_large(self, problem: Problem) -> bool:
-        """Return True if manyheads should compute the output, because eager attention would take too much."""
+        """Return True if manyheads should compute the output, because eager weights would take too much."""
         n = problem.shape
         if n.b * n.h * n.t * n.s * problem.q.element_size() <= MAX_EAGER_BYTES:
             return False
@@ -226,7 +228,7 @@ class Call:
         Args:
             problem: The call, as it was translated.
             out: The model's output `[b, t, h, w]`.
-            only_rows: Whether out holds only these rows.
+            only_rows: If True, out has only these rows.
         """
         n, rows = problem.shape, _some_rows(problem)
         if not n.b * n.h * n.s * n.w * len(rows) or problem.dropout_p:
@@ -247,7 +249,7 @@ class Call:
         if difference > max(1e-3, 4 * _rounding(problem, out) * (1 + score_size)):
             raise self._error(
                 f"in rows {rows.tolist()} its output differs by {difference:.1%} from attention with its "
-                "queries, keys, values and mask, so its kernel computes something that manyheads doesn't know"
+                "queries, keys, values and mask, so its kernel computes something else"
             )
 
 

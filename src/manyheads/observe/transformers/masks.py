@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce, wraps
 from inspect import getclosurevars, signature
+from itertools import chain
 from operator import and_, or_
 from typing import Any
 
@@ -28,15 +29,15 @@ def remember_origins(function: Callable[..., Any]) -> Callable[..., Any]:
         if mask is not None:
             bound = signature(function).bind(*args, **kwargs)
             bound.apply_defaults()
-            given = bound.arguments
-            row = given["q_offset"]
+            arguments = bound.arguments
+            row = arguments["q_offset"]
             _origins[mask] = Origin(
-                given["mask_function"],
-                given["attention_mask"],
-                given["q_length"],
-                given["kv_length"],
+                arguments["mask_function"],
+                arguments["attention_mask"],
+                arguments["q_length"],
+                arguments["kv_length"],
                 row.clone() if isinstance(row, Tensor) else row,  # a static cache increments it in place
-                given["kv_offset"],
+                arguments["kv_offset"],
             )
         return mask
 
@@ -60,7 +61,7 @@ class Origin:
     row: int | Tensor  # the position of row 0, as transformers counts
     column: int  # the position of column 0
     value: Mask | None = None
-    version: int | None = None  # of the mask tensor, when the value was found
+    version: int | None = None  # the version of the mask tensor when it was compared
 
     @property
     def offset(self) -> int:
@@ -111,15 +112,15 @@ class Origin:
                 # A negative id belongs to no block, and equals no other id.
                 return Documents(self._columns(ids).clamp(min=-1), queries=queries.where(queries >= 0, -2))
             case "and_masks" | "or_masks":
-                parts = [self._translate(part) for part in closure["mask_functions"]]
-                known = [part for part in parts if part is not None]
-                if known and len(known) == len(parts):
+                masks = [self._translate(each) for each in closure["mask_functions"]]
+                known = [mask for mask in masks if mask is not None]
+                if known and len(known) == len(masks):
                     return reduce(and_ if name == "and_masks" else or_, known)
         return None
 
     def _equals(self, mask: Mask, made: Any) -> bool:
         """Return True if a mask equals the one that was made in every entry. Blocks of rows save memory."""
-        is_tensor = isinstance(made, Tensor)  # else a BlockMask, which has a function in place of entries
+        is_tensor = isinstance(made, Tensor)  # if not, it is a BlockMask, which has a function
         b, device = made.shape[0], made.device if is_tensor else made.kv_indices.device
         mask = mask.bind(self.offset, self.s)
         batch = torch.arange(b, device=device)[:, None, None, None]
@@ -129,7 +130,7 @@ class Origin:
             row = rows[None, None, :, None]
             keep = mask.keep(batch, head, row + self.offset, j).expand(b, 1, len(rows), self.s)
             theirs = made[:, :, rows] if is_tensor else made.mask_mod(batch, head, row, j).expand_as(keep)
-            if theirs.is_floating_point():  # 0 for what is kept, the lowest number for what is masked
+            if theirs.is_floating_point():  # 0 is visible, the lowest number is masked
                 lowest = theirs.new_full((), torch.finfo(theirs.dtype).min)
                 keep = torch.where(keep, torch.zeros_like(lowest), lowest)
             if not torch.equal(keep, theirs):
@@ -147,10 +148,9 @@ def padding_mask(real: Tensor, s: int) -> Mask:
 
 def combine(*masks: Mask | None) -> Mask | None:
     """Return the intersection of masks, with their bands joined into one; None if it keeps everything."""
-    parts = (mask for mask in masks if mask is not None)
-    (low, high), *others = reduce(and_, parts, Full()).normal()
+    present = (mask for mask in masks if mask is not None)
+    (low, high), *others = reduce(and_, present, Full()).normal()
     band: Mask = Causal() if (low, high) == (None, 0) else Window(None if low is None else -low, high)
-    found = [] if (low, high) == (None, None) else [band]
-    for group in others:
-        found += group
-    return reduce(and_, found) if found else None
+    bands = [] if (low, high) == (None, None) else [band]
+    parts = [*bands, *chain.from_iterable(others)]
+    return reduce(and_, parts) if parts else None
