@@ -243,9 +243,9 @@ def saved(model: lm.LanguageModel, tmp_path: Path) -> Path:
 
 
 def test_load_raises_for_a_missing_file(saved: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="which isn.t a folder"):
+    with pytest.raises(FileNotFoundError, match="which isn't a folder"):
         lm.load(saved / "nowhere")
-    with pytest.raises(FileNotFoundError, match="which isn.t a folder"):
+    with pytest.raises(FileNotFoundError, match="which isn't a folder"):
         lm.load(saved / "config.json")
     for name in checkpoint.FILES[:3]:
         copy = saved.with_name("copy")
