@@ -1,7 +1,7 @@
 """Make the model that ships with manyheads: `python scripts/make_shipped_model.py --out DIR`.
 
-It trains (or continues the run in DIR), measures, and writes the weights, the tokenizer, the log and a model
-card into DIR/shipped. Exit code 1: the model isn't good enough.
+It trains a model (or continues the run in DIR), measures it, and writes the weights, the tokenizer, the log
+and a model card into DIR/shipped. Exit code 1: the model isn't good enough.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ OPTIONS = {
     "seed": 2,
     "device": "cpu",
 }
-PREVIOUS, INDUCTION = 0.5, 0.4  # what the scores of the best heads must exceed
-TEXTS, LENGTH = 50, 256  # the number of texts and of random sequences, and their tokens
-SEED = 20_260_101  # of the random sequences; training draws from [seed, step]
+PREVIOUS, INDUCTION = 0.5, 0.4  # the scores that the best heads must exceed
+TEXTS, LENGTH = 50, 256  # the number of texts and of random sequences, and the tokens of each
+SEED = 20_260_101  # the seed of the random sequences; the seeds of training are [seed, step]
 PROMPT = "Return the"
 
 
 def split(documents: Sequence[data.Document]) -> tuple[list[data.Document], list[data.Document]]:
-    """Split documents into (training, held out)."""
-    places = data.held_out_places([document.name for document in documents])
-    training = [document for i, document in enumerate(documents) if i not in places]
-    return training, [document for i, document in enumerate(documents) if i in places]
+    """Split documents into those for training and those that are held out."""
+    positions = data.held_out_positions([document.name for document in documents])
+    training = [document for i, document in enumerate(documents) if i not in positions]
+    return training, [document for i, document in enumerate(documents) if i in positions]
 
 
 def byte_count(documents: Iterable[data.Document]) -> int:
@@ -59,10 +59,10 @@ def byte_count(documents: Iterable[data.Document]) -> int:
 @torch.no_grad()
 def previous_token(model: LanguageModel, held_out: data.Tokens) -> Tensor:
     """Return the previous-token score `[layers, h]`, averaged over 50 held-out texts of 256 tokens."""
-    last = len(held_out) - LENGTH  # where the last text starts
-    if last < (TEXTS - 1) * LENGTH:
+    last_start = len(held_out) - LENGTH
+    if last_start < (TEXTS - 1) * LENGTH:
         raise ValueError(f"Expected {TEXTS} held-out texts of {LENGTH} tokens, got {len(held_out)} tokens.")
-    starts = np.linspace(0, last, TEXTS).astype(int)  # they don't overlap
+    starts = np.linspace(0, last_start, TEXTS).astype(int)  # the texts don't overlap
     ids = np.stack([held_out[start : start + LENGTH] for start in starts]).astype(np.int64)
     maps = model.attend(torch.from_numpy(ids))[1]
     return torch.stack([measures.previous_token(amap).mean(0) for amap in maps])
@@ -72,18 +72,18 @@ def previous_token(model: LanguageModel, held_out: data.Tokens) -> Tensor:
 def induction(model: LanguageModel, seed: int = SEED) -> Tensor:
     """Return the induction score `[layers, h]`, averaged over 50 repeated sequences of 128 random tokens."""
     rng = np.random.default_rng(seed)
-    once = rng.integers(data.END_ID + 1, model.config.vocab, (TEXTS, LENGTH // 2))
-    ids = torch.from_numpy(np.concatenate([once, once], 1))  # [b, t]
+    half = rng.integers(data.END_ID + 1, model.config.vocab, (TEXTS, LENGTH // 2))
+    ids = torch.from_numpy(np.concatenate([half, half], 1))  # [b, t]
     maps = model.attend(ids)[1]
     return torch.stack([measures.induction(amap, ids).mean(0) for amap in maps])
 
 
 def xz_bits(documents: Sequence[data.Document], before: Sequence[data.Document] = ()) -> float:
-    """Return the bits per byte of documents under xz, or what they add to the documents `before` them."""
+    """Return the bits per byte that xz needs for documents, if it has compressed the documents `before`."""
 
-    def size(some: Sequence[data.Document]) -> int:
-        joined = "\0".join(document.text for document in some).encode()
-        return len(lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME)) if some else 0
+    def size(texts: Sequence[data.Document]) -> int:
+        joined = "\0".join(document.text for document in texts).encode()
+        return len(lzma.compress(joined, preset=9 | lzma.PRESET_EXTREME)) if texts else 0
 
     return 8 * (size([*before, *documents]) - size(before)) / byte_count(documents)
 
@@ -93,23 +93,23 @@ def bigram_bits(training: data.Tokens, held_out: data.Tokens, vocab: int, bytes_
 
     P(w | v) = max(c(v w) − D, 0) / c(v) + D · n(v ·) / c(v) · P(w), where c counts pairs and n counts
     different pairs; P(w) = n(· w) / n(· ·), with one added to each n; D = n₁ / (n₁ + 2 n₂), from the
-    different pairs that occur once and twice (Chen & Goodman 1999, section 2.7).
+    numbers n₁ and n₂ of pairs that occur once and twice (Chen & Goodman 1999, section 2.7).
     """
     pairs, counts = np.unique(training[:-1].astype(np.int64) * vocab + training[1:], return_counts=True)
     once, twice = int((counts == 1).sum()), int((counts == 2).sum())
     discount = once / (once + 2 * twice) if once else 0.5
     first, second = np.divmod(pairs, vocab)
-    follows = np.bincount(first, counts, vocab)  # c(v)
-    kinds = np.bincount(first, minlength=vocab)  # n(v ·)
-    single = (np.bincount(second, minlength=vocab) + 1) / (len(pairs) + vocab)  # P(w)
+    totals = np.bincount(first, counts, vocab)  # c(v)
+    followers = np.bincount(first, minlength=vocab)  # n(v ·)
+    unigram = (np.bincount(second, minlength=vocab) + 1) / (len(pairs) + vocab)  # P(w)
 
     v, w = held_out[:-1].astype(np.int64), held_out[1:].astype(np.int64)
-    place = np.minimum(np.searchsorted(pairs, v * vocab + w), len(pairs) - 1)
-    count = np.where(pairs[place] == v * vocab + w, counts[place], 0)  # c(v w)
-    known = follows[v] > 0
-    total = np.where(known, follows[v], 1)
-    kept = np.where(known, discount * kinds[v] / total, 1.0)  # an unknown v has no counts
-    probability = np.maximum(count - discount, 0) / total + kept * single[w]
+    index = np.minimum(np.searchsorted(pairs, v * vocab + w), len(pairs) - 1)
+    count = np.where(pairs[index] == v * vocab + w, counts[index], 0)  # c(v w)
+    known = totals[v] > 0
+    total = np.where(known, totals[v], 1)
+    backoff = np.where(known, discount * followers[v] / total, 1.0)  # an unknown v has no counts
+    probability = np.maximum(count - discount, 0) / total + backoff * unigram[w]
     return float(-np.log2(probability).sum() / bytes_)
 
 
@@ -125,8 +125,8 @@ class Result:
     previous: Tensor
     induction: Tensor
 
-    def missed(self) -> list[str]:
-        """Return what isn't good enough, as sentences."""
+    def shortcomings(self) -> list[str]:
+        """Return the requirements that the model doesn't meet, as sentences."""
         required = {
             f"no previous-token head is above {PREVIOUS}": self.previous.max() > PREVIOUS,
             f"no induction head is above {INDUCTION}": self.induction.max() > INDUCTION,
@@ -138,14 +138,14 @@ class Result:
 
 
 def measure(run: Run) -> Result:
-    """Measure what the card reports of a run on Python's own text."""
+    """Measure the results of a run on Python's own text for the model card."""
     training, held_out = split(data.python_documents())
     model, _ = checkpoint.load(run.out)
     ids, held_ids = data.read_tokens(run.out / TRAINING), data.read_tokens(run.out / HELD_OUT)
     size = byte_count(held_out)
 
-    def as_bytes(side: Sequence[data.Document]) -> data.Tokens:
-        joined = "\0".join(["", *(document.text for document in side), ""])
+    def as_bytes(documents: Sequence[data.Document]) -> data.Tokens:
+        joined = "\0".join(["", *(document.text for document in documents), ""])
         return np.frombuffer(joined.encode(), np.uint8)
 
     return Result(
@@ -244,7 +244,7 @@ Prompt `{PROMPT}`, temperature 0.8, seed 0:
 
 
 def make(out: Path) -> list[str]:
-    """Train or continue, measure, write out/shipped, and return what isn't good enough."""
+    """Train or continue, measure, write out/shipped, and return the unmet requirements."""
     resume = (out / "state.json").exists() or (out / checkpoint.WRITTEN).exists()
     run = train(out, OPTIONS, resume=resume)
     result = measure(run)
@@ -253,7 +253,7 @@ def make(out: Path) -> list[str]:
     text = card(run, result)
     checkpoint.write(shipped / "card.md", text.encode())
     checkpoint.write(shipped / LOG, (out / LOG).read_bytes())
-    return result.missed()
+    return result.shortcomings()
 
 
 def main() -> None:
@@ -261,13 +261,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the model that ships with manyheads.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     try:
-        missed = make(parser.parse_args().out)
+        shortcomings = make(parser.parse_args().out)
     except (ValueError, TypeError, OSError) as error:
         sys.exit(f"manyheads: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    if missed:
-        sys.exit(f"the model isn't good enough to ship: {'; '.join(missed)}.")
+    if shortcomings:
+        sys.exit(f"the model isn't good enough to ship: {'; '.join(shortcomings)}.")
 
 
 if __name__ == "__main__":

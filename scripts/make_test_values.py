@@ -2,8 +2,8 @@
 
     python scripts/make_test_values.py
 
-Everything is drawn from one seed, with four decimals. The outputs are computed in Python's own floats
-(float64) from the formula below, which shares no code with the library.
+All inputs and weights are random numbers of one seed, with four decimals. The outputs are computed in float64
+from the formula below, which shares no code with the library.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ def head(q: Matrix, k: Matrix, v: Matrix, causal: bool) -> Matrix:
             sum(a * b for a, b in zip(query, k[j], strict=True)) / math.sqrt(len(query)) for j in visible
         ]
         exps = [math.exp(score) for score in scores]
-        p = [e / sum(exps) for e in exps]
+        p = [exp / sum(exps) for exp in exps]
         out.append([sum(p[j] * v[j][c] for j in visible) for c in range(len(v[0]))])
     return out
 
 
-def attention(x: Matrix, given: dict[str, Matrix], heads: int, causal: bool) -> Matrix:
+def attention(x: Matrix, weights: dict[str, Matrix], heads: int, causal: bool) -> Matrix:
     """Attend over a sequence: project, split into heads, attend, concatenate, mix."""
-    q, k, v = (linear(x, given[f"{n}_weight"], given[f"{n}_bias"][0]) for n in "qkv")
+    q, k, v = (linear(x, weights[f"{name}_weight"], weights[f"{name}_bias"][0]) for name in "qkv")
     size = HIDDEN // heads
-    parts = []
+    outputs = []
     for h in range(heads):
-        share = slice(h * size, (h + 1) * size)
-        parts.append(head(*([row[share] for row in m] for m in (q, k, v)), causal=causal))
-    joined = [[number for part in parts for number in part[i]] for i in range(len(x))]
-    if "mix_weight" not in given:
+        columns = slice(h * size, (h + 1) * size)
+        outputs.append(head(*([row[columns] for row in rows] for rows in (q, k, v)), causal=causal))
+    joined = [[number for output in outputs for number in output[i]] for i in range(len(x))]
+    if "mix_weight" not in weights:
         return joined
-    return linear(joined, given["mix_weight"], given["mix_bias"][0])
+    return linear(joined, weights["mix_weight"], weights["mix_bias"][0])
 
 
 # -- the values ------------------------------------------------------------------------------------
@@ -72,20 +72,21 @@ def draw(rng: random.Random, rows: int, columns: int, spread: float) -> Matrix:
 
 
 def values(rng: random.Random, names: str, heads: int, outputs: dict[str, bool]) -> dict[str, Tensor]:
-    """Return input, weights and outputs (by name: is it causal?) of a module."""
+    """Return the input, weights and outputs of a module. `outputs` has True for the causal ones."""
     widths = {"q": INPUT, "k": INPUT, "v": INPUT, "mix": HIDDEN}
     x = draw(rng, BATCH * SEQ, INPUT, spread=1.0)
-    given: dict[str, Matrix] = {}
+    weights: dict[str, Matrix] = {}
     for name in names.split():
-        given[f"{name}_weight"] = draw(rng, HIDDEN, widths[name], spread=0.5)
-        given[f"{name}_bias"] = draw(rng, 1, HIDDEN, spread=0.5)
-    made = {"x": torch.tensor(x).reshape(BATCH, SEQ, INPUT)}
-    made |= {name: torch.tensor(rows[0] if name.endswith("bias") else rows) for name, rows in given.items()}
+        weights[f"{name}_weight"] = draw(rng, HIDDEN, widths[name], spread=0.5)
+        weights[f"{name}_bias"] = draw(rng, 1, HIDDEN, spread=0.5)
+    tensors = {"x": torch.tensor(x).reshape(BATCH, SEQ, INPUT)}
+    for name, rows in weights.items():
+        tensors[name] = torch.tensor(rows[0] if name.endswith("bias") else rows)
     sequences = [x[b * SEQ : (b + 1) * SEQ] for b in range(BATCH)]
     for name, causal in outputs.items():
-        out = [attention(sequence, given, heads, causal) for sequence in sequences]
-        made[name] = torch.tensor([[[round(n, 8) for n in row] for row in rows] for rows in out])
-    return made
+        out = [attention(sequence, weights, heads, causal) for sequence in sequences]
+        tensors[name] = torch.tensor([[[round(number, 8) for number in row] for row in rows] for rows in out])
+    return tensors
 
 
 def content() -> bytes:
@@ -96,7 +97,7 @@ def content() -> bytes:
         "MultiHeadAttention": values(rng, "q k v mix", HEADS, {"output": False, "output_causal": True}),
     }
     return save(
-        {f"{module}.{name}": tensor for module, made in modules.items() for name, tensor in made.items()}
+        {f"{module}.{name}": tensor for module, values in modules.items() for name, tensor in values.items()}
     )
 
 

@@ -1,7 +1,7 @@
-"""The command `manyheads`, also as `python -m manyheads`: Ctrl-C, pipes and encodings of its process.
+"""The process of the command `manyheads` (or `python -m manyheads`): Ctrl-C, pipes and encodings.
 
-Ctrl-C ends the command quietly with exit code 130, whenever it is pressed. The handler has to be installed
-before anything is imported that takes time, so this module imports nothing heavy.
+Ctrl-C ends the command quietly with exit code 130, whenever it is pressed. The handler is installed before
+any slow import, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import signal
 import sys
 import threading
 
-TYPE_CHECKING = False  # typing's own constant takes 10 ms to import, in which Ctrl-C isn't handled
+TYPE_CHECKING = False  # to import this constant from typing would take 10 ms, in which Ctrl-C isn't handled
 if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
-INTERRUPTED = 130  # what a shell reports of a process that SIGINT ended
+INTERRUPTED = 130  # a shell's exit code for a process that SIGINT ended
 
 
 def main() -> None:
     """Run the command line."""
     handle_interrupts()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # None where it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that ASCII doesn't have
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # escape characters that the encoding lacks
         if not sys.stdout.isatty():
             sys.stdout = outlive_reader(sys.stdout)
     try:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def finish(code: int) -> NoReturn:
-    """End the process as Python does, but without the last step, in which SIGINT would change the code."""
+    """End the process as Python does, but skip the last step, in which SIGINT would change the exit code."""
     if signal.getsignal(signal.SIGINT) is interrupt:
         signal.signal(signal.SIGINT, leave)
     for thread in threading.enumerate():
@@ -66,10 +66,10 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt, so that files and processes are cleaned up; a second Ctrl-C doesn't wait.
 
     While a command imports its modules there is nothing to clean up, and the process ends at once: C
-    extensions print a traceback or drop the exception when it is raised during their initialization.
+    extensions print a traceback or drop the exception if it is raised during their initialization.
     """
     signal.signal(signal.SIGINT, leave)
-    importing = False  # whether the frame called by this one belongs to the import system
+    importing = False  # True if the function that `frame` called belongs to the import system
     while frame is not None:
         if importing and frame.f_globals.get("__name__") in (__name__, "manyheads.cli"):
             leave()
@@ -81,22 +81,22 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 def leave(*_: object) -> NoReturn:
     """End the process now, without any output."""
     if sys.stderr is not None and sys.stderr.isatty():
-        os.write(sys.stderr.fileno(), b"\x1b[?25h")  # the cursor, which a progress bar hides
+        os.write(sys.stderr.fileno(), b"\x1b[?25h")  # show the cursor, which a progress bar hides
     os._exit(INTERRUPTED)
 
 
 def leave_if_interrupted(error: Any) -> None:
-    """Leave after a Ctrl-C in a destructor, from where KeyboardInterrupt can't be raised any further."""
+    """End the process after a Ctrl-C in a destructor, whose exceptions Python doesn't propagate."""
     if error.exc_type is KeyboardInterrupt:
         leave()
     sys.__unraisablehook__(error)
 
 
 class Pipe(io.FileIO):
-    """A file that discards what is written to it once its reader has gone, as `| head` does."""
+    """A file that discards all output after its reader has closed the pipe, as `| head` does."""
 
     def write(self, data: Any) -> int:
-        """Write some bytes, and return their number, also if the reader has gone."""
+        """Write bytes and return their number, even if the pipe is closed."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -104,7 +104,7 @@ class Pipe(io.FileIO):
 
 
 def outlive_reader(output: io.TextIOWrapper) -> io.TextIOWrapper:
-    """Return a file that writes to `output`, and discards what is written after its reader has gone."""
+    """Return a file that writes to `output`, and discards all output after its reader has closed the pipe."""
     pipe = Pipe(output.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
         pipe if output.write_through else io.BufferedWriter(pipe),  # unbuffered by `python -u`

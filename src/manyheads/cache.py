@@ -1,4 +1,4 @@
-"""The key/value cache of an attention layer, which keeps track of its offset and its mask."""
+"""The key/value cache of an attention layer, with its offset and its mask."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Cache:
     """Keys and values of one attention layer during generation (Shazeer 2019, arXiv:1911.02150).
 
     Args:
-        length: The largest number of tokens. Memory for all of them is allocated at the first use. None: the
-            cache grows.
+        length: The largest number of tokens. Memory for all of them is allocated at the first use. If None,
+            the cache grows.
         mask: The mask between new queries and all keys, `Causal()` if None. A mask that is given to the layer
             is combined with it by `&`.
-        votes: Also keep the weights of so many last queries, from which `received` computes how much
-            attention each key gets, and so which keys can be evicted (Li et al. 2024, arXiv:2404.14469).
+        votes: The number of last queries whose weights are kept too. From them `received` computes the
+            attention that each key gets, which decides what keys to evict (Li et al. 2024, arXiv:2404.14469).
 
     Attributes:
         offset: The number of tokens in the cache, which is the position of the next query.
@@ -45,7 +45,7 @@ class Cache:
         self._k: Tensor | None = None  # [b, g, capacity, d]
         self._v: Tensor | None = None  # [b, g, capacity, w]
         self._rows: Tensor | None = None  # [b, h, n, capacity]: the query at position i has row i % n
-        self._voters: dict[int, int] = {}  # the position of the query whose weights are in a row
+        self._voters: dict[int, int] = {}  # by row, the position of the query whose weights it has
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values.
@@ -66,7 +66,7 @@ class Cache:
         return k, v
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values, but leave `offset` to the caller, who advances it if the step succeeds.
+        """Append keys and values, but don't advance `offset`: the caller does if its step succeeds.
 
         Args:
             k: New keys `[b, g, n, d]`.
@@ -116,7 +116,7 @@ class Cache:
         return self._k[:, :, :end], self._v[:, :, :end]
 
     def vote(self, amap: AttentionMap) -> None:
-        """Keep the weights of the last queries of a map. A layer calls it by itself.
+        """Keep the weights of the last queries of a map. A layer calls it for each map.
 
         Args:
             amap: The map `[b, h, t, s]` over all keys of the cache.
@@ -133,23 +133,23 @@ class Cache:
         votes = self._last_queries()
         b_cached, g, capacity = (0, 0, 0) if self._k is None else self._k.shape[:3]
         earlier = self._rows
-        fits = g and b == b_cached and h % g == 0 and (earlier is None or h == earlier.shape[1])
-        if not fits:
+        matches = g and b == b_cached and h % g == 0 and (earlier is None or h == earlier.shape[1])
+        if not matches:
             heads = g if earlier is None else earlier.shape[1]
             raise ValueError(
                 f"Expected a map of {b_cached} sequences and {heads} heads, as in the Cache, got b = {b} and "
                 f"h = {h}."
             )
         count = min(t, votes)
-        # For a single query, what each key receives is its weight, which the kernel may have computed.
+        # A key receives its weight from a single query. The kernel may have computed this sum already.
         rows = amap.received()[:, :, None] if t == 1 else amap[:, :, t - count :]  # [b, h, count, s]
         if earlier is None or earlier.shape[3] < s:
             self._rows = _enlarge(earlier, (b, h, min(votes, capacity), capacity), rows)
         buffer = self._rows
         assert buffer is not None
-        places = [i % buffer.shape[2] for i in range(s - count, s)]
-        buffer.data[:, :, places, :s] = rows.detach()
-        self._voters |= zip(places, range(s - count, s), strict=True)
+        indices = [i % buffer.shape[2] for i in range(s - count, s)]
+        buffer.data[:, :, indices, :s] = rows.detach()
+        self._voters |= zip(indices, range(s - count, s), strict=True)
 
     def received(self, last: int | None = None) -> Tensor:
         """Return the attention that each key received from the last queries.

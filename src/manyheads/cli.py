@@ -1,4 +1,4 @@
-"""The commands, each a thin layer over functions that can be called from Python.
+"""The commands. Each calls functions that can be called from Python too.
 
 Exit codes: 0 success, 1 a check failed, 2 invalid use or input, 130 interrupted. A command imports its
 modules when it runs, so that `manyheads --help` is fast.
@@ -30,14 +30,14 @@ app = typer.Typer(
 
 
 def path(text: str) -> Path:
-    """Return the path that an option names; Path("") would be the current folder."""
+    """Parse a path. An empty text is an error, because Path("") would be the current folder."""
     if not text:
         raise typer.BadParameter("Expected a path, got ''. Use . for the current folder.")
     return Path(text)
 
 
 def option(metavar: str, help: str, default: str | bool = True, **more: Any) -> Any:
-    """Return an option, whose default is shown as `default` if that is a text."""
+    """Return an option. A text as `default` is shown in the help in place of the default."""
     return typer.Option(metavar=metavar, help=help, show_default=default, **more)
 
 
@@ -47,7 +47,7 @@ def file_option(metavar: str, help: str) -> Any:
 
 
 def utf8(text: str) -> str:
-    """Return an argument as text, which Python decodes as ASCII in the C locale."""
+    """Decode an argument as UTF-8, because Python decodes it as ASCII in the C locale."""
     try:
         return os.fsencode(text).decode()
     except UnicodeDecodeError:
@@ -55,7 +55,7 @@ def utf8(text: str) -> str:
 
 
 def print_version(wanted: bool) -> None:
-    """Print the version and end, if --version is given."""
+    """Print the version and exit if --version is given."""
     if wanted:
         print(f"manyheads {__version__}")
         raise typer.Exit
@@ -123,16 +123,16 @@ def show(
 
         viewer.require_server()
     report.check_format(format)
-    given = report.read_text(text, text_file)
+    content = report.read_text(text, text_file)
     run = None if save is None else file_for(save, "--save")
     with terminal.progress() as progress:
-        reading = report.read(given, model, truncate=truncate, long=long, progress=progress)
+        reading = report.read(content, model, truncate=truncate, long=long, progress=progress)
     chosen = report.choose_head(reading, layer, head)
     folder = folder_for(out, "--out")
     if run is not None:
         report.save(reading, run)
     with terminal.busy("measuring"):
-        _ = reading.scores, reading.uniform  # which are kept
+        _ = reading.scores, reading.uniform  # computed here and kept
     if not json:
         terminal.show(reading, *chosen, masked=not no_mask)
     with terminal.busy("drawing"):
@@ -177,9 +177,6 @@ def view(
     if export is None and (layer is not None or head):
         raise ValueError("Expected --layer and --head with --export only: the viewer shows every head.")
     if export is None:
-        from manyheads import viewer
-
-        viewer.require_server()
         serve(Api(*runs), port, browser)
         return
     from manyheads.storage import file_for
@@ -329,15 +326,15 @@ def lessons(
     """Copy the four lessons to a folder and open them in JupyterLab. Existing files are kept."""
     from manyheads.text import lessons
 
-    made = lessons.copy(out)
-    print(f"{out}: {len(made)} files copied" if made else f"{out} has all files, which are kept")
-    words = shlex.join(lessons.command(out))
+    copied = lessons.copy(out)
+    print(f"{out}: {len(copied)} files copied" if copied else f"{out} has all files, which are kept")
+    command = shlex.join(lessons.command(out))
     if not lessons.can_start():
-        print(f"to run them: pip install jupyterlab transformers && {words}")
+        print(f"to run them: pip install jupyterlab transformers && {command}")
     elif not start:
-        print(f"to run them: {words}")
+        print(f"to run them: {command}")
     else:
-        print(f"starting {words}", flush=True)
+        print(f"starting {command}", flush=True)
         raise typer.Exit(lessons.start(out))
 
 
@@ -386,38 +383,38 @@ def bench(
     from manyheads.bench import choice
     from manyheads.storage import folder_for
 
-    report: bench.BaseReport
-    todo: Any  # problems, or cases of choice
+    cases: Any  # problems, or cases of choice
     if kind == ["choice"]:
         seed = SystemRandom().randrange(1 << 32) if seed is None else seed
-        todo = choice.cases(tuple(dtype or ()), tuple(size or ()), tuple(length or ()), seed)
+        cases = choice.cases(tuple(dtype or ()), tuple(size or ()), tuple(length or ()), seed)
     elif "choice" in (kind or ()):
         raise ValueError("Expected --kind choice alone, got other kinds too. Run them one after another.")
     elif seed is not None:
         raise ValueError("Expected --seed with --kind choice only, as other kinds draw no random cases.")
     else:
-        todo = bench.problems(
+        cases = bench.problems(
             tuple(kind or bench.KINDS),
             tuple(dtype or bench.DTYPES),
             tuple(size or (64, 128)),
             tuple(length or bench.LENGTHS),
         )
     folder = folder_for(out, "--out")
-    done = 0
+    measured = 0
+    report: bench.Report | choice.Report
     try:
         report = (
             bench.Report(bench.machine()) if seed is None else choice.Report(bench.describe_machine(), seed)
         )
         with Progress(transient=True) as progress:
-            for case in progress.track(todo, description="measuring"):
+            for case in progress.track(cases, description="measuring"):
                 report.measure(case, rounds)
-                done += 1
+                measured += 1
                 report.keep(folder)
             succeeded = report.finish(rounds, progress.track)
         files = report.save(folder)
     except KeyboardInterrupt:
-        where = f"written to {list_names(report.save(folder))}" if done else "nothing was measured"
-        print(f"manyheads: interrupted after {done:,} of {len(todo):,} cases, {where}", file=sys.stderr)
+        result = f"written to {list_names(report.save(folder))}" if measured else "nothing was measured"
+        print(f"manyheads: interrupted after {measured:,} of {len(cases):,} cases, {result}", file=sys.stderr)
         raise typer.Exit(130) from None
     print(f"{report.text()}\nwritten to {list_names(files)}")
     if not succeeded:
@@ -425,7 +422,7 @@ def bench(
 
 
 def list_names(files: list[Path]) -> str:
-    """Return the folder and the names of some files."""
+    """Return the folder and the names of files."""
     return f"{files[0].parent}: {', '.join(file.name for file in files)}"
 
 

@@ -1,7 +1,7 @@
-"""The optional extras: calls from lower layers up to the packages that need them, and what to install.
+"""The optional extras: calls of packages that need them, and the error that says what to install.
 
-A package that needs more than the library does is imported when it is called. Such an import points upward,
-and `tests/unit/test_imports.py` lists each of them.
+A subpackage that needs an optional extra is imported when it is called. Such an import points upward, and
+`tests/unit/test_imports.py` lists each of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def view(*sources: Any, port: int = 0, browser: bool = True) -> Any:
-    """Show recorded attention or maps in the interactive viewer, see `manyheads.viewer.view`."""
+    """Show recordings or maps in the interactive viewer, as `manyheads.viewer.view` describes."""
     from manyheads import viewer
 
     return viewer.view(*sources, port=port, browser=browser)

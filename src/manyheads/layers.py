@@ -23,7 +23,7 @@ from manyheads.masks import Mask
 from manyheads.positions import Rotary
 from manyheads.shapes import check_dense, divide, kind, real, sizes, whole
 
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
+Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and other arguments of `attention`
 
 
 class CrossAttention(nn.Module):
@@ -118,7 +118,7 @@ class SelfAttention(CrossAttention):
         super().__init__(embed, embed, head_dim, projection_bias=projection_bias, kernel=kernel)
 
     def forward(self, x: Tensor, *, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
-        """Return the output `[b, t, d]` for x `[b, t, e]`; TypeError or ValueError for another x or mask."""
+        """Return the output `[b, t, d]` for x `[b, t, e]`. Errors are those of `CrossAttention.forward`."""
         return super().forward(x, x, mask=mask)
 
     def attend(  # type: ignore[override]
@@ -228,8 +228,8 @@ class MultiHeadAttention(nn.Module):
         """
         if isinstance(cache, Cache) and cache.votes is not None:
             return self.attend(x, context, mask=mask, cache=cache)[0]  # votes are weights of the map
-        q, k, v, rest = self._inputs(x, context, mask, cache)
-        return self._merge(attention(q, k, v, **rest), cache, k)
+        q, k, v, options = self._inputs(x, context, mask, cache)
+        return self._merge(attention(q, k, v, **options), cache, k)
 
     def attend(
         self,
@@ -243,17 +243,17 @@ class MultiHeadAttention(nn.Module):
 
         Arguments and errors are those of `forward`.
         """
-        q, k, v, rest = self._inputs(x, context, mask, cache)
+        q, k, v, options = self._inputs(x, context, mask, cache)
         votes = cache is not None and cache.votes is not None
         statistics = {"received": ()} if votes and q.shape[2] == 1 else None
-        out, amap = attention_with_map(q, k, v, **rest, statistics=statistics)
-        before = 0 if cache is None else cache.offset
+        out, amap = attention_with_map(q, k, v, **options, statistics=statistics)
+        offset = 0 if cache is None else cache.offset
         out = self._merge(out, cache, k)
         if cache is not None and votes:
             try:
                 cache.vote(amap)
             except BaseException:
-                cache.offset = before  # a step that fails leaves the cache as it was
+                cache.offset = offset  # a step that fails leaves the cache as it was
                 raise
         return out, amap
 
@@ -280,12 +280,12 @@ class MultiHeadAttention(nn.Module):
             mask = cache.mask if mask is None else cache.mask & mask
             k, v = cache.write(k, v)  # [b, g, first + t, d]
         bias = None if self.bias is None else self.bias.value()
-        dropout_p = self.dropout if self.training else 0.0
-        rest = {"mask": mask, "bias": bias, "offset": offset, "dropout_p": dropout_p, "kernel": self.kernel}
-        return q, k, v, rest
+        options = {"mask": mask, "bias": bias, "offset": offset, "kernel": self.kernel}
+        options["dropout_p"] = self.dropout if self.training else 0.0
+        return q, k, v, options
 
     def _merge(self, out: Tensor, cache: Cache | None, k: Tensor) -> Tensor:
-        if cache is not None:  # now that attention has succeeded
+        if cache is not None:  # attention has succeeded, so that the step counts
             cache.offset = k.shape[2]
         return self.o(merge_heads(out))  # [b, t, e]
 
@@ -366,7 +366,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class LearnedBias(nn.Module):
-    """A bias as a module, whose tensors are moved, trained and saved with the layer."""
+    """A bias as a module, so that its tensors are moved, trained and saved with the layer."""
 
     def __init__(self, bias: Bias) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ class LearnedBias(nn.Module):
                 self.register_buffer(name, tensor)
 
     def value(self) -> Bias:
-        """Return the bias with the module's present tensors."""
+        """Return the bias with the current tensors of the module."""
         return self._bias.but(**self._parameters, **self._buffers)
 
 

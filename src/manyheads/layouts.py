@@ -13,7 +13,7 @@ from torch import Tensor
 from manyheads.shapes import sizes
 
 WEIGHTS = frozenset(f"{part}.weight" for part in "qkvo")  # the names in "separate"
-NEEDS = {  # what a layout needs of a layer
+REQUIREMENTS = {  # the layers that have a layout
     "packed": "one input for q, k and v (context_dim = embed)",
     "torch": "kv_heads = heads and head_dim = embed / heads",
     "heads": "kv_heads = heads",
@@ -26,7 +26,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """Return heads x `[b, h, t, d]` side by side, `[b, t, h · d]`."""
+    """Return heads x `[b, h, t, d]` concatenated, `[b, t, h · d]`."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -59,12 +59,12 @@ def read_weights(tensors: Mapping[str, Tensor], layout: str, layer: LayerSizes) 
     """
     names = _names(layout, layer, packed="q_proj_weight" not in tensors)
     present = {name: parts for name, parts in names.items() if name in tensors}  # in the order of the heads
-    needed = WEIGHTS.union(*present.values())  # a bias is complete or absent
+    required = WEIGHTS.union(*present.values())  # a bias is complete or absent
     unknown = sorted(tensors.keys() - names.keys())
-    missing = [name for name, parts in names.items() if name not in tensors and needed & {*parts}]
+    missing = [name for name, parts in names.items() if name not in tensors and required & {*parts}]
     if unknown or missing:
-        what = f"got {', '.join(unknown)}" if unknown else f"{', '.join(missing)} is missing"
-        raise ValueError(f"Expected the names of layout {layout!r}, such as {next(iter(names))}, {what}.")
+        problem = f"got {', '.join(unknown)}" if unknown else f"{', '.join(missing)} is missing"
+        raise ValueError(f"Expected the names of layout {layout!r}, such as {next(iter(names))}, {problem}.")
     h, g, d = layer.heads, layer.kv_heads, layer.head_dim
     pieces: dict[str, list[Tensor]] = {}
     for name, parts in present.items():
@@ -75,7 +75,7 @@ def read_weights(tensors: Mapping[str, Tensor], layout: str, layer: LayerSizes) 
             )
         for part, piece in zip(parts, tensors[name].split(rows), strict=True):
             pieces.setdefault(part, []).append(piece)
-    return {part: torch.cat(several) for part, several in pieces.items()}
+    return {part: torch.cat(chunks) for part, chunks in pieces.items()}
 
 
 def write_weights(separate: Mapping[str, Tensor], layout: str, layer: LayerSizes) -> dict[str, Tensor]:
@@ -103,43 +103,38 @@ def write_weights(separate: Mapping[str, Tensor], layout: str, layer: LayerSizes
 
 
 def _names(layout: str, layer: LayerSizes, packed: bool) -> dict[str, list[str]]:
-    """Return the names of a layout's tensors, and the tensors of "separate" that each consists of.
+    """Return the names of a layout's tensors, and for each the names of tensors of "separate".
 
-    A tensor of the layout stacks the rows of several tensors of "separate", or has an equal part of the rows
-    of one. `packed` chooses between the two forms of "torch".
+    A tensor of the layout concatenates the rows of several tensors of "separate", or has an equal part of the
+    rows of a single tensor. `packed` chooses between the two forms of "torch".
     """
     ungrouped = layer.kv_heads == layer.heads
-    fits = {
+    supported = {
         "separate": True,
         "packed": layer.context_dim == layer.embed,
         "torch": ungrouped and layer.head_dim * layer.heads == layer.embed,
         "heads": ungrouped,
     }
-    if layout not in fits:
-        raise ValueError(f"Expected layout to be one of {', '.join(fits)}, got {layout!r}.")
-    if not fits[layout]:
+    if layout not in supported:
+        raise ValueError(f"Expected layout to be one of {', '.join(supported)}, got {layout!r}.")
+    if not supported[layout]:
         got = ", ".join(f"{name}={size}" for name, size in layer._asdict().items())
-        raise ValueError(f'Layout {layout!r} needs {NEEDS[layout]}, got {got}. Use layout="separate".')
+        raise ValueError(f'Layout {layout!r} needs {REQUIREMENTS[layout]}, got {got}. Use layout="separate".')
     names: dict[str, list[str]] = {}
-    for kind in ("weight", "bias"):
-        q, k, v, o = (f"{part}.{kind}" for part in "qkvo")
+    for suffix in ("weight", "bias"):
+        q, k, v, o = (f"{part}.{suffix}" for part in "qkvo")
         if layout == "separate":
             names |= {part: [part] for part in (q, k, v, o)}
         elif layout == "packed":
-            names |= {f"qkv.{kind}": [q, k, v], o: [o]}
+            names |= {f"qkv.{suffix}": [q, k, v], o: [o]}
         elif layout == "heads":
-            names |= {f"heads.{n}.{part}": [part] for part in (q, k, v) for n in range(layer.heads)} | {
-                o: [o]
-            }
-        elif packed or kind == "bias":
-            names |= {f"in_proj_{kind}": [q, k, v], f"out_proj.{kind}": [o]}
+            names |= {f"heads.{n}.{part}": [part] for part in (q, k, v) for n in range(layer.heads)}
+            names[o] = [o]
+        elif packed or suffix == "bias":
+            names |= {f"in_proj_{suffix}": [q, k, v], f"out_proj.{suffix}": [o]}
         else:
-            names |= {
-                "q_proj_weight": [q],
-                "k_proj_weight": [k],
-                "v_proj_weight": [v],
-                "out_proj.weight": [o],
-            }
+            names |= {f"{part[0]}_proj_weight": [part] for part in (q, k, v)}
+            names["out_proj.weight"] = [o]
     return names
 
 
@@ -149,7 +144,7 @@ def _names(layout: str, layer: LayerSizes, packed: bool) -> dict[str, list[str]]
 def project_inputs(
     inputs: Iterable[Tensor], weights: Sequence[Tensor], packed_bias: Tensor | None
 ) -> list[Tensor]:
-    """Project query, key and value `[…, e]` by weights `[e, …]` and the bias of all three, `[3 · e]`."""
+    """Project query, key and value `[…, e]` by their weights `[e, …]` and a packed bias `[3 · e]`."""
     biases = (None,) * 3 if packed_bias is None else packed_bias.chunk(3)
     return [F.linear(*parts) for parts in zip(inputs, weights, biases, strict=True)]
 
@@ -157,7 +152,7 @@ def project_inputs(
 def spread_masks(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, heads: int, b: int, t: int, s: int
 ) -> dict[str, Tensor]:
-    """Return the masks that are given, by name, so that they broadcast to `[b, h, t, s]`.
+    """Reshape the masks that aren't None, so that they broadcast to `[b, h, t, s]`.
 
     Args:
         key_padding_mask: The mask `[b, s]`, or `[s]` if b is 1.
@@ -168,7 +163,7 @@ def spread_masks(
         s: The number of keys.
 
     Returns:
-        The masks.
+        The masks by name.
     """
     masks = {}
     if key_padding_mask is not None:

@@ -1,5 +1,5 @@
-"""Facts about the process, recorded when manyheads is first imported, before torch is."""
+"""The id of the process, recorded before torch is imported."""
 
 import os
 
-PROCESS = os.getpid()  # a forked child has another id, and none of the threads of PyTorch's pool
+PROCESS = os.getpid()  # a forked child has another id, and no threads of PyTorch's pool

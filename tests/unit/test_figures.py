@@ -670,10 +670,10 @@ EYE = torch.eye(3)
         (lambda: figures.received([]), "at least one row of heads, got none"),
         (lambda: figures.received(made_map(), ["a"]), "Expected keys to be 7 labels"),
         (lambda: figures.received(made_map(), normalize="yes"), "'yes'"),
-        (lambda: figures.entropy(made_map(), batch=1), "batch between 0 and 0, got 1"),
+        (lambda: figures.entropy(made_map(), batch=1), "batch to be at most 0, got 1"),
         (lambda: figures.entropy({"a": EYE}), "only AttentionMaps, got a Tensor of torch.float32"),  # type: ignore[dict-item]
         (lambda: figures.grid(made_map(h=0)), "got a row with none"),
-        (lambda: figures.grid([made_map()], reduce="sum"), '"max" or "mean", got \'sum\''),
+        (lambda: figures.grid([made_map()], reduce="sum"), '"mean" or "max", got \'sum\''),
         (lambda: figures.beside(EYE, EYE, reduce="sum"), "got 'sum'"),
         (lambda: figures.measures([]), "got no row"),
         (lambda: figures.measures([3]), "named tuples or mappings, got an int"),
@@ -685,10 +685,10 @@ EYE = torch.eye(3)
             "x to be a number or None, got 'much'",
         ),
         (lambda: figures.measures(ROWS, most=0), "most .*at least 1"),
-        (lambda: figures.head(made_map(), head=2), "head between 0 and 1, got 2"),
-        (lambda: figures.head(made_map(), batch=-1), "batch between 0 and 0, got -1"),
-        (lambda: figures.grid([made_map()], batch=1.5), "batch to be an int between 0 and 0, got 1.5"),  # type: ignore[arg-type]
-        (lambda: figures.head(made_map(), head=True), "head to be an int between 0 and 1, got True"),
+        (lambda: figures.head(made_map(), head=2), "head to be at most 1, got 2"),
+        (lambda: figures.head(made_map(), batch=-1), "batch to be at least 0, got -1"),
+        (lambda: figures.grid([made_map()], batch=1.5), "batch to be a whole number, got 1.5"),  # type: ignore[arg-type]
+        (lambda: figures.head(made_map(), head=True), "head to be a whole number, got True"),
         (lambda: figures.grid(-EYE[None, None]), "weights of at least 0, got -1"),
         (lambda: figures.head(EYE - 0.5), "weights of at least 0, got -0.5"),
         (lambda: figures.grid(made_map(), title=3), "title to be a string, got 3"),  # type: ignore[arg-type]
@@ -697,12 +697,12 @@ EYE = torch.eye(3)
         (lambda: figures.beside(EYE, torch.eye(2)), r"\[3, 3\] and \[2, 2\]"),
         (lambda: figures.beside(EYE, EYE, keep=EYE.bool()), "a pair of masks.*got a Tensor"),  # type: ignore[arg-type]
         (lambda: figures.beside(EYE, EYE, keep=(None, EYE)), "boolean"),
-        (lambda: figures.head(made_map(), keep=EYE.bool()), "a map knows its mask"),
+        (lambda: figures.head(made_map(), keep=EYE.bool()), "no keep for a map"),
         (lambda: figures.grid(EYE), r"\[b, h, t, s\]"),
         (lambda: figures.grid([]), "at least one row of heads, got none"),
         (lambda: figures.grid([EYE]), "only AttentionMaps, got a Tensor of torch.float32"),  # type: ignore[list-item]
         (lambda: figures.grid(None), "got a NoneType"),  # type: ignore[arg-type]
-        (lambda: figures.grid(made_map(), keep=EYE.bool()), "a map knows its mask"),
+        (lambda: figures.grid(made_map(), keep=EYE.bool()), "no keep for a map"),
         (lambda: figures.grid(made_map(), rows=["a", "b"]), "1 sequences, got 2"),
         (lambda: figures.grid(made_map(), [["a"], ["b"]]), "one per row, got 2"),
         (lambda: figures.curves(EYE, [3]), "between 0 and 2, got 3"),

@@ -1,8 +1,8 @@
 """The speed of attention on this machine: kernels of manyheads, other libraries, and the hardware's limits.
 
-Runs are interleaved (A B C A B C …), so that disturbances affect all of them; medians and quartiles are
-reported. The limits are measured in the same run, before and after: multiply-adds on registers alone, and
-reading memory once.
+Runs are interleaved (A B C A B C …), so that disturbances affect all contestants; medians and quartiles are
+reported. The limits, the speed of multiply-adds on registers and of reading memory, are measured before and
+after the contestants.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -49,15 +50,15 @@ KINDS = ("forward", "causal", "training", "statistics", "decode", "layer")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PACKAGES = ("torch", "manyheads", "x-transformers", "transformers")
 ROOM = 4e9  # bytes: a contestant that builds more weights is left out
-SAMPLE = 0.02  # the least seconds of a measurement
+SAMPLE = 0.02  # the shortest measurement in seconds: short runs are repeated
 LIMITS = Path(__file__).with_name("limits.cpp")
-ROUNDS = 10_000_000  # of `LIMITS` in a measurement: some 20 ms in float32
-SAVED = 10.0  # seconds between two writes of a report
-IMPOSSIBLE = 1.05  # a share of the peak that no correct peak allows
+ROUNDS = 10_000_000  # the rounds of `LIMITS` in a measurement, about 20 ms in float32
+SAVED = 10.0  # the shortest time between two writes of a report, in seconds
+IMPOSSIBLE = 1.05  # a contestant above this share of the peak shows that the peak is wrong
 
 Run = Callable[[], object]
 Forward = Callable[[], Tensor]
-Track = Callable[..., Iterable[Any]]  # shows the progress of a loop, as rich.progress.Progress.track
+Track = Callable[..., Iterable[Any]]  # `rich.progress.Progress.track`, which shows the progress of a loop
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,10 @@ class Problem:
 
     @property
     def work(self) -> float:
-        """Return what limits the speed.
+        """Return the amount of work that limits the speed.
 
-        This is the number of multiplications and additions of all products, in a layer with its projections;
-        when decoding, the bytes of keys and values.
+        For "decode" it is the number of bytes of keys and values, for others the number of multiplications
+        and additions in all products, with the projections of a layer.
         """
         if self.kind == "decode":
             return 2 * HEADS * self.tokens * self.size * DTYPES[self.dtype].itemsize
@@ -124,18 +125,10 @@ class BaseReport:
     name: ClassVar[str]  # of the files
 
     def __post_init__(self) -> None:
-        self.saved = -math.inf  # when the files were last written, by time.monotonic()
-
-    def measure(self, case: Any, rounds: int) -> None:
-        """Measure a case, and add what was measured."""
-        raise NotImplementedError
-
-    def finish(self, rounds: int, track: Track) -> bool:
-        """Complete the report when all cases are measured; return True if the result is good."""
-        raise NotImplementedError
+        self.saved = -math.inf  # the time of the last write, by time.monotonic()
 
     def text(self) -> str:
-        """Return the result as text, which is its Markdown unless a subclass has a shorter one."""
+        """Return the result as text: Markdown, unless a subclass has a shorter form."""
         return self.markdown()
 
     def markdown(self) -> str:
@@ -143,7 +136,7 @@ class BaseReport:
         raise NotImplementedError
 
     def keep(self, folder: Path) -> None:
-        """Write the results so far, unless that was done just now, so that a killed run doesn't lose them."""
+        """Write the results so far, at most every `SAVED` seconds, so that a killed run doesn't lose them."""
         if time.monotonic() > self.saved + SAVED:
             BaseReport.save(self, folder)
 
@@ -159,7 +152,7 @@ class BaseReport:
 
 @dataclass
 class Report(BaseReport):
-    """The results of the problems, with the machine and its limits."""
+    """The results of the problems, the machine, and its limits."""
 
     results: list[Result] = field(default_factory=list)
     name: ClassVar[str] = "bench"
@@ -169,7 +162,7 @@ class Report(BaseReport):
         self.results.append(measure(problem, rounds))
 
     def finish(self, rounds: int, track: Track) -> bool:
-        """Measure the limits again and keep the larger ones: disturbances can only lower them."""
+        """Measure the limits again and keep the larger ones, because disturbances can only lower them."""
         peak, read = limits()
         self.machine["peak"] = {name: max(rate, self.machine["peak"][name]) for name, rate in peak.items()}
         self.machine["read"] = max(read, self.machine["read"])
@@ -207,39 +200,39 @@ class Report(BaseReport):
         lines += [f"\nThe peak in {dtype} isn't known: {why}." for dtype, why in self._unknown().items()]
         for (kind, dtype, size), results in self._groups().items():
             names = _names(results)
-            what = f"**{kind}, {dtype}, {HEADS} heads of {size}**"
+            title = f"**{kind}, {dtype}, {HEADS} heads of {size}**"
             limit_of = "memory's rate" if kind == "decode" else "the peak"
             share = f"; % of {limit_of}" if self._limit(kind, dtype) else ""
             if names:
-                lines += ["", f"{what}, median time (times as fast as {names[0]}{share})", ""]
+                lines += ["", f"{title}, median time (times as fast as {names[0]}{share})", ""]
                 lines += [f"| tokens | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
             else:
-                lines += ["", f"{what}: no contestant supports it"]
+                lines += ["", f"{title}: no contestant supports it"]
             for result in results:
                 if result.timings:
                     cells = " | ".join(self._cells(result, names))
                     lines.append(f"| {result.problem.tokens:,} | {cells} |")
-            left = {name: why for result in results for name, why in result.left_out.items()}
-            lines += [f"\n{name} is left out: {why}." for name, why in left.items()]
+            left_out = {name: why for result in results for name, why in result.left_out.items()}
+            lines += [f"\n{name} is left out: {why}." for name, why in left_out.items()]
         return "\n".join(lines) + "\n"
 
     def _unknown(self) -> dict[str, str]:
-        """Return the dtypes whose peak isn't known, and why; those with a peak that was surpassed too."""
-        found: dict[str, str] = dict(self.machine.get("unknown", {}))
+        """Return the dtypes without a known peak and the reasons: it can't be measured, or was exceeded."""
+        reasons: dict[str, str] = dict(self.machine.get("unknown", {}))
         for result in self.results:
             dtype = result.problem.dtype
             peak = self.machine["peak"].get(dtype)
             if result.problem.kind == "decode" or not peak:  # decoding may read from a cache
                 continue
             if any(result.problem.work / timing.median > IMPOSSIBLE * peak for timing in result.timings):
-                found[dtype] = (
+                reasons[dtype] = (
                     f"a contestant is faster than {limit(self.machine, dtype)}, which was measured while the "
                     "machine was disturbed, or without its matrix units. Run again on a quiet machine"
                 )
-        return found
+        return reasons
 
     def _limit(self, kind: str, dtype: str) -> float:
-        """Return the operations (for decoding, the bytes) per second that the machine can do, or 0."""
+        """Return the machine's operations (for decoding, bytes) per second, or 0 if they aren't known."""
         if kind == "decode":
             return float(self.machine["read"])
         return 0.0 if dtype in self._unknown() else float(self.machine["peak"].get(dtype, 0))
@@ -261,14 +254,14 @@ class Report(BaseReport):
         from matplotlib.figure import Figure
 
         panels, names = self._groups(), _names(self.results)
-        across = math.ceil(math.sqrt(len(panels)))
-        down = math.ceil(len(panels) / across)
-        columns = min(2 * across, 5)  # of the legend, which is no wider than the panels
-        rows = math.ceil(len(names) / columns)
-        figure = Figure(figsize=(4.8 * across, 3.3 * down + 0.2 * rows), layout="constrained")
+        columns = math.ceil(math.sqrt(len(panels)))
+        rows = math.ceil(len(panels) / columns)
+        legend_columns = min(2 * columns, 5)  # so that the legend is no wider than the panels
+        legend_rows = math.ceil(len(names) / legend_columns)
+        figure = Figure(figsize=(4.8 * columns, 3.3 * rows + 0.2 * legend_rows), layout="constrained")
         lines = {}
         for n, ((kind, dtype, size), results) in enumerate(panels.items()):
-            axes = figure.add_subplot(down, across, n + 1)
+            axes = figure.add_subplot(rows, columns, n + 1)
             highest = self._limit(kind, dtype) / 1e9
             if highest:
                 axes.axhline(highest, color="#555555", linestyle=":", linewidth=1.2)
@@ -284,8 +277,8 @@ class Report(BaseReport):
                 if not rates:
                     continue
                 highest = max(highest, *rates.values())
-                again, colour = divmod(number, len(COLOURS))
-                style: Any = {"linestyle": "--" if again else "-", "color": COLOURS[colour]}
+                cycle, colour = divmod(number, len(COLOURS))
+                style: Any = {"linestyle": "--" if cycle else "-", "color": COLOURS[colour]}
                 (lines[name],) = axes.plot(
                     list(rates), list(rates.values()), marker="o", markersize=4, label=name, **style
                 )
@@ -296,12 +289,12 @@ class Report(BaseReport):
             axes.set_title(f"{kind}, {dtype}, {HEADS} heads of {size}", fontsize=11)
             axes.set_xlabel("tokens")
             axes.set_ylabel("GB read / s" if kind == "decode" else "billion operations / s")
-        place: Any = {"loc": "outside lower center", "ncols": columns, "columnspacing": 1.5}
+        place: Any = {"loc": "outside lower center", "ncols": legend_columns, "columnspacing": 1.5}
         figure.legend(handles=list(lines.values()), fontsize=9, frameon=False, **place)
         return figure
 
 
-# The colours of Okabe and Ito, which colour-blind people can distinguish (jfly.uni-koeln.de/color).
+# Colour-blind people can distinguish these colours of Okabe and Ito (jfly.uni-koeln.de/color).
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A00")
 
 
@@ -317,7 +310,7 @@ def limit(machine: dict[str, Any], dtype: str) -> str:
 
 
 def describe_versions(machine: dict[str, Any]) -> str:
-    """Return the processor, its threads, the date and what is installed, in one line."""
+    """Return the processor, its threads, the date and the versions of libraries, in one line."""
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return f"{machine['processor']}, {machine['threads']} threads, {machine['date']}; {versions}"
 
@@ -342,19 +335,23 @@ def timed(run: Run, times: int = 1) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return `describe_machine` with the limits of the hardware."""
+    """Return the entries of `describe_machine` and the limits of the hardware."""
     peak, read = limits()
     return describe_machine() | {"peak": peak, "unknown": unknown(), "read": read}
 
 
 def describe_machine() -> dict[str, Any]:
     """Return the processor, its threads, the build of the native library, and the versions of libraries."""
+    versions = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "processor": processor(),
         "threads": torch.get_num_threads(),
         "width": None if library.width is None else library.WIDTHS[library.width],
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": {name: number for name in PACKAGES if (number := _version(name))},
+        "versions": versions,
     }
 
 
@@ -363,8 +360,8 @@ def multiplications() -> dict[str, Callable[[int], float] | str]:
     """Compile limits.cpp for this processor.
 
     Returns:
-        By dtype, a function that multiplies and adds for so many rounds on registers or tiles and returns the
-        number of operations, or the reason why there is none.
+        By dtype, a function that multiplies and adds on registers or tiles for a number of rounds and returns
+        the number of operations, or the reason why there is no function.
     """
     compiler = os.environ.get("CXX") or "c++"
     native = ["-march=native"] if platform.machine().lower() in ("x86_64", "amd64") else []
@@ -382,12 +379,11 @@ def multiplications() -> dict[str, Callable[[int], float] | str]:
             )
     for function in (library.float32, library.bfloat16):
         function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_double
-    if library.bfloat16(0) < 0:
-        return {
-            "float32": library.float32,
-            "bfloat16": "this processor has AMX tiles, and the compiler or the system doesn't support them",
-        }
-    return {"float32": library.float32, "bfloat16": library.bfloat16}
+    without_tiles = "this processor has AMX tiles, and the compiler or the system doesn't support them"
+    return {
+        "float32": library.float32,
+        "bfloat16": without_tiles if library.bfloat16(0) < 0 else library.bfloat16,
+    }
 
 
 def unknown() -> dict[str, str]:
@@ -403,8 +399,8 @@ def limits() -> tuple[dict[str, float], float]:
     """Measure operations per second by dtype, on registers or tiles, and bytes read per second.
 
     Returns:
-        The best of several tries. Dtypes are left out for which the processor has no instructions, or whose
-        peak is unknown.
+        The best of several measurements. A dtype is left out if the processor has no instructions for it, or
+        its peak is unknown.
     """
     threads = torch.get_num_threads()
     peak = {}
@@ -415,19 +411,12 @@ def limits() -> tuple[dict[str, float], float]:
             rates = []
             for _ in range(7):
                 start = time.perf_counter()
-                done = sum(pool.map(multiply, [ROUNDS] * threads))
-                rates.append(done / (time.perf_counter() - start))
+                operations = sum(pool.map(multiply, [ROUNDS] * threads))
+                rates.append(operations / (time.perf_counter() - start))
             if max(rates):
                 peak[name] = max(rates)
     numbers = torch.ones(1 << 26)
     return peak, max(numbers.nbytes / timed(numbers.sum) for _ in range(5))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 # -- the contestants ---------------------------------------------------------------------------------
@@ -451,7 +440,7 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
     causal = problem.kind in ("causal", "training")
     mask = Causal() if causal else None
 
-    found: dict[str, Forward | str] = {
+    forwards: dict[str, Forward | str] = {
         "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
         **{kernel: run_kernel(kernel, q, k, v, mask) for kernel in ("native", "chunked")},
         "FlexAttention": _flex(q, k, v, causal),
@@ -459,17 +448,17 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
         "Hugging Face eager": _eager(q, k, v, causal),
     }
     if problem.kind == "decode":
-        del found["FlexAttention"], found["x-transformers"]  # they aren't made for single queries
-    return with_backward(found, q, k, v) if problem.kind == "training" else dict(found)
+        del forwards["FlexAttention"], forwards["x-transformers"]  # neither supports single queries well
+    return with_backward(forwards, q, k, v) if problem.kind == "training" else dict(forwards)
 
 
 def run_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Forward | str:
-    """Return a function that runs a kernel, or why the kernel doesn't support the problem."""
-    refused = load(kernel).refuse(AttentionProblem.of(q, k, v, mask=mask))
-    return "; ".join(refused) or (lambda: attention(q, k, v, mask=mask, kernel=kernel))
+    """Return a function that runs a kernel, or the reasons why the kernel doesn't support the problem."""
+    reasons = load(kernel).refuse(AttentionProblem.of(q, k, v, mask=mask))
+    return "; ".join(reasons) or (lambda: attention(q, k, v, mask=mask, kernel=kernel))
 
 
-def with_backward(found: Mapping[str, Forward | str], *leaves: Tensor) -> dict[str, Run | str]:
+def with_backward(forwards: Mapping[str, Forward | str], *leaves: Tensor) -> dict[str, Run | str]:
     """Return the contestants with their backward passes, which give gradients of the leaves."""
     for leaf in leaves:
         leaf.requires_grad_()
@@ -478,7 +467,7 @@ def with_backward(found: Mapping[str, Forward | str], *leaves: Tensor) -> dict[s
         out = run()
         return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    return {name: run if isinstance(run, str) else partial(step, run) for name, run in found.items()}
+    return {name: run if isinstance(run, str) else partial(step, run) for name, run in forwards.items()}
 
 
 def with_statistics(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
@@ -496,22 +485,22 @@ def with_statistics(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
         Functions by the names of the contestants, or the reasons to leave them out.
     """
     cells = min(512, q.shape[2])
-    wanted: dict[str, Any] = dict.fromkeys(("entropy", "distance", "row_max", "received"), ())
-    wanted["pooled"] = [(cells, cells), (cells, cells, "max")]
+    requested: dict[str, Any] = dict.fromkeys(("entropy", "distance", "row_max", "received"), ())
+    requested["pooled"] = [(cells, cells), (cells, cells, "max")]
 
     def fused(**more: int) -> Run:
-        return lambda: attention_with_map(q, k, v, kernel="native", statistics=wanted | more)
+        return lambda: attention_with_map(q, k, v, kernel="native", statistics=requested | more)
 
     def after() -> object:
-        return attention_with_map(q, k, v, kernel="native")[1].statistics(**wanted)
+        return attention_with_map(q, k, v, kernel="native")[1].statistics(**requested)
 
     def dense() -> object:
         weights = torch.softmax((q @ k.mT).float() * q.shape[3] ** -0.5, -1)  # [1, h, t, t]
         position = torch.arange(q.shape[2])
         rows = -torch.special.xlogy(weights, weights).sum(-1), weights.amax(-1), weights.sum(-2)
-        apart = (weights * (position[:, None] - position).abs()).sum(-1)
+        distance = (weights * (position[:, None] - position).abs()).sum(-1)
         pooled = F.adaptive_avg_pool2d(weights, cells), F.adaptive_max_pool2d(weights, cells)
-        return weights.to(v.dtype) @ v, rows, apart, pooled
+        return weights.to(v.dtype) @ v, rows, distance, pooled
 
     native = run_kernel("native", q, k, v, None)
     ours = {
@@ -530,19 +519,19 @@ def with_statistics(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
 def layers(problem: Problem, x: Tensor) -> dict[str, Run | str]:
     """Return self-attention modules with their projections, on x `[1, t, e]`."""
     width = HEADS * problem.size
-    theirs = torch.nn.MultiheadAttention(width, HEADS, batch_first=True, dtype=x.dtype).eval()
-    own = MultiHeadAttention(width, HEADS).to(x.dtype).eval()
+    of_torch = torch.nn.MultiheadAttention(width, HEADS, batch_first=True, dtype=x.dtype).eval()
+    ours = MultiHeadAttention(width, HEADS).to(x.dtype).eval()
     return {
-        "nn.MultiheadAttention": lambda: theirs(x, x, x, need_weights=False),
-        "MultiHeadAttention": lambda: own(x),
+        "nn.MultiheadAttention": lambda: of_torch(x, x, x, need_weights=False),
+        "MultiHeadAttention": lambda: ours(x),
         "nn.MultiheadAttention with weights": _too_large(problem.tokens, x.dtype)
-        or (lambda: theirs(x, x, x, average_attn_weights=False)),
-        "MultiHeadAttention with its map": lambda: own.attend(x),
+        or (lambda: of_torch(x, x, x, average_attn_weights=False)),
+        "MultiHeadAttention with its map": lambda: ours.attend(x),
     }
 
 
 def _too_large(tokens: int, dtype: torch.dtype) -> str | None:
-    """Return why the weights of so many tokens aren't built, or None."""
+    """Return the reason why the weights of so many tokens aren't built, or None."""
     size = HEADS * tokens**2 * dtype.itemsize
     return f"at {tokens:,} tokens its weights would take {amount(size)}" if size > ROOM else None
 
@@ -600,7 +589,7 @@ def measure(problem: Problem, rounds: int) -> Result:
         for name, run in list(running.items()):
             try:
                 run()
-            except (ValueError, RuntimeError) as error:  # there may be no compiler, or too little memory
+            except (ValueError, RuntimeError) as error:  # for example without a compiler, or out of memory
                 result.left_out[name] = shorten(str(error), 200, placeholder=" …").rstrip(".")
                 del running[name]
         seconds = {name: timed(run) for name, run in running.items()}
@@ -610,10 +599,10 @@ def measure(problem: Problem, rounds: int) -> Result:
     return result
 
 
-def split(found: dict[str, Run | str]) -> tuple[dict[str, Run], dict[str, str]]:
+def split(runs: dict[str, Run | str]) -> tuple[dict[str, Run], dict[str, str]]:
     """Return the contestants that run, and the reasons why others are left out."""
-    running = {name: run for name, run in found.items() if not isinstance(run, str)}
-    return running, {name: why for name, why in found.items() if isinstance(why, str)}
+    running = {name: run for name, run in runs.items() if not isinstance(run, str)}
+    return running, {name: why for name, why in runs.items() if isinstance(why, str)}
 
 
 def interleave(
@@ -623,8 +612,8 @@ def interleave(
 
     Args:
         running: The contestants.
-        seconds: About how long each runs, for those that are measured.
-        sample: The least seconds of a measurement: shorter runs are repeated.
+        seconds: The approximate duration of a run of each contestant that is measured.
+        sample: The shortest measurement in seconds: short runs are repeated.
         rounds: The number of rounds.
 
     Returns:
@@ -645,13 +634,13 @@ def problems(
     check("kind", kinds, (*KINDS, "choice"))
     check("dtype", dtypes, DTYPES, " (float16 only with --kind choice)" if "float16" in dtypes else "")
     check_numbers(sizes, lengths)
-    every = itertools.product(kinds, dtypes, sizes, lengths)
-    return [Problem(kind, dtype, tokens, size) for kind, dtype, size, tokens in every]
+    combinations = itertools.product(kinds, dtypes, sizes, lengths)
+    return [Problem(kind, dtype, tokens, size) for kind, dtype, size, tokens in combinations]
 
 
-def check(name: str, given: Iterable[str], known: Iterable[str], hint: str = "") -> None:
+def check(name: str, values: Iterable[str], known: Iterable[str], hint: str = "") -> None:
     """Raise ValueError for an unknown value of an option."""
-    for value in given:
+    for value in values:
         if value not in known:
             raise ValueError(f"Expected {name} to be one of {', '.join(known)}{hint}, got {value!r}.")
 

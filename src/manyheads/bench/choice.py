@@ -1,8 +1,8 @@
 """A check that `kernel="auto"` chooses the fastest kernel, on a grid of cases and on random ones.
 
-In each case `attention(kernel="auto")`, PyTorch's own call and every kernel that supports the case are
-interleaved. The cases in which `auto` seems slower are measured again after all others, several times, and
-the smallest median of each contestant counts: other processes can only slow a run down.
+In each case, runs of `attention(kernel="auto")`, of PyTorch's own call and of every kernel that supports the
+case are interleaved. The cases in which `auto` seems slower are measured again after all others, several
+times, and the smallest median of each contestant counts: other processes can only slow a run down.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from manyheads.problem import Problem
 from manyheads.shapes import amount
 
 DTYPES = bench.DTYPES | {"float16": torch.float16}
-SIZES = (64, 32, 80, 128)  # head sizes, of which some cases have the first only
+SIZES = (64, 32, 80, 128)  # head sizes; some cases have only the first
 LENGTHS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MASKS = ("full", "causal", "window", "padding")
 QUERIES = (1, 4, 16)  # the numbers of queries when decoding
 RANDOM = 200  # random cases
-LARGEST = 1 << 26  # scores of a random case: 4 heads of 4,096 tokens
+LARGEST = 1 << 26  # the most scores of a random case: 4 heads of 4,096 tokens
 
-SLOWER, LATER = 1.05, 15e-6  # the ratio to the fastest, and the seconds after it, that count as slower
-SAMPLE = 1e-3  # the least seconds of a measurement: shorter than the time slice of a process
+# `auto` is slower if it takes more than `SLOWER` times as long as the fastest, and `LATER` seconds longer.
+SLOWER, LATER = 1.05, 15e-6
+SAMPLE = 1e-3  # the shortest measurement in seconds, less than the time slice of a process
 LONG = 5.0  # seconds: cases that take longer have two rounds
-HOPELESS = 3.0  # the ratio to the fastest at which a contestant isn't run again
-AGAIN = 5  # how often the cases in which `auto` seems slower are measured again,
-THOROUGH = 3  # each with so many times the rounds
-COPIES = 5  # copies of all weights that the reference kernel has at once
+HOPELESS = 3.0  # above this ratio to the fastest time, a contestant isn't run again
+AGAIN = 5  # the number of times that the cases in which `auto` seems slower are measured again
+THOROUGH = 3  # the factor of the rounds of such a measurement
+COPIES = 5  # the number of copies of all weights that the reference kernel has at once
 AUTO = "auto"
 
 
@@ -88,7 +89,7 @@ class Case:
 
     @property
     def scores(self) -> int:
-        """The number of scores."""
+        """Return the number of scores."""
         return self.batch * self.heads * self.queries * self.keys
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,7 +99,7 @@ class Case:
         k, v = (torch.randn(self.batch, self.groups, self.keys, self.size).to(dtype) for _ in range(2))
         return q, k, v
 
-    def rule(self) -> Mask | None:
+    def mask_value(self) -> Mask | None:
         """Return the mask as `attention` takes it."""
         if self.mask == "causal":
             return Causal()
@@ -108,21 +109,21 @@ class Case:
 
     def options(self) -> dict[str, Any]:
         """Return the mask and the groups as PyTorch's function takes them."""
-        chosen: dict[str, Any] = {"enable_gqa": True} if self.groups < self.heads else {}
+        options: dict[str, Any] = {"enable_gqa": True} if self.groups < self.heads else {}
         if self.mask == "padding":
             keep = torch.arange(self.keys) < self._lengths()[:, None]  # [b, s]
-            return chosen | {"attn_mask": keep[:, None, None, :]}
+            return options | {"attn_mask": keep[:, None, None, :]}
         if self.mask == "full" or (self.mask == "causal" and self.queries == 1):
-            return chosen
+            return options
         if self.mask == "causal" and self.queries == self.keys:
-            return chosen | {"is_causal": True}
+            return options | {"is_causal": True}
         keep = torch.ones(self.queries, self.keys, dtype=torch.bool).tril(self.keys - self.queries)
         if self.mask == "window":
             keep &= ~keep.tril(self.keys - self.queries - self.visible)
-        return chosen | {"attn_mask": keep}
+        return options | {"attn_mask": keep}
 
     def _lengths(self) -> Tensor:
-        """Return the number of real keys of each sequence, `[b]`."""
+        """Return the number of visible keys of each sequence, `[b]`."""
         if self.batch == 1:
             return torch.tensor([self.visible])
         return torch.linspace(self.keys, self.visible, self.batch).round().to(torch.int64)
@@ -146,17 +147,17 @@ class Outcome:
 
     @property
     def fastest(self) -> str:
-        """The name of the fastest contestant, `auto` included."""
+        """Return the name of the fastest contestant, `auto` included."""
         return min(self.times, key=lambda name: self.times[name])
 
     @property
     def is_slower(self) -> bool:
-        """Return True if `auto` is slower than the fastest, by a share and by a time that matter."""
+        """Return True if `auto` is slower than the fastest by more than `SLOWER` and `LATER`."""
         best = self.times[self.fastest]
         return self.times[AUTO] > SLOWER * best and self.times[AUTO] > best + LATER
 
     def improve(self, other: Outcome) -> None:
-        """Keep the smaller times of this and another measurement of the case."""
+        """Keep the smaller times of this outcome and another outcome of the case."""
         for name, seconds in other.times.items():
             self.times[name] = min(self.times.get(name, seconds), seconds)
             self.left_out.pop(name, None)
@@ -179,7 +180,7 @@ class Report(bench.BaseReport):
 
     @property
     def slower(self) -> list[Outcome]:
-        """The cases in which `auto` is slower than the fastest."""
+        """Return the outcomes in which `auto` is slower than the fastest."""
         return [outcome for outcome in self.outcomes if outcome.is_slower]
 
     def measure(self, case: Case, rounds: int) -> None:
@@ -194,13 +195,13 @@ class Report(bench.BaseReport):
         return not self.slower
 
     def text(self) -> str:
-        """Return a line for each case in which `auto` is slower, and a sentence about all."""
-        within = f"{SLOWER - 1:.0%} and {LATER * 1e6:.0f} µs"
-        found = f"In {len(self.slower):,}" if self.slower else "In none"
+        """Return a line for each case in which `auto` is slower, and a sentence about all cases."""
+        threshold = f"{SLOWER - 1:.0%} and {LATER * 1e6:.0f} µs"
+        count = f"In {len(self.slower):,}" if self.slower else "In none"
         lines = [str(outcome) for outcome in self.slower] + [""] * bool(self.slower)
         lines.append(
-            f"{found} of {len(self.outcomes):,} cases (random ones of seed {self.seed}), "
-            f'kernel="auto" is more than {within} slower than the fastest.'
+            f"{count} of {len(self.outcomes):,} cases (random ones of seed {self.seed}), "
+            f'kernel="auto" is more than {threshold} slower than the fastest.'
         )
         return "\n".join(lines) + "\n"
 
@@ -214,31 +215,44 @@ class Report(bench.BaseReport):
 
 
 def cases(dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...], seed: int) -> list[Case]:
-    """Return the grid and the random cases; ValueError for an unknown dtype, a size or length below 1."""
+    """Return the cases of the grid and the random cases.
+
+    Args:
+        dtypes: The names of the dtypes, all if empty.
+        sizes: The head sizes. If empty, `SIZES` in the grid and any in random cases.
+        lengths: The numbers of tokens. If empty, `LENGTHS` in the grid and any in random cases.
+        seed: The random seed.
+
+    Returns:
+        The cases.
+
+    Raises:
+        ValueError: If a dtype is unknown, or a size or length is less than 1.
+    """
     bench.check("dtype", dtypes, DTYPES)
     bench.check_numbers(sizes, lengths)
-    drawn = draw(random.Random(seed), dtypes or tuple(DTYPES), sizes, lengths)
-    grid_of = grid(dtypes or tuple(DTYPES), sizes or SIZES, lengths or LENGTHS)
-    return list(dict.fromkeys(grid_of)) + list(itertools.islice(drawn, RANDOM))
+    random_cases = draw(random.Random(seed), dtypes or tuple(DTYPES), sizes, lengths)
+    grid_cases = grid(dtypes or tuple(DTYPES), sizes or SIZES, lengths or LENGTHS)
+    return list(dict.fromkeys(grid_cases)) + list(itertools.islice(random_cases, RANDOM))
 
 
 def grid(dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]) -> Iterator[Case]:
-    """Yield every combination of short lengths; of long ones, what takes minutes and not hours."""
+    """Yield every combination with a short length, and those with a long length that take only minutes."""
     for tokens, mask, training, dtype in itertools.product(lengths, MASKS, (False, True), dtypes):
-        kind = (dtype, mask, training, tokens)
+        common = (dtype, mask, training, tokens)
         for size in sizes if tokens <= 512 else sizes[:1]:
-            yield _case(*kind, heads=1, groups=1, size=size)
+            yield _case(*common, heads=1, groups=1, size=size)
             if tokens <= 1024 or (mask == "causal" and tokens <= (2048 if training else 8192)):
-                yield _case(*kind, heads=8, groups=8, size=size)
+                yield _case(*common, heads=8, groups=8, size=size)
         if tokens <= 1024:
-            yield _case(*kind, heads=8, groups=2, size=sizes[0])
+            yield _case(*common, heads=8, groups=2, size=sizes[0])
         for queries in QUERIES:
             if queries >= tokens or training or mask == "window":
                 continue
             for size in sizes if mask == "full" else sizes[:1]:
-                yield _case(*kind, heads=8, groups=8, size=size, queries=queries)
-            yield _case(*kind, heads=1, groups=1, size=sizes[0], queries=queries)
-            yield _case(*kind, heads=8, groups=2, size=sizes[0], queries=queries)
+                yield _case(*common, heads=8, groups=8, size=size, queries=queries)
+            yield _case(*common, heads=1, groups=1, size=sizes[0], queries=queries)
+            yield _case(*common, heads=8, groups=2, size=sizes[0], queries=queries)
 
 
 def _case(
@@ -252,7 +266,7 @@ def _case(
     size: int,
     queries: int | None = None,
 ) -> Case:
-    """Return a case of the grid: a quarter of the keys in a window, three quarters beside padding."""
+    """Return a case of the grid. A window has a quarter of the keys, the shortest padded sequence three."""
     visible = max({"window": tokens // 4, "padding": 3 * tokens // 4}.get(mask, tokens), 1)
     batch = 2 if mask == "padding" else 1
     return Case(dtype, mask, training, batch, heads, groups, queries or tokens, tokens, size, visible)
@@ -261,17 +275,17 @@ def _case(
 def draw(
     random: random.Random, dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]
 ) -> Iterator[Case]:
-    """Yield random cases without end, of these sizes and lengths where some are given."""
+    """Yield random cases without end. If sizes or lengths are given, they are chosen from these."""
     while True:
-        keys = random.choice(lengths) if lengths else _spread(random, 8192)
-        queries = keys if random.random() < 0.7 else min(_spread(random, 64), keys)
+        keys = random.choice(lengths) if lengths else _log_uniform(random, 8192)
+        queries = keys if random.random() < 0.7 else min(_log_uniform(random, 64), keys)
         groups = random.randint(1, 8)
         mask = random.choice(MASKS)
         case = Case(
             dtype=random.choice(dtypes),
             mask=mask,
             training=random.random() < 0.4,
-            batch=_spread(random, 8),
+            batch=_log_uniform(random, 8),
             heads=groups * random.choice((1, 1, 1, 2, 4)),
             groups=groups,
             queries=queries,
@@ -283,9 +297,9 @@ def draw(
             yield case
 
 
-def _spread(random: random.Random, most: int) -> int:
-    """Return a number from 1 to most, each power of two as likely as the next."""
-    return round(math.exp(random.uniform(0, math.log(most))))
+def _log_uniform(random: random.Random, largest: int) -> int:
+    """Return a random number from 1 to `largest`, whose logarithm is uniform."""
+    return round(math.exp(random.uniform(0, math.log(largest))))
 
 
 # -- running -----------------------------------------------------------------------------------------
@@ -294,16 +308,16 @@ def _spread(random: random.Random, most: int) -> int:
 def contestants(case: Case) -> dict[str, Run | str]:
     """Return the contestants of a case (`auto`, PyTorch, each kernel), or the reasons to leave them out."""
     q, k, v = case.tensors()
-    mask, options = case.rule(), case.options()
-    found: dict[str, Forward | str] = {
+    mask, options = case.mask_value(), case.options()
+    forwards: dict[str, Forward | str] = {
         AUTO: lambda: attention(q, k, v, mask=mask),
         "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, **options),
         **{kernel: bench.run_kernel(kernel, q, k, v, mask) for kernel in ORDER},
     }
     size = COPIES * case.scores * torch.float32.itemsize
     if size > ROOM:
-        found["reference"] = f"its weights would take {amount(size)}"
-    return bench.with_backward(found, q, k, v) if case.training else dict(found)
+        forwards["reference"] = f"its weights would take {amount(size)}"
+    return bench.with_backward(forwards, q, k, v) if case.training else dict(forwards)
 
 
 def measure(case: Case, rounds: int) -> Outcome:
@@ -323,21 +337,21 @@ def measure(case: Case, rounds: int) -> Outcome:
             if name != AUTO and seconds > HOPELESS * min(first.values()):
                 outcome.left_out[name] = f"its first run took {describe_time(seconds)}"
                 del first[name]
-        fitting = int(LONG / max(sum(first.values()), SAMPLE))
-        times = bench.interleave(running, first, SAMPLE, min(rounds, max(fitting, 2)))
-    outcome.times = {name: statistics.median(spent) for name, spent in times.items()}
+        affordable = int(LONG / max(sum(first.values()), SAMPLE))  # rounds
+        times = bench.interleave(running, first, SAMPLE, min(rounds, max(affordable, 2)))
+    outcome.times = {name: statistics.median(seconds) for name, seconds in times.items()}
     return outcome
 
 
 def _chosen(case: Case) -> str:
     """Return the name of the kernel that `auto` chooses."""
     q, k, v = (x.requires_grad_(case.training) for x in case.tensors())
-    name: str = choose(Problem.of(q, k, v, mask=case.rule())).NAME
+    name: str = choose(Problem.of(q, k, v, mask=case.mask_value())).NAME
     return name
 
 
 def _first(run: Run) -> float:
-    """Warm up, and return about how many seconds a run takes."""
+    """Warm up, and return the approximate seconds of a run."""
     seconds = timed(run)
     if seconds < 10 * SAMPLE:  # the first run may include loading or allocation
         seconds = min(timed(run) for _ in range(3))

@@ -8,7 +8,7 @@
                          scores that can be overridden
     test_values          fixed weights, inputs and outputs to test a SelfAttention with
 
-The names collide, as they do in the books, so import from the module:
+Several modules have a class of the same name, so import from the module:
 
     from manyheads.classic.components import MultiHeadedAttention
 

@@ -46,8 +46,8 @@ class PrepareForMultiHeadAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x `[seq, batch, d_model]` or `[batch, d_model]` as projected heads `[…, heads, d_k]`."""
-        known = isinstance(x, Tensor) and x.dim() == 2
-        check(x, "x", *("batch",) if known else ("seq", "batch"), self.linear.in_features)
+        is_single = isinstance(x, Tensor) and x.dim() == 2
+        check(x, "x", *("batch",) if is_single else ("seq", "batch"), self.linear.in_features)
         return self.linear(x).unflatten(-1, (self.heads, self.d_k))
 
 
@@ -63,8 +63,8 @@ class MultiHeadAttention(nn.Module):
         bias: Give the query and key projections a bias. The value projection always has one.
 
     Attributes:
-        softmax: The dimension of scores `[seq_q, seq_k, batch, heads]` along which weights sum to one. It is
-            for reading only: a query without visible keys gets zeros, which this module wouldn't give.
+        softmax: The softmax over the keys of scores `[seq_q, seq_k, batch, heads]`. It is there for reading
+            and not called, because a query without visible keys gets zeros, which it wouldn't return.
         scale: The factor of the scores, 1/√d_k.
         attn: The weights `[seq_q, seq_k, batch, heads]` of the last call, detached, after dropout.
         tracker: A function that is called with "attn" and the weights before dropout.
@@ -127,8 +127,8 @@ class MultiHeadAttention(nn.Module):
         if not isinstance(mask, Tensor):
             raise TypeError(f"Expected mask to be a tensor [seq_q, seq_k, batch], got {kind(mask)}.")
         t, s, b = query_shape[0], key_shape[0], query_shape[1]
-        fits = mask.dim() == 3 and mask.shape[1] == s
-        if not fits or mask.shape[0] not in (1, t) or mask.shape[2] not in (1, b):
+        has_keys = mask.dim() == 3 and mask.shape[1] == s
+        if not has_keys or mask.shape[0] not in (1, t) or mask.shape[2] not in (1, b):
             raise ValueError(
                 f"Expected mask to be [seq_q or 1, seq_k, batch or 1] = [{t} or 1, {s}, {b} or 1], got "
                 f"{sizes(mask)}."
@@ -151,8 +151,8 @@ class MultiHeadAttention(nn.Module):
             TypeError: If an input isn't a tensor of floats.
             ValueError: If shapes don't fit each other, or an overridden method returns another shape.
         """
-        q, k, v, rest = self._inputs(query, key, value, mask)
-        weights = weigh(q, k, v, **rest)  # [b, h, t, s]
+        q, k, v, options = self._inputs(query, key, value, mask)
+        weights = weigh(q, k, v, **options)  # [b, h, t, s]
         if self.tracker is not None:
             self.tracker("attn", weights.permute(2, 3, 0, 1))
         weights = self.dropout(weights)
@@ -177,9 +177,9 @@ class MultiHeadAttention(nn.Module):
             TypeError: If an input isn't a tensor of floats.
             ValueError: If shapes don't fit each other, or an overridden method returns another shape.
         """
-        q, k, v, rest = self._inputs(query, key, value, mask)
+        q, k, v, options = self._inputs(query, key, value, mask)
         dropout_p = self.dropout.p if self.training else 0.0
-        out, amap = attention_with_map(q, k, v, dropout_p=dropout_p, **rest)
+        out, amap = attention_with_map(q, k, v, dropout_p=dropout_p, **options)
         return self._merge(out), amap
 
     def _inputs(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Inputs:
@@ -195,32 +195,32 @@ class MultiHeadAttention(nn.Module):
         keep = None if mask is None else self._keep(mask, query, key)
         projected = self.query(query), self.key(key), self.value(value)
         q, k, v = (_by_head(x) for x in projected)  # [b, h, t, d], [b, h, s, d], [b, h, s, d]
-        rest: dict[str, Any] = {"mask": keep, "scale": self.scale}
+        options: dict[str, Any] = {"mask": keep, "scale": self.scale}
         if getattr(self.get_scores, "__func__", None) is not MultiHeadAttention.get_scores:
-            rest["bias"] = self._overridden_scores(projected[0], projected[1], keep)
-            q, k = q[..., :0], k[..., :0]  # without entries, so that the bias is the score
-        return q, k, v, rest
+            options["bias"] = self._overridden_scores(projected[0], projected[1], keep)
+            q, k = q[..., :0], k[..., :0]  # q and k of width 0 have scores of 0, to which the bias is added
+        return q, k, v, options
 
     def _keep(self, mask: Tensor, query: Tensor, key: Tensor) -> Keep:
         prepared = self.prepare_mask(mask, query.shape, key.shape)
-        want = (query.shape[0], key.shape[0], query.shape[1], self.heads)
-        fits = isinstance(prepared, Tensor) and prepared.dim() == 4
-        if not fits or any(n not in (1, m) for n, m in zip(prepared.shape, want, strict=True)):
+        expected = [query.shape[0], key.shape[0], query.shape[1], self.heads]
+        has_four = isinstance(prepared, Tensor) and prepared.dim() == 4
+        if not has_four or any(n not in (1, m) for n, m in zip(prepared.shape, expected, strict=True)):
             got = sizes(prepared) if isinstance(prepared, Tensor) else kind(prepared)
             raise ValueError(
                 "Expected prepare_mask to return a tensor that broadcasts to [seq_q, seq_k, batch, heads] = "
-                f"{list(want)}, got {got}."
+                f"{expected}, got {got}."
             )
         return Keep((prepared != 0).permute(2, 3, 0, 1))  # [b, h, t, s]
 
     def _overridden_scores(self, query: Tensor, key: Tensor, keep: Keep | None) -> Dense:
         """Return the scaled scores of a subclass as a bias, with −inf for masked keys."""
         scores = self.get_scores(query, key)
-        want = [query.shape[0], key.shape[0], query.shape[1], self.heads]
-        if not isinstance(scores, Tensor) or list(scores.shape) != want:
+        expected = [query.shape[0], key.shape[0], query.shape[1], self.heads]
+        if not isinstance(scores, Tensor) or list(scores.shape) != expected:
             got = sizes(scores) if isinstance(scores, Tensor) else kind(scores)
             raise ValueError(
-                f"Expected get_scores to return [seq_q, seq_k, batch, heads] = {want}, got {got}."
+                f"Expected get_scores to return [seq_q, seq_k, batch, heads] = {expected}, got {got}."
             )
         scores = scores.permute(2, 3, 0, 1) * self.scale  # [b, h, t, s]
         try:

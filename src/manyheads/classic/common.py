@@ -1,7 +1,7 @@
-"""What the presentations share: checks of inputs, and weights that are still part of the graph.
+"""Functions that the presentations share: checks of inputs, and differentiable weights.
 
-An `AttentionMap` is detached and knows no dropout. A presentation whose original returns the weights that
-produced its output calls `weigh`, its own dropout, and `mix`.
+An `AttentionMap` is detached, and its weights are before dropout. A presentation whose original returns the
+weights that produced its output calls `weigh`, its own dropout, and `mix` instead.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from manyheads.kernels import reference
 from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes
 
-Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and the other arguments of attention
+Inputs = tuple[Tensor, Tensor, Tensor, dict[str, Any]]  # q, k, v and other arguments of `attention`
 
 
 def check(x: Any, name: str, *letters: str | int) -> None:
-    """Check that x is a floating-point tensor with these dimensions; a number is an exact size."""
-    want = "[" + ", ".join(map(str, letters)) + "]"
+    """Check that x is a floating-point tensor with these dimensions, each a letter or an exact size."""
+    expected = "[" + ", ".join(map(str, letters)) + "]"
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"Expected {name} to be a tensor {want} of floats, got {kind(x)}.")
-    fits = x.dim() == len(letters) and all(
+        raise TypeError(f"Expected {name} to be a tensor {expected} of floats, got {kind(x)}.")
+    matches = x.dim() == len(letters) and all(
         isinstance(letter, str) or letter == n for letter, n in zip(letters, x.shape, strict=True)
     )
-    if not fits:
-        raise ValueError(f"Expected {name} to be {want}, got {sizes(x)}.")
+    if not matches:
+        raise ValueError(f"Expected {name} to be {expected}, got {sizes(x)}.")
 
 
-def weigh(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
+def weigh(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Return the differentiable weights `[b, h, t, s]` before dropout, in the dtype of scores.
 
     The arguments are those of `manyheads.attention`.
     """
     if has_torch_function_variadic(q, k, v):
-        return handle_torch_function(weigh, (q, k, v), q, k, v, **rest)
+        return handle_torch_function(weigh, (q, k, v), q, k, v, **options)
     with scores.exactly(q.device):
-        return reference.weights(Problem.of(q, k, v, **rest))[0]
+        return reference.weights(Problem.of(q, k, v, **options))[0]
 
 
 def mix(weights: Tensor, v: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output `[batch, seq, hidden]` for x `[batch, seq, input_size]`."""
-        q, k, v, rest = self._inputs(x, None)
-        return attention(q, k, v, **rest).squeeze(1)
+        q, k, v, options = self._inputs(x, None)
+        return attention(q, k, v, **options).squeeze(1)
 
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
         """Return the output and its map.
@@ -61,8 +61,8 @@ class SelfAttention(nn.Module):
             TypeError: If x isn't a tensor of floats, or the mask isn't a `Mask`.
             ValueError: If x has another shape.
         """
-        q, k, v, rest = self._inputs(x, mask)
-        out, amap = attention_with_map(q, k, v, **rest)
+        q, k, v, options = self._inputs(x, mask)
+        out, amap = attention_with_map(q, k, v, **options)
         return out.squeeze(1), amap
 
     def _inputs(self, x: Tensor, mask: Mask | None) -> Inputs:
@@ -123,10 +123,10 @@ class MultiHeadSelfAttention(nn.Module):
             TypeError: If x isn't a tensor of floats.
             ValueError: If x has another shape.
         """
-        q, k, v, rest = self._inputs(x, None)
+        q, k, v, options = self._inputs(x, None)
         if not return_attention:
-            return self._merge(attention(q, k, v, dropout_p=self._dropout_p(), **rest))
-        probs = F.dropout(weigh(q, k, v, **rest), self._dropout_p())  # [b, h, t, t]
+            return self._merge(attention(q, k, v, dropout_p=self._dropout_p(), **options))
+        probs = F.dropout(weigh(q, k, v, **options), self._dropout_p())  # [b, h, t, t]
         return self._merge(mix(probs, v)), probs.flatten(0, 1).to(v.dtype)  # [b, t, hidden], [b * h, t, t]
 
     def attend(self, x: Tensor, *, mask: Mask | None = None) -> tuple[Tensor, AttentionMap]:
@@ -134,7 +134,7 @@ class MultiHeadSelfAttention(nn.Module):
 
         Args:
             x: The input `[batch, seq, input_size]`.
-            mask: A mask of manyheads besides the causal one, such as `Lengths(lengths)` for padding.
+            mask: A mask of manyheads, combined with the causal mask, e.g. `Lengths(lengths)` for padding.
 
         Returns:
             The output `[batch, seq, hidden]` and the map `[batch, num_heads, seq, seq]`, before dropout.
@@ -143,8 +143,8 @@ class MultiHeadSelfAttention(nn.Module):
             TypeError: If x isn't a tensor of floats, or the mask isn't a `Mask`.
             ValueError: If x has another shape.
         """
-        q, k, v, rest = self._inputs(x, mask)
-        out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **rest)
+        q, k, v, options = self._inputs(x, mask)
+        out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **options)
         return self._merge(out), amap
 
     def _inputs(self, x: Tensor, mask: Mask | None) -> Inputs:

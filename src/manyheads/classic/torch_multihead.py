@@ -1,13 +1,13 @@
 """Presentation 2: a replacement of `torch.nn.MultiheadAttention`.
 
-    model = replace(nn.TransformerEncoder(…))      # every attention of a model
-    attention = MultiheadAttention(512, 8)         # or a single one
+    model = replace(nn.TransformerEncoder(…))      # replace all modules of a model
+    attention = MultiheadAttention(512, 8)         # or make a single module
 
 As in PyTorch, True in a boolean mask means masked, and a float mask is added to the scores. Differences:
 
 - A query without visible keys gets zeros (and zero weights), not NaN.
-- `attn_mask` is used whatever `is_causal` says: the hint is verified, and a wrong one changes nothing. (In
-  PyTorch a wrong hint gives different outputs with and without `need_weights`.)
+- `attn_mask` is always used: the hint `is_causal` is verified, and a wrong hint has no effect. (In PyTorch a
+  wrong hint gives different outputs with and without `need_weights`.)
 - This `forward` always runs. PyTorch's transformer layers, in evaluation without gradients, would bypass it.
 
 It subclasses nn.MultiheadAttention so that parameters have the same names and random values, and `isinstance`
@@ -35,8 +35,8 @@ from manyheads.shapes import can_read, kind, sizes, whole
 class Refused(ValueError, AssertionError, RuntimeError):
     """An error about inputs that don't fit each other.
 
-    PyTorch's class raises AssertionError for some of them and RuntimeError for others: code that catches
-    either one works as before.
+    PyTorch's class raises AssertionError for some of them and RuntimeError for others. This class is both, so
+    that code which catches them works as before.
     """
 
 
@@ -48,8 +48,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         num_heads: The number of heads, a divisor of embed_dim.
         dropout: The dropout probability of weights.
         bias: Give the projections a bias.
-        add_bias_kv: Append a learned key and value, which are visible to every query.
-        add_zero_attn: Append a key and value of zeros, which are visible to every query.
+        add_bias_kv: Append a learned key and value that are visible to every query.
+        add_zero_attn: Append a key and value of zeros that are visible to every query.
         kdim: The width of keys, e if None.
         vdim: The width of values, e if None.
         batch_first: Use `[batch, length, width]` instead of `[length, batch, width]`.
@@ -76,8 +76,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        sizes_given = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
-        for name, size in sizes_given.items():
+        numbers = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
+        for name, size in numbers.items():
             if size is not None:
                 whole(size, name, least=1)
         if embed_dim % num_heads:
@@ -135,22 +135,22 @@ class MultiheadAttention(nn.MultiheadAttention):
             TypeError: If an input isn't a tensor.
             Refused: If shapes, masks or dtypes don't fit each other.
         """
-        given = query
-        if _is_nested(query, key, value):
+        nested = query if _is_nested(query, key, value) else None
+        if nested is not None:
             query, key, value, key_padding_mask = self._pad(query, key, value, key_padding_mask, attn_mask)
             is_causal = False
-        q, k, v, rest = self._inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
+        q, k, v, options = self._inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
         weights: Tensor | None = None
         if need_weights:
-            weights = F.dropout(weigh(q, k, v, **rest), self._dropout_p())  # [b, h, t, s]
+            weights = F.dropout(weigh(q, k, v, **options), self._dropout_p())  # [b, h, t, s]
             out = self._merge(mix(weights, v), query)
             weights = (weights.mean(1) if average_attn_weights else weights).to(v.dtype)
             weights = weights if query.dim() == 3 else weights.squeeze(0)
         else:
-            out = self._merge(attention(q, k, v, dropout_p=self._dropout_p(), **rest), query)
-        if given.is_nested:
-            rows = [y[: len(x)] for x, y in zip(given.unbind(), out, strict=True)]
-            out = torch.nested.as_nested_tensor(rows, out.dtype, out.device, given.layout)
+            out = self._merge(attention(q, k, v, dropout_p=self._dropout_p(), **options), query)
+        if nested is not None:
+            rows = [row[: len(x)] for x, row in zip(nested.unbind(), out, strict=True)]
+            out = torch.nested.as_nested_tensor(rows, out.dtype, out.device, nested.layout)
         return out, weights
 
     def attend(
@@ -181,8 +181,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if _is_nested(query, key, value):
             raise Refused("Expected padded tensors, got a nested one. Pad it and pass a key_padding_mask.")
-        q, k, v, rest = self._inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
-        out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **rest)
+        q, k, v, options = self._inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
+        out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **options)
         return self._merge(out, query), amap
 
     # -- from the caller's layout to heads, and back -------------------------------------------------
@@ -213,18 +213,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         if causal:
             masks.pop("attn_mask")
         k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)  # [b, s + appended, e]
-        rest = _rest({name: F.pad(x, (0, k.shape[1] - s)) for name, x in masks.items()}, causal)
+        options = _options({name: F.pad(x, (0, k.shape[1] - s)) for name, x in masks.items()}, causal)
         q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))
-        return q, k, v, rest
+        return q, k, v, options
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        whole_of = (
+        dtype = self.out_proj.weight.dtype
+        for name, x, length, width in (
             ("query", query, "t", self.embed_dim),
             ("key", key, "s", self.kdim),
             ("value", value, "s", self.vdim),
-        )
-        dtype = self.out_proj.weight.dtype
-        for name, x, length, width in whole_of:
+        ):
             letters = f"[b, {length}, {width}]" if self.batch_first else f"[{length}, b, {width}]"
             if not isinstance(x, Tensor):
                 raise TypeError(f"Expected {name} to be a tensor {letters}, got {kind(x)}.")
@@ -236,10 +235,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise Refused(
                     f"Expected {name} to be {dtype} like the module's parameters, got {x.dtype}. Convert one."
                 )
-        batched = query.dim() == 3
-        apart = any((x.dim() == 3) != batched for x in (key, value)) or key.shape[:-1] != value.shape[:-1]
-        axis = 1 - self.batch_first  # the batch's
-        if apart or (batched and query.shape[axis] != key.shape[axis]):
+        differ = query.dim() != key.dim() or key.shape[:-1] != value.shape[:-1]
+        axis = 1 - self.batch_first  # the axis of the batch
+        if differ or (query.dim() == 3 and query.shape[axis] != key.shape[axis]):
             raise Refused(
                 "Expected the same batch in query, key and value, and the same length in key and value, got "
                 f"query {sizes(query)}, key {sizes(key)}, value {sizes(value)} "
@@ -311,8 +309,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 def replace(model: nn.Module) -> nn.Module:
     """Replace every `nn.MultiheadAttention` of a model, including the model itself.
 
-    Only the class of the modules changes: they keep their parameters, also in optimizers, and their hooks.
-    Subclasses of `nn.MultiheadAttention` stay.
+    Only the class of the modules changes: their parameters, also in optimizers, and their hooks stay.
+    Subclasses of `nn.MultiheadAttention` aren't replaced.
 
     Args:
         model: The model, which is changed in place.
@@ -333,7 +331,7 @@ def replace(model: nn.Module) -> nn.Module:
 
 
 def _prevent_bypass(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Do nothing: with a hook on one of its modules, PyTorch doesn't bypass `forward`.
+    """Do nothing, as a hook that keeps PyTorch from bypassing `forward`.
 
     nn.TransformerEncoderLayer, in evaluation without gradients, computes attention from the parameters of
     self_attn unless one of its modules has a hook.
@@ -364,11 +362,11 @@ def _check_mask(mask: Any, name: str, *shapes: list[int]) -> None:
         )
     if list(mask.shape) not in shapes:
         letters = {1: "[s]", 2: "[b, s]" if name == "key_padding_mask" else "[t, s]", 3: "[b · heads, t, s]"}
-        want = " or ".join(f"{letters[len(shape)]} = {shape}" for shape in shapes)
-        raise Refused(f"Expected {name} to be {want}, got {sizes(mask)}.")
+        expected = " or ".join(f"{letters[len(shape)]} = {shape}" for shape in shapes)
+        raise Refused(f"Expected {name} to be {expected}, got {sizes(mask)}.")
 
 
-def _rest(masks: dict[str, Tensor], causal: bool) -> dict[str, Any]:
+def _options(masks: dict[str, Tensor], causal: bool) -> dict[str, Any]:
     """Convert four-dimensional PyTorch masks to the arguments of `manyheads.attention`.
 
     PyTorch counts positions of queries and keys from 0, which is offset 0.
@@ -387,10 +385,10 @@ def _rest(masks: dict[str, Tensor], causal: bool) -> dict[str, Any]:
 
 
 def _is_triangle(mask: Tensor | None) -> bool:
-    """Return True if a mask is the causal one.
+    """Return True if a mask is known to be the causal mask.
 
     Visible entries of a float mask can have any common value, which cancels in the softmax. A mask on a GPU,
-    or while compiling, isn't read, as that would wait or fail: it is used as any other mask.
+    or while compiling, isn't read, because that would wait or fail; it is used like any other mask.
     """
     if mask is None or mask.dim() != 2 or mask.device.type != "cpu" or mask.requires_grad:
         return False

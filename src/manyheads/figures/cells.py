@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manyheads.maps import AttentionMap, sequence_labels
 from manyheads.problem import Problem
-from manyheads.shapes import kind, sizes
+from manyheads.shapes import kind, sizes, whole
 from manyheads.statistics import Bins, Pooled, Reduction, Tile, edges
 
 Weights = AttentionMap | Tensor
@@ -22,15 +22,15 @@ Layers = AttentionMap | Sequence[AttentionMap] | Mapping[str, AttentionMap]
 Labels = Sequence[str]
 AxisLabels = tuple[list[str] | None, list[str] | None]  # of queries, of keys
 Cells = Any  # a numpy masked array [rows, cols]; masked: all weights of the cell are masked
-Heads = AttentionMap | list[Cells]  # of one sequence: a map of b = 1, or each head's weights
+Heads = AttentionMap | list[Cells]  # the heads of one sequence: a map of b = 1, or the weights of each
 
 DPI = 150
-SHARP, POOLED = DPI // 2, DPI // 3  # per inch: tokens that get a cell each, and cells of more tokens
+SHARP, POOLED = DPI // 2, DPI // 3  # the most cells per inch if each is a token, and if tokens are pooled
 POOLING = {"max": "largest", "mean": "mean"}
 
 
 class Panel(NamedTuple):
-    """A heat map, and its numbers of queries and keys: more than it has cells if it is pooled."""
+    """A heat map, and its numbers of queries and keys, of which it has fewer cells if it is pooled."""
 
     cells: Cells
     t: int
@@ -44,7 +44,7 @@ class Visible(Reduction):
         self.rows, self.cols = rows, cols
 
     def begin(self, problem: Problem) -> None:
-        """Find the edges of the cells."""
+        """Compute the edges of the cells."""
         n = problem.shape
         self.down, self.across = edges(n.t, self.rows), edges(n.s, self.cols)
         self.count = problem.q.new_zeros(n.b, n.h, self.rows, self.cols, dtype=torch.int64)
@@ -70,8 +70,8 @@ def select_head(weights: Weights, batch: int, head: int, keep: Tensor | None) ->
     """Return one head: a map of it alone, or its weights."""
     if isinstance(weights, AttentionMap):
         _check_no_mask(keep)
-        _check_index("batch", batch, weights.shape[0])
-        _check_index("head", head, weights.shape[1])
+        whole(batch, "batch", 0, weights.shape[0] - 1)
+        whole(head, "head", 0, weights.shape[1] - 1)
         return _check_size(weights.only(batch, head))
     if not isinstance(weights, Tensor):
         raise TypeError(f"Expected weights to be an AttentionMap or a tensor, got {kind(weights)}.")
@@ -79,7 +79,7 @@ def select_head(weights: Weights, batch: int, head: int, keep: Tensor | None) ->
 
 
 def select_rows(weights: Tensor | Layers, batch: int, keep: Tensor | None) -> dict[str, Heads]:
-    """Return a grid's rows by name: the sequences of a map or tensor, else the layers."""
+    """Return the rows of a grid by name: the sequences of a map or tensor, or the layers."""
     if isinstance(weights, Tensor):
         array = _weights_array(weights, keep, "[b, h, t, s]")
         rows: list[Heads] = [list(heads) for heads in array]
@@ -98,15 +98,15 @@ def select_layers(maps: Layers, batch: int) -> dict[str, AttentionMap]:
     elif isinstance(maps, Sequence) and not isinstance(maps, str):
         maps = {f"layer {n}": amap for n, amap in enumerate(maps)}
     if not isinstance(maps, Mapping):
-        raise TypeError(f"Expected one AttentionMap, a list of them or a dict by name, got {kind(maps)}.")
-    found = {}
+        raise TypeError(f"Expected an AttentionMap, a list of them or a dict by name, got {kind(maps)}.")
+    layers = {}
     for name, amap in _check_some(maps).items():
         if not isinstance(amap, AttentionMap):
             raise TypeError(f"Expected only AttentionMaps, got {kind(amap)} for {name}.")
-        _check_index("batch", batch, amap.shape[0])
+        whole(batch, "batch", 0, amap.shape[0] - 1)
         _check_size(amap)
-        found[str(name)] = amap if amap.shape[0] == 1 else amap.only(batch)  # which copies
-    return found
+        layers[str(name)] = amap if amap.shape[0] == 1 else amap.only(batch)  # `only` copies
+    return layers
 
 
 def _check_some(rows: Any) -> Any:
@@ -137,14 +137,7 @@ def _weights_array(weights: Tensor, keep: Tensor | None, shape: str) -> Cells:
 
 def _check_no_mask(keep: Tensor | None) -> None:
     if keep is not None:
-        raise ValueError("keep is for tensors only: a map knows its mask. Use amap.under(mask) for another.")
-
-
-def _check_index(name: str, index: int, size: int) -> None:
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"Expected {name} to be an int between 0 and {size - 1}, got {index!r}.")
-    if not 0 <= index < size:
-        raise ValueError(f"Expected {name} between 0 and {size - 1}, got {index}.")
+        raise ValueError("Expected no keep for a map, which has a mask. Use amap.under(mask) for another.")
 
 
 def _expand(keep: Tensor, weights: Tensor) -> Tensor:
@@ -172,20 +165,14 @@ def head_numbers(heads: Heads) -> Sequence[int]:
 # -- pooling ---------------------------------------------------------------------------------------
 
 
-def check_pooling(reduce: str) -> str:
-    """Return a way of pooling, checked."""
-    if reduce not in POOLING:
-        raise ValueError(f'Expected reduce to be "max" or "mean", got {reduce!r}.')
-    return reduce
-
-
 def pool_heads(heads: Heads, box: tuple[float, float], reduces: Sequence[str]) -> list[list[Panel]]:
-    """Return the panels by way of pooling and head, with as many cells as fit a box of inches."""
+    """Return the panels by reduction and head, with as many cells as fit a box of inches."""
     t, s = size(heads)
     shape = count_cells(t, box[0]), count_cells(s, box[1])
+    reductions = [Pooled(*shape, reduce) for reduce in reduces]  # an unknown one raises an error
     if not isinstance(heads, AttentionMap):
         return [[pool(weights, shape, reduce) for weights in heads] for reduce in reduces]
-    visible, *pooled = heads.reduce([Visible(*shape), *(Pooled(*shape, reduce) for reduce in reduces)])
+    visible, *pooled = heads.reduce([Visible(*shape), *reductions])
     return [
         [Panel(masked_array(x, n > 0), t, s) for x, n in zip(cells[0], visible[0], strict=True)]
         for cells in pooled
@@ -193,7 +180,7 @@ def pool_heads(heads: Heads, box: tuple[float, float], reduces: Sequence[str]) -
 
 
 def count_cells(size: int, inches: float) -> int:
-    """Return how many cells show tokens on so many inches: one for each, or equal ones but for the last."""
+    """Return the number of cells for so many tokens and inches: one for each, or equal ones but the last."""
     if size <= int(SHARP * inches + 1e-6):
         return size
     step = -(-size // max(1, int(POOLED * inches)))
@@ -229,7 +216,7 @@ def masked_array(values: Tensor, visible: Tensor | None) -> Cells:
 
 
 def axis_labels(heads: Heads, tokens: Labels | None, keys: Labels | None = None) -> AxisLabels:
-    """Return the labels of queries and keys, checked; a map's tokens if none are given."""
+    """Return the labels of queries and keys, checked. The default is the map's tokens."""
     t, s = size(heads)
     if tokens is None and keys is None and isinstance(heads, AttentionMap):
         keys = sequence_labels(heads.tokens)
@@ -250,13 +237,13 @@ def labels_of_rows(tokens: Labels | Sequence[Labels] | None, count: int) -> list
         return [cast(Labels, tokens)] * count
     if len(tokens) != count:
         raise ValueError(
-            f"Expected tokens to be one list of labels or {count}, one per row, got {len(tokens)}."
+            f"Expected tokens to be a list of labels or {count} lists, one per row, got {len(tokens)}."
         )
     return list(tokens)
 
 
-def check_names(names: Labels, count: int, what: str) -> list[str]:
+def check_names(names: Labels, count: int, unit: str) -> list[str]:
     """Return the names of a grid's rows or columns, checked."""
     if len(names) != count:
-        raise ValueError(f"Expected a name for each of {count} {what}s, got {len(names)} names.")
+        raise ValueError(f"Expected a name for each of {count} {unit}s, got {len(names)} names.")
     return list(names)

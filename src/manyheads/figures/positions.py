@@ -15,7 +15,7 @@ from manyheads.figures.cells import DPI
 from manyheads.figures.heatmaps import WEIGHT, Picture, add_colorbar, draw_matrix, set_text
 from manyheads.shapes import kind, sizes
 
-VALUE = "PuOr"  # diverging around zero, and legible without colour vision
+VALUE = "PuOr"  # a colour map that diverges around zero, and is legible without colour vision
 
 
 def curves(encoding: Tensor, dimensions: Sequence[int], *, counted_from: int = 0) -> Figure:
@@ -24,15 +24,15 @@ def curves(encoding: Tensor, dimensions: Sequence[int], *, counted_from: int = 0
     Args:
         encoding: The encoding `[positions, d]`.
         dimensions: The dimensions to draw.
-        counted_from: The number of the first position and dimension: textbooks that call the first sine
-            and cosine dimensions 1 and 2 count from 1.
+        counted_from: The number of the first position and dimension, 1 in textbooks that call the first sine
+            and cosine dimensions 1 and 2.
 
     Returns:
         The figure.
 
     Raises:
-        ValueError: A dimension is outside d, or none is given.
-        TypeError: The encoding is not a tensor.
+        ValueError: If a dimension is outside d, or there are no dimensions.
+        TypeError: If the encoding isn't a tensor.
     """
     values = _encoding(encoding)
     positions = np.arange(len(values)) + counted_from
@@ -42,10 +42,10 @@ def curves(encoding: Tensor, dimensions: Sequence[int], *, counted_from: int = 0
     for dimension in dimensions:
         if not counted_from <= dimension <= last:
             raise ValueError(f"Expected dimensions between {counted_from} and {last}, got {dimension}.")
-    across = min(2, len(dimensions))
-    down = -(-len(dimensions) // across)
-    figure = Picture(figsize=(4.2 * across, 1.9 * down + 0.4), dpi=DPI, layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).ravel()
+    columns = min(2, len(dimensions))
+    rows = -(-len(dimensions) // columns)
+    figure = Picture(figsize=(4.2 * columns, 1.9 * rows + 0.4), dpi=DPI, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
     colors = colormaps[WEIGHT](np.linspace(0.1, 0.75, len(dimensions)))
     for axes, dimension, color in zip(panels, dimensions, colors, strict=False):
         column = values[:, dimension - counted_from]
@@ -76,8 +76,8 @@ def image(encoding: Tensor, *, counted_from: int = 0, title: str = "positional e
         The figure.
 
     Raises:
-        TypeError: The encoding is not a tensor.
-        ValueError: It has another shape.
+        TypeError: If the encoding isn't a tensor.
+        ValueError: If it has another shape.
     """
     values = _encoding(encoding)
     length, d = values.shape

@@ -3,16 +3,16 @@
 The folder of a training run also has `optimizer.safetensors, state.json`, the token files and the log.
 
 The files of a checkpoint fit each other even if the process is killed while it writes them: they are written
-into a folder beside them, the folder is renamed, and then they are moved to their places. If the process dies
-in between, the next process that opens the checkpoint finishes the moves.
+to a temporary folder, the complete folder is renamed, and then the files are moved to their places. If the
+process is killed before all are moved, the next process that opens the checkpoint moves the others.
 
-Each safetensors file has checksums of its tensors and of the model's config in its header, which detect
-damaged weights and the config of another model. `state.json` has the checksum of every other file, so that no
-run is resumed with a file of another run. Files of earlier versions without checksums are read without these
+The header of each safetensors file has checksums of its tensors and of the model's config, to detect damaged
+weights and the config of another model. `state.json` has the checksum of every other file, so that no run is
+resumed with a file of another run. Files of earlier versions have no checksums, and are read without these
 checks.
 
-Training never overwrites files of the same names, unless it resumes their run. A lock, which the operating
-system releases when the process dies, excludes a second process.
+Training overwrites no files unless it resumes their run. A lock, which the operating system releases when the
+process ends, excludes a second process.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 KIND = "manyheads-lm-1"
-CHECKSUMS = "sha256-tensors-config"  # the two checksums in a header, separated by a space
-CHECKSUM = "sha256"  # of the tensors in a header of an earlier version; of each file in state.json
+CHECKSUMS = "sha256-tensors-config"  # the header's entry with both checksums, separated by a space
+CHECKSUM = "sha256"  # the entry of state.json with the checksums of files, and of earlier versions' headers
 SHIPPED = Path(__file__).with_name("shipped")
 FILES = (
     "model.safetensors",
@@ -53,8 +53,8 @@ FILES = (
     "state.json",
 )
 TRAINING, HELD_OUT, LOG = "train.npy", "held_out.npy", "log.jsonl"
-RUN_FILES = (*FILES, TRAINING, HELD_OUT)  # what resuming a run needs
-# Folders inside the folder of a checkpoint. These names are reserved: the files inside may be deleted.
+RUN_FILES = (*FILES, TRAINING, HELD_OUT)  # the files that are needed to resume a run
+# Folders inside the folder of a checkpoint. Their names are reserved: files inside them may be deleted.
 WRITING, WRITTEN = ".manyheads-writing", ".manyheads-written"
 LOCK = ".manyheads-lock"
 RESTORE = "Restore it from a copy, or start a new run in another --out."
@@ -80,19 +80,19 @@ def save(
     Raises:
         OSError: If a file can't be written. The earlier checkpoint stays.
     """
-    with writing(folder) as part:
-        write_model(part, folder, model, tokenizer, optimizer, state)
+    with writing(folder) as staging:
+        write_model(staging, folder, model, tokenizer, optimizer, state)
 
 
 def write_model(
-    part: Path,
+    staging: Path,
     folder: Path,
     model: LanguageModel,
     tokenizer: Tokenizer,
     optimizer: Mapping[str, Tensor] | None,
     state: Mapping[str, Any] | None,
 ) -> None:
-    """Write the files that `save` describes into `part`. Errors name the files in `folder`."""
+    """Write the files that `save` describes into the folder `staging`. Errors name the files in `folder`."""
     contents = {
         "model.safetensors": _tensor_bytes(model.state_dict(), model.config),
         "config.json": _json_bytes(asdict(model.config)),
@@ -103,31 +103,29 @@ def write_model(
         digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
         contents["state.json"] = _json_bytes({**state, CHECKSUM: digests})
     for name, content in contents.items():
-        with disk_errors(folder / name):
-            (part / name).write_bytes(content)
-            with open(part / name, "rb") as file:
-                os.fsync(file.fileno())
+        with disk_errors(folder / name), replacing(staging / name) as file:
+            file.write(content)
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
     """Yield an empty folder. If the block succeeds, its files replace those in `folder`, all or none."""
     settle(folder)
-    part = folder / WRITING
-    shutil.rmtree(part, ignore_errors=True)
+    staging = folder / WRITING
+    shutil.rmtree(staging, ignore_errors=True)
     try:
-        with disk_errors(part):
-            part.mkdir(parents=True)
-        yield part
-        os.rename(part, folder / WRITTEN)
-    except BaseException:  # so that a full disk gets its space back
-        shutil.rmtree(part, ignore_errors=True)
+        with disk_errors(staging):
+            staging.mkdir(parents=True)
+        yield staging
+        os.rename(staging, folder / WRITTEN)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)  # frees the space if the disk is full
         raise
     settle(folder)
 
 
 def settle(folder: Path) -> None:
-    """Finish the moves that a killed process left undone, if any."""
+    """Move the files of a complete checkpoint to their places, if a killed process left some unmoved."""
     written = folder / WRITTEN
     if written.is_dir():
         for name in RUN_FILES:
@@ -151,10 +149,10 @@ def load(folder: str | os.PathLike[str] | None = None) -> tuple[LanguageModel, T
     """
     path = SHIPPED if folder is None else Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"Expected the folder of a model, got {path}, which is no folder.")
+        raise FileNotFoundError(f"Expected the folder of a model, got {path}, which isn't a folder.")
     for name in FILES[:3]:
         if not (path / name).is_file():
-            raise FileNotFoundError(f"Expected {', '.join(FILES[:3])} in {path}, which has no {name}.")
+            raise FileNotFoundError(f"Expected {', '.join(FILES[:3])} in {path}, got no {name}.")
     config, tokenizer = read_config(path)
     model = LanguageModel(config)
     model.load_state_dict(read_tensors(path / "model.safetensors", model.state_dict(), config))
@@ -171,8 +169,8 @@ def read_config(folder: Path) -> tuple[Config, Tokenizer]:
         The config and the tokenizer.
 
     Raises:
-        ValueError: If they don't fit each other, or describe a model that is larger than the file with its
-            weights. No model is built before this check.
+        ValueError: If the two don't fit each other, or describe a model that is larger than the file with
+            its weights. No model is built before this check.
     """
     config, tokenizer = _read_config(folder / "config.json"), read_tokenizer(folder / "tokenizer.json")
     if tokenizer.get_vocab_size() != config.vocab:
@@ -182,7 +180,7 @@ def read_config(folder: Path) -> tuple[Config, Tokenizer]:
         )
     weights = folder / "model.safetensors"
     size = weights.stat().st_size
-    if config.parameter_count > size:  # a parameter takes a byte or more
+    if config.parameter_count > size:  # a parameter takes at least one byte
         raise ValueError(
             f"{folder / 'config.json'} describes a model of {config.parameter_count:,} parameters, but "
             f"{weights} has only {size:,} bytes: one of them is damaged or belongs to another model."
@@ -191,23 +189,23 @@ def read_config(folder: Path) -> tuple[Config, Tokenizer]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer, which encodes special tokens in a text as text; raise ValueError if it can't."""
+    """Read a tokenizer, and let it encode the names of special tokens in a text as ordinary text."""
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception for a broken file
+    except Exception as error:  # tokenizers raises a plain Exception for a damaged file
         raise ValueError(f"{path} can't be read as a tokenizer: {error}.") from None
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
-def read_tensors(path: Path, wanted: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+def read_tensors(path: Path, expected: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file.
 
     Args:
         path: The file.
-        wanted: Tensors with the expected names and shapes.
+        expected: Tensors with the expected names and shapes.
         config: The config of the model.
 
     Returns:
@@ -219,17 +217,17 @@ def read_tensors(path: Path, wanted: Mapping[str, Tensor], config: Config) -> di
     try:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise ValueError(
-            f"{path} can't be read as safetensors, it may be truncated or of another format: {error}."
+            f"{path} can't be read as safetensors: {error}. It may be truncated or of another format."
         ) from None
     of_tensors, _, of_config = header.get(CHECKSUMS, header.get(CHECKSUM, "")).partition(" ")
     if of_tensors and of_tensors != _checksum(tensors):
         raise ValueError(f"{path} is damaged: its tensors don't match its checksum. Restore it from a copy.")
-    for name, tensor in wanted.items():
+    for name, tensor in expected.items():
         if name not in tensors:
-            raise ValueError(f"{path} has no tensor {name}: it belongs to another kind of model.")
+            raise ValueError(f"{path} has no tensor {name}: it belongs to another model.")
         if tensors[name].shape != tensor.shape:
             raise ValueError(
                 f"Expected {name} in {path} to be {sizes(tensor)}, got {sizes(tensors[name])}: it belongs to "
@@ -237,18 +235,18 @@ def read_tensors(path: Path, wanted: Mapping[str, Tensor], config: Config) -> di
             )
         if not torch.isfinite(tensors[name]).all():
             raise ValueError(f"{path}: {name} has NaN or infinite entries.")
-    if extra := sorted(tensors.keys() - wanted.keys()):
-        raise ValueError(f"{path} has a tensor {extra[0]}, which the model doesn't have.")
+    if unexpected := sorted(tensors.keys() - expected.keys()):
+        raise ValueError(f"{path} has a tensor {unexpected[0]}, which the model doesn't have.")
     if of_config and of_config != _config_checksum(config):
         raise ValueError(
-            f"{path} belongs to a model of another config than {path.with_name('config.json')} describes. "
-            "Restore both from one copy."
+            f"{path} belongs to a model with another config than {path.with_name('config.json')}. Restore "
+            "both from the same copy."
         )
     return tensors
 
 
 def is_ours(header: Mapping[str, str] | None) -> bool:
-    """Return True if manyheads, in any version, wrote the safetensors file with this header."""
+    """Return True if any version of manyheads wrote the safetensors file with this header."""
     header = header or {}
     return header.get("kind") == KIND or CHECKSUMS in header or CHECKSUM in header
 
@@ -256,16 +254,16 @@ def is_ours(header: Mapping[str, str] | None) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that manyheads wrote, or raise ValueError if it isn't one."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:  # broken JSON, or bytes that aren't UTF-8
+        content = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:  # invalid JSON, or bytes that aren't UTF-8
         raise ValueError(f"{path} can't be read as JSON: {error}.") from None
-    if not isinstance(found, dict) or found.pop("kind", None) != KIND:
-        raise ValueError(f'Expected the kind "{KIND}" in {path}, which was written by something else.')
-    return found
+    if not isinstance(content, dict) or content.pop("kind", None) != KIND:
+        raise ValueError(f'Expected "kind": "{KIND}" in {path}: manyheads didn\'t write this file.')
+    return content
 
 
 def check_digests(folder: Path, digests: Mapping[str, str]) -> None:
-    """Raise ValueError if a file of a checkpoint isn't the one whose checksum `state.json` has."""
+    """Raise ValueError if a file of a checkpoint has another checksum than `state.json` says."""
     for name, digest in digests.items():
         if file_digest(folder / name) != digest:
             raise ValueError(
@@ -281,7 +279,7 @@ def file_digest(path: Path) -> str:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name and rename it."""
+    """Write a file that replaces an earlier one only when it is complete."""
     with disk_errors(path), replacing(path) as file:
         file.write(content)
 
@@ -290,7 +288,7 @@ def write(path: Path, content: bytes) -> None:
 def opened(path: Path, mode: str) -> Iterator[Callable[[bytes], None]]:
     """Open a file, and yield a function that appends bytes to it. Errors name the path."""
     with disk_errors(path):
-        file = open(path, mode)  # noqa: SIM115 (closing it may fail, see below)
+        file = open(path, mode)  # noqa: SIM115 (closing it may raise, see below)
 
     def append(content: bytes) -> None:
         with disk_errors(path):
@@ -300,13 +298,13 @@ def opened(path: Path, mode: str) -> Iterator[Callable[[bytes], None]]:
     try:
         yield append
     finally:
-        with disk_errors(path):  # closing writes what a full disk refused before
+        with disk_errors(path):  # closing writes again what a full disk didn't take
             file.close()
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise an OSError of the block as one that names the path and how to fix it."""
+    """Raise the OSErrors of a block with a message that names the path and the fix."""
     try:
         yield
     except OSError as error:
@@ -317,17 +315,18 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def _tensor_bytes(tensors: Mapping[str, Tensor], config: Config) -> bytes:
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    # A single entry: safetensors writes several in random order, but equal runs must have equal files.
+    # Both checksums are in one entry, because safetensors writes several entries in random order, and equal
+    # runs must have equal files.
     return as_bytes(dict(tensors), {CHECKSUMS: f"{_checksum(tensors)} {_config_checksum(config)}"})
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of contiguous tensors on the CPU, with their names, dtypes and shapes."""
-    total = hashlib.sha256()
+    checksum = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        total.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return total.hexdigest()
+        checksum.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        checksum.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return checksum.hexdigest()
 
 
 def _config_checksum(config: Config) -> str:
@@ -339,12 +338,12 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def _read_config(path: Path) -> Config:
-    found = read_json(path)
-    if found.keys() != {field.name for field in fields(Config)}:
-        names = ", ".join(field.name for field in fields(Config))
-        raise ValueError(f"Expected {names} in {path}, got {', '.join(found) or 'nothing'}.")
+    content = read_json(path)
+    names = [field.name for field in fields(Config)]
+    if content.keys() != set(names):
+        raise ValueError(f"Expected {', '.join(names)} in {path}, got {', '.join(content) or 'nothing'}.")
     try:
-        return Config(**found)
+        return Config(**content)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -354,21 +353,22 @@ def _read_config(path: Path) -> Config:
 
 def check_vacant(folder: Path) -> None:
     """Raise FileExistsError if a folder has a run, or files that a new run would overwrite."""
-    found = [name for name in (*RUN_FILES, LOG, WRITTEN) if os.path.lexists(folder / name)]
+    present = [name for name in (*RUN_FILES, LOG, WRITTEN) if os.path.lexists(folder / name)]
     missing = _missing(folder)
-    if found and (not missing or WRITTEN in found):
+    if present and (not missing or WRITTEN in present):
         raise FileExistsError(
-            f"{folder} already has a run ({found[0]}). Add --resume to continue it, or choose another --out."
+            f"{folder} already has a run ({present[0]}). Add --resume to continue it, or choose another "
+            "--out."
         )
-    if found:
+    if present:
         raise FileExistsError(
-            f"Training would overwrite {folder / found[0]}, and {folder} isn't a run that can be resumed, as "
-            f"it has no {missing[0]}. {RESTORE}"
+            f"Training would overwrite {folder / present[0]}, and {folder} can't be resumed, as it has no "
+            f"{missing[0]}. {RESTORE}"
         )
 
 
 def check_complete(folder: Path) -> None:
-    """Raise FileNotFoundError if a file is missing that resuming a run needs."""
+    """Raise FileNotFoundError if a file is missing that is needed to resume a run."""
     missing = _missing(folder)
     if set(FILES) <= set(missing):
         raise FileNotFoundError(
@@ -385,19 +385,19 @@ def _missing(folder: Path) -> list[str]:
 @contextmanager
 def created(folder: Path) -> Iterator[None]:
     """Create and lock a folder. If the block fails, remove the created folders that are empty."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with locked(folder_for(folder, "--out")):
             try:
                 yield
             except BaseException:
                 with suppress(OSError):
-                    if made and os.listdir(folder) == [LOCK]:
-                        (folder / LOCK).unlink()  # while it is locked
+                    if new and os.listdir(folder) == [LOCK]:
+                        (folder / LOCK).unlink()  # while it is locked, so that no other process loses it
                 raise
     except BaseException:
-        with suppress(OSError):  # the first that isn't empty
-            for path in made:
+        with suppress(OSError):  # raised for the first folder that isn't empty
+            for path in new:
                 path.rmdir()
         raise
 

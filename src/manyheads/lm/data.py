@@ -2,14 +2,13 @@
 
     documents → split → tokenizer (training documents only) → token files → batches
 
-Every stage is a pure function of its input, so that the same text gives the same run on any machine. A
-document is either for training or held out, and no text occurs in two documents.
+Every stage is a pure function of its input, so that the same text gives the same run on any machine. Each
+document is either for training or held out, and no two documents have the same text.
 """
 
 from __future__ import annotations
 
 import ast
-import codecs
 import hashlib
 import io
 import os
@@ -32,16 +31,16 @@ if TYPE_CHECKING:
 Tokens = np.ndarray[Any, np.dtype[Any]]  # [n], uint16 or uint32, usually memory-mapped
 
 END, END_ID = "<|endoftext|>", 0  # the token before each document and after the last one
-IGNORE = -100  # a target without a loss
+IGNORE = -100  # a target that doesn't count in the loss
 HELD_OUT = 0.1  # the share of documents that are held out
 PASSAGE = 4000  # characters: longer files are cut into passages of about this size
-CHUNK = 2**20  # bytes that are read at once
-BATCH = 64  # documents that are encoded at once
+CHUNK = 2**20  # the number of characters that are read at once
+BATCH = 64  # the number of documents that are encoded at once
 TESTS = frozenset({"test", "tests", "idle_test", "__pycache__", "site-packages"})
 
 
 class Document(NamedTuple):
-    """A text, and the name whose hash decides if it is held out."""
+    """A text, and a name whose hash decides if the text is held out."""
 
     name: str
     text: str
@@ -54,24 +53,40 @@ def python_documents() -> list[Document]:
     repeated docstrings are left out. Names, not texts, decide the split, so that it is the same in every
     version of Python.
     """
-    from pydoc_data.topics import topics  # plain data: a dictionary of strings
+    from pydoc_data.topics import topics  # a dictionary of strings
 
     documents = [Document(f"topic:{name}", topics[name]) for name in sorted(topics)]
-    seen: set[str] = set()
+    used: set[str] = set()  # docstrings of the modules so far
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
         parts = path.relative_to(root).with_suffix("").parts
         if parts[0] in sys.stdlib_module_names and not TESTS & set(parts):
-            fresh = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
-            seen.update(fresh)
-            documents.append(Document("module:" + ".".join(parts), "\n\n".join(fresh)))
-    return _unique(documents)
+            new = [text for text in dict.fromkeys(_docstrings(path)) if text not in used]
+            used.update(new)
+            documents.append(Document("module:" + ".".join(parts), "\n\n".join(new)))
+    names = _unique(documents)
+    return [Document(names[i], document.text) for i, document in enumerate(documents) if i in names]
+
+
+def _unique(documents: Iterable[Document]) -> dict[int, str]:
+    """Return the names of the documents by their positions, without blank and repeated documents.
+
+    A text that is repeated has the name of its first document and the position of its last.
+    """
+    names: dict[bytes, str] = {}
+    positions: dict[bytes, int] = {}
+    for position, document in enumerate(documents):
+        if document.text.strip():
+            key = hashlib.blake2b(document.text.encode(), digest_size=16).digest()
+            names.setdefault(key, document.name)
+            positions[key] = position
+    return {position: names[key] for key, position in positions.items()}
 
 
 def _docstrings(path: Path) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # a template or a broken example, not a module
+    except (SyntaxError, ValueError):  # a template, or an example of invalid code
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -104,23 +119,16 @@ class TextFiles:
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the documents."""
-        for place, document in enumerate(self._passages()):
-            if place in self._names:
-                yield Document(self._names[place], document.text)
+        for position, document in enumerate(self._passages()):
+            if position in self._names:
+                yield Document(self._names[position], document.text)
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """Return the names of the documents by their places; equal texts count once."""
-        names: dict[bytes, str] = {}
-        places: dict[bytes, int] = {}
-        for place, document in enumerate(self._passages()):
-            if document.text.strip():
-                key = hashlib.blake2b(document.text.encode(), digest_size=16).digest()
-                names.setdefault(key, document.name)
-                places[key] = place
-        if not places:
+        names = _unique(self._passages())
+        if not names:
             raise ValueError(f"Expected text in --data, got none in {', '.join(map(str, self.paths))}.")
-        return {place: names[key] for key, place in places.items()}
+        return names
 
     def _passages(self) -> Iterator[Document]:
         for file, signature in self.files:
@@ -130,25 +138,20 @@ class TextFiles:
                 raise ValueError(f"{file} changed while it was read. Start again when it is complete.")
 
     def _chunks(self, file: Path) -> Iterator[str]:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        lines = io.IncrementalNewlineDecoder(decoder, translate=True)
         position = 0
-        with open(file, "rb") as source:
-            data = None
-            while data != b"":
-                data = source.read(CHUNK)
-                begin = position - len(decoder.getstate()[0])  # the start of a character that was cut
-                try:
-                    text = lines.decode(data, final=not data)
-                except UnicodeDecodeError as error:
-                    raise ValueError(
-                        f"Expected UTF-8 text in --data, got an invalid byte {begin + error.start} of {file}."
-                    ) from None
-                if "\0" in text:
-                    raise ValueError(f"Expected text in --data, got NUL bytes in {file}.")
-                position += len(data)
-                self.on_read(len(data))
-                yield text
+        with open(file, "rb") as source, io.TextIOWrapper(source, "utf-8") as decoded:
+            try:
+                while text := decoded.read(CHUNK):
+                    if "\0" in text:
+                        raise ValueError(f"Expected text in --data, got NUL bytes in {file}.")
+                    start, position = position, source.tell()
+                    self.on_read(position - start)
+                    yield text
+            except UnicodeDecodeError as error:
+                invalid = source.tell() - len(error.object) + error.start
+                raise ValueError(
+                    f"Expected UTF-8 text in --data, got an invalid byte {invalid} of {file}."
+                ) from None
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -157,14 +160,14 @@ def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         raise FileNotFoundError(f"Expected a text file or a folder for --data, got {path}, which is missing.")
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    files = [f for f in files if not any(p[0] == "." for p in f.relative_to(path).parts)]
+    files = [file for file in files if not any(p[0] == "." for p in file.relative_to(path).parts)]
     if not files:
         raise ValueError(f"Expected a folder with text files for --data, got {path}, which has none.")
     return files
 
 
 def _signature(file: Path) -> tuple[int, int]:
-    """Return (size, time of the last change) of a file."""
+    """Return the size of a file and the time of its last change."""
     status = file.stat()
     return status.st_size, status.st_mtime_ns
 
@@ -172,10 +175,10 @@ def _signature(file: Path) -> tuple[int, int]:
 def _cut(chunks: Iterable[str]) -> Iterator[str]:
     """Yield the passages of a text, which don't depend on the chunks in which it is read."""
     text = ""
-    # While more text may follow, passages are cut only as far as `_cut_after` can read ahead.
-    for chunk, least in chain(((chunk, 2 * PASSAGE) for chunk in chunks), [("", PASSAGE + 1)]):
+    # `_cut_after` reads up to 2 * PASSAGE characters, so shorter texts are cut only at the end.
+    for chunk, shortest in chain(((chunk, 2 * PASSAGE) for chunk in chunks), [("", PASSAGE + 1)]):
         text, start = text + chunk, 0
-        while len(text) - start >= least:
+        while len(text) - start >= shortest:
             stop, skipped = _cut_after(text, start)
             yield text[start:stop]
             start = stop + skipped
@@ -185,39 +188,32 @@ def _cut(chunks: Iterable[str]) -> Iterator[str]:
 
 def _cut_after(text: str, start: int) -> tuple[int, int]:
     """Return the end of the passage that begins at `start`, and the number of characters to skip after it."""
-    size = start + PASSAGE
-    for mark in ("\n\n", "\n", " "):
-        stop = text.find(mark, size, size + PASSAGE)
-        stop = text.rfind(mark, start + 1, size) if stop < 0 else stop
+    end = start + PASSAGE
+    for separator in ("\n\n", "\n", " "):
+        stop = text.find(separator, end, end + PASSAGE)
+        stop = text.rfind(separator, start + 1, end) if stop < 0 else stop
         if stop > 0:
-            return stop, len(mark)
-    return size, 0
-
-
-def _unique(documents: Iterable[Document]) -> list[Document]:
-    """Return the documents without repeated and blank ones."""
-    first = {document.text: document for document in reversed(list(documents))}
-    return [document for text, document in reversed(first.items()) if text.strip()]
+            return stop, len(separator)
+    return end, 0
 
 
 def digest(documents: Iterable[Document]) -> str:
     """Return the SHA-256 of the names and texts, in order."""
-    total = hashlib.sha256()
-    for document in documents:
-        for part in document:
-            data = part.encode()
-            total.update(len(data).to_bytes(8, "little") + data)
-    return total.hexdigest()
+    checksum = hashlib.sha256()
+    for text in chain.from_iterable(documents):
+        data = text.encode()
+        checksum.update(len(data).to_bytes(8, "little") + data)
+    return checksum.hexdigest()
 
 
-def held_out_places(names: Sequence[str]) -> set[int]:
-    """Return the places of the documents that are held out: about a tenth, by their hashes, at least one.
+def held_out_positions(names: Sequence[str]) -> set[int]:
+    """Return the positions of the documents that are held out: about a tenth, by their hashes, at least one.
 
     Args:
         names: The names of all documents.
 
     Returns:
-        The places.
+        The positions.
 
     Raises:
         ValueError: If there are fewer than two documents.
@@ -229,8 +225,8 @@ def held_out_places(names: Sequence[str]) -> set[int]:
         )
     hashes = [hashlib.sha256(name.encode()).digest() for name in names]
     limit = int(HELD_OUT * (1 << 64))
-    out = {i for i, digest in enumerate(hashes) if int.from_bytes(digest[:8], "big") < limit}
-    return out if 0 < len(out) < len(names) else {hashes.index(min(hashes))}
+    positions = {i for i, digest in enumerate(hashes) if int.from_bytes(digest[:8], "big") < limit}
+    return positions if 0 < len(positions) < len(names) else {hashes.index(min(hashes))}
 
 
 def train_tokenizer(documents: Iterable[Document], vocab: int) -> Tokenizer:
@@ -260,8 +256,9 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[tup
     """Yield each document with its ids `[n]`, of which the last is END."""
     dtype, remaining = token_dtype(tokenizer), iter(documents)
     while batch := list(islice(remaining, BATCH)):
-        for document, made in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
-            yield document, np.array([*made.ids, END_ID], dtype)
+        encodings = tokenizer.encode_batch([document.text for document in batch])
+        for document, encoding in zip(batch, encodings, strict=True):
+            yield document, np.array([*encoding.ids, END_ID], dtype)
 
 
 @contextmanager
@@ -271,8 +268,8 @@ def token_file(path: Path, dtype: np.dtype[Any]) -> Iterator[Callable[[Tokens], 
 
     def header() -> bytes:
         content = io.BytesIO()
-        described = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
-        np.lib.format.write_array_header_1_0(content, described)  # it has space for a longer shape
+        fields = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_1_0(content, fields)  # its size is the same for every count
         return content.getvalue()
 
     def append(ids: Tokens) -> None:
@@ -288,7 +285,7 @@ def token_file(path: Path, dtype: np.dtype[Any]) -> Iterator[Callable[[Tokens], 
 
 
 def read_tokens(path: Path) -> Tokens:
-    """Map a token file into memory, or raise ValueError if it isn't one."""
+    """Map a token file into memory; raise ValueError if it isn't a token file."""
     try:
         ids: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -301,10 +298,10 @@ def read_tokens(path: Path) -> Tokens:
 def repeats(length: int, tokens: Tokens, vocab: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
     """Return runs of random tokens that are repeated, from which heads learn to copy.
 
-    The row is cut into segments of 64 or 128 tokens, or left whole. Each segment repeats a run of 3 tokens to
-    a quarter of the segment (256 in a whole row), where short runs are as likely as long ones: heads learn to
-    copy from short ones, and to attend to distant tokens from long ones. Two fifths of the runs draw from the
-    vocabulary with equal probabilities, the others from the text.
+    The sequence is cut into segments of 64 or 128 tokens, or is a single segment. Each segment repeats a run,
+    which is as likely to be short (from 3 tokens) as long (up to a quarter of the segment, or 256 tokens of a
+    single one): from short runs heads learn to copy, from long ones to attend to distant tokens. Two fifths
+    of the runs are drawn from the vocabulary with equal probabilities, the others from the text.
 
     Args:
         length: The number of tokens.
@@ -313,8 +310,8 @@ def repeats(length: int, tokens: Tokens, vocab: int, rng: np.random.Generator) -
         rng: The random generator.
 
     Returns:
-        The ids `[length]`, and which of them are predictable `[length]`: those that repeat an earlier run,
-        except the first token of the first repetition.
+        The ids `[length]`, and booleans `[length]` that are True for predictable ids: those that repeat a
+        run, except the first token of the first repetition.
     """
     segment = int(rng.choice([64, 128, length], p=[0.5, 0.25, 0.25]))
     ids, predictable = np.empty(length, np.int64), np.empty(length, bool)
@@ -338,9 +335,9 @@ def batch(
 
     Args:
         tokens: The text, ids `[n]`.
-        rows: The number of sequences. Most are windows of the text that begin anywhere.
+        rows: The number of sequences, which are windows of the text at random positions.
         context: The length of a sequence.
-        repeated: How many sequences are made of `repeats`, the last ones.
+        repeated: The number of sequences, the last ones, that `repeats` makes instead.
         vocab: The size of the vocabulary.
         seed: The random seed.
         step: The step.

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from logits.
+    """The settings with which a token is drawn from logits.
 
     Attributes:
-        temperature: The logits are divided by it. 0 takes the most likely token (greedy).
-        top_k: Draw from the k most likely tokens (Fan et al. 2018, arXiv:1805.04833), from all if None.
-        top_p: Draw from the most likely of these whose probabilities sum to p (Holtzman et al. 2019,
-            arXiv:1904.09751).
+        temperature: The number that divides the logits. 0 takes the most likely token (greedy).
+        top_k: The number of most likely tokens to draw from (Fan et al. 2018, arXiv:1805.04833), all if None.
+        top_p: The probability p: of these tokens, draw from the most likely ones whose probabilities sum to p
+            (Holtzman et al. 2019, arXiv:1904.09751).
 
     Raises:
         TypeError: If a value isn't a number.
@@ -55,14 +55,14 @@ class Sampling:
         """
         if self.temperature == 0:
             return int(logits.argmax())
-        top = logits.double() - logits.max()  # so that no temperature overflows
-        ordered, ids = (top / self.temperature).sort(descending=True, stable=True)  # [vocab]
+        logits = logits.double() - logits.max()  # so that no temperature overflows
+        ordered, ids = (logits / self.temperature).sort(descending=True, stable=True)  # [vocab]
         if self.top_k is not None:
             ordered, ids = ordered[: self.top_k], ids[: self.top_k]
-        weights = ordered.softmax(-1)
-        before = weights.cumsum(-1) - weights  # the sum over more likely tokens
-        weights = weights * (before < self.top_p)
-        return int(ids[torch.multinomial(weights, 1, generator=random)])
+        probabilities = ordered.softmax(-1)
+        more_likely = probabilities.cumsum(-1) - probabilities  # the sum over all more likely tokens
+        probabilities = probabilities * (more_likely < self.top_p)
+        return int(ids[torch.multinomial(probabilities, 1, generator=random)])
 
 
 def generate(
@@ -74,15 +74,16 @@ def generate(
     seed: int = 0,
     cached: bool = True,
 ) -> Iterator[int]:
-    """Generate the ids that continue a prompt, up to an end-of-text token.
+    """Generate the ids that continue a prompt, until the model generates an end-of-text token.
 
     Args:
         model: The model.
         ids: The prompt `[1, t]`.
         tokens: The largest number of tokens to generate.
-        sampling: How each token is drawn; None is `Sampling()`.
+        sampling: The settings for drawing tokens, `Sampling()` if None.
         seed: The random seed of the draws.
-        cached: If False, read the whole text again for each token: slower, with the same result.
+        cached: Keep keys and values in a cache. Without it, the model reads the whole text for each token,
+            which is slower and gives the same ids.
 
     Returns:
         An iterator over the ids. The arguments are checked before it is returned.
@@ -107,7 +108,7 @@ def generate(
 
 
 def _free_tokens(model: LanguageModel, ids: Tensor) -> int:
-    """Return how many tokens fit into the context after a prompt `[1, t]`."""
+    """Return the number of tokens that fit into the context after a prompt `[1, t]`."""
     return max(0, model.context - ids.shape[1])
 
 
@@ -134,8 +135,9 @@ class Text:
 
     Attributes:
         text: The text after the prompt.
-        end: Why it ended: "tokens" (the requested number), "stop" (the stop text), "end" (an end-of-text
-            token) or "context" (it is full). Empty for a piece of `stream` before the last.
+        end: The reason for the end: "tokens" (there are as many as requested), "stop" (the stop text was
+            generated), "end" (an end-of-text token was generated) or "context" (it is full). Empty for all
+            pieces of `stream` but the last.
     """
 
     text: str
@@ -169,15 +171,16 @@ def stream(
 ) -> Iterator[Text]:
     """Continue a prompt until there are `tokens` tokens, `stop` is generated, or the context is full.
 
-    The text comes in pieces, each as soon as no later token can change it. No character is split over two
-    pieces, and no piece contains a part of `stop`. The last piece has the `end`, and may have an empty text.
+    The text is returned in pieces, each as soon as no later token can change it. No character is split over
+    two pieces, and no piece contains a part of `stop`. The last piece has the `end`, and its text may be
+    empty.
 
     Args:
         model: The model, as `load` returns it.
         tokenizer: Its tokenizer, as `load` returns it.
         prompt: The text to continue.
         tokens: The largest number of tokens to generate.
-        sampling: How each token is drawn; None is `Sampling()`.
+        sampling: The settings for drawing tokens, `Sampling()` if None.
         stop: The text that ends the generation.
         seed: The random seed of the draws.
 
@@ -190,9 +193,9 @@ def stream(
     """
     whole(tokens, "tokens", 1)
     if stop == "":
-        raise ValueError("Expected stop to have some text, got an empty one. Leave it out.")
+        raise ValueError("Expected stop to be a text, got an empty one. Leave it out to stop at no text.")
     if not prompt:
-        raise ValueError("Expected a prompt with some text, got an empty one.")
+        raise ValueError("Expected a prompt of at least one character, got an empty one.")
     ids = torch.tensor([tokenizer.encode(prompt).ids], dtype=torch.int64)  # [1, t]
     free = _free_tokens(model, ids)
     if free == 0:
@@ -200,14 +203,16 @@ def stream(
             f"Expected a prompt shorter than the model's context, {model.context}, got {ids.shape[1]} "
             "tokens. Shorten it."
         )
-    drawn = generate(model, ids, min(tokens, free), sampling, seed=seed)
-    return _pieces(tokenizer, drawn, stop or "", tokens, free)
+    generated = generate(model, ids, min(tokens, free), sampling, seed=seed)
+    return _pieces(tokenizer, generated, stop or "", tokens, free)
 
 
-def _pieces(tokenizer: Tokenizer, drawn: Iterator[int], stop: str, tokens: int, free: int) -> Iterator[Text]:
+def _pieces(
+    tokenizer: Tokenizer, generated: Iterator[int], stop: str, tokens: int, free: int
+) -> Iterator[Text]:
     ids: list[int] = []
-    text, done = "", 0
-    for token in drawn:
+    text, done = "", 0  # `done` is the number of characters in the pieces so far
+    for token in generated:
         ids.append(token)
         text = tokenizer.decode(ids)
         if stop and stop in text:
@@ -215,7 +220,7 @@ def _pieces(tokenizer: Tokenizer, drawn: Iterator[int], stop: str, tokens: int, 
             return
         # An incomplete character decodes to U+FFFD, which the next token may change.
         final = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        final = final[: len(final) - _count_begun(final, stop)]
+        final = final[: len(final) - _overlap(final, stop)]
         if len(final) > done:
             yield Text(final[done:], "")
             done = len(final)
@@ -223,6 +228,6 @@ def _pieces(tokenizer: Tokenizer, drawn: Iterator[int], stop: str, tokens: int, 
     yield Text(text[done:], end)
 
 
-def _count_begun(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of `stop`."""
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text that is a beginning of `stop`."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -26,7 +26,7 @@ from manyheads.positions import Rotary
 from manyheads.shapes import can_read, kind, real, sizes, whole
 
 ROTARY_BASE = 1000.0  # below the usual 10,000: the contexts are short
-LONGEST_CONTEXT = 2**20  # tokens
+LONGEST_CONTEXT = 2**20  # the largest number of tokens in a context
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of the transformer, with dropout on what it adds to the residual stream."""
+    """A layer of the transformer. Dropout acts on both terms that it adds to the residual stream."""
 
     def __init__(self, config: Config, dropout: float) -> None:
         super().__init__()
-        # Half of a head rotates with the position. The other half compares tokens at any distance.
+        # Half of a head's entries rotate with the position. The other half compares tokens at any distance.
         rotary = Rotary(config.embed // config.heads // 2, base=ROTARY_BASE)
         self.attention_norm = nn.RMSNorm(config.embed, eps=1e-6)
         self.attention = MultiHeadAttention(config.embed, config.heads, position=rotary)
@@ -123,7 +123,7 @@ class LanguageModel(nn.Module):
         dropout: The dropout probability, which belongs to training and isn't saved with the weights.
 
     Attributes:
-        context: The longest sequence that it reads, in tokens.
+        context: The longest sequence that the model reads, in tokens.
 
     Raises:
         TypeError: If config isn't a `Config`.
@@ -147,8 +147,8 @@ class LanguageModel(nn.Module):
         """Draw weights with deviation 0.02, smaller in layers that write to the residual stream.
 
         The biases of q and k start as a random preference for distances: they rotate with the position, so
-        that what they add to a score depends on the distance of two tokens. At zero they would stay there for
-        long, because the gradient of each is a multiple of the other.
+        their contribution to a score depends on the distance of two tokens. If both started at zero, they
+        would stay near it for long, because the gradient of each is a multiple of the other.
         """
         for name, parameter in self.named_parameters():
             if name.endswith(("q.bias", "k.bias")):
@@ -156,16 +156,16 @@ class LanguageModel(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
-                writes = name.endswith(("attention.o.weight", "feed_forward.down.weight"))
-                depth = math.sqrt(2 * self.config.layers) if writes else 1.0
-                nn.init.normal_(parameter, std=0.02 / depth)
+                is_residual = name.endswith(("attention.o.weight", "feed_forward.down.weight"))
+                divisor = math.sqrt(2 * self.config.layers) if is_residual else 1.0
+                nn.init.normal_(parameter, std=0.02 / divisor)
 
     def forward(self, ids: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
         """Return the logits of the next token at each position.
 
         Args:
             ids: The tokens, integers `[b, t]`.
-            caches: The cache of each layer, whose tokens the ids continue.
+            caches: The cache of each layer. The ids continue the tokens in the caches.
 
         Returns:
             The logits `[b, t, vocab]`.
@@ -228,9 +228,9 @@ class LanguageModel(nn.Module):
     def scaled(self, context: int) -> LanguageModel:
         """Return a copy that reads texts longer than the trained context, by RoPE scaling.
 
-        It uses `Rotary.scaled` (Peng et al. 2023, arXiv:2309.00071) and keeps its config, which is what is
-        saved. The loss of the shipped model, in nats, on held-out documentation of L tokens (its context is
-        512, where the loss is 3.3):
+        The copy uses `Rotary.scaled` (Peng et al. 2023, arXiv:2309.00071) and has the same config, so it is
+        saved like the original. The table has the loss of the shipped model in nats, on L tokens of held-out
+        documentation (within its context of 512 tokens the loss is 3.3):
 
             L                                        1,024   4,096   16,384   32,768
             as trained                                3.30    4.33     5.28     5.57
@@ -239,8 +239,8 @@ class LanguageModel(nn.Module):
             YaRN, frequencies by parts                3.34    3.75     4.34     4.83
             YaRN with its temperature                 3.35    3.71     4.14     4.65
 
-        YaRN's temperature with the larger base gains 0.04 to 0.15 from 4,096 tokens on, and loses as much
-        within the trained context, where heads should work as they do without scaling.
+        YaRN's temperature with the larger base lowers the loss by 0.04 to 0.15 from 4,096 tokens on, and
+        raises it as much within the trained context, where heads should work as they do without scaling.
 
         Args:
             context: The longest sequence, in tokens.
@@ -283,8 +283,8 @@ class LanguageModel(nn.Module):
             raise ValueError(
                 f"Expected at most {self.context} tokens, the model's context, got {total}. Shorten the text."
             )
-        # Reading the values would wait for a GPU at every step, and break a compiled graph in two. On a GPU,
-        # and in a compiled or exported model, the embedding's own bounds check raises instead.
+        # To read the values would wait for a GPU at every step, and break a compiled graph in two. On a GPU,
+        # and in a compiled or exported model, the embedding itself checks the bounds.
         if ids.device.type == "cpu" and can_read(ids) and ids.numel():
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.config.vocab:

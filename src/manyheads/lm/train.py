@@ -3,9 +3,9 @@
 The optimizer is AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with warm-up and a cosine schedule. Each
 step is a pure function of the seed, the step number and the state before it: the random numbers of the batch
 and of dropout are seeded by (seed, step). So on the CPU of one machine, a resumed run ends with the same bits
-as one that was never interrupted.
+as a run that was never interrupted.
 
-`checkpoint` describes the files of a run's folder. TensorBoard's files are added if it is installed.
+`checkpoint` describes the files of a run's folder. If TensorBoard is installed, its files are written too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from tokenizers import Tokenizer
 
-EVALUATION_ROWS = 8  # windows in a batch of an evaluation
-TOKENIZER_TEXT = 2**26  # bytes that the tokenizer is trained on; of longer texts, every n-th document
+EVALUATION_ROWS = 8  # the number of windows in a batch of an evaluation
+TOKENIZER_TEXT = 2**26  # bytes to train the tokenizer on; of longer texts, every n-th document is used
 SMALLEST_VOCAB = 257  # the 256 bytes and the end-of-text token
 LARGEST_VOCAB = 2**20  # for sizes that don't fit into memory, the tokenizers library aborts the process
 MOST_STEPS = 10**9
-# The names that options had in earlier versions, and their names now.
+# The present names of options, by the names that they had in earlier versions.
 RENAMED = {"rows": "batch_size", "rate": "learning_rate", "vocab": "vocab_size"}
 
 
@@ -63,14 +63,14 @@ class Options:
         embed: The model size.
         hidden: The width of the feed-forward layers, 7/3 of embed if None.
         batch_size: The number of sequences in a batch.
-        repeated: How many of them are a random sequence that is repeated, from which heads learn to copy.
+        repeated: The number of them that consist of repeated random tokens, from which heads learn to copy.
         vocab_size: The largest size of the vocabulary, from 257 to 2^20. A short text may give fewer tokens.
         learning_rate: The highest learning rate, at most 1.
         schedule_steps: The number of steps in which learning rate and sequence length follow their schedules,
             `steps` if None. After them both are constant.
         decay: The weight decay of matrices, at most 1 / learning_rate.
-        dropout: The dropout probability of embeddings and of what a layer adds to the residual stream.
-        clip: The norm to which larger gradients are scaled down.
+        dropout: The dropout probability of embeddings and of the terms added to the residual stream.
+        clip: The largest norm of a gradient. Larger gradients are scaled down to it.
         log_every: The number of steps between two lines of the log.
         evaluate_every: The number of steps between two evaluations on held-out text.
         save_every: The number of steps between two checkpoints.
@@ -102,7 +102,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        for name, least, most in (
+        for name, smallest, largest in (
             ("steps", 1, MOST_STEPS),
             ("context", 2, None),
             ("batch_size", 1, None),
@@ -112,7 +112,7 @@ class Options:
             ("evaluate_every", 1, None),
             ("save_every", 1, None),
         ):
-            whole(getattr(self, name), name, least, most)
+            whole(getattr(self, name), name, smallest, largest)
         if self.schedule_steps is not None:
             whole(self.schedule_steps, "schedule_steps", 1, MOST_STEPS)
         self.config(self.vocab_size)
@@ -120,8 +120,8 @@ class Options:
         real(self.learning_rate, "learning_rate", lambda x: 0 < x <= 1, "a positive number of at most 1")
         real(self.clip, "clip", lambda x: 0 < x < math.inf, "a positive number")
         # AdamW multiplies the weights by 1 - rate * decay, which must not be negative.
-        largest = 1 / self.learning_rate
-        real(self.decay, "decay", lambda x: 0 <= x <= largest and x < math.inf, f"between 0 and {largest:g}")
+        highest = 1 / self.learning_rate
+        real(self.decay, "decay", lambda x: 0 <= x <= highest and x < math.inf, f"between 0 and {highest:g}")
         real(self.dropout, "dropout", lambda p: 0 <= p <= 1, "a number between 0 and 1")
 
     def config(self, vocab: int) -> Config:
@@ -150,48 +150,44 @@ class Options:
         Raises:
             ValueError: If weights, gradients, optimizer and logits need more than the device has.
         """
-        # In float32: weights, gradients and AdamW's two moments; and the logits and their gradients.
+        # Weights, gradients and the two moments of AdamW, and logits and their gradients, all in float32.
         needed = 16 * self.config(vocab).parameter_count + 8 * self.batch_size * self.context * vocab
-        available = total_memory(self.device)
+        if torch.device(self.device).type == "cuda":
+            available = torch.cuda.get_device_properties(self.device).total_memory
+        else:
+            available = psutil.virtual_memory().total
         if needed > available:
             raise ValueError(
                 f"Training needs more than {amount(needed)} of memory, {self.device} has "
                 f"{amount(available)}. Choose a smaller model, vocab_size, batch_size or context."
             )
 
-    def cut_at(self, step: int) -> int:
-        """Return how many parts each sequence is cut into at a step: 8 in the first quarter, then 4, 2, 1.
+    def parts_at(self, step: int) -> int:
+        """Return the number of parts that sequences are cut into: 8 in the first quarter, then 4, 2, 1.
 
         Training starts with short sequences (Li et al. 2022, arXiv:2108.06084), because heads learn sooner
         which tokens to attend to if there are fewer. A batch always has the same number of tokens.
         """
-        cut = (8, 4, 2, 1)[min(3, 4 * step // (self.schedule_steps or self.steps))]
-        return cut if self.context % cut == 0 and self.context // cut >= 32 else 1
+        parts = (8, 4, 2, 1)[min(3, 4 * step // (self.schedule_steps or self.steps))]
+        return parts if self.context % parts == 0 and self.context // parts >= 32 else 1
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step: linear warm-up, then cosine decay to 5% of the maximum."""
         steps = self.schedule_steps or self.steps
-        warm = max(1, min(100, steps // 10))
-        if step < warm:
-            return self.learning_rate * (step + 1) / warm
-        done = min(1.0, (step - warm) / max(1, steps - warm))
-        return self.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
-
-
-def total_memory(device: str) -> int:
-    """Return the bytes of memory of a device."""
-    if torch.device(device).type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total)
+        warm_up = max(1, min(100, steps // 10))
+        if step < warm_up:
+            return self.learning_rate * (step + 1) / warm_up
+        progress = min(1.0, (step - warm_up) / max(1, steps - warm_up))
+        return self.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def check_device(name: str) -> None:
-    """Raise ValueError unless this machine has the device."""
+    """Raise ValueError if this machine doesn't have the device."""
     devices = ["cpu"]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
-        kind = accelerator.type
-        devices += [kind, *(f"{kind}:{n}" for n in range(torch.accelerator.device_count()))]
+        count = torch.accelerator.device_count()
+        devices += [accelerator.type, *(f"{accelerator.type}:{n}" for n in range(count))]
     if name not in devices:
         raise ValueError(f"Expected device to be one of this machine's, {', '.join(devices)}, got {name!r}.")
 
@@ -199,15 +195,16 @@ def check_device(name: str) -> None:
 def autocast_dtype(device: str) -> torch.dtype | None:
     """Return bfloat16 if the device has instructions for it (a GPU; AMX or AVX-512 BF16), else None.
 
-    The choice isn't made by timing, because then two runs with the same seed could differ. On one core with
-    AMX, the shipped model trains on sequences of 512 tokens at 6,900 tokens/s in bfloat16 and 5,200 in
+    The choice isn't made by timing, because then two runs with the same seed could differ. On a single core
+    with AMX, the shipped model trains on sequences of 512 tokens at 6,900 tokens/s in bfloat16 and 5,200 in
     float32 (medians of five measurements of CPU time).
     """
-    kind, capabilities = torch.device(device).type, torch.cpu.get_capabilities()
-    if kind == "cuda":
+    device_type, capabilities = torch.device(device).type, torch.cpu.get_capabilities()
+    if device_type == "cuda":
         supported = torch.cuda.is_bf16_supported()
     else:
-        supported = kind == "cpu" and (capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+        instructions = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+        supported = device_type == "cpu" and instructions
     return torch.bfloat16 if supported else None
 
 
@@ -236,26 +233,26 @@ class Run:
     @classmethod
     def begin(cls, out: Path, options: Options, files: data.TextFiles | None) -> Run:
         """Prepare the text (Python's own documentation if `files` is None) and write the first checkpoint."""
-        with checkpoint.writing(out) as part:
-            tokenizer, facts = _prepare_text(part, options, files)
+        with checkpoint.writing(out) as staging:
+            tokenizer, facts = _prepare_text(staging, options, files)
             run = cls(out, options, tokenizer, facts)
-            run.write(part)
+            run.write(staging)
         return run
 
     @classmethod
-    def resume(cls, out: Path, given: Mapping[str, Any], paths: Sequence[Path]) -> Run:
-        """Resume a run. Options in `given` must equal those that it was started with, except `steps`."""
+    def resume(cls, out: Path, changes: Mapping[str, Any], paths: Sequence[Path]) -> Run:
+        """Resume a run. `changes` are options, of which only `steps` may differ from those of the run."""
         checkpoint.settle(out)
         checkpoint.check_complete(out)
         options, facts, step, seconds, digests = _read_state(out / "state.json")
-        for name, value in given.items():
+        for name, value in changes.items():
             if name != "steps" and getattr(options, name) != value:
                 raise ValueError(
                     f"Expected --{name.replace('_', '-')} {getattr(options, name)}, with which the run in "
                     f"{out} was started, got {value}. Leave the option out to resume, or choose another "
                     "--out."
                 )
-        options = _continued(out, options, step, given.get("steps", options.steps))
+        options = _with_steps(out, options, step, changes.get("steps", options.steps))
         if paths and data.digest(data.TextFiles(paths)) != facts["documents_sha256"]:
             raise ValueError(
                 f"The run in {out} was started with other text than --data. Leave --data out to resume, "
@@ -271,7 +268,7 @@ class Run:
         run = cls(out, options, tokenizer, facts)
         run.step, run.seconds = step, seconds
         run.restore()
-        checkpoint.check_digests(out, digests)  # last, because the other checks give more specific errors
+        checkpoint.check_digests(out, digests)  # last, because the errors of other checks are more specific
         lines = run.read_log()
         checkpoint.write(out / LOG, "".join(lines).encode())
         if options.schedule_steps is not None and step < options.steps:
@@ -293,11 +290,11 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint that replaces the last one."""
-        with checkpoint.writing(self.out) as part:
-            self.write(part)
+        with checkpoint.writing(self.out) as staging:
+            self.write(staging)
 
-    def write(self, part: Path) -> None:
-        """Write the files of a checkpoint into `part`, a temporary folder."""
+    def write(self, staging: Path) -> None:
+        """Write the files of a checkpoint into `staging`, a temporary folder."""
         moments = {
             f"{name}/{key}": value
             for name, parameter in self.model.named_parameters()
@@ -309,33 +306,29 @@ class Run:
             "options": asdict(self.options),
             "facts": self.facts,
         }
-        checkpoint.write_model(part, self.out, self.model, self.tokenizer, moments, state)
+        checkpoint.write_model(staging, self.out, self.model, self.tokenizer, moments, state)
 
     def restore(self) -> None:
-        """Read the weights and AdamW's moments from the folder."""
-        weights = self.model.state_dict()
-        config = self.model.config
+        """Read the weights and the moments of AdamW from the folder."""
+        config, weights = self.model.config, self.model.state_dict()
         self.model.load_state_dict(checkpoint.read_tensors(self.out / "model.safetensors", weights, config))
         path, step = self.out / "optimizer.safetensors", torch.zeros(())
-        named = dict(self.model.named_parameters())
-        wanted = {
+        # Before the first step there are no moments.
+        parameters = dict(self.model.named_parameters()) if self.step else {}
+        expected = {
             f"{name}/{key}": tensor
-            for name, parameter in named.items()
+            for name, parameter in parameters.items()
             for key, tensor in (("step", step), ("exp_avg", parameter), ("exp_avg_sq", parameter))
         }
-        moments = checkpoint.read_tensors(path, wanted if self.step else {}, config)
-        if not moments:  # the checkpoint is that of step 0
-            return
-        if any(moments[f"{name}/step"] != self.step for name in named):
-            raise ValueError(
-                f"{path} isn't of step {self.step}, the last one by state.json: one of them belongs to "
-                "another checkpoint."
-            )
-        state = {
-            index: {key: moments[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            for index, name in enumerate(sorted(named, key=lambda name: named[name].dim() < 2))
-        }  # parameters are numbered in the order of the optimizer's groups: matrices first
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+        moments = checkpoint.read_tensors(path, expected, config)
+        for name, parameter in parameters.items():
+            if moments[f"{name}/step"] != self.step:
+                raise ValueError(
+                    f"Expected step {self.step} in {path}, as in state.json, got "
+                    f"{moments[f'{name}/step']:g}: one of the two belongs to another checkpoint."
+                )
+            state = {key: moments[f"{name}/{key}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": moments[f"{name}/step"], **state}
 
     def read_log(self) -> list[str]:
         """Return the lines of the log up to the checkpoint, without an incomplete last line.
@@ -358,25 +351,25 @@ class Run:
 
     def advance(self) -> tuple[float, float]:
         """Train for one step; return the loss in nats per token and the gradient norm before clipping."""
-        options, cut = self.options, self.options.cut_at(self.step)
+        options, parts = self.options, self.options.parts_at(self.step)
         ids, targets = data.batch(
             self.training,
-            rows=options.batch_size * cut,
-            context=options.context // cut,
-            repeated=options.repeated * cut,
+            rows=options.batch_size * parts,
+            context=options.context // parts,
+            repeated=options.repeated * parts,
             vocab=self.model.config.vocab,
             seed=options.seed,
             step=self.step,
         )
-        drawn = np.random.SeedSequence([options.seed, self.step, 1]).generate_state(1, np.uint32)
-        torch.manual_seed(int(drawn[0]))  # for dropout
+        dropout_seed = np.random.SeedSequence([options.seed, self.step, 1]).generate_state(1, np.uint32)[0]
+        torch.manual_seed(int(dropout_seed))
         for group in self.optimizer.param_groups:
             group["lr"] = options.rate_at(self.step)
         self.optimizer.zero_grad()
         with self.autocast():
             logits = self.model(torch.from_numpy(ids).to(options.device))  # [b, t, vocab]
-        flat = torch.from_numpy(targets).to(options.device).flatten()  # [b·t]
-        loss = F.cross_entropy(logits.float().flatten(0, 1), flat, ignore_index=data.IGNORE)
+        labels = torch.from_numpy(targets).to(options.device).flatten()  # [b·t]
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=data.IGNORE)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
         self.optimizer.step()
@@ -385,8 +378,8 @@ class Run:
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of a step."""
-        kind = torch.device(self.options.device).type
-        return torch.autocast(kind, self.dtype or torch.bfloat16, enabled=self.dtype is not None)
+        device_type = torch.device(self.options.device).type
+        return torch.autocast(device_type, self.dtype or torch.bfloat16, enabled=self.dtype is not None)
 
     def bits_per_byte(self, loss: float) -> float:
         """Convert a loss in nats per held-out token to bits per byte of the held-out text."""
@@ -395,14 +388,14 @@ class Run:
 
 
 @torch.no_grad()
-def held_out_loss(model: LanguageModel, ids: data.Tokens, most: int | None = None) -> float:
+def held_out_loss(model: LanguageModel, ids: data.Tokens, max_windows: int | None = None) -> float:
     """Return the mean loss in nats per token, evaluated in windows as long as the model's context.
 
     Args:
         model: The model.
         ids: The token ids of the text, `[n]`. Every token but the first is predicted from the earlier tokens
             in its window.
-        most: The largest number of windows, which are spread evenly over the text; None for all.
+        max_windows: The largest number of windows, which are spread evenly over the text; None for all.
 
     Returns:
         The loss.
@@ -411,12 +404,11 @@ def held_out_loss(model: LanguageModel, ids: data.Tokens, most: int | None = Non
     model.eval()
     context = model.config.context
     starts = list(range(0, len(ids) - 1, context))
-    if most is not None and len(starts) > most:
-        starts = [starts[round(i)] for i in np.linspace(0, len(starts) - 1, most)]
-    windows = [torch.from_numpy(ids[s : s + context + 1].astype(np.int64)) for s in starts]
+    if max_windows is not None and len(starts) > max_windows:
+        starts = [starts[round(i)] for i in np.linspace(0, len(starts) - 1, max_windows)]
+    windows = [torch.from_numpy(ids[start : start + context + 1].astype(np.int64)) for start in starts]
     full = [window for window in windows if len(window) == context + 1]
-    firsts = range(0, len(full), EVALUATION_ROWS)
-    batches = [torch.stack(full[i : i + EVALUATION_ROWS]) for i in firsts]
+    batches = [torch.stack(full[i : i + EVALUATION_ROWS]) for i in range(0, len(full), EVALUATION_ROWS)]
     batches += [window[None] for window in windows if len(window) <= context]
     total, count = 0.0, 0
     for rows in batches:  # [b, t + 1]
@@ -443,7 +435,7 @@ def train(
     Args:
         out: The folder of the run.
         given: The options, as fields of `Options`.
-        paths: Text files, or folders of them. If there are none, the text is Python's own documentation.
+        paths: Text files, or folders of them. Without any, the text is Python's own documentation.
         resume: Continue the run in `out`.
 
     Returns:
@@ -468,20 +460,20 @@ def train(
             raise NotADirectoryError(f"Expected a folder for --out, got {out}, which is a file.")
         checkpoint.check_vacant(out)
         files = data.TextFiles(paths) if paths else None
-        # There are at most a token for each byte and an END for each document, which has a byte at least.
+        # A text has at most a token for each byte, and an END for each document of at least one byte.
         if files is not None and 2 * files.size <= options.context:
             raise ValueError(_too_short(f"{2 * files.size:,} or fewer", TRAINING, options))
         size = files.size if files is not None else options.vocab_size
         options.check_memory(min(options.vocab_size, SMALLEST_VOCAB + size))
         with checkpoint.created(out):
-            checkpoint.check_vacant(out)  # again: another process may have finished a run in between
+            checkpoint.check_vacant(out)  # again, because another process may have finished a run by now
             run = Run.begin(out, options, files)
             _loop(run)
     return run
 
 
 def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields under the present names of the options."""
+    """Return fields by the present names of the options."""
     return {RENAMED.get(name, name): value for name, value in fields.items()}
 
 
@@ -493,7 +485,7 @@ def _too_short(tokens: str, name: str, options: Options) -> str:
 
 
 def _read_state(path: Path) -> tuple[Options, dict[str, Any], int, float, dict[str, str]]:
-    """Return (options, facts, step, seconds, checksums of the other files) from a state file.
+    """Read the options, facts, step, seconds and checksums of the other files from a state file.
 
     State files of earlier versions have checksums of the token files only.
     """
@@ -519,8 +511,8 @@ def _read_state(path: Path) -> tuple[Options, dict[str, Any], int, float, dict[s
     return options, facts, step, seconds, digests
 
 
-def _continued(out: Path, options: Options, step: int, steps: int) -> Options:
-    """Return the options of a run that is resumed until step `steps` with its schedules unchanged."""
+def _with_steps(out: Path, options: Options, step: int, steps: int) -> Options:
+    """Return the options of a run at `step` that continues to step `steps` with the same schedules."""
     whole(steps, "steps", 1)
     if steps == options.steps:
         return options
@@ -533,9 +525,9 @@ def _continued(out: Path, options: Options, step: int, steps: int) -> Options:
 
 
 def _prepare_text(
-    part: Path, options: Options, files: data.TextFiles | None
+    staging: Path, options: Options, files: data.TextFiles | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Train the tokenizer and write the token files into `part`; return (tokenizer, facts of the text)."""
+    """Train the tokenizer and write the token files into `staging`; return the tokenizer and the facts."""
     with _stages(files) as stage:
         stage("reading the text", 3)
         documents: Iterable[data.Document] = data.python_documents() if files is None else files
@@ -543,35 +535,35 @@ def _prepare_text(
             "text": "python" if files is None else "files",
             "documents_sha256": data.digest(documents),
         }
-        held_out = data.held_out_places([document.name for document in documents])
+        held_out = data.held_out_positions([document.name for document in documents])
         stage("training the tokenizer")
-        training = (document for place, document in enumerate(documents) if place not in held_out)
-        every = 1 if files is None else math.ceil(files.size / TOKENIZER_TEXT)
-        tokenizer = data.train_tokenizer(islice(training, 0, None, every), options.vocab_size)
+        training = (document for i, document in enumerate(documents) if i not in held_out)
+        stride = 1 if files is None else math.ceil(files.size / TOKENIZER_TEXT)
+        tokenizer = data.train_tokenizer(islice(training, 0, None, stride), options.vocab_size)
         stage("encoding the text")
         with ExitStack() as stack:
             writers = {}
             for name in (TRAINING, HELD_OUT):
-                file = data.token_file(part / name, data.token_dtype(tokenizer))
+                file = data.token_file(staging / name, data.token_dtype(tokenizer))
                 writers[name] = stack.enter_context(file)
                 writers[name](np.array([data.END_ID]))
                 facts[name] = {"documents": 0, "bytes": 0, "tokens": 1}
-            for place, (document, ids) in enumerate(data.encoded(tokenizer, documents)):
-                name = HELD_OUT if place in held_out else TRAINING
+            for i, (document, ids) in enumerate(data.encoded(tokenizer, documents)):
+                name = HELD_OUT if i in held_out else TRAINING
                 writers[name](ids)
                 facts[name]["documents"] += 1
                 facts[name]["bytes"] += len(document.text.encode())
                 facts[name]["tokens"] += len(ids)
-    for name, least in ((TRAINING, options.context + 2), (HELD_OUT, 2)):
-        if facts[name]["tokens"] < least:
+    for name, smallest in ((TRAINING, options.context + 2), (HELD_OUT, 2)):
+        if facts[name]["tokens"] < smallest:
             raise ValueError(_too_short(str(facts[name]["tokens"]), name, options))
-        facts[name]["sha256"] = checkpoint.file_digest(part / name)
+        facts[name]["sha256"] = checkpoint.file_digest(staging / name)
     return tokenizer, facts
 
 
 @contextmanager
 def _stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
-    """Show a progress bar; yield stage(name, passes), which starts a stage of `passes` over the files."""
+    """Show a progress bar; yield a function that starts a stage, given its name and passes over the files."""
     from rich.progress import Progress
 
     console = _console()
@@ -602,7 +594,7 @@ def _loop(run: Run) -> None:
     options, first, before = run.options, run.step, run.seconds
     per_step = options.batch_size * options.context
     console = _console()
-    # The suggested prompt is a single letter, because that fits into any context.
+    # The suggested prompt is a single letter, which fits into any context.
     advice = f"try it with: manyheads generate A --model {shlex.quote(str(run.out))}"
     if run.step >= options.steps:
         console.print(
@@ -637,7 +629,7 @@ def _loop(run: Run) -> None:
                     "seconds": round(run.seconds, 1),
                 }
                 if evaluate:
-                    nats = held_out_loss(run.model, run.held_out, most=128)
+                    nats = held_out_loss(run.model, run.held_out, max_windows=128)
                     line["held_out_loss"] = round(nats, 5)
                     line["held_out_bits_per_byte"] = round(run.bits_per_byte(nats), 4)
                 write(line)
@@ -662,16 +654,11 @@ def _stop_requests() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         requested.set()
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread():  # other threads can't set handlers
+    with ExitStack() as handlers:
+        if threading.current_thread() is threading.main_thread():  # other threads can't set handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handlers.callback(signal.signal, number, signal.signal(number, request))
         yield requested
-        return
-    before = [signal.signal(number, request) for number in signals]
-    try:
-        yield requested
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -682,8 +669,7 @@ def _writers(run: Run) -> Iterator[Callable[[Mapping[str, float]], None]]:
         from torch.utils.tensorboard import SummaryWriter
 
         board = SummaryWriter(run.out / "tensorboard", purge_step=run.step + 1)
-    closed = nullcontext() if board is None else closing(board)
-    with closed, checkpoint.opened(run.out / LOG, "ab") as append:
+    with board or nullcontext(), checkpoint.opened(run.out / LOG, "ab") as append:
 
         def write(line: Mapping[str, float]) -> None:
             append(json.dumps(line).encode() + b"\n")

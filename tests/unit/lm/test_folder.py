@@ -11,9 +11,10 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -368,20 +369,22 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, name: str, nth: int
 ) -> None:
     """The last checkpoint stays, nothing unfinished does, and with some space the run goes on."""
-    real, left = Path.write_bytes, [nth]
+    real, left = checkpoint.replacing, [nth]
 
-    def write_bytes(path: Path, content: bytes) -> int:
-        if path.name == name:
-            left[0] -= 1
-            if not left[0]:
-                real(path, content[: len(content) // 2])
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, content)
+    @contextmanager
+    def replacing(path: Path) -> Iterator[BinaryIO]:
+        with real(path) as file:
+            yield file
+            if path.name == name:
+                left[0] -= 1
+                if not left[0]:
+                    file.truncate(file.tell() // 2)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     out = tmp_path / "run"
     words = ["train", "--out", out, "--data", text, "--steps", 2, "--context", 32, "--embed", 24]
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", write_bytes)
+        patch.setattr(checkpoint, "replacing", replacing)
         code, _, err = command(*words)
     assert code == 2
     said = [line for line in err.splitlines() if line.startswith("manyheads:")]
