@@ -1,6 +1,6 @@
 """Bugs in positional encodings.
 
-In the tables, `o` is the oracle whose step is overridden.
+In the table, `o` is the oracle whose step is overridden.
 """
 
 # ruff: noqa: E501 (tables of sentences)
@@ -42,23 +42,19 @@ def drop_large_angles(_: Sinusoidal, angles: Tensor) -> Tensor:
     return torch.where(angles.abs() < 200, angles, math.nan)
 
 
-class WrongPairs(Rotary):
-    """Rotates x · cos + rotated(x) · sin, with tables for the other kind of pairs."""
-
-    def rotate(self, x: Tensor) -> Tensor:
-        angles, (x1, x2) = self.angles(), self.split_pairs(x)
-        is_interleaved = isinstance(self, Interleaved)
-        table = torch.cat((angles, angles), -1) if is_interleaved else interleave(angles, angles)
-        return x * table.cos() + self.join_pairs(-x2, x1) * table.sin()
+def rotate_by_wrong_tables(oracle: Rotary, x: Tensor) -> Tensor:
+    """Compute x · cos + rotated(x) · sin with tables for the other kind of pairs."""
+    angles, (x1, x2) = oracle.angles(), oracle.split_pairs(x)
+    is_interleaved = isinstance(oracle, Interleaved)
+    table = torch.cat((angles, angles), -1) if is_interleaved else interleave(angles, angles)
+    return x * table.cos() + oracle.join_pairs(-x2, x1) * table.sin()
 
 
-class OtherPairs(Rotary):
-    """Rotates the other kind of pairs, consistently."""
-
-    def rotate(self, x: Tensor) -> Tensor:
-        other = Rotary() if isinstance(self, Interleaved) else Interleaved()
-        angles = self.angles()
-        return other.join_pairs(*other.rotate_pair(*other.split_pairs(x), angles.cos(), angles.sin()))
+def rotate_other_pairs(oracle: Rotary, x: Tensor) -> Tensor:
+    """Rotate the other kind of pairs, consistently."""
+    other = Rotary() if isinstance(oracle, Interleaved) else Interleaved()
+    angles = oracle.angles()
+    return other.join_pairs(*other.rotate_pair(*other.split_pairs(x), angles.cos(), angles.sin()))
 
 
 def rotate_first_half(oracle: Rotary, rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -72,13 +68,11 @@ def rotated(formula: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Te
     return override(Rotary, rotate_pair=lambda o, x1, x2, c, s: formula(x1, x2, c, s))
 
 
-DOUBLED = scaled("exponents", 2)
-
 # fmt: off
-SINUSOIDAL = [
+BUGS = [
     Bug("exponent-doubled", "whose exponent is doubled: 10000^(4i/e) rather than 10000^(2i/e)",
         "i counts pairs: dimensions 2i and 2i + 1 share 10000^(2i/e); in a loop over range(0, e, 2) the loop's i is 2i already",
-        DOUBLED, override(DOUBLED, cosines=lambda o: cosines_of_odd(o, 2))),
+        scaled("exponents", 2), override(scaled("exponents", 2), cosines=lambda o: cosines_of_odd(o, 2))),
     Bug("exponent-halved", "whose exponent is half of what it should be", EXPONENT, scaled("exponents", 0.5)),
     Bug("angle-of-its-own", "whose cosines have their own angles", "sine and cosine of a pair share an angle: the exponent is 2i/e for both",
         override(Sinusoidal, cosines=cosines_of_odd)),
@@ -117,11 +111,10 @@ SINUSOIDAL = [
     Bug("angles-in-degrees", "whose angles are taken as degrees", "sin and cos take radians", scaled("angles", math.pi / 180)),
     Bug("sine-negated", "whose sines have the wrong sign", "sin(angle), not its negative", scaled("sines", -1)),
     Bug("first-position-for-all", "that gives every token the first position", "encode position i for token i", scaled("positions", 0)),
-]
 
-ROTARY = [
     Bug("rotary-halves", "that rotates other pairs than its frequencies are laid out for, or than its documentation says",
-        "neighbours (0, 1), (2, 3) need frequencies repeated side by side, (n, n + d/2) need the list of them twice", WrongPairs, OtherPairs),
+        "neighbours (0, 1), (2, 3) need frequencies repeated side by side, (n, n + d/2) need the list of them twice",
+        override(Rotary, rotate=rotate_by_wrong_tables), override(Rotary, rotate=rotate_other_pairs)),
     Bug("rotary-sign", "that rotates the other way", PAIR, scaled("angles", -1, Rotary)),
     Bug("rotary-base", "of another base than 10000", "the base is 10000, unless documented otherwise",
         *(override(Rotary, base=base) for base in (100.0, 1000.0, 5000.0, 20000.0, 50000.0, 100000.0, 500000.0, 1000000.0))),
@@ -150,5 +143,3 @@ ROTARY = [
     Bug("rotary-keys-only", "that rotates keys and leaves queries", ALIKE, override(Rotary, rotate_query=lambda o: o.x.query)),
 ]
 # fmt: on
-
-BUGS = SINUSOIDAL + ROTARY

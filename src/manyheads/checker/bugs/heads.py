@@ -7,6 +7,8 @@ In the table, `o` is the oracle whose step is overridden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -66,12 +68,10 @@ def use_first_key_head(oracle: Attention, x: Tensor) -> Tensor:
     return x[:, :1].expand(-1, oracle.q.shape[1], -1, -1)
 
 
-class ValueHeadsTiled(Attention):
-    """Repeats the value heads in another order than the key heads."""
-
-    def mix(self, weights: Tensor) -> Tensor:
-        self.v = tile(self, self.compute_heads("v"))
-        return super().mix(weights)
+def tile_value_heads(oracle: Attention, mix: Callable[[Tensor], Tensor], weights: Tensor) -> Tensor:
+    """Repeat the value heads in another order than the key heads."""
+    oracle.v = tile(oracle, oracle.compute_heads("v"))
+    return mix(weights)
 
 
 # fmt: off
@@ -108,6 +108,7 @@ BUGS = [
     Bug("key-heads-first-only", "whose query heads all use the first key head", REPEAT,
         override(repeat_heads=lambda o, x: x if x.shape[1] == o.q.shape[1] else use_first_key_head(o, x)),
         override(repeat_heads=use_first_key_head)),
-    Bug("value-heads-tiled", "whose value heads, unlike its key heads, are repeated in the wrong order", REPEAT, ValueHeadsTiled),
+    Bug("value-heads-tiled", "whose value heads, unlike its key heads, are repeated in the wrong order", REPEAT,
+        wrap(mix=tile_value_heads)),
 ]
 # fmt: on

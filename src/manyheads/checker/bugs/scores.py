@@ -1,6 +1,6 @@
 """Bugs in the scores: their scale, the product of queries and keys, the bias.
 
-In the tables, `o` is the oracle whose step is overridden.
+In the table, `o` is the oracle whose step is overridden.
 """
 
 # ruff: noqa: E501 (tables of sentences)
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from manyheads.checker.bugs.family import Bug, override, transform
-from manyheads.checker.oracle import Attention
+from manyheads.checker.oracle import Attention, Oracle
 
 # A fix names an axis only together with the layout it belongs to: heads are laid out in many ways.
 SCALE = "divide the scores by the square root of the head size: scores / math.sqrt(d)"
@@ -29,19 +29,9 @@ def model_width_scale(oracle: Attention) -> float:
     return merged_width_scale(oracle) if oracle.weights is None else oracle.x.query.shape[-1] ** -0.5
 
 
-# fmt: off
-SCALES: list[tuple[str, str, str, list[Callable[[Attention], float]]]] = [
-    ("unscaled", "whose scores are not divided by √d", SCALE, [lambda o: 1.0]),
-    ("scaled-by-width", "whose scores are divided by the root of the model width rather than of the head size", WIDTH,
-     [model_width_scale, merged_width_scale]),
-    ("scaled-by-d", "whose scores are divided by d rather than by √d", SCALE, [lambda o: 1 / o.q.shape[-1]]),
-    ("scaled-twice", "whose scores are divided by √d twice", "divide once: either q or the scores, not both", [lambda o: 1 / o.q.shape[-1]]),
-    ("multiplied", "whose scores are multiplied by √d rather than divided", SCALE, [lambda o: o.q.shape[-1] ** 0.5]),
-    ("scaled-by-length", "whose scores are divided by the root of the number of keys", SCALE, [lambda o: o.x.s**-0.5]),
-    ("scaled-by-heads", "whose scores are divided by the root of the number of heads", SCALE, [lambda o: o.q.shape[1] ** -0.5]),
-    ("scaled-by-value-width", "whose scores are divided by the root of the values' width", SCALE, [lambda o: o.v.shape[-1] ** -0.5]),
-]
-# fmt: on
+def scaled_by(*factors: Callable[[Attention], float]) -> list[type[Oracle]]:
+    """Return oracles with each factor, in place of the default scale only or of every scale."""
+    return [override(**{step: factor}) for factor in factors for step in ("default_scale", "scale")]
 
 
 class ScaledAfterSoftmax(Attention):
@@ -80,8 +70,16 @@ def reshape_axes_back(oracle: Attention, x: Tensor) -> Tensor:
 
 # fmt: off
 BUGS = [
-    *(Bug(name, description, fix, *(override(**{step: factor}) for factor in factors for step in ("default_scale", "scale")))
-      for name, description, fix, factors in SCALES),
+    Bug("unscaled", "whose scores are not divided by √d", SCALE, *scaled_by(lambda o: 1.0)),
+    Bug("scaled-by-width", "whose scores are divided by the root of the model width rather than of the head size", WIDTH,
+        *scaled_by(model_width_scale, merged_width_scale)),
+    Bug("scaled-by-d", "whose scores are divided by d rather than by √d", SCALE, *scaled_by(lambda o: 1 / o.q.shape[-1])),
+    Bug("scaled-twice", "whose scores are divided by √d twice", "divide once: either q or the scores, not both",
+        *scaled_by(lambda o: 1 / o.q.shape[-1])),
+    Bug("multiplied", "whose scores are multiplied by √d rather than divided", SCALE, *scaled_by(lambda o: o.q.shape[-1] ** 0.5)),
+    Bug("scaled-by-length", "whose scores are divided by the root of the number of keys", SCALE, *scaled_by(lambda o: o.x.s**-0.5)),
+    Bug("scaled-by-heads", "whose scores are divided by the root of the number of heads", SCALE, *scaled_by(lambda o: o.q.shape[1] ** -0.5)),
+    Bug("scaled-by-value-width", "whose scores are divided by the root of the values' width", SCALE, *scaled_by(lambda o: o.v.shape[-1] ** -0.5)),
     Bug("scale-ignored", "that ignores the scale it is given", "multiply the scores by the scale of the call, where there is one",
         override(scale=lambda o: o.default_scale())),
     Bug("scale-doubled", "that multiplies by the scale it is given and by 1/√d too", "the scale of the call replaces 1/√d",

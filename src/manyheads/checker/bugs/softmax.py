@@ -65,14 +65,13 @@ BUGS = [
     Bug("sink-as-key", "whose sink's share of the weight goes to the first key", SINK,
         transform(softmax=lambda o, weights: give_sink_to_key(weights, 0)),
         transform(softmax=lambda o, weights: give_sink_to_key(weights, o.x.s - 1))),
-    *(Bug(name, description, MIX, override(mix=mix)) for name, description, mix in (
-        ("weights-transposed", "whose weights are transposed before they mix the values", lambda o, weights: weights.mT @ o.v),
-        ("keys-as-values", "that mixes keys rather than values", lambda o, weights: weights @ o.k),
-        ("queries-as-values", "that mixes queries rather than values", lambda o, weights: weights @ o.q),
-        ("values-unmixed", "whose output is its values, without any weights", lambda o, weights: o.v),
-        ("mean-of-values", "that averages all values evenly", lambda o, weights: o.v.mean(-2, keepdim=True).expand(*weights.shape[:3], -1)),
-        ("scores-as-weights", "that mixes values with the scores rather than with the weights",
-         lambda o, weights: o.scores.masked_fill(o.scores == -math.inf, 0.0) @ o.v),
-    )),
+    Bug("weights-transposed", "whose weights are transposed before they mix the values", MIX, override(mix=lambda o, weights: weights.mT @ o.v)),
+    Bug("keys-as-values", "that mixes keys rather than values", MIX, override(mix=lambda o, weights: weights @ o.k)),
+    Bug("queries-as-values", "that mixes queries rather than values", MIX, override(mix=lambda o, weights: weights @ o.q)),
+    Bug("values-unmixed", "whose output is its values, without any weights", MIX, override(mix=lambda o, weights: o.v)),
+    Bug("mean-of-values", "that averages all values evenly", MIX,
+        override(mix=lambda o, weights: o.v.mean(-2, keepdim=True).expand(*weights.shape[:3], -1))),
+    Bug("scores-as-weights", "that mixes values with the scores rather than with the weights", MIX,
+        override(mix=lambda o, weights: o.scores.masked_fill(o.scores == -math.inf, 0.0) @ o.v)),
 ]
 # fmt: on
