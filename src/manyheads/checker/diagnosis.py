@@ -227,9 +227,7 @@ def find_dropout(adapter: Adapter) -> Diagnosis | None:
     errors = (drawn.mean(0) - adapter.exact(inputs).out).abs()
     fix = "drop in training only: F.dropout(x, p, training=self.training), or a module nn.Dropout"
     if float((errors / (drawn.std(0) / REPEATS**0.5).clamp_min(1e-9)).max()) < 6:  # standard errors
-        description = (
-            f"it drops out in evaluation: the outputs of {REPEATS} seeds differ, with the right average"
-        )
+        description = f"it applies dropout in evaluation: the average over {REPEATS} seeds is right"
         return Diagnosis("dropout-left-on", description, fix, True, float(errors.max()))
     description = (
         "in evaluation its output depends on the random seed, and doesn't average to the right one: "
@@ -297,12 +295,13 @@ def describe_differences(adapter: Adapter, evidence: list[Evidence]) -> Iterator
     wrong_names = {call.scenario for call in wrong}
     if correct_names := sorted({call.scenario for call in evidence} - wrong_names):
         yield f"wrong with {', '.join(sorted(wrong_names))}, and right with {', '.join(correct_names)}"
-    if not any(is_wrong(adapter, replace(call, outputs=Outputs(call.outputs.out))) for call in wrong):
-        details = describe_weights(adapter, outputs, expected)
+    got, right = outputs.weights, expected.weights
+    outs_alone = [replace(call, outputs=Outputs(call.outputs.out)) for call in wrong]
+    if got is not None and right is not None and not any(is_wrong(adapter, call) for call in outs_alone):
+        details = describe_weights(adapter, got, right)
         yield f"the output is right, and the returned weights are wrong{details}"
         return
     yield from describe_relation(adapter, wrong)
-    got, right = outputs.weights, expected.weights
     if got is not None and right is not None and got.shape == right.shape:
         if adapter.oracle.difference(got, right) <= adapter.oracle.tolerance:
             yield "its weights are right, so the bug is in mixing, merging heads or the output"
@@ -316,17 +315,15 @@ def describe_differences(adapter: Adapter, evidence: list[Evidence]) -> Iterator
     yield f"the output is wrong{entries}"
 
 
-def describe_weights(adapter: Adapter, outputs: Outputs, expected: Outputs) -> str:
+def describe_weights(adapter: Adapter, got: Tensor, expected: Tensor) -> str:
     """Describe how returned weights differ: in their shape, by a factor, or in which entries."""
-    got, right = outputs.weights, expected.weights
-    if got is None or right is None:
-        return ""
-    if got.shape != right.shape:
-        return f": of {got.shape[1]} heads, expected {right.shape[1]}"
-    factor = float((got.to(torch.float64) * right).sum() / (right * right).sum())
-    if abs(factor - 1) > 1e-3 and adapter.oracle.difference(got, right * factor) <= adapter.oracle.tolerance:
+    if got.shape != expected.shape:
+        return f": of {got.shape[1]} heads, expected {expected.shape[1]}"
+    factor = float((got.to(torch.float64) * expected).sum() / (expected * expected).sum())
+    error = adapter.oracle.difference(got, expected * factor)
+    if abs(factor - 1) > 1e-3 and error <= adapter.oracle.tolerance:
         return f": {factor:.6g} times the right ones"
-    return locate_entries(got, right, WEIGHT_AXES)
+    return locate_entries(got, expected, WEIGHT_AXES)
 
 
 def locate_entries(got: Tensor, expected: Tensor, axes: tuple[str, ...]) -> str:

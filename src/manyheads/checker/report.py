@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import random
+import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -34,14 +33,12 @@ STATUSES = {  # the mark, the style and the element of JUnit XML of each status
 WARNING = "The code under check ran with your files, your network and your permissions: it was not sandboxed."
 
 
-@contextlib.contextmanager
-def keep_random_state() -> Iterator[None]:
-    """Restore the state of Python's random numbers: rich draws from it when it is imported."""
+def import_rich() -> None:
+    """Import rich, which draws a random number then, and restore the state of Python's random numbers."""
     before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)
+    import rich.style  # noqa: F401
+
+    random.setstate(before)
 
 
 @dataclass
@@ -109,23 +106,22 @@ class Report:
 
     def as_junit(self) -> str:
         """Return JUnit XML, with a test case for each check."""
-        tags = [STATUSES[check.status][2] for check in self.checks]
+        counts = Counter(STATUSES[check.status][2] for check in self.checks)
         suite = ElementTree.Element(
             "testsuite",
             name=f"manyheads check {self.target}",
-            tests=str(len(tags)),
-            failures=str(tags.count("failure")),
-            errors=str(tags.count("error")),
-            skipped=str(tags.count("skipped")),
+            tests=str(len(self.checks)),
+            failures=str(counts["failure"]),
+            errors=str(counts["error"]),
+            skipped=str(counts["skipped"]),
         )
-        name = without_controls(self.target)
-        for check, tag in zip(self.checks, tags, strict=True):
-            case = ElementTree.SubElement(suite, "testcase", classname=name, name=check.name)
-            if tag:
-                message = without_controls(check.explanation)
-                element = ElementTree.SubElement(case, tag, message=message)
-                element.text = without_controls("\n".join(self.words())) if tag == "failure" else None
-        return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
+        for check in self.checks:
+            case = ElementTree.SubElement(suite, "testcase", classname=self.target, name=check.name)
+            if element := STATUSES[check.status][2]:
+                result = ElementTree.SubElement(case, element, message=check.explanation)
+                result.text = "\n".join(self.words()) if element == "failure" else None
+        text = '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
+        return re.sub(r"[^\t\n -\U0010ffff]", "", text)  # XML can't contain other control characters
 
     def words(self) -> list[str]:
         """Return the diagnosis in sentences."""
@@ -147,13 +143,13 @@ class Report:
             lines.append("  To judge it, check an adapter that takes its mask as docs/checker.md describes.")
         return lines
 
-    @keep_random_state()
     def print(self, console: Console | None = None) -> None:
         """Print the table, then the diagnosis.
 
         Args:
             console: the console to print on, by default standard output.
         """
+        import_rich()
         from rich import box
         from rich.console import Console
         from rich.markup import escape
@@ -184,8 +180,8 @@ class Report:
             console.print(escape(line), highlight=False, soft_wrap=True)
         console.print(WARNING, style="dim", highlight=False)
 
-    @keep_random_state()
     def __repr__(self) -> str:
+        import_rich()
         from rich.console import Console
 
         text = StringIO()
@@ -264,8 +260,3 @@ def describe_pair(expected: Tensor, got: Tensor, quantity: str) -> str:
     place = f"query {i}, {'key' if quantity == 'weights' else 'column'} {j}"
     numbers = f"expected {float(expected[i, j]):.6g}, got {float(got[i, j]):.6g}"
     return f"In a small failing input, {quantity} at {place}: {numbers}."
-
-
-def without_controls(text: str) -> str:
-    """Return the text without the control characters that XML can't contain."""
-    return "".join(letter for letter in text if letter in "\t\n" or ord(letter) >= 32)

@@ -112,9 +112,8 @@ def compare_values(adapter: Adapter, scenario: str, inputs: Inputs, is_first: bo
         result = Result(scenario, inputs, error, allowed)
     if isinstance(adapter, AttentionAdapter):
         for argument, unmasked in adapter.without_masks(inputs).items():
-            if argument not in adapter.judged and (
-                result.is_wrong or adapter.depends_on_mask(inputs, unmasked, result.allowed)
-            ):
+            is_judged = argument in adapter.judged or result.is_wrong
+            if is_judged or adapter.depends_on_mask(inputs, unmasked, result.allowed):
                 adapter.judged.add(argument)
     return result
 

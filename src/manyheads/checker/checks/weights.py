@@ -55,14 +55,11 @@ def check_empty_rows(adapter: AttentionAdapter) -> Check:
         if worst > tolerance:
             return failed(f"{query} attends to masked keys{when}: its weights should be 0.", worst, tolerance)
         error, allowed, compared = adapter.compare(masked, outputs, expected)
-        if error > allowed:
-            ones = {n: torch.ones_like(x) for n, x in masked.tensors().items() if n in ("keep", "padding")}
-            visible = masked.but(**ones)
-            if adapter.is_right(visible, adapter.run(visible)):
-                differs = (
-                    "output of other queries differs" if compared == "output" else "returned weights differ"
-                )
-                return failed(f"where a query may attend to nothing{when}, the {differs}.", error, allowed)
+        masks = {name: x for name, x in masked.tensors().items() if name in ("keep", "padding")}
+        visible = masked.but(**{name: torch.ones_like(mask) for name, mask in masks.items()})
+        if error > allowed and adapter.is_right(visible, adapter.run(visible)):
+            other = "output of other queries differs" if compared == "output" else "returned weights differ"
+            return failed(f"where a query may attend to nothing{when}, the {other}.", error, allowed)
     return passed("weights of 0", worst, tolerance)
 
 
