@@ -115,10 +115,11 @@ def eligible_bugs(adapter: Adapter) -> Iterator[Bug]:
 
 def pairs(trials: list[Trial], oracle: type[Oracle]) -> Iterator[Trial]:
     """Yield all pairs of two different bugs, in both orders if both override the same step."""
+    steps = {trial: overridden_steps(trial.bugs, oracle) for trial in trials}
     for a, b in combinations(trials, 2):
         if a.names != b.names:
             yield Trial(a.names + b.names, a.bugs + b.bugs)
-            if overridden_steps(a.bugs, oracle) & overridden_steps(b.bugs, oracle):
+            if steps[a] & steps[b]:
                 yield Trial(b.names + a.names, b.bugs + a.bugs)
 
 

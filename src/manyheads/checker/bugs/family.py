@@ -7,7 +7,6 @@ that inherits from both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from manyheads.checker.oracle import Attention, Oracle
@@ -60,7 +59,6 @@ def compose(base: type[Oracle], *bugs: type[Oracle]) -> type[Oracle]:
     return type("", (*reversed(bugs), base), {}) if bugs else base
 
 
-@cache
 def overridden_steps(bugs: tuple[type[Oracle], ...], base: type[Oracle]) -> frozenset[str]:
     """Return the names of the steps that these bugs override."""
     classes = {cls for bug in bugs for cls in bug.__mro__} - set(base.__mro__)
