@@ -63,7 +63,7 @@ def rotate_first_half(oracle: Rotary, rotate: Callable[[Tensor], Tensor], x: Ten
     return torch.cat((rotate(x[..., : oracle.width]), x[..., oracle.width :]), -1)
 
 
-def rotated(formula: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> type[Oracle]:
+def rotate_by(formula: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> type[Oracle]:
     """Return an oracle with another formula for a pair x1, x2 and the cosine c and sine s of its angle."""
     return override(Rotary, rotate_pair=lambda o, x1, x2, c, s: formula(x1, x2, c, s))
 
@@ -130,13 +130,13 @@ BUGS = [
         transform(Rotary, angles=lambda o, x: x * (torch.arange(x.shape[-1]) < x.shape[-1] // 2)), wrap(Rotary, rotate=rotate_first_half)),
     Bug("rotary-missing", "that doesn't rotate at all", "rotate each pair by its position's angle", override(Rotary, rotate=lambda o, x: x)),
     Bug("rotary-reflected", "that adds where a rotation subtracts, or the reverse", PAIR,
-        rotated(lambda x1, x2, c, s: (x1 * c + x2 * s, x1 * s + x2 * c)), rotated(lambda x1, x2, c, s: (x1 * c - x2 * s, x2 * c - x1 * s))),
+        rotate_by(lambda x1, x2, c, s: (x1 * c + x2 * s, x1 * s + x2 * c)), rotate_by(lambda x1, x2, c, s: (x1 * c - x2 * s, x2 * c - x1 * s))),
     Bug("rotary-one-of-pair-swapped", "that exchanges sine and cosine in one entry of each pair", PAIR,
-        rotated(lambda x1, x2, c, s: (x1 * c - x2 * s, x1 * c + x2 * s)), rotated(lambda x1, x2, c, s: (x1 * s - x2 * c, x1 * s + x2 * c))),
+        rotate_by(lambda x1, x2, c, s: (x1 * c - x2 * s, x1 * c + x2 * s)), rotate_by(lambda x1, x2, c, s: (x1 * s - x2 * c, x1 * s + x2 * c))),
     Bug("rotary-pair-exchanged", "whose rotated pairs are returned with their entries exchanged", f"{PAIR}, in that order",
-        rotated(lambda x1, x2, c, s: (x1 * s + x2 * c, x1 * c - x2 * s))),
+        rotate_by(lambda x1, x2, c, s: (x1 * s + x2 * c, x1 * c - x2 * s))),
     Bug("rotary-entries-apart", "whose entries are multiplied by cosine and sine and not mixed", f"each rotated entry has a part of both: {PAIR}",
-        rotated(lambda x1, x2, c, s: (x1 * c, x2 * s)), rotated(lambda x1, x2, c, s: (x1 * c, x2 * c))),
+        rotate_by(lambda x1, x2, c, s: (x1 * c, x2 * s)), rotate_by(lambda x1, x2, c, s: (x1 * c, x2 * c))),
     Bug("rotary-sin-cos-swapped", "whose sine and cosine are swapped", PAIR, transform(Rotary, angles=lambda o, x: math.pi / 2 - x)),
     Bug("rotary-one-position", "that gives every token the first position", "rotate token i by position i", scaled("positions", 0, Rotary)),
     Bug("rotary-queries-only", "that rotates queries and leaves keys", ALIKE, override(Rotary, rotate_key=lambda o: o.x.key)),

@@ -19,7 +19,7 @@ from manyheads.checker.oracle import Attention, Oracle
 
 BEFORE = "fill masked scores with -inf before the softmax: scores.masked_fill(masked, float('-inf'))"
 TRIL = "a query attends to itself and to what is before it, keys j ≤ i: torch.ones(t, t, dtype=torch.bool).tril()"
-EMPTY = "set the weights of a row that may attend to nothing to zero: weights.masked_fill(masked, 0.0) after the softmax"
+EMPTY = "set the weights of a fully masked row to zero: weights.masked_fill(masked, 0.0) after the softmax"
 COMBINE = "combine the two: masked = future | ~mask"
 
 
@@ -189,10 +189,10 @@ BUGS = [
         transform(causal_mask=lambda o, triangle: None if drop_none(o.given_mask(), o.padding_mask()) else triangle)),
     Bug("causal-in-place-of-mask", "that drops the mask it is given where it is causal", COMBINE,
         transform(given_mask=unless_causal, padding_mask=unless_causal)),
-    Bug("empty-rows-nan", "whose rows that may attend to nothing are NaN", EMPTY, filled(set_to(-math.inf), mask_weights=same)),
-    Bug("empty-rows-uniform", "whose rows that may attend to nothing average everything, the future too", EMPTY,
+    Bug("empty-rows-nan", "whose fully masked rows are NaN", EMPTY, filled(set_to(-math.inf), mask_weights=same)),
+    Bug("empty-rows-uniform", "whose fully masked rows average all values, those of future keys too", EMPTY,
         filled(set_to_lowest, mask_weights=same), filled(add_lowest, mask_weights=same)),
-    Bug("empty-rows-spoil-others", "that gives zeros for every query where one may attend to nothing",
+    Bug("empty-rows-spoil-others", "that gives zeros for every query if one query is fully masked",
         f"{EMPTY}, and leave the other rows as they are",
         *(transform(**{step: zeroed(whole)}) for step in ("merge_heads", "project_output") for whole in (True, False))),
 ]

@@ -30,7 +30,7 @@ def softmax_without_maximum(oracle: Attention, scores: Tensor) -> Tensor:
     return (exp / (exp.sum(-1, keepdim=True) + sink_exp)).to(scores.dtype)
 
 
-def formula(function: Callable[[Tensor], Tensor]) -> list[type[Oracle]]:
+def replace_softmax(function: Callable[[Tensor], Tensor]) -> list[type[Oracle]]:
     """Return oracles with this function in place of the softmax: without a sink, or with it as one more score."""
     return [override(**{step: lambda o, scores: function(scores)}) for step in ("softmax", "normalize")]
 
@@ -42,22 +42,22 @@ def give_sink_to_key(weights: Tensor, key: int) -> Tensor:
 
 # fmt: off
 BUGS = [
-    Bug("softmax-over-queries", "whose softmax is over the queries", KEYS, *formula(lambda x: x.softmax(-2))),
-    Bug("softmax-over-heads", "whose softmax is over the heads", KEYS, *formula(lambda x: x.softmax(1))),
-    Bug("softmax-over-batch", "whose softmax is over the batch", KEYS, *formula(lambda x: x.softmax(0))),
-    Bug("softmax-joint", "whose softmax is over queries and keys together", KEYS, *formula(lambda x: x.flatten(-2).softmax(-1).view_as(x))),
+    Bug("softmax-over-queries", "whose softmax is over the queries", KEYS, *replace_softmax(lambda x: x.softmax(-2))),
+    Bug("softmax-over-heads", "whose softmax is over the heads", KEYS, *replace_softmax(lambda x: x.softmax(1))),
+    Bug("softmax-over-batch", "whose softmax is over the batch", KEYS, *replace_softmax(lambda x: x.softmax(0))),
+    Bug("softmax-joint", "whose softmax is over queries and keys together", KEYS, *replace_softmax(lambda x: x.flatten(-2).softmax(-1).view_as(x))),
     Bug("softmax-twice", "whose softmax is applied twice", "apply the softmax once; cross-entropy and layers may contain one",
-        *formula(lambda x: x.softmax(-1).softmax(-1)), transform(mask_weights=lambda o, weights: weights.softmax(-1)),
+        *replace_softmax(lambda x: x.softmax(-1).softmax(-1)), transform(mask_weights=lambda o, weights: weights.softmax(-1)),
         wrap(mask_scores=lambda o, mask_scores, scores: mask_scores(scores.softmax(-1)))),
-    Bug("softmax-missing", "whose scores are not turned into weights by a softmax", f"apply it; {KEYS}", *formula(lambda x: x)),
-    Bug("log-softmax", "whose weights are logarithms of a softmax", "use softmax, not log_softmax", *formula(lambda x: x.log_softmax(-1))),
-    Bug("sigmoid", "whose weights are a sigmoid of the scores", KEYS, *formula(lambda x: x.sigmoid())),
-    Bug("relu", "whose weights are the positive scores", KEYS, *formula(lambda x: x.relu())),
-    Bug("sum-normalised", "whose scores are divided by their sum", KEYS, *formula(lambda x: x / x.sum(-1, keepdim=True))),
-    Bug("exp-unnormalised", "whose exponentials are not divided by their sum", KEYS, *formula(lambda x: x.exp())),
+    Bug("softmax-missing", "whose scores are not turned into weights by a softmax", f"apply it; {KEYS}", *replace_softmax(lambda x: x)),
+    Bug("log-softmax", "whose weights are logarithms of a softmax", "use softmax, not log_softmax", *replace_softmax(lambda x: x.log_softmax(-1))),
+    Bug("sigmoid", "whose weights are a sigmoid of the scores", KEYS, *replace_softmax(lambda x: x.sigmoid())),
+    Bug("relu", "whose weights are the positive scores", KEYS, *replace_softmax(lambda x: x.relu())),
+    Bug("sum-normalised", "whose scores are divided by their sum", KEYS, *replace_softmax(lambda x: x / x.sum(-1, keepdim=True))),
+    Bug("exp-unnormalised", "whose exponentials are not divided by their sum", KEYS, *replace_softmax(lambda x: x.exp())),
     Bug("base-two", "whose softmax has the base 2 rather than e", "use exp, not exp2 (or scale the scores by log2(e))",
-        *formula(lambda x: (x * math.log(2)).softmax(-1))),
-    Bug("hardmax", "that gives the largest score all the weight", KEYS, *formula(lambda x: (x == x.amax(-1, keepdim=True)).to(x.dtype))),
+        *replace_softmax(lambda x: (x * math.log(2)).softmax(-1))),
+    Bug("hardmax", "that gives the largest score all the weight", KEYS, *replace_softmax(lambda x: (x == x.amax(-1, keepdim=True)).to(x.dtype))),
     Bug("no-max-subtracted", "whose softmax overflows, because the row's maximum is not subtracted before exp",
         "use torch.softmax, or subtract each query's largest score from its scores before exp",
         override(softmax=softmax_without_maximum)),
