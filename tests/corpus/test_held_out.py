@@ -71,7 +71,7 @@ def test_a_wrong_one_fails_and_is_named_truly_or_not_at_all(
 ) -> None:
     found = report(stem, monkeypatch)
     assert not found.passed
-    assert {one.mistake for one in found.diagnosis if one.mistake} == NAMED[stem]
+    assert {diagnosis.bug for diagnosis in found.diagnosis if diagnosis.bug} == NAMED[stem]
     assert SAID.get(stem, "") in re.sub(r"\s+", " ", " ".join(found.words()))
 
 

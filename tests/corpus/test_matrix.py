@@ -74,9 +74,9 @@ def test_a_plant_must_fit_into_the_text(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_a_planted_bug_is_named(style: str, bug: str, tmp_path: Path) -> None:
     found = report(tmp_path, style, bug)
-    names = [one.mistake for one in found.diagnosis]
+    names = [diagnosis.bug for diagnosis in found.diagnosis]
     assert not found.passed
-    assert bug in names, (names, [one.says for one in found.diagnosis])
+    assert bug in names, (names, [one.description for one in found.diagnosis])
     assert all(one.verified for one in found.diagnosis)
     # Beside it only what can't be distinguished from it, and what a fully masked row then gives.
     beside = {name for name in names if not name.startswith("empty-rows")} - {bug}

@@ -92,7 +92,7 @@ def test_an_exercise_fails_and_leads_on_and_its_solution_passes(stem: str) -> No
         try:
             report = checker.check(find(f"{FOLDER / 'exercises' / stem}.py:{name}"), **given)
             assert not report.passed
-            told = [diagnosis.mistake for diagnosis in report.diagnosis]
+            told = [diagnosis.bug for diagnosis in report.diagnosis]
             told += [check.reason for check in report.checks if check.status == "failed"]
         except checker.Unclear as error:  # exit code 2
             told = [str(error)]

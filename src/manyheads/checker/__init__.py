@@ -22,7 +22,7 @@ from torch import Tensor
 
 from manyheads.checker.candidates.adapter import Adapter, Options
 from manyheads.checker.candidates.construct import KINDS, find_kind, parse_arguments
-from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.candidates.errors import Unclear
 from manyheads.checker.candidates.probe import open_adapter
 from manyheads.checker.checks import Check, is_random, run_checks
 from manyheads.checker.checks.evidence import gather, smallest_failure
@@ -30,11 +30,12 @@ from manyheads.checker.diagnosis import EXPLAINED, Diagnosis, diagnose
 from manyheads.checker.isolation.errors import CandidateError, ProcessEnded
 from manyheads.checker.isolation.process import open_candidate
 from manyheads.checker.kinds import compare_with_classic, find_classic
+from manyheads.checker.oracle import largest_difference
 from manyheads.checker.report import Report
 
 __all__ = ["KINDS", "Check", "Diagnosis", "Report", "Unclear", "assert_attention", "check"]
 
-Pair = tuple[Tensor, Tensor, str]  # the expected and the given map, and which they are
+Pair = tuple[Tensor, Tensor, str]  # the expected and the given map, and "weights" or "output"
 
 
 def check(
@@ -87,13 +88,13 @@ def check(
             classic = find_classic(like) if like is not None and like.startswith("classic.") else None
             kind, guessed = find_kind(classic.kind if classic else like, candidate.describe())
             layout = layout or (classic.layout if classic else None)
-            options = Options(kind, guessed, arguments, weights or {}, layout)
             progress("reading")
-            c = open_adapter(candidate, options)
-            checks, diagnosis, pair = check_adapter(c, progress)
-            if classic is not None and c.ended is None:
-                checks.append(replace(compare_with_classic(c, classic), name=f"like {classic.name}"))
-            return Report(target, like or kind, guessed, checks, diagnosis, c.notes, pair)
+            adapter = open_adapter(candidate, Options(kind, guessed, arguments, weights or {}, layout))
+            checks = run_checks(adapter, progress)
+            diagnosis, pair = explain(adapter, checks, progress)
+            if classic is not None and adapter.ended is None:
+                checks.append(replace(compare_with_classic(adapter, classic), name=f"like {classic.name}"))
+            return Report(target, like or kind, guessed, checks, diagnosis, adapter.notes, pair)
     except CandidateError as error:
         if error.kind in ("import", "init"):
             raise Unclear(str(error)) from None
@@ -102,51 +103,47 @@ def check(
         torch.set_num_threads(threads)
 
 
-def check_adapter(
-    c: Adapter, progress: Callable[[str], None]
-) -> tuple[list[Check], list[Diagnosis], Pair | None]:
-    """Run all checks, and return their results, the diagnosis, and a pair of maps that differ."""
-    checks = run_checks(c, progress)
+def explain(
+    adapter: Adapter, checks: list[Check], progress: Callable[[str], None]
+) -> tuple[list[Diagnosis], Pair | None]:
+    """Return the diagnosis of failed checks, and a pair of maps that differ."""
     is_explained = any(result.status == "failed" and result.name in EXPLAINED for result in checks)
-    if not is_explained or is_random(checks) or c.ended is not None:
-        return checks, [], None
+    if not is_explained or is_random(checks) or adapter.ended is not None:
+        return [], None
     progress("diagnosis")
     try:
-        return checks, diagnose(c), find_pair(c)
+        return diagnose(adapter), find_pair(adapter)
     except ProcessEnded as error:
-        reason = f"its process ended before a diagnosis: {error.reason}"
-        return checks, [Diagnosis("", reason, "", False)], None
+        return [Diagnosis("", f"its process ended before a diagnosis: {error.reason}", verified=False)], None
 
 
-def find_pair(c: Adapter) -> Pair | None:
+def find_pair(adapter: Adapter) -> Pair | None:
     """Return the expected and the given map of a small failing input: weights if they differ, or outputs."""
-    for call in gather(c, range(100, 103)):
-        right = c.exact(call.x)
-        error, allowed, _ = c.compare(call.x, call.outputs, right)
-        if error <= allowed or call.outputs.out.shape != right.out.shape:
+    for call in gather(adapter, range(100, 103)):
+        has_shape = call.outputs.out.shape == adapter.exact(call.inputs).out.shape
+        if not has_shape or adapter.is_right(call.inputs, call.outputs):
             continue
-        x = smallest_failure(c, call.x)
-        x = call.x if x.t * x.s < 4 else x
-        if "weights" in c.features:
-            x = x.but(need_weights=True)
-        try:
-            got, right = c.run(x, strict=False), c.exact(x)
-        except (UnexpectedOutput, CandidateError):
+        inputs = smallest_failure(adapter, call.inputs)
+        inputs = call.inputs if inputs.t * inputs.s < 4 else inputs
+        if "weights" in adapter.features:
+            inputs = inputs.but(need_weights=True)
+        if (outputs := adapter.attempt(inputs)) is None:
             continue
-        if got.weights is not None and right.weights is not None:
-            if got.weights.shape != right.weights.shape:  # a map for each head, or one
-                return right.weights, got.weights, "weights"
-            if float((right.weights - got.weights).abs().nan_to_num(1.0).max()) > 1e-4:
-                return *worst_matrix(right.weights, got.weights), "weights"
-        return *worst_matrix(right.out, got.out), "output"
+        expected = adapter.exact(inputs)
+        if outputs.weights is not None and expected.weights is not None:
+            if outputs.weights.shape != expected.weights.shape:  # a map for each head, or one
+                return expected.weights, outputs.weights, "weights"
+            if largest_difference(outputs.weights, expected.weights) > 1e-4:
+                return *worst_matrix(expected.weights, outputs.weights), "weights"
+        return *worst_matrix(expected.out, outputs.out), "output"
     return None
 
 
 def worst_matrix(expected: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the matrix of `[..., t, s]` that differs most."""
-    a, b = (x.to(torch.float64).flatten(0, -3) for x in (expected, got))
-    n = int((a - b).abs().nan_to_num(torch.inf).amax((1, 2)).argmax())
-    return a[n], b[n]
+    """Return the matrix of two tensors `[..., t, s]` in which they differ most."""
+    expected, got = (x.to(torch.float64).flatten(0, -3) for x in (expected, got))
+    worst = int((expected - got).abs().nan_to_num(torch.inf).amax((1, 2)).argmax())
+    return expected[worst], got[worst]
 
 
 def assert_attention(obj: Any, like: str | None = None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What `manyheads check` does around a check: reads options, shows progress, writes the report."""
+"""The command `manyheads check`: reads its options, shows the progress and writes the report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from manyheads.checker.report import Report
 
 EXIT_CODES = {"passed": 0, "failed": 1, "not judged": 2}  # by verdict
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-LEAST_MEMORY = 256 * 2**20  # bytes that Python and torch take by themselves
+LEAST_MEMORY = 256 * 2**20  # bytes that Python and torch need
 
 
 def parse_size(text: str) -> int:
-    """Return `4G` in bytes; ValueError for another form, or less than a process needs to start."""
+    """Convert a size such as `4G` to bytes.
+
+    Args:
+        text: the size.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        ValueError: if the text isn't a size, or less than a process needs to start.
+    """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"Expected a size such as 500M or 4G for --memory, got {text!r}.")
@@ -26,7 +36,17 @@ def parse_size(text: str) -> int:
 
 
 def parse_weights(text: str) -> dict[str, str]:
-    """Return `q=a,k=b,v=c,o=d` as a mapping; ValueError for another form."""
+    """Convert roles and layers such as `q=a,k=b,v=c,o=d` to a mapping.
+
+    Args:
+        text: the roles and layers.
+
+    Returns:
+        The name of the layer by role.
+
+    Raises:
+        ValueError: if the text has another form.
+    """
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     if not pairs or any(not role or not layer for role, _, layer in pairs):
         raise ValueError(f"Expected roles and layers for --weights, such as q=a,k=b,v=c,o=d, got {text!r}.")
@@ -34,7 +54,21 @@ def parse_weights(text: str) -> dict[str, str]:
 
 
 def run(target: str, weights: str | None, timeout: float, memory: str, **options: str | None) -> Report:
-    """Check a target, with a line that shows the current check; ValueError for invalid options."""
+    """Check a target, and show the name of the current check on a line of standard error.
+
+    Args:
+        target: the target, "module:name" or "path/to/file.py:name".
+        weights: the roles and layers, as for `parse_weights`.
+        timeout: the time limit of each call, in seconds.
+        memory: the memory limit, as for `parse_size`.
+        **options: the other arguments of `check`.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: if an option is invalid, or if the target can't be imported, built or understood.
+    """
     from rich.console import Console
 
     if not timeout > 0:
@@ -54,11 +88,10 @@ def run(target: str, weights: str | None, timeout: float, memory: str, **options
 
 
 def deliver(report: Report, out: Path | None, json: Path | None, junit: Path | None) -> None:
-    """Print the report, and write it to the files that are given."""
+    """Print the report, and write it to the given files."""
     report.print()
     if out is not None:
-        picture = report.save_picture(out)
-        print(picture if picture else "no picture: there is no pair of maps that differ")
+        print(report.save_picture(out) or "no picture: there is no pair of maps that differ")
     if json is not None:
         report.save_json(json)
     if junit is not None:

@@ -1,4 +1,4 @@
-"""Find the known bug that explains what a candidate returns, or describe where it differs.
+"""Find the known bug that explains the outputs of a candidate, or describe where they are wrong.
 
 A bug is reported if the oracle with that bug returns the same outputs and weights as the candidate, for
 every kind of input that the candidate supports, and again for fresh inputs. Bugs that no input can tell
@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from manyheads.checker.bugs import CONVENTIONS, FAMILY, Bug, compose, family_of, overridden_steps, override
 from manyheads.checker.candidates.adapter import Adapter, D
 from manyheads.checker.candidates.attention import AttentionAdapter
-from manyheads.checker.checks.evidence import Evidence, gather
+from manyheads.checker.checks.evidence import Evidence, gather, with_and_without_weights
 from manyheads.checker.checks.numerics import with_large_scores, with_low_scores
 from manyheads.checker.checks.weights import with_empty_row
 from manyheads.checker.encodings import Encoding
@@ -29,13 +30,19 @@ from manyheads.shapes import sizes
 EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "shapes",
              "one query", "empty rows", "large scores", "training and evaluation", "rows sum to one", "cache",
              "grouped heads"}  # fmt: skip
-OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # bugs that only large scores reveal
+OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # bugs that need large scores
 EMPTY_ROWS = ("empty-rows-nan", "empty-rows-uniform", "empty-rows-spoil-others")
-REPEATS = 256  # calls that dropout is averaged over
-UNKNOWN = "no known bug explains it; "
+REPEATS = 256  # calls over which dropout is averaged
 WEIGHT_AXES = ("batch entry", "head", "query", "key")
 
 Bugs = tuple[type[Oracle], ...]
+
+
+class Trial(NamedTuple):
+    """The names of bugs, and one variant of each."""
+
+    names: tuple[str, ...]
+    bugs: Bugs
 
 
 @dataclass(frozen=True)
@@ -43,284 +50,279 @@ class Diagnosis:
     """A bug that was found, or a difference that no known bug explains.
 
     Attributes:
-        mistake: the bug's name, or "" if none fits.
-        says: the description of the bug or of the difference, in a sentence.
-        mend: how to fix it.
+        bug: the names of the bug, or of two bugs joined by " + ", or "" if no known bug fits.
+        description: a description of the bug or of the difference.
+        fix: how to fix it.
         verified: whether the oracle with this bug returns the candidate's numbers.
         error: the largest difference between the two.
     """
 
-    mistake: str
-    says: str
-    mend: str = ""
+    bug: str
+    description: str
+    fix: str = ""
     verified: bool = True
     error: float | None = None
 
 
-def unexplained(*sentences: str) -> list[Diagnosis]:
-    """Return the diagnosis for a difference that no known bug explains."""
-    return [Diagnosis("", UNKNOWN + "; ".join(sentences), "", False)]
-
-
-def diagnose(c: Adapter) -> list[Diagnosis]:
-    """Return the bugs of a candidate; an empty list if all outputs are right."""
-    if (dropout := find_dropout(c)) is not None:
+def diagnose(adapter: Adapter) -> list[Diagnosis]:
+    """Return the bugs of a candidate, or an empty list if all outputs are correct."""
+    if (dropout := find_dropout(adapter)) is not None:
         return [dropout]
-    evidence = gather(c, range(200, 203))
+    evidence = gather(adapter, range(200, 203))
     if not evidence:
         return []
-    if any(explains(c, weights, steps, evidence) for weights in c.readings for steps in c.conventions):
-        return find_rare_bugs(c, [()])
-    found = search(c, evidence)
-    if not found:
-        return locate(c, evidence)
-    return [diagnosis for diagnosis, _ in found] + find_rare_bugs(c, [bugs for _, bugs in found])
+    readings, conventions = adapter.readings, adapter.conventions
+    if any(explains(adapter, weights, steps, evidence) for weights in readings for steps in conventions):
+        return find_rare_bugs(adapter, [()])
+    if fits := search(adapter, evidence):
+        return [diagnosis for diagnosis, _ in fits] + find_rare_bugs(adapter, [bugs for _, bugs in fits])
+    description = "; ".join(("no known bug explains it", *describe_differences(adapter, evidence)))
+    return [Diagnosis("", description, verified=False)]
 
 
-# -- the search ------------------------------------------------------------------------------------
+# -- search ----------------------------------------------------------------------------------------
 
 
-def search(c: Adapter, evidence: list[Evidence]) -> list[tuple[Diagnosis, Bugs]]:
+def search(adapter: Adapter, evidence: list[Evidence]) -> list[tuple[Diagnosis, Bugs]]:
     """Return the single bugs that explain everything, or else the pairs that do."""
-    singles = [((bug.name,), (variant,)) for bug in eligible_bugs(c) for variant in bug.variants]
-    conventions = CONVENTIONS.get(c.oracle, [()])
-    fits = list(find_fits(c, evidence, singles, conventions))
+    singles = [Trial((bug.name,), (variant,)) for bug in eligible_bugs(adapter) for variant in bug.variants]
+    conventions = CONVENTIONS.get(adapter.oracle, [()])
+    fits = list(find_fits(adapter, evidence, singles, conventions))
     if not fits:
         # A bug that changes none of these outputs can't be part of a pair that explains them.
-        relevant = [
-            (name, bugs, overridden_steps(bugs, c.oracle))
-            for name, bugs in singles
-            if matters(c, bugs, evidence)
-        ]
-        pairs = []
-        for (a, first, steps), (b, second, other_steps) in combinations(relevant, 2):
-            if a != b:
-                pairs.append((a + b, first + second))
-                if steps & other_steps:  # both override the same step, so their order matters
-                    pairs.append((b + a, second + first))
-        fits = list(find_fits(c, evidence, pairs, list(dict.fromkeys((conventions[0], conventions[-1])))))
-    fresh = gather(c, range(300, 302))
-    found: dict[frozenset[str], tuple[Diagnosis, Bugs]] = {}
+        relevant = [trial for trial in singles if has_effect(adapter, trial.bugs, evidence)]
+        extremes = list(dict.fromkeys((conventions[0], conventions[-1])))
+        fits = list(find_fits(adapter, evidence, pairs(relevant, adapter.oracle), extremes))
+    fresh = gather(adapter, range(300, 302))
+    results: dict[frozenset[str], tuple[Diagnosis, Bugs]] = {}
     for names, bugs, weights in fits:
-        error = max((difference(c, weights, bugs, call) for call in fresh), default=math.inf)
-        if error <= c.oracle.tolerance and frozenset(names) not in found:
-            description = " and ".join(FAMILY[name].description for name in names)
-            fix = "; ".join(dict.fromkeys(FAMILY[name].fix for name in names))
-            found[frozenset(names)] = (describe_fit(c, names, description, fix, error), bugs)
-    return list(found.values())
+        error = max((difference(adapter, weights, bugs, call) for call in fresh), default=math.inf)
+        if error <= adapter.oracle.tolerance:
+            results.setdefault(frozenset(names), (describe_fit(adapter, names, error), bugs))
+    return list(results.values())
 
 
-def eligible_bugs(c: Adapter) -> Iterator[Bug]:
+def eligible_bugs(adapter: Adapter) -> Iterator[Bug]:
     """Yield the bugs that the candidate can have."""
     # Outputs with this bug are wrong for large scores only, or the same as without the sink.
     excluded = {"masked-and-divided"}
-    if isinstance(c, AttentionAdapter):
-        excluded |= {"mask-dropped-with-weights"} if c.always_weights else set()
-        excluded |= {"scaled-by-heads"} if c.heads == 1 else set()  # the same as unscaled
-        excluded |= {"average-inverted"} if "average" not in c.arguments else set()
-    yield from (bug for bug in family_of(c.oracle) if bug.name not in excluded)
+    if isinstance(adapter, AttentionAdapter):
+        excluded |= {"mask-dropped-with-weights"} if adapter.always_weights else set()
+        excluded |= {"scaled-by-heads"} if adapter.heads == 1 else set()  # the same as unscaled
+        excluded |= {"average-inverted"} if "average" not in adapter.arguments else set()
+    yield from (bug for bug in family_of(adapter.oracle) if bug.name not in excluded)
 
 
-def describe_fit(c: Adapter, names: tuple[str, ...], description: str, fix: str, error: float) -> Diagnosis:
-    """Return the diagnosis that reports bugs which explain all evidence."""
-    size = ""
-    if c.oracle is Attention and any("scale" in name or name == "multiplied" for name in names):
-        size = f" (d = {D if c.weights is None else c.weights.head_size})"
-    power = "the last bit" if error == 0 else f"1e{math.ceil(math.log10(error))}"
-    says = f"it agrees to {power} with {c.oracle.noun} {description}{size}"
-    return Diagnosis(" + ".join(names), says, fix, True, error)
+def pairs(trials: list[Trial], oracle: type[Oracle]) -> Iterator[Trial]:
+    """Yield all pairs of two different bugs, in both orders if both override the same step."""
+    steps = {trial: overridden_steps(trial.bugs, oracle) for trial in trials}
+    for a, b in combinations(trials, 2):
+        if a.names != b.names:
+            yield Trial(a.names + b.names, a.bugs + b.bugs)
+            if steps[a] & steps[b]:
+                yield Trial(b.names + a.names, b.bugs + a.bugs)
 
 
 def find_fits(
-    c: Adapter,
-    evidence: list[Evidence],
-    trials: Iterable[tuple[tuple[str, ...], Bugs]],
-    conventions: list[Bugs],
+    adapter: Adapter, evidence: list[Evidence], trials: Iterable[Trial], conventions: list[Bugs]
 ) -> Iterator[tuple[tuple[str, ...], Bugs, Weights | None]]:
     """Yield (names, bugs with the convention, weights) of the trials that explain all evidence."""
-    readings = c.readings
-    # Conventions of attention differ only under a mask. So bugs that don't fit a call without a mask fit with
-    # no convention, and are skipped early.
-    plain = next((call for call in evidence if call.scenario.startswith("plain")), None)
-    if c.oracle is not Attention or (isinstance(c, AttentionAdapter) and c.always_causal):
-        plain = None
+    readings = adapter.readings
+    # Conventions of attention differ only under a mask. So one call without a mask excludes most bugs early.
+    unmasked = [call for call in evidence if call.scenario.startswith("plain") and not call.inputs.causal]
+    quick = unmasked[:1] if adapter.oracle is Attention else []
     worst_first = sorted(
-        evidence, key=lambda call: -largest_difference(call.outputs.out, c.exact(call.x).out)
+        evidence, key=lambda call: -largest_difference(call.outputs.out, adapter.exact(call.inputs).out)
     )
     for names, bugs in trials:
-        for weights in readings:
-            if plain is not None and difference(c, weights, bugs, plain) > c.oracle.tolerance:
-                continue
-            with_conventions = (steps + bugs for steps in conventions)
-            fitting = (both for both in with_conventions if explains(c, weights, both, worst_first))
-            if (fit := next(fitting, None)) is not None:
-                yield names, fit, weights
-                break
+        fits = (
+            (names, convention + bugs, weights)
+            for weights in readings
+            if explains(adapter, weights, bugs, quick)
+            for convention in conventions
+            if explains(adapter, weights, convention + bugs, worst_first)
+        )
+        if (fit := next(fits, None)) is not None:
+            yield fit
 
 
-def explains(c: Adapter, weights: Weights | None, bugs: Bugs, evidence: list[Evidence]) -> bool:
-    """Return True if the oracle with these bugs returns what the candidate returned, in all calls."""
-    return all(difference(c, weights, bugs, call) <= c.oracle.tolerance for call in evidence)
+def describe_fit(adapter: Adapter, names: tuple[str, ...], error: float) -> Diagnosis:
+    """Return the diagnosis that reports bugs which explain all evidence."""
+    size = ""
+    if adapter.oracle is Attention and any("scale" in name or name == "multiplied" for name in names):
+        size = f" (d = {D if adapter.weights is None else adapter.weights.head_size})"
+    description = " and ".join(FAMILY[name].description for name in names)
+    fix = "; ".join(dict.fromkeys(FAMILY[name].fix for name in names))
+    power = "the last bit" if error == 0 else f"1e{math.ceil(math.log10(error))}"
+    description = f"it agrees to {power} with {adapter.oracle.noun} {description}{size}"
+    return Diagnosis(" + ".join(names), description, fix, True, error)
 
 
-def difference(c: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> float:
-    """Return the largest difference between the oracle with these bugs and what the candidate returned."""
-    expected = run_oracle(c, weights, bugs, call)
-    if expected is None or expected.out.shape != call.outputs.out.shape:
-        return math.inf
-    got = call.outputs
-    if call.scenario != "empty":
-        expected, got = c.ignore_padding(call.x, expected), c.ignore_padding(call.x, got)
-    error = c.oracle.difference(got.out, expected.out)
-    if got.weights is not None and call.x.need_weights and error <= c.oracle.tolerance:
-        if expected.weights is None:
-            return math.inf
-        # Returned scores may be masked by the lowest finite number, or by -inf where two masks are added.
-        lowest = torch.finfo(got.weights.dtype).min
-        a, b = (w.masked_fill(w <= lowest, -math.inf) for w in (got.weights, expected.weights))
-        error = max(error, c.oracle.difference(a, b))
-    return error
+def explains(adapter: Adapter, weights: Weights | None, bugs: Bugs, evidence: list[Evidence]) -> bool:
+    """Return True if the oracle with these bugs returns the same as the candidate, in all calls."""
+    tolerance = adapter.oracle.tolerance
+    return all(difference(adapter, weights, bugs, call) <= tolerance for call in evidence)
 
 
-def run_oracle(c: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> Outputs | None:
-    """Return what the oracle with these bugs returns, or None if these inputs make it fail."""
+def difference(adapter: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> float:
+    """Return the largest difference between the candidate and the oracle with these bugs."""
+    expected = run_oracle(adapter, weights, bugs, call)
+    return math.inf if expected is None else compare_outputs(adapter, call, call.outputs, expected)
+
+
+def run_oracle(adapter: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> Outputs | None:
+    """Return the outputs of the oracle with these bugs, or None if these inputs make it fail."""
     try:
-        return compose(c.oracle, *bugs)(weights, call.x.query.dtype)(call.exact_x)
+        return compose(adapter.oracle, *bugs)(weights, call.inputs.query.dtype)(call.exact_inputs)
     except (RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError, TypeError):
         return None
 
 
-def matters(c: Adapter, bugs: Bugs, evidence: list[Evidence]) -> bool:
-    """Return True if these bugs change what the oracle returns in some call."""
-    weights = c.readings[0]
+def compare_outputs(adapter: Adapter, call: Evidence, outputs: Outputs, expected: Outputs) -> float:
+    """Return the largest difference between two outputs for one call, weights included."""
+    if expected.out.shape != outputs.out.shape:
+        return math.inf
+    if call.scenario != "empty":
+        outputs, expected = (adapter.ignore_padding(call.inputs, each) for each in (outputs, expected))
+    error = adapter.oracle.difference(outputs.out, expected.out)
+    if outputs.weights is not None and call.inputs.need_weights and error <= adapter.oracle.tolerance:
+        if expected.weights is None:
+            return math.inf
+        # Returned scores may be masked by the lowest finite number, or by -inf where two masks are added.
+        lowest = torch.finfo(outputs.weights.dtype).min
+        pair = (w.masked_fill(w <= lowest, -math.inf) for w in (outputs.weights, expected.weights))
+        error = max(error, adapter.oracle.difference(*pair))
+    return error
+
+
+def has_effect(adapter: Adapter, bugs: Bugs, evidence: list[Evidence]) -> bool:
+    """Return True if these bugs change the outputs of the oracle in some call."""
+    weights = adapter.readings[0]
     for call in evidence:
-        got, right = run_oracle(c, weights, bugs, call), c.exact(call.x)
-        if got is None or (issubclass(c.oracle, Encoding) and bool(got.out.isnan().any())):
+        outputs = run_oracle(adapter, weights, bugs, call)
+        if outputs is None or (issubclass(adapter.oracle, Encoding) and bool(outputs.out.isnan().any())):
             continue  # NaN in an encoding matches anything, so a pair with this bug would fit by accident
-        if c.oracle.difference(got.out, right.out) > c.oracle.tolerance:
-            return True
-        pair = [outputs.weights for outputs in (got, right) if outputs.weights is not None]
-        if len(pair) == 2 and c.oracle.difference(pair[0], pair[1]) > c.oracle.tolerance:
+        if compare_outputs(adapter, call, outputs, adapter.exact(call.inputs)) > adapter.oracle.tolerance:
             return True
     return False
 
 
-# -- bugs that ordinary inputs don't reveal --------------------------------------------------------
+# -- bugs that need special inputs -----------------------------------------------------------------
 
 
-def find_dropout(c: Adapter) -> Diagnosis | None:
+def find_dropout(adapter: Adapter) -> Diagnosis | None:
     """Return a diagnosis if outputs in evaluation mode depend on the seed, else None.
 
-    It is dropout if the average over many seeds is right.
+    It is dropout if the average over many seeds is correct.
     """
-    x = c.draw(torch.Generator().manual_seed(31), 1, 4)
+    inputs = adapter.draw(torch.Generator().manual_seed(31), 1, 4)
     outs: list[Tensor] = []
     for seed in range(REPEATS):
-        got = c.attempt(x, strict=True, seed=seed)
-        if got is None:
+        outputs = adapter.attempt(inputs, strict=True, seed=seed)
+        if outputs is None:
             return None
-        outs.append(got.out.to(torch.float64))
+        outs.append(outputs.out.to(torch.float64))
         if len(outs) == 3 and not any(largest_difference(out, outs[0]) for out in outs):
             return None
     drawn = torch.stack(outs)
-    errors = (drawn.mean(0) - c.exact(x).out).abs()
+    errors = (drawn.mean(0) - adapter.exact(inputs).out).abs()
     fix = "drop in training only: F.dropout(x, p, training=self.training), or a module nn.Dropout"
     if float((errors / (drawn.std(0) / REPEATS**0.5).clamp_min(1e-9)).max()) < 6:  # standard errors
-        says = f"it drops out in evaluation: the outputs of {REPEATS} seeds differ, with the right average"
-        return Diagnosis("dropout-left-on", says, fix, True, float(errors.max()))
-    says = (
+        description = f"it applies dropout in evaluation: the average over {REPEATS} seeds is right"
+        return Diagnosis("dropout-left-on", description, fix, True, float(errors.max()))
+    description = (
         "in evaluation its output depends on the random seed, and doesn't average to the right one: "
         "something random is left on, and something else is wrong too"
     )
-    return Diagnosis("", says, fix, False)
+    return Diagnosis("", description, fix, False)
 
 
-def find_rare_bugs(c: Adapter, before: list[Bugs]) -> list[Diagnosis]:
+def find_rare_bugs(adapter: Adapter, before: list[Bugs]) -> list[Diagnosis]:
     """Return the bugs that only empty rows or large scores reveal, in addition to the bugs `before`."""
-    if not isinstance(c, AttentionAdapter):
+    if not isinstance(adapter, AttentionAdapter):
         return []
-    seeds = (41, 42, 43)
-    empty = [x for seed in seeds if (x := with_empty_row(c, seed)) is not None]
-    if "weights" in c.features:
-        empty += [x.but(need_weights=True) for x in empty if not x.need_weights]
-    large = [with_large_scores(c, seed) for seed in seeds]
-    masked = [x for seed in seeds for x in with_low_scores(c, seed)]
-    weights = c.readings[0]
-    found: list[Diagnosis] = []
-    for scenario, names, inputs, tolerance in (
-        ("empty", EMPTY_ROWS, empty, c.oracle.tolerance),
+    seeds, weights = (41, 42, 43), adapter.readings[0]
+    empty = [inputs for seed in seeds if (inputs := with_empty_row(adapter, seed)) is not None]
+    empty = [variant for inputs in empty for variant in with_and_without_weights(adapter, inputs)]
+    large = [with_large_scores(adapter, seed) for seed in seeds]
+    masked = [inputs for seed in seeds for inputs in with_low_scores(adapter, seed)]
+    diagnoses: list[Diagnosis] = []
+    for scenario, names, cases, tolerance in (
+        ("empty", EMPTY_ROWS, empty, adapter.oracle.tolerance),
         ("large", OVERFLOWS, large, 1e-3),
         ("large, masked", OVERFLOWS, masked, 1e-3),
     ):
-        answers = [(x, c.attempt(x, strict=True)) for x in inputs]
-        evidence = [Evidence(scenario, x, got) for x, got in answers if got is not None]
-        if len(evidence) < len(inputs):
-            continue
-        # A candidate may take another code path when it returns weights, so some of its calls may be right.
-        # A bug has to explain the wrong ones only.
-        evidence = [
-            e for e in evidence if min(difference(c, weights, bugs, e) for bugs in before) > tolerance
+        calls = [
+            Evidence(scenario, inputs, outputs)
+            for inputs in cases
+            if (outputs := adapter.attempt(inputs, strict=True)) is not None
         ]
-        for name in names if evidence else ():
-            bug = FAMILY[name]
-            trials = [(*bugs, variant) for bugs in before for variant in bug.variants]
-            error = min(max(difference(c, weights, bugs, e) for e in evidence) for bugs in trials)
+        if len(calls) < len(cases):
+            continue
+        # A candidate may take another code path when it returns weights, so some of its calls may be correct.
+        # A bug has to explain the wrong calls only.
+        wrong = [
+            call
+            for call in calls
+            if min(difference(adapter, weights, bugs, call) for bugs in before) > tolerance
+        ]
+        for name in names if wrong else ():
+            trials = [(*bugs, variant) for bugs in before for variant in FAMILY[name].variants]
+            error = min(max(difference(adapter, weights, bugs, call) for call in wrong) for bugs in trials)
             if error <= tolerance:
-                found.append(describe_fit(c, (name,), bug.description, bug.fix, error))
+                diagnoses.append(describe_fit(adapter, (name,), error))
                 break
-        if scenario == "large" and evidence:
+        if scenario == "large" and wrong:
             break  # large scores under a mask would only show the same bug again
-    return found
+    return diagnoses
 
 
-# -- differences that no known bug explains --------------------------------------------------------
+# -- unexplained differences -----------------------------------------------------------------------
 
 
-def is_wrong(c: Adapter, call: Evidence) -> bool:
-    """Return True if what the candidate returned isn't right."""
-    return difference(c, c.readings[0], c.convention, call) > c.oracle.tolerance
+def is_wrong(adapter: Adapter, call: Evidence) -> bool:
+    """Return True if the outputs of the candidate are wrong."""
+    return not explains(adapter, adapter.readings[0], adapter.convention, [call])
 
 
-def locate(c: Adapter, evidence: list[Evidence]) -> list[Diagnosis]:
+def describe_differences(adapter: Adapter, evidence: list[Evidence]) -> Iterator[str]:
     """Describe a difference that no known bug explains: its size, and which calls, heads and entries."""
-    wrong = [call for call in evidence if is_wrong(c, call)]
-    if not wrong:
-        return []
-    first = min(wrong, key=lambda call: (call.scenario != "plain", call.x.query.numel()))
-    out, right = first.outputs.out, c.exact(first.x)
-    if out.shape != right.out.shape:
-        return unexplained(f"its output is {sizes(out)}, expected {sizes(right.out)}")
-    parts = []
+    wrong = [call for call in evidence if is_wrong(adapter, call)]
+    first = min(wrong, key=lambda call: (call.scenario != "plain", call.inputs.query.numel()))
+    outputs, expected = first.outputs, adapter.exact(first.inputs)
+    if outputs.out.shape != expected.out.shape:
+        yield f"its output is {sizes(outputs.out)}, expected {sizes(expected.out)}"
+        return
     wrong_names = {call.scenario for call in wrong}
-    if right_names := sorted({call.scenario for call in evidence} - wrong_names):
-        parts.append(f"wrong with {', '.join(sorted(wrong_names))}, and right with {', '.join(right_names)}")
-    if not any(is_wrong(c, replace(call, outputs=Outputs(call.outputs.out))) for call in wrong):
-        where = describe_weights(c, first.outputs, right)
-        return unexplained(*parts, f"the output is right, and the returned weights are wrong{where}")
-    parts += find_simple_relation(c, wrong)
-    got, expected = first.outputs.weights, right.weights
-    if got is not None and expected is not None and got.shape == expected.shape:
-        if c.oracle.difference(got, expected) <= c.oracle.tolerance:
-            parts.append("its weights are right, so the bug is in mixing, merging heads or the output")
+    if correct_names := sorted({call.scenario for call in evidence} - wrong_names):
+        yield f"wrong with {', '.join(sorted(wrong_names))}, and right with {', '.join(correct_names)}"
+    got, right = outputs.weights, expected.weights
+    outs_alone = [replace(call, outputs=Outputs(call.outputs.out)) for call in wrong]
+    if got is not None and right is not None and not any(is_wrong(adapter, call) for call in outs_alone):
+        details = describe_weights(adapter, got, right)
+        yield f"the output is right, and the returned weights are wrong{details}"
+        return
+    yield from describe_relation(adapter, wrong)
+    if got is not None and right is not None and got.shape == right.shape:
+        if adapter.oracle.difference(got, right) <= adapter.oracle.tolerance:
+            yield "its weights are right, so the bug is in mixing, merging heads or the output"
         else:
-            where = locate_entries(got, expected, WEIGHT_AXES)
-            parts.append(f"its weights are wrong already, so the bug is in scores, mask or softmax{where}")
-    if is_right_alone(c, wrong):
-        parts.append("one sequence alone is right, several together are wrong, so batch entries are mixed up")
-    parts += find_wrong_heads(c, wrong)
-    where = locate_entries(out, right.out, c.oracle.axes[right.out.dim()])
-    return unexplained(*parts, f"the output is wrong{where}")
+            entries = locate_entries(got, right, WEIGHT_AXES)
+            yield f"its weights are wrong already, so the bug is in scores, mask or softmax{entries}"
+    if is_right_alone(adapter, wrong):
+        yield "one sequence alone is right, several together are wrong, so batch entries are mixed up"
+    yield from describe_wrong_heads(adapter, wrong)
+    entries = locate_entries(outputs.out, expected.out, adapter.oracle.axes[expected.out.dim()])
+    yield f"the output is wrong{entries}"
 
 
-def describe_weights(c: Adapter, outputs: Outputs, right: Outputs) -> str:
+def describe_weights(adapter: Adapter, got: Tensor, expected: Tensor) -> str:
     """Describe how returned weights differ: in their shape, by a factor, or in which entries."""
-    got, expected = outputs.weights, right.weights
-    if got is None or expected is None:
-        return ""
     if got.shape != expected.shape:
         return f": of {got.shape[1]} heads, expected {expected.shape[1]}"
     factor = float((got.to(torch.float64) * expected).sum() / (expected * expected).sum())
-    if abs(factor - 1) > 1e-3 and c.oracle.difference(got, expected * factor) <= c.oracle.tolerance:
+    error = adapter.oracle.difference(got, expected * factor)
+    if abs(factor - 1) > 1e-3 and error <= adapter.oracle.tolerance:
         return f": {factor:.6g} times the right ones"
     return locate_entries(got, expected, WEIGHT_AXES)
 
@@ -328,82 +330,75 @@ def describe_weights(c: Adapter, outputs: Outputs, right: Outputs) -> str:
 def locate_entries(got: Tensor, expected: Tensor, axes: tuple[str, ...]) -> str:
     """Describe at which indices of which axes two tensors differ, or "throughout"."""
     tolerance = 1e-5 * max(1.0, float(expected.abs().nan_to_num().max()))
-    same = torch.isclose(got.to(torch.float64), expected, rtol=1e-4, atol=tolerance, equal_nan=True)
-    parts = []
+    is_equal = torch.isclose(got.to(torch.float64), expected, rtol=1e-4, atol=tolerance, equal_nan=True)
+    places = []
     for axis, name in enumerate(axes):
-        entries = (~same.movedim(axis, 0).flatten(1).all(1)).nonzero().flatten().tolist()
-        if 0 < len(entries) <= same.shape[axis] // 2:
-            parts.append(f"{name} {', '.join(map(str, entries[:6]))}{', …' if len(entries) > 6 else ''}")
-    return f" in {' and '.join(parts)} only" if parts else " throughout"
+        indices = (~is_equal.movedim(axis, 0).flatten(1).all(1)).nonzero().flatten().tolist()
+        if 0 < len(indices) <= is_equal.shape[axis] // 2:
+            places.append(f"{name} {', '.join(map(str, indices[:6]))}{', …' if len(indices) > 6 else ''}")
+    return f" in {' and '.join(places)} only" if places else " throughout"
 
 
-def find_simple_relation(c: Adapter, wrong: list[Evidence]) -> list[str]:
+def describe_relation(adapter: Adapter, wrong: list[Evidence]) -> Iterator[str]:
     """Describe a factor, a constant, or a scale of the scores that fully explains the outputs."""
-    outs = [(call.outputs.out.to(torch.float64), c.exact(call.x).out) for call in wrong]
-    outs = [(got, right) for got, right in outs if got.shape == right.shape]
-    if not all(bool(x.isfinite().all()) for pair in outs for x in pair):
-        return ["some outputs are not finite"]
-    got, right = (torch.cat([pair[n].flatten() for pair in outs]) for n in (0, 1))
-    factor = float((got @ right) / (right @ right))
-    if c.oracle.difference(got, right * factor) <= c.oracle.tolerance:
-        return [f"the output is {factor:.6g} times the right one"]
-    rows = torch.cat([(a - b).flatten(0, -2) for a, b in outs])
-    if len(rows) > 1 and Attention.difference(rows, rows[:1].expand_as(rows)) <= 1e-4:
-        return ["the output differs by the same vector for every query, as a bias would"]
-    if c.oracle is not Attention or (number := find_temperature(c, wrong)) is None:
-        return []
-    d = c.weights.head_size if c.weights is not None else wrong[0].x.query.shape[-1]
-    multiplied = f"scores multiplied by {number:.5g}, where 1/√d = {d**-0.5:.5g} (d = {d})"
-    return [f"it agrees to 1e-4 with {multiplied}"]
+    outs = [(call.outputs.out.to(torch.float64), adapter.exact(call.inputs).out) for call in wrong]
+    outs = [(got, expected) for got, expected in outs if got.shape == expected.shape]
+    if not all(bool(out.isfinite().all()) for pair in outs for out in pair):
+        yield "some outputs are not finite"
+        return
+    got, expected = (torch.cat([pair[n].flatten() for pair in outs]) for n in (0, 1))
+    factor = float((got @ expected) / (expected @ expected))
+    rows = torch.cat([(got - expected).flatten(0, -2) for got, expected in outs])
+    if adapter.oracle.difference(got, expected * factor) <= adapter.oracle.tolerance:
+        yield f"the output is {factor:.6g} times the right one"
+    elif len(rows) > 1 and Attention.difference(rows, rows[:1].expand_as(rows)) <= 1e-4:
+        yield "the output differs by the same vector for every query, as a bias would"
+    elif adapter.oracle is Attention and (scale := find_scale(adapter, wrong)) is not None:
+        d = adapter.weights.head_size if adapter.weights is not None else wrong[0].inputs.query.shape[-1]
+        yield f"it agrees to 1e-4 with scores multiplied by {scale:.5g}, where 1/√d = {d**-0.5:.5g} (d = {d})"
 
 
-def find_temperature(c: Adapter, wrong: list[Evidence]) -> float | None:
-    """Find, by ternary search, a scale of the scores that explains the outputs; None if there is none."""
+def find_scale(adapter: Adapter, wrong: list[Evidence]) -> float | None:
+    """Return a scale of the scores that explains the outputs, found on ever finer grids, or None."""
 
-    def error(log: float) -> float:
-        scaled = override(scale=lambda _: math.exp(log))
-        return max(difference(c, c.readings[0], (scaled,), call) for call in wrong[:4])
+    def error(logarithm: float) -> float:
+        scaled = override(scale=lambda _: math.exp(logarithm))
+        return max(difference(adapter, adapter.readings[0], (scaled,), call) for call in wrong[:4])
 
-    best = min((-6 + 0.1 * n for n in range(100)), key=error)
-    low, high = best - 0.1, best + 0.1
-    for _ in range(60):
-        a, b = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, b) if error(a) < error(b) else (a, high)
-    middle = (low + high) / 2
-    return math.exp(middle) if error(middle) <= 1e-4 else None
+    best, step = -1.0, 0.1
+    for reach in (50, *[10] * 7):
+        best = min((best + step * n for n in range(-reach, reach + 1)), key=error)
+        step /= 10
+    return math.exp(best) if error(best) <= 1e-4 else None
 
 
-def is_right_alone(c: Adapter, wrong: list[Evidence]) -> bool:
-    """Return True if the first sequence of each batch is right when it is computed alone."""
+def is_right_alone(adapter: Adapter, wrong: list[Evidence]) -> bool:
+    """Return True if the first sequence of each batch has the correct output when it is computed alone."""
     for call in wrong[:2]:
-        fields = {n: y[:1] for n, y in call.x.tensors().items() if n not in ("sink", "bias")}
-        alone = call.x.but(**fields)
-        got = c.attempt(alone)
-        if got is None or is_wrong(c, Evidence(call.scenario, alone, got)):
+        tensors = call.inputs.tensors().items()
+        alone = call.inputs.but(**{name: x[:1] for name, x in tensors if name not in ("sink", "bias")})
+        outputs = adapter.attempt(alone)
+        if outputs is None or is_wrong(adapter, Evidence(call.scenario, alone, outputs)):
             return False
     return True
 
 
-def find_wrong_heads(c: Adapter, wrong: list[Evidence]) -> list[str]:
+def describe_wrong_heads(adapter: Adapter, wrong: list[Evidence]) -> Iterator[str]:
     """Describe which heads are wrong, if only some are and the output projection can be inverted."""
-    weights = c.weights
+    weights = adapter.weights
     if weights is None or "o" not in weights.weight or weights.heads < 2:
-        return []
+        return
     o = weights.weight["o"].to(torch.float64)
     if o.shape[0] < o.shape[1]:
-        return []
-    inverse, is_wrong = torch.linalg.pinv(o), torch.zeros(weights.heads, dtype=torch.bool)
+        return
+    inverse, differs = torch.linalg.pinv(o), torch.zeros(weights.heads, dtype=torch.bool)
     for call in wrong:
-        right = c.exact(call.x).out
-        if call.outputs.out.shape != right.shape or not bool(call.outputs.out.isfinite().all()):
-            return []
-        got, expected = (
-            (y.to(torch.float64) @ inverse.mT).unflatten(-1, (weights.heads, -1))
-            for y in (call.outputs.out, right)
-        )
-        is_wrong |= ((got - expected).abs() > 1e-3 * expected.abs().max()).any(-1).flatten(0, -2).any(0)
-    heads = is_wrong.nonzero().flatten().tolist()
-    if not 0 < len(heads) < weights.heads:
-        return []
-    subject, verb = ("heads", "are") if len(heads) > 1 else ("head", "is")
-    return [f"only {subject} {', '.join(map(str, heads))} of {weights.heads} {verb} wrong"]
+        outs = call.outputs.out.to(torch.float64), adapter.exact(call.inputs).out
+        if outs[0].shape != outs[1].shape or not bool(outs[0].isfinite().all()):
+            return
+        got, expected = ((out @ inverse.mT).unflatten(-1, (weights.heads, -1)) for out in outs)
+        differs |= ((got - expected).abs() > 1e-3 * expected.abs().max()).any(-1).flatten(0, -2).any(0)
+    heads = differs.nonzero().flatten().tolist()
+    if 0 < len(heads) < weights.heads:
+        subject, verb = ("heads", "are") if len(heads) > 1 else ("head", "is")
+        yield f"only {subject} {', '.join(map(str, heads))} of {weights.heads} {verb} wrong"

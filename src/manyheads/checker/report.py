@@ -1,12 +1,12 @@
-"""The report: as a table in a terminal, as JSON, as JUnit XML, and as a picture."""
+"""The report of a check: as a table in a terminal, as JSON, as JUnit XML, and as a picture."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import random
-from collections.abc import Iterator
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FORMAT = 1
-STATUSES = {  # the mark, its style, and the element of JUnit XML
+STATUSES = {  # the mark, the style and the element of JUnit XML of each status
     "passed": ("✓", "green", ""),
     "failed": ("✗", "red", "failure"),
     "not applicable": ("·", "dim", "skipped"),
@@ -33,14 +33,12 @@ STATUSES = {  # the mark, its style, and the element of JUnit XML
 WARNING = "The code under check ran with your files, your network and your permissions: it was not sandboxed."
 
 
-@contextlib.contextmanager
-def keep_random_state() -> Iterator[None]:
-    """Restore the state of Python's random numbers, from which rich draws the ids of its styles."""
+def import_rich() -> None:
+    """Import rich, which draws a random number then, and restore the state of Python's random numbers."""
     before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)
+    import rich.style  # noqa: F401
+
+    random.setstate(before)
 
 
 @dataclass
@@ -52,7 +50,7 @@ class Report:
         like: its kind.
         guessed: whether its kind was guessed.
         checks: the results of all checks.
-        diagnosis: the bugs that were found.
+        diagnosis: the bugs, or the differences that no known bug explains.
         notes: the assumptions of the checker.
         pair: the expected and the given map of a small failing input, for a picture: two tensors `[t, s]`
             (weights) or `[t, e]` (outputs), and "weights" or "output".
@@ -68,9 +66,10 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Return "failed", or "not judged" if a mask argument wasn't, or "passed".
+        """Return "passed", "not judged" or "failed".
 
-        Checks that could not be run don't count.
+        "not judged" means that no check failed, but a mask argument was not judged. Checks that could not be
+        run don't count.
         """
         statuses = {check.status for check in self.checks}
         return next((status for status in ("failed", "not judged") if status in statuses), "passed")
@@ -82,11 +81,6 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values; an error that isn't finite is null."""
-
-        def plain(record: Check | Diagnosis) -> dict[str, Any]:
-            fields = vars(record).items()
-            return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in fields}
-
         return {
             "format": FORMAT,
             "target": self.target,
@@ -94,71 +88,79 @@ class Report:
             "guessed": self.guessed,
             "verdict": self.verdict,
             "notes": self.notes,
-            "checks": [plain(check) for check in self.checks],
-            "diagnosis": [plain(found) | {"mistake": found.mistake or None} for found in self.diagnosis],
+            "checks": [
+                vars(check) | {"error": finite(check.error), "allowed": finite(check.allowed)}
+                for check in self.checks
+            ],
+            "diagnosis": [
+                {
+                    "mistake": diagnosis.bug or None,
+                    "says": diagnosis.description,
+                    "mend": diagnosis.fix,
+                    "verified": diagnosis.verified,
+                    "error": finite(diagnosis.error),
+                }
+                for diagnosis in self.diagnosis
+            ],
         }
 
     def as_junit(self) -> str:
         """Return JUnit XML, with a test case for each check."""
-        tags = [STATUSES[check.status][2] for check in self.checks]
+        counts = Counter(STATUSES[check.status][2] for check in self.checks)
         suite = ElementTree.Element(
             "testsuite",
             name=f"manyheads check {self.target}",
-            tests=str(len(tags)),
-            failures=str(tags.count("failure")),
-            errors=str(tags.count("error")),
-            skipped=str(tags.count("skipped")),
+            tests=str(len(self.checks)),
+            failures=str(counts["failure"]),
+            errors=str(counts["error"]),
+            skipped=str(counts["skipped"]),
         )
-        name = without_controls(self.target)
-        for check, tag in zip(self.checks, tags, strict=True):
-            case = ElementTree.SubElement(suite, "testcase", classname=name, name=check.name)
-            if tag:
-                message = without_controls(check.explanation)
-                element = ElementTree.SubElement(case, tag, message=message)
-                element.text = without_controls("\n".join(self.words())) if tag == "failure" else None
-        return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
+        for check in self.checks:
+            case = ElementTree.SubElement(suite, "testcase", classname=self.target, name=check.name)
+            if element := STATUSES[check.status][2]:
+                result = ElementTree.SubElement(case, element, message=check.explanation)
+                result.text = "\n".join(self.words()) if element == "failure" else None
+        text = '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
+        return re.sub(r"[^\t\n -\U0010ffff]", "", text)  # XML can't contain other control characters
 
     def words(self) -> list[str]:
         """Return the diagnosis in sentences."""
         lines = []
         failed = [check.name for check in self.checks if check.status == "failed"]
         if failed and not self.diagnosis:
-            are_values_right = not {"values", "shapes", "a call"} & set(failed)
-            lines.append(
-                "The values are right. " * are_values_right + f"What failed is: {', '.join(failed)}."
-            )
-        if sum(bool(found.mistake) for found in self.diagnosis) > 1:
+            start = "" if {"values", "shapes", "a call"} & set(failed) else "The values are right. "
+            lines.append(f"{start}What failed is: {', '.join(failed)}.")
+        if sum(bool(diagnosis.bug) for diagnosis in self.diagnosis) > 1:
             lines.append("No input distinguishes these, or they occur together:")
-        for found in self.diagnosis:
-            says = found.says[:1].upper() + found.says[1:]
-            lines.append(f"{found.mistake}: {says}." if found.mistake else f"{says}.")
-            if found.mend:
-                lines.append(f"  To fix it: {found.mend}.")
+        for diagnosis in self.diagnosis:
+            name = f"{diagnosis.bug}: " if diagnosis.bug else ""
+            lines.append(f"{name}{diagnosis.description[:1].upper()}{diagnosis.description[1:]}.")
+            if diagnosis.fix:
+                lines.append(f"  To fix it: {diagnosis.fix}.")
         unjudged = [check for check in self.checks if check.status == "not judged"]
         lines += [f"Not judged: {check.name}: {check.reason}" for check in unjudged]
         if unjudged:
             lines.append("  To judge it, check an adapter that takes its mask as docs/checker.md describes.")
         return lines
 
-    @keep_random_state()
     def print(self, console: Console | None = None) -> None:
         """Print the table, then the diagnosis.
 
         Args:
-            console: where to print; the default is standard output.
+            console: the console to print on, by default standard output.
         """
+        import_rich()
         from rich import box
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        page = console or Console()
+        console = console or Console()
         guessed = " (guessed)" if self.guessed else ""
-        page.print(
-            f"[bold]{escape(self.target)}[/bold], checked as {escape(self.like)}{guessed}", highlight=False
-        )
+        title = f"[bold]{escape(self.target)}[/bold], checked as {escape(self.like)}{guessed}"
+        console.print(title, highlight=False)
         for note in self.notes:
-            page.print(f"  {escape(note)}", highlight=False)
+            console.print(f"  {escape(note)}", highlight=False)
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("", "check", "error", "allowed", ""):
             justify = "right" if column in ("error", "allowed") else "left"
@@ -167,29 +169,19 @@ class Report:
             mark, style, _ = STATUSES[check.status]
             numbers = ("" if x is None else f"{x:.1e}" if x else "0" for x in (check.error, check.allowed))
             table.add_row(f"[{style}]{mark}[/{style}]", check.name, *numbers, escape(check.explanation))
-        page.print(table)
-        counts = {status: sum(check.status == status for check in self.checks) for status in STATUSES}
-        counted = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
-        page.print(f"[bold]{self.verdict}[/bold]: {counted}", highlight=False)
+        console.print(table)
+        counts = Counter(check.status for check in self.checks)
+        counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+        console.print(f"[bold]{self.verdict}[/bold]: {counted}", highlight=False)
         lines = self.words()
         if self.pair is not None and not self.passed:
-            lines.append(self._numbers(*self.pair))
+            lines.append(describe_pair(*self.pair))
         for line in lines:
-            page.print(escape(line), highlight=False, soft_wrap=True)
-        page.print(WARNING, style="dim", highlight=False)
+            console.print(escape(line), highlight=False, soft_wrap=True)
+        console.print(WARNING, style="dim", highlight=False)
 
-    def _numbers(self, expected: Tensor, got: Tensor, what: str) -> str:
-        """Return the expected and the given number where they differ most."""
-        if expected.shape != got.shape:
-            return f"Expected {what} {list(expected.shape)}, got {list(got.shape)}."
-        difference = (expected - got).abs().nan_to_num(math.inf)
-        i, j = divmod(int(difference.argmax()), difference.shape[1])
-        at = f"query {i}, {'key' if what == 'weights' else 'column'} {j}"
-        numbers = f"expected {float(expected[i, j]):.6g}, got {float(got[i, j]):.6g}"
-        return f"In a small failing input, {what} at {at}: {numbers}."
-
-    @keep_random_state()
     def __repr__(self) -> str:
+        import_rich()
         from rich.console import Console
 
         text = StringIO()
@@ -199,31 +191,48 @@ class Report:
     # -- files -------------------------------------------------------------------------------------
 
     def save_json(self, path: Path | str) -> None:
-        """Write `as_json` to a file, in a folder that is made if needed; OSError from the disk."""
-        write(Path(path), json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n")
-
-    def save_junit(self, path: Path | str) -> None:
-        """Write `as_junit` to a file, in a folder that is made if needed; OSError from the disk."""
-        write(Path(path), self.as_junit() + "\n")
-
-    def save_picture(self, folder: Path | str) -> Path | None:
-        """Draw expected and given maps and their difference; OSError from the disk.
+        """Write `as_json` to a file, in a folder that is created if needed.
 
         Args:
-            folder: the folder of check.png, made if needed.
+            path: the file.
+
+        Raises:
+            OSError: if the file can't be written.
+        """
+        write(Path(path), json.dumps(self.as_json(), indent=1, ensure_ascii=False))
+
+    def save_junit(self, path: Path | str) -> None:
+        """Write `as_junit` to a file, in a folder that is created if needed.
+
+        Args:
+            path: the file.
+
+        Raises:
+            OSError: if the file can't be written.
+        """
+        write(Path(path), self.as_junit())
+
+    def save_picture(self, folder: Path | str) -> Path | None:
+        """Draw the expected and the given map and their difference.
+
+        Args:
+            folder: the folder of check.png, which is created if needed.
 
         Returns:
-            The file, or None if there is no pair of maps of one shape.
+            The file, or None if there is no pair of maps of the same shape.
+
+        Raises:
+            OSError: if the file can't be written.
         """
         if self.pair is None or self.pair[0].shape != self.pair[1].shape:
             return None
         from manyheads import figures
 
-        expected, got, what = self.pair
+        expected, got, quantity = self.pair
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         title = f"{Path(self.target).name}: a small failing input"
-        figure = figures.difference(expected, got, what=what, title=title)
+        figure = figures.difference(expected, got, what=quantity, title=title)
         path = folder / "check.png"
         with replacing(path) as file:
             figure.savefig(file, dpi=110, format="png")
@@ -231,12 +240,23 @@ class Report:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file atomically."""
+    """Write a text and a newline to a file atomically, and create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(f"{text}\n".encode())
 
 
-def without_controls(text: str) -> str:
-    """Return the text without the control characters that XML can't contain."""
-    return "".join(letter for letter in text if letter in "\t\n" or ord(letter) >= 32)
+def finite(number: float | None) -> float | None:
+    """Return the number, or None if it isn't finite."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+def describe_pair(expected: Tensor, got: Tensor, quantity: str) -> str:
+    """Describe the entry in which two maps of weights or outputs differ most."""
+    if expected.shape != got.shape:
+        return f"Expected {quantity} {list(expected.shape)}, got {list(got.shape)}."
+    difference = (expected - got).abs().nan_to_num(math.inf)
+    i, j = divmod(int(difference.argmax()), difference.shape[1])
+    place = f"query {i}, {'key' if quantity == 'weights' else 'column'} {j}"
+    numbers = f"expected {float(expected[i, j]):.6g}, got {float(got[i, j]):.6g}"
+    return f"In a small failing input, {quantity} at {place}: {numbers}."

@@ -204,16 +204,16 @@ def test_weights_without_a_known_name_need_an_option() -> None:
 
 def test_a_swap_of_queries_and_keys_does_not_pass() -> None:
     found = checker.check(Plain, weights={**WEIGHTS, "q": "beta", "k": "alpha"})
-    assert "q-k-swapped" in {bug.mistake for bug in found.diagnosis}
+    assert "q-k-swapped" in {diagnosis.bug for diagnosis in found.diagnosis}
 
 
 def test_an_unknown_scale_is_reported_to_the_digit() -> None:
     """No bug of the family, and still a true and useful sentence."""
     found = checker.check(Plain, weights=WEIGHTS, init={"embed_dim": 24, "scale": 1.7})
     assert not found.passed
-    (bug,) = found.diagnosis
-    assert (bug.mistake, bug.verified) == ("", False)
-    assert f"scores multiplied by {1.7 / 24**0.5:.5g}, where 1/√d = {24**-0.5:.5g}" in bug.says
+    (diagnosis,) = found.diagnosis
+    assert (diagnosis.bug, diagnosis.verified) == ("", False)
+    assert f"scores multiplied by {1.7 / 24**0.5:.5g}, where 1/√d = {24**-0.5:.5g}" in diagnosis.description
 
 
 @pytest.mark.full
@@ -236,8 +236,8 @@ def test_the_report_where_no_bug_fits(change: Any, text: str) -> None:
 
     found = checker.check(Odd, like="self", weights=WEIGHTS)
     assert not found.passed
-    assert {bug.mistake for bug in found.diagnosis} == {""}
-    assert text in found.diagnosis[0].says, found.diagnosis[0].says
+    assert {diagnosis.bug for diagnosis in found.diagnosis} == {""}
+    assert text in found.diagnosis[0].description, found.diagnosis[0].description
 
 
 def test_invalid_options() -> None:
@@ -343,7 +343,7 @@ def test_pytorchs_own_layer_gives_nan_in_empty_rows_when_it_returns_weights() ->
     failed = [check for check in found.checks if check.status == "failed"]
     assert [check.name for check in failed] == ["empty rows"]
     assert "NaN when weights are requested" in failed[0].reason
-    assert [bug.mistake for bug in found.diagnosis] == ["empty-rows-nan"]
+    assert [diagnosis.bug for diagnosis in found.diagnosis] == ["empty-rows-nan"]
 
 
 def test_a_configuration_object_is_filled() -> None:
@@ -460,7 +460,7 @@ def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
 def test_returned_weights_are_those_of_the_call(base: type[Layer], name: str, shown: Any) -> None:
     found = checked(base, shown=shown)
     assert not found.passed
-    assert [bug.mistake for bug in found.diagnosis] == [name]
+    assert [diagnosis.bug for diagnosis in found.diagnosis] == [name]
     assert found.pair is not None
     want, got, what = found.pair
     assert what == "weights"
@@ -490,9 +490,9 @@ def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, text: str)
 @pytest.mark.full
 def test_a_wrong_factor_of_the_weights_alone() -> None:
     found = checked(Layer, shown=lambda self, w, average: w.mean(1) * 1.5 if average else w * 1.5)
-    (bug,) = found.diagnosis
-    assert "the output is right, and the returned weights are wrong: 1.5 times the right ones" in bug.says
-    assert "output is wrong" not in bug.says
+    (description,) = [diagnosis.description for diagnosis in found.diagnosis]
+    assert "the output is right, and the returned weights are wrong: 1.5 times the right ones" in description
+    assert "output is wrong" not in description
 
 
 @pytest.mark.full
@@ -519,7 +519,7 @@ def test_a_wrong_factor_of_the_weights_alone() -> None:
     ],
 )
 def test_bugs_in_splitting_and_merging_heads(name: str, steps: dict[str, Any]) -> None:
-    assert [bug.mistake for bug in checked(Layer, **steps).diagnosis] == [name]
+    assert [diagnosis.bug for diagnosis in checked(Layer, **steps).diagnosis] == [name]
 
 
 def test_heads_interleaved_is_the_network_with_its_weights_in_another_order() -> None:
@@ -582,7 +582,7 @@ class Early(Tokens):
     [(Tokens, "heads-as-tokens"), (Backwards, "heads-as-tokens"), (Early, "split-after-transpose")],
 )
 def test_heads_that_are_never_moved(wrong: type[Tokens], name: str) -> None:
-    assert [bug.mistake for bug in checker.check(wrong, "self").diagnosis] == [name]
+    assert [diagnosis.bug for diagnosis in checker.check(wrong, "self").diagnosis] == [name]
 
 
 def masked(step: Any) -> Any:
@@ -633,14 +633,14 @@ def between(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 )
 def test_masks_that_go_wrong_in_some_rows_only(step: Any, names: list[str], failed: list[str]) -> None:
     found = checker.check(masked(step), "attention")
-    assert [bug.mistake for bug in found.diagnosis] == names
+    assert [diagnosis.bug for diagnosis in found.diagnosis] == names
     assert [check.name for check in found.checks if check.status == "failed"] == failed
     assert "overflows" not in f"{found}"
 
 
 def test_checks_that_depend_on_a_wrong_mask_are_not_run() -> None:
     found = checker.check(masked(lambda scores, v, hidden: right(scores, v, ~hidden)), "attention")
-    assert {bug.mistake for bug in found.diagnosis} == {"polarity-swapped"}
+    assert {diagnosis.bug for diagnosis in found.diagnosis} == {"polarity-swapped"}
     status = {check.name: check.status for check in found.checks}
     assert {status[name] for name in ("float16", "bfloat16", "large scores")} == {"could not be checked"}
 
@@ -658,7 +658,7 @@ def test_a_mask_between_two_softmaxes_alone() -> None:
             hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
             return between(scores, self.v(x), hidden)
 
-    assert [bug.mistake for bug in checker.check(Twice, "self").diagnosis] == ["softmax-twice"]
+    assert [diagnosis.bug for diagnosis in checker.check(Twice, "self").diagnosis] == ["softmax-twice"]
 
 
 def test_an_output_of_another_shape_is_reported_once() -> None:
@@ -701,7 +701,7 @@ def test_bugs_in_a_rotation(name: str, turned: Any) -> None:
         a = positions[:, None] / 10000 ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
         return torch.stack(turned(x[..., 0::2], x[..., 1::2], a.cos(), a.sin()), -1).flatten(-2)
 
-    assert [bug.mistake for bug in checker.check(rotate, "rotary").diagnosis] == [name]
+    assert [diagnosis.bug for diagnosis in checker.check(rotate, "rotary").diagnosis] == [name]
 
 
 @pytest.mark.parametrize(
@@ -721,7 +721,7 @@ def test_bugs_in_a_sinusoidal_table(name: str, angle: Any) -> None:
         a = angle(p, torch.arange(0, width, 2, dtype=torch.float64), width)
         return torch.stack((a.sin(), a.cos()), -1).flatten(-2).float()
 
-    assert [bug.mistake for bug in checker.check(table, "positional").diagnosis] == [name]
+    assert [diagnosis.bug for diagnosis in checker.check(table, "positional").diagnosis] == [name]
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_a_mask_of_this_library_is_compared() -> None:
 
     found = checker.check(Ignored, "self")
     assert found.verdict == "failed"
-    assert "mask-ignored" in {bug.mistake for bug in found.diagnosis}
+    assert "mask-ignored" in {diagnosis.bug for diagnosis in found.diagnosis}
     assert "mask: manyheads.Keep of [b, 1, t, s]" in found.notes
 
 

@@ -1,4 +1,4 @@
-"""The family of known bugs: oracles that override a step, by name."""
+"""The known bugs, by name, and the oracles that have them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ FAMILY: dict[str, Bug] = {
     for bug in module.BUGS
 }
 
-# Equally right ways to do a step, which differ only together with a bug, or in which entries they pair.
+# Equally correct ways to do a step. They give other results only together with a bug, except that rotary
+# encodings pair other entries.
 UNMASKED = override(mask_weights=masks.same)
-LOWEST = override(mask_scores=masks.Lowest.mask_scores)
+LOWEST = masks.filled(masks.set_to_lowest)
 CONVENTIONS: dict[type[Oracle], list[tuple[type[Oracle], ...]]] = {
     Attention: [(), (UNMASKED,), (LOWEST,), (LOWEST, UNMASKED)],
     Rotary: [(), (Interleaved,)],

@@ -1,78 +1,65 @@
-"""How a bug is declared: a name, a description, a fix, and oracles that override a step.
+"""How a bug is declared: a name, a description, a fix, and oracles with that bug.
 
-A bug that can be made in several ways has several variants under one name. Two bugs at once are a class that
-inherits from both.
+A bug that code can have in several ways has several variants, all with one name. Two bugs at once are a class
+that inherits from both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from manyheads.checker.oracle import Attention, Oracle
 
 
-@dataclass(frozen=True)
 class Bug:
-    """One entry of the table; `description` continues "attention …", `fix` says what to write instead."""
+    """A known bug.
 
-    name: str
-    description: str
-    fix: str
-    variants: tuple[type[Oracle], ...]
+    Args:
+        name: its name in reports.
+        description: continues the sentence "attention …".
+        fix: how to write it instead.
+        *variants: oracles with this bug.
+    """
 
-
-def bug(name: str, description: str, fix: str, *variants: type[Oracle]) -> Bug:
-    """Return one row of a table of bugs."""
-    return Bug(name, description, fix, variants)
+    def __init__(self, name: str, description: str, fix: str, *variants: type[Oracle]) -> None:
+        self.name, self.description, self.fix, self.variants = name, description, fix, variants
 
 
 def override(base: type[Oracle] = Attention, /, **steps: Any) -> type[Oracle]:
-    """Return an oracle with these steps in place of its own."""
+    """Return an oracle with other steps. A step is a method, or the value of a class attribute."""
     return type("Override", (base,), steps)
 
 
+def wrap(base: type[Oracle] = Attention, /, **wrappers: Callable[..., Any]) -> type[Oracle]:
+    """Return an oracle with wrapped steps: `wrapper(oracle, step, *args)` calls the inherited step."""
+
+    def method(name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args: wrapper(self, getattr(super(oracle, self), name), *args)
+
+    oracle = type("Wrap", (base,), {name: method(name, wrapper) for name, wrapper in wrappers.items()})
+    return oracle
+
+
 def transform(base: type[Oracle] = Attention, /, **changes: Callable[..., Any]) -> type[Oracle]:
-    """Return an oracle whose steps' results are changed: `change(oracle, result)`."""
+    """Return an oracle with changed results of steps: `change(oracle, result)`, unless the result is None."""
 
-    def changed(step: str, change: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, *args: change(self, getattr(super(oracle, self), step)(*args))
+    def wrapper(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(oracle: Oracle, step: Callable[..., Any], *args: Any) -> Any:
+            result = step(*args)
+            return None if result is None else change(oracle, result)
 
-    oracle = type("Transform", (base,), {step: changed(step, change) for step, change in changes.items()})
-    return oracle
+        return changed
 
-
-def for_roles(roles: str, **changes: Callable[..., Any]) -> type[Oracle]:
-    """Return an oracle whose steps' results are changed for some roles, their first argument."""
-
-    def changed(step: str, change: Callable[..., Any]) -> Callable[..., Any]:
-        def result(self: Oracle, role: str, *args: Any) -> Any:
-            before = getattr(super(oracle, self), step)(role, *args)
-            return change(self, before) if role in roles else before
-
-        return result
-
-    oracle = type("ForRoles", (Attention,), {step: changed(step, change) for step, change in changes.items()})
-    return oracle
-
-
-def redirect(roles: Mapping[str, str], *steps: str) -> type[Oracle]:
-    """Return an oracle that takes other roles in these steps."""
-
-    def redirected(step: str) -> Callable[..., Any]:
-        return lambda self, role, *args: getattr(super(oracle, self), step)(roles.get(role, role), *args)
-
-    oracle = type("Redirect", (Attention,), {step: redirected(step) for step in steps})
-    return oracle
+    return wrap(base, **{name: wrapper(change) for name, change in changes.items()})
 
 
 def compose(base: type[Oracle], *bugs: type[Oracle]) -> type[Oracle]:
-    """Return an oracle with several bugs; of two that override one step, the later calls the earlier."""
+    """Return an oracle with several bugs. If two override the same step, the later bug calls the earlier."""
     return type("", (*reversed(bugs), base), {}) if bugs else base
 
 
 def overridden_steps(bugs: tuple[type[Oracle], ...], base: type[Oracle]) -> frozenset[str]:
-    """Return the steps that bugs override."""
+    """Return the names of the steps that these bugs override."""
     classes = {cls for bug in bugs for cls in bug.__mro__} - set(base.__mro__)
     return frozenset(step for cls in classes for step in vars(cls) if not step.startswith("__"))

@@ -1,13 +1,18 @@
-"""Bugs in how heads are split, merged and shared."""
+"""Bugs in how heads are split, merged and shared.
+
+In the table, `o` is the oracle whose step is overridden.
+"""
 
 # ruff: noqa: E501 (tables of sentences)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs.family import bug, override, transform
+from manyheads.checker.bugs.family import Bug, override, transform, wrap
 from manyheads.checker.oracle import Attention
 
 SPLIT = (
@@ -39,95 +44,71 @@ def keep_heads_last(_: Attention, x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1))
 
 
-class PackedSplit(Attention):
-    """Splits a packed `[b, t, 3 e]` by a reshape without a transpose."""
-
-    def compute_heads(self, role: str) -> Tensor:
-        if self.weights is None:
-            return super().compute_heads(role)
-        packed = torch.cat([self.project(which, self.source(which)) for which in "qkv"], -1)
-        b, t, _ = packed.shape
-        return packed.reshape(b, 3, self.count_heads(role), t, -1)[:, "qkv".index(role)]
+def split_packed(oracle: Attention, role: str) -> Tensor:
+    """Split a packed `[b, t, 3 e]` by a reshape without a transpose."""
+    if oracle.weights is None:
+        return oracle.source(role)
+    packed = torch.cat([oracle.project(letter, oracle.source(letter)) for letter in "qkv"], -1)
+    b, t, _ = packed.shape
+    return packed.reshape(b, 3, oracle.count_heads(role), t, -1)[:, "qkv".index(role)]
 
 
-class OneHead(Attention):
-    """Takes the whole width as one head."""
-
-    def split_heads(self, x: Tensor, heads: int) -> Tensor:
-        return x[:, None]
+def one_head_scale(oracle: Attention) -> float:
+    """Return the scale for the size of one of several heads."""
+    return (oracle.q.shape[-1] / (oracle.weights.heads if oracle.weights else 1)) ** -0.5
 
 
-class OneHeadScaled(OneHead):
-    """Takes the whole width as one head, and scales by the size of several."""
-
-    def scale(self) -> float:
-        return (self.q.shape[-1] / (self.weights.heads if self.weights else 1)) ** -0.5
+def tile(oracle: Attention, x: Tensor) -> Tensor:
+    """Repeat all key heads one after the other: 0, 1, 0, 1."""
+    return x.repeat(1, oracle.q.shape[1] // x.shape[1], 1, 1)
 
 
-class FirstSplit(Attention):
-    """Uses the first head's projection for all."""
-
-    def split_heads(self, x: Tensor, heads: int) -> Tensor:
-        return super().split_heads(x, heads)[:, :1].expand(-1, heads, -1, -1)
-
-
-class HeadsReversed(Attention):
-    """Reverses the heads."""
-
-    def merge_heads(self, x: Tensor) -> Tensor:
-        return super().merge_heads(x.flip(1))
-
-
-def tile(o: Attention, x: Tensor) -> Tensor:
-    """Repeat key heads as a whole: 0, 1, 0, 1."""
-    return x.repeat(1, o.q.shape[1] // x.shape[1], 1, 1)
-
-
-def first_key_head(o: Attention, x: Tensor) -> Tensor:
+def use_first_key_head(oracle: Attention, x: Tensor) -> Tensor:
     """Use the first key head for all query heads."""
-    return x[:, :1].expand(-1, o.q.shape[1], -1, -1)
+    return x[:, :1].expand(-1, oracle.q.shape[1], -1, -1)
 
 
-class ValueHeadsTiled(Attention):
-    """Repeats the values again, in another order than the keys."""
-
-    def mix(self, weights: Tensor) -> Tensor:
-        self.v = tile(self, self.compute_heads("v"))
-        return super().mix(weights)
+def tile_value_heads(oracle: Attention, mix: Callable[[Tensor], Tensor], weights: Tensor) -> Tensor:
+    """Repeat the value heads in another order than the key heads."""
+    oracle.v = tile(oracle, oracle.compute_heads("v"))
+    return mix(weights)
 
 
 # fmt: off
 BUGS = [
-    bug("split-without-transpose", "whose heads are split by a reshape without a transpose", SPLIT,
+    Bug("split-without-transpose", "whose heads are split by a reshape without a transpose", SPLIT,
         override(split_heads=lambda o, x, heads: x.reshape(x.shape[0], heads, x.shape[1], -1)),
         override(split_heads=lambda o, x, heads: x.transpose(0, 1).reshape(x.shape[0], heads, x.shape[1], -1)),  # of [t, b, e]
-        PackedSplit),
-    bug("split-after-transpose", "whose heads are split by a reshape after the transpose rather than before it", SPLIT,
+        override(compute_heads=split_packed)),
+    Bug("split-after-transpose", "whose heads are split by a reshape after the transpose rather than before it", SPLIT,
         override(split_heads=lambda o, x, heads: x.transpose(1, 2).reshape(x.shape[0], heads, x.shape[1], -1))),
-    bug("merge-without-transpose", "whose heads are merged by a reshape without a transpose", MERGE,
+    Bug("merge-without-transpose", "whose heads are merged by a reshape without a transpose", MERGE,
         override(merge_heads=lambda o, x: x.reshape(x.shape[0], x.shape[2], -1)),
         override(merge_heads=lambda o, x: x.reshape(x.shape[2], x.shape[0], -1).transpose(0, 1))),
-    bug("split-the-other-way", "whose heads are split as [d, h] and merged as [h, d]", ORDER, override(split_heads=split_interleaved)),
-    bug("merge-the-other-way", "whose heads are split as [h, d] and merged as [d, h]", ORDER, override(merge_heads=merge_interleaved)),
-    bug("heads-interleaved", "whose heads are split and merged as [d, h]: an equivalent network, with its weights in another order",
+    Bug("split-the-other-way", "whose heads are split as [d, h] and merged as [h, d]", ORDER, override(split_heads=split_interleaved)),
+    Bug("merge-the-other-way", "whose heads are split as [h, d] and merged as [d, h]", ORDER, override(merge_heads=merge_interleaved)),
+    Bug("heads-interleaved", "whose heads are split and merged as [d, h]: an equivalent network, with its weights in another order",
         f"a model trained this way is equally good, but weights of other attention don't fit it; for those, {ORDER}",
         override(split_heads=split_interleaved, merge_heads=merge_interleaved)),
-    bug("heads-as-tokens", "of each token's heads over its own heads, not of tokens over tokens",
+    Bug("heads-as-tokens", "of each token's heads over its own heads, not of tokens over tokens",
         f"move the heads' axis away from the last two before the product of q and k, and back after it; {SPLIT}",
         override(split_heads=keep_heads_last, merge_heads=lambda o, x: x.flatten(2)),
         override(split_heads=keep_heads_last, merge_heads=lambda o, x: x.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))),
-    bug("heads-ignored", "of one head over the whole width", SPLIT, OneHead, OneHeadScaled),
-    bug("first-head-for-all", "whose heads all use the first head's weights", "give each head its own scores",
-        transform(mask_weights=lambda o, weights: weights[:, :1].expand_as(weights)), FirstSplit,
+    Bug("heads-ignored", "of one head over the whole width", SPLIT,
+        *(override(split_heads=lambda o, x, heads: x[:, None], **steps) for steps in ({}, {"scale": one_head_scale}))),
+    Bug("first-head-for-all", "whose heads all use the first head's weights", "give each head its own scores",
+        transform(mask_weights=lambda o, weights: weights[:, :1].expand_as(weights)), transform(split_heads=lambda o, x: x[:, :1].expand_as(x)),
         override(mix=lambda o, weights: weights[:, :1] @ o.v)),
-    bug("heads-averaged", "whose heads all use the average of their weights",
+    Bug("heads-averaged", "whose heads all use the average of their weights",
         "mix each head's values with its own weights; average only what is returned",
         transform(mask_weights=lambda o, weights: weights.mean(1, keepdim=True).expand_as(weights))),
-    bug("heads-reversed", "whose heads are merged in reverse", "concatenate the heads in their order", HeadsReversed),
-    bug("key-heads-tiled", "whose key heads are repeated in the wrong order", REPEAT, override(repeat_heads=tile)),
-    bug("key-heads-first-only", "whose query heads all use the first key head", REPEAT,
-        override(repeat_heads=lambda o, x: x if x.shape[1] == o.q.shape[1] else first_key_head(o, x)),
-        override(repeat_heads=first_key_head)),
-    bug("value-heads-tiled", "whose value heads, unlike its key heads, are repeated in the wrong order", REPEAT, ValueHeadsTiled),
+    Bug("heads-reversed", "whose heads are merged in reverse", "concatenate the heads in their order",
+        wrap(merge_heads=lambda o, merge_heads, x: merge_heads(x.flip(1)))),
+    Bug("key-heads-tiled", "whose key heads are repeated in the wrong order", REPEAT, override(repeat_heads=tile)),
+    Bug("key-heads-first-only", "whose query heads all use the first key head", REPEAT,
+        override(repeat_heads=lambda o, x: x if x.shape[1] == o.q.shape[1] else use_first_key_head(o, x)),
+        override(repeat_heads=use_first_key_head)),
+    Bug("value-heads-tiled", "whose value heads, unlike its key heads, are repeated in the wrong order", REPEAT,
+        wrap(mix=tile_value_heads)),
 ]
 # fmt: on

@@ -1,4 +1,7 @@
-"""Bugs in masks: ignored, of the wrong shape or polarity, or applied in the wrong way."""
+"""Bugs in masks: ignored, of the wrong shape or polarity, or applied in the wrong way.
+
+In the tables, `o` is the oracle whose step is overridden.
+"""
 
 # ruff: noqa: E501 (tables of sentences)
 
@@ -6,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs.family import bug, override, transform
+from manyheads.checker.bugs.family import Bug, override, transform
 from manyheads.checker.oracle import Attention, Oracle
 
 BEFORE = "fill masked scores with -inf before the softmax: scores.masked_fill(masked, float('-inf'))"
 TRIL = "a query attends to itself and to what is before it, keys j ≤ i: torch.ones(t, t, dtype=torch.bool).tril()"
-EMPTY = "set the weights of a row that may attend to nothing to zero: weights.masked_fill(masked, 0.0) after the softmax"
+EMPTY = "set the weights of a fully masked row to zero: weights.masked_fill(masked, 0.0) after the softmax"
 COMBINE = "combine the two: masked = future | ~mask"
 
 
@@ -29,137 +33,101 @@ def same(_: Attention, x: Tensor) -> Tensor:
 
 # -- how masked scores are filled ------------------------------------------------------------------
 
+Fill = Callable[[Attention, Tensor, Tensor], Tensor]
 
-def filled(fill: Callable[[Tensor, Tensor], Tensor], **steps: Callable[..., Tensor]) -> type[Oracle]:
-    """Return an oracle that fills masked scores in another way: `fill(scores, masked)`."""
 
-    def mask_scores(o: Attention, scores: Tensor) -> Tensor:
-        return scores if o.visible is None else fill(scores, ~o.visible)
+def filled(fill: Fill, **steps: Callable[..., Tensor]) -> type[Oracle]:
+    """Return an oracle that fills masked scores in another way: `fill(oracle, scores, masked)`."""
+
+    def mask_scores(oracle: Attention, scores: Tensor) -> Tensor:
+        return scores if oracle.visible is None else fill(oracle, scores, ~oracle.visible)
 
     return override(mask_scores=mask_scores, **steps)
 
 
-def filled_with(number: float, **steps: Callable[..., Tensor]) -> type[Oracle]:
-    """Return an oracle that sets masked scores to a number."""
-    return filled(lambda scores, masked: scores.masked_fill(masked, number), **steps)
+def set_to(number: float) -> Fill:
+    return lambda o, scores, masked: scores.masked_fill(masked, number)
 
 
-def low(number: float) -> list[type[Oracle]]:
+def add(number: float) -> Fill:
+    return lambda o, scores, masked: scores + number * masked
+
+
+def set_to_lowest(oracle: Attention, scores: Tensor, masked: Tensor) -> Tensor:
+    return scores.masked_fill(masked, torch.finfo(oracle.dtype).min)
+
+
+def add_lowest(_: Attention, scores: Tensor, masked: Tensor) -> Tensor:
+    """Add the lowest number, which the softmax cancels in a fully masked row."""
+    return torch.where(masked.all(-1, keepdim=True), scores, scores.masked_fill(masked, -math.inf))
+
+
+def filled_with_low(number: float) -> list[type[Oracle]]:
     """Return oracles with this number in place of -inf: set or added, and the weights set to 0 afterwards or not."""
-
-    def add(scores: Tensor, masked: Tensor) -> Tensor:
-        return scores + number * masked
-
-    variants = []
-    for steps in ({}, {"mask_weights": same}):
-        variants += [filled_with(number, **steps), filled(add, **steps)]
-    return variants
+    return [filled(fill(number), **steps) for steps in ({}, {"mask_weights": same}) for fill in (set_to, add)]
 
 
-def added_apart(mask: str) -> type[Oracle]:
-    """Return an oracle that adds the ones and zeros of one mask, and applies the other masks as they should be."""
+def added_separately(mask: str) -> type[Oracle]:
+    """Return an oracle that adds the ones and zeros of one mask, and applies the other masks correctly."""
 
-    class AddedApart(Attention):
+    class AddedSeparately(Attention):
         def add_bias(self, scores: Tensor) -> Tensor:
             visible = getattr(super(), mask)()
-            return super().add_bias(scores) if visible is None else super().add_bias(scores) + ~visible
+            scores = super().add_bias(scores)
+            return scores if visible is None else scores + ~visible
 
-    setattr(AddedApart, mask, none)
-    return AddedApart
+    setattr(AddedSeparately, mask, none)
+    return AddedSeparately
 
 
-class MaskedAndDivided(Attention):
-    """Divides in the candidate's dtype, in which small weights are 0."""
-
-    def mask_scores(self, scores: Tensor) -> Tensor:
-        return scores
-
-    def mask_weights(self, weights: Tensor) -> Tensor:
-        if self.visible is None:
-            return weights
-        rest = self.scores.to(self.dtype).softmax(-1).masked_fill(~self.visible, 0.0)
-        return (rest / rest.sum(-1, keepdim=True)).to(weights.dtype)
+def divide_visible(oracle: Attention, weights: Tensor) -> Tensor:
+    """Divide visible weights by their sum, in the candidate's dtype: small weights are 0 in it."""
+    if oracle.visible is None:
+        return weights
+    visible = oracle.scores.to(oracle.dtype).softmax(-1).masked_fill(~oracle.visible, 0.0)
+    return (visible / visible.sum(-1, keepdim=True)).to(weights.dtype)
 
 
 # -- which keys are visible ------------------------------------------------------------------------
 
 
-def changed_masks(change: Callable[[Tensor], Tensor]) -> list[type[Oracle]]:
+def with_changed_masks(change: Callable[[Tensor], Tensor]) -> list[type[Oracle]]:
     """Return oracles with both masks of the call changed, or one of them."""
-
-    def maybe(_: Attention, visible: Tensor | None) -> Tensor | None:
-        return None if visible is None else change(visible)
-
-    both = {"given_mask": maybe, "padding_mask": maybe}
-    return [transform(**both), *(transform(**{step: maybe}) for step in both)]
+    steps = {step: lambda o, visible: change(visible) for step in ("given_mask", "padding_mask")}
+    return [transform(**steps), *(transform(**{step: steps[step]}) for step in steps)]
 
 
-class NoMaskMasksNothing(Attention):
-    """Inverts the combination of the masks given, where an absent mask counts as one that masks nothing."""
-
-    def combine_masks(self) -> Tensor | None:
-        kept = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-        for mask in (self.given_mask(), self.padding_mask()):
-            kept = kept if mask is None else kept & mask
-        triangle = self.causal_mask()
-        return ~kept if triangle is None else ~kept & triangle
+def drop_none(*masks: Tensor | None) -> list[Tensor]:
+    return [mask for mask in masks if mask is not None]
 
 
-class MaskOr(Attention):
-    """Joins masks with the wrong operator."""
-
-    def combine_masks(self) -> Tensor | None:
-        visible = None
-        for mask in (self.causal_mask(), self.given_mask(), self.padding_mask()):
-            if mask is not None:
-                visible = mask if visible is None else visible | mask
-        return visible
+def invert_joined_masks(oracle: Attention) -> Tensor:
+    """Invert the combination of the given masks; without any, this masks every key."""
+    masks = drop_none(oracle.given_mask(), oracle.padding_mask())
+    inverted = ~reduce(torch.logical_and, masks, torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    triangle = oracle.causal_mask()
+    return inverted if triangle is None else inverted & triangle
 
 
-def in_first_head(o: Attention, visible: Tensor | None) -> Tensor | None:
-    return None if visible is None else visible | (torch.arange(o.q.shape[1])[:, None, None] > 0)
+def join_by_or(oracle: Attention) -> Tensor | None:
+    masks = drop_none(oracle.causal_mask(), oracle.given_mask(), oracle.padding_mask())
+    return reduce(torch.logical_or, masks) if masks else None
 
 
-def without_other_masks(o: Attention, triangle: Tensor | None) -> Tensor | None:
-    return triangle if o.given_mask() is None and o.padding_mask() is None else None
+def unless_causal(oracle: Attention, visible: Tensor) -> Tensor | None:
+    return None if oracle.x.causal else visible
 
 
-def unless_causal(o: Attention, visible: Tensor | None) -> Tensor | None:
-    return None if o.x.causal else visible
-
-
-# -- rows without a visible key --------------------------------------------------------------------
-
-
-class Lowest(Attention):
-    """Fills with the lowest number in place of -inf."""
-
-    def mask_scores(self, scores: Tensor) -> Tensor:
-        if self.visible is None:
-            return scores
-        return scores.masked_fill(~self.visible, torch.finfo(self.dtype).min)
-
-    def mask_weights(self, weights: Tensor) -> Tensor:
-        return weights
-
-
-class LowestAdded(Lowest):
-    """Adds the lowest number: a row that is masked entirely is as if nothing were."""
-
-    def mask_scores(self, scores: Tensor) -> Tensor:
-        if self.visible is None:
-            return scores
-        masked = scores.masked_fill(~self.visible, -math.inf)
-        return torch.where(self.visible.any(-1, keepdim=True), masked, scores)
+# -- fully masked rows -----------------------------------------------------------------------------
 
 
 def zeroed(whole_batch: bool) -> Callable[[Attention, Tensor], Tensor]:
-    """Return a change that zeroes every batch entry with an empty row, or the whole batch."""
+    """Return a change that zeroes every batch entry with a fully masked row, or the whole batch."""
 
-    def change(o: Attention, x: Tensor) -> Tensor:
-        if o.visible is None:
+    def change(oracle: Attention, x: Tensor) -> Tensor:
+        if oracle.visible is None:
             return x
-        has_empty = ~o.visible.any(-1).flatten(1).all(-1)  # [b]
+        has_empty = ~oracle.visible.any(-1).flatten(1).all(-1)  # [b]
         has_empty = has_empty.any() if whole_batch else has_empty[(...,) + (None,) * (x.dim() - 1)]
         return x.masked_fill(has_empty, 0.0)
 
@@ -169,59 +137,62 @@ def zeroed(whole_batch: bool) -> Callable[[Attention, Tensor], Tensor]:
 # fmt: off
 ALL_MASKS = override(given_mask=none, padding_mask=none)  # where padding is part of the same argument
 BUGS = [
-    bug("mask-ignored", "that ignores the mask it is given", BEFORE, override(given_mask=none), override(given_mask=none, add_bias=same),
+    Bug("mask-ignored", "that ignores the mask it is given", BEFORE, override(given_mask=none), override(given_mask=none, add_bias=same),
         override(given_mask=none, padding_mask=none, add_bias=same), ALL_MASKS),
-    bug("padding-ignored", "that attends to padding", f"mask padded keys: {BEFORE}", override(padding_mask=none), ALL_MASKS),
-    bug("causal-ignored", "without a causal mask", f"mask the future, keys j > i: {BEFORE}", override(causal_mask=none)),
-    bug("causal-strict", "whose causal mask masks the query's own position too", TRIL, override(is_past=lambda o, i, j: j < i)),
-    bug("causal-late", "whose causal mask leaves one future key visible", TRIL, override(is_past=lambda o, i, j: j <= i + 1)),
-    bug("causal-flipped", "whose causal mask is flipped: a query attends to itself and to the future", TRIL,
+    Bug("padding-ignored", "that attends to padding", f"mask padded keys: {BEFORE}", override(padding_mask=none), ALL_MASKS),
+    Bug("causal-ignored", "without a causal mask", f"mask the future, keys j > i: {BEFORE}", override(causal_mask=none)),
+    Bug("causal-strict", "whose causal mask masks the query's own position too", TRIL, override(is_past=lambda o, i, j: j < i)),
+    Bug("causal-late", "whose causal mask leaves one future key visible", TRIL, override(is_past=lambda o, i, j: j <= i + 1)),
+    Bug("causal-flipped", "whose causal mask is flipped: a query attends to itself and to the future", TRIL,
         override(is_past=lambda o, i, j: j >= i)),
-    bug("causal-flipped-strict", "whose causal mask leaves only the future visible", TRIL, override(is_past=lambda o, i, j: j > i)),
-    bug("causal-from-the-end", "whose causal mask counts queries from the last key",
+    Bug("causal-flipped-strict", "whose causal mask leaves only the future visible", TRIL, override(is_past=lambda o, i, j: j > i)),
+    Bug("causal-from-the-end", "whose causal mask counts queries from the last key",
         "the first query is at the position of the first key: torch.ones(t, s).tril()",
         override(is_past=lambda o, i, j: j <= i - o.x.offset + o.x.s - o.x.t)),
-    bug("first-key-only", "whose causal mask counts queries from the first key, so that one query with a cache attends to the first key only",
+    Bug("first-key-only", "whose causal mask counts queries from the first key, so that one query with a cache attends to the first key only",
         "the last query is at the position of the last key: torch.ones(t, s).tril(diagonal=s - t)",
         override(is_past=lambda o, i, j: j <= i - o.x.offset)),
-    bug("causal-self-only", "whose causal mask leaves only the query's own position visible", TRIL, override(is_past=lambda o, i, j: j == i)),
-    bug("masked-zero", "whose masked scores are set to 0, or nearly 0, or multiplied by the mask",
-        f"a score of 0 still gets a weight (and 1e-9 is not -1e9); {BEFORE}", filled_with(0.0)),
-    bug("masked-one", "whose masked scores are set to 1", f"a score of 1 still gets a weight; {BEFORE}", filled_with(1.0)),
-    bug("masked-minus-one", "whose masked scores are set to −1", f"a score of −1 still gets a weight; {BEFORE}", filled_with(-1.0)),
-    bug("masked-plus-infinity", "whose masked scores are set to +inf or a huge positive number", f"the sign is wrong; {BEFORE}",
-        filled_with(1e9), filled_with(math.inf)),
-    bug("masked-ones-added", "that adds its mask of ones and zeros to its scores",
+    Bug("causal-self-only", "whose causal mask leaves only the query's own position visible", TRIL, override(is_past=lambda o, i, j: j == i)),
+    Bug("masked-zero", "whose masked scores are set to 0, or nearly 0, or multiplied by the mask",
+        f"a score of 0 still gets a weight (and 1e-9 is not -1e9); {BEFORE}", filled(set_to(0.0))),
+    Bug("masked-one", "whose masked scores are set to 1", f"a score of 1 still gets a weight; {BEFORE}", filled(set_to(1.0))),
+    Bug("masked-minus-one", "whose masked scores are set to −1", f"a score of −1 still gets a weight; {BEFORE}", filled(set_to(-1.0))),
+    Bug("masked-plus-infinity", "whose masked scores are set to +inf or a huge positive number", f"the sign is wrong; {BEFORE}",
+        filled(set_to(1e9)), filled(set_to(math.inf))),
+    Bug("masked-ones-added", "that adds its mask of ones and zeros to its scores",
         f"a mask of ones and zeros masks nothing when it is added; {BEFORE}",
-        filled(lambda scores, masked: scores + ~masked), filled(lambda scores, masked: scores + masked),
-        added_apart("given_mask"), added_apart("padding_mask")),
-    bug("masked-minus-ten", "that subtracts a small number, not infinity, from its masked scores",
-        f"a weight of exp(−10) is left; {BEFORE}", filled(lambda scores, masked: scores - 10.0 * masked)),
-    bug("masked-low", "whose masked scores are set to a number such as −100, which low scores of visible keys undercut", BEFORE,
-        *(variant for number in (-10.0, -20.0, -50.0, -100.0, -200.0) for variant in low(number))),
-    bug("masked-after-softmax", "whose masked weights are set to 0 after the softmax, so that rows don't sum to 1", BEFORE,
+        filled(lambda o, scores, masked: scores + ~masked), filled(add(1.0)),
+        added_separately("given_mask"), added_separately("padding_mask")),
+    Bug("masked-minus-ten", "that subtracts a small number, not infinity, from its masked scores",
+        f"a weight of exp(−10) is left; {BEFORE}", filled(add(-10.0))),
+    Bug("masked-low", "whose masked scores are set to a number such as −100, which low scores of visible keys undercut", BEFORE,
+        *(variant for number in (-10.0, -20.0, -50.0, -100.0, -200.0) for variant in filled_with_low(number))),
+    Bug("masked-after-softmax", "whose masked weights are set to 0 after the softmax, so that rows don't sum to 1", BEFORE,
         override(mask_scores=same, mask_weights=Attention.mask_weights)),
-    bug("masked-and-divided",
+    Bug("masked-and-divided",
         "whose masked weights are set to 0 after the softmax and the rest divided by their sum: 0/0 where masked keys outweigh the visible ones",
-        BEFORE, MaskedAndDivided),
-    bug("polarity-swapped", "that masks what its mask keeps, and keeps what it masks",
-        "the mask is read the wrong way round: invert it (~mask), or mask == 0 into mask == 1", *changed_masks(torch.logical_not),
-        transform(combine_masks=lambda o, visible: None if visible is None else ~visible), NoMaskMasksNothing),
-    bug("mask-transposed", "whose mask is applied to queries instead of keys",
+        BEFORE, override(mask_scores=same, mask_weights=divide_visible)),
+    Bug("polarity-swapped", "that masks what its mask keeps, and keeps what it masks",
+        "the mask is read the wrong way round: invert it (~mask), or mask == 0 into mask == 1", *with_changed_masks(torch.logical_not),
+        transform(combine_masks=lambda o, visible: ~visible), override(combine_masks=invert_joined_masks)),
+    Bug("mask-transposed", "whose mask is applied to queries instead of keys",
         "a mask applies to the keys, for each query: with scores [b, h, t, s], padding [b, s] becomes [b, 1, 1, s]",
-        *changed_masks(lambda visible: visible.mT)),
-    bug("first-mask-for-all", "that uses the mask of the first batch entry for all",
-        "keep the mask's batch axis: each entry has its own mask", *changed_masks(lambda visible: visible[:1])),
-    bug("masked-in-one-head", "whose mask is applied in the first head only",
-        "give the mask a head dimension of 1, so that it broadcasts over all heads", transform(combine_masks=in_first_head)),
-    bug("mask-or", "that keeps a key visible if any of its masks does, rather than all of them",
-        "join what is masked with |, and what is kept with &", MaskOr),
-    bug("mask-in-place-of-causal", "that drops its causal mask when another mask is given", COMBINE, transform(causal_mask=without_other_masks)),
-    bug("causal-in-place-of-mask", "that drops the mask it is given where it is causal", COMBINE,
+        *with_changed_masks(lambda visible: visible.mT)),
+    Bug("first-mask-for-all", "that uses the mask of the first batch entry for all",
+        "keep the mask's batch axis: each entry has its own mask", *with_changed_masks(lambda visible: visible[:1])),
+    Bug("masked-in-one-head", "whose mask is applied in the first head only",
+        "give the mask a head dimension of 1, so that it broadcasts over all heads",
+        transform(combine_masks=lambda o, visible: visible | (torch.arange(o.q.shape[1])[:, None, None] > 0))),
+    Bug("mask-or", "that keeps a key visible if any of its masks does, rather than all of them",
+        "join what is masked with |, and what is kept with &", override(combine_masks=join_by_or)),
+    Bug("mask-in-place-of-causal", "that drops its causal mask when another mask is given", COMBINE,
+        transform(causal_mask=lambda o, triangle: None if drop_none(o.given_mask(), o.padding_mask()) else triangle)),
+    Bug("causal-in-place-of-mask", "that drops the mask it is given where it is causal", COMBINE,
         transform(given_mask=unless_causal, padding_mask=unless_causal)),
-    bug("empty-rows-nan", "whose rows that may attend to nothing are NaN", EMPTY, filled_with(-math.inf, mask_weights=same)),
-    bug("empty-rows-uniform", "whose rows that may attend to nothing average everything, the future too", EMPTY, Lowest, LowestAdded),
-    bug("empty-rows-spoil-others", "that gives zeros for every query where one may attend to nothing",
+    Bug("empty-rows-nan", "whose fully masked rows are NaN", EMPTY, filled(set_to(-math.inf), mask_weights=same)),
+    Bug("empty-rows-uniform", "whose fully masked rows average all values, those of future keys too", EMPTY,
+        filled(set_to_lowest, mask_weights=same), filled(add_lowest, mask_weights=same)),
+    Bug("empty-rows-spoil-others", "that gives zeros for every query if one query is fully masked",
         f"{EMPTY}, and leave the other rows as they are",
         *(transform(**{step: zeroed(whole)}) for step in ("merge_heads", "project_output") for whole in (True, False))),
 ]

@@ -1,4 +1,7 @@
-"""Bugs in the scores: their scale, the product of queries and keys, what is added to them."""
+"""Bugs in the scores: their scale, the product of queries and keys, the bias.
+
+In the table, `o` is the oracle whose step is overridden.
+"""
 
 # ruff: noqa: E501 (tables of sentences)
 
@@ -6,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from manyheads.checker.bugs.family import bug, override, transform
-from manyheads.checker.oracle import Attention
+from manyheads.checker.bugs.family import Bug, override, transform
+from manyheads.checker.oracle import Attention, Oracle
 
 # A fix names an axis only together with the layout it belongs to: heads are laid out in many ways.
 SCALE = "divide the scores by the square root of the head size: scores / math.sqrt(d)"
@@ -18,27 +21,17 @@ WIDTH = f"{SCALE}, where d is the width of one head and not of all"
 PRODUCT = "the scores are the products of queries with keys, q kᵀ"
 
 
-def model_width_scale(o: Attention) -> float:
-    return (o.q.shape[1] * o.q.shape[-1] if o.weights is None else o.x.query.shape[-1]) ** -0.5
+def merged_width_scale(oracle: Attention) -> float:
+    return (oracle.q.shape[1] * oracle.q.shape[-1]) ** -0.5
 
 
-def merged_width_scale(o: Attention) -> float:
-    return (o.q.shape[1] * o.q.shape[-1]) ** -0.5
+def model_width_scale(oracle: Attention) -> float:
+    return merged_width_scale(oracle) if oracle.weights is None else oracle.x.query.shape[-1] ** -0.5
 
 
-# fmt: off
-SCALES: list[tuple[str, str, str, list[Callable[[Attention], float]]]] = [
-    ("unscaled", "whose scores are not divided by √d", SCALE, [lambda o: 1.0]),
-    ("scaled-by-width", "whose scores are divided by the root of the model width rather than of the head size", WIDTH,
-     [model_width_scale, merged_width_scale]),
-    ("scaled-by-d", "whose scores are divided by d rather than by √d", SCALE, [lambda o: 1 / o.q.shape[-1]]),
-    ("scaled-twice", "whose scores are divided by √d twice", "divide once: either q or the scores, not both", [lambda o: 1 / o.q.shape[-1]]),
-    ("multiplied", "whose scores are multiplied by √d rather than divided", SCALE, [lambda o: o.q.shape[-1] ** 0.5]),
-    ("scaled-by-length", "whose scores are divided by the root of the number of keys", SCALE, [lambda o: o.x.s**-0.5]),
-    ("scaled-by-heads", "whose scores are divided by the root of the number of heads", SCALE, [lambda o: o.q.shape[1] ** -0.5]),
-    ("scaled-by-value-width", "whose scores are divided by the root of the values' width", SCALE, [lambda o: o.v.shape[-1] ** -0.5]),
-]
-# fmt: on
+def scaled_by(*factors: Callable[[Attention], float]) -> list[type[Oracle]]:
+    """Return oracles with each factor, in place of the default scale only or of every scale."""
+    return [override(**{step: factor}) for factor in factors for step in ("default_scale", "scale")]
 
 
 class ScaledAfterSoftmax(Attention):
@@ -51,73 +44,71 @@ class ScaledAfterSoftmax(Attention):
         return super().softmax(scores) * super().scale()
 
 
-class KeysReshaped(Attention):
-    """Reshapes each head."""
-
-    def dot_product(self) -> Tensor:
-        b, h, s, d = self.k.shape
-        return self.q @ self.k.reshape(b, h, d, s)
+def reshape_projected_keys(oracle: Attention) -> Tensor:
+    """Reshape the output of the projection, `[b, s, h · d]`, rather than transpose each head."""
+    x = oracle.project("k", oracle.source("k"))
+    return oracle.q @ x.reshape(x.shape[0], oracle.count_heads("k"), -1, x.shape[1])
 
 
-class ProjectedKeysReshaped(Attention):
-    """Reshapes the output of the projection, `[b, s, h · d]`."""
-
-    def dot_product(self) -> Tensor:
-        x = self.project("k", self.source("k"))
-        return self.q @ x.reshape(x.shape[0], self.count_heads("k"), -1, x.shape[1])
+def cosine_similarity(oracle: Attention) -> Tensor:
+    return normalize(oracle.q, dim=-1) @ normalize(oracle.k, dim=-1).mT
 
 
-def cosines(o: Attention) -> Tensor:
-    unit = torch.nn.functional.normalize
-    return unit(o.q, dim=-1) @ unit(o.k, dim=-1).mT
+def swap_axes(oracle: Attention, x: Tensor) -> Tensor:
+    return x if oracle.weights is None else x.transpose(0, 1)
 
 
-def swap_axes(o: Attention, x: Tensor) -> Tensor:
-    return x if o.weights is None else x.transpose(0, 1)
+def reshape_axes(oracle: Attention, x: Tensor) -> Tensor:
+    """Swap the first two axes of `[b, t, e]` by a reshape of `[t, b, e]`, without moving any number."""
+    return x if oracle.weights is None else x.transpose(0, 1).reshape(x.shape)
 
 
-def rename_axes(o: Attention, x: Tensor) -> Tensor:
-    """Rename the first two axes of `[b, t, e]` stored as `[t, b, e]`, without moving them."""
-    return x if o.weights is None else x.transpose(0, 1).reshape(x.shape)
-
-
-def rename_axes_back(o: Attention, x: Tensor) -> Tensor:
-    """Undo `rename_axes`."""
-    return x if o.weights is None else x.reshape(x.shape[1], x.shape[0], -1).transpose(0, 1)
+def reshape_axes_back(oracle: Attention, x: Tensor) -> Tensor:
+    """Undo `reshape_axes`."""
+    return x if oracle.weights is None else x.reshape(x.shape[1], x.shape[0], -1).transpose(0, 1)
 
 
 # fmt: off
 BUGS = [
-    *(bug(name, description, fix, *(override(**{step: factor}) for factor in factors for step in ("default_scale", "scale")))
-      for name, description, fix, factors in SCALES),
-    bug("scale-ignored", "that ignores the scale it is given", "multiply the scores by the scale of the call, where there is one",
+    Bug("unscaled", "whose scores are not divided by √d", SCALE, *scaled_by(lambda o: 1.0)),
+    Bug("scaled-by-width", "whose scores are divided by the root of the model width rather than of the head size", WIDTH,
+        *scaled_by(model_width_scale, merged_width_scale)),
+    Bug("scaled-by-d", "whose scores are divided by d rather than by √d", SCALE, *scaled_by(lambda o: 1 / o.q.shape[-1])),
+    Bug("scaled-twice", "whose scores are divided by √d twice", "divide once: either q or the scores, not both",
+        *scaled_by(lambda o: 1 / o.q.shape[-1])),
+    Bug("multiplied", "whose scores are multiplied by √d rather than divided", SCALE, *scaled_by(lambda o: o.q.shape[-1] ** 0.5)),
+    Bug("scaled-by-length", "whose scores are divided by the root of the number of keys", SCALE, *scaled_by(lambda o: o.x.s**-0.5)),
+    Bug("scaled-by-heads", "whose scores are divided by the root of the number of heads", SCALE, *scaled_by(lambda o: o.q.shape[1] ** -0.5)),
+    Bug("scaled-by-value-width", "whose scores are divided by the root of the values' width", SCALE, *scaled_by(lambda o: o.v.shape[-1] ** -0.5)),
+    Bug("scale-ignored", "that ignores the scale it is given", "multiply the scores by the scale of the call, where there is one",
         override(scale=lambda o: o.default_scale())),
-    bug("scale-doubled", "that multiplies by the scale it is given and by 1/√d too", "the scale of the call replaces 1/√d",
+    Bug("scale-doubled", "that multiplies by the scale it is given and by 1/√d too", "the scale of the call replaces 1/√d",
         override(scale=lambda o: o.default_scale() * (1 if o.x.scale is None else o.x.scale))),
-    bug("scaled-after-softmax", "whose weights, not its scores, are divided by √d", f"divide before the softmax: {SCALE}",
+    Bug("scaled-after-softmax", "whose weights, not its scores, are divided by √d", f"divide before the softmax: {SCALE}",
         transform(override(scale=lambda o: 1.0), softmax=lambda o, weights: weights / o.q.shape[-1] ** 0.5),
         transform(softmax=lambda o, weights: weights / o.q.shape[-1] ** 0.5), ScaledAfterSoftmax),
-    bug("queries-as-keys", "whose scores are of queries with queries", PRODUCT, override(dot_product=lambda o: o.q @ o.q.mT)),
-    bug("keys-as-queries", "whose scores are of keys with keys", PRODUCT, override(dot_product=lambda o: o.k @ o.k.mT)),
-    bug("scores-transposed", "whose scores are of keys with queries", "a row of scores belongs to a query: q kᵀ, not k qᵀ",
+    Bug("queries-as-keys", "whose scores are of queries with queries", PRODUCT, override(dot_product=lambda o: o.q @ o.q.mT)),
+    Bug("keys-as-queries", "whose scores are of keys with keys", PRODUCT, override(dot_product=lambda o: o.k @ o.k.mT)),
+    Bug("scores-transposed", "whose scores are of keys with queries", "a row of scores belongs to a query: q kᵀ, not k qᵀ",
         override(dot_product=lambda o: o.k @ o.q.mT)),
-    bug("keys-reshaped", "whose keys are reshaped to [d, s] rather than transposed",
-        "transpose the last two axes of the keys: a view or reshape to [b, h, d, s] only renames them", KeysReshaped, ProjectedKeysReshaped),
-    bug("values-in-scores", "whose scores are of queries with values", "multiply q with k, and the weights with v",
+    Bug("keys-reshaped", "whose keys are reshaped to [d, s] rather than transposed",
+        "transpose the last two axes of the keys: a view or reshape to [b, h, d, s] only renames them",
+        override(dot_product=lambda o: o.q @ o.k.reshape(o.k.mT.shape)), override(dot_product=reshape_projected_keys)),
+    Bug("values-in-scores", "whose scores are of queries with values", "multiply q with k, and the weights with v",
         override(dot_product=lambda o: o.q @ o.v.mT)),
-    bug("scores-negated", "whose scores have the wrong sign", "take the product of q and k as it is, not its negative",
+    Bug("scores-negated", "whose scores have the wrong sign", "take the product of q and k as it is, not its negative",
         transform(dot_product=lambda o, scores: -scores)),
-    bug("cosine-scores", "whose queries and keys are normalized to length 1", "use q and k as they are projected, without normalizing them",
-        override(dot_product=cosines), override(dot_product=cosines, scale=lambda o: 1.0)),
-    bug("bias-ignored", "that ignores the additive mask it is given", "add it to the scores before the softmax",
+    Bug("cosine-scores", "whose queries and keys are normalized to length 1", "use q and k as they are projected, without normalizing them",
+        override(dot_product=cosine_similarity), override(dot_product=cosine_similarity, scale=lambda o: 1.0)),
+    Bug("bias-ignored", "that ignores the additive mask it is given", "add it to the scores before the softmax",
         override(add_bias=lambda o, scores: scores)),
-    bug("bias-before-scale", "that scales its additive mask along with the scores", "scale the scores first, then add: scores / math.sqrt(d) + bias",
+    Bug("bias-before-scale", "that scales its additive mask along with the scores", "scale the scores first, then add: scores / math.sqrt(d) + bias",
         override(add_bias=lambda o, scores: scores if o.x.bias is None else scores + o.x.bias * o.scale())),
-    bug("batch-as-tokens", "over the batch: it takes [b, t, e] for [t, b, e]", "say batch_first=True, or transpose the first two axes before and after",
+    Bug("batch-as-tokens", "over the batch: it takes [b, t, e] for [t, b, e]", "say batch_first=True, or transpose the first two axes before and after",
         transform(source=swap_axes, project_output=swap_axes)),
-    bug("batch-reshaped", "whose batch and tokens are exchanged by a reshape rather than by a transpose",
+    Bug("batch-reshaped", "whose batch and tokens are exchanged by a reshape rather than by a transpose",
         "transpose the two axes, or permute: a view or reshape from [t, b, …] to [b, t, …] only renames them",
-        *(transform(**steps) for enter, leave in ((rename_axes, rename_axes_back), (rename_axes_back, rename_axes))
+        *(transform(**steps) for enter, leave in ((reshape_axes, reshape_axes_back), (reshape_axes_back, reshape_axes))
           for steps in ({"source": enter}, {"merge_heads": leave}, {"source": enter, "merge_heads": leave}))),
 ]
 # fmt: on

@@ -1,4 +1,4 @@
-"""Collects what a candidate returns in many situations, and finds the smallest input on which it is wrong."""
+"""The outputs of a candidate in many scenarios, and the smallest input for which they are wrong."""
 
 from __future__ import annotations
 
@@ -19,106 +19,106 @@ from manyheads.checker.oracle import Inputs, Outputs
 
 @dataclass(frozen=True)
 class Evidence:
-    """One call: the situation, its inputs, and what the candidate returned."""
+    """One call of a candidate: the scenario, the inputs and the outputs."""
 
     scenario: str
-    x: Inputs
+    inputs: Inputs
     outputs: Outputs
 
     @cached_property
-    def exact_x(self) -> Inputs:
+    def exact_inputs(self) -> Inputs:
         """The inputs in float64."""
-        return self.x.to(torch.float64)
+        return self.inputs.to(torch.float64)
 
 
-def gather(c: Adapter, seeds: range) -> list[Evidence]:
-    """Return what the candidate returns in each scenario, without calls that raise."""
-    found = []
+def gather(adapter: Adapter, seeds: range) -> list[Evidence]:
+    """Call the candidate in each scenario, and return the calls that don't raise."""
+    calls = []
     for seed in seeds:
         t = 5 + seed % 2
         s = t if seed % 3 == 0 else t + 2 + seed % 2
-        for name, x in c.scenarios(seed, s=s, t=t).items():
-            if (got := c.attempt(x)) is not None:
-                found.append(Evidence(name, x, got))
-        if isinstance(c, AttentionAdapter) and "past" in c.features and "x" in c.arguments:
-            found += decode(c, seed)
-    return found
+        for scenario, inputs in adapter.scenarios(seed, s=s, t=t).items():
+            if (outputs := adapter.attempt(inputs)) is not None:
+                calls.append(Evidence(scenario, inputs, outputs))
+        if isinstance(adapter, AttentionAdapter) and "past" in adapter.features and "x" in adapter.arguments:
+            calls += decode(adapter, seed)
+    return calls
 
 
-def answered(c: Adapter, seed: int) -> Iterator[tuple[str, Inputs]]:
+def accepted_scenarios(adapter: Adapter, seed: int) -> Iterator[tuple[str, Inputs]]:
     """Yield the scenarios in which the candidate doesn't raise; the check of values reports the others."""
-    for name, x in c.scenarios(seed).items():
-        if c.attempt(x) is not None:
-            yield name, x
+    for scenario, inputs in adapter.scenarios(seed).items():
+        if adapter.attempt(inputs) is not None:
+            yield scenario, inputs
 
 
-def decode(c: AttentionAdapter, seed: int) -> list[Evidence]:
-    """Return the call of the last token with a cache of the others, and the oracle's inputs for the same."""
-    x = c.draw(torch.Generator().manual_seed(seed), 2, 5 + seed % 2)
+def with_and_without_weights(adapter: Adapter, inputs: Inputs) -> list[Inputs]:
+    """Return the inputs, and those of a call that requests weights if the candidate can return them."""
+    can_request = "weights" in adapter.features and not inputs.need_weights
+    return [inputs, inputs.but(need_weights=True)] if can_request else [inputs]
+
+
+def decode(adapter: AttentionAdapter, seed: int) -> list[Evidence]:
+    """Call the candidate for the last token with a cache of the others; return no call if it has no cache."""
+    inputs = adapter.draw(torch.Generator().manual_seed(seed), 2, 5 + seed % 2)
     try:
-        outs, has_cache = run_steps(c, x, [x.t - 1, 1])
+        outputs, has_cache = run_steps(adapter, inputs, [inputs.t - 1, 1])
     except (UnexpectedOutput, CodeError):
         return []
-    last = x.but(query=x.query[:, -1:], causal=True, offset=x.s - 1, need_weights=False)
-    return [Evidence("decoding", last, Outputs(outs[-1]))] if has_cache else []
+    last = inputs.but(query=inputs.query[:, -1:], causal=True, offset=inputs.s - 1, need_weights=False)
+    return [Evidence("decoding", last, Outputs(outputs[-1]))] if has_cache else []
 
 
-def run_steps(c: AttentionAdapter, x: Inputs, lengths: list[int]) -> tuple[list[Tensor], bool]:
-    """Return the outputs of a text in steps, each with the last one's cache, and whether there was one."""
+def run_steps(adapter: AttentionAdapter, inputs: Inputs, lengths: list[int]) -> tuple[list[Tensor], bool]:
+    """Return the outputs of steps that each use the cache of the step before, and if there was a cache."""
     cache: Any = None
-    outs, start = [], 0
-    for n in lengths:
-        parts = {name: getattr(x, name)[..., start : start + n, :] for name in ("query", "key", "value")}
-        y, start = x.but(**parts), start + n
-        call = c.call(y)
-        options = {c.arguments["past"]: cache}
-        if "use_cache" in c.arguments:
-            options[c.arguments["use_cache"]] = True
-        output = c.candidate.call(replace(call, kwargs=call.kwargs | options)).output
-        outs.append(c.read(output, y, strict=False).out)
+    outputs, start = [], 0
+    for length in lengths:
+        sequences = {name: getattr(inputs, name) for name in ("query", "key", "value")}
+        tokens = inputs.but(**{name: x[..., start : start + length, :] for name, x in sequences.items()})
+        start += length
+        call = adapter.call(tokens)
+        options = {adapter.arguments["past"]: cache}
+        if "use_cache" in adapter.arguments:
+            options[adapter.arguments["use_cache"]] = True
+        output = adapter.candidate.call(replace(call, kwargs=call.kwargs | options)).output
+        outputs.append(adapter.read(output, tokens, strict=False).out)
         if not isinstance(output, tuple | list) or len(output) < 2:
-            return outs, False
-        others = [part for part in output[1:] if not isinstance(part, Tensor) and part is not None]
-        cache = others[0] if others else output[1]
-    return outs, True
+            return outputs, False
+        # The cache is the first part that isn't a tensor, such as weights, or else the second part.
+        cache = next((x for x in output[1:] if not isinstance(x, Tensor | None)), output[1])
+    return outputs, True
 
 
-def smallest_failure(c: Adapter, x: Inputs) -> Inputs:
-    """Cut batch entries, queries and keys off the input while the candidate still fails on it."""
-
-    def fails(y: Inputs) -> bool:
-        got = c.attempt(y, strict=True)
-        return got is not None and not c.is_right(y, got)
-
-    is_cut = True
-    while is_cut:
-        is_cut = False
-        for axis in ("batch", "tokens", "queries", "keys"):
-            while (y := cut(c, x, axis)) is not None and fails(y):
-                x, is_cut = y, True
-    return x
+def smallest_failure(adapter: Adapter, inputs: Inputs) -> Inputs:
+    """Cut batch entries, queries and keys off the inputs while the candidate is still wrong for them."""
+    for axis in ("batch", "tokens", "queries", "keys"):
+        if (smaller := cut(adapter, inputs, axis)) is not None:
+            outputs = adapter.attempt(smaller, strict=True)
+            if outputs is not None and not adapter.is_right(smaller, outputs):
+                return smallest_failure(adapter, smaller)
+    return inputs
 
 
-def cut(c: Adapter, x: Inputs, axis: str) -> Inputs | None:
-    """Return x without its last batch entry, query or key, or None if it has only one or no such axis."""
-    if axis == "batch":
-        batched = {n: y for n, y in x.tensors().items() if n not in ("sink", "bias") and y.shape[0] > 1}
-        return x.but(**{n: y[:-1] for n, y in batched.items()}) if x.b > 1 else None
-    queries, keys = int(axis != "keys"), int(axis != "queries")
-    if (axis == "tokens") == ("cross" in c.features) or (queries and x.t == 1) or (keys and x.s == 1):
+def cut(adapter: Adapter, inputs: Inputs, axis: str) -> Inputs | None:
+    """Cut off the last batch entry, token, query or key; return None if there is only one or no such axis."""
+    b = inputs.b - (axis == "batch")
+    t = inputs.t - (axis in ("tokens", "queries"))
+    s = inputs.s - (axis in ("tokens", "keys"))
+    has_axis = axis == "batch" or (axis == "tokens") != ("cross" in adapter.features)
+    if not has_axis or 0 in (b, t, s):
         return None
-    t, s = x.t - queries, x.s - keys
-    fields: dict[str, Tensor] = {
-        "query": x.query[..., :t, :],
-        "key": x.key[..., :s, :],
-        "value": x.value[..., :s, :],
-    }
-    if x.padding is not None:
-        fields["padding"] = x.padding[..., :s]
-    for name in ("keep", "bias"):
-        if (z := getattr(x, name)) is not None:
-            fields[name] = z[..., : z.shape[-2] - queries, : z.shape[-1] - keys]
-    is_from_end = x.causal and c.kind != "sdpa" and x.offset == x.s - x.t
-    y = x.but(**fields, offset=s - t if is_from_end else x.offset)
-    has_empty_rows = any(mask is not None and not bool(mask.any(-1).all()) for mask in (y.keep, y.padding))
-    return None if has_empty_rows else y
+    keep, padding, bias = inputs.keep, inputs.padding, inputs.bias
+    counts_from_end = inputs.causal and adapter.kind != "sdpa" and inputs.offset == inputs.s - inputs.t
+    smaller = inputs.but(
+        query=inputs.query[:b, ..., :t, :],
+        key=inputs.key[:b, ..., :s, :],
+        value=inputs.value[:b, ..., :s, :],
+        keep=None if keep is None else keep[:b, ..., :t, :s],
+        padding=None if padding is None else padding[:b, :s],
+        bias=None if bias is None else bias[..., :t, :s],
+        offset=s - t if counts_from_end else inputs.offset,
+    )
+    masks = (smaller.keep, smaller.padding)
+    has_empty_rows = any(mask is not None and not bool(mask.any(-1).all()) for mask in masks)
+    return None if has_empty_rows else smaller

@@ -1,4 +1,4 @@
-"""Checks of which inputs affect which outputs: a change of other inputs must have no effect."""
+"""Checks that an output depends on no other inputs than it should."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.candidates.attention import AttentionAdapter
+from manyheads.checker.checks.evidence import with_and_without_weights
 from manyheads.checker.checks.registry import Check, check, failed, judge, passed, skipped
 from manyheads.checker.isolation.errors import CodeError
-from manyheads.checker.oracle import Inputs, largest_difference
+from manyheads.checker.oracle import Inputs, Weights, largest_difference
 
-# Code that raises one of these is wrong for a mask of any shape and type.
+# Code that raises one of these errors is wrong for a mask of any shape and type.
 UNDEFINED = {
     "AttributeError",
     "NameError",
@@ -25,54 +26,55 @@ UNDEFINED = {
 
 
 @check("causality")
-def check_causality(c: AttentionAdapter) -> Check:
-    """Change each key, and compare the queries before it."""
-    if "causal" not in c.features:
+def check_causality(adapter: AttentionAdapter) -> Check:
+    """Change each key, and compare the outputs of the queries before it."""
+    if "causal" not in adapter.features:
         return skipped("it isn't causal, and has no argument for it")
-    x = c.draw(torch.Generator().manual_seed(11), 2, 6).but(causal=True, offset=0)
-    for y in [x, x.but(need_weights=True)] if "weights" in c.features else [x]:
-        before = c.run(y)
+    plain = adapter.draw(torch.Generator().manual_seed(11), 2, 6).but(causal=True, offset=0)
+    for inputs in with_and_without_weights(adapter, plain):
+        before = adapter.run(inputs).out
         for j in range(1, 6):
-            after = c.run(c.change_key(y, j))
+            after = adapter.run(adapter.change_key(inputs, j)).out
             for i in range(j):
-                error = largest_difference(before.out[..., i, :], after.out[..., i, :])
-                if error > 1e-6 * (1 + float(before.out[..., i, :].abs().max())):
-                    when = " when weights are requested" if y.need_weights and not x.need_weights else ""
+                error = largest_difference(before[..., i, :], after[..., i, :])
+                if error > 1e-6 * (1 + float(before[..., i, :].abs().max())):
+                    when = " when weights are requested" if inputs is not plain else ""
                     return failed(f"query {i} depends on key {j}, which is its future{when}.", error, 0.0)
     return passed("a change of key j affects no query before it", 0.0, 0.0)
 
 
 @check("hidden keys")
-def check_masked_keys(c: AttentionAdapter) -> Iterator[Check]:
-    """Change a masked key, and compare all queries."""
-    yield from check_mask_arguments(c)
-    features = [feature for feature in ("padding", "keys", "mask") if feature in c.features]
+def check_masked_keys(adapter: AttentionAdapter) -> Iterator[Check]:
+    """Change a masked key, and compare the outputs of all queries."""
+    yield from check_mask_arguments(adapter)
+    features = [feature for feature in ("padding", "keys", "mask") if feature in adapter.features]
     if not features:
         yield skipped("it takes no mask")
         return
-    g = torch.Generator().manual_seed(12)
+    generator = torch.Generator().manual_seed(12)
     leaks_nan = rejects_nan = False
     for feature in features:
-        x = c.draw(g, 2, 5, 7)
-        j = x.s - 1
-        is_visible = torch.arange(x.s) < j
+        inputs = adapter.draw(generator, 2, 5, 7)
+        j = inputs.s - 1
+        is_visible = torch.arange(inputs.s) < j
         if feature == "mask":
-            x = x.but(keep=is_visible.expand(2, 1, x.t, -1).clone())
+            inputs = inputs.but(keep=is_visible.expand(2, 1, inputs.t, -1).clone())
         else:
-            x = x.but(padding=is_visible.expand(2, -1))
-        rows = c.unchanged_queries(x, j)
-        before = c.run(x).out[..., rows, :]
-        after = c.run(c.change_key(x, j)).out[..., rows, :]
-        a, b = before.nan_to_num(), after.nan_to_num()
-        error = largest_difference(a, b)
-        if error > 1e-6 * (1 + float(a.abs().max())):
-            n = next(n for n in range(len(rows)) if largest_difference(a[..., n, :], b[..., n, :]) > 0)
-            what = "padding" if feature == "padding" else "masked"
-            yield failed(f"query {rows[n]} depends on key {j}, which is {what}.", error, 0.0)
+            inputs = inputs.but(padding=is_visible.expand(2, -1))
+        queries = adapter.unchanged_queries(inputs, j)
+        out = adapter.run(inputs).out[..., queries, :]
+        changed = adapter.run(adapter.change_key(inputs, j)).out[..., queries, :]
+        before, after = out.nan_to_num(), changed.nan_to_num()
+        error = largest_difference(before, after)
+        if error > 1e-6 * (1 + float(before.abs().max())):
+            errors = (largest_difference(before[..., n, :], after[..., n, :]) for n in range(len(queries)))
+            i = next(query for query, row_error in zip(queries, errors, strict=True) if row_error > 0)
+            masked = "padding" if feature == "padding" else "masked"
+            yield failed(f"query {i} depends on key {j}, which is {masked}.", error, 0.0)
             return
         try:
-            poisoned = c.run(c.change_key(x, j, math.nan)).out[..., rows, :]
-            leaks_nan |= bool(poisoned.isnan().any() and not before.isnan().any())
+            with_nan = adapter.run(adapter.change_key(inputs, j, math.nan)).out[..., queries, :]
+            leaks_nan |= bool(with_nan.isnan().any() and not out.isnan().any())
         except CodeError:
             rejects_nan = True
     reason = "the content of a masked key affects no query"
@@ -81,89 +83,90 @@ def check_masked_keys(c: AttentionAdapter) -> Iterator[Check]:
     yield passed(reason, 0.0, 0.0)
 
 
-def check_mask_arguments(c: AttentionAdapter) -> Iterator[Check]:
+def check_mask_arguments(adapter: AttentionAdapter) -> Iterator[Check]:
     """Yield a check for each mask argument on which no compared output depends."""
-    for name in c.mask_arguments:
-        if name in c.judged:
+    for name in adapter.mask_arguments:
+        if name in adapter.judged:
             continue
-        error, status = c.rejected_masks.get(name), "not judged"
-        if error is not None:
-            why = f"every call with it raised an error: {error.reason}."
-            if error.error.rpartition(".")[2] in UNDEFINED:
-                status = "failed"
-        elif name in c.rejected_masks:
-            why = "with every form of mask, the call returned no attention output."
-        else:
-            why = "no check passed it, so it was never used."
-        yield Check(f"argument {name}", status, why)
+        status, reason = "not judged", "no check passed it, so it was never used."
+        if name in adapter.rejected_masks:
+            reason = "with every form of mask, the call returned no attention output."
+            if (error := adapter.rejected_masks[name]) is not None:
+                reason = f"every call with it raised an error: {error.reason}."
+                status = "failed" if error.error.rpartition(".")[2] in UNDEFINED else "not judged"
+        yield Check(f"argument {name}", status, reason)
 
 
 @check("permutation")
-def check_permutation(c: AttentionAdapter) -> Check:
+def check_permutation(adapter: AttentionAdapter) -> Check:
     """Permute keys, or all tokens."""
-    if c.always_causal:
+    if adapter.always_causal:
         return skipped("it is causal, so order matters")
-    g = torch.Generator().manual_seed(13)
-    x = c.draw(g, 2, 5, 7)
-    order = torch.randperm(x.s, generator=g)
-    y = x.but(key=x.key[..., order, :], value=x.value[..., order, :])
-    expected = c.run(x).out
+    generator = torch.Generator().manual_seed(13)
+    inputs = adapter.draw(generator, 2, 5, 7)
+    order = torch.randperm(inputs.s, generator=generator)
+    permuted = inputs.but(key=inputs.key[..., order, :], value=inputs.value[..., order, :])
+    expected = adapter.run(inputs).out
     reason, failure = "the order of keys doesn't matter", "another order of keys changes the output"
-    if "cross" not in c.features:
-        y = y.but(query=x.query[..., order, :])
+    if "cross" not in adapter.features:
+        permuted = permuted.but(query=inputs.query[..., order, :])
         expected = expected[..., order, :]
         reason = "permuted tokens give permuted outputs"
         failure = "permuted tokens don't give permuted outputs"
-    error, allowed = largest_difference(c.run(y).out, expected), 2 * c.allowed_error(x)
+    error, allowed = (
+        largest_difference(adapter.run(permuted).out, expected),
+        2 * adapter.allowed_error(inputs),
+    )
     return judge(error, allowed, reason, f"without a mask or positions, {failure}.")
 
 
 @check("batch entries")
-def check_batch_entries(c: AttentionAdapter) -> Check:
-    """Change one batch entry, and compare the others."""
-    if c.head_layout == "[t, d]":
+def check_batch_entries(adapter: AttentionAdapter) -> Check:
+    """Change one batch entry, and compare the outputs of the others."""
+    if adapter.head_layout == "[t, d]":
         return skipped("it takes one sequence")
-    g = torch.Generator().manual_seed(14)
-    x, other = c.draw(g, 3, 5, 7), c.draw(g, 3, 5, 7)
-    before = c.run(x)
-    mixed = {n: torch.cat((getattr(other, n)[:1], getattr(x, n)[1:])) for n in ("query", "key", "value")}
-    after = c.run(c.replace_sequences(x, **mixed))
-    error = largest_difference(before.out[1:], after.out[1:])
+    generator = torch.Generator().manual_seed(14)
+    inputs, others = adapter.draw(generator, 3, 5, 7), adapter.draw(generator, 3, 5, 7)
+    before = adapter.run(inputs).out
+    names = ("query", "key", "value")
+    mixed = {name: torch.cat((getattr(others, name)[:1], getattr(inputs, name)[1:])) for name in names}
+    after = adapter.run(adapter.replace_sequences(inputs, **mixed)).out
+    error = largest_difference(before[1:], after[1:])
     reason, failure = "entries are independent", "a change in batch entry 0 changes the others."
-    return judge(error, c.allowed_error(x), reason, failure)
+    return judge(error, adapter.allowed_error(inputs), reason, failure)
 
 
 @check("heads")
-def check_heads(c: AttentionAdapter) -> Check:
-    """Change head 0, and compare the others."""
-    if c.heads == 1:
+def check_heads(adapter: AttentionAdapter) -> Check:
+    """Change head 0, and compare the outputs of the others."""
+    if adapter.heads == 1:
         return skipped("it has one head")
-    x = c.draw(torch.Generator().manual_seed(15), 2, 5, 7)
-    if c.weights is not None:
-        return check_projected_heads(c, x)
-    y = x.but(query=torch.cat((x.query[:, :1] + 1, x.query[:, 1:]), 1))
-    error = largest_difference(c.run(x).out[:, 1:], c.run(y).out[:, 1:])
+    inputs = adapter.draw(torch.Generator().manual_seed(15), 2, 5, 7)
+    if adapter.weights is not None:
+        return check_projected_heads(adapter, adapter.weights, inputs)
+    changed = inputs.but(query=torch.cat((inputs.query[:, :1] + 1, inputs.query[:, 1:]), 1))
+    error = largest_difference(adapter.run(inputs).out[:, 1:], adapter.run(changed).out[:, 1:])
     failure = "a change of head 0's queries changes other heads."
-    return judge(error, c.allowed_error(x), "heads are independent", failure)
+    return judge(error, adapter.allowed_error(inputs), "heads are independent", failure)
 
 
-def check_projected_heads(c: AttentionAdapter, x: Inputs) -> Check:
-    """Change the query weights of head 0: the output may move only along what o takes from head 0."""
-    assert c.weights is not None
-    weights, (part, *others) = c.weights, c.projections.weight["q"]
+def check_projected_heads(adapter: AttentionAdapter, weights: Weights, inputs: Inputs) -> Check:
+    """Change the query weights of head 0: the output may change only by what o projects from head 0."""
+    part, *others = adapter.projections.weight["q"]
     o = weights.weight.get("o")
     value_size = weights.weight["v"].shape[0] // weights.key_heads
     if o is None or value_size >= o.shape[0] or part.axes or part.rows or part.transposed or others:
         return skipped("its heads can't be distinguished in its output")
-    before = c.run(x)
-    held, rows = c.held[part.path], weights.head_size
-    c.candidate.load({part.path: torch.cat((held[:rows].flip(0) * 1.5, held[rows:]))})
+    before = adapter.run(inputs).out
+    parameter, head_size = adapter.held[part.path], weights.head_size
+    head, other_heads = parameter[:head_size], parameter[head_size:]
+    adapter.candidate.load({part.path: torch.cat((head.flip(0) * 1.5, other_heads))})
     try:
-        after = c.run(x)
+        after = adapter.run(inputs).out
     finally:
-        c.candidate.load({part.path: held})
-    change: Tensor = (after.out - before.out).to(torch.float64).flatten(0, -2).mT  # [e, n]
+        adapter.candidate.load({part.path: parameter})
+    change: Tensor = (after - before).to(torch.float64).flatten(0, -2).mT  # [e, n]
     basis = torch.linalg.qr(o[:, :value_size].to(torch.float64)).Q
-    rest = float((change - basis @ (basis.mT @ change)).abs().max())  # what isn't from head 0
+    error = float((change - basis @ (basis.mT @ change)).abs().max())  # of what isn't from head 0
     failure = "other query weights in head 0 change the outputs of other heads."
-    return judge(rest, 4 * c.allowed_error(x), "heads are independent", failure)
+    return judge(error, 4 * adapter.allowed_error(inputs), "heads are independent", failure)

@@ -1,8 +1,8 @@
-"""What a check is, and how all of them are run on a candidate."""
+"""The result of a check, the list of all checks, and how they are run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ class Check:
         status: "passed", "failed", "not applicable", "could not be checked" (which doesn't change the
             verdict), or "not judged" (then the candidate hasn't passed).
         reason: why it has this status.
-        error: how far the numbers are apart.
-        allowed: how far they may be apart.
+        error: the largest difference that was measured.
+        allowed: the largest difference that passes.
     """
 
     name: str
@@ -32,33 +32,32 @@ class Check:
 
     @property
     def explanation(self) -> str:
-        """The reason, after the status unless that is plain."""
-        is_plain = self.status in ("passed", "failed")
-        return self.reason if is_plain else f"{self.status}: {self.reason}"
+        """The reason, preceded by the status unless the check passed or failed."""
+        return self.reason if self.status in ("passed", "failed") else f"{self.status}: {self.reason}"
 
 
 def passed(reason: str = "", error: float | None = None, allowed: float | None = None) -> Check:
-    """Return a check that passed; `run_checks` adds its name, as to the others."""
+    """Return the result of a check that passed. `run_checks` adds the name to this and other results."""
     return Check("", "passed", reason, error, allowed)
 
 
 def failed(reason: str, error: float | None = None, allowed: float | None = None) -> Check:
-    """Return a check that failed."""
+    """Return the result of a check that failed."""
     return Check("", "failed", reason, error, allowed)
 
 
 def skipped(reason: str) -> Check:
-    """Return a check that doesn't apply."""
+    """Return the result of a check that doesn't apply."""
     return Check("", "not applicable", reason)
 
 
 def unchecked(reason: str) -> Check:
-    """Return a check that could not be run."""
+    """Return the result of a check that could not be run."""
     return Check("", "could not be checked", reason)
 
 
 def judge(error: float, allowed: float, reason: str, failure: str) -> Check:
-    """Return a check that passes if the error is allowed."""
+    """Return the result of a check that passes if the error is allowed."""
     return passed(reason, error, allowed) if error <= allowed else failed(failure, error, allowed)
 
 
@@ -80,7 +79,16 @@ CHECKS: list[Entry] = []
 def check(
     name: str, *oracles: type[Oracle], depends_on: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
-    """Register a check, of attention by default; it isn't run if one that it depends on has failed."""
+    """Register a function as a check, by default of attention.
+
+    Args:
+        name: the name of the check in reports.
+        *oracles: the oracles of the candidates that it applies to.
+        depends_on: the checks without which it isn't run, if they have failed.
+
+    Returns:
+        A decorator.
+    """
 
     def add(function: Function) -> Function:
         CHECKS.append(Entry(name, function, oracles or (Attention,), depends_on))
@@ -89,42 +97,42 @@ def check(
     return add
 
 
-def run_checks(c: Any, progress: Callable[[str], None] = lambda name: None) -> list[Check]:
-    """Run all checks on an adapter: a call that raises fails its check, a lost process ends all."""
+def run_checks(adapter: Any, progress: Callable[[str], None]) -> list[Check]:
+    """Run all checks on a candidate. A check fails if its call raises."""
     results: list[Check] = []
     for entry in CHECKS:
-        if issubclass(c.oracle, entry.oracles):
+        if issubclass(adapter.oracle, entry.oracles):
             progress(entry.name)
-            for result in run_check(c, entry, results):
-                results.append(result if result.name else replace(result, name=entry.name))
+            new = run_check(adapter, entry, tuple(results))
+            results += [result if result.name else replace(result, name=entry.name) for result in new]
     return results
 
 
-def run_check(c: Any, entry: Entry, before: list[Check]) -> Iterator[Check]:
-    """Yield the results of one check, given those of the checks before it."""
+def run_check(adapter: Any, entry: Entry, before: tuple[Check, ...]) -> Iterator[Check]:
+    """Yield the results of one check, given the results of the checks before it."""
     failures = [result.name for result in before if result.status == "failed"]
     wrong = [name for name in failures if name in entry.depends_on]
-    if c.ended is not None:
-        yield unchecked(f"its process had ended: {c.ended.reason}.")
+    if adapter.ended is not None:
+        yield unchecked(f"its process had ended: {adapter.ended.reason}.")
     elif is_random(before):
         yield unchecked("equal calls return different outputs, or none that is finite")
     elif wrong:
-        what = "values" if "values" in wrong else f"values with a {wrong[0]}"
-        yield unchecked(f"{what} are wrong already, without it")
+        values = "values" if "values" in wrong else f"values with a {wrong[0]}"
+        yield unchecked(f"{values} are wrong already, without it")
     else:
         try:
-            found = entry.run(c)
-            yield from [found] if isinstance(found, Check) else found
+            result = entry.run(adapter)
+            yield from [result] if isinstance(result, Check) else result
         except UnexpectedOutput as error:
             is_reported = "shapes" in failures
             yield unchecked("the output has another shape") if is_reported else failed(f"{error}.")
         except CandidateError as error:
-            c.ended = error if isinstance(error, ProcessEnded) else None
+            adapter.ended = error if isinstance(error, ProcessEnded) else None
             yield failed(str(error))
 
 
-def is_random(results: list[Check]) -> bool:
-    """Return True if equal calls returned different outputs, or none that is finite (not: if they raised)."""
+def is_random(results: Iterable[Check]) -> bool:
+    """Return True if equal calls returned different outputs or only non-finite ones, False if they raised."""
     return any(
         result.name == "determinism" and result.status == "failed" and result.error is not None
         for result in results
