@@ -156,7 +156,7 @@ def check_projected_heads(c: AttentionAdapter, x: Inputs) -> Check:
     if o is None or value_size >= o.shape[0] or part.axes or part.rows or part.transposed or others:
         return skipped("its heads can't be distinguished in its output")
     before = c.run(x)
-    held, rows = c.held[part.path], weights.head_size
+    held, rows = c.parameters[part.path], weights.head_size
     c.candidate.load({part.path: torch.cat((held[:rows].flip(0) * 1.5, held[rows:]))})
     try:
         after = c.run(x)
