@@ -361,7 +361,7 @@ class AttentionAdapter(Adapter):
         return self.arguments[role], form
 
     def without_masks(self, x: Inputs) -> dict[str, Inputs]:
-        """Return, by the argument of each mask of a call, the call without that mask."""
+        """Return the call without each of its masks, by the argument of the mask."""
         calls = {}
         if x.keep is not None:
             calls[self.mask_form("mask")[0]] = x.but(keep=None)

@@ -15,7 +15,6 @@ from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.candidates.forms import HEAD_LAYOUTS, rearrange
 from manyheads.checker.encodings import Encoding, Interleaved, Rotary, Sinusoidal
 from manyheads.checker.isolation.candidate import Call, Candidate
-from manyheads.checker.isolation.describe import Argument
 from manyheads.checker.isolation.errors import CandidateError
 from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.isolation.trees import top_tensors
@@ -249,16 +248,11 @@ class RotaryAdapter(EncodingAdapter):
         oracle = Rotary()
         oracle.x, oracle.width = x, self.width
         table = oracle.angles().repeat(1, 2).to(torch.float32)
-        values = dict(zip(self.vectors, vectors or (x.query, x.key), strict=False))
-
-        def value(arg: Argument) -> Any:
-            if arg.name in self.vectors:
-                return rearrange(values[arg.name], HEAD_LAYOUTS[0], self.head_layout).contiguous()
-            if arg.name in POSITIONS:
-                return torch.arange(x.t)
-            return {"cos": table.cos(), "sin": table.sin()}.get(arg.name, x.t)
-
-        return [value(arg) for arg in self.required]
+        values: dict[str, Any] = dict.fromkeys(LENGTH_NAMES, x.t) | {"cos": table.cos(), "sin": table.sin()}
+        values |= dict.fromkeys(POSITIONS, torch.arange(x.t))
+        for name, vector in zip(self.vectors, vectors or (x.query, x.key), strict=False):
+            values[name] = rearrange(vector, HEAD_LAYOUTS[0], self.head_layout).contiguous()
+        return [values[arg.name] for arg in self.required]
 
     def run(self, x: Inputs, strict: bool = True, **options: Any) -> Outputs:
         """Rotate queries and keys, in two calls if the candidate takes one vector."""

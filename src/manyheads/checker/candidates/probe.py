@@ -1,4 +1,4 @@
-"""Build the adapter of a candidate, and find by calls what names leave open: layouts, masks, causality.
+"""Build the adapter of a candidate, and find by calls its layout, its masks and its causality.
 
 The calls show what a candidate accepts, and which inputs affect which outputs. The checker never chooses an
 option because the values are right with it.

@@ -255,7 +255,7 @@ class BorrowedCandidate(Candidate):
 
 
 def call_factory(target: Any) -> Any:
-    """Return the target, or what it returns if it is a factory."""
+    """Return the target, or if it is a factory, the object that it returns."""
     if isinstance(target, type) or not inspect.isfunction(target):
         if callable(target):
             return target

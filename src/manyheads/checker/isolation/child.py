@@ -27,7 +27,7 @@ KINDS: dict[str, Kind] = {"import": "import", "build": "init"}
 
 def main() -> None:
     """Answer requests until the checker closes the pipe."""
-    import fcntl  # not on Windows, where no such process is started
+    import fcntl  # Windows has no such module, and CandidateProcess raises an error there
 
     pipes = [int(descriptor) for descriptor in sys.argv[1:3]]
     requests, answers = (fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, HIGH) for pipe in pipes)

@@ -189,7 +189,7 @@ class Snapshot:
                 tensor.grad = grad
 
         self._others.append(write_flags)
-        self._views.append(_class_writer(tensor))  # a lazy parameter changes its class with its shape
+        self._keep_attribute(tensor, "__class__")  # a lazy parameter changes its class with its shape
 
     def _keep_values(self, tensor: Tensor) -> None:
         """Keep a tensor's view of its storage, and the bytes there."""
@@ -256,7 +256,7 @@ class Snapshot:
                 methods = (slot.__get__, slot.__set__, slot.__delete__)
                 yield self._keep_value(*(partial(method, value) for method in methods))
         if isinstance(value, nn.Module):
-            self._others.append(_class_writer(value))  # a lazy module changes its class with its shapes
+            self._keep_attribute(value, "__class__")  # a lazy module changes its class with its shapes
         if isinstance(value, torch.jit.ScriptModule):  # its tensors aren't among its attributes
             yield from (*value.parameters(), *value.buffers())
         yield cls
@@ -296,17 +296,6 @@ def _global_state() -> Callable[[], None]:
         restore_globals(settings)
         for set_state, state in states:
             set_state(state)
-
-    return write
-
-
-def _class_writer(value: Any) -> Callable[[], None]:
-    """Return a function that restores the class of an object."""
-    cls = type(value)
-
-    def write() -> None:
-        if type(value) is not cls:
-            value.__class__ = cls
 
     return write
 
