@@ -21,7 +21,7 @@ from manyheads.checker.isolation.trees import top_tensors
 from manyheads.checker.oracle import Inputs, Oracle, Outputs, largest_difference
 from manyheads.shapes import sizes
 
-REPEATS = 64  # calls to average over, because dropout may be on
+SEEDS = range(64)  # of the calls whose outputs are averaged, because dropout may be on
 LENGTHS = (1, 7, 33, 2, 9, 21)  # sequence lengths of the scenarios, chosen by their seeds
 # The names of arguments that hold positions, a length, and vectors.
 POSITIONS = ("positions", "position", "pos", "position_ids", "offsets", "indices")
@@ -126,9 +126,9 @@ class TableAdapter(EncodingAdapter):
             self.notes.append("returns its encoding alone")
 
     def _mean_output(self, x: Tensor) -> Tensor:
-        """Return the output for x `[b, t, e]`, averaged over several calls because dropout may be on."""
+        """Return the output for x `[b, t, e]`, averaged over several seeds because dropout may be on."""
         x = self._to_layout(x)
-        outputs = self.candidate.call(Call(args=(x,), repeat=REPEATS)).output
+        outputs = [self.candidate.call(Call(args=(x,), seed=seed)).output for seed in SEEDS]
         tensors = [tensor for output in outputs for tensor in top_tensors(output)[:1]]
         if not tensors or tensors[0].dim() not in (2, 3) or tensors[0].shape[-1] != self.width:
             got = sizes(tensors[0]) if tensors else "no tensor"

@@ -51,11 +51,10 @@ class Call:
         dtype: A dtype to which a copy of the module and every floating argument are cast.
         compiled: Whether to call it through torch.compile.
         seed: The random seed.
-        repeat: The number of calls after one seed; if it isn't 1, the output is the list of outputs.
         memory: Whether to measure the peak of memory.
 
     Raises:
-        ValueError: For gradients without a cotangent, or of several calls.
+        ValueError: For gradients without a cotangent.
     """
 
     args: tuple[Any, ...] = ()
@@ -66,14 +65,11 @@ class Call:
     dtype: torch.dtype | None = None
     compiled: bool = False
     seed: int = 0
-    repeat: int = 1
     memory: bool = False
 
     def __post_init__(self) -> None:
         if self.grads and self.cotangent is None:
             raise ValueError(f"grads {self.grads} need a cotangent, the gradient of the output.")
-        if self.repeat < 1 or (self.repeat > 1 and self.cotangent is not None):
-            raise ValueError(f"Expected repeat to be at least 1, and 1 with a cotangent, got {self.repeat}.")
 
 
 @dataclass(frozen=True)
@@ -213,17 +209,17 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
                 devnull = stack.enter_context(open(os.devnull, "w", encoding="utf-8", errors="replace"))
                 stack.enter_context(contextlib.redirect_stdout(devnull))
                 resident = reset_peak() if call.memory else None
-                outputs = [function(*args, **kwargs) for _ in range(call.repeat)]
-                grads, weight_grads = run_backward(outputs[0], call, passed, candidate)
+                output = function(*args, **kwargs)
+                grads, weight_grads = run_backward(output, call, passed, candidate)
                 peak = None if resident is None else max(0, read_peak() - resident)
                 changed = [*state.changes()]
-                outputs = [to_tree(output) for output in outputs]
+                output = to_tree(output)
             except CandidateError:
                 raise
             except (Exception, SystemExit) as error:
                 raise describe_exception("call", f"calling {name}", error) from None
         changed += [Change("argument", path) for path, x in passed.items() if not is_same(x, originals[path])]
-        return Answer(outputs[0] if call.repeat == 1 else outputs, grads, weight_grads, tuple(changed), peak)
+        return Answer(output, grads, weight_grads, tuple(changed), peak)
 
     def close(self) -> None:
         """Do nothing; subclasses restore the object."""

@@ -143,13 +143,15 @@ def read_signature(function: Callable[..., Any], bound: bool) -> tuple[Argument,
         parameters = parameters[1:]
     return tuple(
         Argument(
-            name=p.name,
-            kind=KINDS[p.kind],
-            required=p.default is p.empty and "VAR" not in p.kind.name,
-            default=None if p.default is p.empty else plain_default(p.default),
-            annotation="" if p.annotation is p.empty else annotation_text(p.annotation),
+            name=parameter.name,
+            kind=KINDS[parameter.kind],
+            required=parameter.default is parameter.empty and "VAR" not in parameter.kind.name,
+            default=None if parameter.default is parameter.empty else plain_default(parameter.default),
+            annotation=""
+            if parameter.annotation is parameter.empty
+            else annotation_text(parameter.annotation),
         )
-        for p in parameters
+        for parameter in parameters
     )
 
 
