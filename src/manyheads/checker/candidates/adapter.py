@@ -71,27 +71,27 @@ class Adapter:
         self.layout = options.layout or "batch"
 
     def _build(self, init: Mapping[str, Any], same_width: bool) -> Description:
-        d = self.candidate.describe()
-        if d.type != "class":
+        description = self.candidate.describe()
+        if description.type != "class":
             if init:
-                raise Unclear(f"{d.name} is built already. Leave out --init {', '.join(init)}.")
-            return d
-        self.init = fill_arguments(d, init, same_width)
+                raise Unclear(f"{description.name} is built already. Leave out --init {', '.join(init)}.")
+            return description
+        self.init = fill_arguments(description, init, same_width)
         arguments = ", ".join(
             f"{name}={'Namespace(...)' if isinstance(x, dict) and '__namespace__' in x else repr(x)}"
             for name, x in self.init.items()
         )
         try:
-            d = self.candidate.build(self.init)
+            description = self.candidate.build(self.init)
         except CandidateError as error:
             if error.kind != "init":
-                raise Unclear(f"building {d.name}({arguments}): {error}") from None
+                raise Unclear(f"building {description.name}({arguments}): {error}") from None
             raise Unclear(
                 f"{error.reason}: it was built with {arguments or 'no arguments'}. Give others with --init."
             ) from None
         if self.init:
-            self.notes.append(f"built as {d.name}({arguments})")
-        return d
+            self.notes.append(f"built as {description.name}({arguments})")
+        return description
 
     # -- defined by subclasses ---------------------------------------------------------------------
 

@@ -17,14 +17,14 @@ MODEL_WIDTH, HEAD_WIDTH = "the model width", "the width of a head"
 HEADS, KEY_HEADS = "the number of heads", "the number of key heads"
 
 
-def find_kind(kind: str | None, d: Description) -> tuple[str, bool]:
+def find_kind(kind: str | None, description: Description) -> tuple[str, bool]:
     """Return (kind, guessed): the kind that the user gave, or the kind that names and arguments suggest."""
     if kind is not None:
         if kind not in KINDS:
             raise Unclear(f"Expected --like {', '.join(KINDS)} or classic.MODULE.CLASS, got {kind!r}.")
         return kind, False
-    name = d.name.lower()
-    arguments = [arg for arg in d.call if arg.is_named]
+    name = description.name.lower()
+    arguments = [arg for arg in description.call if arg.is_named]
     roles = {names.argument_role(arg.name) for arg in arguments} - {None}
     required = [arg for arg in arguments if arg.required]
     is_qkv = {"query", "key", "value"} <= roles
@@ -35,10 +35,10 @@ def find_kind(kind: str | None, d: Description) -> tuple[str, bool]:
         return "positional", True
     if "module" in roles and is_qkv:
         return "hf", True
-    if is_qkv or (not d.torch_module and len(required) == 3):
-        if not d.torch_module or not (d.parameters or d.init):
+    if is_qkv or (not description.torch_module and len(required) == 3):
+        if not description.torch_module or not (description.parameters or description.init):
             return ("sdpa" if len({"dropout", "causal", "mask"} & roles) >= 2 else "attention"), True
-        if d.type == "module" and not d.parameters:
+        if description.type == "module" and not description.parameters:
             return "attention", True
         is_torch = {"padding", "weights"} <= roles or "average" in roles
         return ("torch-mha" if is_torch else "multihead"), True
@@ -46,7 +46,7 @@ def find_kind(kind: str | None, d: Description) -> tuple[str, bool]:
         return "cross", True
     if required:
         return "self", True
-    signature = f"{d.name}({', '.join(arg.name for arg in d.call)})"
+    signature = f"{description.name}({', '.join(arg.name for arg in description.call)})"
     raise Unclear(f"{signature} doesn't look like attention or positions. Give --like ({', '.join(KINDS)}).")
 
 
@@ -73,11 +73,13 @@ def parse_arguments(text: str) -> dict[str, Any]:
     )
 
 
-def fill_arguments(d: Description, init: Mapping[str, Any], same_width: bool = False) -> dict[str, Any]:
+def fill_arguments(
+    description: Description, init: Mapping[str, Any], same_width: bool = False
+) -> dict[str, Any]:
     """Return the user's constructor arguments, with values from the table for required ones.
 
     Args:
-        d: The class.
+        description: The class.
         init: The user's arguments.
         same_width: Whether all widths of the model are equal, and the width of a head is its share.
 
@@ -87,12 +89,12 @@ def fill_arguments(d: Description, init: Mapping[str, Any], same_width: bool = F
     Raises:
         Unclear: If the class has no such argument, or requires one that the table doesn't contain.
     """
-    known = [arg.name for arg in d.init or ()]
+    known = [arg.name for arg in description.init or ()]
     unknown = [name for name in init if name not in known]
-    if unknown and not any(arg.kind == "var_keyword" for arg in d.init or ()):
+    if unknown and not any(arg.kind == "var_keyword" for arg in description.init or ()):
         listed = ", ".join(known) or "none"
-        raise Unclear(f"{d.name} has no constructor argument {unknown[0]!r}, only {listed}.")
-    arguments = [arg for arg in d.init or () if arg.is_named]
+        raise Unclear(f"{description.name} has no constructor argument {unknown[0]!r}, only {listed}.")
+    arguments = [arg for arg in description.init or () if arg.is_named]
     meanings = {arg.name: names.constructor_value(arg.name) for arg in arguments}
     if any(meaning == MODEL_WIDTH for name, (meaning, _) in meanings.items() if name != "d"):
         meanings["d"] = names.constructor_value("d_k")  # next to another width it is a head's
@@ -113,7 +115,7 @@ def fill_arguments(d: Description, init: Mapping[str, Any], same_width: bool = F
             filled[arg.name] = {"__namespace__": attributes}
         elif arg.required:
             raise Unclear(
-                f"{d.name} needs {arg.name!r}, a name that the table doesn't have. "
+                f"{description.name} needs {arg.name!r}, a name that the table doesn't have. "
                 f"Give it with --init '{arg.name}=...'."
             )
     return filled

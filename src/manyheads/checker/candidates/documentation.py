@@ -29,10 +29,12 @@ LETTERS = {  # of axes, by their names in documentation
 }
 
 
-def read_documentation(d: Description) -> str:
+def read_documentation(description: Description) -> str:
     """Return the docstrings of the class, its methods and its file, without links."""
-    nodes = [node for node in ast.walk(parse(d.source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    texts = [d.doc, d.module_doc, *(ast.get_docstring(node) or "" for node in nodes)]
+    nodes = ast.walk(parse(description.source))
+    documented = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    docstrings = [ast.get_docstring(node) or "" for node in documented]
+    texts = [description.doc, description.module_doc, *docstrings]
     return re.sub(r"\]\(\S+\)|\w+://\S+", "", "\n".join(texts))
 
 
@@ -115,7 +117,7 @@ def says_averaged(text: str) -> bool:
     return bool(re.search(pattern, text, re.I)) and not is_each_head
 
 
-def documented_layout(d: Description, text: str) -> str | None:
+def documented_layout(description: Description, text: str) -> str | None:
     """Return "batch" or "sequence" if documentation or the unpacking of a shape in code says so, or None."""
     batch, tokens = r"(?:b|n|batch\w*|bsz|bs)", r"(?:t|l|s|seq\w*|tgt\w*|length|len|tokens|n_tokens)"
     for layout, first, second in (("sequence", tokens, batch), ("batch", batch, tokens)):
@@ -124,28 +126,28 @@ def documented_layout(d: Description, text: str) -> str | None:
     if re.search(r"batch_first\s*=\s*True|batch[- ]first", text, re.I):
         return "batch"
     first, second = r"\b(?:seq\w*|t|T|L|tgt_len|length|n_tokens)", r"(?:b|B|N|batch\w*|bsz|bs)\b"
-    is_unpacked = re.search(first + r"\s*,\s*" + second + r"[^=\n]*=\s*\w+\.(?:shape|size)", d.source)
-    return "sequence" if is_unpacked else None
+    unpacking = first + r"\s*,\s*" + second + r"[^=\n]*=\s*\w+\.(?:shape|size)"
+    return "sequence" if re.search(unpacking, description.source) else None
 
 
-def causal_reason(d: Description, text: str) -> str | None:
+def causal_reason(description: Description, text: str) -> str | None:
     """Return the reason why a candidate without a causal argument is causal, or None.
 
     If it takes a mask, its documentation may mention causal masks that callers pass, so it isn't a reason.
     """
-    if re.search(r"causal|masked_?(self|multi|attention)|autoregress|decoder", d.name, re.I):
+    if re.search(r"causal|masked_?(self|multi|attention)|autoregress|decoder", description.name, re.I):
         return "its name"
-    for name in d.buffers:
+    for name in description.buffers:
         if re.search(r"tril|causal|triangle|(^|\.)(bias|mask|attn_mask)$", name):
             return f"its buffer {name}"
-    roles = {names.argument_role(arg.name) for arg in d.call}
+    roles = {names.argument_role(arg.name) for arg in description.call}
     if not {"mask", "padding"} & roles:
         mentions = r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead"
         if re.search(mentions, text, re.I):
             return "its documentation"
         if "past" in roles:
             return "its cache of earlier keys"
-    return "the triangle in its code" if makes_triangle(parse(d.source)) else None
+    return "the triangle in its code" if makes_triangle(parse(description.source)) else None
 
 
 def makes_triangle(node: ast.AST) -> bool:

@@ -105,11 +105,13 @@ class Projections:
         return counts | dict.fromkeys(biases, 4) | ({} if self.sink is None else {self.sink: 1})
 
 
-def find_projections(d: Description, init: Mapping[str, Any], layers: Mapping[str, str]) -> Projections:
+def find_projections(
+    description: Description, init: Mapping[str, Any], layers: Mapping[str, str]
+) -> Projections:
     """Find the parameters of each role.
 
     Args:
-        d: The module.
+        description: The module.
         init: Its constructor arguments.
         layers: The names of layers that the user gave, by role.
 
@@ -119,41 +121,42 @@ def find_projections(d: Description, init: Mapping[str, Any], layers: Mapping[st
     Raises:
         Unclear: If a role has no weight, or the number of heads isn't known.
     """
-    shapes, projections = d.parameters, Projections()
+    shapes, projections = description.parameters, Projections()
     weight, bias = assign_roles(shapes, layers, projections)
     if "qkv" in weight and "q" in weight:
         projections.unused += weight.pop("qkv")
-    heads = count_heads(d, HEADS, init)
+    heads = count_heads(description, HEADS, init)
     per_head = max((len(paths) for role, paths in weight.items() if role in "qkv"), default=1)
     if per_head > 1:
         heads = per_head
     cubes = [shapes[path] for paths in weight.values() for path in paths if len(shapes[path]) == 3]
     if cubes and heads is None:
         heads = common_size(cubes)
-    if heads is None and re.search(r"multi", d.name, re.I):
+    if heads is None and re.search(r"multi", description.name, re.I):
         raise Unclear(
-            f"{d.name} has several heads by its name, and none of its attributes says how many "
-            f"({', '.join(d.attributes) or 'it has none'}). Store the number as self.num_heads."
+            f"{description.name} has several heads by its name, and none of its attributes says how many "
+            f"({', '.join(description.attributes) or 'it has none'}). Store the number as self.num_heads."
         )
     projections.heads, projections.heads_known = heads or 1, heads is not None
-    key_heads = count_heads(d, KEY_HEADS, init)
+    key_heads = count_heads(description, KEY_HEADS, init)
     is_grouped = key_heads and projections.heads % key_heads == 0
     projections.key_heads = key_heads if key_heads and is_grouped else projections.heads
     for role, paths in weight.items():
-        views = [view_weight(path, shapes[path], d, role, projections, init) for path in paths]
+        views = [view_weight(path, shapes[path], description, role, projections, init) for path in paths]
         projections.weight |= split_packed(role, views, projections, shapes)
     for role, paths in bias.items():
         projections.bias |= split_packed(role, [ParameterView(path) for path in paths], projections, shapes)
     missing = " and ".join(role for role in "qkv" if role not in projections.weight)
     if missing and not shapes:
         raise Unclear(
-            f"{d.name} has no parameters, so it isn't a layer with projections. "
+            f"{description.name} has no parameters, so it isn't a layer with projections. "
             "Give its kind with --like (attention, positional, rotary, …)."
         )
     if missing:
         listed = ", ".join(f"{path} {list(shape)}" for path, shape in shapes.items())
         raise Unclear(
-            f"Found no weights for {missing} among the parameters of {d.name} ({listed}). {NAME_WEIGHTS}"
+            f"Found no weights for {missing} among the parameters of {description.name} ({listed}). "
+            f"{NAME_WEIGHTS}"
         )
     if key_heads is None and not any(view.axes for view in projections.weight["q"]):
         empty = {path: torch.empty(shape, device="meta") for path, shape in shapes.items()}
@@ -217,13 +220,13 @@ def find_listed(shapes: Shapes) -> dict[str, tuple[str, str, None]]:
     }
 
 
-def count_heads(d: Description, meaning: str, init: Mapping[str, Any]) -> int | None:
+def count_heads(description: Description, meaning: str, init: Mapping[str, Any]) -> int | None:
     """Return a number of heads that an attribute or a constructor argument gives, or None.
 
     `meaning` is HEADS or KEY_HEADS, an entry of the table of constructor arguments.
     """
-    defaults = {arg.name: arg.default for arg in d.init or () if not arg.required}
-    values = {**defaults, **init, **d.attributes}
+    defaults = {arg.name: arg.default for arg in description.init or () if not arg.required}
+    values = {**defaults, **init, **description.attributes}
     counts = {name: n for name, n in values.items() if type(n) is int and n > 0}
     known = [name for name in names.CONSTRUCTOR[meaning][1] if name in counts]
     if meaning == HEADS:
@@ -243,7 +246,7 @@ def common_size(shapes: list[tuple[int, ...]]) -> int | None:
 def view_weight(
     path: str,
     shape: tuple[int, ...],
-    d: Description,
+    description: Description,
     role: str,
     projections: Projections,
     init: Mapping[str, Any],
@@ -264,7 +267,7 @@ def view_weight(
             e, other = other, e
         letters = {h: "h", e: "e", other: "d"}
         return ParameterView(path, axes="".join(letters[axis] for axis in range(3)))
-    owner = d.layers.get(path.rpartition(".")[0], "")
+    owner = description.layers.get(path.rpartition(".")[0], "")
     is_raw = owner not in ("Linear", "NonDynamicallyQuantizableLinear", "LazyLinear")
     is_named_weight = path.endswith(("_weight", ".weight"))
     return ParameterView(path, transposed=owner == "Conv1D" or (is_raw and not is_named_weight))

@@ -43,8 +43,9 @@ def open_adapter(candidate: Candidate | CandidateProcess, options: Options) -> A
     try:
         return fit(AttentionAdapter(candidate, options))
     except Unclear as error:
-        d = candidate.describe()
-        if d.type != "class" or fill_arguments(d, options.init) == fill_arguments(d, options.init, True):
+        description, init = candidate.describe(), options.init
+        is_class = description.type == "class"
+        if not is_class or fill_arguments(description, init) == fill_arguments(description, init, True):
             raise
         try:
             adapter = fit(AttentionAdapter(candidate, options, same_width=True))

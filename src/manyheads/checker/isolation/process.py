@@ -159,7 +159,7 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
 
     def _send(self, data: memoryview) -> int:
         """Write some of these bytes to the process, and return how many."""
-        self._wait(self._out)
+        self._wait([], [self._out])
         try:
             return os.write(self._out, data[: select.PIPE_BUF])  # more could block
         except BrokenPipeError:
@@ -167,18 +167,13 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
 
     def _receive(self, count: int) -> bytes:
         """Read at least one and at most `count` bytes from the process."""
-        self._wait(self._in)
+        self._wait([self._in], [])
         return os.read(self._in, count) or self._raise_crash()
 
-    def _wait(self, pipe: int) -> None:
-        """Wait until the pipe is ready, and check the limits of the process meanwhile."""
-
-        def is_ready(seconds: float) -> bool:
-            pipes = ([pipe], []) if pipe == self._in else ([], [pipe])
-            return any(select.select(*pipes, [], seconds))
-
+    def _wait(self, readable: list[int], writable: list[int]) -> None:
+        """Wait until a pipe is readable or writable, and check the limits of the process meanwhile."""
         while True:
-            ready = is_ready(POLL)
+            ready = any(select.select(readable, writable, [], POLL))
             now = time.monotonic()
             if now >= self._next_check:
                 self._next_check = now + POLL
@@ -186,7 +181,7 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
             if ready:
                 return
             # The pipe may still be open after the process ended, in a process that the candidate forked.
-            if self._process.poll() is not None and not is_ready(0):
+            if self._process.poll() is not None and not any(select.select(readable, writable, [], 0)):
                 self._raise_crash()
 
     def _check_limits(self, now: float) -> None:
