@@ -225,8 +225,10 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
 
     def _tail(self) -> str:
         """Return the end of the process's standard output and error."""
-        with contextlib.suppress(OSError):
-            return self._output.read_bytes()[-4 * TAIL :].decode(errors="replace")[-TAIL:].strip()
+        # The process may still be writing, so a read until the end of the file might not end.
+        with contextlib.suppress(OSError), self._output.open("rb") as file:
+            file.seek(max(0, self._output.stat().st_size - 4 * TAIL))
+            return file.read(4 * TAIL).decode(errors="replace")[-TAIL:].strip()
         return ""
 
 
