@@ -16,9 +16,9 @@ from manyheads.checker.oracle import Inputs, Oracle, Outputs, largest_difference
 
 
 class Encoding(Oracle):
-    """The steps that both encodings share. `width` is e of a table, d of a head."""
+    """The steps that both encodings share. `width` is the width e of a table, or d of a head."""
 
-    tolerance = 2e-4  # absolute: float32 rounds angles of some hundred radians this coarsely
+    tolerance = 2e-4  # absolute: the error of float32 for angles of some hundred radians
     base = 10000.0
 
     x: Inputs
@@ -30,15 +30,15 @@ class Encoding(Oracle):
         return Outputs(self.encode())
 
     def encode(self) -> Tensor:
-        """Return what the candidate should return."""
+        """Return the right output."""
         raise NotImplementedError
 
     def positions(self) -> Tensor:
-        """Return the positions `[t]`, counted from 0."""
+        """Return the positions 0, 1, …: `[t]`."""
         return torch.arange(self.x.t, dtype=torch.float64)
 
     def exponents(self) -> Tensor:
-        """Return the exponent of each pair's wavelength, 2i/e: `[e/2]`."""
+        """Return the exponent 2i/e of each pair's wavelength, `[e/2]`."""
         return torch.arange(0, self.width, 2, dtype=torch.float64) / self.width
 
     def angles(self) -> Tensor:
@@ -94,7 +94,7 @@ class Rotary(Encoding):
         return first, second
 
     def join_pairs(self, first: Tensor, second: Tensor) -> Tensor:
-        """Put the entries of all pairs back where they were."""
+        """Undo `split_pairs`."""
         return torch.cat((first, second), -1)
 
     def rotate_pair(self, x1: Tensor, x2: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,10 +120,10 @@ class Rotary(Encoding):
 
 
 class Interleaved(Rotary):
-    """The other convention, equally right: a pair is entries 2n and 2n + 1."""
+    """Rotary encodings in the other convention, which is equally right: a pair is entries 2n and 2n + 1."""
 
     def split_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the entries at even and at odd places."""
+        """Return the entries with even and with odd numbers."""
         return x[..., 0::2], x[..., 1::2]
 
     def join_pairs(self, first: Tensor, second: Tensor) -> Tensor:
@@ -132,5 +132,5 @@ class Interleaved(Rotary):
 
 
 def interleave(even: Tensor, odd: Tensor) -> Tensor:
-    """Return `[..., 2n]` with `even` at even and `odd` at odd places."""
+    """Return `[..., 2n]`, in which entries of `even` and `odd` alternate."""
     return torch.stack((even, odd), -1).flatten(-2)

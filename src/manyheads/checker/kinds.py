@@ -1,4 +1,4 @@
-"""`--like classic.MODULE.CLASS`: compares a candidate with our own class of that name, with equal weights."""
+"""`--like classic.MODULE.CLASS`: compare a candidate with a class of `manyheads.classic`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from manyheads.checker.checks.registry import Check, failed, judge, skipped
 from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import largest_difference
 
-# The kind and the layout of each textbook class; the others take modules or heads, and are checked as such.
+# The kind and the layout of each class that a candidate can be compared with.
 CLASSES: dict[str, tuple[str, str | None]] = {
     "annotated.MultiHeadAttention": ("multihead", "sequence"),
     "components.SelfAttention": ("self", "batch"),
@@ -32,7 +32,7 @@ CLASSES: dict[str, tuple[str, str | None]] = {
 
 @dataclass(frozen=True)
 class Classic:
-    """One of our textbook classes, its kind and its layout."""
+    """A textbook class of `manyheads.classic`, its kind and its layout."""
 
     name: str
     kind: str
@@ -41,7 +41,17 @@ class Classic:
 
 
 def find_classic(kind: str) -> Classic:
-    """Return the class that `classic.MODULE.CLASS` names; Unclear if there is none."""
+    """Return a textbook class.
+
+    Args:
+        kind: Its name, as "classic.MODULE.CLASS".
+
+    Returns:
+        The class, its kind and its layout.
+
+    Raises:
+        Unclear: If there is no such class.
+    """
     name = kind.removeprefix("classic.")
     if name not in CLASSES:
         raise Unclear(f"Expected --like classic.MODULE.CLASS with one of {', '.join(CLASSES)}, got {kind!r}.")
@@ -50,32 +60,32 @@ def find_classic(kind: str) -> Classic:
     return Classic(kind, *CLASSES[name], target)
 
 
-def compare_with_classic(c: Adapter, classic: Classic) -> Check:
-    """Call the candidate as our class is called, and compare the outputs."""
+def compare_with_classic(adapter: Adapter, classic: Classic) -> Check:
+    """Compare the candidate's parameters and output with those of our class, with equal weights."""
     if not inspect.isclass(classic.target):
         return skipped("it is a function, compared by its values")
     try:
-        bound = inspect.signature(classic.target).bind(**c.init)
+        bound = inspect.signature(classic.target).bind(**adapter.init)
         with torch.random.fork_rng(devices=[]):
             ours = cast(nn.Module, classic.target(*bound.args, **bound.kwargs)).eval()
     except TypeError:
         expected = ", ".join(inspect.signature(classic.target).parameters)
         return skipped(f"its constructor takes other arguments than {expected}, so only values are compared")
     parameters = dict(ours.named_parameters())
-    held = c.candidate.weights()
-    if any(path not in held or held[path].shape != x.shape for path, x in parameters.items()):
+    weights = adapter.candidate.weights()
+    if any(path not in weights or weights[path].shape != x.shape for path, x in parameters.items()):
         listed = ", ".join(f"{path} {list(x.shape)}" for path, x in parameters.items())
         return failed(f"its parameters must have our names and shapes: {listed}.")
-    x = c.draw(torch.Generator().manual_seed(51), 2, 5, 7).but(need_weights=False)
+    x = adapter.draw(torch.Generator().manual_seed(51), 2, 5, 7).but(need_weights=False)
     try:
-        got, call = c.run(x), c.call(x)
+        got, call = adapter.run(x), adapter.call(x)
         with torch.no_grad():
             for path, parameter in parameters.items():
-                parameter.copy_(held[path])
-            expected_out = c.read(ours(*call.args, **call.kwargs), x).out
+                parameter.copy_(weights[path])
+            expected_out = adapter.read(ours(*call.args, **call.kwargs), x).out
     except (UnexpectedOutput, TypeError, ValueError) as raised:
         return failed(f"it isn't called as ours is: {raised}")
     except CodeError as raised:
         return failed(str(raised))
-    error, allowed = largest_difference(got.out, expected_out), 2 * c.allowed_error(x)
+    error, allowed = largest_difference(got.out, expected_out), 2 * adapter.allowed_error(x)
     return judge(error, allowed, "", "it differs from ours.")

@@ -1,11 +1,11 @@
-"""The oracle: attention in small steps, each of which a bug can override.
+"""The oracle: attention in small steps, which bugs override.
 
     project → split_heads → repeat_heads → dot_product · scale → add_bias → mask_scores
         → softmax → mask_weights → dropout → mix → merge_heads → project_output
 
 It is written for clarity and independently of the kernels; tests compare it with `manyheads.attention`.
-The positional encodings in `encodings` are oracles too. Letters as everywhere: b batch, h heads, g key heads,
-t queries, s keys, d head size, e model width.
+The positional encodings in `encodings` are oracles too. Shapes have the letters of the library: b batch,
+h heads, g key heads, t queries, s keys, d head size, e model width.
 """
 
 from __future__ import annotations
@@ -23,20 +23,26 @@ ROLES = ("q", "k", "v", "o")
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a module by role: `weight[role]` is `[out, in]`, `bias[role]` `[out]` or absent.
+    """The parameters of a module.
 
-    Heads are contiguous in the outputs of q, k and v and in the input of o.
+    Attributes:
+        heads: The number of query heads.
+        key_heads: The number of key heads.
+        weight: The weights by role, `[out, in]`. The outputs of q, k and v and the input of o are ordered
+            `[heads, head size]`.
+        bias: The biases by role, `[out]`.
+        sink: The sink's logits, `[h]`.
     """
 
     heads: int
     key_heads: int
     weight: Mapping[str, Tensor]
     bias: Mapping[str, Tensor] = field(default_factory=dict)
-    sink: Tensor | None = None  # [h]
+    sink: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Weights:
         """Return the weights with each tensor changed."""
-        weight, bias = ({role: change(x) for role, x in part.items()} for part in (self.weight, self.bias))
+        weight, bias = ({role: change(x) for role, x in each.items()} for each in (self.weight, self.bias))
         return replace(self, weight=weight, bias=bias, sink=None if self.sink is None else change(self.sink))
 
     def to(self, dtype: torch.dtype) -> Weights:
@@ -50,7 +56,7 @@ class Weights:
 
     @property
     def out_width(self) -> int:
-        """The width of the output: that of o, or of the merged heads."""
+        """The width of the output projection, or without one of the merged heads."""
         if "o" in self.weight:
             return self.weight["o"].shape[0]
         return self.weight["v"].shape[0] // self.key_heads * self.heads
@@ -58,10 +64,21 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call: `[b, t, e]` for a module with projections, `[b, h, t, d]` for a function of heads.
+    """The inputs of a call: `[b, t, e]` for a module with projections, `[b, h, t, d]` for a function.
 
-    keep is the mask, broadcasting to `[b, h, t, s]`, True = visible; padding `[b, s]`, True = a token. bias
-    is added to the scores. causal masks keys after position i + offset. sink is one logit per head.
+    Attributes:
+        query: The queries, or the tokens that they are projected from.
+        key: The keys, likewise.
+        value: The values, likewise.
+        keep: A mask that broadcasts to `[b, h, t, s]`, True = visible.
+        padding: A mask `[b, s]`, True = a token.
+        bias: A tensor that is added to the scores.
+        causal: Whether to mask keys after position i + offset for query i.
+        offset: The position of the first query.
+        scale: The factor of the scores; 1/√d if None.
+        sink: The sink's logits, `[h]`.
+        need_weights: Whether to return the weights.
+        average_weights: Whether to return their average over the heads.
     """
 
     query: Tensor
@@ -75,7 +92,7 @@ class Inputs:
     scale: float | None = None
     sink: Tensor | None = None
     need_weights: bool = False
-    average_weights: bool = False  # over the heads
+    average_weights: bool = False
 
     def but(self, **fields: Any) -> Inputs:
         """Return the same call with other fields."""
@@ -117,13 +134,18 @@ class Oracle:
     """A computation in steps, in the dtype of its inputs. A bug is a subclass that overrides steps.
 
     Args:
-        weights: the parameters, if there are any.
-        dtype: the candidate's, on which the effect of some bugs depends.
+        weights: The parameters, if there are any.
+        dtype: The candidate's dtype, on which the effect of some bugs depends.
+
+    Attributes:
+        noun: The name of the computation, for the report.
+        axes: The names of the output's axes, by the number of axes.
+        tolerance: The largest `difference` of outputs that are considered equal.
     """
 
-    noun: ClassVar[str]  # what it computes, for the report
-    axes: ClassVar[Mapping[int, tuple[str, ...]]]  # the names of the output's axes, by their number
-    tolerance: ClassVar[float]  # the largest `difference` at which outputs count as equal
+    noun: ClassVar[str]
+    axes: ClassVar[Mapping[int, tuple[str, ...]]]
+    tolerance: ClassVar[float]
 
     def __init__(self, weights: Weights | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.weights, self.dtype = weights, dtype
@@ -134,12 +156,12 @@ class Oracle:
 
     @staticmethod
     def difference(got: Tensor, expected: Tensor) -> float:
-        """Return how far an output is from the expected one, infinity for another shape."""
+        """Return the difference between an output and the expected output, infinity for another shape."""
         raise NotImplementedError
 
 
 class Attention(Oracle):
-    """Attention. The inputs `x` and the results of earlier steps are attributes while it runs."""
+    """Attention. During a call, the inputs `x` and the results of earlier steps are attributes."""
 
     noun = "attention"
     axes: ClassVar[Mapping[int, tuple[str, ...]]] = {
@@ -189,10 +211,11 @@ class Attention(Oracle):
 
     def project(self, role: str, x: Tensor) -> Tensor:
         """Apply the linear layer of a role."""
-        return linear(x, self.weight(role), self.bias(role))
+        bias = self.bias(role)
+        return x @ self.weight(role).mT if bias is None else x @ self.weight(role).mT + bias
 
     def compute_heads(self, role: str) -> Tensor:
-        """Return q `[b, h, t, d]`, or k or v `[b, g, s, d]`, projected and split in a module."""
+        """Return q `[b, h, t, d]`, or k or v `[b, g, s, d]`; a module projects its inputs and splits them."""
         x = self.source(role)
         if self.weights is None:
             return x
@@ -218,7 +241,7 @@ class Attention(Oracle):
         return self.q @ self.k.mT
 
     def default_scale(self) -> float:
-        """Return the scale of calls that give none."""
+        """Return the scale of calls without a scale."""
         return self.q.shape[-1] ** -0.5
 
     def scale(self) -> float:
@@ -252,7 +275,7 @@ class Attention(Oracle):
         return None if self.x.padding is None else self.x.padding[:, None, None]
 
     def combine_masks(self) -> Tensor | None:
-        """Return what all masks leave visible, or None without masks."""
+        """Return the conjunction of all masks, or None without masks."""
         visible = None
         for mask in (self.causal_mask(), self.given_mask(), self.padding_mask()):
             if mask is not None:
@@ -271,7 +294,7 @@ class Attention(Oracle):
         return None if sink is None else sink[:, None, None]
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Normalize over the keys and the sink; a fully masked row becomes NaN."""
+        """Normalize over the keys and the sink; the row of a query without visible keys becomes NaN."""
         sink = self.sink()
         if sink is None:
             return self.normalize(scores)
@@ -279,19 +302,19 @@ class Attention(Oracle):
         return self.normalize(with_sink)[..., :-1]
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """Apply the softmax itself."""
+        """Apply the softmax to scores that include the sink."""
         return scores.softmax(-1)
 
     def mask_weights(self, weights: Tensor) -> Tensor:
-        """Set masked weights to 0, so that a fully masked row has no weights."""
+        """Set masked weights to 0, also those of a query without visible keys."""
         return weights if self.visible is None else weights.masked_fill(~self.visible, 0.0)
 
     def dropout(self, weights: Tensor) -> Tensor:
-        """Drop weights; none in evaluation."""
+        """Return the weights; in evaluation, dropout has no effect."""
         return weights
 
     def returned_weights(self) -> Tensor:
-        """Return the weights to report, `[b, h, t, s]`."""
+        """Return the weights that a call returns on request, `[b, h, t, s]`."""
         return self.attention
 
     def average_weights(self, weights: Tensor) -> Tensor:
@@ -327,21 +350,17 @@ class Attention(Oracle):
         return largest_difference(got, expected) / max(float(finite.max()) if finite.numel() else 1.0, 1e-3)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x · weightᵀ + bias."""
-    return x @ weight.mT if bias is None else x @ weight.mT + bias
-
-
 def exact(weights: Weights | None, x: Inputs, oracle: type[Oracle] = Attention) -> Outputs:
-    """Run an oracle in float64 on these numbers."""
+    """Run an oracle in float64."""
     return oracle(None if weights is None else weights.to(torch.float64), x.query.dtype)(x.to(torch.float64))
 
 
 def allowed_error(weights: Weights | None, x: Inputs) -> float:
     """Return the largest error that rounding explains: 4 · plain + eps · (1 + max|score|) · A.
 
-    plain is what the same steps lose in the inputs' dtype, A the largest output of absolute values. This is
-    the error budget of this library doubled, because other implementations take the steps in another order.
+    plain is the error of the same steps in the inputs' dtype, A the largest output for absolute values of
+    weights and inputs. This is twice the error budget of this library, because other implementations compute
+    the steps in another order.
     """
     dtype = x.query.dtype
     plain = Attention(None if weights is None else weights.to(dtype), dtype)(x)
@@ -358,7 +377,7 @@ def allowed_error(weights: Weights | None, x: Inputs) -> float:
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest absolute difference: 0 of two NaNs or equal infinities, infinity of others."""
+    """Return the largest absolute difference: 0 for two NaNs or equal infinities, infinity for others."""
     a, b = a.to(torch.float64), b.to(torch.float64)
     if a.shape != b.shape:
         return math.inf

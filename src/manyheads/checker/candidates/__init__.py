@@ -1,1 +1,1 @@
-"""Reads what a candidate is and how to call it."""
+"""Adapters: find the kind of a candidate and how to call it."""

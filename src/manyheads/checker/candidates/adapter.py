@@ -1,4 +1,4 @@
-"""The base of adapters: a candidate that is built, called and compared in the terms of an oracle."""
+"""The base class of adapters, which build a candidate, call it and compare it with an oracle."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.oracle import Inputs, Oracle, Outputs, Weights, exact, largest_difference
 from manyheads.shapes import sizes
 
-B, T, S, D = 3, 5, 7, 6  # sizes to probe with; no two dimensions of an input are the same
+B, T, S, D = 3, 5, 7, 6  # sizes of test inputs; no two dimensions of an input are equal
 
 
 @dataclass(frozen=True)
 class Options:
-    """The kind of a candidate, whether it was guessed, and the other options of the user."""
+    """The kind of a candidate, whether it was guessed, and the user's other options."""
 
     kind: str
     guessed: bool
@@ -38,16 +38,16 @@ class Adapter:
     """A candidate and how to call it.
 
     Args:
-        candidate: what is called.
-        options: its kind, and the options of the user.
-        same_width: build it with the same width for queries, keys and values.
+        candidate: The code under test.
+        options: Its kind, and the user's options.
+        same_width: Build it with the same width for queries, keys and values.
 
     Attributes:
-        oracle: the oracle that it is compared with.
-        kind: its kind.
-        notes: the assumptions, for the report.
-        features: the inputs and outputs that it supports, such as "mask" or "weights".
-        convention: the steps in which it computes in another, equally right way.
+        oracle: The class of oracles to compare the candidate with.
+        kind: Its kind.
+        notes: The checker's assumptions, for the report.
+        features: The supported inputs and outputs, such as "mask" or "weights".
+        convention: The steps that the candidate computes in another, equally right way.
     """
 
     oracle: type[Oracle]
@@ -62,41 +62,45 @@ class Adapter:
         self.packings: list[Weights | None] = [None]  # the weights in each order in which they may be packed
         self.features: set[str] = set()
         self.convention: tuple[type[Oracle], ...] = ()
-        self.judged: set[str] = set()  # mask arguments on which a compared output depends
+        self.judged: set[str] = set()  # mask arguments that a compared output depends on
         self.last_error: CandidateError | None = None  # of `attempt`
-        self.ended: ProcessEnded | None = None  # why its process is gone
-        self.width_error = ""  # why different widths for queries, keys and values failed
-        self._build(options.init, same_width)
+        self.ended: ProcessEnded | None = None  # the error after which the process can't be called any more
+        self.width_error = ""  # the error with different widths for queries, keys and values
+        self.description: Description = self._build(options.init, same_width)
+        self.text = read_documentation(self.description)
         self.layout = options.layout or "batch"
 
-    def _build(self, init: Mapping[str, Any], same_width: bool) -> None:
-        d = self.candidate.describe()
-        if d.type == "class":
-            self.init = fill_arguments(d, init, same_width)
-            shown = ", ".join(f"{name}={short_repr(value)}" for name, value in self.init.items())
-            try:
-                d = self.candidate.build(self.init)
-            except CandidateError as error:
-                if error.kind != "init":
-                    raise Unclear(f"building {d.name}({shown}): {error}") from None
-                raise Unclear(
-                    f"{error.reason}: it was built with {shown or 'no arguments'}. Give others with --init."
-                ) from None
-            if self.init:
-                self.notes.append(f"built as {d.name}({shown})")
-        elif init:
-            raise Unclear(f"{d.name} is built already. Leave out --init {', '.join(init)}.")
-        self.d: Description = d
-        self.text = read_documentation(d)
+    def _build(self, init: Mapping[str, Any], same_width: bool) -> Description:
+        description = self.candidate.describe()
+        if description.type != "class":
+            if init:
+                raise Unclear(f"{description.name} is built already. Leave out --init {', '.join(init)}.")
+            return description
+        self.init = fill_arguments(description, init, same_width)
+        arguments = ", ".join(
+            f"{name}={'Namespace(...)' if isinstance(x, dict) and '__namespace__' in x else repr(x)}"
+            for name, x in self.init.items()
+        )
+        try:
+            description = self.candidate.build(self.init)
+        except CandidateError as error:
+            if error.kind != "init":
+                raise Unclear(f"building {description.name}({arguments}): {error}") from None
+            raise Unclear(
+                f"{error.reason}: it was built with {arguments or 'no arguments'}. Give others with --init."
+            ) from None
+        if self.init:
+            self.notes.append(f"built as {description.name}({arguments})")
+        return description
 
-    # -- defined by each kind ----------------------------------------------------------------------
+    # -- defined by subclasses ---------------------------------------------------------------------
 
     def draw(self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None) -> Inputs:
         """Return random inputs without masks."""
         raise NotImplementedError
 
     def scenarios(self, seed: int, s: int = S, t: int = T, b: int = B) -> dict[str, Inputs]:
-        """Return one input for each way in which the candidate can be called."""
+        """Return an input for each way in which the candidate can be called, by the name of the way."""
         raise NotImplementedError
 
     def call(self, x: Inputs, **options: Any) -> Call:
@@ -104,9 +108,18 @@ class Adapter:
         raise NotImplementedError
 
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
-        """Convert an output to the oracle's layout; UnexpectedOutput for one of another shape.
+        """Convert a candidate's output to the oracle's layout.
 
-        If `strict`, the last width and the shape of returned weights are checked too.
+        Args:
+            output: The value that the call returned.
+            x: The inputs of the call.
+            strict: Check the last width and the shape of returned weights too.
+
+        Returns:
+            The output, and the weights if there are any.
+
+        Raises:
+            UnexpectedOutput: If the output has another type, shape or dtype than expected.
         """
         raise NotImplementedError
 
@@ -114,18 +127,21 @@ class Adapter:
         """Return the largest error that rounding explains."""
         raise NotImplementedError
 
-    # -- calling -----------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def answer(self, x: Inputs, **options: Any) -> Answer:
         """Call the candidate."""
         return self.candidate.call(self.call(x, **options))
 
     def run(self, x: Inputs, strict: bool = True, **options: Any) -> Outputs:
-        """Call the candidate, and read its output."""
+        """Call the candidate, and convert its output."""
         return self.read(self.answer(x, **options).output, x, strict)
 
     def attempt(self, x: Inputs, strict: bool = False, **options: Any) -> Outputs | None:
-        """Run, or return None if the call raises or returns something else; a lost process still raises."""
+        """Run the candidate, or return None if its code raises or its output is unexpected.
+
+        If its process ends, that error is still raised.
+        """
         try:
             return self.run(x, strict, **options)
         except UnexpectedOutput:
@@ -135,7 +151,7 @@ class Adapter:
             return None
 
     def reject_call(self, error: CandidateError, x: Inputs) -> Unclear:
-        """Return the error of a candidate whose first call failed; raise one that isn't about this call."""
+        """Return the error for a candidate whose first call failed; raise errors with another cause."""
         if error.kind != "call" or error.is_exit:
             raise error
         if error.is_unwritten:
@@ -144,17 +160,21 @@ class Adapter:
         return Unclear(f"{error.reason}: it was called with {self.show_call(x)}. {fix}, or write an adapter.")
 
     def show_call(self, x: Inputs) -> str:
-        """Return the arguments of a call, tensors by their shapes."""
+        """Return the arguments of a call as text, tensors by their shapes."""
         call = self.call(x)
-        named = dict(zip((arg.name for arg in self.d.call), call.args, strict=False)) | call.kwargs
+        named = dict(zip((arg.name for arg in self.description.call), call.args, strict=False)) | call.kwargs
         return ", ".join(f"{n} {sizes(v) if isinstance(v, Tensor) else v}" for n, v in named.items())
+
+    @property
+    def positional(self) -> list[str]:
+        """The names of the arguments that are passed by position."""
+        return [arg.name for arg in self.description.call if arg.kind == "positional"]
 
     def argument_name(self, path: str) -> str:
         """Return the name of the argument at a path such as "0" or "mask"."""
-        names = [arg.name for arg in self.d.call if arg.kind == "positional"]
-        return names[int(path)] if path.isdigit() and int(path) < len(names) else path
+        return {str(n): name for n, name in enumerate(self.positional)}.get(path, path)
 
-    # -- comparing ---------------------------------------------------------------------------------
+    # -- comparison with the oracle ----------------------------------------------------------------
 
     @property
     def conventions(self) -> list[tuple[type[Oracle], ...]]:
@@ -180,7 +200,7 @@ class Adapter:
         return outputs
 
     def compare(self, x: Inputs, got: Outputs, expected: Outputs) -> tuple[float, float, str]:
-        """Return (error, allowed error, "output" or "weights"): of the output, if that isn't right."""
+        """Return (error, allowed error, "output"), or with "weights" if only the weights differ."""
         allowed = self.allowed_error(x)
         got, expected = self.ignore_padding(x, got), self.ignore_padding(x, expected)
         error = largest_difference(got.out, expected.out)
@@ -197,9 +217,4 @@ class Adapter:
         return error <= allowed
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
-        """If these outputs are wrong, take the convention in which they are right, if there is one."""
-
-
-def short_repr(value: Any) -> str:
-    """Return the repr of a constructor argument."""
-    return "Namespace(...)" if isinstance(value, dict) and "__namespace__" in value else repr(value)
+        """If these outputs are wrong, adopt the convention with which they are right, if there is one."""

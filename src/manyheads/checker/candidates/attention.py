@@ -1,8 +1,9 @@
-"""The adapter of attention: calls a layer or a function in the oracle's terms, whatever its layout."""
+"""The adapter for attention: calls a layer or a function with the oracle's inputs, in any layout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
 from manyheads.checker.candidates.documentation import is_mask
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import LAYOUTS, WEIGHT_LAYOUTS, MaskForm
-from manyheads.checker.candidates.parameters import NAME_THEM, find_projections, input_widths
+from manyheads.checker.candidates.forms import WEIGHT_LAYOUTS, MaskForm, rearrange
+from manyheads.checker.candidates.parameters import NAME_WEIGHTS, find_projections, input_widths
 from manyheads.checker.isolation.candidate import Call, Candidate
 from manyheads.checker.isolation.errors import CandidateError, CodeError
 from manyheads.checker.isolation.process import CandidateProcess
@@ -31,6 +32,7 @@ from manyheads.checker.oracle import (
 from manyheads.shapes import sizes
 
 SPREAD = 1.5  # of the random weights, so that scores differ by several units
+SEQUENCES = ("query", "key", "value")
 
 
 class AttentionAdapter(Adapter):
@@ -47,10 +49,10 @@ class AttentionAdapter(Adapter):
     ) -> None:
         super().__init__(candidate, options, same_width)
         self.head_layout = "[b, h, t, d]"  # without projections
-        self.forms: dict[str, tuple[str, MaskForm]] = {}  # feature → the argument's meaning, and its form
+        self.forms: dict[str, tuple[str, MaskForm]] = {}  # by feature, the mask's role and form
         self.always_causal = self.always_weights = self.always_averaged = False
-        self.ignores_padded_queries = False  # their outputs, which nothing reads, aren't compared
-        self.weight_layouts: dict[bool, str] = {}  # of returned weights, averaged or not, once it is known
+        self.ignores_padded_queries = False  # outputs of padded queries aren't compared
+        self.weight_layouts: dict[bool, str] = {}  # of returned weights, by whether they are averaged
         self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that take no form of mask
         self._assign_arguments()
         if options.kind in PROJECTED:
@@ -59,30 +61,30 @@ class AttentionAdapter(Adapter):
     # -- arguments and weights ---------------------------------------------------------------------
 
     def _assign_arguments(self) -> None:
-        """Map what arguments mean to their names."""
+        """Find the name of each role's argument."""
         self.arguments: dict[str, str] = {}
         unknown: list[str] = []
-        named = [arg for arg in self.d.call if arg.is_named]
+        named = [arg for arg in self.description.call if arg.is_named]
         for arg in named:
             role = names.argument_role(arg.name) or names.guess_mask_role(arg.name)
             if role == "mask" and isinstance(arg.default, bool):
-                role = "causal"  # a switch
+                role = "causal"  # the argument enables the causal mask
             if role is not None and role not in self.arguments:
                 self.arguments[role] = arg.name
             elif arg.required:
                 unknown.append(arg.name)
         hint = self.arguments.pop("causal", None) if self.kind == "torch-mha" else None
         self.mask_arguments = [
-            arg.name for arg in self.d.call if is_mask(arg, self.text) and arg.name not in unknown
+            arg.name for arg in named if is_mask(arg, self.text) and arg.name not in unknown
         ]
         if hint == "is_causal" and "mask" in self.arguments:
-            self.mask_arguments.remove(hint)  # PyTorch's hint about the mask, which says the same
+            self.mask_arguments.remove(hint)  # in PyTorch's layer, it only says what the mask contains
         used = {*self.arguments.values(), *unknown}
-        if left := [arg.name for arg in named if arg.name not in used]:
-            self.notes.append(f"left at their defaults: {', '.join(left)}")
-        self._name_sequences(unknown)
+        if unused := [arg.name for arg in named if arg.name not in used]:
+            self.notes.append(f"left at their defaults: {', '.join(unused)}")
+        self._assign_sequences(unknown)
 
-    def _name_sequences(self, unknown: list[str]) -> None:
+    def _assign_sequences(self, unknown: list[str]) -> None:
         """Find the arguments for queries, keys and values, or x and a context."""
         roles = self.arguments
         if "x" in roles and {"key", "value"} <= set(roles):
@@ -91,77 +93,76 @@ class AttentionAdapter(Adapter):
             roles["context"] = roles.pop("key")
         if "query" in roles and "value" not in roles and ("context" in roles or "key" not in roles):
             roles["x"] = roles.pop("query")
-        inputs = {"self": ["x"], "cross": ["x", "context"]}.get(self.kind, ["query", "key", "value"])
-        sequences = [role for role in ("query", "key", "value", "x", "context") if role in roles]
-        if unknown and len(unknown) + len(sequences) == len(inputs):
+        inputs = {"self": ("x",), "cross": ("x", "context")}.get(self.kind, SEQUENCES)
+        assigned = [role for role in (*SEQUENCES, "x", "context") if role in roles]
+        if unknown and len(unknown) + len(assigned) == len(inputs):
             free = [role for role in inputs if role not in roles]
             roles |= dict(zip(free, unknown, strict=False))
             unknown = unknown[len(free) :]
+        name = self.description.name
         if unknown:
             raise Unclear(
-                f"{self.d.name} needs the argument {unknown[0]!r}, which the checker doesn't know. Write an "
+                f"{name} needs the argument {unknown[0]!r}, which the checker doesn't know. Write an "
                 "adapter that takes q, k, v or x and calls it (docs/checker.md shows one), and check that."
             )
-        if self.kind == "self" and {"query", "key", "value"} <= set(roles):
-            self.kind, inputs = "multihead", ["query", "key", "value"]
+        if self.kind == "self" and set(SEQUENCES) <= set(roles):
+            self.kind, inputs = "multihead", SEQUENCES
         if self.kind == "multihead" and "x" in roles:
-            inputs = ["x"]
+            inputs = ("x",)
         if any(role not in roles for role in inputs):
-            taken = ", ".join(arg.name for arg in self.d.call) or "nothing"
+            taken = ", ".join(arg.name for arg in self.description.call) or "nothing"
             raise Unclear(
-                f"Expected {self.d.name} to take {', '.join(inputs)} as {self.kind} does, but it takes "
+                f"Expected {name} to take {', '.join(inputs)} as {self.kind} does, but it takes "
                 f"{taken}. Give its kind with --like."
             )
         if self.kind == "cross" or {"query", "key"} <= set(roles):
             self.features.add("cross")
 
-    def _find_weights(self, given: Mapping[str, str]) -> None:
-        """Find the projections, give them random values, and count the heads."""
-        self.projections = find_projections(self.d, self.init, given)
-        held, generator = self.candidate.weights(), torch.Generator().manual_seed(1)
-        random = {}
-        for path in self.projections.paths():
-            shape = held[path].shape
-            spread = SPREAD / self.projections.fan_in(path, shape) ** 0.5
-            random[path] = torch.randn(shape, generator=generator) * spread
+    def _find_weights(self, layers: Mapping[str, str]) -> None:
+        """Find the projections, load random values into them, and count the heads."""
+        projections = self.projections = find_projections(self.description, self.init, layers)
+        self.parameters, generator = self.candidate.weights(), torch.Generator().manual_seed(1)
+        random = {
+            path: torch.randn(self.parameters[path].shape, generator=generator) * (SPREAD / inputs**0.5)
+            for path, inputs in projections.count_inputs(self.parameters).items()
+        }
         self.candidate.load(random)
-        self.held = {**held, **random}
+        self.parameters |= random
         weights = self._read_weights()
-        parts = self.projections.weight.items()
-        roles = [f"{role} = {', '.join(dict.fromkeys(p.path for p in every))}" for role, every in parts]
-        groups = f", {weights.key_heads} key heads" if weights.key_heads != weights.heads else ""
-        plural = "s" * (weights.heads > 1)
-        self.notes.append(f"weights: {'; '.join(roles)}; {weights.heads} head{plural}{groups}")
-        if self.projections.unused:
-            self.notes.append(f"not part of attention: {', '.join(self.projections.unused)}")
-        if not self.projections.heads_known:
+        paths = {
+            role: dict.fromkeys(view.path for view in views) for role, views in projections.weight.items()
+        }
+        roles = "; ".join(f"{role} = {', '.join(each)}" for role, each in paths.items())
+        heads = f"{weights.heads} head{'s' * (weights.heads > 1)}"
+        heads += f", {weights.key_heads} key heads" * (weights.key_heads != weights.heads)
+        self.notes.append(f"weights: {roles}; {heads}")
+        if projections.unused:
+            self.notes.append(f"not part of attention: {', '.join(projections.unused)}")
+        if not projections.heads_known:
             weights = self._count_heads(weights)
         try:
             exact(weights, self.draw(torch.Generator().manual_seed(4)))
         except RuntimeError as error:
             shapes = "; ".join(f"{role} {sizes(x)}" for role, x in weights.weight.items())
             reason = str(error).splitlines()[0].rstrip(".")
-            raise Unclear(
-                f"The weights of {self.d.name} ({shapes}, {weights.heads} heads) don't fit together "
-                f"({reason}). {NAME_THEM}"
-            ) from None
+            name = f"{self.description.name} ({shapes}, {weights.heads} heads)"
+            raise Unclear(f"The weights of {name} don't fit together ({reason}). {NAME_WEIGHTS}") from None
 
     def _read_weights(self) -> Weights:
-        orders = (False, True) if self.projections.can_be_side_by_side else (False,)
-        weights, *others = (self.projections.read(self.held, order) for order in orders)
-        self.packings = [weights, *others]
-        self.widths = input_widths(weights)
-        return weights
+        packings = self.projections.read(self.parameters)
+        self.packings = [*packings]
+        self.widths = input_widths(packings[0])
+        return packings[0]
 
     def _count_heads(self, weights: Weights) -> Weights:
-        """Count the heads of returned weights, where nothing else says how many there are."""
+        """Count the heads of returned weights, if nothing else gives their number."""
         x = self.draw(torch.Generator().manual_seed(4), s=S).but(need_weights=True)
         try:
             output = self.answer(x).output
         except CodeError:
             return weights
         shapes = [tuple(y.shape) for _, y in iterate_tensors(output) if y.dim() == 4]
-        counts = {h for b, h, *rest in shapes if b == B and rest == [x.t, x.s]}
+        counts = {h for b, h, *others in shapes if b == B and others == [x.t, x.s]}
         if len(counts) == 1 and weights.weight["q"].shape[0] % (h := counts.pop()) == 0:
             self.projections.heads = self.projections.key_heads = h
             self.notes.append(f"{h} heads, as its weights show")
@@ -176,7 +177,7 @@ class AttentionAdapter(Adapter):
         return 4 if "h" in self.head_layout else 1
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
-        """If these outputs are wrong, order packed weights the other way if they are right then."""
+        """If these outputs are right only with packed weights in the other order, adopt that order."""
         if len(self.packings) > 1 and not self.is_right(x, got):
             self.packings.reverse()
             if self.is_right(x, got):
@@ -224,9 +225,9 @@ class AttentionAdapter(Adapter):
         return x.but(need_weights=self.always_weights, average_weights=self.always_averaged)
 
     def replace_sequences(self, x: Inputs, **fields: Tensor) -> Inputs:
-        """Return x with another query, key or value; those that the candidate takes as one stay one."""
+        """Return x with other queries, keys or values; those that are one argument stay equal."""
         if "cross" not in self.features:
-            fields = dict.fromkeys(("query", "key", "value"), fields["query"])
+            fields = dict.fromkeys(SEQUENCES, fields["query"])
         elif self.kind == "cross":
             fields["value"] = fields["key"]
         return x.but(**fields)
@@ -237,22 +238,22 @@ class AttentionAdapter(Adapter):
         Where queries are the same tokens, that query changes too.
         """
         fields = {}
-        for name in ("key", "value") if "cross" in self.features else ("query", "key", "value"):
+        for name in SEQUENCES[1:] if "cross" in self.features else SEQUENCES:
             y = getattr(x, name).clone()
             y[..., position, :] += torch.linspace(-2, 3, y.shape[-1]) if by is None else by
             fields[name] = y
         return self.replace_sequences(x, **fields)
 
     def unchanged_queries(self, x: Inputs, position: int) -> list[int]:
-        """Return the queries that `change_key` leaves as they are."""
+        """Return the queries that `change_key` doesn't change."""
         return [i for i in range(x.t) if "cross" in self.features or i != position]
 
     def first_shared(self, keep: Tensor) -> Tensor:
-        """Return a mask that the whole batch shares, if the candidate takes no other."""
+        """Return the mask; if the batch shares one in this candidate, with its first entry for all."""
         return keep[:1].expand_as(keep).clone() if self.forms["mask"][1].is_shared else keep
 
     def random_mask(self, x: Inputs, g: torch.Generator, first_key: bool = False) -> Inputs:
-        """Return x with a random mask; `first_key` stays visible, so that other masks leave no row empty."""
+        """Return x with a random mask; if `first_key`, it keeps the first key for every query."""
         keep = torch.rand(x.b, 1, x.t, x.s, generator=g) < 0.6
         keep[..., 0] |= ~keep.any(-1)
         keep = self.first_shared(keep)
@@ -261,7 +262,7 @@ class AttentionAdapter(Adapter):
         return x.but(keep=keep)
 
     def random_padding(self, x: Inputs, g: torch.Generator) -> Inputs:
-        """Return x with padding on the right, and in gaps if that can be written; never the first token."""
+        """Return x with padding at the end, and elsewhere if the form allows it; never at the first token."""
         lengths = torch.randint(1, x.s + 1, (x.b,), generator=g)
         lengths[0] = max(1, x.s - 2)
         padding = torch.arange(x.s) < lengths[:, None]
@@ -272,51 +273,50 @@ class AttentionAdapter(Adapter):
         return x.but(padding=padding)
 
     def scenarios(self, seed: int, s: int = S, t: int = T, b: int = B) -> dict[str, Inputs]:
-        """Return one input for each way in which the candidate can be called."""
+        """Return an input for each way in which the candidate can be called, by the name of the way."""
         g = torch.Generator().manual_seed(seed)
-        can, from_start = self.features, self.kind == "sdpa"  # whose causal mask counts from the first key
-        has_switch = "causal" in can and not self.always_causal
-        found = {"plain": self.draw(g, b, t, s)}
-        if has_switch:
-            found["causal"] = self.draw(g, b, t).but(causal=True)
-            if self.kind in ("sdpa", "attention") and "cross" in can:
-                offset = 0 if from_start else s - t
-                found["causal, longer keys"] = self.draw(g, b, t, s).but(causal=True, offset=offset)
-                offset = 0 if from_start else s - 1
-                found["causal, one query"] = self.draw(g, b, 1, s).but(causal=True, offset=offset)
-        if self.always_causal and "cross" in can:
-            found["one query"] = self.draw(g, b, 1, s)
-        if "mask" in can:
-            found["mask"] = self.random_mask(self.draw(g, b, t, s), g)
-            if has_switch and not from_start:
-                found["mask, causal"] = self.random_mask(self.draw(g, b, t), g, True).but(causal=True)
-        if "keys" in can:
-            found["keys"] = self.random_padding(self.draw(g, b, t, s), g)
-            if has_switch and not from_start:
-                found["keys, causal"] = self.random_padding(self.draw(g, b, t), g).but(causal=True)
-        if "padding" in can:
-            found["padding"] = self.random_padding(self.draw(g, b, t, s), g)
-            if "mask" in can:
+        features, from_start = self.features, self.kind == "sdpa"  # its causal mask counts from the first key
+        is_optional = "causal" in features and not self.always_causal
+        calls = {"plain": self.draw(g, b, t, s)}
+        if is_optional:
+            calls["causal"] = self.draw(g, b, t).but(causal=True)
+            if self.kind in ("sdpa", "attention") and "cross" in features:
+                for name, queries in (("causal, longer keys", t), ("causal, one query", 1)):
+                    offset = 0 if from_start else s - queries
+                    calls[name] = self.draw(g, b, queries, s).but(causal=True, offset=offset)
+        if self.always_causal and "cross" in features:
+            calls["one query"] = self.draw(g, b, 1, s)
+        if "mask" in features:
+            calls["mask"] = self.random_mask(self.draw(g, b, t, s), g)
+            if is_optional and not from_start:
+                calls["mask, causal"] = self.random_mask(self.draw(g, b, t), g, True).but(causal=True)
+        if "keys" in features:
+            calls["keys"] = self.random_padding(self.draw(g, b, t, s), g)
+            if is_optional and not from_start:
+                calls["keys, causal"] = self.random_padding(self.draw(g, b, t), g).but(causal=True)
+        if "padding" in features:
+            calls["padding"] = self.random_padding(self.draw(g, b, t, s), g)
+            if "mask" in features:
                 x = self.random_padding(self.draw(g, b, t, s), g)
-                found["mask, padding"] = self.random_mask(x, g, True)
-        if "weights" in can and not self.always_weights:
-            found |= {f"{name}, weights": x.but(need_weights=True) for name, x in found.items()}
-        if "weights" in can and "average" in self.arguments:
-            with_weights = {name: x for name, x in found.items() if x.need_weights}
-            found |= {f"{name}, averaged": x.but(average_weights=True) for name, x in with_weights.items()}
-        if "bias" in can:
+                calls["mask, padding"] = self.random_mask(x, g, True)
+        if "weights" in features and not self.always_weights:
+            calls |= {f"{name}, weights": x.but(need_weights=True) for name, x in calls.items()}
+        if "weights" in features and "average" in self.arguments:
+            with_weights = {name: x for name, x in calls.items() if x.need_weights}
+            calls |= {f"{name}, averaged": x.but(average_weights=True) for name, x in with_weights.items()}
+        if "bias" in features:
             x = self.draw(g, b, t, s)
-            found["added"] = x.but(bias=torch.randn(x.t, x.s, generator=g))
-        if "scale" in can:
-            found["scale"] = self.draw(g, b, t, s).but(scale=0.3)
-        if "grouped" in can:
-            found["grouped"] = self.draw(g, b, t, s, key_heads=2)
-        return found
+            calls["added"] = x.but(bias=torch.randn(x.t, x.s, generator=g))
+        if "scale" in features:
+            calls["scale"] = self.draw(g, b, t, s).but(scale=0.3)
+        if "grouped" in features:
+            calls["grouped"] = self.draw(g, b, t, s, key_heads=2)
+        return calls
 
-    # -- calling -----------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def call(self, x: Inputs, **options: Any) -> Call:
-        """Return the call for these inputs."""
+        """Return the call for these inputs; arguments are positional where possible, as people pass them."""
         roles, dtype = self.arguments, x.query.dtype
         sequences = {"query": x.query, "x": x.query, "key": x.key, "value": x.value}
         if self.kind == "cross":
@@ -346,18 +346,14 @@ class AttentionAdapter(Adapter):
             roles[role]: value for role, value in values.items() if role in roles and value is not None
         }
         for role, default in (("mask", None), ("padding", None), ("dropout", 0.0)):
-            if role in roles and roles[role] not in kwargs and self._is_required(role):
-                kwargs[roles[role]] = default
-        args: list[Any] = []
-        for arg in self.d.call:  # positional as far as possible, as people call it
-            if arg.kind != "positional" or arg.name not in kwargs:
-                break
-            args.append(kwargs.pop(arg.name))
+            if self._is_required(role):
+                kwargs.setdefault(roles[role], default)
+        args = tuple(kwargs.pop(name) for name in takewhile(kwargs.__contains__, self.positional))
         options.setdefault("dtype", dtype if dtype != torch.float32 else None)
-        return Call(args=tuple(args), kwargs=kwargs, **options)
+        return Call(args=args, kwargs=kwargs, **options)
 
     def _is_required(self, role: str) -> bool:
-        return any(arg.name == self.arguments.get(role) and arg.required for arg in self.d.call)
+        return any(arg.name == self.arguments.get(role) and arg.required for arg in self.description.call)
 
     def mask_form(self, feature: str) -> tuple[str, MaskForm]:
         """Return the argument that a mask or padding is passed to, and its form."""
@@ -365,55 +361,53 @@ class AttentionAdapter(Adapter):
         return self.arguments[role], form
 
     def without_masks(self, x: Inputs) -> dict[str, Inputs]:
-        """Return, by the argument of each mask of a call, the call without that mask."""
-        found = {}
+        """Return the call without each of its masks, by the argument of the mask."""
+        calls = {}
         if x.keep is not None:
-            found[self.mask_form("mask")[0]] = x.but(keep=None)
+            calls[self.mask_form("mask")[0]] = x.but(keep=None)
         if x.padding is not None:
-            found[self.mask_form("padding")[0]] = x.but(padding=None)
+            calls[self.mask_form("padding")[0]] = x.but(padding=None)
         if x.causal and "causal" in self.arguments:
-            found[self.arguments["causal"]] = x.but(causal=False)
-        return found
+            calls[self.arguments["causal"]] = x.but(causal=False)
+        return calls
 
     @property
-    def letters(self) -> str:
-        """The layout of inputs and outputs, such as "[b, t, e]"."""
+    def layouts(self) -> tuple[str, str]:
+        """The layouts of inputs and outputs: the oracle's, and the candidate's."""
         if self.weights is None:
-            return self.head_layout
-        return "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
+            return "[b, h, t, d]", self.head_layout
+        return "[b, t, e]", "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
 
     def to_layout(self, x: Tensor) -> Tensor:
         """Convert `[b, t, e]` or `[b, h, t, d]` to the candidate's layout."""
-        return LAYOUTS[self.letters][0](x)
+        return rearrange(x, *self.layouts)
 
     def from_layout(self, x: Tensor) -> Tensor:
         """Convert from the candidate's layout, if the number of dimensions is right."""
-        return LAYOUTS[self.letters][1](x) if x.dim() == self.letters.count(",") + 1 else x
+        ours, theirs = self.layouts
+        return rearrange(x, theirs, ours) if x.dim() == theirs.count(",") + 1 else x
 
     def sequence_paths(self, call: Call) -> dict[str, tuple[str, ...]]:
         """Return the roles of each sequence by its path in a call, for gradients."""
-        every = ("query", "key", "value")
-        roles = {"x": ("query",) if "cross" in self.features else every, "context": ("key", "value")}
-        positional = [arg.name for arg in self.d.call if arg.kind == "positional"][: len(call.args)]
-        found: dict[str, tuple[str, ...]] = {}
-        for argument, meaning in (roles | {role: (role,) for role in every}).items():
-            name = self.arguments.get(argument, "")
-            if name in call.kwargs:
-                found[name] = meaning
-            elif name in positional:
-                found[str(positional.index(name))] = meaning
-        return found
+        paths = {name: str(n) for n, name in enumerate(self.positional[: len(call.args)])}
+        paths |= {name: name for name in call.kwargs}
+        roles = {"x": SEQUENCES[:1] if "cross" in self.features else SEQUENCES, "context": SEQUENCES[1:]}
+        roles |= {role: (role,) for role in SEQUENCES}
+        return {
+            paths[self.arguments[argument]]: meaning
+            for argument, meaning in roles.items()
+            if self.arguments.get(argument) in paths
+        }
 
     # -- outputs -----------------------------------------------------------------------------------
 
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
         """Return the output `[b, t, e]` or `[b, h, t, d]`, and weights `[b, h, t, s]` if there are any."""
-        found = top_tensors(output)
-        if not found:
+        tensors = top_tensors(output)
+        if not tensors:
             raise UnexpectedOutput(f"Expected a tensor as output, got {type(output).__name__}")
-        first, *rest = found
-        out = self.from_layout(first)
-        h = self.heads if self.weights is not None else x.query.shape[1]
+        first, *others = tensors
+        out, h = self.from_layout(first), self.heads
         if self.weights is not None:
             expected: tuple[int, ...] = (x.b, x.t, self.weights.out_width)
         else:
@@ -423,42 +417,44 @@ class AttentionAdapter(Adapter):
         if not strict and out.dim() == len(expected):
             expected = (*expected[:-1], out.shape[-1])
         if tuple(out.shape) != expected:
-            shape = list(expected)
-            if self.layout == "sequence":
-                shape[:2] = shape[1::-1]
-            swapped = [shape[1], shape[0], *shape[2:]]
-            hint = ", with the first two axes swapped" if list(first.shape) == swapped != shape else ""
-            raise UnexpectedOutput(f"Expected an output {self.letters} = {shape}, got {sizes(first)}{hint}")
+            shape = list(self.to_layout(torch.empty(expected)).shape)
+            is_swapped = list(first.shape) == [shape[1], shape[0], *shape[2:]]
+            hint = ", with the first two axes swapped" * is_swapped
+            raise UnexpectedOutput(
+                f"Expected an output {self.layouts[1]} = {shape}, got {sizes(first)}{hint}"
+            )
         if not out.is_floating_point():
             raise UnexpectedOutput(f"Expected an output of floats, got {out.dtype}")
-        weights = self._find_returned_weights(rest, x, h)
+        weights = self._find_returned_weights(others, x)
         if strict and x.need_weights:
-            if not rest:
+            if not others:
                 raise UnexpectedOutput("Expected weights, which the call requests, got none")
             if weights is None or weights.shape[:2] != (x.b, 1 if x.average_weights else h):
-                what, letters, shape = "weights", "[b, h, t, s]", [x.b, h, x.t, x.s]
-                if x.average_weights:
-                    what, letters, shape = "average weights", "[b, t, s]", [x.b, x.t, x.s]
+                each = f"weights of {h} heads, [b, h, t, s] = {[x.b, h, x.t, x.s]}"
+                average = f"average weights of {h} heads, [b, t, s] = {[x.b, x.t, x.s]}"
                 raise UnexpectedOutput(
-                    f"Expected the {what} of {h} heads, {letters} = {shape}, got {sizes(rest[0])}"
+                    f"Expected the {average if x.average_weights else each}, got {sizes(others[0])}"
                 )
         return Outputs(out, weights)
 
-    def _find_returned_weights(self, rest: list[Tensor], x: Inputs, h: int) -> Tensor | None:
-        """Return weights `[b, h, t, s]` or `[b, 1, t, s]`; the layout is found once, at sizes that differ."""
+    def _find_returned_weights(self, tensors: list[Tensor], x: Inputs) -> Tensor | None:
+        """Return weights `[b, h, t, s]` or `[b, 1, t, s]`, or None if no tensor has their shape.
+
+        Their layout is recorded at the first call whose sizes differ, and expected from then on.
+        """
+        h = self.heads
         size = {"b": x.b, "h": h, "t": x.t, "s": x.s, "1": 1, "bh": x.b * h}
         known = self.weight_layouts.get(x.average_weights)
-        for letters, change in WEIGHT_LAYOUTS.items():
-            if known not in (None, letters):
-                continue
-            if letters == "b 1 t s" and self.kind == "torch-mha" and "average" in self.arguments:
+        for layout in WEIGHT_LAYOUTS if known is None else (known,):
+            if layout == "b 1 t s" and self.kind == "torch-mha" and "average" in self.arguments:
                 continue  # PyTorch's averages have no such axis
-            shape = tuple(size[letter] for letter in letters.split())
-            for part in rest:
-                if tuple(part.shape) == shape and part.is_floating_point():
+            shape = tuple(size[letter] for letter in layout.split())
+            for tensor in tensors:
+                if tuple(tensor.shape) == shape and tensor.is_floating_point():
                     if len({x.b, h, x.t, x.s}) == 4 or (len({x.b, x.t, x.s}) == 3 and h == 1):
-                        self.weight_layouts[x.average_weights] = letters
-                    return part.unflatten(0, (x.b, h)) if letters == "bh t s" else change(part)
+                        self.weight_layouts[x.average_weights] = layout
+                    by_head = tensor.unflatten(0, (x.b, h)) if "bh" in layout else tensor
+                    return rearrange(by_head, layout, "bhts")
         return None
 
     def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:

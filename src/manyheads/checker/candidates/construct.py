@@ -1,4 +1,4 @@
-"""What kind of candidate this is, and the constructor arguments that it is built with."""
+"""Find the kind of a candidate, and the constructor arguments to build it with."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from manyheads.checker.isolation.describe import Description
 
 KINDS = ("attention", "self", "cross", "multihead", "torch-mha", "sdpa", "hf", "positional", "rotary")
 PROJECTED = ("self", "cross", "multihead", "torch-mha")  # kinds with weights
-MODEL_WIDTH, HEAD_WIDTH, HEADS = "the model width", "the width of a head", "the number of heads"
+# Meanings of constructor arguments, as in `names.CONSTRUCTOR`.
+MODEL_WIDTH, HEAD_WIDTH = "the model width", "the width of a head"
+HEADS, KEY_HEADS = "the number of heads", "the number of key heads"
 
 
-def find_kind(kind: str | None, d: Description) -> tuple[str, bool]:
-    """Return (kind, guessed): the given one, or the one that names and arguments suggest."""
+def find_kind(kind: str | None, description: Description) -> tuple[str, bool]:
+    """Return (kind, guessed): the kind that the user gave, or the kind that names and arguments suggest."""
     if kind is not None:
         if kind not in KINDS:
             raise Unclear(f"Expected --like {', '.join(KINDS)} or classic.MODULE.CLASS, got {kind!r}.")
         return kind, False
-    name = d.name.lower()
-    arguments = [arg for arg in d.call if arg.is_named]
+    name = description.name.lower()
+    arguments = [arg for arg in description.call if arg.is_named]
     roles = {names.argument_role(arg.name) for arg in arguments} - {None}
     required = [arg for arg in arguments if arg.required]
     is_qkv = {"query", "key", "value"} <= roles
@@ -33,10 +35,10 @@ def find_kind(kind: str | None, d: Description) -> tuple[str, bool]:
         return "positional", True
     if "module" in roles and is_qkv:
         return "hf", True
-    if is_qkv or (not d.torch_module and len(required) == 3):
-        if not d.torch_module or not (d.parameters or d.init):
+    if is_qkv or (not description.torch_module and len(required) == 3):
+        if not description.torch_module or not (description.parameters or description.init):
             return ("sdpa" if len({"dropout", "causal", "mask"} & roles) >= 2 else "attention"), True
-        if d.type == "module" and not d.parameters:
+        if description.type == "module" and not description.parameters:
             return "attention", True
         is_torch = {"padding", "weights"} <= roles or "average" in roles
         return ("torch-mha" if is_torch else "multihead"), True
@@ -44,12 +46,22 @@ def find_kind(kind: str | None, d: Description) -> tuple[str, bool]:
         return "cross", True
     if required:
         return "self", True
-    signature = f"{d.name}({', '.join(one.name for one in d.call)})"
+    signature = f"{description.name}({', '.join(arg.name for arg in description.call)})"
     raise Unclear(f"{signature} doesn't look like attention or positions. Give --like ({', '.join(KINDS)}).")
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Return `hidden=16, num_heads=4` as a dict; Unclear for anything but names and plain values."""
+    """Return the constructor arguments in a text.
+
+    Args:
+        text: Names and plain values, such as "hidden=16, num_heads=4".
+
+    Returns:
+        The values by name.
+
+    Raises:
+        Unclear: If the text has another form.
+    """
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if isinstance(call, ast.Call) and not call.args and all(keyword.arg for keyword in call.keywords):
@@ -61,43 +73,49 @@ def parse_arguments(text: str) -> dict[str, Any]:
     )
 
 
-def fill_arguments(d: Description, given: Mapping[str, Any], same_width: bool = False) -> dict[str, Any]:
-    """Return the given constructor arguments, and values of the table for those without a default.
+def fill_arguments(
+    description: Description, init: Mapping[str, Any], same_width: bool = False
+) -> dict[str, Any]:
+    """Return the user's constructor arguments, with values from the table for required ones.
 
-    `same_width` gives all widths of the model one value, and a head its share of it.
+    Args:
+        description: The class.
+        init: The user's arguments.
+        same_width: Whether all widths of the model are equal, and the width of a head is its share.
+
+    Returns:
+        The arguments by name.
+
+    Raises:
+        Unclear: If the class has no such argument, or requires one that the table doesn't contain.
     """
-    arguments = [arg for arg in d.init or () if arg.is_named]
-    known = {arg.name for arg in d.init or ()}
-    takes_any = any(arg.kind == "var_keyword" for arg in d.init or ())
-    for name in given:
-        if name not in known and not takes_any:
-            known_names = ", ".join(arg.name for arg in d.init or ()) or "none"
-            raise Unclear(f"{d.name} has no constructor argument {name!r}, only {known_names}.")
+    known = [arg.name for arg in description.init or ()]
+    unknown = [name for name in init if name not in known]
+    if unknown and not any(arg.kind == "var_keyword" for arg in description.init or ()):
+        listed = ", ".join(known) or "none"
+        raise Unclear(f"{description.name} has no constructor argument {unknown[0]!r}, only {listed}.")
+    arguments = [arg for arg in description.init or () if arg.is_named]
     meanings = {arg.name: names.constructor_value(arg.name) for arg in arguments}
-    if any(meaning and meaning[0] == MODEL_WIDTH for name, meaning in meanings.items() if name != "d"):
-        meanings["d"] = names.constructor_value("d_k")  # beside another width it is a head's
-    has_heads = any(meaning and meaning[0] == HEADS for meaning in meanings.values())
-    filled = dict(given)
+    if any(meaning == MODEL_WIDTH for name, (meaning, _) in meanings.items() if name != "d"):
+        meanings["d"] = names.constructor_value("d_k")  # next to another width it is a head's
+    has_heads = any(meaning == HEADS for meaning, _ in meanings.values())
+    filled = dict(init)
     for arg in arguments:
-        if arg.name in given:
+        if arg.name in init:
             continue
-        what, value = meanings[arg.name] or ("", None)
+        meaning, value = meanings[arg.name]
         is_flag = arg.name in names.CONSTRUCTOR["causal"][1]
-        replaces_default = what in names.GIVEN_ANYWAY and isinstance(arg.default, bool) == is_flag
-        if what and (arg.required or replaces_default):
-            if same_width and "width" in what:
-                value = names.WIDTH // names.HEADS if has_heads and what == HEAD_WIDTH else names.WIDTH
+        replaces_default = meaning in names.REPLACED and isinstance(arg.default, bool) == is_flag
+        if meaning and (arg.required or replaces_default):
+            if same_width and "width" in meaning:
+                value = names.WIDTH // names.HEADS if has_heads and meaning == HEAD_WIDTH else names.WIDTH
             filled[arg.name] = value
         elif arg.required and arg.name in names.CONFIGURATION:
-            filled[arg.name] = {"__namespace__": configuration()}
+            attributes = {name: value for value, each in names.CONSTRUCTOR.values() for name in each}
+            filled[arg.name] = {"__namespace__": attributes}
         elif arg.required:
             raise Unclear(
-                f"{d.name} needs {arg.name!r}, a name that the table doesn't have. "
+                f"{description.name} needs {arg.name!r}, a name that the table doesn't have. "
                 f"Give it with --init '{arg.name}=...'."
             )
     return filled
-
-
-def configuration() -> dict[str, Any]:
-    """Return the attributes of a configuration object: every name of the table."""
-    return {name: value for value, every in names.CONSTRUCTOR.values() for name in every}

@@ -9,41 +9,37 @@ import textwrap
 from manyheads.checker.candidates import names
 from manyheads.checker.isolation.describe import Argument, Description
 
-HIDES = re.compile(
+TRUE_MASKS = re.compile(
     r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask(?:ed|s)? out|masked|ignor|not "
     r"attend|pad|blocked|exclud|cannot|can't|disallow)|"
     r"(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:keep|kept|keeps|visible|attend|allowed|real|valid)",
     re.I,
 )
-KEEPS = re.compile(
+TRUE_KEEPS = re.compile(
     r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,28}\b(?:keep|kept|keeps|may attend|attend|allowed|visible|real|"
     r"valid|a token|tokens|see)|"
     r"(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask|ignor|pad|blocked|exclud)",
     re.I,
 )
-LETTERS = {
-    word: letter
-    for letter, words in {
-        "b": "b n batch batch_size bs",
-        "t": "t q l tgt_len query_len length seq_len",
-        "s": "s k src_len key_len",
-        "1": "1",
-    }.items()
-    for word in words.split()
+LETTERS = {  # of axes, by their names in documentation
+    **dict.fromkeys(("b", "n", "batch", "batch_size", "bs"), "b"),
+    **dict.fromkeys(("t", "q", "l", "tgt_len", "query_len", "length", "seq_len"), "t"),
+    **dict.fromkeys(("s", "k", "src_len", "key_len"), "s"),
+    "1": "1",
 }
 
 
-def read_documentation(d: Description) -> str:
-    """Return the documentation of class, methods and file, without code and links."""
-    texts = [d.doc, d.module_doc]
-    for node in ast.walk(parse(d.source)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            texts.append(ast.get_docstring(node) or "")
+def read_documentation(description: Description) -> str:
+    """Return the docstrings of the class, its methods and its file, without links."""
+    nodes = ast.walk(parse(description.source))
+    documented = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    docstrings = [ast.get_docstring(node) or "" for node in documented]
+    texts = [description.doc, description.module_doc, *docstrings]
     return re.sub(r"\]\(\S+\)|\w+://\S+", "", "\n".join(texts))
 
 
 def parse(source: str) -> ast.AST:
-    """Return the syntax tree of a source, an empty one if it can't be parsed."""
+    """Return the syntax tree of Python code; if it can't be parsed, an empty tree."""
     try:
         return ast.parse(textwrap.dedent(source))
     except (SyntaxError, ValueError):
@@ -59,9 +55,7 @@ def lines_about(name: str, text: str) -> str:
 
 
 def is_mask(arg: Argument, text: str) -> bool:
-    """Return True if an argument is a mask, or a switch for one, by its name or its documentation."""
-    if not arg.is_named:
-        return False
+    """Return True if the name or the documentation of an argument says that it is a mask or enables one."""
     role = names.argument_role(arg.name) or names.guess_mask_role(arg.name)
     if role is not None or isinstance(arg.default, bool):
         return role in ("mask", "padding", "lengths", "causal")
@@ -69,18 +63,18 @@ def is_mask(arg: Argument, text: str) -> bool:
     shape, words = r"(?:[\[(][^\])]*[\])]\W*)?", r"(?:(?!before|after)\w+ ){0,3}"
     is_called_mask = re.search(rf"\b{name}\b\W{{1,3}}{shape}{words}mask\b", text, re.I)
     says_true = re.search(rf"\b{name}\b[^.;]{{0,24}}\bTrue\b", lines)
-    return bool(is_called_mask or (says_true and (HIDES.search(lines) or KEEPS.search(lines))))
+    return bool(is_called_mask or (says_true and (TRUE_MASKS.search(lines) or TRUE_KEEPS.search(lines))))
 
 
 def documented_polarity(name: str, text: str) -> bool | None:
-    """Return whether True keeps a key, by documentation; None if it doesn't say."""
+    """Return True if documentation says that True keeps a key, False if it masks a key, or None."""
     lines = lines_about(name, text)
-    hides, keeps = bool(HIDES.search(lines)), bool(KEEPS.search(lines))
-    return keeps if hides != keeps else None
+    masks, keeps = bool(TRUE_MASKS.search(lines)), bool(TRUE_KEEPS.search(lines))
+    return keeps if masks != keeps else None
 
 
 def mask_polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str]:
-    """Return whether True keeps a key, and why: by documentation, by the kind's convention, or by name."""
+    """Return (True if True keeps a key, the reason): documentation, a convention, or the mask's name."""
     documented = documented_polarity(name, text)
     if documented is not None:
         return documented, "as its documentation says"
@@ -102,14 +96,13 @@ def is_additive(name: str, text: str) -> bool:
 
 def documented_shapes(name: str, text: str) -> set[str]:
     """Return the shapes of a mask in letters: {"bs", "bts"} for `mask [b, s] or [b, t, s]`."""
-    found = set()
-    for line in text.splitlines():
-        after = re.search(rf"\b{re.escape(name)}\b(.*)", line)
-        for inside in re.findall(r"[\[(]([\w, ]+)[\])]", after[1].partition(";")[0]) if after else ():
-            parts = [part.strip().lower() for part in inside.split(",")]
-            if len(parts) > 1 and all(part in LETTERS for part in parts):
-                found.add(re.sub("tt$", "ts", "".join(LETTERS[part] for part in parts)))
-    return found
+    shapes = set()
+    for following in re.findall(rf"^.*?\b{re.escape(name)}\b([^;\n]*)", text, re.M):
+        for inside in re.findall(r"[\[(]([\w, ]+)[\])]", following):
+            axes = [axis.strip().lower() for axis in inside.split(",")]
+            if len(axes) > 1 and all(axis in LETTERS for axis in axes):
+                shapes.add(re.sub("tt$", "ts", "".join(LETTERS[axis] for axis in axes)))
+    return shapes
 
 
 # -- weights, layout, causality --------------------------------------------------------------------
@@ -124,8 +117,8 @@ def says_averaged(text: str) -> bool:
     return bool(re.search(pattern, text, re.I)) and not is_each_head
 
 
-def documented_layout(d: Description, text: str) -> str | None:
-    """Return the layout that documentation, or the unpacking of a shape in the code, gives."""
+def documented_layout(description: Description, text: str) -> str | None:
+    """Return "batch" or "sequence" if documentation or the unpacking of a shape in code says so, or None."""
     batch, tokens = r"(?:b|n|batch\w*|bsz|bs)", r"(?:t|l|s|seq\w*|tgt\w*|length|len|tokens|n_tokens)"
     for layout, first, second in (("sequence", tokens, batch), ("batch", batch, tokens)):
         if re.search(rf"[\[(]\s*{first}\s*,\s*{second}\s*,\s*[\w ]+[\])]", text, re.I):
@@ -133,32 +126,32 @@ def documented_layout(d: Description, text: str) -> str | None:
     if re.search(r"batch_first\s*=\s*True|batch[- ]first", text, re.I):
         return "batch"
     first, second = r"\b(?:seq\w*|t|T|L|tgt_len|length|n_tokens)", r"(?:b|B|N|batch\w*|bsz|bs)\b"
-    is_unpacked = re.search(first + r"\s*,\s*" + second + r"[^=\n]*=\s*\w+\.(?:shape|size)", d.source)
-    return "sequence" if is_unpacked else None
+    unpacking = first + r"\s*,\s*" + second + r"[^=\n]*=\s*\w+\.(?:shape|size)"
+    return "sequence" if re.search(unpacking, description.source) else None
 
 
-def causal_reason(d: Description, text: str) -> str | None:
-    """Return why a candidate without a causal argument is causal, or None.
+def causal_reason(description: Description, text: str) -> str | None:
+    """Return the reason why a candidate without a causal argument is causal, or None.
 
-    One with mask arguments may mention causal masks, which it gets as arguments.
+    If it takes a mask, its documentation may mention causal masks that callers pass, so it isn't a reason.
     """
-    if re.search(r"causal|masked_?(self|multi|attention)|autoregress|decoder", d.name, re.I):
+    if re.search(r"causal|masked_?(self|multi|attention)|autoregress|decoder", description.name, re.I):
         return "its name"
-    for name in d.buffers:
+    for name in description.buffers:
         if re.search(r"tril|causal|triangle|(^|\.)(bias|mask|attn_mask)$", name):
             return f"its buffer {name}"
-    roles = {names.argument_role(arg.name) for arg in d.call}
+    roles = {names.argument_role(arg.name) for arg in description.call}
     if not {"mask", "padding"} & roles:
         mentions = r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead"
         if re.search(mentions, text, re.I):
             return "its documentation"
         if "past" in roles:
             return "its cache of earlier keys"
-    return "the triangle in its code" if makes_triangle(parse(d.source)) else None
+    return "the triangle in its code" if makes_triangle(parse(description.source)) else None
 
 
 def makes_triangle(node: ast.AST) -> bool:
-    """Return True if code calls tril or triu, and not under a condition."""
+    """Return True if code calls tril or triu without a condition."""
     if isinstance(node, ast.If | ast.IfExp):
         return False
     if isinstance(node, ast.Call):

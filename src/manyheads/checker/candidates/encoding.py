@@ -10,18 +10,18 @@ from torch import Tensor
 
 from manyheads.checker.candidates import names
 from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
+from manyheads.checker.candidates.construct import HEAD_WIDTH, MODEL_WIDTH
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import HEAD_LAYOUTS, LAYOUTS
+from manyheads.checker.candidates.forms import HEAD_LAYOUTS, rearrange
 from manyheads.checker.encodings import Encoding, Interleaved, Rotary, Sinusoidal
 from manyheads.checker.isolation.candidate import Call, Candidate
-from manyheads.checker.isolation.describe import Argument
 from manyheads.checker.isolation.errors import CandidateError
 from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.isolation.trees import top_tensors
 from manyheads.checker.oracle import Inputs, Oracle, Outputs, largest_difference
 from manyheads.shapes import sizes
 
-REPEATED = 64  # calls whose outputs are averaged, because dropout may be on
+SEEDS = range(64)  # of the calls whose outputs are averaged, because dropout may be on
 LENGTHS = (1, 7, 33, 2, 9, 21)  # sequence lengths of the scenarios, chosen by their seeds
 # The names of arguments that hold positions, a length, and vectors.
 POSITIONS = ("positions", "position", "pos", "position_ids", "offsets", "indices")
@@ -33,21 +33,21 @@ VECTORS = ("x", "q", "k", "query", "key", "xq", "xk", "queries", "keys", "t", "i
 
 
 class EncodingAdapter(Adapter):
-    """Base class of both adapters. `width` is the width of the table, or of a head."""
+    """The base class of both adapters. `width` is the width of the table, or of a head."""
 
     oracle: type[Encoding]
 
     def __init__(self, candidate: Candidate | CandidateProcess, options: Options) -> None:
         super().__init__(candidate, options, same_width=True)
-        values = {**self.d.attributes, **self.init}
-        widths = [values[n] for n in (*names.CONSTRUCTOR["the width of a head"][1],
-                                      *names.CONSTRUCTOR["the model width"][1]) if n in values]  # fmt: skip
-        self.width = next((n for n in widths if type(n) is int), names.WIDTH)
-        self.required = [arg for arg in self.d.call if arg.is_named and arg.required]
+        values = {**self.description.attributes, **self.init}
+        known = [name for meaning in (HEAD_WIDTH, MODEL_WIDTH) for name in names.CONSTRUCTOR[meaning][1]]
+        widths = [values[name] for name in known if type(values.get(name)) is int]
+        self.width = widths[0] if widths else names.WIDTH
+        self.required = [arg for arg in self.description.call if arg.is_named and arg.required]
         self.find_arguments()
 
     def find_arguments(self) -> None:
-        """Find out which arguments the candidate takes."""
+        """Find the meaning of each argument, and the layout."""
         raise NotImplementedError
 
     def arguments(self, x: Inputs) -> list[Any]:
@@ -78,18 +78,18 @@ class TableAdapter(EncodingAdapter):
     oracle = Sinusoidal
 
     def find_arguments(self) -> None:
-        """Find which arguments are the length, the width or x, and whether the output contains x."""
+        """Find which arguments are the length, the width or x, and if the candidate adds its table to x."""
         self.added = 0.0  # the output is the table plus this factor times x
         is_length = [arg.name in (*LENGTH_NAMES, *POSITIONS) for arg in self.required]
         if len(is_length) == 1:
             self.meanings = ["length" if is_length[0] else "x"]
-        elif len(is_length) == 2 and not self.d.torch_module and not self.d.parameters:
+        elif len(is_length) == 2 and not self.description.torch_module and not self.description.parameters:
             self.meanings = ["width", "length"] if is_length == [False, True] else ["length", "width"]
         else:
-            names_taken = ", ".join(arg.name for arg in self.required) or "nothing"
+            taken = ", ".join(arg.name for arg in self.required) or "nothing"
             raise Unclear(
-                f"Expected {self.d.name} to take a length and a width, or x, as a positional encoding does, "
-                f"but it takes {names_taken}. Give its kind with --like."
+                f"Expected {self.description.name} to take a length and a width, or x, as a positional "
+                f"encoding does, but it takes {taken}. Give its kind with --like."
             )
         self.takes_x = "x" in self.meanings
         x = self.draw(torch.Generator().manual_seed(1), 2, 5)
@@ -102,21 +102,19 @@ class TableAdapter(EncodingAdapter):
             raise self.reject_call(error, x) from None
 
     def _find_layout(self) -> None:
-        """Use the layout [t, b, e] if documentation names it, or if the output varies along axis 0 only."""
+        """Choose the layout [t, b, e] if it is documented, or if the output varies along axis 0 only."""
         is_documented = re.search(r"\[(t|seq\w*|l|s)\s*,\s*(b|n|batch\w*)\s*,", self.text, re.I)
         zeros = torch.zeros(2, 5, self.width)
-        found = top_tensors(self.candidate.call(Call(args=(zeros,))).output)
-        out = found[0] if found and found[0].dim() == 3 else zeros
-        varies_along_0, varies_along_1 = (
-            largest_difference(out.select(axis, 0), out.select(axis, 1)) > 1e-6 for axis in (0, 1)
-        )
-        if is_documented or (varies_along_0 and not varies_along_1):
+        tensors = top_tensors(self.candidate.call(Call(args=(zeros,))).output)
+        out = tensors[0] if tensors and tensors[0].dim() == 3 else zeros
+        varies = [largest_difference(out.select(axis, 0), out.select(axis, 1)) > 1e-6 for axis in (0, 1)]
+        if is_documented or varies == [True, False]:
             self.layout = "sequence"
         if self.layout == "sequence":
             self.notes.append("sequence first, [t, b, e]")
 
     def _find_sum(self, x: Tensor) -> None:
-        """Find out if the candidate adds its table to x, or to a multiple of x."""
+        """Find if the candidate adds its table to x, or to a multiple of x."""
         output, table = self._mean_output(x), self._mean_output(x * 0)
         if output.shape == x.shape and largest_difference(output, table) > 1e-6:
             self.added = float(((output - table) * x).sum() / (x * x).sum())  # by least squares
@@ -128,17 +126,17 @@ class TableAdapter(EncodingAdapter):
             self.notes.append("returns its encoding alone")
 
     def _mean_output(self, x: Tensor) -> Tensor:
-        """Return the output for x `[b, t, e]`, averaged over several calls because dropout may be on."""
-        given = self._to_layout(x)
-        outputs = self.candidate.call(Call(args=(given,), repeat=REPEATED)).output
-        found = [tensor for output in outputs for tensor in top_tensors(output)[:1]]
-        if not found or found[0].dim() not in (2, 3) or found[0].shape[-1] != self.width:
-            got = sizes(found[0]) if found else "no tensor"
-            raise Unclear(f"Expected x plus an encoding, or an encoding, of {sizes(given)}, got {got}.")
-        return self._to_layout(torch.stack(found).mean(0))
+        """Return the output for x `[b, t, e]`, averaged over several seeds because dropout may be on."""
+        x = self._to_layout(x)
+        outputs = [self.candidate.call(Call(args=(x,), seed=seed)).output for seed in SEEDS]
+        tensors = [tensor for output in outputs for tensor in top_tensors(output)[:1]]
+        if not tensors or tensors[0].dim() not in (2, 3) or tensors[0].shape[-1] != self.width:
+            got = sizes(tensors[0]) if tensors else "no tensor"
+            raise Unclear(f"Expected x plus an encoding, or an encoding, of {sizes(x)}, got {got}.")
+        return self._to_layout(torch.stack(tensors).mean(0))
 
     def _to_layout(self, x: Tensor) -> Tensor:
-        """Swap the axes b and t if the candidate's sequence axis is first; this is its own inverse."""
+        """Convert `[b, t, e]` to the candidate's layout, or back: both swap the axes or do nothing."""
         return x.transpose(0, 1).contiguous() if self.layout == "sequence" and x.dim() == 3 else x
 
     def draw(self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None) -> Inputs:
@@ -155,16 +153,17 @@ class TableAdapter(EncodingAdapter):
 
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
         """Return the table `[b, t, e]`."""
-        found = top_tensors(output)
-        got = sizes(found[0]) if found else "no tensor"
+        tensors = top_tensors(output)
+        got = sizes(tensors[0]) if tensors else "no tensor"
         if not self.takes_x:
-            if not found or found[0].numel() != x.t * self.width:
+            if not tensors or tensors[0].numel() != x.t * self.width:
                 raise UnexpectedOutput(f"Expected an encoding [{x.t}, {self.width}], got {got}")
-            return Outputs(found[0].reshape(1, x.t, self.width).to(torch.float64).expand(x.query.shape))
+            out = tensors[0].reshape(1, x.t, self.width)
+            return Outputs(out.to(torch.float64).expand(x.query.shape))
         wrong = UnexpectedOutput(f"Expected an output {sizes(self._to_layout(x.query))}, got {got}")
-        if not found or found[0].shape[-1:] != (self.width,) or found[0].dim() not in (2, 3):
+        if not tensors or tensors[0].shape[-1:] != (self.width,) or tensors[0].dim() not in (2, 3):
             raise wrong
-        out = self._to_layout(found[0])
+        out = self._to_layout(tensors[0])
         if self.added:
             out = out - self.added * x.query
         try:
@@ -187,23 +186,24 @@ class RotaryAdapter(EncodingAdapter):
 
         A pair is two neighbours, 2n and 2n + 1, or the entries n and n + d/2. Documentation may say which.
         """
-        text = self.text + self.d.name + " ".join(re.findall(r"rotate_\w+", self.d.source))
-        patterns: dict[tuple[type[Oracle], ...], str] = {(): r"rotate_half|halves|half of|d/2|d / 2",
-                    (Interleaved,): r"every_two|interleav|neighbo|adjacent|\(0, 1\)"}  # fmt: skip
+        text = self.text + self.description.name
+        text += " ".join(re.findall(r"rotate_\w+", self.description.source))
+        patterns: dict[tuple[type[Oracle], ...], str] = {
+            (): r"rotate_half|halves|half of|d/2|d / 2",
+            (Interleaved,): r"every_two|interleav|neighbo|adjacent|\(0, 1\)",
+        }
         documented = [convention for convention, pattern in patterns.items() if re.search(pattern, text)]
         self.documented = documented if len(documented) == 1 else []
         self.convention = self.documented[0] if self.documented else ()
-        self.vectors = [arg.name for arg in self.required if arg.name in VECTORS]
-        if not self.vectors and self.required:
-            self.vectors = [self.required[0].name]
-        others = [arg.name for arg in self.required if arg.name not in self.vectors]
-        known = (*POSITIONS, *LENGTH_NAMES, "cos", "sin")
-        unknown = [name for name in others if name not in known]
+        required = [arg.name for arg in self.required]
+        self.vectors = [name for name in required if name in VECTORS] or required[:1]
+        others = [name for name in required if name not in self.vectors]
+        unknown = [name for name in others if name not in (*POSITIONS, *LENGTH_NAMES, "cos", "sin")]
         if unknown or not self.vectors or len({"cos", "sin"} & set(others)) == 1:
             missing = ", ".join(unknown) or "arguments"
             raise Unclear(
-                f"{self.d.name} needs {missing}, which the checker doesn't know. A rotary encoding takes x, "
-                "or q and k, and positions or cos and sin: wrap it in a function that does."
+                f"{self.description.name} needs {missing}, which the checker doesn't know. A rotary encoding "
+                "takes x, or q and k, and positions or cos and sin: wrap it in a function that does."
             )
         self._find_head_layout()
         self.notes.append(f"takes {self.head_layout}")
@@ -212,24 +212,25 @@ class RotaryAdapter(EncodingAdapter):
         """Choose the layout in which equal vectors are rotated alike in all heads, but not in all tokens."""
         vector = torch.randn(self.width, generator=torch.Generator().manual_seed(6))
         x = vector.expand(2, 3, 5, -1)
-        accepted: list[tuple[bool, bool, int, str]] = []
+        accepted: dict[str, tuple[bool, bool]] = {}
         inputs = Inputs(x, x, x)
-        for n, layout in enumerate(HEAD_LAYOUTS[:3]):
+        for layout in HEAD_LAYOUTS[:3]:
             self.head_layout = layout
             if (got := self.attempt(inputs)) is None:
                 continue
             out = got.out[0]
             heads_agree = float((out - out[:1, :1]).abs().max()) < 1e-5
             tokens_differ = float((out - out[:, :, :1]).abs().max()) > 1e-3
-            accepted.append((not (heads_agree and tokens_differ), not heads_agree, n, layout))
+            accepted[layout] = (heads_agree and tokens_differ, heads_agree)
         if accepted:
-            self.head_layout = min(accepted)[-1]
+            self.head_layout = max(accepted, key=lambda layout: accepted[layout])
         elif self.last_error is not None:
             self.head_layout = "[b, h, t, d]"
             raise self.reject_call(self.last_error, inputs)
         else:
             raise Unclear(
-                f"Expected {self.d.name} to return rotated vectors {sizes(x)}. Give its kind with --like."
+                f"Expected {self.description.name} to return rotated vectors {sizes(x)}. "
+                "Give its kind with --like."
             )
 
     @property
@@ -244,19 +245,14 @@ class RotaryAdapter(EncodingAdapter):
 
     def arguments(self, x: Inputs, *vectors: Tensor) -> list[Any]:
         """Return the arguments of a call with these vectors, by default with queries and keys."""
-        angles = Rotary()
-        angles.x, angles.width = x, self.width
-        table = angles.angles().repeat(1, 2).to(torch.float32)
-        values = dict(zip(self.vectors, vectors or (x.query, x.key), strict=False))
-
-        def value(arg: Argument) -> Any:
-            if arg.name in self.vectors:
-                return LAYOUTS[self.head_layout][0](values[arg.name]).contiguous()
-            if arg.name in POSITIONS:
-                return torch.arange(x.t)
-            return {"cos": table.cos(), "sin": table.sin()}.get(arg.name, x.t)
-
-        return [value(arg) for arg in self.required]
+        oracle = Rotary()
+        oracle.x, oracle.width = x, self.width
+        table = oracle.angles().repeat(1, 2).to(torch.float32)
+        values: dict[str, Any] = dict.fromkeys(LENGTH_NAMES, x.t) | {"cos": table.cos(), "sin": table.sin()}
+        values |= dict.fromkeys(POSITIONS, torch.arange(x.t))
+        for name, vector in zip(self.vectors, vectors or (x.query, x.key), strict=False):
+            values[name] = rearrange(vector, HEAD_LAYOUTS[0], self.head_layout).contiguous()
+        return [values[arg.name] for arg in self.required]
 
     def run(self, x: Inputs, strict: bool = True, **options: Any) -> Outputs:
         """Rotate queries and keys, in two calls if the candidate takes one vector."""
@@ -273,16 +269,17 @@ class RotaryAdapter(EncodingAdapter):
 
     def read_vectors(self, output: Any, x: Inputs, count: int) -> Tensor:
         """Return rotated vectors, `[count, b, h, t, d]`."""
-        to_layout, from_layout = LAYOUTS[self.head_layout]
-        shape = tuple(to_layout(x.query).shape)
-        found = top_tensors(output)[:count]
-        if len(found) < count or any(tuple(y.shape) != shape for y in found):
-            got = ", ".join(map(sizes, found)) or "no tensor"
+        shape = rearrange(x.query, HEAD_LAYOUTS[0], self.head_layout).shape
+        tensors = top_tensors(output)[:count]
+        if len(tensors) < count or any(y.shape != shape for y in tensors):
+            got = ", ".join(map(sizes, tensors)) or "no tensor"
             raise UnexpectedOutput(f"Expected rotated vectors {self.head_layout} = {list(shape)}, got {got}")
-        return torch.stack([from_layout(y).to(torch.float64) for y in found])
+        return torch.stack(
+            [rearrange(y, self.head_layout, HEAD_LAYOUTS[0]).to(torch.float64) for y in tensors]
+        )
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
-        """Adopt the first possible convention for pairs with which these outputs are right, if any."""
+        """Adopt the first convention for pairs with which these outputs are right, if there is one."""
         for convention in self.conventions:
             before, self.convention = self.convention, convention
             if self.is_right(x, got):

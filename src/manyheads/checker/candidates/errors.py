@@ -1,11 +1,11 @@
-"""The errors between a candidate and its adapter."""
+"""Errors that adapters raise."""
 
 from __future__ import annotations
 
 
 class Unclear(Exception):
-    """A candidate can't be imported, built or understood; the message says why, and how to fix it."""
+    """The error of a candidate that can't be imported, built or understood; it says why and how to fix it."""
 
 
 class UnexpectedOutput(Exception):
-    """An output has another type, shape or dtype than attention returns."""
+    """The error of an output that has another type, shape or dtype than attention returns."""

@@ -1,62 +1,49 @@
-"""How masks are written and how heads are laid out: forms to convert to and from the oracle's."""
+"""How masks are written and how axes are ordered, and the conversion to and from the oracle's conventions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# From a mask `[b, 1, t, s]`; those of keys alone from `[b, 1, t, s]` or `[b, 1, 1, s]`.
-GENERAL_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "b1ts": lambda keep: keep,
-    "bts": lambda keep: keep[:, 0],
-    "tsb": lambda keep: keep[:, 0].permute(1, 2, 0),
-    "1ts": lambda keep: keep[:1, 0],
-    "ts": lambda keep: keep[0, 0],
-}
-KEY_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "b11s": lambda keep: keep[:, :, :1],
-    "b1s": lambda keep: keep[:, 0, :1],
-    "1sb": lambda keep: keep[:, 0, :1].permute(1, 2, 0),
-    "bs": lambda keep: keep[:, 0, 0],
-    "sb": lambda keep: keep[:, 0, 0].mT,
-    "lengths": lambda keep: keep[:, 0, 0].sum(-1),
-}
+# Layouts, by the letters of the axes; "1" is an axis of size one.
+GENERAL_MASKS = ("b1ts", "bts", "tsb", "1ts", "ts")
+KEY_MASKS = ("b11s", "b1s", "1sb", "bs", "sb")
+HEAD_LAYOUTS = ("[b, h, t, d]", "[b, t, h, d]", "[t, b, h, d]", "[b, t, d]", "[t, d]")
+# Of returned weights, "b 1 t s" is averaged over the heads, "h t s" over the batch; "bh" is one axis.
+WEIGHT_LAYOUTS = ("b h t s", "b 1 t s", "b t s", "t s", "t s b h", "h b t s", "bh t s", "t s b", "h t s")
 
-# From heads `[b, h, t, d]` or tokens `[b, t, e]`, and back.
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "[b, h, t, d]": (lambda x: x, lambda x: x),
-    "[b, t, h, d]": (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2)),
-    "[t, b, h, d]": (lambda x: x.permute(2, 0, 1, 3), lambda x: x.permute(1, 2, 0, 3)),
-    "[b, t, d]": (lambda x: x[:, 0], lambda x: x[:, None]),
-    "[t, d]": (lambda x: x[0, 0], lambda x: x[None, None]),
-    "[b, t, e]": (lambda x: x, lambda x: x),
-    "[t, b, e]": (lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1)),
-}
-HEAD_LAYOUTS = list(LAYOUTS)[:5]
 
-# From returned weights, in letters of their shape, to `[b, h, t, s]` or, averaged, `[b, 1, t, s]`.
-WEIGHT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "b h t s": lambda w: w,
-    "b 1 t s": lambda w: w,
-    "b t s": lambda w: w[:, None],
-    "t s": lambda w: w[None, None],
-    "t s b h": lambda w: w.permute(2, 3, 0, 1),
-    "h b t s": lambda w: w.transpose(0, 1),
-    "bh t s": lambda w: w,
-    "t s b": lambda w: w.permute(2, 0, 1)[:, None],
-    "h t s": lambda w: w[None],  # averaged over the batch
-}
+def rearrange(tensor: Tensor, source: str, target: str) -> Tensor:
+    """Return a tensor with its axes in another order.
+
+    Args:
+        tensor: A tensor with the axes `source`.
+        source: The letters of its axes, such as "bhts" or "[b, h, t, s]".
+        target: The letters of the result. If it lacks an axis, the first entry along that axis is returned;
+            an axis that `source` lacks has size one.
+
+    Returns:
+        A view with the axes `target`.
+    """
+    axes, wanted = ([letter for letter in layout if letter.isalnum()] for layout in (source, target))
+    first = tensor[tuple(slice(None) if letter in wanted else 0 for letter in axes)]
+    shared = [letter for letter in axes if letter in wanted]
+    permuted = first.permute([shared.index(letter) for letter in wanted if letter in shared])
+    return permuted[tuple(slice(None) if letter in shared else None for letter in wanted)]
 
 
 @dataclass(frozen=True)
 class MaskForm:
-    """How a mask is written: its letters, whether True keeps, and its type.
+    """How a candidate's mask is written.
 
-    `type` is "bool", "01" (ones and zeros), "added" (0 or -inf) or "Keep" (a mask of this library).
+    Attributes:
+        letters: the axes, one of GENERAL_MASKS or KEY_MASKS; or "lengths", the number of tokens of each
+            sequence.
+        keeps: whether True marks a visible key.
+        type: "bool", "01" (ones and zeros), "added" (0 or -inf) or "Keep" (a mask of this library).
     """
 
     letters: str
@@ -77,13 +64,13 @@ class MaskForm:
         """Write keep `[b, 1, t, s]` or `[b, 1, 1, s]`, True = visible, in this form."""
         if self.type == "Keep":
             return {"__keep__": keep}
-        x = (GENERAL_MASKS | KEY_MASKS)[self.letters](keep)
         if self.letters == "lengths":
-            return x
+            return rearrange(keep, "bhts", "bs").sum(-1)
+        mask = rearrange(keep, "bhts", self.letters)
         if self.type == "added":
-            return torch.zeros(x.shape, dtype=dtype).masked_fill(~x, -math.inf)
-        x = x if self.keeps else ~x
-        return x.clone() if self.type == "bool" else x.to(dtype)
+            return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
+        mask = mask if self.keeps else ~mask
+        return mask.clone() if self.type == "bool" else mask.to(dtype)
 
     def __str__(self) -> str:
         if self.type == "Keep":

@@ -1,6 +1,6 @@
-"""What names in attention code mean: the tables that docs/checker.md shows.
+"""Tables of the names that attention code uses, and what they mean; docs/checker.md shows them.
 
-A role is never guessed from which choice makes numbers agree: otherwise a swap of queries and keys would pass.
+A role is never chosen because the numbers then agree: otherwise a swap of queries and keys would pass.
 """
 
 # ruff: noqa: E501 (tables of sentences)
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 
-# -- arguments of a constructor: the value that a name is given, where it has no default -----------
+# -- arguments of a constructor: by meaning, the value of a required argument, and its names --------
 
 WIDTH, HEADS, GROUPS, KEY_WIDTH, VALUE_WIDTH, CONTEXT, LENGTH, BATCH = 24, 4, 2, 6, 20, 16, 512, 3
-DROPOUT = 0.1  # given in place of a default too: it must have no effect in evaluation
+DROPOUT = 0.1  # replaces a default too: it must have no effect in evaluation
 
 CONSTRUCTOR: dict[str, tuple[int | float | bool, tuple[str, ...]]] = {
     "the model width": (WIDTH, ("embed_dim", "d_model", "dim", "hidden_size", "hidden", "hidden_dim", "n_embd",
@@ -41,7 +41,7 @@ CONSTRUCTOR: dict[str, tuple[int | float | bool, tuple[str, ...]]] = {
     "causal": (True, ("causal", "is_causal", "masked", "autoregressive", "use_causal_mask")),
 }  # fmt: skip
 
-GIVEN_ANYWAY = ("dropout", "causal")  # even where there is a default
+REPLACED = ("dropout", "causal")  # meanings whose value replaces a default
 CONFIGURATION = ("config", "cfg", "args", "conf", "params")
 
 # -- arguments of a call ---------------------------------------------------------------------------
@@ -75,7 +75,7 @@ CALL: dict[str, tuple[str, ...]] = {
     "module": ("module",),
 }  # fmt: skip
 
-# -- parameters: the first pattern that a path matches, taken from its end -------------------------
+# -- parameters: the role of the first pattern that a component of the path matches, from the end --
 
 Q = r"q|query|queries|toqueries|wq|qs|toq|qproj|queryproj|qlinear|linearq|fcq|qw|projq|queryprojection|wquery|querylayer|tokeyq|qlin|lq|projquery|queryw|xq"
 K = Q.replace("queries", "keys").replace("query", "key").replace("q", "k").replace("tokeyk|", "")
@@ -92,26 +92,27 @@ PARAMETERS: dict[str, re.Pattern[str]] = {
 }
 
 
-PLAIN = ("linear", "lin", "layer", "proj", "net")  # generic names of layers
+GENERIC = ("linear", "lin", "layer", "proj", "net")  # names of layers that give no role
 SINK = re.compile(r"(^|\.)(sinks?|attn_sinks?|sink_logits?|attention_sinks?)$")
 
 
 def argument_role(name: str) -> str | None:
-    """Return what an argument of a call means by the table, or None."""
+    """Return the role of a call's argument by the table, or None."""
     return next((role for role, names in CALL.items() if name in names), None)
 
 
 def guess_mask_role(name: str) -> str | None:
-    """Return "padding" or "mask" for a name of its own that contains "mask", or None."""
+    """Return "padding" or "mask" for a name that contains "mask" and isn't in the table, or None."""
     if "mask" not in name.lower():
         return None
     keys = ("pad", "key", "ctx", "context", "mem", "enc", "src", "cross", "kv")
-    return "padding" if any(part in name.lower() for part in keys) else "mask"
+    return "padding" if any(word in name.lower() for word in keys) else "mask"
 
 
-def constructor_value(name: str) -> tuple[str, int | float | bool] | None:
-    """Return what a constructor's argument means and its value, or None."""
-    return next(((what, value) for what, (value, names) in CONSTRUCTOR.items() if name in names), None)
+def constructor_value(name: str) -> tuple[str, int | float | bool | None]:
+    """Return the meaning of a constructor's argument and its value, or ("", None)."""
+    values = ((meaning, value) for meaning, (value, names) in CONSTRUCTOR.items() if name in names)
+    return next(values, ("", None))
 
 
 def parameter_role(path: str) -> tuple[str, str, int | None] | None:
@@ -119,20 +120,20 @@ def parameter_role(path: str) -> tuple[str, str, int | None] | None:
 
     `heads.2.query.weight` is ("q", "weight", 2); `W_o` ("o", "weight", None); `b_q` ("q", "bias", None).
     """
-    parts = path.split(".")
-    part = parts.pop() if parts[-1] in ("weight", "bias") else "weight"
-    numbers = [int(p) for p in parts if p.isdigit()]
-    words = [p.lower() for p in parts if not p.isdigit()]
-    is_list = bool(parts) and parts[-1].isdigit()
-    # query.linear.weight: `query` decides; only if it means nothing, `linear` does.
-    for place in sorted(range(len(words)), key=lambda n: (words[n] in PLAIN and n > 0, -n)):
-        affixes = re.fullmatch(r"(b_|bias_)?(.+?)(_bias|_b|bias)?(_weights?|_w|_kernel)?", words[place])
+    components = path.split(".")
+    part = components.pop() if components[-1] in ("weight", "bias") else "weight"
+    numbers = [int(component) for component in components if component.isdigit()]
+    words = [component.lower() for component in components if not component.isdigit()]
+    is_list = bool(components) and components[-1].isdigit()
+    # Of query.linear.weight, `query` gives the role; `linear` does only if `query` gives none.
+    for n in sorted(range(len(words)), key=lambda n: (words[n] in GENERIC and n > 0, -n)):
+        affixes = re.fullmatch(r"(b_|bias_)?(.+?)(_bias|_b|bias)?(_weights?|_w|_kernel)?", words[n])
         assert affixes is not None
         name = re.sub(r"^w_|[_-]", "", affixes[2])
         for role, pattern in PARAMETERS.items():
             if pattern.fullmatch(name):
-                # A number before the name is a head; after it, a layer of a Sequential or one of a head's list.
-                is_last = is_list and place == len(words) - 1
+                # A number before the name is a head; after it, a layer of a Sequential or an entry of a head's list.
+                is_last = is_list and n == len(words) - 1
                 head = numbers[0] if numbers and (not is_last or role not in ("o", "qkv")) else None
                 return role, "bias" if affixes[1] or affixes[3] else part, head
     return None

@@ -158,7 +158,7 @@ def check_projected_heads(adapter: AttentionAdapter, weights: Weights, inputs: I
     if o is None or value_size >= o.shape[0] or part.axes or part.rows or part.transposed or others:
         return skipped("its heads can't be distinguished in its output")
     before = adapter.run(inputs).out
-    parameter, head_size = adapter.held[part.path], weights.head_size
+    parameter, head_size = adapter.parameters[part.path], weights.head_size
     head, other_heads = parameter[:head_size], parameter[head_size:]
     adapter.candidate.load({part.path: torch.cat((head.flip(0) * 1.5, other_heads))})
     try:

@@ -1,4 +1,4 @@
-"""A candidate in this process: built, called, and restored after each call."""
+"""A candidate in this process: build it, call it, and undo the changes of each call."""
 
 from __future__ import annotations
 
@@ -42,21 +42,19 @@ class Call:
     """One call of a candidate.
 
     Attributes:
-        args: positional arguments, trees.
-        kwargs: keyword arguments, trees.
-        grads: the paths of the tensors whose gradients are wanted: "0" is the first positional argument,
-            "key" a keyword, "0.1" nested. A tensor given twice is one tensor, with one gradient.
-        cotangent: the gradient of the first tensor of the output, of its shape; gradients are on with it.
-        training: the mode of the module.
-        dtype: for this call, a copy of the module and every floating argument are cast to it.
-        compiled: call it through torch.compile.
-        seed: the random seed.
-        attribute: the name of a method to call instead.
-        repeat: the number of calls, seeded once; the output is then the list of outputs.
-        memory: measure the peak.
+        args: The positional arguments, trees.
+        kwargs: The keyword arguments, trees.
+        grads: The paths of tensors whose gradients are returned: "0" is the first positional argument,
+            "key" a keyword, "0.1" nested. If one tensor is passed twice, it has one gradient.
+        cotangent: The gradient of the output's first tensor, of its shape. Without it, gradients are off.
+        training: The mode of the module.
+        dtype: A dtype to which a copy of the module and every floating argument are cast.
+        compiled: Whether to call it through torch.compile.
+        seed: The random seed.
+        memory: Whether to measure the peak of memory.
 
     Raises:
-        ValueError: for gradients without a cotangent, or of several calls.
+        ValueError: For gradients without a cotangent.
     """
 
     args: tuple[Any, ...] = ()
@@ -67,20 +65,16 @@ class Call:
     dtype: torch.dtype | None = None
     compiled: bool = False
     seed: int = 0
-    attribute: str = ""
-    repeat: int = 1
     memory: bool = False
 
     def __post_init__(self) -> None:
         if self.grads and self.cotangent is None:
             raise ValueError(f"grads {self.grads} need a cotangent, the gradient of the output.")
-        if self.repeat < 1 or (self.repeat > 1 and self.cotangent is not None):
-            raise ValueError(f"Expected repeat to be at least 1, and 1 with a cotangent, got {self.repeat}.")
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a call changed: an argument, a parameter or a buffer by its name, or global state by its own."""
+    """An argument, a parameter, a buffer or a global setting that a call changed."""
 
     kind: Literal["argument", "parameter", "buffer", "state"]
     name: str
@@ -91,11 +85,12 @@ class Answer:
     """The result of a call; tensors are detached copies on the CPU.
 
     Attributes:
-        output: a tree.
-        grads: the gradients of `Call.grads` by path; None where no gradient arrives.
-        weight_grads: the gradients of all parameters.
-        changed: what the call changed; it is restored.
-        peak: the resident bytes at their peak beyond the start, None if not measured or not available.
+        output: A tree.
+        grads: The gradients of `Call.grads` by path; None for a tensor that gets no gradient.
+        weight_grads: The gradients of all parameters, likewise.
+        changed: The changes that the call made, and that were undone.
+        peak: The increase of resident memory during the call at its peak, in bytes, or None if it wasn't
+            measured or can't be.
     """
 
     output: Any
@@ -105,10 +100,14 @@ class Answer:
     peak: int | None
 
 
-class Candidate:
-    """A class, a module, a function, or a factory that returns one of those without arguments.
+class Candidate(contextlib.AbstractContextManager["Candidate"]):
+    """A class, a module, a function, or a factory that returns one of these and takes no arguments.
 
-    CandidateError of kind "import" is raised for anything that can't be called.
+    Args:
+        target: The object.
+
+    Raises:
+        CandidateError: Of kind "import", if the target can't be called.
     """
 
     def __init__(self, target: Any) -> None:
@@ -116,23 +115,32 @@ class Candidate:
         self.instance = None if isinstance(self.target, type) else self.target
 
     def describe(self) -> Description:
-        """Describe it as far as it is built."""
+        """Describe the class, or the instance if it has been built."""
         return describe(self.target, self.instance)
 
     def build(self, init: dict[str, Any]) -> Description:
-        """Build the class, seeded; CandidateError of kind "init" if it raises, or if this isn't a class."""
-        given = ", ".join(f"{name}={print_safely(repr, value, 40)}" for name, value in init.items())
+        """Build an instance with seed 0.
+
+        Args:
+            init: The constructor arguments, trees.
+
+        Returns:
+            The description of the instance.
+
+        Raises:
+            CandidateError: Of kind "init", if the constructor raises, or if the target isn't a class.
+        """
+        arguments = ", ".join(f"{name}={print_safely(repr, value, 40)}" for name, value in init.items())
         if isinstance(self.target, type):
+            action = f"building {self.target.__name__}({arguments})"
             try:
                 with seeded(0):
                     self.instance = self.target(**{name: to_object(value) for name, value in init.items()})
             except (Exception, SystemExit) as error:
-                raise describe_exception("init", f"building {self.target.__name__}({given})", error) from None
+                raise describe_exception("init", action, error) from None
         elif init:
-            name = self.describe().name
-            raise CodeError(
-                "init", f"Expected no constructor arguments for {name}, which isn't a class, got {given}."
-            )
+            name = f"{self.describe().name}, which isn't a class"
+            raise CodeError("init", f"Expected no constructor arguments for {name}, got {arguments}.")
         return self.describe()
 
     def weights(self) -> dict[str, Tensor]:
@@ -140,23 +148,32 @@ class Candidate:
         return {name: x.detach().cpu().clone() for _, name, x in module_tensors(self._built())}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Copy values into the parameters and buffers of these names."""
-        own = {name: x for _, name, x in module_tensors(self._built())}
+        """Copy values into the parameters and buffers with these names."""
+        targets = {name: x for _, name, x in module_tensors(self._built())}
         for name, values in tensors.items():
-            if name not in own:
-                raise CodeError("call", f"Expected names of {list(own)} to load, got {name!r}.")
-            if own[name].shape != values.shape:
-                expected = sizes(own[name])
+            if name not in targets:
+                raise CodeError("call", f"Expected names of {list(targets)} to load, got {name!r}.")
+            if targets[name].shape != values.shape:
+                expected = sizes(targets[name])
                 raise CodeError("call", f"Expected {expected} to load into {name!r}, got {sizes(values)}.")
         for name, values in tensors.items():
-            own[name].data.copy_(values)
+            targets[name].data.copy_(values)
 
     def call(self, call: Call) -> Answer:
-        """Call it, and restore what it changed; CandidateError of kind "call" or "memory" if it raises."""
+        """Call the candidate, and undo its changes of parameters, buffers and global settings.
+
+        Args:
+            call: The arguments and options.
+
+        Returns:
+            The output, gradients and changes.
+
+        Raises:
+            CandidateError: Of kind "call" or "memory", if it raises.
+        """
         candidate = self._built()
-        written = candidate if inspect.isroutine(candidate) else type(candidate)
-        name = getattr(written, "__name__", type(candidate).__name__)
-        name += f".{call.attribute}" if call.attribute else ""
+        definition = candidate if inspect.isroutine(candidate) else type(candidate)
+        name = getattr(definition, "__name__", type(candidate).__name__)
 
         def copy_argument(tensor: Tensor) -> Tensor:
             copied = with_strides(tensor, tensor.stride())
@@ -179,33 +196,33 @@ class Candidate:
                 state = State(candidate)
                 stack.callback(state.restore)
                 state.set_mode(call.training)
-                method = getattr(candidate, call.attribute) if call.attribute else candidate
+                function = candidate
                 if call.compiled:
-                    torch._dynamo.reset()  # no graph, and no count of graphs, of an earlier call
+                    torch._dynamo.reset()  # graphs of earlier calls count against the limit of recompilations
                     stack.callback(torch._dynamo.reset)
-                    method = torch.compile(method, backend=compiler_backend())
+                    # Without a C++ compiler, graphs are traced and not compiled.
+                    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
+                    backend = "inductor" if has_compiler else "aot_eager"
+                    function = torch.compile(candidate, backend=backend)
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
-                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8", errors="replace"))
-                stack.enter_context(contextlib.redirect_stdout(nowhere))
+                devnull = stack.enter_context(open(os.devnull, "w", encoding="utf-8", errors="replace"))
+                stack.enter_context(contextlib.redirect_stdout(devnull))
                 resident = reset_peak() if call.memory else None
-                outputs = [method(*args, **kwargs) for _ in range(call.repeat)]
-                grads, weight_grads = run_backward(outputs[0], call, passed, candidate)
+                output = function(*args, **kwargs)
+                grads, weight_grads = run_backward(output, call, passed, candidate)
                 peak = None if resident is None else max(0, read_peak() - resident)
                 changed = [*state.changes()]
-                outputs = [to_tree(output) for output in outputs]
+                output = to_tree(output)
             except CandidateError:
                 raise
             except (Exception, SystemExit) as error:
                 raise describe_exception("call", f"calling {name}", error) from None
         changed += [Change("argument", path) for path, x in passed.items() if not is_same(x, originals[path])]
-        return Answer(outputs[0] if call.repeat == 1 else outputs, grads, weight_grads, tuple(changed), peak)
+        return Answer(output, grads, weight_grads, tuple(changed), peak)
 
     def close(self) -> None:
-        """Do nothing: subclasses and `CandidateProcess` release what they use."""
-
-    def __enter__(self) -> Candidate:
-        return self
+        """Do nothing; subclasses restore the object."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -217,13 +234,13 @@ class Candidate:
 
 
 class BorrowedCandidate(Candidate):
-    """An object of the caller's; `close` restores it and the global state, whatever happened."""
+    """An object of the caller, which `close` restores, and global state with it."""
 
     def __init__(self, target: Any) -> None:
         self._snapshot = Snapshot(target)
         try:
             super().__init__(target)
-            self._snapshot.add(self.target)  # what a factory returned may be the caller's own too
+            self._snapshot.add(self.target)  # a factory may return an object that the caller uses
         except BaseException:
             self.close()
             raise
@@ -234,7 +251,7 @@ class BorrowedCandidate(Candidate):
 
 
 def call_factory(target: Any) -> Any:
-    """Return the target, or what it returns if it is a factory."""
+    """Return the target, or if it is a factory, the object that it returns."""
     if isinstance(target, type) or not inspect.isfunction(target):
         if callable(target):
             return target
@@ -247,7 +264,7 @@ def call_factory(target: Any) -> Any:
         with seeded(0):
             made = target()
     except (Exception, SystemExit) as error:
-        if arguments:  # all have defaults: it may still be an attention function
+        if arguments:  # an attention function may have a default for every argument
             return target
         raise describe_exception("import", f"calling the factory {target.__name__}()", error) from None
     if callable(made) and not isinstance(made, Tensor):
@@ -265,7 +282,7 @@ def call_factory(target: Any) -> Any:
 
 
 def to_object(value: Any) -> Any:
-    """Return the object that an argument stands for, if any.
+    """Convert an argument that a tree can't contain from its encoding, and return others unchanged.
 
     `{"__namespace__": {name: value}}` is a configuration or a module, `{"__keep__": tensor}` a `Keep`.
     """
@@ -292,51 +309,47 @@ def cast_module(candidate: Any, dtype: torch.dtype | None) -> Any:
 
 
 class State:
-    """Global state, and a module's tensors and modes, to compare after a call and to restore."""
+    """The global state and a module's tensors and modes before a call."""
 
     def __init__(self, candidate: Any) -> None:
         self.seed = initial_seed()
         self.globals = read_globals()
         self.module = candidate if isinstance(candidate, nn.Module) else None
-        self.modules = list(self.module.modules()) if self.module is not None else []
-        self.modes = self.modes_in_call = [module.training for module in self.modules]
-        self.slots: list[dict[str, Any]] = [
-            slots for module in self.modules for slots in (module._parameters, module._buffers)
-        ]
-        self.contents = [dict(slots) for slots in self.slots]
+        modules = list(self.module.modules()) if self.module is not None else []
+        self.modes = self.call_modes = [(module, module.training) for module in modules]
+        entries: list[Any] = [each for module in modules for each in (module._parameters, module._buffers)]
+        self.entries = [(each, dict(each)) for each in entries]
         self.before = {name: (kind, x, x.detach().clone()) for kind, name, x in module_tensors(self.module)}
 
     def set_mode(self, training: bool) -> None:
-        """Set training or evaluation; the call may not change what the module makes of it."""
+        """Set training or evaluation mode, which the call may not change; a module may override train()."""
         if self.module is not None:
             self.module.train(training)
-        self.modes_in_call = [module.training for module in self.modules]
+        self.call_modes = [(module, module.training) for module, _ in self.modes]
 
     def changes(self) -> Iterator[Change]:
-        """Yield what differs from before."""
+        """Yield the changes since then."""
         if initial_seed() != self.seed:
             yield Change("state", "the random seed")
         for (name, *_), now, before in zip(GLOBALS, read_globals(), self.globals, strict=True):
             if now != before:
                 yield Change("state", name)
-        if [module.training for module in self.modules] != self.modes_in_call:
+        if any(module.training != mode for module, mode in self.call_modes):
             yield Change("state", "the training flag")
         tensors = {name: (kind, x) for kind, name, x in module_tensors(self.module)}
         for name, (kind, _, value) in self.before.items():
             if name not in tensors or not is_same(tensors[name][1], value):
                 yield Change(kind, name)
-        for name, (kind, _) in tensors.items():
-            if name not in self.before:
-                yield Change(kind, name)
+        yield from (Change(kind, name) for name, (kind, _) in tensors.items() if name not in self.before)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore global state, modes, parameters and buffers."""
         restore_globals(self.globals)
-        for module, mode in zip(self.modules, self.modes, strict=True):
+        for module, mode in self.modes:
             module.training = mode
-        for slots, content in zip(self.slots, self.contents, strict=True):
-            slots.clear()
-            slots.update(content)
+        for entries, content in self.entries:
+            entries.clear()
+            entries.update(content)
         for _, tensor, value in self.before.values():
             if tensor.shape != value.shape or tensor.dtype != value.dtype:
                 tensor.data = value
@@ -350,18 +363,18 @@ class State:
 def run_backward(
     output: Any, call: Call, passed: dict[str, Tensor], candidate: Any
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """Return the gradients of arguments (`call.grads`) and of parameters, whose .grad keeps its value."""
+    """Return the gradients of arguments (`call.grads`) and of parameters, whose .grad is restored."""
     if call.cotangent is None:
         return {}, {}
     parameters = dict(candidate.named_parameters()) if isinstance(candidate, nn.Module) else {}
-    kept = {name: parameter.grad for name, parameter in parameters.items()}
+    before = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     try:
         first = next((tensor for _, tensor in iterate_tensors(top_tensors(output) or output)), None)
         if first is not None and first.shape != call.cotangent.shape:
-            expected, given = sizes(first), sizes(call.cotangent)
-            raise CodeError("call", f"Expected a cotangent of the output's shape {expected}, got {given}.")
+            expected, got = sizes(first), sizes(call.cotangent)
+            raise CodeError("call", f"Expected a cotangent of the output's shape {expected}, got {got}.")
         if first is not None and first.requires_grad:
             torch.autograd.backward(first, call.cotangent.to(first))
         return (
@@ -370,19 +383,14 @@ def run_backward(
         )
     finally:
         for name, parameter in parameters.items():
-            parameter.grad = kept[name]
-
-
-def compiler_backend() -> str:
-    """Return PyTorch's own compiler, or without a C++ compiler its graphs alone."""
-    return "inductor" if any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))) else "aot_eager"
+            parameter.grad = before[name]
 
 
 def reset_peak() -> int | None:
-    """Return freed memory to the system and reset the peak; the resident bytes now, None off Linux."""
+    """Reset the peak of resident memory, and return its current size in bytes; None except on Linux."""
     try:
-        with contextlib.suppress(OSError, AttributeError):  # glibc only
-            ctypes.CDLL(None).malloc_trim(0)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc returns freed memory to the system
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the only way to reset it
         read_peak()
         return int(psutil.Process().memory_info().rss)
@@ -391,6 +399,6 @@ def reset_peak() -> int | None:
 
 
 def read_peak() -> int:
-    """Return the peak of the resident bytes, which psutil doesn't read on Linux (VmHWM)."""
+    """Return the peak of resident memory in bytes (VmHWM), which psutil doesn't give on Linux."""
     text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     return int(text.split("VmHWM:")[1].split()[0]) * 1024

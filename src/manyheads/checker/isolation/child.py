@@ -1,4 +1,4 @@
-"""The process of a candidate: reads requests, runs them, answers."""
+"""The main function of a candidate's process, which runs the checker's requests."""
 
 from __future__ import annotations
 
@@ -20,64 +20,58 @@ from manyheads.checker.isolation.errors import CandidateError, Kind, describe_ex
 from manyheads.checker.isolation.process import TOKEN, end_tree
 from manyheads.checker.isolation.target import find
 
-SLACK = 2 * 2**30  # bytes of address space that threads and libraries map and never touch
-HIGH = 200  # our file descriptors start here
+SLACK = 2 * 2**30  # bytes of address space that threads and libraries map and never use
+HIGH = 200  # the lowest number of the pipes' file descriptors, so that candidates rarely close them
 KINDS: dict[str, Kind] = {"import": "import", "build": "init"}
 
 
 def main() -> None:
     """Answer requests until the checker closes the pipe."""
-    import fcntl  # not on Windows, where no such process is started
+    import fcntl  # Windows has no such module, and CandidateProcess raises an error there
 
-    given = [int(descriptor) for descriptor in sys.argv[1:3]]
-    requests, answers = (fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, HIGH) for each in given)
-    for each in given:
-        os.close(each)
+    pipes = [int(descriptor) for descriptor in sys.argv[1:3]]
+    requests, answers = (fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, HIGH) for pipe in pipes)
+    for pipe in pipes:
+        os.close(pipe)
     faulthandler.enable()  # to report the line of a segmentation fault
     own_pid = os.getpid()
     watched = (os.getppid(), os.environ[TOKEN], Path.cwd().parent)
     threading.Thread(target=end_with_checker, args=watched, daemon=True).start()
     if sys.platform == "linux":
-        # The candidate's orphans become children of this process, so that they are found and ended.
+        # Orphaned descendants become children of this process, so that they are found and ended.
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
-    def put(data: memoryview) -> None:
+    def send(data: memoryview) -> int:
         if os.getpid() != own_pid:
-            os._exit(0)  # a fork of the candidate's that returned here, and has no request to answer
-        while data:
-            data = data[os.write(answers, data[: 2**20]) :]
+            os._exit(0)  # the candidate forked, and both processes returned from the call
+        return os.write(answers, data)
 
-    def take(count: int) -> bytearray:
-        data = bytearray()
-        while len(data) < count:
-            chunk = os.read(requests, min(count - len(data), 2**20))
-            if not chunk:
-                os._exit(0)
-            data += chunk
-        return data
+    def receive(count: int) -> bytes:
+        return os.read(requests, count) or os._exit(0)
 
-    protocol.write(put, "ready")
+    protocol.write(send, "ready")
     candidate: Candidate | None = None
     while True:
-        number, request, *args = protocol.read(take, 2**62)
+        number, request, *args = protocol.read(receive, 2**62)
         try:
             if request == "import":
                 candidate, value = import_candidate(*args), None
             else:
                 value = getattr(candidate, request)(*args)
-            protocol.write(put, (number, "answer", value))
-        except BaseException as error:  # a KeyboardInterrupt is the candidate's own: this session gets none
+            protocol.write(send, (number, "answer", value))
+        except BaseException as error:  # the candidate raised it: this session gets no KeyboardInterrupt
             if not isinstance(error, CandidateError):
                 kind = KINDS.get(request, "call")
                 error = describe_exception(kind, f"{request} of the candidate", error)
-            protocol.write(put, (number, "error", error.kind, str(error), error.details, error.error))
+            protocol.write(send, (number, "error", error.kind, str(error), error.details, error.error))
 
 
 def import_candidate(target: str, folder: str, folders: list[str], memory: int) -> Candidate:
     """Import the target as its caller would, from the caller's folder and path."""
-    with contextlib.suppress(OSError, ImportError, ValueError):  # a limit above what torch has mapped already
+    with contextlib.suppress(OSError, ImportError, ValueError):
         import resource
 
+        # torch has mapped much address space already, so the limit is above that.
         limit = psutil.Process().memory_info().vms + memory + SLACK
         if sys.platform == "linux":
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -90,7 +84,7 @@ def import_candidate(target: str, folder: str, folders: list[str], memory: int) 
 
 
 def end_with_checker(parent: int, token: str, folder: Path) -> None:
-    """When the checker is gone, end this process and its descendants, however busy the candidate is."""
+    """Wait until the checker has ended, and end this process and its descendants, also during a call."""
     while os.getppid() == parent:
         time.sleep(0.2)
     end_tree(os.getpid(), token)

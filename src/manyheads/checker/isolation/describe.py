@@ -1,4 +1,4 @@
-"""Describes a candidate without calling it: signature, documentation, parameters, source."""
+"""Describe a candidate without calling it: its signature, documentation, parameters and source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Type = Literal["class", "module", "function"]
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a signature; a default that isn't a plain value is given as its repr."""
+    """One argument of a signature. A default that isn't a plain value is replaced by its repr."""
 
     name: str
     kind: ArgumentKind
@@ -37,38 +37,49 @@ class Argument:
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a candidate.
+    """The description of a candidate; parameters, buffers, layers and attributes are those of an instance.
 
-    `type` is what the target is, and stays "class" after an instance was built; only an instance has
-    parameters, buffers (name → shape), layers (path → class name) and attributes.
+    Attributes:
+        type: The type of the target, which is still "class" when an instance has been built.
+        name: The name of the class or function.
+        doc: Its docstring.
+        init: The arguments of a class's constructor.
+        call: The arguments of forward, `__call__` or the function, without self.
+        torch_module: Whether it is a `torch.nn.Module`.
+        parameters: The shapes of parameters by name.
+        buffers: The shapes of buffers by name.
+        layers: The names of the submodules' classes by path.
+        attributes: The public attributes that are plain values, such as num_heads.
+        source: Its Python code.
+        module_doc: The docstring of its file.
     """
 
     type: Type
     name: str
     doc: str
-    init: tuple[Argument, ...] | None  # of a class's constructor
-    call: tuple[Argument, ...]  # of forward, __call__ or the function, without self
+    init: tuple[Argument, ...] | None
+    call: tuple[Argument, ...]
     torch_module: bool
     parameters: dict[str, tuple[int, ...]]
     buffers: dict[str, tuple[int, ...]]
     layers: dict[str, str]
-    attributes: dict[str, int | float | bool | str]  # public ones, such as num_heads
+    attributes: dict[str, int | float | bool | str]
     source: str
-    module_doc: str = ""  # the docstring of its file
+    module_doc: str = ""
 
 
 def describe(target: Any, instance: Any) -> Description:
-    """Describe a target and, if it is there, the instance."""
+    """Describe a target, and its instance if there is one."""
     kind: Type = "module"
     if isinstance(target, type):
         kind = "class"
     elif inspect.isroutine(target) or isinstance(target, functools.partial):
         kind = "function"
-    written = type(target) if kind == "module" else target  # what has source and documentation
-    while isinstance(written, functools.partial):
-        written = written.func
+    definition = type(target) if kind == "module" else target  # the object with source and documentation
+    while isinstance(definition, functools.partial):
+        definition = definition.func
     try:
-        source = inspect.getsource(written)
+        source = inspect.getsource(definition)
     except (OSError, TypeError):
         source = ""
     torch_module = isinstance(target, nn.Module) or (kind == "class" and issubclass(target, nn.Module))
@@ -76,14 +87,14 @@ def describe(target: Any, instance: Any) -> Description:
         call = read_signature(target, bound=True)
     else:
         name = "forward" if torch_module else "__call__"
-        method = next((vars(c)[name] for c in written.__mro__ if name in vars(c)), None)
+        method = next((vars(c)[name] for c in definition.__mro__ if name in vars(c)), None)
         call = read_signature(method, bound=isinstance(method, staticmethod)) if method else ()
     module = instance if isinstance(instance, nn.Module) else None
     attributes = {} if kind == "function" else getattr(instance, "__dict__", {})
     return Description(
         type=kind,
-        name=getattr(written, "__name__", type(written).__name__),
-        doc=inspect.getdoc(written) or "",
+        name=getattr(definition, "__name__", type(definition).__name__),
+        doc=inspect.getdoc(definition) or "",
         init=read_signature(target, bound=True) if kind == "class" else None,
         call=call,
         torch_module=torch_module,
@@ -96,19 +107,15 @@ def describe(target: Any, instance: Any) -> Description:
             if type(value) in (bool, int, float, str) and not name.startswith("_") and name != "training"
         },
         source=source,
-        module_doc=inspect.getdoc(sys.modules.get(getattr(written, "__module__", "") or "")) or "",
+        module_doc=inspect.getdoc(sys.modules.get(getattr(definition, "__module__", "") or "")) or "",
     )
 
 
 def module_tensors(module: Any) -> Iterator[tuple[Literal["parameter", "buffer"], str, Tensor]]:
     """Yield the parameters and buffers of a module, without those that have no shape yet."""
     if isinstance(module, nn.Module):
-        for name, parameter in module.named_parameters():
-            if not nn.parameter.is_lazy(parameter):
-                yield "parameter", name, parameter
-        for name, buffer in module.named_buffers():
-            if not nn.parameter.is_lazy(buffer):
-                yield "buffer", name, buffer
+        yield from (("parameter", n, x) for n, x in module.named_parameters() if not nn.parameter.is_lazy(x))
+        yield from (("buffer", n, x) for n, x in module.named_buffers() if not nn.parameter.is_lazy(x))
 
 
 # -- signatures ------------------------------------------------------------------------------------
@@ -125,8 +132,8 @@ KINDS: dict[Any, ArgumentKind] = {
 def read_signature(function: Callable[..., Any], bound: bool) -> tuple[Argument, ...]:
     """Return the arguments of a callable, without self if it is unbound.
 
-    A function written in C may have none: then the signature at the start of its docstring is read, and
-    without that, it takes *args and **kwargs.
+    A function in C may have no signature but at the start of its docstring. If it has none there either, the
+    arguments are *args and **kwargs.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -136,25 +143,27 @@ def read_signature(function: Callable[..., Any], bound: bool) -> tuple[Argument,
         parameters = parameters[1:]
     return tuple(
         Argument(
-            name=p.name,
-            kind=KINDS[p.kind],
-            required=p.default is p.empty and "VAR" not in p.kind.name,
-            default=None if p.default is p.empty else plain_default(p.default),
-            annotation="" if p.annotation is p.empty else annotation_text(p.annotation),
+            name=parameter.name,
+            kind=KINDS[parameter.kind],
+            required=parameter.default is parameter.empty and "VAR" not in parameter.kind.name,
+            default=None if parameter.default is parameter.empty else plain_default(parameter.default),
+            annotation=""
+            if parameter.annotation is parameter.empty
+            else annotation_text(parameter.annotation),
         )
-        for p in parameters
+        for parameter in parameters
     )
 
 
 def read_documented_signature(function: Any) -> list[inspect.Parameter]:
-    """Read `name(query, key, scale=None)` at the start of a docstring."""
+    """Return the parameters of `name(query, key, scale=None)` in a docstring."""
     parameter = inspect.Parameter
     name = re.escape(getattr(function, "__name__", ""))
     start = re.search(rf"\b{name}\(([^()]*(?:\([^()]*\)[^()]*)*)\)", inspect.getdoc(function) or "")
     try:
         signature = ast.parse(f"(lambda {start[1] if start else '*'}: 0)", mode="eval")
         arguments = next(node.args for node in ast.walk(signature) if isinstance(node, ast.Lambda))
-        found = []
+        parameters = []
         for names, defaults, kind in (
             (arguments.posonlyargs + arguments.args, arguments.defaults, parameter.POSITIONAL_OR_KEYWORD),
             (arguments.kwonlyargs, arguments.kw_defaults, parameter.KEYWORD_ONLY),
@@ -163,10 +172,10 @@ def read_documented_signature(function: Any) -> list[inspect.Parameter]:
                 names, [None] * (len(names) - len(defaults)) + [*defaults], strict=True
             ):
                 value = parameter.empty if default is None else ast.literal_eval(default)
-                found.append(parameter(argument.arg, kind, default=value))
+                parameters.append(parameter(argument.arg, kind, default=value))
     except (SyntaxError, ValueError, TypeError):
         return [parameter("args", parameter.VAR_POSITIONAL), parameter("kwargs", parameter.VAR_KEYWORD)]
-    return found
+    return parameters
 
 
 def plain_default(default: Any, depth: int = 0) -> Any:
@@ -179,5 +188,5 @@ def plain_default(default: Any, depth: int = 0) -> Any:
 
 
 def annotation_text(annotation: Any) -> str:
-    """Return an annotation as it is written."""
+    """Return an annotation as text."""
     return annotation if isinstance(annotation, str) else print_safely(inspect.formatannotation, annotation)

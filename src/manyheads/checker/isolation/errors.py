@@ -19,9 +19,9 @@ class CandidateError(Exception):
     Args:
         kind: "import", "init" (the constructor raised), "call", "timeout", "memory", "crash" (the process
             ended) or "protocol" (its message can't be read).
-        sentence: the message.
-        details: the last lines of the traceback in the user's files, or of the process's output.
-        error: the exception's type in full, such as `torch._dynamo.exc.Unsupported`, or "".
+        sentence: The message.
+        details: The last lines of the traceback in the user's files, or of the process's output.
+        error: The full name of the exception's type, such as `torch._dynamo.exc.Unsupported`, or "".
     """
 
     def __init__(self, kind: Kind, sentence: str, details: str = "", error: str = "") -> None:
@@ -35,22 +35,22 @@ class CandidateError(Exception):
 
     @property
     def is_exit(self) -> bool:
-        """Return True for sys.exit and for an interrupt."""
+        """Return True if the candidate called sys.exit or raised KeyboardInterrupt."""
         return self.error.endswith(("SystemExit", "KeyboardInterrupt"))
 
     @property
     def is_unwritten(self) -> bool:
-        """Return True if the candidate's own code raises NotImplementedError: it is still to be written."""
-        raised = self.details.rpartition("\n")[2]
-        return self.error.endswith("NotImplementedError") and "raise NotImplementedError" in raised
+        """Return True if the candidate's code raises NotImplementedError: it isn't written yet."""
+        last_line = self.details.rpartition("\n")[2]
+        return self.error.endswith("NotImplementedError") and "raise NotImplementedError" in last_line
 
 
 class CodeError(CandidateError):
-    """An error of kind "import", "init" or "call": the candidate's code raised, and may be called again."""
+    """An error of kind "import", "init" or "call": the candidate's code raised; it can be called again."""
 
 
 class ProcessEnded(CandidateError):
-    """An error of another kind: the candidate's process is gone."""
+    """An error of another kind, after which the candidate's process has ended."""
 
 
 def candidate_error(kind: Kind, sentence: str, details: str = "", error: str = "") -> CandidateError:
@@ -60,7 +60,7 @@ def candidate_error(kind: Kind, sentence: str, details: str = "", error: str = "
 
 
 def describe_exception(kind: Kind, action: str, error: BaseException) -> CandidateError:
-    """Return the CandidateError of an exception raised by `action`, with the user's own lines."""
+    """Return the error for an exception that `action` raised, with the lines of the user's files."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -84,9 +84,9 @@ def describe_exception(kind: Kind, action: str, error: BaseException) -> Candida
 
 
 def print_safely(function: Callable[[Any], str], value: Any, limit: int = 200) -> str:
-    """Return str or repr of an object whose own method may raise, shortened."""
+    """Return str or repr of an object, shortened; its method may raise."""
     try:
-        text = str.__str__(function(value))  # no subclass of str
+        text = str.__str__(function(value))  # not an instance of a subclass
     except Exception as error:
         return f"a {type(value).__name__} whose {function.__name__} raises {type(error).__name__}"
     return text if len(text) <= limit else text[: limit - 1] + "…"

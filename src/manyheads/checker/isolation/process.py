@@ -1,13 +1,13 @@
-"""A candidate in a separate process, with limits on time and memory, ended with all its descendants.
+"""A candidate in a separate process, with limits on time and memory, that is ended with all its descendants.
 
 This is not a sandbox: the candidate has the user's files, network and permissions. But:
 
 - The process is new, with empty standard input and a temporary working folder, and ends with the checker.
 - Each request has a time limit.
-- A memory limit applies to the resident memory of its process tree (polled every 50 ms), and on Linux to its
-  address space. GPUs are hidden from it, because neither limit applies there.
-- It answers with data that are validated as they are read, so that nothing it prints, and no exit or patched
-  function, can become a verdict.
+- A memory limit applies to the resident memory of its process tree (measured every 50 ms), and on Linux to
+  its address space. The process can't use GPUs, because neither limit applies to their memory.
+- Its answers are data that are validated as they are read, so that no print, exit or patched function of the
+  candidate can change a verdict.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ from manyheads.shapes import amount
 from manyheads.trees import fits
 
 POLL = 0.05  # seconds between two checks of the limits
-START = 120.0  # seconds for Python and torch to load, which the candidate isn't charged for
+START = 120.0  # seconds in which Python and torch are loaded, before the candidate's time limit applies
 TAIL = 4000  # characters of its output to report
-OUTPUT_LIMIT = 64 * 2**20  # bytes of its output on disk at any time, approximately
+OUTPUT_LIMIT = 64 * 2**20  # approximate size in bytes at which the file of its output is emptied
 CHILD = "manyheads.checker.isolation.child"
 TOKEN = "MANYHEADS_CANDIDATE"  # the environment variable that marks its descendants
 
 
-class CandidateProcess:
+class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
     """A candidate in a separate process, with the methods of `Candidate`.
 
-    Beside what `Candidate` raises, a request raises CandidateError of kind "timeout", "memory", "crash" or
-    "protocol", after which the process is ended: open another.
+    A request may also raise ProcessEnded. Then the process has been ended, and can't be used any more.
 
     Args:
-        target: what `find` takes.
-        timeout: seconds for each request, the import included.
-        memory: bytes for the process tree.
+        target: The name of the target, as for `find`.
+        timeout: The time limit of each request, the import included, in seconds.
+        memory: The memory limit of the process tree, in bytes.
     """
 
     def __init__(self, target: str, timeout: float = 60.0, memory: int = 4 * 2**30) -> None:
@@ -87,14 +86,11 @@ class CandidateProcess:
         finally:
             os.close(child_in)
             os.close(child_out)
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
         # Also called when this object is deleted without close, and at Python's exit.
         self._finish = weakref.finalize(
             self, end_process, self._process, token, folder, (self._in, self._out)
         )
-        self._begin("start", max(START, timeout))
-        self._exchange(None)
+        self._exchange("start", max(START, timeout))
         folders = [os.getcwd(), *(entry for entry in sys.path if entry)]
         try:
             self._request("import", None, target, os.getcwd(), folders, memory)
@@ -115,7 +111,7 @@ class CandidateProcess:
         return self._request("weights", dict[str, Tensor])
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Copy values into parameters and buffers."""
+        """Copy values into the parameters and buffers with these names."""
         self._request("load", None, tensors)
 
     def call(self, call: Call) -> Answer:
@@ -123,29 +119,22 @@ class CandidateProcess:
         return self._request("call", Answer, call)
 
     def close(self) -> None:
-        """End the process and its descendants and remove its folder; idempotent."""
+        """End the process and its descendants, and remove its folder."""
         self._finish()
-
-    def __enter__(self) -> CandidateProcess:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- one request -------------------------------------------------------------------------------
-
-    def _begin(self, request: str, seconds: float) -> None:
-        self._current, self._limit, self._deadline = request, seconds, time.monotonic() + seconds
+    # -- requests ----------------------------------------------------------------------------------
 
     def _request(self, request: str, hint: Any, *args: Any) -> Any:
-        """Send a request and return its answer, of this type; raise what the candidate raised."""
+        """Send a request and return its answer, of the type `hint`; raise the error of the candidate."""
         if not self._finish.alive:
             raise ProcessEnded(
                 "crash", f"The process of {self.target} is ended, and can't {request}. Open another."
             )
-        self._begin(request, self.timeout)
         self._count += 1
-        match self._exchange((self._count, request, *args)):
+        match self._exchange(request, self.timeout, self._count, request, *args):
             case (self._count, "answer", value) if fits(value, hint):
                 return value
             case (self._count, "error", str(kind), str(sentence), str(details), str(error)):
@@ -157,56 +146,42 @@ class CandidateProcess:
         self.close()
         protocol.reject(f"another reply to {request}")
 
-    def _exchange(self, message: Any) -> Any:
-        """Write a message, if any, and read one; end the process if anything goes wrong."""
+    def _exchange(self, request: str, limit: float, *message: Any) -> Any:
+        """Write a message, unless it is empty, and read the answer; end the process after any error."""
+        self._current, self._limit, self._deadline = request, limit, time.monotonic() + limit
         try:
-            if message is not None:
-                protocol.write(self._put, message)
-            return protocol.read(self._take, self.memory)
+            if message:
+                protocol.write(self._send, message)
+            return protocol.read(self._receive, self.memory)
         except BaseException:
             self.close()
             raise
 
-    def _put(self, data: memoryview) -> None:
-        while data:
-            self._wait(self._out)
-            try:
-                data = data[os.write(self._out, data[: 2**20]) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                self._raise_crash()
+    def _send(self, data: memoryview) -> int:
+        """Write some of these bytes to the process, and return how many."""
+        self._wait([], [self._out])
+        try:
+            return os.write(self._out, data[: select.PIPE_BUF])  # more could block
+        except BrokenPipeError:
+            self._raise_crash()
 
-    def _take(self, count: int) -> bytearray:
-        data = bytearray()
-        while len(data) < count:
-            self._wait(self._in)
-            try:
-                chunk = os.read(self._in, min(count - len(data), 2**20))
-            except BlockingIOError:
-                continue
-            if not chunk:
-                self._raise_crash()
-            data += chunk
-        return data
+    def _receive(self, count: int) -> bytes:
+        """Read at least one and at most `count` bytes from the process."""
+        self._wait([self._in], [])
+        return os.read(self._in, count) or self._raise_crash()
 
-    def _wait(self, pipe: int) -> None:
-        """Wait until the pipe is ready, and check meanwhile that the process lives within its limits."""
-
-        def is_ready(seconds: float) -> bool:
-            pipes = ([pipe], []) if pipe == self._in else ([], [pipe])
-            return any(select.select(*pipes, [], seconds))
-
+    def _wait(self, readable: list[int], writable: list[int]) -> None:
+        """Wait until a pipe is readable or writable, and check the limits of the process meanwhile."""
         while True:
-            ready = is_ready(POLL)
+            ready = any(select.select(readable, writable, [], POLL))
             now = time.monotonic()
             if now >= self._next_check:
                 self._next_check = now + POLL
                 self._check_limits(now)
             if ready:
                 return
-            # The pipe may stay open after the process ended: a forked child may hold its other end.
-            if self._process.poll() is not None and not is_ready(0):
+            # The pipe may still be open after the process ended, in a process that the candidate forked.
+            if self._process.poll() is not None and not any(select.select(readable, writable, [], 0)):
                 self._raise_crash()
 
     def _check_limits(self, now: float) -> None:
@@ -249,7 +224,8 @@ class CandidateProcess:
         )
 
     def _tail(self) -> str:
-        """Return the end of what the process wrote to its standard output and error."""
+        """Return the end of the process's standard output and error."""
+        # The process may still be writing, so a read until the end of the file might not end.
         with contextlib.suppress(OSError), self._output.open("rb") as file:
             file.seek(max(0, self._output.stat().st_size - 4 * TAIL))
             return file.read(4 * TAIL).decode(errors="replace")[-TAIL:].strip()
@@ -259,12 +235,12 @@ class CandidateProcess:
 def open_candidate(
     target: Any, timeout: float = 60.0, memory: int = 4 * 2**30
 ) -> Candidate | CandidateProcess:
-    """Open the name of a target in a separate process, or an object in this one, restored by `close`."""
+    """Open a target by its name in a separate process, or an object in this process, restored by `close`."""
     return CandidateProcess(target, timeout, memory) if isinstance(target, str) else BorrowedCandidate(target)
 
 
 def child_environment(token: str) -> dict[str, str]:
-    """Return the caller's environment for another folder, without GPUs, with the token."""
+    """Return the environment of a candidate's process: no GPUs, absolute import paths, and the token."""
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     home = str(Path(__file__).parents[3])  # for a manyheads that isn't installed
     return {
@@ -280,12 +256,12 @@ def child_environment(token: str) -> dict[str, str]:
 
 
 def process_tree(root: int, token: str = "") -> list[psutil.Process]:
-    """Return the living processes of root's session, their descendants, and those that carry the token."""
+    """Return the running processes of root's session or with the token, and their descendants."""
     parents: dict[int, int] = {}
     alive: dict[int, psutil.Process] = {}
     inside: set[int] = set()
     for process in psutil.process_iter():
-        # Some end meanwhile, and some belong to other users.
+        # A process may end meanwhile, or belong to another user.
         with contextlib.suppress(psutil.Error, OSError), process.oneshot():
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
@@ -299,7 +275,7 @@ def process_tree(root: int, token: str = "") -> list[psutil.Process]:
 
 
 def end_tree(root: int, token: str) -> None:
-    """Kill root and all that it started; repeatedly, for what was started meanwhile."""
+    """Kill a process and its descendants, and again those that they have started meanwhile."""
     for _ in range(100):
         others = [process for process in process_tree(root, token) if process.pid != os.getpid()]
         for process in others:

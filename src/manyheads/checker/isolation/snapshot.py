@@ -1,10 +1,10 @@
 """A snapshot of an object and of the process's global state, to restore both after a check.
 
 Modules can't always be copied (a lock, a cache with a graph, a hook that refers to the module itself), so the
-checker works on the object itself and restores it. The snapshot walks everything reachable from the object:
-attributes, containers, closures, bound arguments and attributes of its classes. It copies the content of each
-mutable part and writes it back into the same part, which preserves identities, shared storages and tied
-weights.
+checker works on the object itself and restores it. The snapshot visits all objects that are reachable from
+it: through attributes, containers, closures, bound arguments and attributes of its classes. It copies the
+content of each mutable object and later writes it back into the same object, which preserves identities,
+shared storages and tied weights.
 """
 
 from __future__ import annotations
@@ -28,23 +28,6 @@ import torch
 from torch import Tensor, equal, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-
-def _autocast() -> tuple[Any, ...]:
-    devices = ("cpu", "cuda")
-    return (
-        torch.is_autocast_cache_enabled(),
-        *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
-    )
-
-
-def _set_autocast(state: tuple[Any, ...]) -> None:
-    cached, *devices = state
-    torch.set_autocast_cache_enabled(cached)
-    for device, enabled, dtype in devices:
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-
-
 # Global state that a call may change: its name, how it is read, how it is restored.
 GLOBALS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
@@ -61,7 +44,15 @@ GLOBALS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
     ),
-    ("autocast", _autocast, _set_autocast),
+    ("autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    *(
+        ("autocast", partial(read, device), partial(write, device))
+        for device in ("cpu", "cuda")
+        for read, write in (
+            (torch.is_autocast_enabled, torch.set_autocast_enabled),
+            (torch.get_autocast_dtype, torch.set_autocast_dtype),
+        )
+    ),
 )
 
 
@@ -77,87 +68,87 @@ def restore_globals(values: list[Any]) -> None:
             write(value)
 
 
-# What these packages define belongs to the program (loggers, queues, compilers), not to the object; other
-# threads may use it meanwhile.
+# Classes and functions of these packages (loggers, queues, compilers) belong to the program and not to the
+# object; other threads may use them meanwhile.
 _SHARED = sys.stdlib_module_names - {"collections", "types", "functools"} | {"torch", "numpy"}
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), types.ModuleType, torch.dtype, torch.device)
 _MISSING = object()
 
 
 class Snapshot:
-    """The content of everything that is reachable from some objects, and the global state."""
+    """The content of all objects that are reachable from some objects, and the global state."""
 
     def __init__(self, *roots: Any) -> None:
-        self._seen: dict[int, Any] = {}  # id → part; a reference, so that no id is reused
+        self._visited: dict[int, Any] = {}  # by id; the reference prevents that an id is reused
         self._filled: set[int] = set()  # storages; tied weights and views share one
         self._globals = _global_state()
-        # Tensors are pointed at their storages first, then storages are filled, then the rest is restored.
-        self._pointers: list[Callable[[], None]] = []
+        # The functions that restore each tensor's view of its storage, then storages, then other content.
+        self._views: list[Callable[[], None]] = []
         self._storages: list[Callable[[], None]] = []
-        self._rest: list[Callable[[], None]] = []
+        self._others: list[Callable[[], None]] = []
         self.add(*roots)
 
     def add(self, *roots: Any) -> None:
-        """Include what is reachable from more objects, as it is now."""
+        """Include the present content of all objects that are reachable from more objects."""
         waiting = list(roots)
         with _plain_tensors():
             while waiting:
-                part = waiting.pop()
-                if not isinstance(part, _ATOMS) and id(part) not in self._seen:
-                    self._seen[id(part)] = part
-                    waiting += self._keep(part)
+                value = waiting.pop()
+                if not isinstance(value, _ATOMS) and id(value) not in self._visited:
+                    self._visited[id(value)] = value
+                    waiting += self._keep(value)
 
     def restore(self) -> None:
-        """Write everything back, once. An interrupt is raised when that is done."""
+        """Restore all content, once. An interrupt is raised at the end."""
         with _interrupts_deferred(), contextlib.ExitStack() as stack:
-            # A stack calls the last one first, and goes on if one raises.
+            # The stack calls the last function first, and calls the others if one raises.
             stack.callback(self._globals)
             stack.enter_context(_plain_tensors())
-            for write in (*self._rest, *self._storages, *self._pointers):
+            for write in (*self._others, *self._storages, *self._views):
                 stack.callback(write)
             self._globals = lambda: None
-            for kept in (self._rest, self._storages, self._pointers, self._seen):
+            for kept in (self._others, self._storages, self._views, self._visited):
                 kept.clear()
 
-    def _keep(self, part: Any) -> Iterator[Any]:
-        """Keep the content of one part, and yield the parts inside it."""
-        if isinstance(part, Tensor):
-            yield from self._keep_tensor(part)
-        if isinstance(part, type):
-            if not _is_shared(part):
-                yield from self._keep_class(part)
+    def _keep(self, value: Any) -> Iterator[Any]:
+        """Keep the content of an object, and yield the objects inside it."""
+        if isinstance(value, Tensor):
+            yield from self._keep_tensor(value)
+        if isinstance(value, type):
+            if not _is_shared(value):
+                yield from self._keep_class(value)
             return
-        if isinstance(part, types.FunctionType):
-            if _is_shared(part):
+        if isinstance(value, types.FunctionType):
+            if _is_shared(value):
                 return
-            for cell in part.__closure__ or ():
-                of = (cell, "cell_contents")
-                yield self._keep_value(partial(getattr, *of), partial(setattr, *of), partial(delattr, *of))
-            yield from (part.__defaults__, part.__kwdefaults__)
-        elif isinstance(part, types.MethodType):
-            yield from (part.__self__, part.__func__)
-        elif isinstance(part, partial):
-            yield from (part.func, part.args, part.keywords)
-        elif isinstance(part, staticmethod | classmethod):
-            yield part.__func__
-        elif isinstance(part, tuple | frozenset):
-            yield from part
-        elif isinstance(part, dict | list | set | deque):
-            yield from self._keep_container(part)
-        elif (state := _state_of(part)) is not None:
+            for cell in value.__closure__ or ():
+                yield self._keep_attribute(cell, "cell_contents")
+            yield from (value.__defaults__, value.__kwdefaults__)
+        elif isinstance(value, types.MethodType):
+            yield from (value.__self__, value.__func__)
+        elif isinstance(value, partial):
+            yield from (value.func, value.args, value.keywords)
+        elif isinstance(value, staticmethod | classmethod):
+            yield value.__func__
+        elif isinstance(value, tuple | frozenset):
+            yield from value
+        elif isinstance(value, dict | list | set | deque):
+            yield from self._keep_container(value)
+        elif (state := _state_of(value)) is not None:
             read, write = state
-            self._rest.append(partial(write, read()))
+            self._others.append(partial(write, read()))
         kinds = (Tensor, nn.Module, types.FunctionType)
-        if isinstance(part, kinds) or not _is_shared(type(part)):
-            yield from self._keep_attributes(part)
+        if isinstance(value, kinds) or not _is_shared(type(value)):
+            yield from self._keep_attributes(value)
+
+    def _keep_attribute(self, owner: Any, name: str) -> Any:
+        """Keep an attribute, or that it is missing, and return its value."""
+        return self._keep_value(*(partial(f, owner, name) for f in (getattr, setattr, delattr)))
 
     def _keep_value(
-        self,
-        read: Callable[[], Any],
-        write: Callable[[Any], None],
-        delete: Callable[[], None] = lambda: None,
+        self, read: Callable[[], Any], write: Callable[[Any], None], delete: Callable[[], None]
     ) -> Any:
-        """Keep a value that is compared by identity, and return it; one that was missing is deleted again."""
+        """Keep a value that is compared by identity, or that it is missing, and return it."""
 
         def current() -> Any:
             try:
@@ -171,7 +162,7 @@ class Snapshot:
             if current() is not before:
                 delete() if before is _MISSING else write(before)
 
-        self._rest.append(restore)
+        self._others.append(restore)
         return before
 
     def _keep_tensor(self, tensor: Tensor) -> Iterator[Any]:
@@ -180,8 +171,8 @@ class Snapshot:
         grad = tensor.grad if has_grad else None
         yield grad
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            yield self._keep_value(partial(getattr, tensor, name), partial(setattr, tensor, name))
-        if not is_traceable_wrapper_subclass(tensor):  # the tensors inside of it are its attributes
+            yield self._keep_attribute(tensor, name)
+        if not is_traceable_wrapper_subclass(tensor):  # otherwise its attributes contain the values
             self._keep_values(tensor)
 
         def write_flags() -> None:
@@ -197,23 +188,23 @@ class Snapshot:
             if has_grad and tensor.grad is not grad:
                 tensor.grad = grad
 
-        self._rest.append(write_flags)
-        self._pointers.append(_class_writer(tensor))  # a lazy parameter changes its class with its shape
+        self._others.append(write_flags)
+        self._keep_attribute(tensor, "__class__")  # a lazy parameter changes its class with its shape
 
     def _keep_values(self, tensor: Tensor) -> None:
         """Keep a tensor's view of its storage, and the bytes there."""
         if tensor.layout != torch.strided or tensor.is_meta:
             values = tensor.detach().clone()
-            self._pointers.append(lambda: setattr(tensor, "data", values))
+            self._views.append(lambda: setattr(tensor, "data", values))
             return
-        alias, place = tensor.detach(), _place(tensor)  # of the same storage, whatever the tensor becomes
+        alias, view = tensor.detach(), _view_of(tensor)  # the alias always refers to this storage
         storage = tensor.untyped_storage()
 
-        def point() -> None:
-            if tensor.layout != torch.strided or _place(tensor) != place:
+        def restore_view() -> None:
+            if tensor.layout != torch.strided or _view_of(tensor) != view:
                 tensor.data = alias
 
-        self._pointers.append(point)
+        self._views.append(restore_view)
         if storage._cdata in self._filled:
             return
         self._filled.add(storage._cdata)
@@ -223,19 +214,20 @@ class Snapshot:
             if storage.nbytes() != before.numel():
                 storage.resize_(before.numel())
             now = _bytes(storage)
-            if not equal(now, before):  # memory that is only readable is never written
+            if not equal(now, before):  # so that read-only memory is never written
                 now.copy_(before)
 
         self._storages.append(fill)
 
-    def _keep_container(self, part: Any) -> Iterator[Any]:
+    def _keep_container(self, container: Any) -> Iterator[Any]:
+        # Methods of the built-in class, in case a subclass overrides them.
         kinds: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
-        kind = next(kind for kind in kinds if isinstance(part, kind))
+        kind = next(kind for kind in kinds if isinstance(container, kind))
 
-        def read() -> list[Any]:  # of a dict, keys and values by turns
+        def read() -> list[Any]:  # the keys and values of a dict alternate
             if issubclass(kind, dict):
-                return [x for item in kind.items(part) for x in item]
-            return list(kind.__iter__(part))
+                return [x for item in kind.items(container) for x in item]
+            return list(kind.__iter__(container))
 
         before = read()
 
@@ -243,32 +235,30 @@ class Snapshot:
             now = read()
             if len(now) == len(before) and all(map(operator.is_, now, before)):
                 return
-            kind.clear(part)
+            kind.clear(container)
             if issubclass(kind, dict):
                 for key, value in zip(before[::2], before[1::2], strict=True):
-                    kind.__setitem__(part, key, value)
+                    kind.__setitem__(container, key, value)
             else:
-                (kind.update if kind is set else kind.extend)(part, before)
+                (kind.update if kind is set else kind.extend)(container, before)
 
-        self._rest.append(write)
+        self._others.append(write)
         yield from before
 
-    def _keep_attributes(self, part: Any) -> Iterator[Any]:
-        """Keep the attributes of an instance, its class, and those of the class."""
-        cls = type(part)
+    def _keep_attributes(self, value: Any) -> Iterator[Any]:
+        """Keep the attributes of an instance, its class, and the attributes of the class."""
+        cls = type(value)
         with contextlib.suppress(AttributeError):
-            yield object.__getattribute__(part, "__dict__")
+            yield object.__getattribute__(value, "__dict__")
         slotted = (c for c in cls.__mro__ if "__slots__" in vars(c) and not _is_shared(c))
         for slot in (x for c in slotted for x in vars(c).values()):
             if isinstance(slot, types.MemberDescriptorType):
-                read, write, delete = (
-                    partial(f, part) for f in (slot.__get__, slot.__set__, slot.__delete__)
-                )
-                yield self._keep_value(read, write, delete)
-        if isinstance(part, nn.Module):
-            self._rest.append(_class_writer(part))  # a lazy module changes its class with its shapes
-        if isinstance(part, torch.jit.ScriptModule):  # whose tensors aren't among its attributes
-            yield from (*part.parameters(), *part.buffers())
+                methods = (slot.__get__, slot.__set__, slot.__delete__)
+                yield self._keep_value(*(partial(method, value) for method in methods))
+        if isinstance(value, nn.Module):
+            self._keep_attribute(value, "__class__")  # a lazy module changes its class with its shapes
+        if isinstance(value, torch.jit.ScriptModule):  # its tensors aren't among its attributes
+            yield from (*value.parameters(), *value.buffers())
         yield cls
 
     def _keep_class(self, cls: type) -> Iterator[Any]:
@@ -285,66 +275,55 @@ class Snapshot:
                 if now.get(name, _MISSING) is not value:
                     type.__setattr__(cls, name, value)
 
-        self._rest.append(write)
+        self._others.append(write)
         yield from before.values()
-        yield from (vars(cls).get(name) for name in ("__init__", "__call__"))  # whose defaults may hold state
+        yield from (vars(cls).get(name) for name in ("__init__", "__call__"))  # their defaults may be changed
         yield from cls.__bases__
 
 
 def _global_state() -> Callable[[], None]:
     """Read the global state, and return a function that restores it."""
-    flags = read_globals()
-    numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (what others still draw from)
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    settings = read_globals()
+    states: list[tuple[Callable[[Any], None], Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),  # noqa: NPY002 (candidates may use this generator)
+    ]
+    if torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
 
     def write() -> None:
-        restore_globals(flags)
-        torch.set_rng_state(numbers[0])
-        random.setstate(numbers[1])
-        np.random.set_state(numbers[2])  # noqa: NPY002
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+        restore_globals(settings)
+        for set_state, state in states:
+            set_state(state)
 
     return write
 
 
-def _class_writer(part: Any) -> Callable[[], None]:
-    """Return a function that restores the class of an object."""
-    cls = type(part)
-
-    def write() -> None:
-        if type(part) is not cls:
-            part.__class__ = cls
-
-    return write
-
-
-def _state_of(part: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return how to read and write the content of an object whose content isn't in attributes, or None."""
-    if isinstance(part, torch.Generator):
-        return part.get_state, part.set_state
-    if isinstance(part, random.Random) and not isinstance(part, random.SystemRandom):
-        return part.getstate, part.setstate
-    if isinstance(part, np.random.RandomState):
-        return part.get_state, part.set_state
-    if isinstance(part, np.random.Generator):
-        bits = part.bit_generator
+def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Return functions that read and write the content of a generator or an array, or None."""
+    if isinstance(value, torch.Generator | np.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate, value.setstate
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    if isinstance(part, np.ndarray) and part.flags.writeable:
-        return part.copy, lambda values: part.__setitem__(..., values)
-    if isinstance(part, bytearray):
-        return lambda: bytes(part), lambda data: part.__setitem__(slice(None), data)
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        return value.copy, lambda content: value.__setitem__(..., content)
+    if isinstance(value, bytearray):
+        return lambda: bytes(value), lambda content: value.__setitem__(slice(None), content)
     return None
 
 
-def _is_shared(thing: Any) -> bool:
+def _is_shared(definition: Any) -> bool:
     """Return True for a class or function of the standard library, torch or NumPy, or without a module."""
-    module = getattr(thing, "__module__", None)
+    module = getattr(definition, "__module__", None)
     return not isinstance(module, str) or module.partition(".")[0] in _SHARED
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a strided tensor's storage and its view of it."""
+def _view_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the storage of a strided tensor, and its view of the storage."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
 

@@ -1,4 +1,4 @@
-"""Finds the object that a target names."""
+"""Import the object that a target names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from manyheads.checker.isolation.errors import CandidateError, CodeError, descri
 
 
 def find(target: str) -> Any:
-    """Return the object that `module:name` or `path/to/file.py:name` names; the name may be dotted.
+    """Import the object that a target names.
 
-    A file is imported as `python file.py` would, with its folder first on sys.path (and left there, as it
-    may import its neighbours later); one inside a package is imported as a module of that package.
-    CodeError of kind "import" is raised for a target of another form, a name that isn't there, and what
-    the import raises.
+    Args:
+        target: `module:name` or `path/to/file.py:name`; the name may be dotted. A file in a package is
+            imported as a module of that package. The folder of any other file is added to sys.path and
+            remains there, because the file may import its neighbours later.
+
+    Returns:
+        The object.
+
+    Raises:
+        CandidateError: Of kind "import", if the target has another form or doesn't exist, or the import
+            raises.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
@@ -29,7 +36,7 @@ def find(target: str) -> Any:
             "Name the object too, as in attention.py:MyAttention.",
         )
     try:
-        found: Any = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        value: Any = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except CandidateError:
         raise
     except (Exception, SystemExit) as error:
@@ -43,28 +50,28 @@ def find(target: str) -> Any:
     path = f"{place}:"
     for part in name.split("."):
         try:
-            found = getattr(found, part)
+            value = getattr(value, part)
         except AttributeError:
-            names = [other for other in dir(found) if not other.startswith("_")]
-            similar = difflib.get_close_matches(part, names, 3, 0.5) or defined_names(found)[:5]
+            names = [other for other in dir(value) if not other.startswith("_")]
+            similar = difflib.get_close_matches(part, names, 3, 0.5) or defined_names(value)[:5]
             hint = f"Did you mean {' or '.join(similar)}?" if similar else "It defines nothing."
             raise CodeError("import", f"{path.rstrip(':.')} has no name {part!r}. {hint}") from None
         except Exception as error:
             raise describe_exception("import", f"reading {part!r} of {path.rstrip(':.')}", error) from None
         path += f"{part}."
-    return found
+    return value
 
 
-def defined_names(thing: Any) -> list[str]:
-    """Return the public names that a module or class defines itself, or else all of them."""
-    home = getattr(thing, "__name__", "")
-    public = {name: value for name, value in vars(thing).items() if not name.startswith("_")}
-    own = [name for name, value in public.items() if getattr(value, "__module__", "") == home]
-    return own or list(public)
+def defined_names(module: Any) -> list[str]:
+    """Return the public names that a module or class defines; without any, all its public names."""
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    own_name = getattr(module, "__name__", "")
+    defined = [name for name, value in public.items() if getattr(value, "__module__", "") == own_name]
+    return defined or list(public)
 
 
 def import_file(path: Path) -> types.ModuleType:
-    """Import a file, by its name in its package if it is in one."""
+    """Import a file; if it is in a package, as a module of that package."""
     path = path.absolute()
     if not path.is_file():
         similar = difflib.get_close_matches(path.name, [f.name for f in path.parent.glob("*.py")], 3, 0.5)
@@ -77,7 +84,7 @@ def import_file(path: Path) -> types.ModuleType:
         sys.path.insert(0, str(root))
     if len(parts) > 1:
         return importlib.import_module(".".join(parts))
-    # Not under the name of another module (a student's random.py).
+    # A file may have the name of a module that is imported already, such as random.py.
     is_taken = getattr(sys.modules.get(path.stem), "__file__", str(path)) != str(path)
     spec = importlib.util.spec_from_file_location(path.stem + "_under_check" * is_taken, path)
     assert spec is not None

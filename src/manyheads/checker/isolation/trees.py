@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,19 +26,19 @@ DEPTH = 32  # of a tree
 
 @dataclass(frozen=True)
 class Foreign:
-    """An object in an output that is neither a tensor nor a plain value: its type and its shortened repr."""
+    """Replaces an object in an output that is neither a tensor nor a plain value, with its shortened repr."""
 
     type: str
     text: str
 
 
 def to_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's values in order as uint8 `[bytes]` on the CPU."""
+    """Return a tensor's values, in order of their indices, as uint8 `[bytes]` on the CPU."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:
-    """Return True for the same values to the last bit, NaN included."""
+    """Return True if two tensors have the same shape, dtype and bits, also of NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and equal(to_bytes(a), to_bytes(b))
 
 
@@ -55,13 +56,11 @@ def with_strides(values: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the tree with each tensor changed; a tensor that occurs twice is changed once."""
-    changed: dict[int, Tensor] = {}
+    change_once = functools.cache(change)  # tensors are equal as keys only if they are one object
 
     def walk(node: Any) -> Any:
         if isinstance(node, Tensor):
-            if id(node) not in changed:
-                changed[id(node)] = change(node)
-            return changed[id(node)]
+            return change_once(node)
         if isinstance(node, list | tuple):
             return type(node)(walk(child) for child in node)
         return {key: walk(child) for key, child in node.items()} if isinstance(node, dict) else node
@@ -79,15 +78,15 @@ def iterate_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def top_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors at the top of an output: of a tuple, list, mapping or dataclass, or itself."""
+    """Return a tensor, or the tensors in a tuple, list, mapping or dataclass, as a list."""
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        output = [getattr(output, one.name) for one in dataclasses.fields(output)]
-    parts = list(output.values()) if isinstance(output, Mapping) else output
-    return [x for x in (parts if isinstance(parts, list | tuple) else [parts]) if isinstance(x, Tensor)]
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    values = [*output.values()] if isinstance(output, Mapping) else output
+    return [x for x in (values if isinstance(values, list | tuple) else [values]) if isinstance(x, Tensor)]
 
 
 def to_tree(value: Any, depth: int = 0) -> Any:
-    """Return any output as a tree: tensors detached and copied to the CPU, other objects as Foreign."""
+    """Return an output as a tree: tensors are copied to the CPU, other objects become Foreign."""
     if value is None or type(value) in (bool, float, str) or (type(value) is int and abs(value) < 2**63):
         return value
     if isinstance(value, np.ndarray | np.generic):
