@@ -208,10 +208,7 @@ def test_the_exit_code_is_0_if_none_is_slower(
 
 @pytest.mark.parametrize("done", [0, 2])
 def test_results_are_kept_when_interrupted(
-    done: int,
-    timings: list[choice.Case],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    done: int, timings: list[choice.Case], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure = choice.measure
 

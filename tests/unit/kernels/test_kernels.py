@@ -11,19 +11,7 @@ import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import chunked
 from manyheads.problem import Problem
-from tests.cases import (
-    CASES,
-    DTYPES,
-    KERNELS,
-    Answer,
-    Case,
-    Inputs,
-    error,
-    make,
-    oracle,
-    over,
-    plain,
-)
+from tests.cases import CASES, DTYPES, KERNELS, Answer, Case, Inputs, error, make, oracle, over, plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -330,13 +330,7 @@ def test_options_of_a_state_are_checked(run: Path, command: Command, change: dic
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"layers": 10**9},
-        {"hidden": 10**12},
-        {"embed": 16 * 10**6},
-        {"context": 10**12},
-        {"layers": 10**400},
-    ],
+    [{"layers": 10**9}, {"hidden": 10**12}, {"embed": 16 * 10**6}, {"context": 10**12}, {"layers": 10**400}],
 )
 def test_a_config_of_absurd_size_raises_before_a_model_is_built(
     run: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]

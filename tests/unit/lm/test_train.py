@@ -229,10 +229,7 @@ def test_tensorboard_if_it_is_installed(text: Path, tmp_path: Path, monkeypatch:
     ],
 )
 def test_train_raises_if_the_folder_has_a_run(
-    whole: Path,
-    command: Command,
-    words: list[object],
-    said: str,
+    whole: Path, command: Command, words: list[object], said: str
 ) -> None:
     before = {path.name: path.read_bytes() for path in whole.iterdir()}
     given = ["train", "--out", whole, *words]
