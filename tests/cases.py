@@ -1,8 +1,8 @@
 """One table of cases for every kernel, and oracles that share no code with the library.
 
 Masks and biases are written as specs, nested tuples such as `("and", ("causal",), ("window", 3, None))`.
-`build` makes the library's mask of one; `sees` answers the same question in plain Python, for one
-query and one key. `oracle` computes attention and its gradients in numpy's longdouble (wider than
+`build` makes the library's mask of a spec; `sees` computes the same in plain Python, for one query and one
+key; `specs` draws specs. `oracle` computes attention and its gradients in numpy's longdouble (wider than
 float64 where the machine has it, so that float64 is tested too), and beside each number the error that
 rounding may make; `over` compares.
 """
@@ -15,6 +15,7 @@ import random
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import torch
 from torch import Tensor
@@ -177,6 +178,52 @@ def _by_head(spec: Spec) -> bool:
                                                       and _by_head(x) for x in spec[1:])  # fmt: skip
 
 
+def drawn_ids(b: int, n: int) -> st.SearchStrategy[Any]:
+    """Draw ids of few values, `[n]`, `[1, n]` or `[b, n]`."""
+    line = st.tuples(*[st.integers(-1, 2)] * n)
+    return st.one_of(line, st.tuples(line), st.tuples(*[line] * b))
+
+
+def drawn_tables(*shape: int) -> st.SearchStrategy[Tensor]:
+    count = math.prod(shape)
+    bits = st.lists(st.booleans(), min_size=count, max_size=count)
+    return bits.map(lambda x: torch.tensor(x, dtype=torch.bool).reshape(shape))
+
+
+def leaves(b: int, h: int, t: int, s: int, rules: bool = True) -> st.SearchStrategy[Spec]:
+    """Draw a spec without `and`, `or` and `not`; its ids may be fewer or more than the keys."""
+    counts = st.one_of(
+        st.integers(0, s + 2), st.tuples(*[st.integers(0, s + 2)] * b), st.tuples(st.integers(0, s))
+    )
+    side = st.one_of(st.none(), st.integers(0, 3))
+    four = [(b, h, t, s), (1, 1, t, s), (b, 1, 1, s), (1, h, t, 1), (1, 1, 1, 1), (b, h, 1, 1)]
+    tables = st.one_of(drawn_tables(t, s), st.sampled_from(four).flatmap(lambda shape: drawn_tables(*shape)))
+    queries = st.one_of(st.none(), drawn_ids(b, t)) if t else st.none()
+    ids = st.integers(max(s - 2, 1), s + 2).flatmap(lambda n: drawn_ids(b, n))
+    return st.one_of(
+        st.sampled_from([("full",), ("causal",)]),
+        st.tuples(st.just("window"), side, side),
+        st.tuples(st.just("prefix"), counts),
+        st.tuples(st.just("lengths"), counts, st.booleans()),
+        st.tuples(st.just("diagonal"), st.integers(-3, 3)),
+        st.tuples(st.just("keys"), st.lists(st.integers(0, s + 1), max_size=3).map(tuple)),
+        st.tuples(st.sampled_from(["documents", "same", "after"]), ids, queries),
+        st.tuples(st.sampled_from(["keep", "drop"]), tables),
+        *([st.tuples(st.just("rule"), st.sampled_from(sorted(RULES)))] if rules else []),
+    )
+
+
+def specs(b: int, h: int, t: int, s: int, rules: bool = True) -> st.SearchStrategy[Spec]:
+    """Draw any spec of a mask that fits these sizes."""
+    return st.recursive(
+        leaves(b, h, t, s, rules),
+        lambda inner: st.one_of(
+            st.tuples(st.sampled_from(["and", "or"]), inner, inner), st.tuples(st.just("not"), inner)
+        ),
+        max_leaves=4,
+    )
+
+
 # -- cases -------------------------------------------------------------------------------------------
 
 
@@ -214,7 +261,7 @@ class Case:
 
 @dataclass
 class Inputs:
-    """The tensors of a case, leaves that ask for gradients, and what they mean."""
+    """The tensors of a case, its mask and its bias."""
 
     case: Case
     q: Tensor
@@ -233,13 +280,10 @@ class Inputs:
         return self.case.scale if self.case.scale is not None else 1 / math.sqrt(d) if d else 1.0
 
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that get gradients, by name."""
-        found = {"q": self.q, "k": self.k, "v": self.v}
-        if self.sink is not None:
-            found["sink"] = self.sink
-        if self.bias is not None:
-            found["bias"] = self.bias[1]
-        return found
+        """The tensors that require gradients, by name."""
+        bias = None if self.bias is None else self.bias[1]
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink, "bias": bias}
+        return {name: x for name, x in tensors.items() if x is not None and x.requires_grad}
 
     def arguments(self) -> dict[str, Any]:
         """What `attention` takes beside q, k and v, made anew."""
@@ -251,6 +295,12 @@ class Inputs:
             "offset": self.offset,
             "scale": self.case.scale,
         }
+
+
+def gradients(out: Tensor, leaves: dict[str, Tensor], upstream: Tensor) -> dict[str, Tensor]:
+    """The gradient of every leaf; zeros if the output doesn't depend on it."""
+    grads = torch.autograd.grad(out, list(leaves.values()), upstream, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
 
 
 def library_bias(bias: tuple[str, Tensor]) -> Any:
@@ -737,17 +787,8 @@ def _plain_bias(inputs: Inputs, tensor: Tensor) -> Tensor:
     return each[:, ahead.clamp(-n, n) + n].transpose(0, 1)
 
 
-def error(x: Tensor | np.ndarray, true: np.ndarray) -> float:
-    """The largest absolute difference; equal infinities don't differ, NaN differs from everything."""
-    x = wide(x) if isinstance(x, Tensor) else x
-    assert x.shape == true.shape, (x.shape, true.shape)
-    with np.errstate(all="ignore"):
-        difference = np.where(x == true, 0, abs(x - true))
-    return math.inf if np.isnan(difference).any() else float(difference.max(initial=0))
-
-
 def over(x: Tensor | np.ndarray, true: np.ndarray, may: np.ndarray) -> str:
-    """Where a number is further from the truth than it may be, in words; empty if none is.
+    """Describe the largest error above what is allowed; empty if there is none.
 
     Equal infinities don't differ, and NaN differs from everything.
     """

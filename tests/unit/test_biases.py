@@ -12,6 +12,7 @@ import torch
 import manyheads as mh
 from manyheads.biases import Bias
 from tests.cases import KERNELS
+from tests.errors import raises
 
 OWN = ("reference", "chunked", "native", "auto")
 
@@ -225,11 +226,8 @@ BAD: list[tuple[Any, type[Exception], list[str]]] = [
 
 @pytest.mark.parametrize(("make", "error", "words"), BAD)
 def test_invalid_biases_raise(make: Any, error: type[Exception], words: list[str]) -> None:
-    with pytest.raises(error) as caught:
+    with raises(error, *words):
         make()
-    for word in words:
-        assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +242,5 @@ def test_invalid_biases_raise(make: Any, error: type[Exception], words: list[str
 )
 def test_biases_that_do_not_fit_raise(bias: Bias, words: list[str]) -> None:
     q, k, v = (torch.randn(2, 3, n, 8) for n in (4, 5, 5))
-    with pytest.raises(ValueError, match=r".") as caught:
+    with raises(ValueError, *words):
         mh.attention(q, k, v, bias=bias)
-    for word in words:
-        assert word in str(caught.value)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from manyheads.classic.annotated import MultiHeadAttention, PrepareForMultiHeadAttention
+from tests.errors import raises
 
 INF = float("inf")
 
@@ -271,8 +272,8 @@ def overriding(name, returned):
         ),
     ],
 )
-def test_bad_input(make, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_arguments_raise(make, says):
+    with raises(ValueError, match=says):
         make()
 
 

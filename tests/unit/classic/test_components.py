@@ -15,6 +15,7 @@ from manyheads.classic.components import (
     SelfAttention,
     attention,
 )
+from tests.errors import raises
 
 
 def printed(tensor, numbers):
@@ -125,7 +126,7 @@ def test_self_attention_as_printed():
     ]
 
 
-def test_self_attention_knows_no_order():
+def test_self_attention_ignores_order():
     """Permuting the input permutes the output; a causal mask ends that."""
     torch.manual_seed(0)
     head, x, order = SelfAttention(16, 8, 12), torch.randn(2, 7, 16), torch.randperm(7)
@@ -215,8 +216,8 @@ X = torch.zeros(2, 5, 8)
         (lambda: MultiHeadedAttention([], 4), "at least one module"),
     ],
 )
-def test_bad_sizes(make, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_sizes_raise(make, says):
+    with raises(ValueError, match=says):
         make()
 
 
@@ -228,6 +229,6 @@ def test_bad_sizes(make, says):
         (lambda: PositionalEncoder(8)(X.long()), "of floats, got a Tensor of torch.int64"),
     ],
 )
-def test_bad_kinds(make, says):
-    with pytest.raises(TypeError, match=says):
+def test_invalid_types_raise(make, says):
+    with raises(TypeError, match=says):
         make()

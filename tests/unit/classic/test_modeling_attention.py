@@ -11,6 +11,7 @@ from manyheads import Lengths
 from manyheads.classic import test_values
 from manyheads.classic.modeling_attention import MultiHeadSelfAttention, SelfAttention
 from manyheads.classic.test_values import MultiHeadAttentionTestValues, SelfAttentionTestValues
+from tests.errors import raises
 
 
 def close(mine, other, atol=1e-12):
@@ -179,8 +180,8 @@ def test_padding_is_masked_in_the_map(causal):
         ),
     ],
 )
-def test_bad_input(make, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_arguments_raise(make, says):
+    with raises(ValueError, match=says):
         make()
 
 
