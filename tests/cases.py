@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -39,45 +41,23 @@ RULES = {
 }
 
 
-def _tensor(value: Any) -> Any:
-    return value if isinstance(value, int) or value is None else torch.tensor(value)
+NODES: dict[str, Callable[..., Any]] = {"and": operator.and_, "or": operator.or_, "not": operator.invert}
+LEAVES: dict[str, Callable[..., Any]] = {
+    "full": mh.Full, "causal": mh.Causal, "window": mh.Window, "prefix": mh.Prefix, "diagonal": mh.Diagonal,
+    "lengths": lambda n, left: mh.Lengths(n, left=left), "keys": lambda keys: mh.Keys(keys.tolist()),
+    "documents": lambda ids, queries: mh.Documents(ids, queries=queries),
+    "same": lambda ids, queries: mh.SameToken(ids, queries=queries),
+    "after": lambda ids, queries: mh.AfterSameToken(ids, queries=queries),
+    "keep": mh.Keep, "drop": mh.Drop, "rule": lambda name: mh.Rule(RULES[name]),
+}  # fmt: skip
 
 
 def build(spec: Spec) -> Any:
     """The library's mask of a spec."""
     kind, *rest = spec
-    match kind:
-        case "and":
-            return build(rest[0]) & build(rest[1])
-        case "or":
-            return build(rest[0]) | build(rest[1])
-        case "not":
-            return ~build(rest[0])
-        case "full":
-            return mh.Full()
-        case "causal":
-            return mh.Causal()
-        case "window":
-            return mh.Window(left=rest[0], right=rest[1])
-        case "prefix":
-            return mh.Prefix(_tensor(rest[0]))
-        case "lengths":
-            return mh.Lengths(_tensor(rest[0]), left=rest[1])
-        case "diagonal":
-            return mh.Diagonal(rest[0])
-        case "keys":
-            return mh.Keys(list(rest[0]))
-        case "documents" | "same" | "after":
-            leaf = {"documents": mh.Documents, "same": mh.SameToken, "after": mh.AfterSameToken}[kind]
-            ids, queries = (None if x is None else torch.tensor(x, dtype=torch.int64) for x in rest)
-            return leaf(ids, queries=queries)
-        case "keep":
-            return mh.Keep(rest[0])
-        case "drop":
-            return mh.Drop(rest[0])
-        case "rule":
-            return mh.Rule(RULES[rest[0]])
-    raise AssertionError(spec)
+    if kind in NODES:
+        return NODES[kind](*map(build, rest))
+    return LEAVES[kind](*(torch.tensor(x, dtype=torch.int64) if isinstance(x, tuple) else x for x in rest))
 
 
 def sees(spec: Spec, b: int, h: int, i: int, j: int, row: int, s: int) -> bool:
@@ -378,45 +358,27 @@ def _cells(shape: tuple[int, ...], rng: random.Random, share: float = 0.6) -> Te
 def _mask(name: str, b: int, h: int, t: int, s: int, rng: random.Random) -> Spec | None:
     causal = ("causal",)
     some = tuple(rng.randrange(s + 1) for _ in range(b))
-    match name:
-        case "none":
-            return None
-        case "full":
-            return ("full",)
-        case "causal":
-            return causal
-        case "window":
-            return ("window", 2, 1)
-        case "causal window":
-            return ("and", causal, ("window", 1, None))
-        case "prefix":
-            return ("or", causal, ("prefix", some))
-        case "lengths":
-            return ("lengths", some, False)
-        case "left lengths":
-            return ("and", causal, ("lengths", some, True))
-        case "documents":
-            return ("and", causal, ("documents", _ids(b, s, rng), None))
-        case "cross documents":
-            return ("documents", _ids(b, s, rng, each=False), _ids(b, t, rng))
-        case "after":
-            tokens = tuple(rng.randrange(3) for _ in range(s))
-            return ("after", tokens, None)
-        case "holes":
-            return ("not", ("or", ("diagonal", -1), ("keys", (0, 3))))
-        case "keep":
-            return ("keep", _cells((t, s), rng))
-        case "keep four":
-            return ("keep", _cells((b, 1, t, s), rng))
-        case "keep padding":
-            return ("keep", _cells((b, 1, 1, s), rng))
-        case "drop heads":
-            return ("drop", _cells((1, h, t, 1), rng, 0.3))
-        case "rule":
-            return ("rule", "batch and head")
-        case "nothing":
-            return ("keys", ())
-    raise AssertionError(name)
+    specs: dict[str, Callable[[], Spec | None]] = {
+        "none": lambda: None,
+        "full": lambda: ("full",),
+        "causal": lambda: causal,
+        "window": lambda: ("window", 2, 1),
+        "causal window": lambda: ("and", causal, ("window", 1, None)),
+        "prefix": lambda: ("or", causal, ("prefix", some)),
+        "lengths": lambda: ("lengths", some, False),
+        "left lengths": lambda: ("and", causal, ("lengths", some, True)),
+        "documents": lambda: ("and", causal, ("documents", _ids(b, s, rng), None)),
+        "cross documents": lambda: ("documents", _ids(b, s, rng, each=False), _ids(b, t, rng)),
+        "after": lambda: ("after", tuple(rng.randrange(3) for _ in range(s)), None),
+        "holes": lambda: ("not", ("or", ("diagonal", -1), ("keys", (0, 3)))),
+        "keep": lambda: ("keep", _cells((t, s), rng)),
+        "keep four": lambda: ("keep", _cells((b, 1, t, s), rng)),
+        "keep padding": lambda: ("keep", _cells((b, 1, 1, s), rng)),
+        "drop heads": lambda: ("drop", _cells((1, h, t, 1), rng, 0.3)),
+        "rule": lambda: ("rule", "batch and head"),
+        "nothing": lambda: ("keys", ()),
+    }
+    return specs[name]()
 
 
 MASKS = ("none", "full", "causal", "window", "causal window", "prefix", "lengths", "left lengths",

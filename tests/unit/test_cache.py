@@ -27,9 +27,6 @@ def kv(n: int, b: int = 2, g: int = 3, d: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(b, g, n, d), torch.randn(b, g, n, d + 1)
 
 
-# -- keeping -----------------------------------------------------------------------------------------
-
-
 @given(steps=st.lists(st.integers(0, 5), max_size=6), room=st.integers(0, 3), seed=st.integers(0, 99))
 def test_append_returns_everything_so_far(steps: list[int], room: int, seed: int) -> None:
     """In a preallocated cache and in a growing one, whatever the steps."""
@@ -120,8 +117,6 @@ def test_modes_may_change_between_steps(first: str, second: str) -> None:
         assert torch.equal(held, torch.cat((one[0], two[0]), 2))
 
 
-# -- decoding ----------------------------------------------------------------------------------------
-
 ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2, 2]])
 PARTS: dict[str, dict[str, Any]] = {
     "bare": {},
@@ -162,16 +157,6 @@ def test_decoding_is_the_full_pass(part: str, mask: str, steps: list[int]) -> No
                 torch.testing.assert_close(step.dense(), expected)
                 done += n
                 assert cache.offset == done
-
-
-def test_forward_and_attend_advance_the_cache_alike() -> None:
-    model, x = layer(position=mh.Rotary(4)), torch.randn(1, 4, E, dtype=torch.float64)
-    one, two = mh.Cache(), mh.Cache()
-    with torch.no_grad():
-        for n in range(4):
-            forward = model(x[:, n : n + 1], cache=one)
-            attended, _ = model.attend(x[:, n : n + 1], cache=two)
-            assert torch.equal(forward, attended)
 
 
 def test_maps_of_earlier_steps_stay_readable() -> None:
@@ -218,9 +203,6 @@ def test_a_call_that_fails_leaves_the_cache_unchanged(bad: dict[str, Any], call:
             getattr(model, call)(x[:, 3:], cache=cache, **bad)
         assert cache.offset == 3
         torch.testing.assert_close(model(x[:, 3:], cache=cache), expected[:, 3:])
-
-
-# -- votes -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -72,9 +72,6 @@ def close(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
-# -- tiles -------------------------------------------------------------------------------------------
-
-
 def test_index_tensors_pick_rows_times_columns() -> None:
     amap, weights = one()
     rows, cols = torch.tensor([5, 0, -1, 0]), torch.tensor([8, 2, -9])
@@ -156,14 +153,6 @@ def test_an_invalid_index_raises(index: Any, words: list[str]) -> None:
         amap[index]
 
 
-def test_the_shape_and_the_matrix() -> None:
-    amap, weights = one("all")
-    assert amap.shape == (B, H, T, S) == tuple(weights.shape)
-    close(amap.dense(), weights)
-    assert not amap.dense().requires_grad
-    assert repr(amap).startswith("AttentionMap([b=2, h=4, t=6, s=9]")
-
-
 def test_dense_refuses_what_is_too_large() -> None:
     q, k = torch.zeros(1, 1, 1, 4).expand(8, 8, 5000, 4), torch.zeros(1, 1, 1, 4).expand(8, 8, 7000, 4)
     amap = mh.AttentionMap.of(Problem.of(q, k, k), torch.zeros(8, 8, 5000))
@@ -173,9 +162,6 @@ def test_dense_refuses_what_is_too_large() -> None:
     with pytest.raises(ValueError, match="max_bytes"):
         small.dense(max_bytes=B * H * T * S * 8 - 1)
     close(small.dense(max_bytes=B * H * T * S * 8), weights)
-
-
-# -- what the map holds ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "auto", None])
@@ -209,24 +195,12 @@ def test_changing_v_or_the_output_does_not_matter() -> None:
     assert torch.equal(amap.dense(), before)
 
 
-def test_a_deep_copy_is_read_on_its_own() -> None:
-    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
-    q.add_(1)
-    _, amap = mh.attention_with_map(q, k, v)
-    other, before = copy.deepcopy(amap), amap.dense()
-    q.add_(1)
-    assert torch.equal(other.dense(), before)
-
-
 def test_maps_of_inference_mode_are_read_outside_it() -> None:
     with torch.inference_mode():
         q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
         _, amap = mh.attention_with_map(q, k, v, mask=mh.Causal())
     torch.testing.assert_close(amap.dense().sum(-1), torch.ones(1, 2, 5))
     assert amap.mass(mh.Diagonal(0)).shape == (1, 2, 5)
-
-
-# -- masses ------------------------------------------------------------------------------------------
 
 
 def test_mass_counts_a_key_whose_weight_underflows_as_visible() -> None:
@@ -236,9 +210,6 @@ def test_mass_counts_a_key_whose_weight_underflows_as_visible() -> None:
     _, amap = mh.attention_with_map(q, k, k, scale=1.0)
     assert amap[0, 0, 0].tolist() == [0.0, 1.0]
     assert amap.mass(mh.Keys([0]), mean=True).tolist() == [[0.0, 0.5]]
-
-
-# -- what if -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -275,9 +246,6 @@ def test_the_same_tokens_are_found_by_sorting_them(causal: bool, t: int) -> None
         total, could = amap.masses(mask)
         torch.testing.assert_close(total.double(), (weights * inside).sum(-1), atol=1e-5, rtol=0)
         assert torch.equal(could, inside.any(-1).expand_as(could))
-
-
-# -- the same map, otherwise -------------------------------------------------------------------------
 
 
 def hiding(kind: str) -> dict[str, Any]:
@@ -452,9 +420,6 @@ def test_numbers_beyond_float16_raise() -> None:
     assert lost.to(torch.float16).entropy().isnan().all()
 
 
-# -- labels ------------------------------------------------------------------------------------------
-
-
 def test_labels_of_the_keys() -> None:
     amap, weights = one("bare")
     assert amap.tokens is None
@@ -498,9 +463,6 @@ def test_labels_that_do_not_fit_raise(tokens: Any, kind: type[Exception], words:
     for label in (amap.labelled, lambda tokens: mh.AttentionMap.of(amap.problem, tokens=tokens)):
         with raises(kind, *words):
             label(tokens)
-
-
-# -- copies, changes, and what is held ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lse known", "lse unknown"])
@@ -621,9 +583,6 @@ def test_a_map_is_made_of_a_problem() -> None:
     ):
         with raises((TypeError, ValueError), *words):
             make()
-
-
-# -- at length ---------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):

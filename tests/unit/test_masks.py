@@ -66,9 +66,6 @@ def grid(setting: Setting) -> tuple[torch.Tensor, ...]:
     )
 
 
-# -- keep --------------------------------------------------------------------------------------------
-
-
 @hypothesis.settings(max_examples=120)
 @given(st.one_of(settings(), settings(leaf=True)), st.sampled_from([torch.int64, torch.int32]))
 def test_keep_is_the_loop(setting: Setting, dtype: torch.dtype) -> None:
@@ -83,9 +80,6 @@ def test_keep_is_the_same_of_ints(setting: Setting) -> None:
     for b, h, row, j in itertools.product(range(n.b), range(n.h), range(n.t), range(n.s)):
         answer = mask.keep(b, h, row + setting.first[b], j)
         assert bool(answer) is bool(truth[b, h, row, j])
-
-
-# -- span --------------------------------------------------------------------------------------------
 
 
 @hypothesis.settings(max_examples=400)
@@ -140,9 +134,6 @@ def test_span_is_tight_where_kernels_gain(
         assert (span.all[0], None if span.all[1] > 1 << 50 else span.all[1]) == every
 
 
-# -- normal ------------------------------------------------------------------------------------------
-
-
 @given(settings())
 def test_the_normal_form_is_the_mask(setting: Setting) -> None:
     n, mask = setting.shape, setting.mask
@@ -166,9 +157,6 @@ def test_the_normal_form_gathers() -> None:
     assert [len(part) for part in (segments, lengths, rest)] == [1, 1, 0]
     assert mh.Full().normal().band == (None, None)
     assert (mh.Causal() | mh.Prefix(2)).normal().rest != ()
-
-
-# -- drawing -----------------------------------------------------------------------------------------
 
 
 @given(settings(same_offset=True))
@@ -219,8 +207,6 @@ def test_str_reads_as_written() -> None:
     assert "[64, 64]" in str(mh.Keep(torch.ones(64, 64, dtype=torch.bool)))
 
 
-# -- values ------------------------------------------------------------------------------------------
-
 EVERY: list[Mask] = [
     mh.Full(),
     mh.Causal(),
@@ -263,15 +249,6 @@ def test_tensors_move_with_the_mask(mask: Mask) -> None:
     assert len(moved.tensors()) == len(mask.tensors())
     assert str(mask)  # the original still draws
 
-
-def test_to_reaches_every_tensor() -> None:
-    mask = ~(
-        mh.Documents(torch.zeros(3).long(), queries=torch.zeros(2).long()) | mh.Keep(torch.ones(2, 3) > 0)
-    )
-    assert len(mask.tensors()) == 3
-
-
-# -- what isn't a mask -------------------------------------------------------------------------------
 
 TRUE = torch.ones(2, 2, dtype=torch.bool)
 

@@ -14,8 +14,6 @@ from hypothesis import given
 import manyheads as mh
 from tests.errors import raises
 
-# -- Sinusoidal --------------------------------------------------------------------------------------
-
 
 def test_sinusoidal_is_the_papers_formula() -> None:
     encoded = mh.Sinusoidal(6).encode(torch.arange(50), torch.float64)
@@ -48,9 +46,6 @@ def test_sinusoidal_of_any_shape_of_positions() -> None:
     encoded = position.encode(places)
     assert encoded.shape == (2, 2, 4)
     assert torch.equal(encoded[1, 0], position.encode(torch.tensor(9)))
-
-
-# -- Rotary ------------------------------------------------------------------------------------------
 
 
 def turned(x: list[float], position: float, dim: int, base: float, layout: str, factor: float) -> list[float]:
@@ -106,20 +101,6 @@ def test_scores_depend_on_distances_alone(layout: Any, shift: int, seed: int) ->
     there = rotary(q, places + shift) @ rotary(k, places + shift).mT
     torch.testing.assert_close(here, there)
     assert torch.allclose(rotary(q, places).norm(dim=-1), q.norm(dim=-1))
-
-
-def test_the_two_layouts_are_one_permutation_apart() -> None:
-    x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
-    places = torch.arange(5)
-    order = [0, 2, 4, 6, 1, 3, 5, 7]  # interleaved pairs, side by side
-    half = mh.Rotary(8, layout="half")(x[..., order], places)
-    torch.testing.assert_close(half, mh.Rotary(8, layout="interleaved")(x, places)[..., order])
-
-
-def test_a_factor_divides_positions() -> None:
-    x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
-    wide = mh.Rotary(8, factor=4.0)(x, 4 * torch.arange(5))
-    torch.testing.assert_close(wide, mh.Rotary(8)(x, torch.arange(5)))
 
 
 def test_positions_of_each_sequence() -> None:

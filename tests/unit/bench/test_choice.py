@@ -148,9 +148,6 @@ def test_contestants_with_too_many_weights_are_left_out(monkeypatch: pytest.Monk
     assert choice.contestants(case)["reference"] == "its weights would take 1.28 kB"
 
 
-# -- the command -------------------------------------------------------------------------------------
-
-
 def command(*words: str) -> int:
     with pytest.raises(SystemExit) as stopped:
         app(["bench", "--kind", "choice", "--seed", "3", "--out", "here", *words])

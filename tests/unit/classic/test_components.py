@@ -28,9 +28,6 @@ def close(mine, other, atol=1e-5):
     torch.testing.assert_close(mine, other, atol=atol, rtol=0)
 
 
-# -- positions ---------------------------------------------------------------------------------------
-
-
 def test_positional_encoder_as_printed():
     encoder = PositionalEncoder(512)
     assert encoder.pe.shape == (1, 80, 512)
@@ -61,9 +58,6 @@ def test_positional_encoder_moves_and_keeps_the_dtype():
         assert encoder(torch.zeros(1, 3, 8, dtype=dtype)).dtype == dtype
     longest = encoder(torch.zeros(2, 80, 8))  # exactly as long as it may be
     close(longest, encoder.pe.expand(2, 80, 8), 0)
-
-
-# -- attention ---------------------------------------------------------------------------------------
 
 
 def qkv():
@@ -105,9 +99,6 @@ def test_attention_is_differentiable_through_output_and_weights():
         other = torch.autograd.grad((want @ v).sum() + want.square().sum(), (q, k, v))
         for a, b in zip(mine, other, strict=True):
             close(a, b, 1e-12)
-
-
-# -- single heads ------------------------------------------------------------------------------------
 
 
 def test_self_attention_as_printed():
@@ -160,9 +151,6 @@ def test_heads_are_attention_on_their_layers_with_any_mask(mask):
         close(amap[:, 0], weights)
 
 
-# -- many heads --------------------------------------------------------------------------------------
-
-
 def test_multi_headed_attention_as_printed():
     torch.manual_seed(10)
     modules = [SelfAttention(256, 128, 8) for _ in range(8)]
@@ -189,8 +177,6 @@ def test_multi_headed_attention_of_cross_heads_of_several_widths_under_a_mask():
     assert [amap.shape for amap in maps] == [(2, 1, 5, 5)] * 2
     assert all((amap.dense().triu(1) == 0).all() for amap in maps)
 
-
-# -- bad input ---------------------------------------------------------------------------------------
 
 X = torch.zeros(2, 5, 8)
 

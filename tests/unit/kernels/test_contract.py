@@ -18,7 +18,7 @@ import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import chunked, reference
 from manyheads.problem import Problem
-from tests.cases import KERNELS
+from tests.cases import CASES, KERNELS, Case, make
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_blocks")
 
@@ -64,9 +64,6 @@ def close(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
 
 
-# -- positions and ids -------------------------------------------------------------------------------
-
-
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, torch.uint16, torch.uint8)
 
 
@@ -94,7 +91,7 @@ def test_an_offset_may_be_a_numpy_integer(kind: type) -> None:
 @pytest.mark.parametrize("offset", [2**58, -(2**58), 2**40, -(2**40)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_far_offsets_are_positions_like_others(kernel: str, offset: int) -> None:
-    """Compared with Python's own integers, which don't wrap around."""
+    """As with Python's integers, which don't overflow."""
     q, k, v = heads(t=3, s=5)
     sides = (None, 0, abs(offset) - 2, abs(offset) + 1, 2**59, 2**63 - 1)
     for left, right in product(sides, sides):
@@ -127,19 +124,6 @@ def test_documents_of_any_id(kernel: str, least: int) -> None:
     close(mh.attention(q, k, v, mask=mh.Documents(ids, queries=queries), kernel=kernel), expected)
 
 
-# -- weights, lse, entropy ---------------------------------------------------------------------------
-
-
-def test_weights_are_per_head_and_before_dropout() -> None:
-    q, k, v = heads(h=3, g=1)
-    for kernel in DROPPING:
-        out, amap = mh.attention_with_map(q, k, v, dropout_p=0.5, kernel=kernel)
-        expected = (q @ k.mT / math.sqrt(8)).softmax(-1).detach()
-        assert amap.shape == (2, 3, 5, 7)
-        close(amap.dense(), expected)
-        assert not torch.allclose(out, expected @ v)  # something was dropped
-
-
 def test_the_log_sum_exp_of_a_kernel_has_its_gradient() -> None:
     """Beside the output's, from kernels that give it (a map then detaches it)."""
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
@@ -150,9 +134,6 @@ def test_the_log_sum_exp_of_a_kernel_has_its_gradient() -> None:
         found.append(torch.autograd.grad(lse.sin().sum() + out.cos().sum(), leaves))
     for x, y in zip(*found, strict=True):
         close(x, y)
-
-
-# -- what is masked cannot leak ----------------------------------------------------------------------
 
 
 @st.composite
@@ -275,9 +256,6 @@ def test_without_a_mask_nan_is_nan(s: int, kernel: str) -> None:
     assert mh.attention(q, k, v, kernel=kernel).isnan().all()
 
 
-# -- dropout -----------------------------------------------------------------------------------------
-
-
 def read_dropout(kernel: str, p: float, seed: int, t: int = 64, s: int = 70) -> tuple[Tensor, ...]:
     """With v the identity, output and weights and their quotient: what was drawn."""
     torch.manual_seed(1)
@@ -353,9 +331,6 @@ def test_dropout_of_0_and_of_1(kernel: str) -> None:
     assert not any(x.any() for x in grads(out, [q, k, v]))
 
 
-# -- softcap -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kernel", OWN)
 def test_a_saturated_softcap_passes_no_gradient(kernel: str) -> None:
     """Where tanh is 1 its slope is 0, not a rounding error times the keys."""
@@ -367,9 +342,6 @@ def test_a_saturated_softcap_passes_no_gradient(kernel: str) -> None:
     assert saturated.any()
     assert not dq[saturated].any()
     assert not dk[:, :1].isnan().any()
-
-
-# -- autocast ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -415,9 +387,6 @@ def test_gradients_through_autocast(kernel: str) -> None:
         assert x.dtype == y.dtype == torch.float32
         torch.testing.assert_close(x, z, rtol=5e-2, atol=5e-2)
         torch.testing.assert_close(y, z, rtol=5e-2, atol=5e-2)
-
-
-# -- gradients ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", OWN)
@@ -527,9 +496,6 @@ def test_inputs_are_not_changed(kernel: str) -> None:
     assert out.data_ptr() not in {x.data_ptr() for x in (q, k, v)}
 
 
-# -- choosing a kernel -------------------------------------------------------------------------------
-
-
 def test_auto_takes_the_first_that_refuses_nothing() -> None:
     q, k, v = heads()
     assert kernels.ORDER[-1] == "reference"
@@ -614,63 +580,29 @@ def test_a_rule_above_64_mb_is_refused_and_a_callers_tensor_is_not() -> None:
     assert not reasons(8200, mh.Keep(torch.ones(1, 1, dtype=torch.bool).expand(8200, 8200)))
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Problems of every shape, layout, dtype, mask and gradient, for asking PyTorch what it would do."""
-    g, times = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    b, t, s = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    d = draw(st.sampled_from([1, 3, 8]))
-    w = draw(st.sampled_from([d, d, d, 5]))
-    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
-    layout = st.sampled_from(["contiguous", "contiguous", "columns", "batch first", "gap", "expanded"])
-
-    def tensor(heads: int, length: int, width: int) -> Tensor:
-        x = torch.randn(b, heads, length, width).to(dtype)
-        match draw(layout):
-            case "columns":
-                x = x.mT.contiguous().mT
-            case "batch first":
-                x = x.transpose(1, 2).contiguous().transpose(1, 2)
-            case "gap":
-                x = torch.stack((x, x), -1)[..., 0]
-            case "expanded":
-                x = x[:1, :1, :1, :1].expand(x.shape)
-        return x.requires_grad_(draw(st.booleans()))
-
-    tensors = tensor(g * times, t, d), tensor(g, s, d), tensor(g, s, w)
-    mask = draw(
-        st.sampled_from(
-            [None, None, mh.Causal(), mh.Full(), mh.Window(left=1), mh.Lengths(1), mh.Keys([]),
-             mh.Keep(torch.ones(t, s) > 0), mh.Keep(torch.ones(b, 1, 1, s) > 0),
-             mh.Drop(torch.ones(1, g * times, 1, 1) > 0), mh.Rule(lambda b, h, i, j: (h + j) % 2 == 0)]
-        )
-    )  # fmt: skip
-    values = torch.randn(draw(st.sampled_from([(t, s), (g * times, 1, 1), (b, 1, 1, s), (1,)])))
-    bias_dtype = draw(st.sampled_from([torch.float32, dtype]))
-    bias = draw(st.sampled_from([None, None, mh.Dense(values.to(bias_dtype)), mh.ALiBi(g * times)]))
-    softcap = draw(st.sampled_from([None, None, None, 2.0]))
-    offset = draw(st.sampled_from([None, 0, -1, 3]))
-    return Problem.of(*tensors, mask=mask, bias=bias, softcap=softcap, offset=offset)
-
-
-@given(problem=problems())
-def test_sdpa_never_takes_pytorchs_math_path(problem: Problem) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sdpa_never_takes_pytorchs_math_path(
+    case: Case, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch has a fused kernel for every problem that sdpa supports."""
-    sdpa = kernels.load("sdpa")
+    inputs, sdpa = make(case), kernels.load("sdpa")
+    tensors = (x.detach().requires_grad_(training) for x in (inputs.q, inputs.k, inputs.v))
+    problem = Problem.of(*tensors, **inputs.arguments())
     if sdpa.refuse(problem):
         return
-    calls: list[int] = []
-    theirs = F.scaled_dot_product_attention
+    choices: list[int] = []
+    compute = F.scaled_dot_product_attention
 
-    def watch(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
-        calls.append(torch._fused_sdp_choice(q, k, v, **rest))
-        return theirs(q, k, v, **rest)
+    def record(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
+        choices.append(torch._fused_sdp_choice(q, k, v, **rest))
+        return compute(q, k, v, **rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", watch)
-        sdpa.run(problem)
-    assert len(calls) == 1
-    assert calls[0] != 0, "PyTorch would build the weights"
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    sdpa.run(problem)
+    assert len(choices) == 1
+    assert choices[0] != 0, "PyTorch would build the weights"
 
 
 def test_pytorchs_math_path_is_recognized() -> None:

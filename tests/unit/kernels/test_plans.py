@@ -313,8 +313,6 @@ def test_plans_are_used_where_observe_is_imported(monkeypatch: pytest.MonkeyPatc
     assert mh.attention(q, k, v) is v
 
 
-# -- lengths -----------------------------------------------------------------------------------------
-
 LENGTHS: dict[str, Callable[[Tensor], Mask]] = {
     "right": lambda n: mh.Lengths(n),
     "left": lambda n: mh.Lengths(n, left=True),
