@@ -84,21 +84,23 @@ def test_rotary_under_a_context_counts_from_the_end() -> None:
     torch.testing.assert_close(m(x, context), whole[:, 4:])
 
 
-def test_qk_norm_normalises_before_the_position() -> None:
+@pytest.mark.parametrize(
+    "norm", [None, nn.RMSNorm, nn.LayerNorm(4).double()], ids=["none", "class", "module"]
+)
+def test_norms_and_positions_are_applied_to_q_and_k(norm: Any) -> None:
     rotary = mh.Rotary(4)
-    m, x = layer(position=rotary, qk_norm=nn.RMSNorm), tokens()
-    with torch.no_grad():
-        m.q_norm.weight.normal_()
-        m.k_norm.weight.normal_()
-    assert m.q_norm.weight is not m.k_norm.weight
+    m, x = layer(position=rotary, qk_norm=norm), tokens()
     q, k, v = (part(x).unflatten(-1, (3, 4)).transpose(1, 2) for part in (m.q, m.k, m.v))
-    q, k = rotary(m.q_norm(q), torch.arange(5)), rotary(m.k_norm(k), torch.arange(5))
+    if norm is not None:
+        with torch.no_grad():
+            m.q_norm.weight.normal_()
+            m.k_norm.weight.normal_()
+        q, k = m.q_norm(q), m.k_norm(k)
+        assert m.q_norm.weight is not m.k_norm.weight
+    q, k = (rotary(part, torch.arange(5)) for part in (q, k))
     expected = m.o(mh.attention(q, k, v, kernel="reference").transpose(1, 2).flatten(2))
     torch.testing.assert_close(m(x), expected)
-    given = layer(qk_norm=nn.LayerNorm(4).double())
-    assert isinstance(given.q_norm, nn.LayerNorm)
-    assert given.q_norm.weight is not given.k_norm.weight
-    given(x)
+    assert not torch.allclose(m(x), by_hand(m, x, x))
 
 
 @pytest.mark.parametrize(

@@ -389,6 +389,27 @@ def test_gradients_through_autocast(kernel: str) -> None:
         torch.testing.assert_close(y, z, rtol=5e-2, atol=5e-2)
 
 
+DENSE = ((2, 4, 3, 4), (4, 1, 1), (3, 4), (2, 1, 1, 4), (1, 1, 3, 1), (1,), ())
+
+
+@pytest.mark.parametrize("kernel", OWN)
+@pytest.mark.parametrize(
+    ("bias", "shape"),
+    [(mh.ALiBi, (4,)), (mh.ALiBi, (1,)), (mh.Relative, (4, 5)), (mh.Relative, (1, 3))]
+    + [(mh.Dense, shape) for shape in DENSE],
+    ids=str,
+)
+def test_gradients_equal_numerical_ones(bias: Any, shape: tuple[int, ...], kernel: str) -> None:
+    """Of q, k, v, the sink and every shape of bias."""
+    more = [torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ((4,), shape)]
+    rest = {"softcap": 1.5, "mask": mh.Window(left=2, right=1), "offset": torch.tensor([1, -1])}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, values: Tensor) -> Tensor:
+        return mh.attention(q, k, v, sink=sink, bias=bias(values), kernel=kernel, **rest)
+
+    assert torch.autograd.gradcheck(run, [*heads(t=3, s=4, d=2, w=3), *more], fast_mode=True)
+
+
 @pytest.mark.parametrize("kernel", OWN)
 def test_only_tensors_that_require_gradients_get_them(kernel: str) -> None:
     q, k, v = heads()
