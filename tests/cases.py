@@ -1,8 +1,8 @@
 """One table of cases for every kernel, and oracles that share no code with the library.
 
 Masks and biases are written as specs, nested tuples such as `("and", ("causal",), ("window", 3, None))`.
-`build` makes the library's mask of one; `sees` answers the same question in plain Python, for one
-query and one key. `oracle` computes attention and its gradients in numpy's longdouble (wider than
+`build` makes the library's mask of a spec; `sees` computes the same in plain Python, for one query and one
+key; `specs` draws specs. `oracle` computes attention and its gradients in numpy's longdouble (wider than
 float64 where the machine has it, so that float64 is tested too), and beside each number the error that
 rounding may make; `over` compares.
 """
@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import torch
 from torch import Tensor
@@ -38,45 +41,23 @@ RULES = {
 }
 
 
-def _tensor(value: Any) -> Any:
-    return value if isinstance(value, int) or value is None else torch.tensor(value)
+NODES: dict[str, Callable[..., Any]] = {"and": operator.and_, "or": operator.or_, "not": operator.invert}
+LEAVES: dict[str, Callable[..., Any]] = {
+    "full": mh.Full, "causal": mh.Causal, "window": mh.Window, "prefix": mh.Prefix, "diagonal": mh.Diagonal,
+    "lengths": lambda n, left: mh.Lengths(n, left=left), "keys": lambda keys: mh.Keys(keys.tolist()),
+    "documents": lambda ids, queries: mh.Documents(ids, queries=queries),
+    "same": lambda ids, queries: mh.SameToken(ids, queries=queries),
+    "after": lambda ids, queries: mh.AfterSameToken(ids, queries=queries),
+    "keep": mh.Keep, "drop": mh.Drop, "rule": lambda name: mh.Rule(RULES[name]),
+}  # fmt: skip
 
 
 def build(spec: Spec) -> Any:
     """The library's mask of a spec."""
     kind, *rest = spec
-    match kind:
-        case "and":
-            return build(rest[0]) & build(rest[1])
-        case "or":
-            return build(rest[0]) | build(rest[1])
-        case "not":
-            return ~build(rest[0])
-        case "full":
-            return mh.Full()
-        case "causal":
-            return mh.Causal()
-        case "window":
-            return mh.Window(left=rest[0], right=rest[1])
-        case "prefix":
-            return mh.Prefix(_tensor(rest[0]))
-        case "lengths":
-            return mh.Lengths(_tensor(rest[0]), left=rest[1])
-        case "diagonal":
-            return mh.Diagonal(rest[0])
-        case "keys":
-            return mh.Keys(list(rest[0]))
-        case "documents" | "same" | "after":
-            leaf = {"documents": mh.Documents, "same": mh.SameToken, "after": mh.AfterSameToken}[kind]
-            ids, queries = (None if x is None else torch.tensor(x, dtype=torch.int64) for x in rest)
-            return leaf(ids, queries=queries)
-        case "keep":
-            return mh.Keep(rest[0])
-        case "drop":
-            return mh.Drop(rest[0])
-        case "rule":
-            return mh.Rule(RULES[rest[0]])
-    raise AssertionError(spec)
+    if kind in NODES:
+        return NODES[kind](*map(build, rest))
+    return LEAVES[kind](*(torch.tensor(x, dtype=torch.int64) if isinstance(x, tuple) else x for x in rest))
 
 
 def sees(spec: Spec, b: int, h: int, i: int, j: int, row: int, s: int) -> bool:
@@ -177,6 +158,52 @@ def _by_head(spec: Spec) -> bool:
                                                       and _by_head(x) for x in spec[1:])  # fmt: skip
 
 
+def drawn_ids(b: int, n: int) -> st.SearchStrategy[Any]:
+    """Draw ids of few values, `[n]`, `[1, n]` or `[b, n]`."""
+    line = st.tuples(*[st.integers(-1, 2)] * n)
+    return st.one_of(line, st.tuples(line), st.tuples(*[line] * b))
+
+
+def drawn_tables(*shape: int) -> st.SearchStrategy[Tensor]:
+    count = math.prod(shape)
+    bits = st.lists(st.booleans(), min_size=count, max_size=count)
+    return bits.map(lambda x: torch.tensor(x, dtype=torch.bool).reshape(shape))
+
+
+def leaves(b: int, h: int, t: int, s: int, rules: bool = True) -> st.SearchStrategy[Spec]:
+    """Draw a spec without `and`, `or` and `not`; its ids may be fewer or more than the keys."""
+    counts = st.one_of(
+        st.integers(0, s + 2), st.tuples(*[st.integers(0, s + 2)] * b), st.tuples(st.integers(0, s))
+    )
+    side = st.one_of(st.none(), st.integers(0, 3))
+    four = [(b, h, t, s), (1, 1, t, s), (b, 1, 1, s), (1, h, t, 1), (1, 1, 1, 1), (b, h, 1, 1)]
+    tables = st.one_of(drawn_tables(t, s), st.sampled_from(four).flatmap(lambda shape: drawn_tables(*shape)))
+    queries = st.one_of(st.none(), drawn_ids(b, t)) if t else st.none()
+    ids = st.integers(max(s - 2, 1), s + 2).flatmap(lambda n: drawn_ids(b, n))
+    return st.one_of(
+        st.sampled_from([("full",), ("causal",)]),
+        st.tuples(st.just("window"), side, side),
+        st.tuples(st.just("prefix"), counts),
+        st.tuples(st.just("lengths"), counts, st.booleans()),
+        st.tuples(st.just("diagonal"), st.integers(-3, 3)),
+        st.tuples(st.just("keys"), st.lists(st.integers(0, s + 1), max_size=3).map(tuple)),
+        st.tuples(st.sampled_from(["documents", "same", "after"]), ids, queries),
+        st.tuples(st.sampled_from(["keep", "drop"]), tables),
+        *([st.tuples(st.just("rule"), st.sampled_from(sorted(RULES)))] if rules else []),
+    )
+
+
+def specs(b: int, h: int, t: int, s: int, rules: bool = True) -> st.SearchStrategy[Spec]:
+    """Draw any spec of a mask that fits these sizes."""
+    return st.recursive(
+        leaves(b, h, t, s, rules),
+        lambda inner: st.one_of(
+            st.tuples(st.sampled_from(["and", "or"]), inner, inner), st.tuples(st.just("not"), inner)
+        ),
+        max_leaves=4,
+    )
+
+
 # -- cases -------------------------------------------------------------------------------------------
 
 
@@ -214,7 +241,7 @@ class Case:
 
 @dataclass
 class Inputs:
-    """The tensors of a case, leaves that ask for gradients, and what they mean."""
+    """The tensors of a case, its mask and its bias."""
 
     case: Case
     q: Tensor
@@ -233,13 +260,10 @@ class Inputs:
         return self.case.scale if self.case.scale is not None else 1 / math.sqrt(d) if d else 1.0
 
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that get gradients, by name."""
-        found = {"q": self.q, "k": self.k, "v": self.v}
-        if self.sink is not None:
-            found["sink"] = self.sink
-        if self.bias is not None:
-            found["bias"] = self.bias[1]
-        return found
+        """The tensors that require gradients, by name."""
+        bias = None if self.bias is None else self.bias[1]
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink, "bias": bias}
+        return {name: x for name, x in tensors.items() if x is not None and x.requires_grad}
 
     def arguments(self) -> dict[str, Any]:
         """What `attention` takes beside q, k and v, made anew."""
@@ -251,6 +275,12 @@ class Inputs:
             "offset": self.offset,
             "scale": self.case.scale,
         }
+
+
+def gradients(out: Tensor, leaves: dict[str, Tensor], upstream: Tensor) -> dict[str, Tensor]:
+    """The gradient of every leaf; zeros if the output doesn't depend on it."""
+    grads = torch.autograd.grad(out, list(leaves.values()), upstream, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
 
 
 def library_bias(bias: tuple[str, Tensor]) -> Any:
@@ -328,45 +358,27 @@ def _cells(shape: tuple[int, ...], rng: random.Random, share: float = 0.6) -> Te
 def _mask(name: str, b: int, h: int, t: int, s: int, rng: random.Random) -> Spec | None:
     causal = ("causal",)
     some = tuple(rng.randrange(s + 1) for _ in range(b))
-    match name:
-        case "none":
-            return None
-        case "full":
-            return ("full",)
-        case "causal":
-            return causal
-        case "window":
-            return ("window", 2, 1)
-        case "causal window":
-            return ("and", causal, ("window", 1, None))
-        case "prefix":
-            return ("or", causal, ("prefix", some))
-        case "lengths":
-            return ("lengths", some, False)
-        case "left lengths":
-            return ("and", causal, ("lengths", some, True))
-        case "documents":
-            return ("and", causal, ("documents", _ids(b, s, rng), None))
-        case "cross documents":
-            return ("documents", _ids(b, s, rng, each=False), _ids(b, t, rng))
-        case "after":
-            tokens = tuple(rng.randrange(3) for _ in range(s))
-            return ("after", tokens, None)
-        case "holes":
-            return ("not", ("or", ("diagonal", -1), ("keys", (0, 3))))
-        case "keep":
-            return ("keep", _cells((t, s), rng))
-        case "keep four":
-            return ("keep", _cells((b, 1, t, s), rng))
-        case "keep padding":
-            return ("keep", _cells((b, 1, 1, s), rng))
-        case "drop heads":
-            return ("drop", _cells((1, h, t, 1), rng, 0.3))
-        case "rule":
-            return ("rule", "batch and head")
-        case "nothing":
-            return ("keys", ())
-    raise AssertionError(name)
+    specs: dict[str, Callable[[], Spec | None]] = {
+        "none": lambda: None,
+        "full": lambda: ("full",),
+        "causal": lambda: causal,
+        "window": lambda: ("window", 2, 1),
+        "causal window": lambda: ("and", causal, ("window", 1, None)),
+        "prefix": lambda: ("or", causal, ("prefix", some)),
+        "lengths": lambda: ("lengths", some, False),
+        "left lengths": lambda: ("and", causal, ("lengths", some, True)),
+        "documents": lambda: ("and", causal, ("documents", _ids(b, s, rng), None)),
+        "cross documents": lambda: ("documents", _ids(b, s, rng, each=False), _ids(b, t, rng)),
+        "after": lambda: ("after", tuple(rng.randrange(3) for _ in range(s)), None),
+        "holes": lambda: ("not", ("or", ("diagonal", -1), ("keys", (0, 3)))),
+        "keep": lambda: ("keep", _cells((t, s), rng)),
+        "keep four": lambda: ("keep", _cells((b, 1, t, s), rng)),
+        "keep padding": lambda: ("keep", _cells((b, 1, 1, s), rng)),
+        "drop heads": lambda: ("drop", _cells((1, h, t, 1), rng, 0.3)),
+        "rule": lambda: ("rule", "batch and head"),
+        "nothing": lambda: ("keys", ()),
+    }
+    return specs[name]()
 
 
 MASKS = ("none", "full", "causal", "window", "causal window", "prefix", "lengths", "left lengths",
@@ -737,17 +749,8 @@ def _plain_bias(inputs: Inputs, tensor: Tensor) -> Tensor:
     return each[:, ahead.clamp(-n, n) + n].transpose(0, 1)
 
 
-def error(x: Tensor | np.ndarray, true: np.ndarray) -> float:
-    """The largest absolute difference; equal infinities don't differ, NaN differs from everything."""
-    x = wide(x) if isinstance(x, Tensor) else x
-    assert x.shape == true.shape, (x.shape, true.shape)
-    with np.errstate(all="ignore"):
-        difference = np.where(x == true, 0, abs(x - true))
-    return math.inf if np.isnan(difference).any() else float(difference.max(initial=0))
-
-
 def over(x: Tensor | np.ndarray, true: np.ndarray, may: np.ndarray) -> str:
-    """Where a number is further from the truth than it may be, in words; empty if none is.
+    """Describe the largest error above what is allowed; empty if there is none.
 
     Equal infinities don't differ, and NaN differs from everything.
     """

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from manyheads.checker.checks import registry
-from manyheads.kernels import plans
+from manyheads.kernels import chunked, plans
 
 # Several processes share the cores (pytest-xdist); threads that wait for each other would slow all of them.
 threads = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
@@ -68,16 +68,27 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
-    """The same random numbers in every test, whatever ran before it, and none of them left behind."""
+    """The same random numbers in every test; the random state and the number of threads are restored."""
+    before = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
 def _unplanned() -> None:
     """No plans of earlier tests, which may have changed what kernels support."""
     plans.forget()
+
+
+@pytest.fixture(scope="module")
+def small_blocks() -> Iterator[None]:
+    """The smallest blocks (32 × 32), so that short problems have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "BLOCK", 1)
+        yield
 
 
 @pytest.fixture(scope="module")

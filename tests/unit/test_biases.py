@@ -11,18 +11,9 @@ import torch
 
 import manyheads as mh
 from manyheads.biases import Bias
-from tests.cases import KERNELS
+from tests.errors import raises
 
 OWN = ("reference", "chunked", "native", "auto")
-
-
-def grid(t: int = 4, s: int = 5, b: int = 2, h: int = 3, first: Any = 0) -> tuple[torch.Tensor, ...]:
-    """b, h, i, j that broadcast to `[b, h, t, s]`."""
-    i = torch.arange(t)[None, None, :, None] + torch.as_tensor(first).reshape(-1, 1, 1, 1)
-    return torch.arange(b)[:, None, None, None], torch.arange(h)[None, :, None, None], i, torch.arange(s)
-
-
-# -- ALiBi -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,50 +47,6 @@ def test_slopes_of_any_head_count(heads: int) -> None:
     assert torch.equal(slopes[:below], mh.ALiBi(below).slopes)
 
 
-def test_alibi_is_linear_in_distance_on_both_sides() -> None:
-    b, h, i, j = grid()
-    added = mh.ALiBi([0.5, 1.0, 2.0]).add(b, h, i, j, torch.float32).expand(2, 3, 4, 5)
-    for m, slope in enumerate((0.5, 1.0, 2.0)):
-        for row in range(4):
-            assert added[0, m, row].tolist() == [-slope * abs(row - col) for col in range(5)]
-    assert mh.ALiBi([3.0]).add(b, h, i, j, torch.float32).expand(2, 3, 4, 5)[1, 2, 3].tolist() == [
-        -9,
-        -6,
-        -3,
-        0,
-        -3,
-    ]
-
-
-def test_alibi_against_the_papers_picture() -> None:
-    """Softmax of slopes alone: each step back costs e^−slope."""
-    q = torch.zeros(1, 2, 6, 4)
-    _, amap = mh.attention_with_map(q, q, q, mask=mh.Causal(), bias=mh.ALiBi([1.0, 0.25]))
-    weights = amap.dense()[0, :, -1].flip(-1)  # from the nearest to the farthest
-    for m, slope in enumerate((1.0, 0.25)):
-        expected = torch.exp(-slope * torch.arange(6.0))
-        torch.testing.assert_close(weights[m], expected / expected.sum())
-
-
-# -- Relative ----------------------------------------------------------------------------------------
-
-
-def test_relative_clips_the_distance() -> None:
-    table = torch.arange(5.0)[None] + 10 * torch.arange(3.0)[:, None]  # j − i of −2 … 2
-    added = mh.Relative(table).add(*grid(), torch.float32).expand(2, 3, 4, 5)
-    assert added[0, 0].tolist() == [[2, 3, 4, 4, 4], [1, 2, 3, 4, 4], [0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
-    assert added[1, 2, 3].tolist() == [20, 20, 21, 22, 23]
-    assert mh.Relative(table[:1]).add(*grid(), torch.float32).expand(2, 3, 4, 5)[1, 2, 3].tolist() == [
-        0,
-        0,
-        1,
-        2,
-        3,
-    ]
-    one = mh.Relative(torch.tensor([[7.0]])).add(*grid(), torch.float32).expand(2, 3, 4, 5)
-    assert (one == 7).all()
-
-
 def test_a_learned_table_starts_at_zero_and_learns() -> None:
     bias = mh.Relative.learned(3, 4)
     assert bias.table.shape == (3, 9)
@@ -109,9 +56,6 @@ def test_a_learned_table_starts_at_zero_and_learns() -> None:
     mh.attention(q, k, v, bias=bias).sum().backward()
     assert bias.table.grad is not None
     assert bias.table.grad.any()
-
-
-# -- Dense -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,33 +71,6 @@ def test_dense_broadcasts_as_tensors_do(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(amap.dense(), weights)
     each = mh.attention(q, k, v, bias=mh.Dense(values), offset=torch.tensor([5, -3]), kernel="chunked")
     torch.testing.assert_close(each, weights @ v)  # by row, whatever the position
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_dense_minus_infinity_masks(kernel: str) -> None:
-    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (4, 5, 5))
-    keep = torch.rand(4, 5) < 0.5
-    keep[2] = False
-    bias = mh.Dense(torch.zeros(4, 5, dtype=torch.float64).masked_fill(~keep, -math.inf))
-    expected = mh.attention(q, k, v, mask=mh.Keep(keep), kernel="reference")
-    torch.testing.assert_close(mh.attention(q, k, v, bias=bias, kernel=kernel), expected)
-    masked = mh.attention(q, k, v, bias=bias, mask=mh.Causal(), kernel=kernel)
-    expected = mh.attention(q, k, v, mask=mh.Keep(keep) & mh.Causal(), kernel="reference")
-    torch.testing.assert_close(masked, expected)
-
-
-@pytest.mark.parametrize("kernel", OWN)
-def test_the_gradient_of_minus_infinity_is_zero(kernel: str) -> None:
-    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (4, 5, 5))
-    values = torch.randn(4, 5, dtype=torch.float64)
-    values[1, 2] = values[3] = -math.inf
-    values.requires_grad_()
-    mh.attention(q, k, v, bias=mh.Dense(values), kernel=kernel).square().sum().backward()
-    assert values.grad is not None
-    assert values.grad.isfinite().all()
-    assert values.grad[1, 2] == 0
-    assert not values.grad[3].any()
-    assert values.grad[0].all()
 
 
 def test_a_bias_is_not_rounded_to_the_queries_dtype() -> None:
@@ -180,8 +97,6 @@ def test_a_float32_bias_of_float64_queries_is_used_in_float64(kernel: str) -> No
         one, two = (mh.attention(q, k, v, bias=bias, kernel=kernel) for bias in (low, high))
         torch.testing.assert_close(one, two, rtol=1e-14, atol=1e-14)
 
-
-# -- values ------------------------------------------------------------------------------------------
 
 EVERY: list[Bias] = [mh.ALiBi(3), mh.Relative(torch.zeros(3, 5)), mh.Dense(torch.zeros(4, 5))]
 
@@ -225,11 +140,8 @@ BAD: list[tuple[Any, type[Exception], list[str]]] = [
 
 @pytest.mark.parametrize(("make", "error", "words"), BAD)
 def test_invalid_biases_raise(make: Any, error: type[Exception], words: list[str]) -> None:
-    with pytest.raises(error) as caught:
+    with raises(error, *words):
         make()
-    for word in words:
-        assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +156,5 @@ def test_invalid_biases_raise(make: Any, error: type[Exception], words: list[str
 )
 def test_biases_that_do_not_fit_raise(bias: Bias, words: list[str]) -> None:
     q, k, v = (torch.randn(2, 3, n, 8) for n in (4, 5, 5))
-    with pytest.raises(ValueError, match=r".") as caught:
+    with raises(ValueError, *words):
         mh.attention(q, k, v, bias=bias)
-    for word in words:
-        assert word in str(caught.value)

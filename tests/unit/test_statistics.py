@@ -1,7 +1,7 @@
 """Every statistic of a map, against the same one of the full matrix; and what might break one.
 
 The matrix is the table's own oracle, in longdouble; each statistic is written out below in numpy, over
-whole rows and columns, and shares no code with the library. Beside each number stands how far rounding may
+whole rows and columns, and shares no code with the library. Each number comes with how far rounding may
 move it: the error of the weights that the oracle gives ("Error budget" in docs/architecture.md), carried
 through the statistic, and that of the statistic's own sums.
 """
@@ -49,19 +49,14 @@ from tests.cases import (
     visible,
     wide,
 )
+from tests.errors import raises
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smallest blocks (32 × 32), so that short problems have several."""
-    monkeypatch.setattr(chunked, "BLOCK", 1)
+pytestmark = pytest.mark.usefixtures("one_thread", "small_blocks")
 
 
 @pytest.fixture(params=["kernel", "tiles"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the native kernel where it looks, or by tiles, as where it doesn't."""
+    """Statistics by the native kernel where it supports them, and by tiles."""
     if request.param == "tiles":
         monkeypatch.setattr(native, "fuses", lambda *_: False)
     elif native.library.missing is not None:
@@ -79,8 +74,8 @@ class Matrix:
     """All weights, and what else a statistic is read off."""
 
     weights: np.ndarray  # [b, h, t, s]
-    seen: np.ndarray  # where the query may see the key, [b, h, t, s]
-    scores: np.ndarray  # [b, h, t, s], −inf where it may not
+    seen: np.ndarray  # where the key is visible, [b, h, t, s]
+    scores: np.ndarray  # [b, h, t, s], −inf where it is masked
     into_sink: np.ndarray  # [b, h, t]
     inputs: Inputs
     errors: np.ndarray  # of the weights
@@ -255,7 +250,7 @@ def map_of(inputs: Inputs) -> AttentionMap:
 
 
 @dataclass
-class Question:
+class Statistic:
     """A statistic, with what the library and the oracle are given for it."""
 
     name: str
@@ -285,60 +280,60 @@ def inside(case: Case) -> Spec:
     return rng.choice(specs)
 
 
-def questions(inputs: Inputs) -> list[Question]:
-    """Every statistic that a case can be asked for, with all kinds of arguments; `top` is apart."""
+def statistics_of(inputs: Inputs) -> list[Statistic]:
+    """Every statistic of a case, with all kinds of arguments; `top` has a check of its own."""
     case = inputs.case
     b, h, _, t, s, _, w = case.sizes
     gen = torch.Generator().manual_seed(5)
     w_o = torch.randn(6, h * w, generator=gen, dtype=torch.float64).to(case.dtype)
     spec = inside(case)
     within = visible(spec, b, h, t, s, inputs.offset)
-    asked = [
-        Question("entropy"),
-        Question("distance"),
-        Question("row_max"),
-        Question("received"),
-        Question("received", (1 + t // 2,)),
-        Question("received", (None, "age")),
-        Question("received", (t + 3, "age")),
-        Question("received", (2, "age")),
-        Question("mass", (build(spec),), (within,)),
-        Question("mass", (build(spec), True), (within, True)),
-        Question("value_norms", (inputs.v, w_o)),
-        Question("logits_max"),
-        Question("sink_weight"),
-        Question("divergence"),
+    requested = [
+        Statistic("entropy"),
+        Statistic("distance"),
+        Statistic("row_max"),
+        Statistic("received"),
+        Statistic("received", (1 + t // 2,)),
+        Statistic("received", (None, "age")),
+        Statistic("received", (t + 3, "age")),
+        Statistic("received", (2, "age")),
+        Statistic("mass", (build(spec),), (within,)),
+        Statistic("mass", (build(spec), True), (within, True)),
+        Statistic("value_norms", (inputs.v, w_o)),
+        Statistic("logits_max"),
+        Statistic("sink_weight"),
+        Statistic("divergence"),
     ]
     if t and s:
         shapes = {(1, 1), (t, s), (min(t, 3), min(s, 4)), (1 + t // 2, 1 + s // 3)}
-        asked += [
-            Question("pooled", (*shape, reduce)) for shape in sorted(shapes) for reduce in ("mean", "max")
+        requested += [
+            Statistic("pooled", (*shape, reduce)) for shape in sorted(shapes) for reduce in ("mean", "max")
         ]
-    return asked
+    return requested
 
 
-def asked_together(amap: AttentionMap, asked: list[Question], **more: Any) -> list[Any]:
-    """The answers to all questions from one call of `statistics`."""
+def compute_together(amap: AttentionMap, requested: list[Statistic], **more: Any) -> list[Any]:
+    """The answers to all statistics_of from one call of `statistics`."""
     lists: dict[str, list[Any]] = {}
-    for question in asked:
-        lists.setdefault(question.name, []).append(question.given)
+    for statistic in requested:
+        lists.setdefault(statistic.name, []).append(statistic.given)
     found = amap.statistics(**lists, **more)
     answers = {name: iter(results) for name, results in found.items() if name in lists}
-    return [next(answers[question.name]) for question in asked] + [found[name] for name in more]
+    return [next(answers[statistic.name]) for statistic in requested] + [found[name] for name in more]
 
 
 TINY = torch.finfo(torch.float32).smallest_normal  # what is smaller may become 0
 
 
-def check(question: Question, got: Tensor, exact: Matrix) -> None:
+def check(statistic: Statistic, got: Tensor, exact: Matrix) -> None:
     """A statistic within its budget."""
-    value, may = question.of(exact)
+    value, may = statistic.of(exact)
     dtype = exact.inputs.case.dtype
     assert got.dtype == computed(dtype)
     assert not got.requires_grad
-    assert question.name == "logits_max" or not (got < 0).any()
+    assert statistic.name == "logits_max" or not (got < 0).any()
     wrong = over(got, value, may + TINY)
-    assert not wrong, f"{question.name}{question.given[:3]}: {wrong}"
+    assert not wrong, f"{statistic.name}{statistic.given[:3]}: {wrong}"
 
 
 def check_top(top: Any, k: int, exact: Matrix) -> None:
@@ -360,7 +355,7 @@ def check_top(top: Any, k: int, exact: Matrix) -> None:
     assert ((at >= -1) & (at < s)).all()
     if s:
         place = np.maximum(at, 0)
-        assert np.take_along_axis(exact.seen, place, -1)[~absent].all(), "a key that the query may see"
+        assert np.take_along_axis(exact.seen, place, -1)[~absent].all(), "a visible key"
         theirs = np.where(absent, 0, np.take_along_axis(exact.weights, place, -1))
         assert not over(weights, theirs, may)
     for row in at.reshape(-1, k):
@@ -369,13 +364,13 @@ def check_top(top: Any, k: int, exact: Matrix) -> None:
 
 
 def check_all(inputs: Inputs, exact: Matrix) -> None:
-    """Every statistic of a case, asked for in one call."""
-    amap, asked = map_of(inputs), questions(inputs)
+    """Every statistic of a case, requested for in one call."""
+    amap, requested = map_of(inputs), statistics_of(inputs)
     s = inputs.case.sizes[4]
     tops = [1, 3, s + 2]
-    *answers, several = asked_together(amap, asked, top=tops)
-    for question, got in zip(asked, answers, strict=True):
-        check(question, got, exact)
+    *answers, several = compute_together(amap, requested, top=tops)
+    for statistic, got in zip(requested, answers, strict=True):
+        check(statistic, got, exact)
     for k, top in zip(tops, several, strict=True):
         check_top(top, k, exact)
 
@@ -457,7 +452,7 @@ def flat(found: dict[str, Any]) -> dict[str, Tensor]:
     return opened
 
 
-def look(amap: AttentionMap, v: Tensor | None = None) -> dict[str, Tensor]:
+def compute_all(amap: AttentionMap, v: Tensor | None = None) -> dict[str, Tensor]:
     """Every statistic of a map, in one call."""
     t, s = amap.shape[2:]
     more: dict[str, Any] = {}
@@ -509,10 +504,10 @@ def drawn(
 def test_together_as_one_by_one(case: Case) -> None:
     """One pass for all gives what a pass for each gives, to the last bit."""
     inputs = make(case)
-    amap, asked = map_of(inputs), questions(inputs)
+    amap, requested = map_of(inputs), statistics_of(inputs)
     assert amap.lse is not None  # else the first pass would find it on its way
-    together = asked_together(amap, asked, top=(2,))
-    one_by_one = [getattr(amap, question.name)(*question.given) for question in asked] + [amap.top(2)]
+    together = compute_together(amap, requested, top=(2,))
+    one_by_one = [getattr(amap, statistic.name)(*statistic.given) for statistic in requested] + [amap.top(2)]
     same(flat({"": together}), flat({"": one_by_one}))
 
 
@@ -539,9 +534,9 @@ def test_the_size_of_a_block_does_not_matter(block: int, monkeypatch: pytest.Mon
         "bias": mh.ALiBi(4),
         "offset": torch.tensor([5, -9]),
     }
-    expected = look(drawn(t=131, s=140, **arguments)[0])
+    expected = compute_all(drawn(t=131, s=140, **arguments)[0])
     monkeypatch.setattr(chunked, "BLOCK", block)
-    close(look(drawn(t=131, s=140, **arguments)[0]), expected)
+    close(compute_all(drawn(t=131, s=140, **arguments)[0]), expected)
 
 
 # -- top: the order of equals ------------------------------------------------------------------------
@@ -697,7 +692,7 @@ POISONS = [math.nan, math.inf, -math.inf]
 
 
 def hiding(kind: str) -> tuple[dict[str, Any], Tensor]:
-    """Arguments under which some keys are seen by nobody, and which, boolean `[b, s]`."""
+    """Arguments that mask some keys for all queries, and these keys, boolean `[b, s]`."""
     hidden = torch.zeros(2, 75, dtype=torch.bool)
     match kind:
         case "lengths":
@@ -722,31 +717,31 @@ def hiding(kind: str) -> tuple[dict[str, Any], Tensor]:
 @both_ways
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("kind", ["lengths", "left", "keep", "bias", "rule"])
-def test_what_is_masked_does_not_leak(kind: str, poison: float) -> None:
-    """Keys and values that nobody sees may hold anything: no statistic changes by a bit."""
+def test_masked_keys_do_not_change_statistics(kind: str, poison: float) -> None:
+    """No statistic changes by a bit, whatever fully masked keys and values are."""
     arguments, hidden = hiding(kind)
     clean, q, k, v = drawn(**arguments)
     bad = torch.where(hidden[:, None, :, None], poison, 0.0)
     dirty = AttentionMap.of(Problem.of(q, k + bad, v, **arguments))
-    same(look(dirty, v + bad), look(clean, v))
+    same(compute_all(dirty, v + bad), compute_all(clean, v))
     same({"": dirty.divergence(clean)}, {"": torch.zeros(2, 4, dtype=torch.float64)})
 
 
 @both_ways
 @pytest.mark.parametrize("poison", POISONS)
-def test_a_query_that_sees_nothing_does_not_leak(poison: float) -> None:
+def test_fully_masked_queries_do_not_change_statistics(poison: float) -> None:
     keep = torch.ones(70, 75, dtype=torch.bool)
     keep[30:50] = False
     clean, q, k, v = drawn(mask=mh.Keep(keep))
     q = q.index_fill(2, torch.arange(30, 50), poison)
     dirty = AttentionMap.of(Problem.of(q, k, v, mask=mh.Keep(keep)))
-    same(look(dirty, v), look(clean, v))
+    same(compute_all(dirty, v), compute_all(clean, v))
     assert not dirty.entropy()[:, :, 30:50].any()
 
 
 @both_ways
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_what_is_seen_stays_in_its_rows_and_heads(poison: float) -> None:
+def test_a_visible_nan_changes_its_rows_and_heads_only(poison: float) -> None:
     """A NaN key of one sequence and group: NaN for those who see it, and the others' own numbers.
 
     (Infinities give NaN where q·k is ∞ − ∞, and a weight of 0 where it is −∞.)
@@ -755,7 +750,7 @@ def test_what_is_seen_stays_in_its_rows_and_heads(poison: float) -> None:
     k = k.clone()
     k[1, 0, 35] = poison  # seen by heads 0 and 1 of sequence 1, from query 35 on
     dirty = AttentionMap.of(Problem.of(q, k, v, mask=mh.Causal(), offset=0))
-    found, expected = look(dirty, v), look(clean, v)
+    found, expected = compute_all(dirty, v), compute_all(clean, v)
     touched = torch.zeros(2, 4, 70, dtype=torch.bool)
     touched[1, :2, 35:] = True
     for name, x in found.items():
@@ -780,7 +775,7 @@ def test_what_is_seen_stays_in_its_rows_and_heads(poison: float) -> None:
 
 @both_ways
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_query_reaches_only_what_it_sees(poison: float) -> None:
+def test_a_query_of_nan_changes_its_visible_keys_only(poison: float) -> None:
     """One bad query under a causal mask: keys, cells and rows beyond it keep their numbers."""
     clean, q, k, v = drawn(mask=mh.Causal(), offset=0)
     q = q.clone()
@@ -797,7 +792,7 @@ def test_a_query_reaches_only_what_it_sees(poison: float) -> None:
         others = [row for row in range(35) if row != 17]
         assert torch.equal(x[others], y[others])
     assert dirty.mass(mh.Window(left=0, right=5))[1, 0, 35].isnan()
-    assert dirty.mass(~mh.Causal())[1, 0, 35] == 0, "no weight where it may not look"
+    assert dirty.mass(~mh.Causal())[1, 0, 35] == 0, "no weight where keys are masked"
     assert torch.equal(dirty.mass(mh.Diagonal(1), mean=True), clean.mass(mh.Diagonal(1), mean=True))
 
 
@@ -814,8 +809,8 @@ def test_a_score_of_minus_infinity_weighs_nothing(mask: mh.Mask | None) -> None:
     torch.testing.assert_close(with_it.received()[..., ::2], without.received())
 
 
-def test_rollout_does_not_meet_rows_that_nobody_asks() -> None:
-    """Padding after the end may hold anything: what precedes it, under a causal mask, never gets there."""
+def test_rollout_computes_only_the_requested_rows() -> None:
+    """Under a causal mask, padding at the end has no effect on the rows before it."""
     _, q, k, v = drawn(40, 40)
     clean = AttentionMap.of(Problem.of(q, k, v, mask=mh.Causal()))
     bad = torch.where(torch.arange(40)[:, None] > 34, math.nan, 0.0)
@@ -841,22 +836,22 @@ def everything() -> dict[str, Any]:
 
 
 def test_inference_mode(everything: dict[str, Any]) -> None:
-    expected = look(drawn(**everything)[0])
+    expected = compute_all(drawn(**everything)[0])
     outside, *_ = drawn(**everything)
     with torch.inference_mode():
         inside, *_ = drawn(**everything)
-        same(look(inside), expected)
-        same(look(outside), expected)
-    same(look(inside), expected)
-    same(look(outside), expected)
+        same(compute_all(inside), expected)
+        same(compute_all(outside), expected)
+    same(compute_all(inside), expected)
+    same(compute_all(outside), expected)
 
 
 def test_autocast_rounds_nothing(everything: dict[str, Any]) -> None:
     everything["sink"] = everything["sink"].float()
-    expected = look(drawn(dtype=torch.float32, **everything)[0])
+    expected = compute_all(drawn(dtype=torch.float32, **everything)[0])
     amap, _, _, v = drawn(dtype=torch.float32, **everything)
     with torch.autocast("cpu", torch.bfloat16):
-        same(look(amap), expected)
+        same(compute_all(amap), expected)
         rolled = measures.rollout([drawn(40, 40, torch.float32)[0]], [3])
         norms = amap.value_norms(v, torch.eye(4).repeat(1, 4))
         between = amap.divergence(amap.under(None))
@@ -875,19 +870,11 @@ def default_of_float64() -> Iterator[None]:
 @pytest.mark.usefixtures("default_of_float64")
 def test_another_default_dtype(everything: dict[str, Any]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        found = look(drawn(dtype=dtype, **everything)[0])
+        found = compute_all(drawn(dtype=dtype, **everything)[0])
         assert {x.dtype for x in found.values() if x.dtype != torch.int64} == {torch.float32}
         torch.set_default_dtype(torch.float32)
-        same(found, look(drawn(dtype=dtype, **everything)[0]))
+        same(found, compute_all(drawn(dtype=dtype, **everything)[0]))
         torch.set_default_dtype(torch.float64)
-
-
-def test_two_threads(everything: dict[str, Any]) -> None:
-    expected = look(drawn(**everything)[0])
-    torch.set_num_threads(2)
-    found = look(drawn(**everything)[0])
-    torch.set_num_threads(1)
-    close(found, expected)
 
 
 @pytest.mark.full
@@ -909,38 +896,24 @@ def test_inside_a_compiled_function() -> None:
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
-# -- no heads, no queries, no keys -------------------------------------------------------------------
+# -- sizes of 0 --------------------------------------------------------------------------------------
 
 
-@both_ways
 @pytest.mark.parametrize("letter", "bhts")
-def test_nothing_of_a_kind(letter: str) -> None:
-    """Sizes of 0: empty results, or zeros, or a sentence; never NaN."""
-    sizes = dict(zip("bhts", (2, 4, 5, 6), strict=True)) | {letter: 0}
-    b, h, t, s = sizes.values()
+def test_pooling_and_rollout_of_sizes_of_0(letter: str) -> None:
+    """The other statistics are in the table of cases, with all sizes of 0."""
+    b, h, t, s = (dict(zip("bhts", (2, 4, 5, 6), strict=True)) | {letter: 0}).values()
     q, k = torch.randn(b, h, t, 4), torch.randn(b, h // 2, s, 4)
     amap = AttentionMap.of(Problem.of(q, k, k, mask=mh.Causal()))
-    assert amap.divergence(amap).shape == (b, h)
-    assert amap.value_norms(k, torch.randn(3, h * 4)).shape == (b, h, s)
-    assert amap.logits_max().shape == (b, h)
-    assert (amap.logits_max() == -math.inf).all()
-    for name, found in {
-        "divergence": amap.divergence(),
-        "received": amap.received(normalize="age"),
-        "mass": amap.mass(mh.Full(), mean=True),
-        "first": measures.first_token(amap),
-        "entropy": amap.entropy(),
-    }.items():
-        assert not found.any(), name
-        assert found.shape[:2] == (b, h)
+    assert not measures.first_token(amap).any()
     if t and s:
         assert amap.pooled(2, 3).shape == (b, h, 2, 3)
     else:
-        with pytest.raises(ValueError, match=f"{letter} = 0"):
+        with raises(ValueError, f"{letter} = 0"):
             amap.pooled(1, 1)
     square = AttentionMap.of(Problem.of(q, q, q))
     if letter == "h":
-        with pytest.raises(ValueError, match="heads"):
+        with raises(ValueError, "heads"):
             measures.rollout([square], 0)
     else:
         rolled = measures.rollout([square], [0, 1] if t else [])
@@ -948,9 +921,7 @@ def test_nothing_of_a_kind(letter: str) -> None:
         assert not rolled.isnan().any()
 
 
-# -- what can't be asked -----------------------------------------------------------------------------
-
-SMALL = {"b": 2, "h": 4, "g": 2, "t": 5, "s": 7, "w": 3}
+# -- errors ------------------------------------------------------------------------------------------
 
 
 def small(t: int = 5, s: int = 7) -> AttentionMap:
@@ -960,36 +931,26 @@ def small(t: int = 5, s: int = 7) -> AttentionMap:
 
 V, W_O = torch.randn(2, 2, 7, 3), torch.randn(6, 12)
 
-ASKED_WRONG: list[tuple[Callable[[AttentionMap], Any], type[Exception], list[str]]] = [
+INVALID: list[tuple[Callable[[AttentionMap], Any], type[Exception], list[str]]] = [
     (lambda a: a.top(0), ValueError, ["k", "at least 1", "0"]),
-    (lambda a: a.top(-2), ValueError, ["k", "-2"]),
     (lambda a: a.top(True), TypeError, ["k", "True"]),
-    (lambda a: a.top(2.5), TypeError, ["k", "2.5"]),
     (lambda a: a.top("x"), TypeError, ["k", "'x'"]),
-    (lambda a: a.top(None), TypeError, ["k", "None"]),
     (lambda a: a.received(last=0), ValueError, ["last", "at least 1", "0"]),
     (lambda a: a.received(last=True), TypeError, ["last", "True"]),
-    (lambda a: a.received(last=1.0), TypeError, ["last", "1.0"]),
     (lambda a: a.received(normalize="Age"), ValueError, ["normalize", '"age"', "'Age'"]),
     (lambda a: a.received(normalize=True), ValueError, ["normalize", "True"]),
     (lambda a: a.pooled(6, 2), ValueError, ["t = 5", "6", "rows"]),
     (lambda a: a.pooled(2, 8), ValueError, ["s = 7", "8", "cols"]),
     (lambda a: a.pooled(0, 2), ValueError, ["rows", "at least 1", "0"]),
-    (lambda a: a.pooled(2, -1), ValueError, ["cols", "-1"]),
     (lambda a: a.pooled(2, 2.0), TypeError, ["cols", "2.0"]),
-    (lambda a: a.pooled("2", 2), TypeError, ["rows", "'2'"]),
     (lambda a: a.pooled(2, 2, reduce="sum"), ValueError, ["reduce", '"mean"', '"max"', "'sum'"]),
     (lambda a: a.mass(None), TypeError, ["mask", "None", "Full()"]),
-    (lambda a: a.mass(3), TypeError, ["mask", "int"]),
     (lambda a: a.mass(torch.ones(5, 7) > 0), TypeError, ["mask", "Tensor", "Keep"]),
     (lambda a: a.mass(mh.Full(), mean="yes"), TypeError, ["mean", "'yes'"]),
-    (lambda a: a.mass(mh.Full(), mean=1), TypeError, ["mean", "1"]),
     (lambda a: a.mass(mh.Keep(torch.ones(5, 6) > 0)), ValueError, ["[5, 6]", "[5, 7]"]),
     (lambda a: a.value_norms(V[:, :, :6], W_O), ValueError, ["v", "[2, 2, 7, w]", "[2, 2, 6, 3]"]),
     (lambda a: a.value_norms(V.repeat(1, 2, 1, 1), W_O), ValueError, ["v", "[2, 2, 7, w]", "[2, 4, 7, 3]"]),
-    (lambda a: a.value_norms(V[0], W_O), ValueError, ["v", "[2, 7, 3]"]),
     (lambda a: a.value_norms(V, W_O.T), ValueError, ["w_o", "[e, 12]", "nn.Linear", "[12, 6]"]),
-    (lambda a: a.value_norms(V, W_O[0]), ValueError, ["w_o", "[12]"]),
     (lambda a: a.value_norms(V.long(), W_O), TypeError, ["v", "int64"]),
     (lambda a: a.value_norms(V, torch.nn.Linear(12, 6)), TypeError, ["w_o", "Linear"]),
     (lambda a: a.value_norms(None, W_O), TypeError, ["v", "NoneType"]),
@@ -998,20 +959,16 @@ ASKED_WRONG: list[tuple[Callable[[AttentionMap], Any], type[Exception], list[str
     (lambda a: a.divergence(small(t=6)), ValueError, ["[2, 4, 5, 7]", "[2, 4, 6, 7]"]),
     (lambda a: a.statistics("entropi"), ValueError, ["'entropi'", "entropy", "received"]),
     (lambda a: a.statistics("_reduce"), ValueError, ["'_reduce'"]),
-    (lambda a: a.statistics("dense"), ValueError, ["'dense'"]),
     (lambda a: a.statistics(entropi=()), ValueError, ["'entropi'"]),
     (lambda a: a.statistics(["entropy"]), TypeError, ["name", "list"]),
-    (lambda a: a.statistics(3), TypeError, ["name", "int"]),
     (lambda a: a.statistics("top"), TypeError, ["top", "k"]),
     (lambda a: a.statistics("pooled"), TypeError, ["pooled", "rows"]),
     (lambda a: a.statistics(pooled=4), TypeError, ["pooled", "cols"]),
     (lambda a: a.statistics(pooled=(2, 2, "max", 4)), TypeError, ["pooled", "reduce"]),
     (lambda a: a.statistics(pooled=(2, 2, "min")), ValueError, ["reduce", "'min'"]),
-    (lambda a: a.statistics(pooled={"rows": 2, "columns": 2}), TypeError, ["pooled", "cols"]),
     (lambda a: a.statistics(entropy=True), TypeError, ["entropy", "no arguments"]),
     (lambda a: a.statistics(mass=[mh.Causal(), 3]), TypeError, ["mask", "int"]),
     (lambda a: a.statistics(mass=(mh.Causal(), True, 3)), TypeError, ["mass", "mask"]),
-    (lambda a: a.statistics(mass=None), TypeError, ["mask", "None"]),
     (lambda a: a.statistics("entropy", top=[2, True]), TypeError, ["k", "True"]),
     (lambda a: a.statistics(top={"k": "x"}), TypeError, ["k", "whole number", "'x'"]),
     (lambda a: a.statistics(received={"normalise": "age"}), TypeError, ["received", "normalise"]),
@@ -1019,9 +976,7 @@ ASKED_WRONG: list[tuple[Callable[[AttentionMap], Any], type[Exception], list[str
     (lambda a: measures.rollout([small(5, 5), small(6, 6)], 1), ValueError, ["t = 5", "[2, 4, 6, 6]"]),
     (lambda a: measures.rollout([small(5, 5), a.only(0)], 1), ValueError, ["b = 2", "[1, 4, 5, 7]"]),
     (lambda a: measures.rollout([small(5, 5)]), ValueError, ["rows", "dense 5 × 5 matrix"]),
-    (lambda a: measures.rollout([small(5, 5)], None), ValueError, ["rows", "dense 5 × 5 matrix"]),
     (lambda a: measures.rollout([small(5, 5)], 5), IndexError, ["query", "5", "t = 5"]),
-    (lambda a: measures.rollout([small(5, 5)], [0, -6]), IndexError, ["query", "t = 5"]),
     (lambda a: measures.rollout([small(5, 5)], 0.5), TypeError, ["rows", "0.5"]),
     (lambda a: measures.rollout([small(5, 5)], True), TypeError, ["rows", "True"]),
     (lambda a: measures.rollout([], 1), ValueError, ["empty"]),
@@ -1034,18 +989,13 @@ ASKED_WRONG: list[tuple[Callable[[AttentionMap], Any], type[Exception], list[str
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ask", "kind", "words"), ASKED_WRONG)
-def test_a_wrong_question_says_what_came(
+@pytest.mark.parametrize(("ask", "kind", "words"), INVALID)
+def test_invalid_arguments_of_statistics_raise(
     ask: Callable[[AttentionMap], Any], kind: type[Exception], words: list[str]
 ) -> None:
     amap = small()
-    with pytest.raises(kind) as caught:
+    with raises(kind, *words):
         ask(amap)
-    said = str(caught.value)
-    for word in words:
-        assert word in said, said
-    assert "\n" not in said
-    assert said.endswith(".")
 
 
 # -- beside the output -------------------------------------------------------------------------------
@@ -1054,35 +1004,35 @@ def test_a_wrong_question_says_what_came(
 @pytest.mark.parametrize("kernel", ["auto", "native", "sdpa", "chunked", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("gradients", [False, True])
-def test_what_is_asked_beside_the_output(kernel: str, dtype: torch.dtype, gradients: bool) -> None:
+def test_statistics_beside_the_output(kernel: str, dtype: torch.dtype, gradients: bool) -> None:
     """The same output and statistics as one after the other, and nothing is computed when they are read."""
     gen = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 2, n, 8, generator=gen).to(dtype) for n in (70, 90, 90))
     v.requires_grad_(gradients)
     arguments: dict[str, Any] = {"mask": mh.Causal(), "kernel": kernel}
-    asked = {"entropy": (), "received": [(), (5,)], "top": 3, "pooled": (7, 9, "max"), "sink_weight": ()}
-    asked |= {"logits_max": (), "divergence": ()}
-    out, amap = mh.attention_with_map(q, k, v, **arguments, statistics=asked)
+    requested = {"entropy": (), "received": [(), (5,)], "top": 3, "pooled": (7, 9, "max"), "sink_weight": ()}
+    requested |= {"logits_max": (), "divergence": ()}
+    out, amap = mh.attention_with_map(q, k, v, **arguments, statistics=requested)
     alone, other = mh.attention_with_map(q, k, v, **arguments)
     assert out.requires_grad == gradients
     torch.testing.assert_close(out, alone)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype != torch.float64 else {"rtol": 1e-12, "atol": 1e-12}
-    for name, x in look_of(amap).items():
-        torch.testing.assert_close(x, look_of(other)[name], **near)
+    for name, x in compute_some(amap).items():
+        torch.testing.assert_close(x, compute_some(other)[name], **near)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("manyheads.statistics.Pass", None)
-        amap.statistics(**asked)
+        amap.statistics(**requested)
         assert torch.equal(amap.received(5), amap.statistics(received=(5,))["received"])
         with pytest.raises(TypeError):
             amap.received(6)
 
 
-def look_of(amap: AttentionMap) -> dict[str, Tensor]:
+def compute_some(amap: AttentionMap) -> dict[str, Tensor]:
     return flat(amap.statistics("entropy", "sink_weight", received=[(), (5,)], top=3, pooled=(7, 9, "max")))
 
 
-def test_another_map_remembers_nothing() -> None:
-    """What was asked of a map isn't that of its heads, or under another mask; and in inference mode too."""
+def test_other_maps_have_no_statistics_of_this_one() -> None:
+    """Neither its heads nor the same map under another mask, in inference mode too."""
     q = torch.randn(1, 2, 30, 8)
     with torch.inference_mode():
         _, amap = mh.attention_with_map(q, q, q, mask=mh.Causal(), statistics={"entropy": (), "received": ()})
@@ -1099,7 +1049,7 @@ def test_another_map_remembers_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "words"),
+    ("spec", "kind", "words"),
     [
         ("entropy", TypeError, "Expected statistics to be a dict.*, got a str"),
         (["entropy"], TypeError, "Expected statistics to be a dict.*, got a list"),
@@ -1112,20 +1062,20 @@ def test_another_map_remembers_nothing() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_question_beside_the_output(asked: Any, kind: type[Exception], words: str) -> None:
+def test_invalid_statistics_beside_the_output_raise(spec: Any, kind: type[Exception], words: str) -> None:
     q = torch.randn(1, 2, 30, 8)
     with pytest.raises(kind, match=words):
-        mh.attention_with_map(q, q, q, statistics=asked)
+        mh.attention_with_map(q, q, q, statistics=spec)
 
 
 # -- memory ------------------------------------------------------------------------------------------
 
-LOOK = """
+MEMORY = """
 import sys, torch, manyheads as mh
 length, heads, size = map(int, sys.argv[1:4])
 torch.set_num_threads(1)
 
-def look(n, cells):
+def compute_all(n, cells):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, n, size) for _ in range(3))
     amap = mh.AttentionMap.of(mh.problem.Problem.of(q, k, v[..., :0], mask=mh.Causal()))
@@ -1143,9 +1093,9 @@ def peak():
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-look(512, 64)
+compute_all(512, 64)
 before = peak()
-q, k, v, results = look(length, min(512, length))
+q, k, v, results = compute_all(length, min(512, length))
 held = sum(x.numel() * x.element_size() for x in (q, k, v, *results))
 print((peak() - before - held) / 1e6)
 """
@@ -1153,24 +1103,20 @@ print((peak() - before - held) / 1e6)
 
 def beyond(length: int, heads: int, size: int) -> float:
     """MB of peak resident memory of a whole look, beyond q, k, v and the results."""
-    command = [sys.executable, "-c", LOOK, str(length), str(heads), str(size)]
+    command = [sys.executable, "-c", MEMORY, str(length), str(heads), str(size)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
-def test_a_whole_look_at_16k_tokens() -> None:
+def test_statistics_of_16k_tokens_take_little_memory() -> None:
     """Where the weights of the two heads would take 2.1 GB, and one row of blocks 67 MB."""
     assert beyond(16_384, 2, 16) < 60
 
 
 @pytest.mark.full
-def test_a_whole_look_at_128k_tokens() -> None:
+def test_statistics_of_128k_tokens_take_little_memory() -> None:
     """Where the weights of the eight heads would take 550 GB."""
     assert beyond(131_072, 8, 64) < 500
-
-
-def test_every_statistic_is_a_method_of_a_map() -> None:
-    assert all(callable(getattr(AttentionMap, name)) for name in statistics.BY_NAME)
 
 
 @pytest.mark.parametrize("name", [name for name, made in statistics.BY_NAME.items() if made.per_query])

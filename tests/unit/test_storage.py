@@ -8,8 +8,10 @@ import math
 import os
 import pickle
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,12 @@ import manyheads as mh
 from manyheads import AttentionMap, biases, masks, scores, storage
 from manyheads.problem import Problem
 from manyheads.storage import Entry, Kept, Run, Stored
-from tests.cases import CASES, Case, build, make
+from tests.cases import CASES, Case, build, make, specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DATA = Path(__file__).parents[1] / "data"
+SPECS = specs(2, 4, 5, 7, rules=False)
 
 
 def stored(problem: Problem, tokens: Any = None, provenance: Any = None) -> Stored:
@@ -78,7 +81,8 @@ def test_every_case_comes_back_bit_for_bit(case: Case, tmp_path: Path) -> None:
     assert same(after.lse, before.lse)
     assert (new.shape, new.scale, new.softcap) == (old.shape, old.scale, old.softcap)
     assert str(new.mask) == str(old.mask)
-    assert type(new.bias) is type(old.bias)
+    for part in ("bias", "sink", "offset"):
+        assert fields_of(getattr(new, part)) == fields_of(getattr(old, part))
     assert torch.equal(scores.visible(new), scores.visible(old))
     # How a matrix product rounds depends on how its factors lie: they are compact in a file.
     compact = Problem.of(
@@ -90,49 +94,17 @@ def test_every_case_comes_back_bit_for_bit(case: Case, tmp_path: Path) -> None:
         assert same(weights(after), weights(before))
 
 
-def _leaves(b: int, h: int, t: int, s: int) -> st.SearchStrategy[Any]:
-    """Specs of masks (see cases.build) that fit these sizes, every kind but a rule."""
-    count = st.integers(0, s + 2)
-    counts = count | st.lists(count, min_size=b, max_size=b).map(tuple)
-    side = st.none() | st.integers(0, s)
-    ids = st.lists(st.integers(0, 2), min_size=s, max_size=s).map(tuple)
-    own = st.none() | st.lists(st.integers(0, 2), min_size=t, max_size=t).map(tuple)
-    shapes = st.sampled_from([(t, s), (b, 1, 1, s), (1, h, t, 1), (b, h, t, s)])
-    tables = st.builds(lambda shape, seed: torch.from_numpy(np.random.default_rng(seed).random(shape) < 0.6),
-                       shapes, st.integers(0, 9))  # fmt: skip
-    return st.one_of(
-        st.sampled_from([("full",), ("causal",)]),
-        st.tuples(st.just("window"), side, side),
-        st.tuples(st.just("diagonal"), st.integers(-s, s)),
-        st.tuples(st.just("prefix"), counts),
-        st.tuples(st.just("lengths"), counts, st.booleans()),
-        st.tuples(st.just("keys"), st.lists(st.integers(0, s), max_size=3).map(tuple)),
-        st.tuples(st.sampled_from(["documents", "same", "after"]), ids, own),
-        st.tuples(st.sampled_from(["keep", "drop"]), tables),
-    )
-
-
-def _trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.recursive(
-        leaves,
-        lambda inner: (
-            st.tuples(st.just("not"), inner) | st.tuples(st.sampled_from(["and", "or"]), inner, inner)
-        ),
-        max_leaves=6,
-    )
-
-
-@given(_trees(_leaves(2, 4, 5, 7)), st.none() | st.integers(-3, 3) | st.tuples(*[st.integers(-3, 3)] * 2))
+@given(SPECS, st.none() | st.integers(-3, 3) | st.tuples(*[st.integers(-3, 3)] * 2))
 def test_masks_in_masks_come_back(tmp_path_factory: pytest.TempPathFactory, spec: Any, offset: Any) -> None:
     offset = torch.tensor(offset) if isinstance(offset, tuple) else offset
     before = simple(build(spec), t=5, s=7, offset=offset)
     after = there_and_back(before, tmp_path_factory.getbasetemp() / "masks.safetensors")
-    assert shape_of(after.problem.mask) == shape_of(before.problem.mask)
+    assert fields_of(after.problem.mask) == fields_of(before.problem.mask)
     assert torch.equal(scores.visible(after.problem), scores.visible(before.problem))
     assert same(weights(after), weights(before))
 
 
-@given(_trees(_leaves(2, 4, 5, 7)), st.sampled_from(["none", "alibi", "relative", "dense", "dense queries"]),
+@given(SPECS, st.sampled_from(["none", "alibi", "relative", "dense", "dense queries"]),
        st.lists(st.integers(0, 1), min_size=1, max_size=3, unique=True) | st.none(),
        st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True) | st.none())  # fmt: skip
 def test_some_heads_and_sequences_come_back(
@@ -160,11 +132,11 @@ def test_what_is_picked_whole_is_still_shared(tmp_path: Path) -> None:
     assert sum(name.endswith("mask.tensor") for name in _header(tmp_path / "run")) == 1
 
 
-def shape_of(mask: Any) -> Any:
-    """A mask as nested tuples of everything that it holds, what binding filled in included."""
-    if isinstance(mask, masks.Mask):
-        return (type(mask), *(shape_of(getattr(mask, name)) for name in mask.names))
-    return (mask.dtype, mask.tolist()) if isinstance(mask, Tensor) else mask
+def fields_of(value: Any) -> Any:
+    """Return all fields of a mask or bias as nested tuples, those that binding fills in included."""
+    if isinstance(value, masks.Mask | biases.Bias):
+        return (type(value), *(fields_of(getattr(value, name)) for name in value.names))
+    return (value.dtype, value.tolist()) if isinstance(value, Tensor) else value
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -181,26 +153,6 @@ def test_every_mask_and_bias_has_its_word() -> None:
     assert found - shared - unwritten == set(storage.WORDS)
     for cls, schema in storage.PARTS.values():
         assert set(schema) == set(cls.names) - set(cls.unbound), cls
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", mh.shapes.DTYPES, ids=str)
-@pytest.mark.parametrize("offset", [None, 0, -3, torch.tensor([1, -2]), torch.tensor([1, -2]).int()], ids=str)
-def test_what_a_problem_holds_comes_back(dtype: torch.dtype, offset: Any, tmp_path: Path) -> None:
-    sink = torch.tensor([0.5, -math.inf, 2.0, 0.0], dtype=torch.bfloat16)
-    before = simple(
-        mh.Causal(), 3, 6, dtype, scale=0.1, softcap=1.7, sink=sink, offset=offset, bias=mh.ALiBi(4)
-    )
-    after = there_and_back(before, tmp_path / "map.safetensors")
-    old, new = before.problem, after.problem
-    assert (new.scale, new.softcap, new.shape, new.dropout_p) == (0.1, 1.7, old.shape, 0.0)
-    assert same(new.q, old.q)
-    assert new.sink is not None
-    assert same(new.sink, sink)
-    assert shape_of(new.offset) == shape_of(old.offset)
-    assert new.bias is not None
-    assert same(new.bias.tensor(), mh.ALiBi(4).slopes)
-    assert same(weights(after), weights(before))
 
 
 def test_statistics_come_back(tmp_path: Path) -> None:
@@ -234,7 +186,7 @@ def test_a_run_comes_back_in_order(tmp_path: Path) -> None:
     assert [content.tokens for content in contents[:3]] == [labels, several, labels]
     assert contents[0].provenance == {"model": "x", "n": [1, 2]}
     assert all(same(weights(after), weights(before)) for after, before in zip(contents, maps, strict=False))
-    assert len(_header(path)["__metadata__"]["run"]) < 2500  # the labels of two maps stand there once
+    assert len(_header(path)["__metadata__"]["run"]) < 2500  # equal labels are written once
 
 
 def test_no_entries_is_a_run_too(tmp_path: Path) -> None:
@@ -398,7 +350,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert os.listdir(tmp_path) == []
 
 
-def test_where_no_file_can_be(tmp_path: Path) -> None:
+def test_writing_where_no_file_can_be_raises(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="got the folder"):
         storage.write(tmp_path, [])
     with pytest.raises(FileNotFoundError, match=r"Expected a folder .*nowhere.* Make it first\.$"):
@@ -477,14 +429,14 @@ REFUSED: list[tuple[str, Callable[[], Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("entry", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_what_a_file_cannot_hold(tmp_path: Path, entry: Callable[[], Any], words: list[str]) -> None:
+def test_unsupported_content_raises(tmp_path: Path, entry: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         storage.write(tmp_path / "map", [entry()])
     one_sentence(caught.value, words)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_call_stands_once(tmp_path: Path) -> None:
+def test_a_call_twice_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="call 3 of 'layer' twice"):
         storage.write(tmp_path / "map", [Entry("layer", 3, simple())] * 2)
 
@@ -521,12 +473,9 @@ def one_sentence(error: BaseException, words: list[str]) -> None:
     assert error.__suppress_context__ or error.__context__ is None
     link: BaseException | None = error
     while link is not None:
-        trace = link.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        if trace is not None:
-            place = trace.tb_frame.f_code.co_filename
-            assert "manyheads" in place or Path(place).parent.name == "json", (place, repr(link))
+        for frame, _ in deque(walk_tb(link.__traceback__), maxlen=1):
+            place = Path(frame.f_code.co_filename)
+            assert "manyheads" in place.parts or place.parent.name == "json", (place, repr(link))
         link = link.__context__
 
 
@@ -605,7 +554,7 @@ def test_taken_apart_and_put_together_is_the_same(whole_file: bytes, tmp_path: P
     usable(storage.read(tmp_path / "run"))
 
 
-def test_where_there_is_no_file(tmp_path: Path) -> None:
+def test_reading_where_there_is_no_file_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"Expected a file .*/nothing, got none\.$"):
         storage.read(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"Expected a file .*, got a folder\.$"):
@@ -701,7 +650,7 @@ def masked(n: int, /, **fields: Any) -> Callable[[Any, Any], None]:
 
 
 def top(*path: Any, to: Any) -> Callable[[Any, Any], None]:
-    """An edit of what stands at this path of the run."""
+    """An edit at this path of the run."""
 
     def edit(run: Any, header: Any) -> None:
         for step in path[:-1]:
@@ -758,24 +707,18 @@ HOSTILE: list[tuple[str, Callable[[Any, Any], None], list[str]]] = [
     ("an entry of both kinds", top("entries", 3, "statistics", to={}), ["entry 3", "statistics"]),
     ("a name", top("entries", 3, "name", to=3), ["entry 3", "name", "str"]),
     ("a name", top("entries", 3, "name", to="../\n"), ["printable", "'../\\n'"]),
-    ("a name", top("entries", 3, "name", to="\ud800"), ["printable"]),
     ("a call", top("entries", 3, "call", to=-1), ["call", "-1"]),
     ("a call", top("entries", 3, "call", to=True), ["call", "int", "True"]),
-    ("a call", top("entries", 3, "call", to=1.0), ["call", "int", "1.0"]),
     ("a call twice", twice, ["call 0 of 'layers.0.attn' twice"]),
     ("provenance", top("provenance", to=None), ["provenance", "dict", "None"]),
     ("provenance", top("provenance", to={"a": math.inf}), ["provenance['a']", "finite", "inf"]),
-    ("provenance", top("entries", 3, "provenance", to={"a": nested(150)}), ["entry 3", "nested", "100"]),
     ("tokens of statistics", top("entries", 15, "tokens", to=3), ["entry 15", "tokens 3", "has 3 lists"]),
     ("plain", top("entries", 15, "plain", to={"a": [math.nan]}), ["plain['a'][0]", "finite", "nan"]),
     ("plain", top("entries", 15, "plain", to=[]), ["entry 15", "plain", "dict", "[]"]),
     # tokens
     ("labels", top("labels", to=[["a", 1]]), ["tokens", "strings", "1"]),
     ("labels", top("labels", to=["abc"]), ["tokens", "strings", "a str"]),
-    ("labels", top("labels", to=[[["a"], "b"]]), ["tokens", "strings", "a str"]),
-    ("labels", top("labels", to=[{}]), ["tokens", "strings", "a dict"]),
     ("tokens of the run", top("tokens", to=7), ["tokens 7", "has 3 lists"]),
-    ("tokens of the run", top("tokens", to=-1), ["tokens -1", "has 3 lists"]),
     ("tokens of the run", top("tokens", to="a"), ["tokens", "int or null", "'a'"]),
     ("tokens too few", top("labels", 0, to=["a"]), ["entry 1", "tokens", "s = 4", "1"]),
     ("tokens for three", top("labels", 0, to=[list("abcd")] * 3), ["entry 1", "b = 2", "[4, 4, 4]"]),
@@ -794,31 +737,22 @@ HOSTILE: list[tuple[str, Callable[[Any, Any], None], list[str]]] = [
     ("a dtype", retyped("1.q", dtype="F16"), ["entry 1", "float16", "bfloat16"]),
     ("a shape", retyped("0.q", shape=[2, 2, 7]), ["isn't a safetensors file"]),
     ("a shape", retyped("0.q", shape=[2, 3, 2, 2]), ["entry 0", "ALiBi", "h = 3"]),
-    ("a shape", retyped("0.q", shape=[2, 2, 2, 3]), ["entry 0", "head size d"]),
     ("a shape", retyped("0.q", shape=[24]), ["entry 0", "q", "[24]"]),
-    ("a shape", retyped("0.k", shape=[16]), ["entry 0", "k", "[16]"]),
-    ("a shape", retyped("0.lse", shape=[2, 6]), ["entry 0", "lse", "[2, 6]"]),
     ("a shape", retyped("0.lse", shape=[2, 3, 2]), ["entry 0", "lse", "[2, 3, 2]"]),
     ("a shape", retyped("15.keys", shape=[1] * 8 + [2]), ["15.keys", "at most 8 axes", "9"]),
     # numbers
     ("scale", changed(0, scale=math.nan), ["entry 0", "scale", "nan"]),
     ("scale", changed(0, scale=None), ["entry 0", "scale", "float or int", "None"]),
-    ("scale", changed(0, scale=True), ["entry 0", "scale", "float or int", "True"]),
-    ("softcap", changed(0, softcap=0), ["entry 0", "softcap", "positive", "0"]),
-    ("softcap", changed(0, softcap=math.inf), ["entry 0", "softcap", "inf"]),
     ("offset", changed(0, offset=None), ["entry 0", "offset", "None"]),
     ("offset", changed(0, offset=0.5), ["entry 0", "offset", "0.5"]),
     ("offset", changed(0, offset=2**60 + 1), ["entry 0", "2^60"]),
-    ("offset", changed(0, offset=-(10**30)), ["entry 0", "2^60"]),
     ("offset", changed(2, offset=at("2.q")), ["entry 2", "offset", "[b] = [2]"]),
-    ("sink", changed(0, sink=at("0.q")), ["entry 0", "sink", "[h] = [2]"]),
     ("sink", changed(0, sink=0.5), ["entry 0", "sink", "Tensor or null", "0.5"]),
     ("sink", changed(0, sink=at("9.mask.ids")), ["entry 0", "sink", "floats", "int64"]),
     # masks and biases
     ("a mask unknown", changed(0, mask={"is": "Rule", "fn": "os.system"}), ["entry 0", "one of", "'Rule'"]),
     ("a mask by its path", changed(0, mask={"is": "manyheads.masks.Causal"}), ["entry 0", "'manyheads"]),
     ("a mask of no word", changed(0, mask={"is": None}), ["entry 0", "None"]),
-    ("a mask of lists", changed(0, mask={"is": []}), ["entry 0", "[]"]),
     ("a mask as text", changed(0, mask="Causal()"), ["entry 0", "mask", "Mask or null", "'Causal()'"]),
     ("a bias as mask", changed(0, mask={"is": "ALiBi", "slopes": at("0.bias.slopes")}), ["entry 0", "mask"]),
     ("a mask as bias", changed(0, bias=CAUSAL), ["entry 0", "bias", "Bias or null"]),
@@ -827,42 +761,24 @@ HOSTILE: list[tuple[str, Callable[[Any, Any], None], list[str]]] = [
     ("a bound field", masked(12, first=3), ["entry 12", "Keep", "first"]),
     ("a class's secret", masked(12, __class__=3), ["entry 12", "Keep", "__class__"]),
     ("window", masked(2, left=-1), ["entry 2", "Window's left", "-1"]),
-    ("window", masked(2, left=1.5), ["entry 2", "left", "int or null", "1.5"]),
-    ("window", masked(2, left=True), ["entry 2", "left", "int or null", "True"]),
     ("window", masked(2, left=2**61), ["entry 2", "2^60"]),
     ("window", masked(2, left=at("0.q")), ["entry 2", "left", "int or null", "0.q"]),
-    ("diagonal", masked(3, k=None), ["entry 3", "k", "int", "None"]),
-    ("prefix", masked(4, n=-1), ["entry 4", "Prefix", "-1"]),
     ("prefix", masked(5, n=at("0.q")), ["entry 5", "Prefix", "float16"]),
-    ("prefix", masked(5, n=at("9.mask.ids")), ["entry 5", "Prefix", "[2, 4]"]),
     ("lengths", masked(6, left=1), ["entry 6", "left", "bool", "1"]),
-    ("lengths", masked(6, left="no"), ["entry 6", "left", "bool", "'no'"]),
-    ("keys", masked(8, keys=[0, -1]), ["entry 8", "Keys", "-1"]),
-    ("keys", masked(8, keys=[[0]]), ["entry 8", "Keys", "[0]"]),
-    ("keys", masked(8, keys=[True]), ["entry 8", "Keys", "True"]),
     ("keys", masked(8, keys=[2**61]), ["entry 8", "2^60"]),
     ("keys", masked(8, keys=["x" * 5000]), ["entry 8", "Keys", "…."]),
-    ("keys", masked(8, keys=3), ["entry 8", "keys", "list", "3"]),
-    ("documents", masked(9, ids=at("9.q")), ["entry 9", "Documents", "integer"]),
     ("documents", masked(9, queries=at("9.mask.ids")), ["entry 9", "queries", "[2, 4]", "t = 3"]),
     ("documents", masked(9, ids=None), ["entry 9", "ids", "Tensor", "None"]),
-    ("keep", masked(12, tensor=at("12.q")), ["entry 12", "Keep", "boolean"]),
     ("keep", masked(12, tensor=at("13.mask.tensor")), ["no entry", "'12.mask.tensor'"]),
     ("keep", retyped("12.mask.tensor", shape=[4, 3]), ["entry 12", "Keep", "[4, 3]"]),
-    ("keep", retyped("12.mask.tensor", shape=[12]), ["entry 12", "Keep", "[12]"]),
     ("and", changed(0, mask={"is": "And", "left": CAUSAL, "right": None}), ["entry 0", "right", "Mask"]),
-    ("not", changed(0, mask={"is": "Not", "mask": [1]}), ["entry 0", "mask", "Mask"]),
     ("masks in masks", changed(0, mask=chain(101)), ["entry 0", "nested", "100"]),
-    ("masks in masks", changed(0, mask=chain(400)), ["entry 0", "nested", "100"]),
     ("masks in tensors", changed(0, q=chain(300, "x", "tensor")), ["entry 0"]),
     ("alibi", changed(0, bias={"is": "ALiBi", "slopes": 8}), ["entry 0", "slopes", "Tensor", "8"]),
-    ("alibi", changed(0, bias={"is": "ALiBi", "slopes": at("0.k")}), ["entry 0", "ALiBi", "[2, 1, 4, 2]"]),
-    ("relative", changed(0, bias={"is": "Relative", "table": at("2.bias.values")}), ["entry 0", "Relative"]),
     ("dense", retyped("2.bias.values", shape=[4, 3]), ["entry 2", "Dense", "[4, 3]"]),
     # statistics
     ("statistics", top("entries", 15, "statistics", to=[]), ["entry 15", "statistics", "dict", "[]"]),
     ("statistics", top("entries", 15, "statistics", "keys", to=1), ["entry 15", "keys", "Tensor", "1"]),
-    ("statistics", top("entries", 15, "statistics", "keys", to=CAUSAL), ["entry 15", "keys", "Tensor"]),
     ("statistics", top("entries", 15, "statistics", "a\nb", to=at("0.q")), ["printable", "a\\nb"]),
 ]  # fmt: skip
 
@@ -915,7 +831,7 @@ def made_bytes(folder: Path, entries: list[Entry]) -> bytes:
 
 
 def test_a_misplaced_tensor(tmp_path: Path) -> None:
-    """One whose numbers don't stand at multiples of their size."""
+    """Its numbers don't begin at a multiple of their size."""
     tensors = {"a": torch.ones(1, dtype=torch.uint8), "b": torch.ones(2)}
     header, run, data = take_apart(made_bytes(tmp_path, [kept(**tensors)]))
     assert header["0.b"]["data_offsets"] == [0, 8]
@@ -1040,26 +956,14 @@ def test_version_1_is_read_for_ever() -> None:
         if isinstance(after.content, Kept) or isinstance(before.content, Kept):
             assert isinstance(after.content, Kept)
             assert isinstance(before.content, Kept)
-            assert (after.content.plain, after.content.tokens) == (
-                before.content.plain,
-                before.content.tokens,
-            )
+            assert after.content.plain == before.content.plain
+            assert after.content.tokens == before.content.tokens
             assert all(same(after.content.tensors[name], x) for name, x in before.content.tensors.items())
             continue
         old, new = before.content.problem, after.content.problem
-        assert shape_of(new.mask) == shape_of(old.mask)
-        assert type(new.bias) is type(old.bias)
-        assert new.bias is None or same(new.bias.tensor(), old.bias.tensor())  # type: ignore[union-attr]
-        assert (new.scale, new.softcap, shape_of(new.offset)) == (
-            old.scale,
-            old.softcap,
-            shape_of(old.offset),
-        )
-        assert (new.sink is None) == (old.sink is None)
-        assert (after.content.tokens, after.content.provenance) == (
-            before.content.tokens,
-            before.content.provenance,
-        )
+        for part in ("mask", "bias", "sink", "offset", "scale", "softcap"):
+            assert fields_of(getattr(new, part)) == fields_of(getattr(old, part))
+        assert after.content[2:] == before.content[2:]  # tokens and provenance
         # Where exp and sums may differ in their last bit from one machine to the next.
         torch.testing.assert_close(weights(after.content), weights(before.content))
 
@@ -1089,8 +993,8 @@ def test_the_page_on_the_format_is_right(tmp_path: Path) -> None:
     assert str(found.entries[0].content.problem.mask) == "Causal() & Window(left=255, right=None)"
     table = page.split("## Masks and biases")[1].split("## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
-    told = {word: set(_quoted(fields)) for words, fields in rows for word in _quoted(words)}
-    assert told == {word: set(schema) for word, (_, schema) in storage.PARTS.items()}
+    documented = {word: set(_quoted(fields)) for words, fields in rows for word in _quoted(words)}
+    assert documented == {word: set(schema) for word, (_, schema) in storage.PARTS.items()}
     assert f"dtypes are\n  {', '.join(storage.DTYPES)}." in page
 
 

@@ -295,10 +295,7 @@ def test_operations_are_counted() -> None:
         ("--size -3", "Expected size to be at least 1, got -3"),
         ("--kind choice --kind layer", "Expected --kind choice alone"),
         ("--kind layer --seed 1", "Expected --seed with --kind choice only"),
-        (
-            "--kind choice --dtype int8",
-            "Expected dtype to be one of float32, bfloat16, float16, got 'int8'.",
-        ),
+        ("--kind choice --dtype int8", "Expected dtype to be one of float32, bfloat16, float16, got 'int8'."),
         ("--kind choice --length 0", "Expected length to be at least 1, got 0"),
         ("--kind choice --size -3", "Expected size to be at least 1, got -3"),
     ],

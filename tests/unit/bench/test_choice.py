@@ -148,9 +148,6 @@ def test_contestants_with_too_many_weights_are_left_out(monkeypatch: pytest.Monk
     assert choice.contestants(case)["reference"] == "its weights would take 1.28 kB"
 
 
-# -- the command -------------------------------------------------------------------------------------
-
-
 def command(*words: str) -> int:
     with pytest.raises(SystemExit) as stopped:
         app(["bench", "--kind", "choice", "--seed", "3", "--out", "here", *words])
@@ -208,10 +205,7 @@ def test_the_exit_code_is_0_if_none_is_slower(
 
 @pytest.mark.parametrize("done", [0, 2])
 def test_results_are_kept_when_interrupted(
-    done: int,
-    timings: list[choice.Case],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    done: int, timings: list[choice.Case], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure = choice.measure
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from manyheads.classic.annotated import MultiHeadAttention, PrepareForMultiHeadAttention
+from tests.errors import raises
 
 INF = float("inf")
 
@@ -36,9 +37,6 @@ def textbook(model, query, key, value, mask=None, added=0.0):
     return model.output(out.flatten(2)), weights
 
 
-# -- the projection ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_prepare_splits_the_last_dimension(bias):
     prepare = PrepareForMultiHeadAttention(10, 3, 4, bias)
@@ -49,9 +47,6 @@ def test_prepare_splits_the_last_dimension(bias):
     assert prepare(x).shape == (5, 2, 3, 4)
     assert prepare(x[0]).shape == (2, 3, 4)
     close(prepare(x)[1, 0, 2], prepare.linear(x[1, 0])[8:], 1e-6)
-
-
-# -- the attention -----------------------------------------------------------------------------------
 
 
 def test_attributes():
@@ -143,9 +138,6 @@ def test_the_tracker_gets_weights_before_dropout_and_attn_those_after():
     close(copy.deepcopy(model).attn, model.attn)  # no part of a graph, which can't be copied
 
 
-# -- what may be overridden --------------------------------------------------------------------------
-
-
 class Relative(MultiHeadAttention):
     """q · k plus a learned number for each distance and head."""
 
@@ -222,8 +214,6 @@ def test_a_masked_nan_does_not_leak(kind):
         close(a, b)
 
 
-# -- bad input ---------------------------------------------------------------------------------------
-
 X = torch.zeros(4, 2, 12)
 
 
@@ -271,8 +261,8 @@ def overriding(name, returned):
         ),
     ],
 )
-def test_bad_input(make, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_arguments_raise(make, says):
+    with raises(ValueError, match=says):
         make()
 
 

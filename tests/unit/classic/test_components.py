@@ -15,6 +15,7 @@ from manyheads.classic.components import (
     SelfAttention,
     attention,
 )
+from tests.errors import raises
 
 
 def printed(tensor, numbers):
@@ -25,9 +26,6 @@ def printed(tensor, numbers):
 
 def close(mine, other, atol=1e-5):
     torch.testing.assert_close(mine, other, atol=atol, rtol=0)
-
-
-# -- positions ---------------------------------------------------------------------------------------
 
 
 def test_positional_encoder_as_printed():
@@ -60,9 +58,6 @@ def test_positional_encoder_moves_and_keeps_the_dtype():
         assert encoder(torch.zeros(1, 3, 8, dtype=dtype)).dtype == dtype
     longest = encoder(torch.zeros(2, 80, 8))  # exactly as long as it may be
     close(longest, encoder.pe.expand(2, 80, 8), 0)
-
-
-# -- attention ---------------------------------------------------------------------------------------
 
 
 def qkv():
@@ -106,9 +101,6 @@ def test_attention_is_differentiable_through_output_and_weights():
             close(a, b, 1e-12)
 
 
-# -- single heads ------------------------------------------------------------------------------------
-
-
 def test_self_attention_as_printed():
     torch.manual_seed(48)
     head = SelfAttention(512, 64, 512)
@@ -125,7 +117,7 @@ def test_self_attention_as_printed():
     ]
 
 
-def test_self_attention_knows_no_order():
+def test_self_attention_ignores_order():
     """Permuting the input permutes the output; a causal mask ends that."""
     torch.manual_seed(0)
     head, x, order = SelfAttention(16, 8, 12), torch.randn(2, 7, 16), torch.randperm(7)
@@ -159,9 +151,6 @@ def test_heads_are_attention_on_their_layers_with_any_mask(mask):
         close(amap[:, 0], weights)
 
 
-# -- many heads --------------------------------------------------------------------------------------
-
-
 def test_multi_headed_attention_as_printed():
     torch.manual_seed(10)
     modules = [SelfAttention(256, 128, 8) for _ in range(8)]
@@ -189,8 +178,6 @@ def test_multi_headed_attention_of_cross_heads_of_several_widths_under_a_mask():
     assert all((amap.dense().triu(1) == 0).all() for amap in maps)
 
 
-# -- bad input ---------------------------------------------------------------------------------------
-
 X = torch.zeros(2, 5, 8)
 
 
@@ -215,8 +202,8 @@ X = torch.zeros(2, 5, 8)
         (lambda: MultiHeadedAttention([], 4), "at least one module"),
     ],
 )
-def test_bad_sizes(make, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_sizes_raise(make, says):
+    with raises(ValueError, match=says):
         make()
 
 
@@ -228,6 +215,6 @@ def test_bad_sizes(make, says):
         (lambda: PositionalEncoder(8)(X.long()), "of floats, got a Tensor of torch.int64"),
     ],
 )
-def test_bad_kinds(make, says):
-    with pytest.raises(TypeError, match=says):
+def test_invalid_types_raise(make, says):
+    with raises(TypeError, match=says):
         make()

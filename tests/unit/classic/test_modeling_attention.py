@@ -11,6 +11,7 @@ from manyheads import Lengths
 from manyheads.classic import test_values
 from manyheads.classic.modeling_attention import MultiHeadSelfAttention, SelfAttention
 from manyheads.classic.test_values import MultiHeadAttentionTestValues, SelfAttentionTestValues
+from tests.errors import raises
 
 
 def close(mine, other, atol=1e-12):
@@ -46,9 +47,6 @@ def textbook(model, x):
     return model.mix(out), probs
 
 
-# -- the exercise ------------------------------------------------------------------------------------
-
-
 def test_the_self_attention_exercise():
     model = SelfAttention(input_size=7, hidden=9)
     assign(model, SelfAttentionTestValues, "q k v")
@@ -75,9 +73,6 @@ def test_the_values_are_those_that_the_script_writes():
     assert Path(test_values.__file__).with_suffix(".safetensors").read_bytes() == make_test_values.content()
 
 
-# -- one head ----------------------------------------------------------------------------------------
-
-
 def test_self_attention_divides_by_its_scale():
     torch.manual_seed(0)
     model = SelfAttention(7, 9).double()
@@ -92,9 +87,6 @@ def test_self_attention_divides_by_its_scale():
     assert amap.shape == (2, 1, 5, 5)
     assert (amap[:, :, :, 4] == 0).all()
     close(out, amap.dense()[:, 0] @ model.v(x))
-
-
-# -- many heads --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -179,8 +171,8 @@ def test_padding_is_masked_in_the_map(causal):
         ),
     ],
 )
-def test_bad_input(make, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_arguments_raise(make, says):
+    with raises(ValueError, match=says):
         make()
 
 

@@ -1,8 +1,8 @@
-"""The flex kernel: what it refuses, what it tells PyTorch, and what PyTorch makes of it.
+"""The flex kernel: what it refuses, and what PyTorch computes from its arguments.
 
-FlexAttention is fused on CUDA alone. Elsewhere the same function that is compiled there, `flex._attend`,
-is traced by the same compiler, and PyTorch's own unfused steps, forward and backward, compute what it
-says: so masks, biases and gradients are tested on any machine. Tests on a GPU stand at the end.
+FlexAttention is fused on CUDA only. On other machines `flex._attend`, the function that is compiled for CUDA,
+is traced by the same compiler and computed by PyTorch's unfused steps, forward and backward: so masks, biases
+and gradients are tested on any machine. Tests that need a GPU are at the end.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import flex, native, reference
 from manyheads.problem import Problem
-from tests.cases import BIASES, CASES, MASKS, Case, Inputs, build, library_bias, make, over
+from tests.cases import BIASES, CASES, MASKS, Case, Inputs, build, gradients, library_bias, make, over
 from tests.unit.kernels.test_kernels import answer_for, check
 
 HALF = (torch.float16, torch.bfloat16)
 
-# What Dynamo warns of while it traces is its own; the last of them it hides itself, but not from errors.
+# Dynamo raises these warnings while it traces; it hides the last of them, but not where warnings are errors.
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings(
@@ -107,7 +107,7 @@ def test_it_refuses_a_machine_without_cuda_triton_or_too_old(monkeypatch: pytest
     assert "q is on meta" in flex._refuse_machine(torch.device("meta"))[0]
 
 
-def test_where_it_can_it_comes_after_sdpa_and_before_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_prefers_sdpa_to_flex_and_flex_to_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_refuse_machine", lambda device: [])
     monkeypatch.setattr(native.library, "missing", "it isn't for the CPU")
     for dtype in HALF:
@@ -131,11 +131,11 @@ def test_the_table_says_what_leaks_on_cuda(monkeypatch: pytest.MonkeyPatch) -> N
         assert words in line
 
 
-# -- rules, which are asked first --------------------------------------------------------------------
+# -- rules -------------------------------------------------------------------------------------------
 
 TABLE = torch.rand(2, 4, 6, 9) > 0.5
 
-ASKABLE: dict[str, Callable[..., Any]] = {
+VALID_RULES: dict[str, Callable[..., Any]] = {
     "arithmetic": lambda b, h, i, j: (i + j + h) % 3 != b,
     "look-up": lambda b, h, i, j: TABLE[b, h, i - 3, j],
     "flat look-up": lambda b, h, i, j: TABLE.view(-1)[(i - 3) * 9 + j],
@@ -145,7 +145,7 @@ ASKABLE: dict[str, Callable[..., Any]] = {
     "made": lambda b, h, i, j: torch.zeros_like(i) + torch.full((), 3) > j,
     "a bool": lambda b, h, i, j: True,
 }
-UNASKABLE: dict[str, tuple[Callable[..., Any], str]] = {
+INVALID_RULES: dict[str, tuple[Callable[..., Any], str]] = {
     "branch": (lambda b, h, i, j: j > 2 if i > 3 else j > 3, "data-dependent control flow"),
     "item": (lambda b, h, i, j: j > i.max().item(), r"\.item\(\)"),
     "length": (lambda b, h, i, j: j < len(i), "0-d tensor"),
@@ -158,29 +158,29 @@ UNASKABLE: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASKABLE)
-def test_rules_that_can_be_asked_about_one_pair(name: str) -> None:
-    assert flex._refuse_rule(mh.Rule(ASKABLE[name]), torch.device("cpu")) == []
+@pytest.mark.parametrize("name", VALID_RULES)
+def test_rules_that_can_be_evaluated_for_one_pair(name: str) -> None:
+    assert flex._refuse_rule(mh.Rule(VALID_RULES[name]), torch.device("cpu")) == []
 
 
-@pytest.mark.parametrize("name", UNASKABLE)
+@pytest.mark.parametrize("name", INVALID_RULES)
 def test_rules_that_cannot_are_refused_by_name(name: str) -> None:
-    function, why = UNASKABLE[name]
+    function, why = INVALID_RULES[name]
     (reason,) = flex._refuse_rule(mh.Rule(function), torch.device("cpu"))
     assert reason.startswith("Rule(<lambda>) can't be evaluated for one pair (")
     assert re.search(why, reason), reason
     assert "\n" not in reason
 
 
-def test_a_rule_is_found_wherever_it_stands_and_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_within_a_mask_is_found_and_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_refuse_machine", lambda device: [])
     q, k, v = heads(dtype=torch.bfloat16)
-    asked = []
-    rule = mh.Rule(lambda b, h, i, j: asked.append(1) or j <= i)
+    calls = []
+    rule = mh.Rule(lambda b, h, i, j: calls.append(1) or j <= i)
     for _ in range(3):
         assert flex.refuse(Problem.of(q, k, v, mask=mh.Causal() & ~(mh.Full() | rule))) == []
-    assert len(asked) == 1
-    both = mh.Rule(UNASKABLE["sum"][0]) | mh.Rule(UNASKABLE["isin"][0])
+    assert len(calls) == 1
+    both = mh.Rule(INVALID_RULES["sum"][0]) | mh.Rule(INVALID_RULES["isin"][0])
     assert len(flex.refuse(Problem.of(q, k, v, mask=mh.Causal() & ~(both | rule)))) == 2
 
 
@@ -202,7 +202,7 @@ def test_many_runs_of_keys_are_refused() -> None:
         assert any("Keys has 65 (at most 64)" in reason for reason in reasons) == refused
 
 
-# -- what it tells PyTorch, computed in PyTorch's unfused steps ---------------------------------------
+# -- results of PyTorch's unfused steps ----------------------------------------------------------------
 
 
 def problem_of(inputs: Inputs, device: str = "cpu") -> tuple[Problem, dict[str, Tensor]]:
@@ -222,15 +222,6 @@ def problem_of(inputs: Inputs, device: str = "cpu") -> tuple[Problem, dict[str, 
 def plainly(problem: Problem) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp by the formula."""
     return reference.run(problem)[0], reference.weights(problem)[1]
-
-
-def gradients(inputs: Inputs, leaves: dict[str, Tensor], out: Tensor) -> dict[str, Tensor]:
-    upstream = inputs.upstream.to(out.device)
-    found = torch.autograd.grad(out, list(leaves.values()), upstream, allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-    }
 
 
 def check_all(inputs: Inputs, got: dict[str, Tensor]) -> None:
@@ -258,23 +249,6 @@ def taken(problem: Problem) -> bool:
     return all(any(word in reason for word in ("q is", "between 16 and 256")) for reason in reasons)
 
 
-def forward(case: Case) -> None:
-    inputs = make(case)
-    problem, _ = problem_of(inputs)
-    assert taken(problem)
-    with torch.no_grad():
-        out, lse = flex._attend(flex._per_pair(problem))
-    assert (out.dtype, lse.dtype) == (case.dtype, problem.dtype)
-    check_all(inputs, {"out": out, "lse": lse})
-
-
-def backward(case: Case) -> None:
-    inputs = make(case)
-    problem, leaves = problem_of(inputs)
-    out, lse = torch.compile(flex._attend, backend="eager", fullgraph=True)(flex._per_pair(problem))
-    check_all(inputs, {"out": out, "lse": lse} | gradients(inputs, leaves, out))
-
-
 TAKEN = [case for case in CASES if 0 not in case.sizes]
 
 
@@ -293,15 +267,24 @@ def test_of_the_table_it_refuses_sizes_of_0_alone() -> None:
 @pytest.mark.usefixtures("trainable", "untraced")
 @pytest.mark.parametrize("case", TAKEN[::3], ids=str)
 def test_table(case: Case) -> None:
-    forward(case)
+    inputs = make(case)
+    problem, _ = problem_of(inputs)
+    assert taken(problem)
+    with torch.no_grad():
+        out, lse = flex._attend(flex._per_pair(problem))
+    assert (out.dtype, lse.dtype) == (case.dtype, problem.dtype)
+    check_all(inputs, {"out": out, "lse": lse})
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("trainable")
 @pytest.mark.parametrize("case", TAKEN[1::20], ids=str)
 def test_table_with_gradients(case: Case) -> None:
-    torch._dynamo.reset()
-    backward(case)
+    inputs = make(case)
+    problem, leaves = problem_of(inputs)
+    out, lse = torch.compile(flex._attend, backend="eager", fullgraph=True)(flex._per_pair(problem))
+    got = {"out": out, "lse": lse} | gradients(out, leaves, inputs.upstream)
+    check_all(inputs, got)
 
 
 @pytest.mark.usefixtures("trainable")
@@ -321,7 +304,7 @@ def test_the_log_sum_exp_has_its_gradient() -> None:
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("how", ["mask", "per head", "bias"])
-def test_what_no_query_may_see_does_not_leak(how: str, poison: float) -> None:
+def test_keys_masked_for_all_queries_have_no_effect(how: str, poison: float) -> None:
     q, k, v = heads()
     hidden = torch.zeros(2, 4, 1, 9, dtype=torch.bool)
     hidden[0, :2, :, 4] = True  # the two query heads of one key head
@@ -371,7 +354,7 @@ VARYING: dict[str, Callable[[int], Problem]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", VARYING)
-def test_lengths_and_numbers_are_of_one_kind(name: str) -> None:
+def test_lengths_and_numbers_are_not_compiled_anew(name: str) -> None:
     """At most three graphs: the first length alone, lengths of one block, longer ones."""
     quick, counter = compiled()
     for n in (20, 33, 127, 128, 129, 200, 256, 257, 300):
@@ -391,7 +374,7 @@ def test_scale_and_softcap_are_written_into_the_kernel() -> None:
 
 
 @pytest.mark.full
-def test_more_kinds_than_pytorch_would_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_layouts_than_pytorch_compiles_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's attention stops, or turns into another, on the ninth kind of mask."""
     quick, counter = compiled()
     monkeypatch.setattr(flex, "_compiled", lambda: quick)
@@ -441,16 +424,21 @@ def test_inside_a_compiled_function_it_is_a_part_of_its_graph(monkeypatch: pytes
     assert counter.frame_count == 1
 
 
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler"
+)
+
+
 @pytest.mark.full
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
-@pytest.mark.parametrize("mask", [*MASKS, *ASKABLE])
+@needs_compiler
+@pytest.mark.parametrize("mask", [*MASKS, *VALID_RULES])
 def test_masks_are_written_into_a_kernel(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Inductor's own compiler for the CPU: like the one for CUDA it reads masks one pair at a time."""
     into_a_kernel(Case((2, 4, 2, 6, 9, 16, 16), mask=mask if mask in MASKS else "none"), mask, monkeypatch)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases_are_written_into_a_kernel(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # An offset per sequence, a tensor of int64, becomes C++ that doesn't compile for AVX2 (PyTorch 2.13).
@@ -467,8 +455,8 @@ def into_a_kernel(case: Case, mask: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(flex, "flex_attention", without_lse)
     problem, _ = problem_of(make(case))
     problem = replace(problem, **{name: getattr(problem, name).detach() for name in "qkv"})
-    if mask in ASKABLE:
-        problem = replace(problem, mask=mh.Rule(ASKABLE[mask]))
+    if mask in VALID_RULES:
+        problem = replace(problem, mask=mh.Rule(VALID_RULES[mask]))
     try:
         with torch.no_grad():
             out, _ = torch.compile(flex._attend, fullgraph=True)(flex._per_pair(problem))
@@ -506,7 +494,7 @@ def test_on_cuda(case: Case) -> None:
     problem, leaves = problem_of(inputs, "cuda")
     out, lse = kernels.run(problem, "flex")
     assert lse is not None
-    got = {"out": out, "lse": lse} | gradients(inputs, leaves, out)
+    got = {"out": out, "lse": lse} | gradients(out, leaves, inputs.upstream.to(out.device))
     check_all(inputs, {name: x.cpu() for name, x in got.items()})
 
 
@@ -564,7 +552,7 @@ def test_no_weights_are_built_on_cuda() -> None:
 
 
 @gpu
-def test_what_no_query_may_see_does_not_leak_on_cuda() -> None:
+def test_keys_masked_for_all_queries_have_no_effect_on_cuda() -> None:
     q, k, v = (x.cuda() for x in heads(200, 300, 64, torch.float16))
     rest = {"mask": mh.Lengths(250) & mh.Window(left=40), "kernel": "flex"}
     clean = mh.attention(q, k, v, **rest)

@@ -206,15 +206,6 @@ def test_negated_views() -> None:
         torch.testing.assert_close(mh.attention(*negated), mh.attention(*plain))
 
 
-def test_plans_hold_no_tensors() -> None:
-    tensors = operands(requires_grad=True)
-    planned(*tensors).sum().backward()
-    gone = [weakref.ref(x) for x in tensors]
-    del tensors
-    gc.collect()
-    assert [reference() for reference in gone] == [None] * 3
-
-
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "MOST", 4)
     for s in range(1, 20):
@@ -253,14 +244,10 @@ def test_changes_in_place_and_second_gradients_raise() -> None:
 
 def test_threads_are_part_of_a_layout() -> None:
     q, k, v = operands(t=64, s=64)
-    before = torch.get_num_threads()
-    outs: list[Tensor] = []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            outs.append(planned(q, k, v))
-    finally:
-        torch.set_num_threads(before)
+    outs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        outs.append(planned(q, k, v))
     assert torch.equal(*outs)
 
 
@@ -325,8 +312,6 @@ def test_plans_are_used_where_observe_is_imported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(plans._plans, layout, lambda *tensors: tensors[2])
     assert mh.attention(q, k, v) is v
 
-
-# -- lengths -----------------------------------------------------------------------------------------
 
 LENGTHS: dict[str, Callable[[Tensor], Mask]] = {
     "right": lambda n: mh.Lengths(n),
@@ -404,14 +389,14 @@ def test_lengths_that_change_before_the_gradient_are_noticed(mask_of: Callable[[
         out.sum().backward()
 
 
-@each_mask
-def test_a_plan_with_lengths_holds_no_tensor_of_a_call(mask_of: Callable[[Tensor], Mask]) -> None:
-    n, leaves = torch.tensor([2, 4]), [x.requires_grad_() for x in operands()]
-    planned(*leaves, mask=mask_of(n)).sum().backward()
-    gone = weakref.ref(n)
-    del n
+@pytest.mark.parametrize("mask_of", [lambda n: None, *LENGTHS.values()], ids=["none", *LENGTHS])
+def test_plans_hold_no_tensors(mask_of: Callable[[Tensor], Mask | None]) -> None:
+    tensors = [*operands(requires_grad=True), torch.tensor([2, 4])]
+    planned(*tensors[:3], mask=mask_of(tensors[3])).sum().backward()
+    references = [weakref.ref(x) for x in tensors]
+    del tensors
     gc.collect()
-    assert gone() is None
+    assert [reference() for reference in references] == [None] * 4
 
 
 @each_mask

@@ -105,11 +105,11 @@ def test_token_files_are_mapped_and_checked(tmp_path: Path) -> None:
 @given(length=st.integers(2, 600), seed=st.integers(0, 1 << 32))
 def test_repeats_are_predictable_from_earlier_tokens(length: int, seed: int) -> None:
     text = np.arange(1, 50)
-    ids, told = data.repeats(length, text, 50, np.random.default_rng(seed))
-    assert ids.shape == told.shape == (length,)
+    ids, repeated = data.repeats(length, text, 50, np.random.default_rng(seed))
+    assert ids.shape == repeated.shape == (length,)
     assert ids.min() > data.END_ID
     assert ids.max() < 50
-    for place in np.flatnonzero(told):  # what comes was said before, after what was said just now
+    for place in np.flatnonzero(repeated):  # this pair of tokens occurred before
         before = ids[max(0, place - 256) : place]
         assert (ids[place - 1], ids[place]) in set(pairwise(before))
 

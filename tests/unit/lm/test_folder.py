@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from manyheads import lm
@@ -194,50 +193,85 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_damaged_weights_are_found(run: Path, command: Command) -> None:
-    damage(run / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
-        lm.load(run)
-    for words in (["train", "--out", run, "--resume", "--steps", 9], ["generate", "A", "--model", run]):
-        code, out, err = command(*words)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "model.safetensors is damaged" in err
-
-
 @pytest.fixture(scope="module")
 def other(train: Callable[[dict[str, Any]], Path]) -> Path:
     """A finished run of the same sizes from another seed."""
     return train(GIVEN | {"seed": 1})
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_a_file_of_another_run_is_not_resumed(run: Path, other: Path, command: Command, name: str) -> None:
-    shutil.copy(other / name, run / name)
+def assert_not_resumed(command: Command, run: Path, words: str) -> None:
+    """Assert that resuming raises an error with these words, in one line, and changes nothing."""
     before = contents(run)
-    code, _, err = command("train", "--out", run, "--resume", "--steps", 9)
-    assert (code, err.count("\n")) == (2, 1), err
-    assert f"{run / name} doesn't belong to this checkpoint" in err
+    code, out, err = command("train", "--out", run, "--resume", "--steps", 9)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert words in err
+    assert not re.search(r"[A-Z][a-z]+Error|__", err)
     assert contents(run) == before
 
 
-def test_a_tokenizer_with_other_ids_is_not_resumed(run: Path, command: Command) -> None:
-    tokenizer = json.loads((run / "tokenizer.json").read_text())
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_file_of_another_run_is_not_resumed(run: Path, other: Path, command: Command, name: str) -> None:
+    shutil.copy(other / name, run / name)
+    assert_not_resumed(command, run, f"{run / name} doesn't belong to this checkpoint")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def change_step(path: Path) -> None:
+    tensors = load_file(path)
+    save_file({name: t - 1 if name.endswith("/step") else t for name, t in tensors.items()}, path)
+
+
+def swap_ids(path: Path) -> None:
+    tokenizer = json.loads(path.read_text())
     vocab = tokenizer["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (run / "tokenizer.json").write_text(json.dumps(tokenizer))
-    code, _, err = command("train", "--out", run, "--resume", "--steps", 9)
-    assert (code, err.count("\n")) == (2, 1), err
-    assert f"{run / 'tokenizer.json'} doesn't belong to this checkpoint" in err
+    path.write_text(json.dumps(tokenizer))
 
 
-def test_a_config_of_another_model_is_found(run: Path, command: Command) -> None:
-    """Weights have the same shapes whatever the number of heads."""
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(config | {"heads": 1}))
-    for words in (["train", "--out", run, "--resume", "--steps", 9], ["generate", "A", "--model", run]):
-        code, out, err = command(*words)
-        assert (code, out, err.count("\n")) == (2, "", 1), err
-        assert str(run / "config.json") in err
+def edit(path: Path, **fields: Any) -> None:
+    """Change fields of a JSON file; those of the options one by one."""
+    content = json.loads(path.read_text())
+    if fields.get("options"):
+        fields["options"] = content["options"] | fields["options"]
+    path.write_text(json.dumps(content | fields))
+
+
+STATES: list[dict[str, Any]] = [
+    {"step": -1}, {"step": 1.5}, {"seconds": "long"}, {"facts": {}}, {"options": []},
+    *({"options": options} for options in (
+        {"steps": -3}, {"no_such": 1}, {"learning_rate": 1e300}, {"learning_rate": 10**400},
+        {"decay": 1e300}, {"schedule_steps": 10**400},
+    )),
+]  # fmt: skip
+CONTENTS = (b"", b"\n", b"{}", b"[]", b"\xff\n", b'{"step": "x"}\n', b"[" * 10**5, b"null\n")
+VALID_LOGS = (b"", b"{}", b"[]", b"[" * 10**5)  # an empty one, and a last line that was cut short
+DAMAGED: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("model.safetensors", damage, " is damaged"),
+    ("tokenizer.json", swap_ids, " doesn't belong to this checkpoint"),
+    ("config.json", lambda path: edit(path, heads=1), ""),  # tensors have the same shapes
+    *(("optimizer.safetensors", change, "") for change in (damage, truncate, change_step, Path.unlink)),
+    ("optimizer.safetensors", lambda path: save_file({}, path), ""),
+    ("optimizer.safetensors", lambda path: path.write_bytes(b""), ""),
+    *(("state.json", lambda path, fields=fields: edit(path, **fields), "") for fields in STATES),
+    *((name, lambda path, content=content: path.write_bytes(content), "")
+      for name in ("tokenizer.json", "config.json", "state.json", LOG)
+      for content in CONTENTS if name != LOG or content not in VALID_LOGS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "words"), DAMAGED)
+def test_a_damaged_file_is_named(
+    run: Path, command: Command, name: str, change: Callable[[Path], Any], words: str
+) -> None:
+    change(run / name)
+    assert_not_resumed(command, run, f"{name}{words}")
+    if name in ("model.safetensors", "config.json"):
+        code, out, err = command("generate", "A", "--model", run)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f"{name}{words}" in err
 
 
 @pytest.mark.parametrize("header", [None, {"sha256": True}])
@@ -253,97 +287,14 @@ def test_weights_of_an_earlier_version_load(run: Path, header: dict[str, bool] |
             lm.load(run)
 
 
-def emptied(path: Path) -> None:
-    save_file({}, path)
-
-
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def of_another_step(path: Path) -> None:
-    tensors = load_file(path)
-    save_file({name: t - 1 if name.endswith("/step") else t for name, t in tensors.items()}, path)
-
-
-@pytest.mark.parametrize(
-    "spoil", [damage, emptied, truncated, of_another_step, Path.unlink, lambda path: path.write_bytes(b"")]
-)
-def test_no_run_resumes_with_other_moments(run: Path, command: Command, spoil: Callable[[Path], Any]) -> None:
-    spoil(run / "optimizer.safetensors")
-    before = contents(run)
-    code, _, err = command("train", "--out", run, "--resume", "--steps", 9)
-    assert (code, err.count("\n")) == (2, 1), err
-    assert "optimizer.safetensors" in err
-    assert contents(run) == before
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "state.json", LOG])
-@pytest.mark.parametrize(
-    "content", [b"", b"\n", b"{}", b"[]", b"\xff\n", b'{"step": "x"}\n', b"[" * 10**5, b"null\n"]
-)
-def test_a_broken_file_is_named(run: Path, command: Command, name: str, content: bytes) -> None:
-    if name == LOG and content in (b"", b"{}", b"[]", b"[" * 10**5):
-        pytest.skip("an empty log is fine, and a last line that was cut short is dropped")
-    (run / name).write_bytes(content)
-    code, _, err = command("train", "--out", run, "--resume", "--steps", 9)
-    assert (code, err.count("\n")) == (2, 1), err
-    assert name in err
-    assert not re.search(r"[A-Z][a-z]+Error", err)
-    assert (run / name).read_bytes() == content
-
-
 @pytest.mark.parametrize(
     "change",
-    [
-        {"step": -1},
-        {"step": 1.5},
-        {"seconds": "long"},
-        {"facts": {}},
-        {"options": {"steps": -3}},
-        {"options": {"no_such": 1}},
-        {"options": []},
-    ],
-)
-def test_an_invalid_state_is_named(run: Path, command: Command, change: dict[str, Any]) -> None:
-    state = json.loads((run / "state.json").read_text())
-    (run / "state.json").write_text(json.dumps(state | change))
-    code, _, err = command("train", "--out", run, "--resume", "--steps", 9)
-    assert (code, err.count("\n")) == (2, 1), err
-    assert "state.json" in err
-    assert not re.search(r"[A-Z][a-z]+Error|__", err)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"learning_rate": 1e300}, {"learning_rate": 10**400}, {"decay": 1e300}, {"schedule_steps": 10**400}],
-)
-def test_options_of_a_state_are_checked(run: Path, command: Command, change: dict[str, Any]) -> None:
-    state = json.loads((run / "state.json").read_text())
-    state["options"] |= change
-    (run / "state.json").write_text(json.dumps(state))
-    before = contents(run)
-    code, _, err = command("train", "--out", run, "--resume", "--steps", 9)
-    assert (code, err.count("\n")) == (2, 1), err
-    assert "state.json" in err
-    assert contents(run) == before
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"layers": 10**9},
-        {"hidden": 10**12},
-        {"embed": 16 * 10**6},
-        {"context": 10**12},
-        {"layers": 10**400},
-    ],
+    [{"layers": 10**9}, {"hidden": 10**12}, {"embed": 16 * 10**6}, {"context": 10**12}, {"layers": 10**400}],
 )
 def test_a_config_of_absurd_size_raises_before_a_model_is_built(
     run: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
 ) -> None:
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(config | change))
+    edit(run / "config.json", **change)
     monkeypatch.setattr(checkpoint, "LanguageModel", pytest.fail)
     monkeypatch.setattr(training, "LanguageModel", pytest.fail)
     for call in (lambda: lm.load(run), lambda: lm.train(run, {"steps": 9}, resume=True)):
@@ -581,9 +532,3 @@ def test_passages_do_not_depend_on_chunks(tmp_path: Path, monkeypatch: pytest.Mo
     for chunk in (1, 7, 4096):
         monkeypatch.setattr(data, "CHUNK", chunk)
         assert list(data.TextFiles([tmp_path])) == whole
-
-
-def test_the_random_state_is_kept(run: Path) -> None:
-    before = torch.get_rng_state()
-    lm.train(run, {"steps": 6}, resume=True)
-    assert torch.equal(torch.get_rng_state(), before)

@@ -84,7 +84,7 @@ def test_the_scores_of_planted_weights(shipped: lm.LanguageModel, held_ids: data
     said = rng.choice(np.arange(1, shipped.config.vocab), 128, replace=False)  # none occurs twice
     ids = torch.from_numpy(np.tile(said, 2))[None]
     weights = torch.stack([amap.dense()[0] for amap in shipped.attend(ids)[1]])
-    after = weights.diagonal(-127, -2, -1)[..., 1:].mean(-1)  # query 128 + n looks at key n + 1
+    after = weights.diagonal(-127, -2, -1)[..., 1:].mean(-1)  # query 128 + n attends to key n + 1
     assert after.max() > recipe.INDUCTION
 
 
@@ -96,14 +96,6 @@ def test_it_compresses_held_out_text_better_than_xz(
     bits = nats / math.log(2) / recipe.byte_count(held_out)
     assert bits < recipe.xz_bits(held_out)
     assert bits > 0.5  # a model that has seen the text would do better than this
-
-
-@pytest.mark.parametrize("prompt", ["Return the", "the train left the station on time"])
-def test_greedy_with_the_cache_is_greedy_without(shipped: lm.LanguageModel, prompt: str) -> None:
-    ids = torch.tensor([lm.load()[1].encode(prompt).ids])
-    greedy = lm.Sampling(temperature=0)
-    cached = list(lm.generate(shipped, ids, 40, greedy))
-    assert cached == list(lm.generate(shipped, ids, 40, greedy, cached=False))
 
 
 def test_loading_touches_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
