@@ -18,8 +18,8 @@ FOLDER = Path(__file__).parent / "held_out"
 
 pytestmark = pytest.mark.usefixtures("quick", "one_thread")
 
-# What is wrong in each mistake_NN.py, which the files themselves don't say, and what the checker reports: names
-# of the family (any of them is true), or words where it names none.
+# What is wrong in each mistake_NN.py (the files don't say it), and what the checker reports: names of
+# bugs, any of which is true, or words where it names none.
 MISTAKES: dict[str, set[str] | str] = {
     # Scores are divided by the square root of the number of keys instead of the head's width.
     "01": {"scaled-by-length"},

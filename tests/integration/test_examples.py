@@ -54,15 +54,9 @@ def needs(text: str) -> None:
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "timeout": HANG, "check": False}
+    return subprocess.run(command, cwd=folder, env=env, **options)
 
 
 @pytest.fixture(scope="module")
@@ -193,14 +187,6 @@ def test_a_check_reports_what_its_page_shows(command: str, folder: Path) -> None
     names = [one["mistake"] for one in report["diagnosis"]]
     assert (failed, names) == FOUND[words[1]]
     assert done.returncode == bool(failed)
-
-
-def test_lessons_are_copied(tmp_path: Path) -> None:
-    """The README's line but for the installation, which is an environment of its own, and the start."""
-    [command] = [line.partition("&& ")[2] for line in shell(ROOT / "README.md") if "[lessons]" in line]
-    done = run([sys.executable, "-m", "manyheads", *command.split()[1:], "--no-start"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert len(list(tmp_path.rglob("*.ipynb"))) == 4
 
 
 VIEWS = sorted(

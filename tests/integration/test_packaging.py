@@ -24,12 +24,7 @@ LESSONS = ROOT / "docs" / "lessons"
 def run(*command: str | Path) -> None:
     """Run a command; no compiler is needed, since the native kernel is left out."""
     done = subprocess.run(
-        command,
-        env={**os.environ, "CXX": "false"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
+        command, env={**os.environ, "CXX": "false"}, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
