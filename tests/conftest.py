@@ -102,7 +102,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Ran(NamedTuple):
-    """What a command left behind."""
+    """The result of a command."""
 
     code: int
     out: str

@@ -36,7 +36,7 @@ def raises(error: type[BaseException] | tuple[type[BaseException], ...], message
 
 
 def stance() -> str:
-    """Return what torch.compile does now: `default`, or `force_eager` while something is observed."""
+    """Return the mode of torch.compile: `default`, or `force_eager` while a model is observed."""
     return torch._dynamo.eval_frame._stance.stance
 
 

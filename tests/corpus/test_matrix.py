@@ -11,7 +11,7 @@ import pytest
 
 from manyheads import checker
 from manyheads.checker.isolation.target import find
-from tests.corpus.planted import matrix
+from tests.corpus.planted import matrix, table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +35,7 @@ ALIKE = {
     "polarity-swapped": {"causal-flipped-strict"},
 }
 
-CELLS = [(style, bug) for style, table in matrix.TABLES.items() for bug in table["bugs"]]
+CELLS = [(style, bug) for style, entry in matrix.TABLES.items() for bug in entry["bugs"]]
 
 
 def report(folder: Path, style: str, bug: str | None) -> checker.Report:
@@ -52,6 +52,14 @@ def test_a_bug_must_fit_into_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(matrix.TABLES["einsum"]["bugs"], "unscaled", {"no such text": ""})
     with pytest.raises(ValueError, match="einsum, unscaled: expected 'no such text' once, found it 0 times"):
         matrix.source("einsum", "unscaled")
+
+
+def test_the_docs_have_the_tables_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checker.md").read_text(encoding="utf-8")
+    for rows in (table.arguments(), table.lines()):  # whole, so that no row of a removed bug stays
+        assert "\n" + "\n".join(rows) + "\n\n" in page + "\n", (
+            "Run python tests/corpus/planted/table.py, and replace the tables in docs/checker.md."
+        )
 
 
 @pytest.mark.usefixtures("quick")

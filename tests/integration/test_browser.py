@@ -1,4 +1,4 @@
-"""The viewer in a browser: what it shows equals the map, at 7, 2,000 and 100,000 tokens."""
+"""The viewer in a browser: its weights equal the map's, at 7, 2,000 and 100,000 tokens."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_hundred_thousand_tokens_at_every_zoom(page: Page, served: list[Server
     assert weight(first) == pytest.approx(float(best.values[0]), rel=1e-6)
 
 
-def test_a_link_restores_exactly_what_is_shown(page: Page, served: list[Server]) -> None:
+def test_a_link_restores_the_view(page: Page, served: list[Server]) -> None:
     amap = a_map(900)
     opened(page, served, amap, at="#page=head&scale=log&pooling=mean&theme=dark")
     loaded(page)
@@ -306,7 +306,7 @@ def test_a_token_is_shown_as_text_and_never_run(page: Page, served: list[Server]
     hover(page, 0.6, 0.5)
 
 
-def test_what_is_shown_is_saved_as_a_png(page: Page, served: list[Server], tmp_path: Path) -> None:
+def test_the_view_is_saved_as_a_png(page: Page, served: list[Server], tmp_path: Path) -> None:
     opened(page, served, a_map(40), at="#page=head")
     loaded(page)
     with page.expect_download() as waiting:

@@ -92,8 +92,8 @@ FINDINGS = blocks(PAGE)
 
 @pytest.mark.full
 @pytest.mark.parametrize("block", FINDINGS, ids=[str(n) for n in range(len(FINDINGS))])
-def test_a_finding_is_still_true(block: str, tmp_path: Path) -> None:
-    """Its script asserts what the page says, in a process of its own, as it stands."""
+def test_a_finding_of_the_docs_is_true(block: str, tmp_path: Path) -> None:
+    """Run the script, which asserts what the page says, in a process of its own."""
     assert "assert " in block
     needs(block)
     if torch.__version__.partition("+")[0] != JUDGED:
@@ -210,7 +210,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("command", VIEWS)
 def test_the_viewer_opens_as_in_its_page(command: str, runs: Path) -> None:
-    """A page that is served answers under its link; one that is exported stands there."""
+    """A served page answers under its link; an exported page is a file."""
     words = [sys.executable, "-m", "manyheads", *shlex.split(command, comments=True)[1:]]
     if "--export" in words:
         done = run(words, runs)

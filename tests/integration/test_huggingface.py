@@ -136,7 +136,7 @@ def inputs(name: str, padding: str | None = None) -> dict[str, Tensor]:
 
 
 def answer(out: Any) -> list[Tensor]:
-    """Return what a model computed, without its attentions."""
+    """Return the outputs of a model, without its attentions."""
     names = ("logits", "last_hidden_state", "logits_per_image", "text_embeds", "encoder_last_hidden_state")
     return [out[name] for name in names if out.get(name) is not None]
 
@@ -217,7 +217,7 @@ def test_outputs_and_weights(name: str, implementation: str, padding: str | None
 
 
 def steps(model: nn.Module, cache: Any, ids: Tensor, mask: Tensor | None, **options: Any) -> Any:
-    """A prefill of six tokens, then three, then one by one: what the model gives at each step."""
+    """Yield the outputs for a prefill of six tokens, then three, then one by one."""
     at = 0
     for n in (6, 3, 1, 1, 1):
         visible = None if mask is None else mask[:, : at + n]
@@ -272,7 +272,7 @@ def masks_of(model: nn.Module, **given: Any) -> list[str]:
 
 
 def test_masks_are_values_where_the_pattern_is_known() -> None:
-    """A tensor [t, s] would be right too; a value takes no room, and says what it is."""
+    """A tensor [t, s] would be correct too; a value is small and names its pattern."""
     plain, right, left, holes = (inputs("llama", padding) for padding in (None, "right", "left", "holes"))
     short, long = "Causal()", "Window(left=4, right=0)"
     for name, causal in (("llama", short), ("mistral", long)):
@@ -395,7 +395,7 @@ def test_masks_of_four_dimensions() -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 @pytest.mark.parametrize("padding", [None, "left"])
-def test_manyheads_computes_what_is_too_large_for_eager(
+def test_manyheads_computes_weights_that_are_too_large_for_eager(
     name: str, padding: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, given = build(name, "eager"), inputs(name, padding)
@@ -601,7 +601,7 @@ def changed(change: Any) -> Any:
         lambda out, value: value.transpose(1, 2).repeat_interleave(2, 2),
     ],
 )
-def test_a_kernel_that_does_something_else(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_whose_output_differs_raises(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output of the kernel is compared, so that a call that is misread raises."""
     model = registered(monkeypatch, changed(change), ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model(**inputs("llama"))
@@ -675,7 +675,7 @@ def test_tensors_without_numbers() -> None:
 
 
 def test_options_of_a_call() -> None:
-    """What each kernel reads, and what it ignores."""
+    """Each kernel reads some options and ignores others."""
     assert call(s_aux=torch.ones(1, 4, 1, 1)).problem().sink.shape == (4,)
     assert call("sdpa", s_aux=torch.ones(4)).problem().sink is not None
     ignored = replace(call("sdpa"), options={"s_aux": torch.ones(4)})  # which its kernel doesn't name
@@ -784,7 +784,7 @@ def interfaces() -> tuple[Any, ...]:
     )
 
 
-def test_everything_is_put_back() -> None:
+def test_detaching_restores_transformers() -> None:
     before, one, other = interfaces(), build("llama", "sdpa"), build("bert", "eager")
     config = one.config.to_dict() | {"implementation": one.config._attn_implementation}
     with transformers.attached(one):
@@ -851,7 +851,7 @@ def test_threads() -> None:
     assert interfaces() == before
 
 
-def test_present() -> None:
+def test_is_present() -> None:
     assert transformers.is_present(build("llama", "sdpa"))
     assert transformers.is_present(nn.Sequential(build("llama", "sdpa").model.layers[0].self_attn))
     assert not transformers.is_present(nn.TransformerEncoderLayer(8, 2))

@@ -1,4 +1,4 @@
-"""The lessons run, hold no outputs, and their exercises are graded as they say."""
+"""The lessons run, have no outputs, and their exercises are graded as they say."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 EXERCISES = sorted(path.stem for path in (FOLDER / "exercises").glob("*.py"))
 
 
-def test_there_are_four() -> None:
+def test_there_are_four_lessons() -> None:
     assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4"]
     assert lessons.source() == FOLDER
 

@@ -156,7 +156,7 @@ def test_the_worker_runs_while_a_view_is_open(large: Large) -> None:
     assert workers() == before
 
 
-def test_without_anywidget_a_large_map_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_map_without_anywidget_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EMBEDDED_BYTES", 0)
     monkeypatch.setitem(sys.modules, "anywidget", None)
     module._widget_class.cache_clear()

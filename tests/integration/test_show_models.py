@@ -451,7 +451,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_folder_is_one_sentence(what: str, show: Any, folders: Folders, tmp_path: Path) -> None:
+def test_a_broken_folder_raises_one_sentence(what: str, show: Any, folders: Folders, tmp_path: Path) -> None:
     harm, says = BROKEN[what]
     folder = shutil.copytree(folders("bert"), tmp_path / "broken")
     harm(folder)

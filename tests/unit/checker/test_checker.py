@@ -1,4 +1,4 @@
-"""The checker: its oracle, what it reads and reports, and the command's exit codes."""
+"""The checker: its oracle, its options, its reports, and the command's exit codes."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_an_unknown_scale_is_reported_to_the_digit() -> None:
         ),
     ],
 )
-def test_the_report_where_no_bug_fits(change: Any, text: str) -> None:
+def test_the_report_if_no_bug_fits(change: Any, text: str) -> None:
     class Odd(Plain):
         def forward(self, x: Tensor) -> Tensor:
             return change(super().forward(x), x)
@@ -467,7 +467,7 @@ def test_a_wrong_factor_of_the_weights_alone() -> None:
     assert "output is wrong" not in bug.says
 
 
-def test_a_merge_without_a_transpose_where_the_sequence_comes_first() -> None:
+def test_a_merge_without_a_transpose_if_the_sequence_comes_first() -> None:
     wrong = checked(Layer, merge=lambda self, x: x.reshape(x.shape[2], x.shape[0], -1))
     assert bugs(wrong) == ["merge-without-transpose"]
 
@@ -581,7 +581,7 @@ def between(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
         (high, ["masked-plus-infinity"], ["mask"]),
     ],
 )
-def test_masks_that_go_wrong_in_some_rows_only(step: Any, names: list[str], failed: list[str]) -> None:
+def test_masks_that_are_wrong_in_some_rows_only(step: Any, names: list[str], failed: list[str]) -> None:
     found = checker.check(masked(step), "attention")
     assert bugs(found) == names
     assert [check.name for check in failures(found)] == failed

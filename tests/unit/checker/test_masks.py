@@ -93,7 +93,7 @@ class Lengths(Layer):
 @pytest.mark.parametrize(
     "layer", [TwoMasks, Additive, InEvaluation, Numbers, Switch, Lengths, layers.SelfAttention, Layer]
 )
-def test_a_mask_that_works_passes(layer: Any) -> None:
+def test_a_working_mask_passes(layer: Any) -> None:
     if layer is Layer:  # without a mask, as in a vision transformer
         layer = type("Vision", (Layer,), {"forward": lambda self, x: self.attend(x)})
     checker.assert_attention(layer, "self")
@@ -187,7 +187,7 @@ def test_a_mask_that_is_not_used_is_not_judged(layer: Any, argument: str, why: s
 
 
 @pytest.mark.full
-def test_a_failure_is_a_failure_whatever_was_not_judged() -> None:
+def test_a_failure_outweighs_a_mask_that_was_not_judged() -> None:
     class Wrong(Third):
         def attend(self, x: Tensor, *masks: Tensor | None) -> Tensor:
             return 2 * super().attend(x, *masks)

@@ -453,7 +453,7 @@ def test_targets(here: Callable[[str], Any], folder: Path) -> None:
 
 
 @own_process
-def test_what_an_import_reads_and_prints_in_a_process(folder: Path) -> None:
+def test_an_import_that_reads_its_input_raises(folder: Path) -> None:
     with pytest.raises(CandidateError, match=r"EOFError: EOF when reading a line \(asks.py:1\)") as raised:
         CandidateProcess(f"{folder / 'asks.py'}:name")
     assert raised.value.kind == "import"
@@ -485,7 +485,7 @@ def test_outputs_come_back_as_trees(either: Candidate | CandidateProcess) -> Non
     assert deepest == Foreign("list", "[[...]]")
 
 
-def test_what_is_printed_goes_nowhere(
+def test_output_of_a_call_is_not_printed(
     either: Candidate | CandidateProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ask(either, "shout").output == 1
@@ -545,7 +545,7 @@ def test_instances_keep_their_state_between_calls(either: Candidate | CandidateP
     assert ask(either, "count").output == before + 3
 
 
-def test_what_calls_raise(either: Candidate | CandidateProcess) -> None:
+def test_errors_of_calls(either: Candidate | CandidateProcess) -> None:
     expected = r"calling Many.leave raised SystemExit: enough \(candidates.py"
     with pytest.raises(CandidateError, match=expected) as raised:
         ask(either, "leave", "exit")
@@ -782,7 +782,7 @@ def taken(data: bytes, limit: int = 2**20) -> Any:
 
 
 @pytest.mark.parametrize("dtype", protocol.NAMES)
-def test_every_dtype_goes_through(dtype: torch.dtype) -> None:
+def test_every_dtype_survives_packing(dtype: torch.dtype) -> None:
     values = torch.randn(3, 4, 2, dtype=torch.float64) * 100
     for given in (
         values.to(torch.complex64 if dtype.is_complex else torch.float32).to(dtype),
@@ -798,7 +798,7 @@ def test_every_dtype_goes_through(dtype: torch.dtype) -> None:
         assert torch.equal(taken(packed(given.conj())), given.conj())
 
 
-def test_values_go_through() -> None:
+def test_values_survive_packing() -> None:
     call = Call(
         (1, (2.5, [None, True]), {"a": "é\ud800", "tuple": ()}), {"x": float("-inf")}, dtype=torch.float16
     )

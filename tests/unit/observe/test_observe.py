@@ -216,7 +216,7 @@ def test_dtypes(dtype: torch.dtype):
     assert_weights(amap, q, k, mask)
 
 
-def test_autocast_records_what_the_kernel_computed_with():
+def test_autocast_records_the_dtype_of_the_kernel():
     q, k, v = randn(Q), randn(K).bfloat16(), randn(V).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert_weights(record(Call(), q, k, v)[0], q.bfloat16(), k)
@@ -247,7 +247,7 @@ def test_strided_inputs():
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-def test_gradients_are_what_they_were_and_recomputation_is_no_call(how: str):
+def test_gradients_are_unchanged_and_recomputation_is_no_call(how: str):
     model, x = GPT(dropout=0.3, how=how), randn(2, 7, E, requires_grad=True)
     assert_identical(gradients(model, x, True), gradients(model, x, False))
     with observe(model) as recording:
@@ -379,7 +379,9 @@ def ignoring_mixed_masks(mixed: bool) -> Any:
 @pytest.mark.parametrize("wants", [True, False])
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "window", "nothing"])
-def test_is_causal_records_what_was_computed(mask: str, extra: dict[str, Any], wants: bool, padded: bool):
+def test_is_causal_records_the_weights_of_the_call(
+    mask: str, extra: dict[str, Any], wants: bool, padded: bool
+):
     """PyTorch may follow is_causal in place of the mask, and mask appended keys."""
     layer = nn.MultiheadAttention(E, H, batch_first=True, **extra).double().eval()
     x = randn(2, 6, E, dtype=torch.float64)
@@ -437,7 +439,7 @@ def test_multi_head_attention_forward_called_by_itself():
 @pytest.mark.parametrize("norm", [None, nn.LayerNorm(E)], ids=["bare", "norm"])
 @pytest.mark.parametrize(("train", "grad"), [(False, False), (False, True), (True, True), (True, False)])
 def test_transformer_encoders(padding: str, nesting: bool, norm: nn.Module | None, train: bool, grad: bool):
-    """Also where PyTorch skips padding and gives zeros, or what its norm makes of them."""
+    """Also if PyTorch skips padding and returns zeros there, or the norm of zeros."""
     model = encoder(enable_nested_tensor=nesting, norm=norm).train(train)
     x, masked = randn(3, 6, E), PADDING[padding]
     with torch.set_grad_enabled(grad):
@@ -467,7 +469,7 @@ def test_transformer_encoders_of_every_kind(options: dict[str, Any], alone: bool
             record(model, x, given_, src_key_padding_mask=torch.arange(6) >= torch.tensor([[6]] * 5 + [[3]]))
 
 
-def test_the_layers_of_a_fused_encoder_record_what_the_unfused_ones_compute():
+def test_a_fused_encoder_records_the_weights_of_an_unfused_one():
     model, x = encoder().eval(), randn(3, 6, E)
     with torch.no_grad():
         recording = record(model, x)

@@ -110,7 +110,7 @@ def test_maps_kept_in_another_precision(dtype: torch.dtype):
     assert recording[0].problem.q.dtype == dtype
 
 
-def test_values_are_freed_and_nothing_larger_than_q_and_k_is_held():
+def test_values_are_freed_and_only_q_and_k_are_kept():
     kept: list[weakref.ref[Tensor]] = []
 
     class Model(CausalAttention):
@@ -203,7 +203,7 @@ def test_statistics_keep_nothing_else():
     assert recording.nbytes == 4 * H * 300 + H * 300  # and which queries see a key at all
 
 
-def test_max_bytes_is_what_is_held_in_the_end():
+def test_max_bytes_bounds_the_size_of_the_recording():
     model, x = GPT(), randn(2, 5, E)
     enough = record(model, x).nbytes
     assert record(model, x, observing={"max_bytes": enough}).nbytes == enough
@@ -232,7 +232,7 @@ def test_max_bytes_bounds_statistics_too():
     record(Call(), q, q, q, observing={"max_bytes": 1000, "keep": ["logits_max"]})
 
 
-def test_what_changes_in_place_afterwards_is_recorded_as_it_was():
+def test_later_changes_in_place_leave_the_recording_alone():
     x, model = randn(2, 5, 8), Function(lambda x: x.add_(F.scaled_dot_product_attention(x, x, x)))
     for mode in (torch.inference_mode, torch.no_grad):
         with mode(), observe(model) as recording:
@@ -393,7 +393,7 @@ def test_nested_observations_each_ablate_their_own():
 
 
 class Cached(nn.Module):
-    """Attention over a cache that the caller holds: keys and values so far, and those of x behind them."""
+    """Attention over a cache that the caller keeps: earlier keys and values, followed by those of x."""
 
     def __init__(self, projected: bool = True) -> None:
         super().__init__()
@@ -522,7 +522,7 @@ WORDS = {
         max_size=12,
     )
 )
-def test_joined_or_not_every_row_is_the_one_that_was_computed(
+def test_every_row_of_joined_steps_is_the_one_that_was_computed(
     words: str, acts: list[tuple[str, int, list[int]]]
 ):
     """Generations that alternate, fork, go back, swap beams or drop keys; few words, so that keys repeat."""
@@ -730,7 +730,7 @@ def test_a_run_of_maps_and_statistics_of_every_kind(tmp_path: Path):
     equal_runs(recording, open_run(tmp_path / "run.safetensors"))
 
 
-def test_what_cannot_be_saved_says_so(tmp_path: Path):
+def test_recordings_that_no_file_can_hold_raise(tmp_path: Path):
     q, path = randn(Q), tmp_path / "run.safetensors"
     rule = mh.Rule(lambda b, h, i, j: i >= j)
     with raises(ValueError, "Rule"):
@@ -763,6 +763,6 @@ def test_labels():
             recording.label(wrong)
 
 
-def test_a_picture_of_everything():
+def test_plotting_a_recording():
     figure = record(GPT(), randn(2, 5, E)).plot()
     assert len(figure.axes) >= 2 * H

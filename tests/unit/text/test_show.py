@@ -175,7 +175,7 @@ def test_without_a_mask_the_next_and_the_last_token_have_scores() -> None:
         assert one["next_token"] is one["last_token"] is None  # no causal head can attend to them
 
 
-def test_without_a_mask_findings_are_on_either_side() -> None:
+def test_without_a_mask_findings_are_before_and_after_the_query() -> None:
     odd, twice = both_ways(9, 1), both_ways(9, -1)
     odd[2] = [0.02, 0.02, 0.02, 0.1, 0.02, 0.02, 0.76, 0.02, 0.02]
     twice[1] = [0.06, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.8, 0.02]
@@ -213,7 +213,7 @@ def test_in_a_long_text_findings_are_searched_at_the_start(monkeypatch: pytest.M
 
 
 def test_the_example_of_the_sentence() -> None:
-    """Among heads of habit and a sharper one, what the text explains is told first."""
+    """A finding that the text explains comes before a sharper one."""
     copying, sharp = resting(7, 0.6), resting(7, 0.6)
     copying[3] = [0.1, 0.71, 0.1, 0.09, 0, 0, 0]
     sharp[6] = [0, 0, 0.75, 0, 0, 0.15, 0.1]
@@ -260,7 +260,7 @@ def test_reasons() -> None:
     assert explain(0, 4, IDS) is None
 
 
-def test_nothing_to_choose_gives_no_findings() -> None:
+def test_heads_without_a_choice_have_no_findings() -> None:
     assert select_findings(find_candidates([map_of([[1.0]])], [3])) == []
     assert select_findings(find_candidates([map_of([[1.0, 1.0, 1.0]] * 3)], [1, 2, 3])) == []
 
@@ -595,7 +595,7 @@ def test_extrapolated_tokens_are_marked_in_every_picture(checkpoint: Path) -> No
 
 
 @pytest.mark.full
-def test_a_text_within_the_context_is_read_as_ever(run: Any) -> None:
+def test_long_changes_nothing_for_a_text_within_the_context(run: Any) -> None:
     plain, long = run(SENTENCE, "--json"), run(SENTENCE, "--json", "--long")
     assert (long.out, long.err, long.code) == (plain.out, "", 0)
     reading = report.read("the station " * 60, truncate=True, model=None)
@@ -676,7 +676,7 @@ def refused(ran: Ran, says: str) -> None:
         ([SENTENCE, "--json", "--out", "latin.txt"], "got the file latin.txt"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(run: Any, arguments: list[str], says: str) -> None:
+def test_bad_input_raises_one_sentence(run: Any, arguments: list[str], says: str) -> None:
     Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     refused(run(*arguments), says)
 

@@ -351,7 +351,7 @@ def test_work_that_is_cancelled_between_its_steps_ends() -> None:
     worker.close()
 
 
-def test_the_caches_hold_what_was_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caches_keep_the_last_used_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 16 + 2 * 9 * 9  # of a tile, with its header
     monkeypatch.setattr(api_module, "TILE_BYTES", 2 * size)
     monkeypatch.setattr(api_module, "PYRAMID_BYTES", 1)  # less than one head takes
