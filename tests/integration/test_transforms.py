@@ -114,7 +114,7 @@ def test_vmap_of_a_map() -> None:
     lengths = torch.tensor([[4, 7], [1, 2], [7, 0]])
 
     def padded(n: Tensor) -> tuple[Tensor, Tensor]:
-        _, amap = mh.attention_with_map(*heads(), mask=mh.Lengths(n))
+        _, amap = mh.attention_with_map(q[0], k[0], v[0], mask=mh.Lengths(n))
         return amap.dense(), amap.lse
 
     expected = [torch.stack(x) for x in zip(*map(padded, lengths), strict=True)]
