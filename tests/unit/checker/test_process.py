@@ -101,8 +101,6 @@ class Many:
 
         Pair = collections.namedtuple("Pair", "a b")
         Record = dataclasses.make_dataclass("Record", ["x"])
-        loop = []
-        loop.append(loop)
         return {
             "numpy": np.arange(4.0).reshape(2, 2).T,
             "scalar": np.float32(0.5),
@@ -180,10 +178,6 @@ class Many:
 
 def many():
     return Many()
-
-
-def sound(x):
-    return x
 
 
 def end(x):
@@ -762,7 +756,7 @@ def test_the_candidate_ends_with_the_checker(folder: Path) -> None:
 
 def packed(value: Any) -> bytes:
     data = bytearray()
-    protocol.write(lambda part: data.extend(part), value)
+    protocol.write(data.extend, value)
     return bytes(data)
 
 
@@ -784,18 +778,14 @@ def taken(data: bytes, limit: int = 2**20) -> Any:
 @pytest.mark.parametrize("dtype", protocol.NAMES)
 def test_every_dtype_survives_packing(dtype: torch.dtype) -> None:
     values = torch.randn(3, 4, 2, dtype=torch.float64) * 100
-    for given in (
-        values.to(torch.complex64 if dtype.is_complex else torch.float32).to(dtype),
-        values[0, 0, 0],
-    ):
-        given = given.to(dtype)
-        for x in (given, given.mT if given.dim() else given, given[..., :0] if given.dim() else given):
-            back = taken(packed([x]))[0]
-            assert back.dtype == dtype
-            assert back.stride() == x.stride() or not x.numel()
-            assert torch.equal(back, x)
+    whole = values.to(torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
+    for x in (whole, whole.mT, whole[..., :0], whole[0, 0, 0]):
+        [back] = taken(packed([x]))
+        assert back.dtype == dtype
+        assert back.stride() == x.stride() or not x.numel()
+        assert torch.equal(back, x)
     if dtype.is_complex:
-        assert torch.equal(taken(packed(given.conj())), given.conj())
+        assert torch.equal(taken(packed(whole.conj())), whole.conj())
 
 
 def test_values_survive_packing() -> None:
