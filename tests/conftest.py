@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Hashable, Iterator
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from io import BytesIO, TextIOWrapper
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
 import torch
 
+from manyheads import cli
 from manyheads.checker.checks import registry
 from manyheads.kernels import chunked, plans
 
@@ -107,6 +110,36 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(12):
         (folder / f"{i}.txt").write_text(f"The {i}th file says: one two three four.\n" * 20)
     return folder
+
+
+class Ran(NamedTuple):
+    """The result of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., Ran]:
+    """Run `manyheads` as the command line does, in an empty folder and a terminal of 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: object, stdin: bytes = b"") -> Ran:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["manyheads", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(stdin)))
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        return Ran(code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture

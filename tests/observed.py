@@ -36,7 +36,7 @@ def raises(error: type[BaseException] | tuple[type[BaseException], ...], message
 
 
 def stance() -> str:
-    """Return what torch.compile does now: `default`, or `force_eager` while something is observed."""
+    """Return the mode of torch.compile: `default`, or `force_eager` while a model is observed."""
     return torch._dynamo.eval_frame._stance.stance
 
 
@@ -53,13 +53,8 @@ def nothing_left() -> Iterator[None]:
 
 def hooks(model: nn.Module) -> list[int]:
     """Return how many hooks each module has, of each kind."""
-    names = (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_forward_hooks_always_called",
-        "_forward_hooks_with_kwargs",
-    )
-    return [len(getattr(module, name)) for module in model.modules() for name in names]
+    kinds = ("hooks", "pre_hooks", "hooks_always_called", "hooks_with_kwargs")
+    return [len(getattr(module, f"_forward_{kind}")) for module in model.modules() for kind in kinds]
 
 
 def assert_identical(one: Any, other: Any) -> None:
@@ -132,6 +127,17 @@ def assert_agree(one: Any, other: Any) -> None:
 
 
 # -- models ----------------------------------------------------------------------------------------
+
+
+class Function(nn.Module):
+    """A model that calls a function, and nothing else."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
 
 class Call(nn.Module):

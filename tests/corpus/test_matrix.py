@@ -1,4 +1,4 @@
-"""Every planted bug is named, none is named falsely, and what is right as it stands has none.
+"""Every planted bug is named, none is named falsely, and the styles without a bug pass.
 
 The everyday tier takes each hundredth cell and each tenth style.
 """
@@ -11,22 +11,12 @@ import pytest
 
 from manyheads import checker
 from manyheads.checker.isolation.target import find
-from tests.corpus.planted import matrix
+from tests.corpus.planted import matrix, table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Bugs that these styles can't carry as such, though the corpus holds the cell.
-NOT_ONE = {
-    # PyTorch's own layers return weights after dropout in training: the report says so, without a failure.
-    (style, "weights-after-dropout")
-    for style in matrix.PLANTS
-} | {
-    # Nothing says that its mask is boolean: one that is added is taken to be added, 0 or -inf.
-    ("annotated", "masked-ones-added"),
-}
-
-# Bugs that are one and the same thing where queries, keys and values come from one sequence, or where
-# padding and mask are one argument: named together.
+# Bugs that are the same where queries, keys and values come from one sequence, or where padding and mask
+# are one argument: they are named together.
 ALIKE = {
     "q-k-swapped": {"scores-transposed", "q-k-arguments-swapped"},
     "k-v-swapped": {"k-v-arguments-swapped"},
@@ -45,26 +35,31 @@ ALIKE = {
     "polarity-swapped": {"causal-flipped-strict"},
 }
 
-CELLS = [
-    (style, bug) for style, plants in matrix.PLANTS.items() for bug in plants if (style, bug) not in NOT_ONE
-]
+CELLS = [(style, bug) for style, entry in matrix.TABLES.items() for bug in entry["bugs"]]
 
 
 def report(folder: Path, style: str, bug: str | None) -> checker.Report:
-    return checker.check(find(matrix.write(folder, style, bug)), like=matrix.KIND[style])
+    return checker.check(find(matrix.write(folder, style, bug)), like=matrix.TABLES[style].get("like"))
 
 
-def test_the_matrix_is_as_large_as_it_is_said_to_be() -> None:
+def test_no_style_or_bug_is_left_out() -> None:
     assert len(CELLS) > 780
     assert len({bug for _, bug in CELLS}) >= 70
-    files = {path.stem for path in matrix.STYLES.glob("*.py")}
-    assert files == set(matrix.PLANTS) == set(matrix.TARGET) == set(matrix.KIND)
+    assert {path.stem for path in matrix.STYLES.glob("*.py")} == set(matrix.TABLES)
 
 
-def test_a_plant_must_fit_into_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(matrix.PLANTS["einsum"], "unscaled", [("no such text", "")])
+def test_a_bug_must_fit_into_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matrix.TABLES["einsum"]["bugs"], "unscaled", {"no such text": ""})
     with pytest.raises(ValueError, match="einsum, unscaled: expected 'no such text' once, found it 0 times"):
         matrix.source("einsum", "unscaled")
+
+
+def test_the_docs_have_the_tables_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checker.md").read_text(encoding="utf-8")
+    for rows in (table.arguments(), table.lines()):  # whole, so that no row of a removed bug stays
+        assert "\n" + "\n".join(rows) + "\n\n" in page + "\n", (
+            "Run python tests/corpus/planted/table.py, and replace the tables in docs/checker.md."
+        )
 
 
 @pytest.mark.usefixtures("quick")
@@ -86,9 +81,9 @@ def test_a_planted_bug_is_named(style: str, bug: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "style",
-    [pytest.param(x, marks=() if n % 10 == 0 else pytest.mark.full) for n, x in enumerate(matrix.PLANTS)],
+    [pytest.param(x, marks=() if n % 10 == 0 else pytest.mark.full) for n, x in enumerate(matrix.TABLES)],
 )
-def test_what_is_right_passes(style: str, tmp_path: Path) -> None:
+def test_a_correct_style_passes(style: str, tmp_path: Path) -> None:
     found = report(tmp_path, style, None)
     assert found.passed, [one for one in found.checks if one.status == "failed"]
     assert not found.diagnosis

@@ -1,14 +1,15 @@
-"""The viewer in a browser: it shows the weights of the map, at 7, 2,000 and 100,000 tokens."""
+"""The viewer in a browser: its weights equal the map's, at 7, 2,000 and 100,000 tokens."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 
 import manyheads as mh
 from manyheads.viewer.api import Api
@@ -76,24 +77,36 @@ def loaded(page: Page) -> None:
     expect(page.locator('.note[data-missing="0"][data-complete="true"]')).to_have_count(panes)
 
 
+def box_of(canvas: Locator) -> Any:
+    box = canvas.bounding_box()
+    assert box is not None
+    return box
+
+
+def weight(element: Locator) -> float:
+    return float(element.get_attribute("data-weight") or "nan")
+
+
+def pair(reading: Locator) -> tuple[int, int]:
+    """Return the query and the key that a reading names."""
+    return int(reading.get_attribute("data-query") or -1), int(reading.get_attribute("data-key") or -1)
+
+
 def hover(page: Page, row: float, col: float) -> tuple[int, int]:
     """Point at a place of the visible matrix and return the query and key that the page names."""
-    box = page.locator("canvas.map").first.bounding_box()
-    assert box is not None
-    page.mouse.move(
-        box["x"] + 154 + col * (box["width"] - 154 - 74),
-        box["y"] + 124 + row * (box["height"] - 132),
-    )
+    box = box_of(page.locator("canvas.map").first)
+    x, y = 154 + col * (box["width"] - 154 - 74), 124 + row * (box["height"] - 132)
+    page.mouse.move(box["x"] + x, box["y"] + y)
     reading = page.locator(".reading").first
     expect(reading).not_to_have_attribute("data-weight", "")
-    return int(reading.get_attribute("data-query") or -1), int(reading.get_attribute("data-key") or -1)
+    return pair(reading)
 
 
 def exact(page: Page) -> float:
     """Return the exact weight under the pointer, once the page has it."""
     reading = page.locator(".reading").first
     expect(reading).to_have_attribute("data-exact", "true")
-    return float(reading.get_attribute("data-weight") or "nan")
+    return weight(reading)
 
 
 @pytest.mark.parametrize("length", [7, 2_000])
@@ -131,20 +144,18 @@ def test_a_hundred_thousand_tokens_at_every_zoom(page: Page, served: list[Server
     expect(page.locator(".note").first).to_contain_text("estimated from 1 query in 512")
     held[0].continue_()
     loaded(page)
-    expect(page.locator(".note").first).to_contain_text(
-        "pooled: each cell shows the largest of 256 × 256 weights"
-    )
+    pooled = "pooled: each cell shows the largest of 256 × 256 weights"
+    expect(page.locator(".note").first).to_contain_text(pooled)
     page.keyboard.press("0")
-    page.wait_for_function(
-        "() => !document.querySelector('canvas.map').__transition"
-    )  # d3's, to the whole matrix
+    transition = "document.querySelector('canvas.map').__transition"  # d3's, to the whole matrix
+    page.wait_for_function(f"() => !{transition}")
     for press in ("m", "+", "+", "+", "+"):
         page.keyboard.press(press)
         loaded(page)
         i, j = hover(page, 0.51, 0.5)
         level = int(page.locator(".note").first.get_attribute("data-level") or -1)
         reading = page.locator(".reading").first
-        shown = float(reading.get_attribute("data-weight") or "nan")
+        shown = weight(reading)
         side = 1 << level
         cell = amap[0, 0, i : i + side, j : j + side]
         wanted = float(cell.mean()) if "mean" in reading.inner_text() else float(cell.max())
@@ -164,12 +175,10 @@ def test_a_hundred_thousand_tokens_at_every_zoom(page: Page, served: list[Server
     expect(page.locator("aside")).to_have_attribute("data-token", "70000")
     best = amap[0, 0, 70_000].topk(1)
     first = page.locator("aside li .value").first
-    assert float(first.get_attribute("data-weight") or "nan") == pytest.approx(
-        float(best.values[0]), rel=1e-6
-    )
+    assert weight(first) == pytest.approx(float(best.values[0]), rel=1e-6)
 
 
-def test_a_link_restores_exactly_what_is_shown(page: Page, served: list[Server]) -> None:
+def test_a_link_restores_the_view(page: Page, served: list[Server]) -> None:
     amap = a_map(900)
     opened(page, served, amap, at="#page=head&scale=log&pooling=mean&theme=dark")
     loaded(page)
@@ -190,9 +199,8 @@ def test_a_link_restores_exactly_what_is_shown(page: Page, served: list[Server])
     page.goto(link)
     loaded(page)
     expect(page.locator(".reading").first).to_have_text(text)
-    page.wait_for_function(
-        "picture => document.querySelector('canvas.map').toDataURL() === picture", arg=picture
-    )
+    same = "picture => document.querySelector('canvas.map').toDataURL() === picture"
+    page.wait_for_function(same, arg=picture)
     assert page.url == link
 
 
@@ -205,13 +213,11 @@ def test_two_heads_and_two_runs_zoom_together(page: Page, served: list[Server]) 
     page.keyboard.press("+")
     page.keyboard.press("+")
     loaded(page)
-    box = page.locator("canvas.map").nth(1).bounding_box()
-    assert box is not None
+    box = box_of(page.locator("canvas.map").nth(1))
     page.mouse.move(box["x"] + 300, box["y"] + 400)
     readings = page.locator(".reading")
-    for name in ("data-query", "data-key"):
-        assert readings.nth(0).get_attribute(name) == readings.nth(1).get_attribute(name)
-    i, j = (int(readings.nth(1).get_attribute(name) or -1) for name in ("data-query", "data-key"))
+    i, j = pair(readings.nth(1))
+    assert pair(readings.nth(0)) == (i, j)
     for n in range(2):
         expect(readings.nth(n)).to_have_attribute("data-exact", "true")
     for n, amap in enumerate((one, other)):
@@ -226,10 +232,8 @@ def test_the_overview_sorts_and_filters_by_head_scores(page: Page, served: list[
     opened(page, served, amap, at="#sort=entropy")
     expect(page.locator("dd[data-score=entropy]")).to_have_count(5)
     entropy = amap.entropy()[0].mean(-1)
-    order = [
-        int((card.get_attribute("data-place") or "").split("/")[2]) for card in page.locator(".card").all()
-    ]
-    assert order == entropy.argsort(descending=True).tolist()
+    places = [card.get_attribute("data-place") or "" for card in page.locator(".card").all()]
+    assert [int(place.split("/")[2]) for place in places] == entropy.argsort(descending=True).tolist()
     least = float(entropy.sort().values[2]) - 1e-6
     page.locator("#score").select_option("entropy")
     page.locator("#minimum").press_sequentially(str(least))
@@ -262,8 +266,7 @@ def test_few_keys_are_drawn_wide_enough_to_point_at(page: Page, served: list[Ser
     amap = mh.attention_with_map(q, k, k)[1]
     opened(page, served, amap, at="#page=head")
     loaded(page)
-    box = page.locator("canvas.map").bounding_box()
-    assert box is not None
+    box = box_of(page.locator("canvas.map"))
     reading, read = page.locator(".reading"), 0
     for step in range(-40, 41, 5):  # pixels beside the middle
         page.mouse.move(box["x"] + (98 + box["width"] - 74) / 2 + step, box["y"] + 300)
@@ -273,29 +276,24 @@ def test_few_keys_are_drawn_wide_enough_to_point_at(page: Page, served: list[Ser
     loaded(page)
     expect(page.locator(".note")).to_have_attribute("data-level", "0")
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 300)
-    weight = exact(page)
-    i, j = (int(reading.get_attribute(name) or -1) for name in ("data-query", "data-key"))
-    assert weight == float(amap[0, 0, i, j])
+    shown, (i, j) = exact(page), pair(reading)
+    assert shown == float(amap[0, 0, i, j])
 
 
-def test_the_text_shows_what_a_token_attends_to_and_what_attends_to_it(
-    page: Page, served: list[Server]
-) -> None:
+def test_the_text_shows_the_weights_from_and_to_a_token(page: Page, served: list[Server]) -> None:
     amap = a_map(30)
     opened(page, served, amap, at="#page=text")
     page.locator(".token[data-token='9']").hover()
     expect(page.locator("aside")).to_have_attribute("data-token", "9")
     row, column = amap[0, :, 9].mean(0), amap[0, :, :, 9].mean(0)
-    shown = [float(x.get_attribute("data-weight") or "nan") for x in page.locator("aside li .value").all()]
+    shown = [weight(element) for element in page.locator("aside li .value").all()]
     wanted = [*row.topk(10).values.tolist(), *column.topk(12).values.tolist()]
     assert shown == pytest.approx(wanted, rel=1e-6)
     assert page.locator("svg.lines path").count() > 0
     page.locator("fieldset label", has_text="1").locator("input").check()
     page.locator(".token[data-token='9']").hover()
-    page.wait_for_function(  # the panel showed both heads before
-        "wanted => Math.abs(document.querySelector('aside li .value').dataset.weight / wanted - 1) < 1e-6",
-        arg=float(amap[0, 1, 9].max()),
-    )
+    first = "document.querySelector('aside li .value').dataset.weight"  # of both heads before
+    page.wait_for_function(f"wanted => Math.abs({first} / wanted - 1) < 1e-6", arg=float(amap[0, 1, 9].max()))
 
 
 def test_a_token_is_shown_as_text_and_never_run(page: Page, served: list[Server]) -> None:
@@ -308,7 +306,7 @@ def test_a_token_is_shown_as_text_and_never_run(page: Page, served: list[Server]
     hover(page, 0.6, 0.5)
 
 
-def test_what_is_shown_is_saved_as_a_png(page: Page, served: list[Server], tmp_path: Path) -> None:
+def test_the_view_is_saved_as_a_png(page: Page, served: list[Server], tmp_path: Path) -> None:
     opened(page, served, a_map(40), at="#page=head")
     loaded(page)
     with page.expect_download() as waiting:
@@ -333,24 +331,18 @@ def test_an_exported_page_opens_from_a_disk(
     page.keyboard.press("1")
     loaded(page)
     i, j = hover(page, 0.7, 0.45)
-    shown = float(page.locator(".reading").first.get_attribute("data-weight") or "nan")
+    shown = weight(page.locator(".reading").first)
     assert shown == pytest.approx(float(amap[0, 1, i, j]), rel=2**-11 if folder else 1e-7)
     page.keyboard.press("x")
     page.locator(".token[data-token='20']").hover()
     expect(page.locator("aside")).to_have_attribute("data-token", "20")
     first = page.locator("aside li .value").first
-    assert float(first.get_attribute("data-weight") or "nan") == pytest.approx(
-        float(amap[0, 1, 20].max()), rel=2**-11
-    )
+    assert weight(first) == pytest.approx(float(amap[0, 1, 20].max()), rel=2**-11)
 
 
 def test_a_link_with_wrong_values_shows_the_nearest_valid_ones(page: Page, served: list[Server]) -> None:
-    opened(
-        page,
-        served,
-        a_map(20),
-        at="#page=head&head=99&layer=-4&run=x&view=a,b,c&pin=1&pooling=sum&batch=7&theme=blue",
-    )
+    wrong = "head=99&layer=-4&run=x&view=a,b,c&pin=1&pooling=sum&batch=7&theme=blue"
+    opened(page, served, a_map(20), at=f"#page=head&{wrong}")
     loaded(page)
     expect(page.locator(".pane-title")).to_have_text("layer 0: attention, head 1")
 

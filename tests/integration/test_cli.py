@@ -10,16 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import manyheads
+from tests.waiting import HANG
 
 COMMANDS = ("show", "view", "train", "generate", "check", "lessons", "kernels", "bench")
 TEXT = "the train left the station on time"
-HANG = 120  # seconds that only a hang takes
 # Says when the handler of SIGINT is installed: before that, Python itself handles it.
 READY = (
     "import sys; from manyheads import __main__ as command; command.handle_interrupts();"
@@ -27,17 +28,13 @@ READY = (
 )
 
 
-def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    command = [sys.executable, "-m", "manyheads", *words]
+def execute(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python to its end."""
     options = {"capture_output": True, "encoding": "utf-8", "timeout": HANG, "check": False} | options
-    return subprocess.run(command, **options)
+    return subprocess.run([sys.executable, *words], **options)
 
 
-def python(code: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run some code to its end."""
-    options = {"capture_output": True, "encoding": "utf-8", "timeout": HANG, "check": False} | options
-    return subprocess.run([sys.executable, "-c", code, *words], **options)
+run, python = partial(execute, "-m", "manyheads"), partial(execute, "-c")
 
 
 # -- help and version ------------------------------------------------------------------------------
@@ -104,22 +101,14 @@ def interrupted(words: Sequence[str], delay: float, folder: Path) -> tuple[int, 
 
 @pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
-@pytest.mark.parametrize(
-    ("words", "moments"),
-    [
-        pytest.param(["generate", TEXT, "--tokens", "40"], 6, id="generate"),
-        pytest.param(["show", TEXT], 4, id="show"),
-        pytest.param(["generate", TEXT, "--tokens", "40"], 40, id="generate often"),
-        pytest.param(["show", TEXT], 40, id="show often"),
-    ],
-)
-def test_an_interrupted_command_ends_quietly(words: list[str], moments: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["generate", TEXT, "--tokens", "40"], ["show", TEXT]], ids=" ".join)
+def test_an_interrupted_command_ends_quietly(words: list[str], tmp_path: Path) -> None:
     begin = time.monotonic()
     whole = run(*words, cwd=tmp_path)
     took = time.monotonic() - begin
     assert (whole.returncode, whole.stderr) == (0, "")
-    for n in range(moments):  # a random moment within each of so many parts
-        delay = took * (n + random.random()) / moments
+    for n in range(40):  # a random moment within each of so many parts
+        delay = took * (n + random.random()) / 40
         code, out, err = interrupted(words, delay, tmp_path)
         assert err == "", delay
         if code != 130:
@@ -199,26 +188,16 @@ def test_an_ascii_terminal(words: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["show", TEXT, "--out", ""],
-        ["show", TEXT, "--save", ""],
-        ["view", ""],
-        ["view", "maps", "--export", ""],
-        ["train", "--out", ""],
-        ["train", "--out", "run", "--data", ""],
-        ["generate", TEXT, "--model", ""],
-        ["check", "a:b", "--out", ""],
-        ["check", "a:b", "--json", ""],
-        ["check", "a:b", "--junit", ""],
-        ["lessons", ""],
-        ["bench", "--out", ""],
+        *("show text --out", "show text --save", "view", "view maps --export", "train --out", "lessons"),
+        *("train --out run --data", "generate text --model", "check a:b --out", "check a:b --json"),
+        *("check a:b --junit", "bench --out"),
     ],
-    ids=" ".join,
 )
-def test_an_empty_path_is_not_the_current_folder(words: list[str], tmp_path: Path) -> None:
-    done = run(*words, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("Expected a path, got ''. Use . for the current folder.\n")
-    assert not list(tmp_path.iterdir())
+def test_an_empty_path_is_not_the_current_folder(words: str, run_command: Any) -> None:
+    code, out, err = run_command(*words.split(), "")
+    assert (code, out) == (2, "")
+    assert err.endswith("Expected a path, got ''. Use . for the current folder.\n")
+    assert not list(Path().iterdir())
 
 
 @pytest.mark.full

@@ -54,15 +54,9 @@ def needs(text: str) -> None:
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "timeout": HANG, "check": False}
+    return subprocess.run(command, cwd=folder, env=env, **options)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +92,8 @@ FINDINGS = blocks(PAGE)
 
 @pytest.mark.full
 @pytest.mark.parametrize("block", FINDINGS, ids=[str(n) for n in range(len(FINDINGS))])
-def test_a_finding_is_still_true(block: str, tmp_path: Path) -> None:
-    """Its script asserts what the page says, in a process of its own, as it stands."""
+def test_a_finding_of_the_docs_is_true(block: str, tmp_path: Path) -> None:
+    """Run the script, which asserts what the page says, in a process of its own."""
     assert "assert " in block
     needs(block)
     if torch.__version__.partition("+")[0] != JUDGED:
@@ -195,14 +189,6 @@ def test_a_check_reports_what_its_page_shows(command: str, folder: Path) -> None
     assert done.returncode == bool(failed)
 
 
-def test_lessons_are_copied(tmp_path: Path) -> None:
-    """The README's line but for the installation, which is an environment of its own, and the start."""
-    [command] = [line.partition("&& ")[2] for line in shell(ROOT / "README.md") if "[lessons]" in line]
-    done = run([sys.executable, "-m", "manyheads", *command.split()[1:], "--no-start"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert len(list(tmp_path.rglob("*.ipynb"))) == 4
-
-
 VIEWS = sorted(
     {command for page in PAGES for command in commands(page) if re.search(r" view |--open", command)}
 )
@@ -224,7 +210,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("command", VIEWS)
 def test_the_viewer_opens_as_in_its_page(command: str, runs: Path) -> None:
-    """A page that is served answers under its link; one that is exported stands there."""
+    """A served page answers under its link; an exported page is a file."""
     words = [sys.executable, "-m", "manyheads", *shlex.split(command, comments=True)[1:]]
     if "--export" in words:
         done = run(words, runs)

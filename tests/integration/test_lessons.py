@@ -1,4 +1,4 @@
-"""The lessons run, hold no outputs, and their exercises are graded as they say."""
+"""The lessons run, have no outputs, and their exercises are graded as they say."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from typer.testing import CliRunner
 
 from manyheads import checker
 from manyheads.checker.isolation.target import find
-from manyheads.cli import app
 from manyheads.text import lessons
 from tests.waiting import HANG
 
@@ -26,7 +24,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 EXERCISES = sorted(path.stem for path in (FOLDER / "exercises").glob("*.py"))
 
 
-def test_there_are_four() -> None:
+def test_there_are_four_lessons() -> None:
     assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4"]
     assert lessons.source() == FOLDER
 
@@ -39,16 +37,12 @@ def test_a_lesson_is_stored_without_outputs_and_runs(path: Path) -> None:
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     assert code
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
-    NotebookClient(
-        book,
-        timeout=HANG,
-        startup_timeout=HANG,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(FOLDER)}},
-    ).execute()
+    waits = {"timeout": HANG, "startup_timeout": HANG}
+    resources = {"metadata": {"path": str(FOLDER)}}
+    NotebookClient(book, kernel_name="python3", resources=resources, **waits).execute()
 
 
-def asked(stem: str) -> list[tuple[str, dict[str, Any]]]:
+def commands_of(stem: str) -> list[tuple[str, dict[str, Any]]]:
     """(name, arguments of check) as the notebooks' command lines have them."""
     found = []
     for path in NOTEBOOKS:
@@ -65,7 +59,7 @@ def asked(stem: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-# What each unfilled file is told: the name of its mistake, or words of what is still to be written.
+# The report of each unfilled file: the name of its bug, or words of what is still to be written.
 LEADS = {
     "decoder_attention": "masked-after-softmax",
     "many_heads": "split-without-transpose",
@@ -84,7 +78,7 @@ LEADS = {
 @pytest.mark.usefixtures("quick", "one_thread")
 @pytest.mark.parametrize("stem", EXERCISES)
 def test_an_exercise_fails_and_leads_on_and_its_solution_passes(stem: str) -> None:
-    every = asked(stem)
+    every = commands_of(stem)
     assert every, f"no notebook says how {stem}.py is checked"
     for name, given in every:
         solution = checker.check(find(f"{FOLDER / 'solutions' / stem}.py:{name}"), **given)
@@ -92,29 +86,20 @@ def test_an_exercise_fails_and_leads_on_and_its_solution_passes(stem: str) -> No
         try:
             report = checker.check(find(f"{FOLDER / 'exercises' / stem}.py:{name}"), **given)
             assert not report.passed
-            told = [diagnosis.bug for diagnosis in report.diagnosis]
-            told += [check.reason for check in report.checks if check.status == "failed"]
+            lines = [diagnosis.bug for diagnosis in report.diagnosis]
+            lines += [check.reason for check in report.checks if check.status == "failed"]
         except checker.Unclear as error:  # exit code 2
-            told = [str(error)]
-        assert any(LEADS[stem] in words for words in told), told
+            lines = [str(error)]
+        assert any(LEADS[stem] in line for line in lines), lines
 
 
-def test_the_command_copies_files_and_keeps_existing_ones(tmp_path: Path) -> None:
-    def run() -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "manyheads", "lessons", "mine", "--no-start"],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            check=True,
-        )
-        return done.stdout
-
-    assert "files copied" in run()
-    first = tmp_path / "mine" / NOTEBOOKS[0].name
+def test_the_command_copies_files_and_keeps_existing_ones(run_command: Any) -> None:
+    assert "files copied" in run_command("lessons", "--no-start").out
+    assert len(list(Path("manyheads-lessons").glob("*.ipynb"))) == 4  # the folder that the README names
+    first = Path("manyheads-lessons", NOTEBOOKS[0].name)
     assert first.read_bytes() == NOTEBOOKS[0].read_bytes()
     first.write_text("a learner's work")
-    assert "which are kept" in run()
+    assert "which are kept" in run_command("lessons", "--no-start").out
     assert first.read_text() == "a learner's work"
 
 
@@ -123,7 +108,7 @@ def test_the_command_copies_files_and_keeps_existing_ones(tmp_path: Path) -> Non
 )
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_command_starts_jupyter_or_prints_how(
-    user: int, says: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    user: int, says: str, installed: bool, run_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[list[str], str]] = []
 
@@ -131,28 +116,22 @@ def test_the_command_starts_jupyter_or_prints_how(
         ran.append((words, env["PATH"]))
         return subprocess.CompletedProcess(words, 3)
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: user, raising=False)
     monkeypatch.setattr(lessons, "can_start", lambda: installed)
     monkeypatch.setattr(subprocess, "run", run)
-    unstarted = CliRunner().invoke(app, ["lessons", "my lessons", "--no-start"])
-    assert (unstarted.exit_code, ran) == (0, [])
-    last = unstarted.stdout.splitlines()[-1]
+    unstarted = run_command("lessons", "my lessons", "--no-start")
+    assert (unstarted.code, ran) == (0, [])
+    last = unstarted.out.splitlines()[-1]
     assert last.endswith(says)
     assert ("pip install" in last) is not installed
-    started = CliRunner().invoke(app, ["lessons", "my lessons"])
+    started = run_command("lessons", "my lessons")
     if not installed:
-        assert (started.exit_code, ran) == (0, [])
+        assert (started.code, ran) == (0, [])
         return
     [(words, path)] = ran
-    assert started.exit_code == 3  # Jupyter's own
-    assert words == [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "my lessons",
-        *(["--allow-root"] if not user else []),
-    ]
+    assert started.code == 3  # Jupyter's own
+    options = [] if user else ["--allow-root"]
+    assert words == [sys.executable, "-m", "jupyterlab", "my lessons", *options]
     assert path.split(os.pathsep)[0] == sysconfig.get_path("scripts")  # where the command manyheads is
 
 

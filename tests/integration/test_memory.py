@@ -38,7 +38,7 @@ print((peak() - before - held + small) / 1e6)
 
 
 def beyond(length: int, what: str, kernel: str = "chunked") -> float:
-    """MB of peak resident memory beyond what must be held."""
+    """Return the MB of peak resident memory beyond inputs, outputs and gradients."""
     command = [sys.executable, "-c", CHILD, str(length), what, kernel]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout)
@@ -59,6 +59,6 @@ def test_32k_tokens(what: str, limit: float) -> None:
     assert beyond(32768, what) < limit
 
 
-def test_the_measure_sees_a_matrix() -> None:
+def test_the_measure_detects_a_matrix() -> None:
     """The reference kernel at 2,048 tokens builds weights of 134 MB, and more than once."""
     assert beyond(2048, "forward", "reference") > 134

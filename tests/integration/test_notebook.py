@@ -58,8 +58,11 @@ class Sent(list[tuple[dict[str, Any], list[bytes]]]):
         return found()[0]
 
 
+Large = tuple[Any, mh.AttentionMap, Sent]
+
+
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, mh.AttentionMap, Sent]]:
+def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[Large]:
     """A widget, its map, and its messages."""
     monkeypatch.setattr(module, "EMBEDDED_BYTES", 0)
     amap, sent = a_map(), Sent()
@@ -71,7 +74,6 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, mh.AttentionMa
 
 def test_a_small_map_is_a_page_in_a_frame_with_a_picture_behind_it() -> None:
     bundle = module.display(Api(a_map().labelled(WORDS)))._repr_mimebundle_()
-
     assert set(bundle) == {"text/html", "text/plain", "image/png"}
     assert bundle["image/png"].startswith(b"\x89PNG")
     assert bundle["text/plain"] == "a viewer of attention"
@@ -80,16 +82,13 @@ def test_a_small_map_is_a_page_in_a_frame_with_a_picture_behind_it() -> None:
     assert 'sandbox="allow-scripts allow-downloads"' in text
     drawn = base64.b64encode(bundle["image/png"]).decode()
     assert f"base64,{drawn}" in text.split("<iframe")[0]  # where frames are taken out
-    assert (
-        f"&lt;noscript&gt;&lt;img alt=&quot;every head&quot; src=&quot;data:image/png;base64,{drawn}" in text
-    )
+    picture = f"&lt;img alt=&quot;every head&quot; src=&quot;data:image/png;base64,{drawn}"
+    assert f"&lt;noscript&gt;{picture}" in text
 
 
-def test_a_large_map_is_a_widget_with_a_picture_beside_it(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
+def test_a_large_map_is_a_widget_with_a_picture_beside_it(large: Large) -> None:
     widget, *_ = large
-
     bundle = widget._repr_mimebundle_()
-
     bundle = bundle[0] if isinstance(bundle, tuple) else bundle
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert bundle["image/png"].startswith(b"\x89PNG")
@@ -98,19 +97,15 @@ def test_a_large_map_is_a_widget_with_a_picture_beside_it(large: tuple[Any, mh.A
 
 def test_a_very_large_map_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PICTURE_WEIGHTS", 10)
-
     bundle = module.display(Api(a_map()))._repr_mimebundle_()
-
     assert set(bundle) == {"text/html", "text/plain"}
     assert "<img" not in bundle["text/html"]
 
 
-def test_an_answer_names_the_view_that_requested_it(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
+def test_an_answer_names_the_view_that_requested_it(large: Large) -> None:
     widget, amap, sent = large
-
     for view, place in (("a", "5/2"), ("b", "7/3")):
         widget._receive(widget, {"view": view, "number": 0, "address": f"weight/0/0/1/{place}/0"}, [])
-
     for view, i, j in (("a", 5, 2), ("b", 7, 3)):
         message, (answer,) = sent.of(view, 0)
         assert "error" not in message
@@ -120,43 +115,36 @@ def test_an_answer_names_the_view_that_requested_it(large: tuple[Any, mh.Attenti
 @pytest.mark.parametrize(
     ("address", "words"), [("nowhere", "Unknown address"), ("weight/0/0/9/0/0/0", "Expected head between")]
 )
-def test_a_wrong_address_is_answered_with_an_error(
-    large: tuple[Any, mh.AttentionMap, Sent], address: str, words: str
-) -> None:
+def test_a_wrong_address_is_answered_with_an_error(large: Large, address: str, words: str) -> None:
     widget, _, sent = large
-
     widget._receive(widget, {"view": "a", "number": 3, "address": address}, [])
-
     message, buffers = sent.of("a", 3)
     assert words in message["error"]
     assert not buffers
 
 
-def test_a_cancelled_request_is_not_answered(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
+def test_a_cancelled_request_is_not_answered(large: Large) -> None:
     widget, _, sent = large
     widget._receive(widget, {"view": "a", "number": 0, "address": "runs"}, [])
     sent.of("a", 0)
     begin = threading.Event()
     widget._api.worker.submit(begin.wait, -1)
     widget._receive(widget, {"view": "a", "number": 1, "address": "runs"}, [])
-
     widget._receive(widget, {"view": "a", "number": 1, "cancelled": True}, [])
     widget._receive(widget, {"view": "a", "number": 2, "cancelled": True}, [])  # never requested
     begin.set()
     widget._receive(widget, {"view": "a", "number": 3, "address": "runs"}, [])
-
     sent.of("a", 3)
     assert [message["number"] for message, _ in sent] == [0, 3]
 
 
-def test_the_worker_runs_while_a_view_is_open(large: tuple[Any, mh.AttentionMap, Sent]) -> None:
+def test_the_worker_runs_while_a_view_is_open(large: Large) -> None:
     widget, _, sent = large
     before = workers()
     for view in "ab":
         widget._receive(widget, {"view": view, "number": 0, "address": "runs"}, [])
         sent.of(view, 0)
     assert workers() == before + 1
-
     widget._receive(widget, {"view": "a", "closed": True}, [])
     assert workers() == before + 1  # view b is still open
     widget._receive(widget, {"view": "b", "closed": True}, [])
@@ -168,14 +156,13 @@ def test_the_worker_runs_while_a_view_is_open(large: tuple[Any, mh.AttentionMap,
     assert workers() == before
 
 
-def test_without_anywidget_a_large_map_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_map_without_anywidget_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EMBEDDED_BYTES", 0)
     monkeypatch.setitem(sys.modules, "anywidget", None)
     module._widget_class.cache_clear()
 
-    with pytest.raises(
-        ImportError, match=r"anywidget, which isn't installed\. Run pip install '\.\[view\]' in a clone"
-    ):
+    expected = r"anywidget, which isn't installed\. Run pip install '\.\[view\]' in a clone"
+    with pytest.raises(ImportError, match=expected):
         module.display(Api(a_map()))
 
 
@@ -190,15 +177,14 @@ def test_ipython_without_a_kernel_is_not_a_notebook() -> None:
         "from IPython.core.interactiveshell import InteractiveShell; InteractiveShell.instance(); "
         "from manyheads.viewer import widget; print(widget.in_notebook())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True)
     assert done.stdout.strip() == "False"
 
 
 @pytest.mark.full
 def test_nbconvert_writes_the_page_and_the_picture_of_a_widget(
-    large: tuple[Any, mh.AttentionMap, Sent], monkeypatch: pytest.MonkeyPatch
+    large: Large, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nbconvert import HTMLExporter
 
@@ -211,9 +197,7 @@ def test_nbconvert_writes_the_page_and_the_picture_of_a_widget(
         bundle = bundle[0] if isinstance(bundle, tuple) else bundle
         data = {**bundle, "image/png": base64.b64encode(bundle["image/png"]).decode()}
         cells.append(new_code_cell(outputs=[new_output("display_data", data)]))
-
     text, _ = HTMLExporter().from_notebook_node(new_notebook(cells=cells))
-
     assert text.count("<iframe") == 1
     assert "widget-view" not in text.split("<body")[1]
     assert text.count('src="data:image/png;base64') == 2  # behind the frame, and instead of the widget
@@ -250,11 +234,8 @@ def lab(tmp_path: Path) -> Iterator[str]:
     folders = {name: tmp_path / name for name in ("config", "data", "runtime", "ipython", "home", "books")}
     for folder in folders.values():
         folder.mkdir()
-    kernel = {
-        "name": "python3",
-        "display_name": "Python 3",
-        "language": "python",
-    }  # else JupyterLab asks for one
+    # Without a kernel's name JupyterLab opens a dialog.
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     book = new_notebook(cells=[new_code_cell(cell) for cell in CELLS], metadata={"kernelspec": kernel})
     nbformat.write(book, folders["books"] / "book.ipynb")
     with socket.socket() as free:
@@ -272,14 +253,8 @@ def lab(tmp_path: Path) -> Iterator[str]:
         "LabApp.news_url": None,
         "LabApp.extension_manager": "readonly",
     }
-    environment = {
-        f"JUPYTER_{name.upper()}_DIR": str(folders[name]) for name in ("config", "data", "runtime")
-    }
-    environment |= {
-        "IPYTHONDIR": str(folders["ipython"]),
-        "HOME": str(folders["home"]),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {f"JUPYTER_{name.upper()}_DIR": folders[name] for name in ("config", "data", "runtime")}
+    environment |= {"IPYTHONDIR": folders["ipython"], "HOME": folders["home"], "OMP_NUM_THREADS": "1"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of its kernel's Python
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
     with (tmp_path / "log").open("w") as log:

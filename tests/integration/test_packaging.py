@@ -1,4 +1,4 @@
-"""The sdist and the wheel that is built from it: what they hold, and that uninstalling leaves nothing."""
+"""The files of the sdist and of the wheel that is built from it, and uninstalling."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ LESSONS = ROOT / "docs" / "lessons"
 def run(*command: str | Path) -> None:
     """Run a command; no compiler is needed, since the native kernel is left out."""
     done = subprocess.run(
-        command,
-        env={**os.environ, "CXX": "false"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
+        command, env={**os.environ, "CXX": "false"}, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -54,7 +49,7 @@ def test_the_sdist_has_no_tests(built: tuple[Path, Path]) -> None:
     assert not [name for name in names if name.startswith("tests")]
 
 
-def test_the_wheel_has_the_lessons_and_nothing_outside_the_package(built: tuple[Path, Path]) -> None:
+def test_the_wheel_has_the_package_and_the_lessons_only(built: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(built[1]).namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"manyheads"}
     assert not [name for name in names if ".data/" in name]

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import manyheads
-from manyheads import cli
 from manyheads.text import models as readers
 from manyheads.text import report
 
@@ -34,16 +34,11 @@ TEXT = "the train left the station on time and the other train left the other st
 PLAIN = ["<unk>", "<s>", "</s>", "<pad>", *sorted(set(TEXT.split()))]
 VOCAB = {"vocab_size": 60, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
 CONTEXT = 64
-SIZES = {
-    **VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": CONTEXT,
-}
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+SIZES = {**VOCAB, **WIDTHS, "max_position_embeddings": CONTEXT}
 KV = {**SIZES, "num_key_value_heads": 2}
 SEQ2SEQ = {**VOCAB, "d_model": 32, "decoder_start_token_id": 1}
+Folders = Callable[[str], Path]
 
 
 def plain_words() -> Any:
@@ -63,13 +58,8 @@ def pieces() -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="[UNK]",
-        pad_token="[PAD]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-    )
+    names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
 def byte_level() -> Any:
@@ -91,45 +81,35 @@ def ending() -> Any:
     return made
 
 
-MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
     "gpt2": (
-        lambda: tf.GPT2LMHeadModel(
-            tf.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT)
-        ),
+        "GPT2LMHeadModel",
+        {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},
         byte_level,
     ),
-    "llama": (lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**KV)), plain_words),
-    "gemma2": (
-        lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**KV, head_dim=8, sliding_window=4)),
-        plain_words,
-    ),
-    "bert": (lambda: tf.BertForMaskedLM(tf.BertConfig(**SIZES)), pieces),
-    "roberta": (
-        lambda: tf.RobertaModel(
-            tf.RobertaConfig(**{**SIZES, "pad_token_id": 1, "max_position_embeddings": CONTEXT + 2})
-        ),
-        pieces,
-    ),
-    "albert": (lambda: tf.AlbertModel(tf.AlbertConfig(**SIZES, embedding_size=16)), pieces),
+    "llama": ("LlamaForCausalLM", KV, plain_words),
+    "gemma2": ("Gemma2ForCausalLM", {**KV, "head_dim": 8, "sliding_window": 4}, plain_words),
+    "bert": ("BertForMaskedLM", SIZES, pieces),
+    "roberta": ("RobertaModel", {**SIZES, "pad_token_id": 1, "max_position_embeddings": CONTEXT + 2}, pieces),
+    "albert": ("AlbertModel", {**SIZES, "embedding_size": 16}, pieces),
     "t5": (
-        lambda: tf.T5ForConditionalGeneration(
-            tf.T5Config(**SEQ2SEQ, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-        ),
+        "T5ForConditionalGeneration",
+        {**SEQ2SEQ, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
         ending,
     ),
     "jamba": (
-        lambda: tf.JambaForCausalLM(
-            tf.JambaConfig(
-                **{**KV, "num_hidden_layers": 4},
-                num_experts=2,
-                attn_layer_period=2,
-                attn_layer_offset=1,
-                use_mamba_kernels=False,
-            )
-        ),
+        "JambaForCausalLM",
+        {**KV, "num_hidden_layers": 4, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+        | {"use_mamba_kernels": False},
         plain_words,
     ),
 }
+
+
+def build(name: str, **options: Any) -> Any:
+    """A model of transformers by the name of its class."""
+    model = getattr(tf, name)
+    return model(model.config_class(**options))
 
 
 def saved(folder: Path, model: Any, tokenizer: Any) -> Path:
@@ -144,38 +124,24 @@ def saved(folder: Path, model: Any, tokenizer: Any) -> Path:
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the folder of a model, which is made when it is first used."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The folder of a model, written at its first use."""
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
         if name not in made:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                model, tokenizer = (part() for part in MODELS[name])
-                made[name] = saved(tmp_path_factory.mktemp(name), model, tokenizer)
+                model, options, tokenizer = MODELS[name]
+                made[name] = saved(tmp_path_factory.mktemp(name), build(model, **options), tokenizer())
         return made[name]
 
     return folder
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """Run `manyheads show` as its command line does, in an empty folder: (exit code, output, errors)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def command(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["manyheads", "show", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-        return code, *capsys.readouterr()
-
-    return command
+def show(run_command: Any) -> Any:
+    return partial(run_command, "show")
 
 
 @pytest.fixture
@@ -200,7 +166,7 @@ def eager(folder: Path, ids: list[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_maps_and_labels_are_the_models_own(name: str, folders: Callable[[str], Path]) -> None:
+def test_the_maps_and_labels_are_the_models_own(name: str, folders: Folders) -> None:
     folder = folders(name)
     reading = report.read(TEXT, folder)
     tokenizer = tf.AutoTokenizer.from_pretrained(folder)
@@ -217,9 +183,7 @@ def test_the_maps_and_labels_are_the_models_own(name: str, folders: Callable[[st
         assert one.weight == pytest.approx(weight, abs=1e-5)
 
 
-def test_hugging_face_tokens_have_text_and_words(
-    folders: Callable[[str], Path],
-) -> None:
+def test_hugging_face_tokens_have_text_and_words(folders: Folders) -> None:
     read = report.read("the station, the Train", folders("bert")).tokens
     assert [token.label for token in read][:6] == ["[CLS]", "the", "sta", "##tion", "[UNK]", "the"]
     assert [token.text for token in read] == ["", "the", "sta", "tion", ",", "the", "Train", ""]
@@ -233,8 +197,7 @@ def test_hugging_face_tokens_have_text_and_words(
 
 
 def test_a_tokenizer_without_offsets(tmp_path: Path) -> None:
-    config = tf.BertConfig(**{**SIZES, "vocab_size": 400})
-    folder = saved(tmp_path / "bytes", tf.BertModel(config), tf.ByT5Tokenizer())
+    folder = saved(tmp_path / "bytes", build("BertModel", **SIZES | {"vocab_size": 400}), tf.ByT5Tokenizer())
     read = report.read("on é", folder).tokens
     assert [token.label for token in read][:3] == ["o", "n", "␣"]
     assert [token.text for token in read][:3] == ["o", "n", " "]
@@ -242,16 +205,14 @@ def test_a_tokenizer_without_offsets(tmp_path: Path) -> None:
     assert len(read) == 6
 
 
-def test_of_an_encoder_decoder_model_the_encoder_is_shown(folders: Callable[[str], Path]) -> None:
+def test_of_an_encoder_decoder_model_the_encoder_is_shown(folders: Folders) -> None:
     reading = report.read(TEXT, folders("t5"))
     assert reading.notes == ["the encoder of an encoder-decoder model is shown"]
     assert reading.layers[1] == "encoder.block.1.layer.0.SelfAttention"
     assert all(amap.problem.mask is None for amap in reading.maps)
 
 
-def test_layers_are_numbered_if_some_have_no_attention_or_share_a_module(
-    folders: Callable[[str], Path],
-) -> None:
+def test_layers_are_numbered_if_some_have_no_attention_or_share_a_module(folders: Folders) -> None:
     some, one = report.read(TEXT, folders("jamba")), report.read(TEXT, folders("albert"))
     assert some.layers == ["layers.1.self_attn", "layers.3.self_attn"]
     assert some.notes == ["layers are numbered by their calls: layer 0 is layers.1.self_attn"]
@@ -259,7 +220,7 @@ def test_layers_are_numbered_if_some_have_no_attention_or_share_a_module(
     assert len(one.notes) == 1
 
 
-def test_a_text_as_long_as_the_context_and_longer(folders: Callable[[str], Path]) -> None:
+def test_a_text_as_long_as_the_context_and_longer(folders: Folders) -> None:
     for name, more in (("gpt2", 0), ("bert", 2), ("roberta", 2), ("llama", 0)):
         folder = folders(name)
         filling = "the " * (CONTEXT - more - 1) + "the"
@@ -275,15 +236,13 @@ def test_a_text_as_long_as_the_context_and_longer(folders: Callable[[str], Path]
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_layers_with_different_masks_each_have_a_uniform_head(
-    run: Any, folders: Callable[[str], Path]
-) -> None:
-    code, out, _ = run("--model", folders("gemma2"), TEXT)
+def test_layers_with_different_masks_each_have_a_uniform_head(show: Any, folders: Folders) -> None:
+    code, out, _ = show("--model", folders("gemma2"), TEXT)
     assert code == 0
     rows = [line.split() for line in out.splitlines() if re.match(r"\s+\d\s+uniform", line)]
     assert [row[0] for row in rows] == ["0", "1"]
     assert rows[0][2:] != rows[1][2:]
-    found = json.loads(run("--model", folders("gemma2"), TEXT, "--json")[1])
+    found = json.loads(show("--model", folders("gemma2"), TEXT, "--json")[1])
     t = len(found["tokens"])
     near = [1 / min(4, i + 1) for i in range(t)]
     far = [1 / (i + 1) for i in range(t)]
@@ -296,8 +255,8 @@ def test_layers_with_different_masks_each_have_a_uniform_head(
 
 @pytest.mark.sampled(name="gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
-def test_from_a_text_to_words_and_pictures(name: str, run: Any, folders: Callable[[str], Path]) -> None:
-    code, out, err = run("--model", folders(name), TEXT, "--no-mask", "--layer", 1, "--head", 2)
+def test_from_a_text_to_words_and_pictures(name: str, show: Any, folders: Folders) -> None:
+    code, out, err = show("--model", folders(name), TEXT, "--no-mask", "--layer", 1, "--head", 2)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert max(map(len, out.partition("what each head")[2].partition("\n\nLayer")[0].splitlines())) <= 80
@@ -307,7 +266,7 @@ def test_from_a_text_to_words_and_pictures(name: str, run: Any, folders: Callabl
     assert ("blank: masked" in out) is not ahead
     assert ("what if nothing were masked" in out) is not ahead
     assert ("(--no-mask: layer 1 masks nothing)" in lines) is ahead
-    found = json.loads(run("--model", folders(name), TEXT, "--json", "--format", "svg", "--out", "o")[1])
+    found = json.loads(show("--model", folders(name), TEXT, "--json", "--format", "svg", "--out", "o")[1])
     assert found["model"] == str(folders(name))
     assert [layer["heads"] for layer in found["layers"]] == [4, 4]
     assert ("next_token" in found["measures"][0]) is ahead
@@ -318,14 +277,14 @@ def test_from_a_text_to_words_and_pictures(name: str, run: Any, folders: Callabl
 
 
 @pytest.mark.full
-def test_the_command_prints_only_its_own_output(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_command_prints_only_its_own_output(folders: Folders, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyheads", "show", "--model", str(folders("bert")), TEXT, "--json"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert json.loads(ran.stdout)["model"] == str(folders("bert"))
 
 
-def test_the_log_of_transformers_is_restored(folders: Callable[[str], Path]) -> None:
+def test_the_log_of_transformers_is_restored(folders: Folders) -> None:
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -342,7 +301,7 @@ def test_the_log_of_transformers_is_restored(folders: Callable[[str], Path]) -> 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_name_in_the_local_cache_and_no_network(
-    run: Any, folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    show: Any, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
     place = cache / "models--some--bert"
@@ -355,13 +314,13 @@ def test_a_name_in_the_local_cache_and_no_network(
         raise AssertionError("the network was asked")
 
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
-    code, out, err = run("--model", "some/bert", TEXT, "--json")
+    code, out, err = show("--model", "some/bert", TEXT, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["model"] == "some/bert"
-    code, out, err = run("--model", "some/other", TEXT)
+    code, out, err = show("--model", "some/other", TEXT)
     assert (code, out) == (2, "")
     assert "got some/other. If it is a name, run hf download some/other." in err
-    code, out, err = run("--model", "./some/other", TEXT)
+    code, out, err = show("--model", "./some/other", TEXT)
     assert (code, out) == (2, "")
     assert err.endswith("got ./some/other.\n")
 
@@ -371,9 +330,9 @@ def test_a_name_in_the_local_cache_and_no_network(
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["shipped", "llama", "t5"])
-def test_a_saved_recording_equals_the_reading(name: str, run: Any, folders: Callable[[str], Path]) -> None:
+def test_a_saved_recording_equals_the_reading(name: str, show: Any, folders: Folders) -> None:
     arguments = [] if name == "shipped" else ["--model", folders(name)]
-    code, out, err = run(*arguments, TEXT, "--save", "run.safetensors")
+    code, out, err = show(*arguments, TEXT, "--save", "run.safetensors")
     assert (code, err) == (0, "")
     assert re.search(r"wrote manyheads-out/overview.png, \S+ and run.safetensors\n$", out)
     reading = report.read(TEXT, None if name == "shipped" else folders(name))
@@ -384,7 +343,7 @@ def test_a_saved_recording_equals_the_reading(name: str, run: Any, folders: Call
         assert opened[layer].tokens == tuple(reading.labels)
         torch.testing.assert_close(opened[layer].dense(), amap.dense(), atol=1e-6, rtol=0)
     assert sorted(path.name for path in Path().iterdir()) == ["manyheads-out", "run.safetensors"]
-    assert json.loads(run(*arguments, TEXT, "--save", "b.safetensors", "--json")[1])["files"][-1] == (
+    assert json.loads(show(*arguments, TEXT, "--save", "b.safetensors", "--json")[1])["files"][-1] == (
         "b.safetensors"
     )
 
@@ -399,37 +358,37 @@ def test_a_saved_recording_equals_the_reading(name: str, run: Any, folders: Call
     ],
 )
 def test_an_unwritable_file_raises_before_the_text_is_read(
-    path: str, says: str, run: Any, monkeypatch: pytest.MonkeyPatch
+    path: str, says: str, show: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("folder").mkdir()
     Path("file").touch()
     monkeypatch.setattr(readers, "load", None)
-    assert run(TEXT, "--save", path) == (2, "", f"manyheads: {says}\n")
+    assert show(TEXT, "--save", path) == (2, "", f"manyheads: {says}\n")
     assert not Path("manyheads-out").exists()
 
 
 @pytest.mark.parametrize("text", [TEXT, f"{TEXT} " * 40])
-def test_long_needs_a_manyheads_model(text: str, run: Any, folders: Callable[[str], Path]) -> None:
+def test_long_needs_a_manyheads_model(text: str, show: Any, folders: Folders) -> None:
     model = str(folders("llama"))
-    code, out, err = run(text, "--long", "--model", model)
+    code, out, err = show(text, "--long", "--model", model)
     assert (code, out) == (2, "")
     assert err == (
         "manyheads: Expected a manyheads model for --long, which scales rotary frequencies, got the Hugging "
         f"Face model {model}. Leave --long out.\n"
     )
-    assert "--long" not in run(f"{TEXT} " * 40, "--model", model)[2]
+    assert "--long" not in show(f"{TEXT} " * 40, "--model", model)[2]
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_full_disk_leaves_the_old_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run("on time", "--save", "run.safetensors")[0] == 0
+def test_a_full_disk_leaves_the_old_run(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert show("on time", "--save", "run.safetensors")[0] == 0
     before = Path("run.safetensors").read_bytes()
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    code, out, err = run("on time", "--save", "run.safetensors")
+    code, out, err = show("on time", "--save", "run.safetensors")
     assert (code, out) == (2, "")
     assert err == "manyheads: --save run.safetensors can't be written: No space left on device.\n"
     assert Path("run.safetensors").read_bytes() == before
@@ -466,14 +425,8 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
 
 QUERY = "bert.encoder.layer.1.attention.self.query.weight"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut weights": (
-        cut("model.safetensors"),
-        "can't be loaded by transformers: .*not fully covered",
-    ),
-    "no weights": (
-        without("model.safetensors"),
-        "can't be loaded by transformers: .*no file named",
-    ),
+    "cut weights": (cut("model.safetensors"), "can't be loaded by transformers: .*not fully covered"),
+    "no weights": (without("model.safetensors"), "can't be loaded by transformers: .*no file named"),
     "no config": (without("config.json"), "has no config.json"),
     "cut config": (cut("config.json"), "config.json can't be read as JSON"),
     "an unknown type": (config(model_type="zebra"), "model type `zebra`.*does not recognize"),
@@ -500,20 +453,18 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_folder_is_one_sentence(
-    what: str, run: Any, folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_broken_folder_raises_one_sentence(what: str, show: Any, folders: Folders, tmp_path: Path) -> None:
     harm, says = BROKEN[what]
     folder = shutil.copytree(folders("bert"), tmp_path / "broken")
     harm(folder)
-    code, out, err = run("--model", folder, TEXT)
+    code, out, err = show("--model", folder, TEXT)
     assert (code, out) == (2, "")
     assert re.fullmatch(r"manyheads: [^\n]+\.\n", err), err
     assert re.search(says, err), err
     assert str(folder) in err
 
 
-def test_a_missing_decoder_does_no_harm(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_missing_decoder_does_no_harm(folders: Folders, tmp_path: Path) -> None:
     """An encoder saved by itself, as those of sentence embeddings are, is still of the type T5."""
     whole = tf.T5ForConditionalGeneration.from_pretrained(folders("t5"))
     alone = tf.T5EncoderModel(whole.config)
@@ -525,13 +476,13 @@ def test_a_missing_decoder_does_no_harm(folders: Callable[[str], Path], tmp_path
         assert torch.equal(amap.dense(), wanted.dense())
 
 
-def test_a_missing_pooler_does_no_harm(folders: Callable[[str], Path]) -> None:
+def test_a_missing_pooler_does_no_harm(folders: Folders) -> None:
     """BERT for masked words is saved without the pooler that its base model has."""
     assert not any("pooler" in name for name in load_file(folders("bert") / "model.safetensors"))
     report.read(TEXT, folders("bert"))
 
 
-def test_a_tokenizer_of_another_model(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model(folders: Folders, tmp_path: Path) -> None:
     folder = shutil.copytree(folders("bert"), tmp_path / "mixed")
     byte_level().save_pretrained(folder)
     with pytest.raises(ValueError, match=r"the tokenizer returned the id \d+, and the model has 60 tokens"):
@@ -539,45 +490,36 @@ def test_a_tokenizer_of_another_model(folders: Callable[[str], Path], tmp_path: 
 
 
 def test_models_that_read_no_text_or_not_alone(tmp_path: Path) -> None:
-    picture = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "image_size": 32,
-        "patch_size": 16,
-    }
-    saved(tmp_path / "vit", tf.ViTModel(tf.ViTConfig(**picture)), plain_words())
+    picture = {**WIDTHS, "image_size": 32, "patch_size": 16}
+    saved(tmp_path / "vit", build("ViTModel", **picture), plain_words())
     with pytest.raises(ValueError, match=r"Expected a model of text, got .*vit, which reads pixel_values"):
         report.read(TEXT, tmp_path / "vit")
-    both = tf.CLIPConfig(text_config=SIZES, vision_config=picture, projection_dim=16)
-    saved(tmp_path / "clip", tf.CLIPModel(both), plain_words())
+    clip = build("CLIPModel", text_config=SIZES, vision_config=picture, projection_dim=16)
+    saved(tmp_path / "clip", clip, plain_words())
     with pytest.raises(ValueError, match="clip can't read a text alone: "):
         report.read(TEXT, tmp_path / "clip")
 
 
 def test_models_without_recorded_attention(tmp_path: Path) -> None:
-    config = tf.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4)
-    saved(tmp_path / "mamba", tf.MambaModel(config), plain_words())
+    mamba = build("MambaModel", vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4)
+    saved(tmp_path / "mamba", mamba, plain_words())
     with pytest.raises(ValueError, match="without an attention call that can be recorded"):
         report.read(TEXT, tmp_path / "mamba")
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_without_transformers(
-    run: Any, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformers(show: Any, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folders("bert")
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    code, out, err = run("--model", folder, TEXT)
+    code, out, err = show("--model", folder, TEXT)
     assert (code, out) == (2, "")
     assert err == (
         f"manyheads: {folder} is a Hugging Face model and needs transformers, which isn't installed. "
         "Run pip install '.[hf]' in a clone of manyheads.\n"
     )
-    assert run("on time")[0] == 0  # ours doesn't need it
+    assert show("on time")[0] == 0  # ours doesn't need it
 
 
 # -- a trained model -------------------------------------------------------------------------------

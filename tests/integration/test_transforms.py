@@ -67,7 +67,7 @@ def test_vmap_is_a_loop(parts: str, vmap: Callable[..., Any]) -> None:
     close(nested, torch.stack([torch.stack([run(x, *e) for e in zip(k, v, strict=True)]) for x in q]))
 
 
-def test_vmap_over_what_a_mask_or_bias_holds() -> None:
+def test_vmap_over_the_tensors_of_masks_and_biases() -> None:
     q, k, v = heads()
     lengths, tables = torch.tensor([[4, 7], [1, 2], [7, 7]]), torch.randn(N, 5, 7, dtype=torch.float64)
 
@@ -111,17 +111,14 @@ def test_vmap_of_a_map() -> None:
 
     expected = [torch.stack(x) for x in zip(*(run(*e) for e in zip(q, k, v, strict=True)), strict=True)]
     close(list(torch.vmap(run)(q, k, v)), expected)
+    lengths = torch.tensor([[4, 7], [1, 2], [7, 0]])
 
-
-def test_vmap_of_a_map_over_what_its_mask_holds() -> None:
-    q, k, v = heads()
-
-    def run(n: Tensor) -> tuple[Tensor, Tensor]:
-        _, amap = mh.attention_with_map(q, k, v, mask=mh.Lengths(n))
+    def padded(n: Tensor) -> tuple[Tensor, Tensor]:
+        _, amap = mh.attention_with_map(q[0], k[0], v[0], mask=mh.Lengths(n))
         return amap.dense(), amap.lse
 
-    lengths = torch.tensor([[4, 7], [1, 2], [7, 0]])
-    close(list(torch.vmap(run)(lengths)), [torch.stack(x) for x in zip(*map(run, lengths), strict=True)])
+    expected = [torch.stack(x) for x in zip(*map(padded, lengths), strict=True)]
+    close(list(torch.vmap(padded)(lengths)), expected)
 
 
 def test_vmap_of_a_layer() -> None:
@@ -131,14 +128,14 @@ def test_vmap_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["native", "sdpa", "chunked"])
-def test_a_kernel_by_name_refuses_vmap_in_a_sentence(kernel: str) -> None:
+def test_a_kernel_by_name_under_vmap_raises(kernel: str) -> None:
     q, k, v = heads(n=(N,))
     with pytest.raises(ValueError, match=rf'^kernel="{kernel}" can\'t compute this: .*vmap') as caught:
         torch.vmap(lambda q, k, v: mh.attention(q, k, v, kernel=kernel))(q, k, v)
     assert "\n" not in str(caught.value)
 
 
-def test_dropout_under_vmap_is_drawn_as_vmap_says() -> None:
+def test_dropout_under_vmap_follows_its_randomness() -> None:
     q, k, v = heads(n=(N,))
     run = torch.vmap(lambda q, k, v: mh.attention(q, k, v, dropout_p=0.5), randomness="different")
     assert run(q, k, v).shape == (N, B, H, 5, D)
@@ -168,6 +165,14 @@ def test_batched_gradients_are_a_loop(kernel: str, parts: str, t: int) -> None:
     close(tuple(x[1] for x in twice), tuple(-x for x in expected))
 
 
+def assert_batched(out: Tensor, leaves: list[Tensor]) -> None:
+    upstream = torch.randn(N, *out.shape, dtype=out.dtype)
+    found = torch.autograd.grad(out, leaves, upstream, is_grads_batched=True, retain_graph=True)
+    for n in range(N):
+        expected = torch.autograd.grad(out, leaves, upstream[n], retain_graph=True)
+        close(tuple(x[n] for x in found), expected)
+
+
 @pytest.mark.parametrize("kernel", ["native", "chunked"])
 def test_batched_gradients_of_biases_sinks_and_maps(kernel: str) -> None:
     q, k, v = (x.float() for x in heads())
@@ -177,22 +182,12 @@ def test_batched_gradients_of_biases_sinks_and_maps(kernel: str) -> None:
         (mh.Dense, torch.randn(H, 5, 7)),
     ):
         leaves = [table.requires_grad_(), torch.randn(H, requires_grad=True)]
-        out = mh.attention(q, k, v, bias=make(leaves[0]), sink=leaves[1], kernel=kernel)
-        upstream = torch.randn(N, *out.shape)
-        found = torch.autograd.grad(out, leaves, upstream, is_grads_batched=True, retain_graph=True)
-        for n in range(N):
-            expected = torch.autograd.grad(out, leaves, upstream[n], retain_graph=True)
-            close(tuple(x[n] for x in found), expected)
+        assert_batched(mh.attention(q, k, v, bias=make(leaves[0]), sink=leaves[1], kernel=kernel), leaves)
 
 
 def test_batched_gradients_through_dropout_are_those_of_the_drawn_mask() -> None:
     leaves = [x.requires_grad_() for x in heads()]
-    out = mh.attention(*leaves, dropout_p=0.5, kernel="chunked")
-    upstream = torch.randn(N, *out.shape, dtype=out.dtype)
-    found = torch.autograd.grad(out, leaves, upstream, is_grads_batched=True, retain_graph=True)
-    for n in range(N):
-        expected = torch.autograd.grad(out, leaves, upstream[n], retain_graph=True)
-        close(tuple(x[n] for x in found), expected)
+    assert_batched(mh.attention(*leaves, dropout_p=0.5, kernel="chunked"), leaves)
 
 
 @pytest.mark.parametrize("t", [5, 300], ids=["short", "long"])
@@ -211,7 +206,7 @@ def test_a_vectorized_jacobian(strategy: str, t: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "native", "sdpa", "chunked"])
-def test_a_second_gradient_of_batched_ones_is_refused(kernel: str) -> None:
+def test_a_second_gradient_of_batched_ones_raises(kernel: str) -> None:
     """Around PyTorch's kernel in PyTorch's own words: inside vmap its gradient can't be marked."""
     refused = "is not implemented" if kernel == "sdpa" else "got a second one"
     leaves = [x.float().requires_grad_() for x in heads()]

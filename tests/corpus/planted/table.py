@@ -20,7 +20,7 @@ from tests.corpus.planted import matrix
 def lines() -> list[str]:
     says = {name: one.description for name, one in FAMILY.items()}
     says |= {"dropout-left-on": "that applies dropout in evaluation too"}
-    styles = {name: sum(name in plants for plants in matrix.PLANTS.values()) for name in says}
+    styles = {name: sum(name in table["bugs"] for table in matrix.TABLES.values()) for name in says}
     rows = [f"| `{name}` | {description} | {styles[name] or '–'} |" for name, description in says.items()]
     return ["| bug | attention … | styles |", "|---|---|---|", *rows]
 

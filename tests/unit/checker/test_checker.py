@@ -1,12 +1,10 @@
-"""The checker: its oracle, what it reads and reports, and the command's exit codes."""
+"""The checker: its oracle, its options, its reports, and the command's exit codes."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -26,9 +24,17 @@ from manyheads.checker.bugs import CONVENTIONS, FAMILY, compose, family_of
 from manyheads.checker.candidates import names
 from manyheads.checker.candidates.construct import parse_arguments
 from manyheads.checker.oracle import Attention, Inputs, Weights, exact
-from tests.waiting import HANG
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
+
+
+def bugs(report: checker.Report) -> list[str]:
+    """Return the names of the bugs that a report found."""
+    return [diagnosis.bug for diagnosis in report.diagnosis]
+
+
+def failures(report: checker.Report) -> list[checker.Check]:
+    return [check for check in report.checks if check.status == "failed"]
 
 
 # -- the oracle ------------------------------------------------------------------------------------
@@ -44,25 +50,12 @@ def test_the_oracle_is_attention(causal: bool, sink: bool, scale: float | None) 
     padding = torch.tensor([7, 4])
     bias = torch.randn(5, 7, dtype=torch.float64)
     sinks = torch.randn(4, dtype=torch.float64) if sink else None
-    x = Inputs(
-        q,
-        k,
-        v,
-        keep=keep,
-        padding=torch.arange(7) < padding[:, None],
-        bias=bias,
-        causal=causal,
-        offset=2,
-        scale=scale,
-        sink=sinks,
-        need_weights=True,
-    )
+    options = {"scale": scale, "sink": sinks, "offset": 2}
+    masks = {"keep": keep, "padding": torch.arange(7) < padding[:, None], "causal": causal}
+    found = Attention()(Inputs(q, k, v, **masks, bias=bias, need_weights=True, **options))
     mask = mh.Keep(keep) & mh.Lengths(padding)
     mask = mask & mh.Causal() if causal else mask
-    out, amap = mh.attention_with_map(
-        q, k, v, mask=mask, bias=mh.Dense(bias), scale=scale, sink=sinks, offset=2, kernel="reference"
-    )
-    found = Attention()(x)
+    out, amap = mh.attention_with_map(q, k, v, mask=mask, bias=mh.Dense(bias), kernel="reference", **options)
     torch.testing.assert_close(found.out, out)
     torch.testing.assert_close(found.weights, amap.dense())
 
@@ -165,12 +158,8 @@ def test_names_of_parameters(path: str, role: Any) -> None:
 
 
 def test_constructor_arguments() -> None:
-    assert parse_arguments("hidden=16, num_heads=4, name='x', bias=False") == {
-        "hidden": 16,
-        "num_heads": 4,
-        "name": "x",
-        "bias": False,
-    }
+    parsed = {"hidden": 16, "num_heads": 4, "name": "x", "bias": False}
+    assert parse_arguments("hidden=16, num_heads=4, name='x', bias=False") == parsed
     for text in ("hidden", "hidden=torch.float", "**x", "hidden=", "hidden=1; x", "f(1)"):
         with pytest.raises(checker.Unclear, match="names and plain values for --init"):
             parse_arguments(text)
@@ -203,8 +192,11 @@ def test_weights_without_a_known_name_need_an_option() -> None:
 
 
 def test_a_swap_of_queries_and_keys_does_not_pass() -> None:
-    found = checker.check(Plain, weights={**WEIGHTS, "q": "beta", "k": "alpha"})
-    assert "q-k-swapped" in {diagnosis.bug for diagnosis in found.diagnosis}
+    swapped = {**WEIGHTS, "q": "beta", "k": "alpha"}
+    assert "q-k-swapped" in bugs(checker.check(Plain, weights=swapped))
+    with pytest.raises(AssertionError, match="q-k-swapped") as caught:
+        checker.assert_attention(Plain, weights=swapped)
+    assert "To fix it" in str(caught.value)
 
 
 def test_an_unknown_scale_is_reported_to_the_digit() -> None:
@@ -229,7 +221,7 @@ def test_an_unknown_scale_is_reported_to_the_digit() -> None:
         ),
     ],
 )
-def test_the_report_where_no_bug_fits(change: Any, text: str) -> None:
+def test_the_report_if_no_bug_fits(change: Any, text: str) -> None:
     class Odd(Plain):
         def forward(self, x: Tensor) -> Tensor:
             return change(super().forward(x), x)
@@ -304,9 +296,9 @@ def test_our_kernels_pass(kernel: str) -> None:
         def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return mh.attention(q, k, v, kernel=kernel)
 
-        failed = [check for check in checker.check(fused).checks if check.status == "failed"]
-        assert [check.name for check in failed] == ["non-contiguous inputs"]
-        assert "the last dimension of q, k or v isn't contiguous" in failed[0].reason
+        [failed] = failures(checker.check(fused))
+        assert failed.name == "non-contiguous inputs"
+        assert "the last dimension of q, k or v isn't contiguous" in failed.reason
         return
     checker.assert_attention(attention, "attention")
 
@@ -340,10 +332,10 @@ def test_pytorchs_own_function_passes() -> None:
 
 def test_pytorchs_own_layer_gives_nan_in_empty_rows_when_it_returns_weights() -> None:
     found = checker.check(nn.MultiheadAttention, init={"embed_dim": 24, "num_heads": 4})
-    failed = [check for check in found.checks if check.status == "failed"]
-    assert [check.name for check in failed] == ["empty rows"]
-    assert "NaN when weights are requested" in failed[0].reason
-    assert [diagnosis.bug for diagnosis in found.diagnosis] == ["empty-rows-nan"]
+    [failed] = failures(found)
+    assert failed.name == "empty rows"
+    assert "NaN when weights are requested" in failed.reason
+    assert bugs(found) == ["empty-rows-nan"]
 
 
 def test_a_configuration_object_is_filled() -> None:
@@ -364,12 +356,6 @@ def test_a_configuration_object_is_filled() -> None:
     found = checker.check(Block)
     assert found.passed, found
     assert "built as Block(config=Namespace(...))" in found.notes
-
-
-def test_a_failure_in_a_test_is_the_report() -> None:
-    with pytest.raises(AssertionError, match="q-k-swapped") as caught:
-        checker.assert_attention(Plain, weights={**WEIGHTS, "q": "beta", "k": "alpha"})
-    assert "To fix it" in str(caught.value)
 
 
 # -- layers like PyTorch's --------------------------------------------------------------------------
@@ -445,12 +431,6 @@ def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
 @pytest.mark.parametrize(
     ("base", "name", "shown"),
     [
-        (Layer, "weights-not-averaged", lambda self, w, average: w),
-        (Layer, "weights-averaged", lambda self, w, average: w.mean(1)),
-        (Layer, "average-inverted", lambda self, w, average: w if average else w.mean(1)),
-        (Layer, "weights-summed", lambda self, w, average: w.sum(1) if average else w),
-        (Layer, "weights-averaged-over-batch", lambda self, w, average: w.mean(0) if average else w),
-        (Layer, "first-head-returned", lambda self, w, average: w[:, 0] if average else w),
         (Either, "weights-averaged", lambda self, w, average: w.mean(1)),
         (Either, "weights-not-averaged", lambda self, w, average: w),
         (Always, "weights-not-averaged", lambda self, w, average: w),
@@ -460,7 +440,7 @@ def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
 def test_returned_weights_are_those_of_the_call(base: type[Layer], name: str, shown: Any) -> None:
     found = checked(base, shown=shown)
     assert not found.passed
-    assert [diagnosis.bug for diagnosis in found.diagnosis] == [name]
+    assert bugs(found) == [name]
     assert found.pair is not None
     want, got, what = found.pair
     assert what == "weights"
@@ -468,23 +448,15 @@ def test_returned_weights_are_those_of_the_call(base: type[Layer], name: str, sh
 
 
 @pytest.mark.parametrize(
-    ("shown", "text"),
+    ("shown", "shape"),
     [
-        (
-            lambda self, w, average: w.mean(-1) if average else w,
-            "[b, t, s] = [3, 5, 7], got [3, 4, 5]",
-        ),
-        (
-            lambda self, w, average: w.mean(1, keepdim=True) if average else w,
-            "[b, t, s] = [3, 5, 7], got [3, 1, 5, 7]",
-        ),
+        (lambda self, w, average: w.mean(-1) if average else w, [3, 4, 5]),
+        (lambda self, w, average: w.mean(1, keepdim=True) if average else w, [3, 1, 5, 7]),
     ],
 )
-def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, text: str) -> None:
-    found = checked(Layer, shown=shown)
-    assert text in next(
-        check.reason for check in found.checks if check.name == "shapes" and check.status == "failed"
-    )
+def test_weights_of_another_shape_are_a_failure_of_shapes(shown: Any, shape: list[int]) -> None:
+    [reason] = [check.reason for check in failures(checked(Layer, shown=shown)) if check.name == "shapes"]
+    assert f"[b, t, s] = [3, 5, 7], got {shape}" in reason
 
 
 @pytest.mark.full
@@ -495,31 +467,9 @@ def test_a_wrong_factor_of_the_weights_alone() -> None:
     assert "output is wrong" not in description
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        ("merge-the-other-way", {"merge": lambda self, x: x.permute(2, 0, 3, 1).flatten(2)}),
-        ("split-the-other-way", {"split": lambda self, x: x.unflatten(-1, (-1, 4)).permute(1, 3, 0, 2)}),
-        (
-            "heads-interleaved",
-            {
-                "split": lambda self, x: x.unflatten(-1, (-1, 4)).permute(1, 3, 0, 2),
-                "merge": lambda self, x: x.permute(2, 0, 3, 1).flatten(2),
-            },
-        ),
-        (
-            "batch-reshaped",
-            {"split": lambda self, x: x.reshape(x.shape[1], x.shape[0], 4, -1).transpose(1, 2)},
-        ),
-        (
-            "merge-without-transpose",
-            {"merge": lambda self, x: x.reshape(x.shape[2], x.shape[0], -1)},
-        ),
-    ],
-)
-def test_bugs_in_splitting_and_merging_heads(name: str, steps: dict[str, Any]) -> None:
-    assert [diagnosis.bug for diagnosis in checked(Layer, **steps).diagnosis] == [name]
+def test_a_merge_without_a_transpose_if_the_sequence_comes_first() -> None:
+    wrong = checked(Layer, merge=lambda self, x: x.reshape(x.shape[2], x.shape[0], -1))
+    assert bugs(wrong) == ["merge-without-transpose"]
 
 
 def test_heads_interleaved_is_the_network_with_its_weights_in_another_order() -> None:
@@ -582,7 +532,7 @@ class Early(Tokens):
     [(Tokens, "heads-as-tokens"), (Backwards, "heads-as-tokens"), (Early, "split-after-transpose")],
 )
 def test_heads_that_are_never_moved(wrong: type[Tokens], name: str) -> None:
-    assert [diagnosis.bug for diagnosis in checker.check(wrong, "self").diagnosis] == [name]
+    assert bugs(checker.check(wrong, "self")) == [name]
 
 
 def masked(step: Any) -> Any:
@@ -631,10 +581,10 @@ def between(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
         (high, ["masked-plus-infinity"], ["mask"]),
     ],
 )
-def test_masks_that_go_wrong_in_some_rows_only(step: Any, names: list[str], failed: list[str]) -> None:
+def test_masks_that_are_wrong_in_some_rows_only(step: Any, names: list[str], failed: list[str]) -> None:
     found = checker.check(masked(step), "attention")
-    assert [diagnosis.bug for diagnosis in found.diagnosis] == names
-    assert [check.name for check in found.checks if check.status == "failed"] == failed
+    assert bugs(found) == names
+    assert [check.name for check in failures(found)] == failed
     assert "overflows" not in f"{found}"
 
 
@@ -658,12 +608,12 @@ def test_a_mask_between_two_softmaxes_alone() -> None:
             hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
             return between(scores, self.v(x), hidden)
 
-    assert [diagnosis.bug for diagnosis in checker.check(Twice, "self").diagnosis] == ["softmax-twice"]
+    assert bugs(checker.check(Twice, "self")) == ["softmax-twice"]
 
 
 def test_an_output_of_another_shape_is_reported_once() -> None:
     found = checked(Layer, merge=lambda self, x: x.transpose(1, 2).flatten(2))  # [b, t, e]
-    failed = {check.name: check.reason for check in found.checks if check.status == "failed"}
+    failed = {check.name: check.reason for check in failures(found)}
     assert set(failed) <= {"shapes", "values", "mask", "added bias"}
     assert "with the first two axes swapped" in failed["shapes"]
 
@@ -686,56 +636,7 @@ def test_code_that_is_still_to_be_written() -> None:
     assert "adapter" not in f"{caught.value}"
 
 
-@pytest.mark.parametrize(
-    ("name", "turned"),
-    [
-        ("rotary-one-of-pair-swapped", lambda a, b, c, s: (a * c - b * s, a * c + b * s)),
-        ("rotary-pair-exchanged", lambda a, b, c, s: (a * s + b * c, a * c - b * s)),
-        ("rotary-entries-apart", lambda a, b, c, s: (a * c, b * s)),
-        ("rotary-reflected", lambda a, b, c, s: (a * c + b * s, a * s + b * c)),
-    ],
-)
-def test_bugs_in_a_rotation(name: str, turned: Any) -> None:
-    def rotate(x: Tensor, positions: Tensor) -> Tensor:
-        """Neighbours, 2n and 2n + 1, are a pair."""
-        a = positions[:, None] / 10000 ** (torch.arange(0, x.shape[-1], 2) / x.shape[-1])
-        return torch.stack(turned(x[..., 0::2], x[..., 1::2], a.cos(), a.sin()), -1).flatten(-2)
-
-    assert [diagnosis.bug for diagnosis in checker.check(rotate, "rotary").diagnosis] == [name]
-
-
-@pytest.mark.parametrize(
-    ("name", "angle"),
-    [
-        ("pairs-from-one", lambda p, c, e: p / 10000 ** ((c + 2) / e)),
-        ("exponent-of-odd", lambda p, c, e: p / 10000 ** ((c + 1) / e)),
-        ("exponent-over-narrower-width", lambda p, c, e: p / 10000 ** (c / (e - 2))),
-        ("power-of-the-quotient", lambda p, c, e: (p / 10000) ** (c / e)),
-        ("exponent-as-factor", lambda p, c, e: p / (10000 * c / e)),
-        ("angles-in-turns", lambda p, c, e: 2 * math.pi * p / 10000 ** (c / e)),
-    ],
-)
-def test_bugs_in_a_sinusoidal_table(name: str, angle: Any) -> None:
-    def table(length: int, width: int) -> Tensor:
-        p = torch.arange(length, dtype=torch.float64)[:, None]
-        a = angle(p, torch.arange(0, width, 2, dtype=torch.float64), width)
-        return torch.stack((a.sin(), a.cos()), -1).flatten(-2).float()
-
-    assert [diagnosis.bug for diagnosis in checker.check(table, "positional").diagnosis] == [name]
-
-
 # -- the command -----------------------------------------------------------------------------------
-
-
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "manyheads", "check", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=HANG,
-        check=False,
-    )
 
 
 WRONG = """
@@ -753,21 +654,12 @@ class Attention(nn.Module):
 
 
 @pytest.mark.full
-def test_the_command_writes_its_files(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WRONG)
-    done = run(
-        tmp_path,
-        "mine.py:Attention",
-        "--init",
-        "hidden=16",
-        "--out",
-        "pictures",
-        "--json",
-        "r.json",
-        "--junit",
-        "r.xml",
-    )
-    assert done.returncode == 1, done.stderr
+def test_the_command_writes_its_files(run_command: Any) -> None:
+    Path("mine.py").write_text(WRONG)
+    files = ("--out", "pictures", "--json", "r.json", "--junit", "r.xml")
+    done = run_command("check", "mine.py:Attention", "--init", "hidden=16", *files)
+    assert done.code == 1, done.err
+    printed = " ".join(done.out.split())
     for words in (
         "unscaled",
         "are not divided by √d (d = 16)",
@@ -776,33 +668,25 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
         "expected",
         "got",
     ):
-        assert words in " ".join(done.stdout.split()), done.stdout
-    data = json.loads((tmp_path / "r.json").read_text())
-    assert set(data) >= {"format", "target", "like", "guessed", "verdict", "checks", "diagnosis"}
-    assert (data["format"], data["target"], data["like"], data["guessed"], data["verdict"]) == (
-        1,
-        "mine.py:Attention",
-        "self",
-        True,
-        "failed",
-    )
+        assert words in printed, done.out
+    data = json.loads(Path("r.json").read_text())
+    values = {
+        "format": 1,
+        "target": "mine.py:Attention",
+        "like": "self",
+        "guessed": True,
+        "verdict": "failed",
+    }
+    assert {name: data[name] for name in values} == values
     assert all(set(check) == {"name", "status", "reason", "error", "allowed"} for check in data["checks"])
     (bug,) = data["diagnosis"]
     assert bug["mistake"] == "unscaled"
     assert bug["verified"] is True
     assert bug["error"] < 1e-5
-    suite = ElementTree.parse(tmp_path / "r.xml").getroot()
+    suite = ElementTree.parse("r.xml").getroot()
     assert int(suite.get("tests", "0")) == len(data["checks"]) == len(suite.findall("testcase"))
     assert int(suite.get("failures", "0")) == len(suite.findall("testcase/failure")) > 0
-    assert (tmp_path / "pictures" / "check.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.full
-def test_the_command_passes_what_is_right(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WRONG.replace(".softmax", ".div(x.shape[-1] ** 0.5).softmax"))
-    done = run(tmp_path, "mine.py:Attention")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    assert Path("pictures/check.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full
@@ -821,27 +705,23 @@ def test_the_command_passes_what_is_right(tmp_path: Path) -> None:
         (("mine.py:unfillable",), "--init"),
     ],
 )
-def test_the_command_reports_invalid_use(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        WRONG
-        + "\nclass unfillable(nn.Module):\n    def __init__(self, zest): pass\n"
-        + "    def forward(self, x): return x\n"
-    )
-    done = run(tmp_path, *arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_the_command_reports_invalid_use(arguments: tuple[str, ...], words: str, run_command: Any) -> None:
+    unfillable = "class unfillable(nn.Module):\n    def __init__(self, zest): pass\n"
+    Path("mine.py").write_text(f"{WRONG}\n{unfillable}    def forward(self, x): return x\n")
+    done = run_command("check", *arguments)
+    assert done.code == 2
+    assert words in done.err
+    assert len(done.err.strip().splitlines()) == 1
 
 
 @pytest.mark.full
-def test_a_call_that_never_ends_fails(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        WRONG.replace("        return (self", "        while x.shape[1] > 8: pass\n        return (self")
-    )
-    done = run(tmp_path, "mine.py:Attention", "--timeout", "3")
-    assert done.returncode == 1
-    assert "3" in done.stdout
-    assert "had ended" in done.stdout
+def test_a_call_that_never_ends_fails(run_command: Any) -> None:
+    endless = "        while x.shape[1] > 8: pass\n        return (self"
+    Path("mine.py").write_text(WRONG.replace("        return (self", endless))
+    done = run_command("check", "mine.py:Attention", "--timeout", "3")
+    assert done.code == 1
+    assert "3" in done.out
+    assert "had ended" in done.out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A report passes only if every mask argument was judged: passed on, and seen to change what comes out."""
+"""A report passes only if every mask argument was judged: it was used and changes the output."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import manyheads as mh
 from manyheads import checker, layers
-from manyheads.cli import app
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
 
 
 class Layer(nn.Module):
-    """Self-attention; `attend` takes which keys are visible, and each class below its own masks."""
+    """Self-attention; `attend` takes boolean masks, True = visible, and each class below its own masks."""
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -95,7 +93,7 @@ class Lengths(Layer):
 @pytest.mark.parametrize(
     "layer", [TwoMasks, Additive, InEvaluation, Numbers, Switch, Lengths, layers.SelfAttention, Layer]
 )
-def test_a_mask_that_works_passes(layer: Any) -> None:
+def test_a_working_mask_passes(layer: Any) -> None:
     if layer is Layer:  # without a mask, as in a vision transformer
         layer = type("Vision", (Layer,), {"forward": lambda self, x: self.attend(x)})
     checker.assert_attention(layer, "self")
@@ -116,7 +114,7 @@ def test_a_mask_of_this_library_is_compared() -> None:
 
 
 class Beside(Layer):
-    """Both masks are of keys, and the checker passes padding to one of them."""
+    """Both masks are of keys, and the checker passes padding to only one of them."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None, pad_mask: Tensor | None = None) -> Tensor:
         """mask [b, s]: True keeps. pad_mask [b, s]: True is padding."""
@@ -165,11 +163,7 @@ NEVER = "no check passed it, so it was never used."
         (Documented, "blocked", NEVER),
         (OfHeads, "head_mask", NEVER),
         (Raises, "src_key_padding_mask", "every call with it raised an error: calling Raises raised Value"),
-        (
-            Inverts,
-            "mask",
-            "every call with it raised an error: calling Inverts raised TypeError: ~ ",
-        ),
+        (Inverts, "mask", "every call with it raised an error: calling Inverts raised TypeError: ~ "),
     ],
 )
 def test_a_mask_that_is_not_used_is_not_judged(layer: Any, argument: str, why: str) -> None:
@@ -193,7 +187,7 @@ def test_a_mask_that_is_not_used_is_not_judged(layer: Any, argument: str, why: s
 
 
 @pytest.mark.full
-def test_a_failure_is_a_failure_whatever_was_not_judged() -> None:
+def test_a_failure_outweighs_a_mask_that_was_not_judged() -> None:
     class Wrong(Third):
         def attend(self, x: Tensor, *masks: Tensor | None) -> Tensor:
             return 2 * super().attend(x, *masks)
@@ -238,14 +232,13 @@ class Attention(nn.Module):
         ("raise RuntimeError('masks come later')", 2, "not judged"),
     ],
 )
-def test_the_command_ends_with_the_verdict(mask: str, code: int, verdict: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SOURCE.format(mask=mask))
-    files = ["--json", str(tmp_path / "r.json"), "--junit", str(tmp_path / "r.xml")]
-    done = CliRunner().invoke(app, ["check", f"{tmp_path / 'mine.py'}:Attention", *files])
-    assert done.exit_code == code, done.output
-    assert f"{verdict}: " in done.output
-    assert json.loads((tmp_path / "r.json").read_text())["verdict"] == verdict
-    suite = ElementTree.parse(tmp_path / "r.xml").getroot()
+def test_the_command_ends_with_the_verdict(mask: str, code: int, verdict: str, run_command: Any) -> None:
+    Path("mine.py").write_text(SOURCE.format(mask=mask))
+    done = run_command("check", "mine.py:Attention", "--json", "r.json", "--junit", "r.xml")
+    assert done.code == code, done
+    assert f"{verdict}: " in done.out
+    assert json.loads(Path("r.json").read_text())["verdict"] == verdict
+    suite = ElementTree.parse("r.xml").getroot()
     assert suite.get("errors") == str(int(verdict == "not judged"))
     if verdict == "not judged":
-        assert "masks come later" in " ".join(done.output.split())
+        assert "masks come later" in " ".join(done.out.split())

@@ -1,4 +1,4 @@
-"""The candidate called in this process and in its own: the same answers, and limits that hold."""
+"""The candidate called in this process and in its own: the same answers, limits, and invalid messages."""
 
 from __future__ import annotations
 
@@ -100,8 +100,6 @@ class Many:
 
         Pair = collections.namedtuple("Pair", "a b")
         Record = dataclasses.make_dataclass("Record", ["x"])
-        loop = []
-        loop.append(loop)
         return {
             "numpy": np.arange(4.0).reshape(2, 2).T,
             "scalar": np.float32(0.5),
@@ -181,10 +179,6 @@ def many():
     return Many()
 
 
-def sound(x):
-    return x
-
-
 def end(x):
     os._exit(0)
 
@@ -260,18 +254,21 @@ def factory(size=4):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("candidates")
-    (folder / "candidates.py").write_text(CANDIDATES, encoding="utf-8")
-    (folder / "neighbour.py").write_text("NAME = 'next door'\n", encoding="utf-8")
-    (folder / "random.py").write_text("def f(x):\n    return x\n", encoding="utf-8")
-    (folder / "syntax.py").write_text("def f(x):\n    return (\n", encoding="utf-8")
-    (folder / "asks.py").write_text("name = input('your name')\n", encoding="utf-8")
-    (folder / "lacks.py").write_text("\nimport no_such_module\n", encoding="utf-8")
-    (folder / "quits.py").write_text("import sys\nsys.exit(3)\n", encoding="utf-8")
     (folder / "package" / "deep").mkdir(parents=True)
-    for place in ("package", "package/deep"):
-        (folder / place / "__init__.py").write_text("", encoding="utf-8")
-    (folder / "package" / "base.py").write_text("def double(x):\n    return 2 * x\n", encoding="utf-8")
-    (folder / "package" / "deep" / "mine.py").write_text("from ..base import double\n", encoding="utf-8")
+    for name, text in {
+        "candidates": CANDIDATES,
+        "neighbour": "NAME = 'next door'\n",
+        "random": "def f(x):\n    return x\n",
+        "syntax": "def f(x):\n    return (\n",
+        "asks": "name = input('your name')\n",
+        "lacks": "\nimport no_such_module\n",
+        "quits": "import sys\nsys.exit(3)\n",
+        "package/__init__": "",
+        "package/deep/__init__": "",
+        "package/base": "def double(x):\n    return 2 * x\n",
+        "package/deep/mine": "from ..base import double\n",
+    }.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
     return folder
 
 
@@ -294,7 +291,7 @@ def many(folder: Path) -> Iterator[CandidateProcess]:
 
 @pytest.fixture(params=["here", "there"])
 def either(request: pytest.FixtureRequest) -> Candidate | CandidateProcess:
-    """`Many` in this process, and in its own: the same answers."""
+    """`Many` in this process and in its own."""
     if request.param == "here":
         return Candidate(request.getfixturevalue("here")("many"))
     if os.name != "posix":
@@ -306,7 +303,7 @@ def ask(candidate: Candidate | CandidateProcess, method: str, *args: Any) -> Ans
     return candidate.call(Call((method, *args), seed=12345))
 
 
-# ------------------------------------------------------------------------------------- describing
+# -- describing --------------------------------------------------------------------------------------
 
 
 def check_head(candidate: Candidate | CandidateProcess) -> None:
@@ -319,19 +316,13 @@ def check_head(candidate: Candidate | CandidateProcess) -> None:
     assert (causal.kind, causal.required, causal.default) == ("positional", False, False)
     assert (scale.kind, scale.default, scale.annotation) == ("keyword", 0.5, "float")
     assert "relu" in act.default
-    assert [(a.name, a.kind, a.required) for a in found.call] == [
-        ("x", "positional", True),
-        ("mask", "positional", False),
-        ("rest", "var_positional", False),
-        ("need_weights", "keyword", False),
-        ("more", "var_keyword", False),
-    ]
+    kinds = {"x": "positional", "mask": "positional", "rest": "var_positional"}
+    kinds |= {"need_weights": "keyword", "more": "var_keyword"}
+    assert [(a.name, a.kind, a.required) for a in found.call] == [(n, k, n == "x") for n, k in kinds.items()]
     with pytest.raises(CandidateError, match=r"build\(\) it first"):
         candidate.call(Call((torch.ones(4),)))
-    with pytest.raises(
-        CandidateError,
-        match=r"building Head\(size=3\) raised ValueError: size must be even, \(candidates.py:\d+\)",
-    ) as raised:
+    expected = r"building Head\(size=3\) raised ValueError: size must be even, \(candidates.py:\d+\)"
+    with pytest.raises(CandidateError, match=expected) as raised:
         candidate.build({"size": 3})
     assert raised.value.kind == "init"
     assert "raise ValueError" in raised.value.details
@@ -380,7 +371,7 @@ def check_head(candidate: Candidate | CandidateProcess) -> None:
     assert torch.equal(candidate.call(Call(kwargs={"x": x})).output, candidate.call(Call((x,))).output)
 
 
-def test_a_class_here(here: Callable[[str], Any]) -> None:
+def test_a_class_in_this_process(here: Callable[[str], Any]) -> None:
     with Candidate(here("Head")) as candidate:
         check_head(candidate)
 
@@ -392,15 +383,12 @@ def test_a_class_in_a_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         check_head(candidate)
 
 
-def test_pytorchs_own() -> None:
+def test_pytorchs_own_function_and_layer_are_described() -> None:
     found = Candidate(nn.functional.scaled_dot_product_attention).describe()
     assert found.type == "function"
-    assert [(a.name, a.required, a.default) for a in found.call[2:6]] == [
-        ("value", True, None),
-        ("attn_mask", False, None),
-        ("dropout_p", False, 0.0),
-        ("is_causal", False, False),
-    ]
+    defaults = {"value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False}
+    assert [(a.name, a.default) for a in found.call[2:6]] == list(defaults.items())
+    assert [a.required for a in found.call[2:6]] == [True, False, False, False]
     found = Candidate(nn.MultiheadAttention(8, 2)).describe()
     assert (found.type, found.name) == ("module", "MultiheadAttention")
     assert found.init is None
@@ -438,9 +426,7 @@ def test_factories(here: Callable[[str], Any]) -> None:
         ("{}/quits.py:f", r"SystemExit: 3 \(quits.py:2\)"),
     ],
 )
-def test_targets_that_are_not_there(
-    here: Callable[[str], Any], folder: Path, target: str, pattern: str
-) -> None:
+def test_invalid_targets(here: Callable[[str], Any], folder: Path, target: str, pattern: str) -> None:
     with pytest.raises(CandidateError, match=pattern) as raised:
         find(target.format(folder))
     assert raised.value.kind == "import"
@@ -459,13 +445,13 @@ def test_targets(here: Callable[[str], Any], folder: Path) -> None:
 
 
 @own_process
-def test_what_an_import_reads_and_prints_in_a_process(folder: Path) -> None:
+def test_an_import_that_reads_its_input_raises(folder: Path) -> None:
     with pytest.raises(CandidateError, match=r"EOFError: EOF when reading a line \(asks.py:1\)") as raised:
         CandidateProcess(f"{folder / 'asks.py'}:name")
     assert raised.value.kind == "import"
 
 
-# ---------------------------------------------------------------------------------------- calling
+# -- calling -----------------------------------------------------------------------------------------
 
 
 def test_outputs_come_back_as_trees(either: Candidate | CandidateProcess) -> None:
@@ -491,7 +477,7 @@ def test_outputs_come_back_as_trees(either: Candidate | CandidateProcess) -> Non
     assert deepest == Foreign("list", "[[...]]")
 
 
-def test_what_is_printed_goes_nowhere(
+def test_output_of_a_call_is_not_printed(
     either: Candidate | CandidateProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ask(either, "shout").output == 1
@@ -501,14 +487,9 @@ def test_what_is_printed_goes_nowhere(
 def test_global_state_is_found_and_put_back(either: Candidate | CandidateProcess) -> None:
     before, drawn = ask(either, "state").output, ask(either, "draw").output
     answer = ask(either, "seed")
-    assert [(change.kind, change.name) for change in answer.changed] == [
-        ("state", "the random seed"),
-        ("state", "the default dtype"),
-        ("state", "the number of threads"),
-        ("state", "grad mode"),
-        ("state", "deterministic algorithms"),
-        ("state", "the precision of float32 products"),
-    ]
+    names = ("the random seed", "the default dtype", "the number of threads", "grad mode")
+    names += ("deterministic algorithms", "the precision of float32 products")
+    assert answer.changed == tuple(Change("state", name) for name in names)
     assert ask(either, "state").output == before
     assert torch.equal(ask(either, "draw").output, drawn)
     with torch.random.fork_rng():
@@ -558,10 +539,9 @@ def test_instances_keep_their_state_between_calls(either: Candidate | CandidateP
     assert ask(either, "count").output == before + 3
 
 
-def test_what_calls_raise(either: Candidate | CandidateProcess) -> None:
-    with pytest.raises(
-        CandidateError, match=r"calling Many raised SystemExit: enough \(candidates.py"
-    ) as raised:
+def test_errors_of_calls(either: Candidate | CandidateProcess) -> None:
+    expected = r"calling Many.leave raised SystemExit: enough \(candidates.py"
+    with pytest.raises(CandidateError, match=expected) as raised:
         ask(either, "leave", "exit")
     assert raised.value.kind == "call"
     with pytest.raises(CandidateError, match="raised RecursionError") as raised:
@@ -628,7 +608,7 @@ def test_weights_keep_the_gradients_they_had() -> None:
     assert module.bias.grad is None
 
 
-def test_calls_that_ask_for_what_cannot_be() -> None:
+def test_invalid_calls() -> None:
     with pytest.raises(ValueError, match="need a cotangent"):
         Call((torch.ones(1),), grads=("0",))
 
@@ -653,7 +633,7 @@ def test_compiled(folder: Path) -> None:
         torch.testing.assert_close(answer.output, eager)
 
 
-# ----------------------------------------------------------------------------------- in a process
+# -- in a process ------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -666,7 +646,7 @@ def test_surroundings(folder: Path) -> None:
         assert name == "next door"
         assert gpu is False
         assert Path(where) != Path.cwd()
-        # The folder it stood in is gone by its own doing; it still answers, and lies about nothing.
+        # It removed its own folder and patched PyTorch; it still answers, and its changes are reported.
         assert ask(candidate, "patched").changed == (
             Change("state", "the random seed"),
             Change("state", "the default dtype"),
@@ -704,11 +684,7 @@ def test_descendants_end_with_the_candidate(folder: Path) -> None:
         ("fault", "crash", "was ended by SIGSEGV"),
         ("endless", "timeout", "didn't end within 3 s"),
         ("flood", "timeout", "didn't end within 10 s"),
-        (
-            "hoard",
-            "memory",
-            "used 1.* of memory, and the limit is 1.07 GB|the limit is 1.07 GB",
-        ),
+        ("hoard", "memory", "the limit is 1.07 GB"),
         ("huge", "memory", "can't allocate memory.*the limit is 1.07 GB"),
         ("close_all", "crash", "exited with code 1|closed its answer pipe"),
         ("forks", "crash", "exited with code 3"),
@@ -745,7 +721,7 @@ def test_hostile_calls(
 
 @pytest.mark.full
 @linux
-def test_a_call_that_comes_back_twice_answers_once(folder: Path) -> None:
+def test_a_call_that_forks_is_answered_once(folder: Path) -> None:
     x = torch.randn(3)
     with CandidateProcess(f"{folder / 'candidates.py'}:both") as candidate:
         for _ in range(2):
@@ -773,17 +749,12 @@ def test_the_candidate_ends_with_the_checker(folder: Path) -> None:
     assert not Path(where).exists()
 
 
-# --------------------------------------------------------------------------------------- messages
+# -- messages ----------------------------------------------------------------------------------------
 
 
 def packed(value: Any) -> bytes:
     data = bytearray()
-
-    def send(chunk: memoryview) -> int:
-        data.extend(chunk[:1000])  # a pipe may take only some of the bytes
-        return min(len(chunk), 1000)
-
-    protocol.write(send, value)
+    protocol.write(data.extend, value)
     return bytes(data)
 
 
@@ -803,23 +774,19 @@ def taken(data: bytes, limit: int = 2**20) -> Any:
 
 
 @pytest.mark.parametrize("dtype", protocol.NAMES)
-def test_every_dtype_goes_through(dtype: torch.dtype) -> None:
+def test_every_dtype_survives_packing(dtype: torch.dtype) -> None:
     values = torch.randn(3, 4, 2, dtype=torch.float64) * 100
-    for given in (
-        values.to(torch.complex64 if dtype.is_complex else torch.float32).to(dtype),
-        values[0, 0, 0],
-    ):
-        given = given.to(dtype)
-        for x in (given, given.mT if given.dim() else given, given[..., :0] if given.dim() else given):
-            back = taken(packed([x]))[0]
-            assert back.dtype == dtype
-            assert back.stride() == x.stride() or not x.numel()
-            assert torch.equal(back, x)
+    whole = values.to(torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
+    for x in (whole, whole.mT, whole[..., :0], whole[0, 0, 0]):
+        [back] = taken(packed([x]))
+        assert back.dtype == dtype
+        assert back.stride() == x.stride() or not x.numel()
+        assert torch.equal(back, x)
     if dtype.is_complex:
-        assert torch.equal(taken(packed(given.conj())), given.conj())
+        assert torch.equal(taken(packed(whole.conj())), whole.conj())
 
 
-def test_values_go_through() -> None:
+def test_values_survive_packing() -> None:
     call = Call(
         (1, (2.5, [None, True]), {"a": "é\ud800", "tuple": ()}), {"x": float("-inf")}, dtype=torch.float16
     )
@@ -874,7 +841,7 @@ def described(dtype: Any = "float32", shape: Any = (2,), stride: Any = None) -> 
         (message([[]] * 2, described(), bytes(7)), "EOF"),
     ],
 )
-def test_lying_messages(data: bytes, pattern: str) -> None:
+def test_invalid_messages(data: bytes, pattern: str) -> None:
     if pattern == "EOF":
         with pytest.raises(EOFError):
             taken(data)
@@ -893,13 +860,13 @@ def test_a_tree_that_nests_too_deep() -> None:
         taken(message([tree]))
 
 
-def test_bytes_that_are_no_bool() -> None:
+def test_other_bytes_of_a_boolean_are_true() -> None:
     back = taken(message({"tensor": 0}, described("bool", (3,)), b"\x00\x02\xff"))
     assert torch.equal(back, torch.tensor([False, True, True]))
     assert int(back.sum()) == 2
 
 
-def test_records_are_what_their_classes_say() -> None:
+def test_records_have_the_types_of_their_fields() -> None:
     answer = Answer(None, {"0": None}, {}, (Change("state", "x"),), None)
     assert taken(packed(answer)) == answer
     for wrong in ({"grads": {"0": 1}}, {"changed": ["x"]}, {"peak": 0.5}, {"peak": True}, {"changed": (1,)}):

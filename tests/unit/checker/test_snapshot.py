@@ -177,14 +177,13 @@ def prepared() -> Attention:
 
 def test_a_trained_module_is_as_it_was() -> None:
     module = prepared()
-    parts, state, shared = dict(everything(module)), process_state(), list(Attention.record)
-    calls = Attention.calls_of_all
+    parts, state = dict(everything(module)), process_state()
+    shared = list(Attention.record), Attention.calls_of_all
     found = checker.check(module, "self")
     assert any(check.name == "values" and check.status == "passed" for check in found.checks), found
     assert dict(everything(module)) == parts
     assert process_state() == state
-    assert Attention.record == shared
-    assert Attention.calls_of_all == calls
+    assert (Attention.record, Attention.calls_of_all) == shared
     with pytest.raises(AssertionError):  # it changes its own state: the check called it, and said so
         checker.assert_attention(module, "self")
     assert dict(everything(module)) == parts
@@ -265,7 +264,7 @@ def test_an_interrupt_while_restoring_waits() -> None:
         module.weight.zero_()
 
     class Interrupting(dict):  # type: ignore[type-arg]
-        """Its finalizer, which runs while a part is restored, stands for the user's Ctrl-C."""
+        """Its finalizer, which runs while a part is restored, sends the signal of Ctrl-C."""
 
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
@@ -333,29 +332,20 @@ def closure() -> tuple[Callable[..., Tensor], Callable[[], list[Any]]]:
 def test_objects_and_functions_with_state() -> None:
     for make in (lambda x: x, lambda x: x.method, lambda x: functools.partial(x.method)):
         thing = Plain()
-        parts = [thing.calls, thing.cache.tolist(), list(thing.inner), thing.inner["a"].tolist(), vars(thing)]
-        before = repr(parts)
+        before = repr((thing.calls, thing.cache, vars(thing)))
         checker.check(make(thing), "attention")
-        assert thing.calls == 0
-        assert before == repr(
-            [thing.calls, thing.cache.tolist(), list(thing.inner), thing.inner["a"].tolist(), vars(thing)]
-        )
+        assert repr((thing.calls, thing.cache, vars(thing))) == before
     attention, state = closure()
     before = repr(state())
     checker.check(attention, "attention")
     assert repr(state()) == before
 
 
-def test_a_factory_that_returns_what_it_holds() -> None:
-    module = prepared()
-    parts = dict(everything(module))
-    checker.check(lambda: module, "self")
-    assert dict(everything(module)) == parts
-
-
 def test_a_function_around_a_module() -> None:
     module = prepared()
     parts = dict(everything(module))
+    checker.check(lambda: module, "self")  # a factory that returns it
+    assert dict(everything(module)) == parts
     with open_candidate(functools.partial(lambda layer, x: layer(x), module)) as candidate:
         candidate.call(Call((torch.randn(2, 5, WIDTH),)))
         assert dict(everything(module)) != parts

@@ -43,7 +43,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """No test sees what another one compiled."""
+    """Forget the graphs of earlier tests."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

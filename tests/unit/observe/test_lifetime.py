@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,6 +31,7 @@ from tests.observed import (
     Call,
     CausalAttention,
     E,
+    Function,
     H,
     K,
     Q,
@@ -56,20 +57,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # -- what isn't recorded ----------------------------------------------------------------------------
 
 
+class ByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class HandMadeAttention(ByHand):
+    pass
+
+
 class Half(nn.Module):
     """A call of PyTorch's attention, attention written out by hand, and a softmax that isn't attention."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fused, self.written, self.router = Call(), Written(), nn.Softmax(dim=-1)
+        self.fused, self.written, self.router = Call(), ByHand(), nn.Softmax(dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.written(self.fused(x, x, x)) + self.router(x[:, 0])[:, None]
-
-
-class Written(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ x.mT).softmax(-1) @ x
 
 
 def test_attention_written_out_by_hand_is_named() -> None:
@@ -101,13 +106,8 @@ def test_a_recording_is_a_mapping_in_order_of_first_call():
         model(randn(1, 4, E))
     assert list(recording) == list(recording.keys()) == ["second.attn", "first.attn"]
     assert [call.shape[3] for call in recording.calls("first.attn")] == [3, 4, 4]
-    assert (
-        recording["first.attn"]
-        is recording.calls("first.attn")[-1]
-        is recording["first"]
-        is recording[1]
-        is recording[-1]
-    )
+    last = recording.calls("first.attn")[-1]
+    assert all(recording[name] is last for name in ("first.attn", "first", 1, -1))
     assert [amap for _, amap in recording.items()] == [recording[0], recording[1]]
     assert recording["sec"] is recording[0] is recording.get("second.attn")
     assert "first.attn" in recording
@@ -150,15 +150,11 @@ def test_one_module_in_two_places_or_called_twice():
 
 
 def test_two_calls_within_one_module():
-    class Twice(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            x = F.scaled_dot_product_attention(x, x, x)
-            return F.scaled_dot_product_attention(x, y, y)
-
     x, y = randn(Q), randn(K)
-    own, cross = record(Twice(), x, y).calls("")
+    twice = Function(lambda x, y: KERNEL(KERNEL(x, x, x), y, y))
+    own, cross = record(twice, x, y).calls("")
     assert_weights(own, x, x)
-    assert_weights(cross, F.scaled_dot_product_attention(x, x, x), y)
+    assert_weights(cross, KERNEL(x, x, x), y)
 
 
 def test_the_observed_module_may_be_the_attention_or_a_part_of_a_model():
@@ -173,7 +169,7 @@ def test_the_observed_module_may_be_the_attention_or_a_part_of_a_model():
     )
 
 
-def test_maps_name_their_model_and_layer():
+def test_maps_have_the_provenance_of_their_layer():
     recording = record(GPT(), randn(2, 5, E))
     assert recording.provenance == {"model": "GPT"}
     assert [amap.provenance for amap in recording.values()] == [
@@ -247,32 +243,6 @@ def test_an_exception_within_the_block():
         raise Stop
     with pytest.raises(Stop), observe(model):
         raise Stop(model(randn(1, 3, E)).shape)
-    assert hooks(model) == before
-
-
-def test_errors_of_the_model_are_raised():
-    model = Call()
-    for arguments in ((randn(Q), randn(2, H, 7, 9), randn(V)), (randn(Q), randn(3, H, 7, 8), randn(V))):
-        with pytest.raises((RuntimeError, ValueError)):
-            model(*arguments)
-        with pytest.raises((RuntimeError, ValueError)), observe(model):
-            model(*arguments)
-
-
-def test_a_generator_that_observes_and_is_dropped():
-    model, x = GPT(), randn(1, 3, E)
-    before = hooks(model)
-
-    def steps() -> Iterator[Recording]:
-        with observe(model) as recording:
-            while True:
-                model(x)
-                yield recording
-
-    running = steps()
-    next(running)
-    assert len(next(running).calls(0)) == 2
-    running.close()
     assert hooks(model) == before
 
 
@@ -361,12 +331,8 @@ def test_modes_of_the_user():
         assert inside.met == 1
         return out
 
-    class Model(nn.Module):
-        def forward(self, q: Tensor) -> Tensor:
-            return within(q, q, q)
-
     q = randn(Q)
-    assert_weights(record(Model(), q)[0], q, q)
+    assert_weights(record(Function(within), q, q, q)[0], q, q)
     with observe(model) as recording, Counting() as inside:
         model(x)
     assert inside.met == 2
@@ -420,7 +386,7 @@ def test_functional_call():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_cannot_be_observed_says_so():
+def test_unsupported_models_raise():
     model, x = GPT(), randn(2, 5, E)
     with raises(ValueError, "is inside a torch.func transform: call the model without one"), observe(model):
         torch.func.vmap(model)(x[None])
@@ -433,43 +399,28 @@ def test_what_cannot_be_observed_says_so():
         observe(nn.ModuleDict({"part": traced})).__enter__()
 
 
-class ByName(nn.Module):
-    """An attention call that can be recorded, and a kernel that is called by its name."""
-
-    def __init__(self, kernel: str) -> None:
-        super().__init__()
-        self.attn, self.kernel = CausalAttention(), kernel
-        self.layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True)
-
-    def forward(self, x: Tensor) -> Any:
-        layer, multi, q = self.layer, self.layer.self_attn, x[:, None]
-        packed = multi.in_proj_weight, multi.in_proj_bias, multi.out_proj.weight, multi.out_proj.bias
-        rest = layer.norm1, layer.norm2, layer.linear1, layer.linear2
-        self.attn(x)
-        match self.kernel:
-            case "_scaled_dot_product_flash_attention_for_cpu":
-                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
-            case "_scaled_dot_product_attention_math":
-                return torch._scaled_dot_product_attention_math(q, q, q)
-            case "_native_multi_head_attention":
-                return torch._native_multi_head_attention(x, x, x, E, H, *packed)
-            case "_transformer_encoder_layer_fwd":
-                more = [y for part in rest for y in (part.weight, part.bias)]
-                return torch._transformer_encoder_layer_fwd(x, E, H, *packed, False, False, 1e-5, *more)
-        raise AssertionError(self.kernel)
+LAYER = nn.TransformerEncoderLayer(E, H, 32, batch_first=True).eval()
+MULTI = LAYER.self_attn
+PACKED = MULTI.in_proj_weight, MULTI.in_proj_bias, MULTI.out_proj.weight, MULTI.out_proj.bias
+OTHERS = [w for part in (LAYER.norm1, LAYER.norm2, LAYER.linear1, LAYER.linear2) for w in part.parameters()]
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BY_NAME: dict[str, Callable[[Tensor], Any]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": lambda x: FLASH(*[x[:, None]] * 3),
+    "_scaled_dot_product_attention_math": lambda x: torch._scaled_dot_product_attention_math(
+        *[x[:, None]] * 3
+    ),
+    "_native_multi_head_attention": lambda x: torch._native_multi_head_attention(x, x, x, E, H, *PACKED),
+    "_transformer_encoder_layer_fwd": lambda x: torch._transformer_encoder_layer_fwd(
+        x, E, H, *PACKED, False, False, 1e-5, *OTHERS
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_attention_math",
-        "_native_multi_head_attention",
-        "_transformer_encoder_layer_fwd",
-    ],
-)
+@pytest.mark.parametrize("kernel", BY_NAME)
 def test_kernels_called_by_name_raise(kernel: str):
-    model, x = ByName(kernel).eval(), randn(2, 5, E)
+    """Also beside an attention call that can be recorded."""
+    model, x = Function(lambda x: (model.attn(x), BY_NAME[kernel](x))), randn(2, 5, E)
+    model.attn = CausalAttention()
     with torch.no_grad():
         model(x)
         with raises(ValueError, f"calls the kernel {kernel} … directly"), observe(model):
@@ -479,41 +430,26 @@ def test_kernels_called_by_name_raise(kernel: str):
 # -- compiled models -------------------------------------------------------------------------------
 
 
-def whole(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    compiled = torch.compile(model, backend="eager")
-    return compiled, compiled
-
-
-def in_place(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    model.compile(backend="eager")
-    return model, model
-
-
-def parts(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    model.layers[0].attn = torch.compile(model.layers[0].attn, backend="eager")
-    model.layers[1] = torch.compile(model.layers[1], backend="eager")
-    return model, model
-
-
-def parts_in_place(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    for layer in model.layers:
-        layer.attn.compile(backend="eager", fullgraph=True)
-    return model, model
-
-
-def function(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    return model, torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
-
-
-@pytest.mark.parametrize("compiled", [whole, in_place, parts, parts_in_place, function])
+@pytest.mark.parametrize("way", ["whole", "in place", "parts", "parts in place", "function"])
 @pytest.mark.parametrize("before", [True, False], ids=["run before", "not run before"])
-def test_compiled_models_run_eagerly(
-    compiled: Callable[[nn.Module], tuple[nn.Module, Callable[[Tensor], Tensor]]], before: bool
-):
+def test_compiled_models_run_eagerly(way: str, before: bool):
     torch._dynamo.reset()
     model, x = GPT().requires_grad_(False), randn(2, 5, E)
     alone = model(x)
-    observable, run = compiled(model)
+    observable = run = model
+    match way:
+        case "whole":
+            observable = run = torch.compile(model, backend="eager")
+        case "in place":
+            model.compile(backend="eager")
+        case "parts":
+            model.layers[0].attn = torch.compile(model.layers[0].attn, backend="eager")
+            model.layers[1] = torch.compile(model.layers[1], backend="eager")
+        case "parts in place":
+            for layer in model.layers:
+                layer.attn.compile(backend="eager", fullgraph=True)
+        case "function":
+            run = torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
     if before:
         run(x)
     with observe(observable) as recording:
@@ -529,8 +465,8 @@ def test_compiled_models_run_eagerly(
 
 
 @pytest.mark.full
-def test_what_is_compiled_in_the_block_is_recorded():
-    """Run in a process that compiled nothing before; `observe` doesn't import PyTorch's compiler."""
+def test_a_model_compiled_in_the_block_is_recorded():
+    """In a process that compiled nothing before, and doesn't load PyTorch's compiler for `observe`."""
     code = """
 import sys
 import torch
@@ -570,13 +506,6 @@ def test_a_compiled_model_on_another_thread():
     with observe(compiled) as recording:
         assert_identical(in_threads(lambda: compiled(x))[0], alone)
     assert list(recording) == KEYS
-
-
-def test_a_compiled_attention_alone():
-    attn, x = CausalAttention(), randn(2, 5, E)
-    compiled = torch.compile(attn, backend="eager")
-    recording = record(compiled, x)
-    assert list(recording) == [""]
 
 
 def test_names_imported_in_the_block_work_after_it():
@@ -693,16 +622,12 @@ def test_a_thread_that_began_before_the_block():
 
 
 def test_functions_on_other_threads_of_a_module_give_a_warning():
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn = CausalAttention()
+    def attend_on_threads(x: Tensor) -> Tensor:
+        x = model.attn(x)
+        return sum(in_threads(*(lambda: F.scaled_dot_product_attention(x, x, x),) * 2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.attn(x)
-            return sum(in_threads(*(lambda: F.scaled_dot_product_attention(x, x, x),) * 2))
-
-    model, x = Heads(), randn(2, 5, E)
+    model, x = Function(attend_on_threads), randn(2, 5, E)
+    model.attn = CausalAttention()
     with pytest.warns(UserWarning, match="2 attention calls ran on threads where no module of the model did"):
         recording = record(model, x)
     assert list(recording) == ["attn"]
@@ -776,15 +701,6 @@ def test_only_modules_are_observed(model: Any):
         observe(model).__enter__()
 
 
-class ByHand(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ x.mT).softmax(-1) @ x
-
-
-class HandMadeAttention(ByHand):
-    pass
-
-
 @pytest.mark.parametrize(
     "model", [nn.Linear(E, E), nn.GRU(E, E), ByHand()], ids=lambda model: type(model).__name__
 )
@@ -813,10 +729,7 @@ def test_a_model_whose_attention_is_made_by_hand():
 
 def test_no_forward_within_the_block():
     model = GPT()
-    with (
-        raises(ValueError, "No forward of the model ran inside observe … : call it there"),
-        observe(model),
-    ):
+    with raises(ValueError, "No forward of the model ran inside observe … : call it there"), observe(model):
         pass
     with raises(ValueError, "No forward of the model ran"), observe(model):
         GPT()(randn(1, 3, E))

@@ -35,6 +35,7 @@ from tests.observed import (
     Call,
     D,
     E,
+    Function,
     H,
     K,
     Q,
@@ -189,14 +190,10 @@ ROUTES: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_way_to_call_sdpa(route: str):
-    class Model(nn.Module):
-        def forward(self, *args: Any) -> Tensor:
-            return ROUTES[route](*args)
-
+def test_every_way_to_call_it(route: str):
     q, k = randn(Q), randn(K)
     mask = torch.rand(5, 7) < 0.7
-    assert_weights(record(Model(), q, k, k, mask, 0.0, False)[0], q, k, mask)
+    assert_weights(record(Function(ROUTES[route]), q, k, k, mask, 0.0, False)[0], q, k, mask)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -219,7 +216,7 @@ def test_dtypes(dtype: torch.dtype):
     assert_weights(amap, q, k, mask)
 
 
-def test_autocast_records_what_the_kernel_computed_with():
+def test_autocast_records_the_dtype_of_the_kernel():
     q, k, v = randn(Q), randn(K).bfloat16(), randn(V).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert_weights(record(Call(), q, k, v)[0], q.bfloat16(), k)
@@ -250,7 +247,7 @@ def test_strided_inputs():
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-def test_gradients_are_unchanged_and_recomputation_is_not_recorded(how: str):
+def test_gradients_are_unchanged_and_recomputation_is_no_call(how: str):
     model, x = GPT(dropout=0.3, how=how), randn(2, 7, E, requires_grad=True)
     assert_identical(gradients(model, x, True), gradients(model, x, False))
     with observe(model) as recording:
@@ -262,15 +259,8 @@ def test_gradients_are_unchanged_and_recomputation_is_not_recorded(how: str):
 
 
 def test_gradients_of_a_learned_mask():
-    class Biased(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(randn(H, 5, 5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, x, x, attn_mask=self.bias)
-
-    model, x = Biased(), randn(Q)
+    model, x = Function(lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=model.bias)), randn(Q)
+    model.bias = nn.Parameter(randn(H, 5, 5))
     assert_identical(gradients(model, x, True), gradients(model, x, False))
     assert_weights(record(model, x)[0], x, x, model.bias.detach())
 
@@ -290,17 +280,13 @@ def test_backward_after_the_block():
 def test_flex_attention():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    class Model(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
-            return flex_attention(q, k, v, **kwargs)
-
+    model = Function(flex_attention)
     q, k = randn(2, H, 6, 16), randn(2, 2, 6, 16)
     band = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 3 + b), 2, None, 6, 6, device="cpu")
     i, j = torch.arange(6)[:, None], torch.arange(6)
     kept = (i >= j) & (i - j < 3 + torch.arange(2)[:, None, None, None])
-    assert_weights(record(Model(), q, k, k, block_mask=band, enable_gqa=True)[0], q, k, kept)
-    assert_weights(record(Model(), q, q, q, scale=0.5)[0], q, q, scale=0.5)
-    model = Model()
+    assert_weights(record(model, q, k, k, block_mask=band, enable_gqa=True)[0], q, k, kept)
+    assert_weights(record(model, q, q, q, scale=0.5)[0], q, q, scale=0.5)
     with raises(ValueError, "flex_attention with a score_mod can't be observed"), observe(model):
         model(q, q, q, score_mod=lambda score, b, h, i, j: score + i)
 
@@ -393,16 +379,15 @@ def ignoring_mixed_masks(mixed: bool) -> Any:
 @pytest.mark.parametrize("wants", [True, False])
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "window", "nothing"])
-def test_is_causal_records_what_was_computed(mask: str, extra: dict[str, Any], wants: bool, padded: bool):
-    """PyTorch may use is_causal in place of the mask, and mask appended keys."""
+def test_is_causal_records_the_weights_of_the_call(
+    mask: str, extra: dict[str, Any], wants: bool, padded: bool
+):
+    """PyTorch may follow is_causal in place of the mask, and mask appended keys."""
     layer = nn.MultiheadAttention(E, H, batch_first=True, **extra).double().eval()
     x = randn(2, 6, E, dtype=torch.float64)
     after = torch.ones(6, 6, dtype=torch.bool).triu(1)
-    masked = {
-        "causal": after,
-        "window": after | after.T.triu(-6).tril(-3),
-        "nothing": torch.zeros_like(after),
-    }[mask]
+    window = after | after.T.triu(-6).tril(-3)
+    masked = {"causal": after, "window": window, "nothing": torch.zeros_like(after)}[mask]
     padding = torch.arange(6) >= torch.tensor([[6], [4]]) if padded else None
     kwargs = {"attn_mask": masked, "key_padding_mask": padding, "need_weights": wants, "is_causal": True}
     recording = record(layer, x, x, x, **kwargs)
@@ -429,28 +414,14 @@ def test_multi_head_attention_forward_called_by_itself():
         def forward(self, x: Tensor, **masks: Tensor) -> Tensor:
             x = x.flatten(2).permute(2, 0, 1)  # [s, b, e]
             x = torch.cat([x.mean(0, keepdim=True), x]) + self.positions[:, None]
+            projections = {f"{r}_proj_weight": getattr(self, f"{r}_proj").weight for r in "qkv"}
+            bias = torch.cat([self.q_proj.bias, self.k_proj.bias, self.v_proj.bias])
             return F.multi_head_attention_forward(
-                query=x[:1],
-                key=x,
-                value=x,
-                embed_dim_to_check=E,
-                num_heads=H,
-                q_proj_weight=self.q_proj.weight,
-                k_proj_weight=self.k_proj.weight,
-                v_proj_weight=self.v_proj.weight,
-                in_proj_weight=None,
-                in_proj_bias=torch.cat([self.q_proj.bias, self.k_proj.bias, self.v_proj.bias]),
-                bias_k=None,
-                bias_v=None,
-                add_zero_attn=False,
-                dropout_p=0,
-                out_proj_weight=self.c_proj.weight,
-                out_proj_bias=self.c_proj.bias,
-                use_separate_proj_weight=True,
-                training=self.training,
-                need_weights=False,
-                **masks,
-            )[0].squeeze(0)
+                query=x[:1], key=x, value=x, embed_dim_to_check=E, num_heads=H, **projections,
+                in_proj_weight=None, in_proj_bias=bias, bias_k=None, bias_v=None, add_zero_attn=False,
+                dropout_p=0, out_proj_weight=self.c_proj.weight, out_proj_bias=self.c_proj.bias,
+                use_separate_proj_weight=True, training=self.training, need_weights=False, **masks,
+            )[0].squeeze(0)  # fmt: skip
 
     model, x = Pool(), randn(2, E, 3, 3)
     flat = x.flatten(2).transpose(1, 2)
@@ -468,7 +439,7 @@ def test_multi_head_attention_forward_called_by_itself():
 @pytest.mark.parametrize("norm", [None, nn.LayerNorm(E)], ids=["bare", "norm"])
 @pytest.mark.parametrize(("train", "grad"), [(False, False), (False, True), (True, True), (True, False)])
 def test_transformer_encoders(padding: str, nesting: bool, norm: nn.Module | None, train: bool, grad: bool):
-    """PyTorch skips padding for some of them, and returns zeros for it, or the norm of zeros."""
+    """Also if PyTorch skips padding and returns zeros there, or the norm of zeros."""
     model = encoder(enable_nested_tensor=nesting, norm=norm).train(train)
     x, masked = randn(3, 6, E), PADDING[padding]
     with torch.set_grad_enabled(grad):
@@ -498,7 +469,7 @@ def test_transformer_encoders_of_every_kind(options: dict[str, Any], alone: bool
             record(model, x, given_, src_key_padding_mask=torch.arange(6) >= torch.tensor([[6]] * 5 + [[3]]))
 
 
-def test_the_layers_of_a_fused_encoder_record_what_the_unfused_ones_compute():
+def test_a_fused_encoder_records_the_weights_of_an_unfused_one():
     model, x = encoder().eval(), randn(3, 6, E)
     with torch.no_grad():
         recording = record(model, x)
@@ -548,50 +519,33 @@ def test_our_layers_by_attend_and_by_context():
     cross = mh.CrossAttention(E, 9)
     assert_identical(record(cross, x, context)[0].dense(), cross.attend(x, context)[1].dense())
 
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = layer
+    def attend(x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        out, amap = layer.attend(x, context)
+        return out, amap.dense()
 
-        def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-            out, amap = self.inner.attend(x, context)
-            return out, amap.dense()
-
-    recording = record(Attends(), x, context)
+    model = Function(attend)
+    model.inner = layer
+    recording = record(model, x, context)
     assert list(recording) == [""]
     assert len(recording.calls("")) == 1
 
 
 @pytest.mark.parametrize("kernel", ["auto", *(name for name in ORDER if name != "flex")])
-@pytest.mark.parametrize("with_map", [False, True])
-def test_our_functions_within_a_module(kernel: str, with_map: bool):
-    class Model(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if with_map:
-                return mh.attention_with_map(q, k, v, mask=mh.Causal(), kernel=kernel)[0]
-            return mh.attention(q, k, v, mask=mh.Causal(), kernel=kernel)
-
+@pytest.mark.parametrize(
+    "function", [mh.attention, lambda *args, **kwargs: mh.attention_with_map(*args, **kwargs)[0]]
+)
+def test_our_functions_within_a_module(kernel: str, function: Callable[..., Tensor]):
     q, k = randn(2, H, 5, 8), randn(2, 2, 7, 8)
-    recording = record(Model(), q, k, k)
+    recording = record(Function(function), q, k, k, mask=mh.Causal(), kernel=kernel)
     assert len(recording.calls(0)) == 1
     assert_weights(recording[0], q, k, torch.ones(5, 7, dtype=torch.bool).tril(2))
 
 
-def test_every_option_of_a_problem():
-    class Model(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
-            return mh.attention(q, k, v, **kwargs)
-
+def test_every_option_of_attention_is_recorded():
     q, k = randn(2, H, 5, 8), randn(2, 2, 7, 8)
-    kwargs = {
-        "mask": mh.Causal() & mh.Lengths(torch.tensor([7, 3])),
-        "bias": mh.Dense(randn(H, 5, 7)),
-        "softcap": 3.0,
-        "sink": randn(H),
-        "offset": torch.tensor([1, 2]),
-        "scale": 0.7,
-    }
-    recording = record(Model(), q, k, k, **kwargs)
+    kwargs = {"mask": mh.Causal() & mh.Lengths(torch.tensor([7, 3])), "bias": mh.Dense(randn(H, 5, 7))}
+    kwargs |= {"softcap": 3.0, "sink": randn(H), "offset": torch.tensor([1, 2]), "scale": 0.7}
+    recording = record(Function(mh.attention), q, k, k, **kwargs)
     assert_identical(recording[0].dense(), mh.attention_with_map(q, k, k, **kwargs)[1].dense())
 
 

@@ -30,6 +30,7 @@ from tests.observed import (
     CausalAttention,
     D,
     E,
+    Function,
     H,
     K,
     Q,
@@ -70,10 +71,9 @@ def test_several_layers_and_layers_by_a_part_of_their_names():
     with observe(model, layers=["layers.2", 0]) as recording:
         model(x)
         model(x)
-    assert {name: len(recording.calls(name)) for name in recording} == {
-        "layers.0.attn": 2,
-        "layers.2.attn": 2,
-    }
+    assert [(name, len(recording.calls(name))) for name in recording] == [
+        (f"layers.{n}.attn", 2) for n in (0, 2)
+    ]
     assert list(record(model, x, observing={"layers": "attn"})) == [f"layers.{n}.attn" for n in range(3)]
 
 
@@ -95,13 +95,8 @@ def test_some_heads(heads: Any):
 
 def test_heads_of_grouped_keys():
     layer, x = mh.MultiHeadAttention(E, H, kv_heads=2), randn(2, 5, E)
-    full = record(layer, x)[0].dense()
-    torch.testing.assert_close(
-        record(layer, x, observing={"heads": [3, 1]})[0].dense(),
-        full[:, [3, 1]],
-        rtol=0,
-        atol=1e-6,
-    )
+    full, some = record(layer, x)[0].dense(), record(layer, x, observing={"heads": [3, 1]})[0].dense()
+    torch.testing.assert_close(some, full[:, [3, 1]], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -115,7 +110,7 @@ def test_maps_kept_in_another_precision(dtype: torch.dtype):
     assert recording[0].problem.q.dtype == dtype
 
 
-def test_values_are_freed_and_nothing_larger_than_q_and_k_is_kept():
+def test_values_are_freed_and_only_q_and_k_are_kept():
     kept: list[weakref.ref[Tensor]] = []
 
     class Model(CausalAttention):
@@ -136,28 +131,15 @@ def test_values_are_freed_and_nothing_larger_than_q_and_k_is_kept():
     assert recording.nbytes == problem.q.nbytes + problem.k.nbytes + recording[0].lse.nbytes
 
 
-ASKED: dict[str, Any] = {
-    "entropy": (),
-    "distance": (),
-    "row_max": (),
+TOKENS = ("previous_token", "current_token", "first_token")
+QUERIES = ("entropy", "distance", "row_max", "logits_max", "sink_weight", "divergence")
+EVERY: dict[str, Any] = {
+    **dict.fromkeys(QUERIES + TOKENS, ()),
     "received": [(), {"last": 2}, {"normalize": "age"}],
     "top": 2,
     "pooled": [(2, 3), (2, 3, "max")],
-    "logits_max": (),
-    "sink_weight": (),
-    "divergence": (),
     "mass": mh.Window(left=1),
-    "previous_token": (),
-    "current_token": (),
-    "first_token": (),
 }
-
-
-def every_statistic(
-    model: nn.Module, *args: Any, keep: Any = None, **kwargs: Any
-) -> tuple[Recording, Recording]:
-    maps = record(model, *args, **kwargs)
-    return maps, record(model, *args, **kwargs, observing={"keep": ASKED if keep is None else keep})
 
 
 @pytest.mark.parametrize("mask", [None, "causal", "masks all of a row"])
@@ -166,8 +148,8 @@ def test_statistics_are_those_of_the_maps(mask: str | None):
     kept = {"causal": torch.ones(5, 7).tril() > 0, "masks all of a row": torch.arange(5)[:, None] != 2}.get(
         mask or ""
     )
-    maps, reduced = every_statistic(Call(), q, k, k, kept)
-    amap, numbers = maps[0], reduced[0]
+    amap = record(Call(), q, k, k, kept)[0]
+    numbers = record(Call(), q, k, k, kept, observing={"keep": EVERY})[0]
     assert isinstance(numbers, Reduced)
     assert numbers.shape == amap.shape
     assert numbers.heads == amap.heads
@@ -175,10 +157,10 @@ def test_statistics_are_those_of_the_maps(mask: str | None):
         numbers.values["received"], [amap.received(), amap.received(last=2), amap.received(normalize="age")]
     )
     assert_agree(numbers.values["pooled"], [amap.pooled(2, 3), amap.pooled(2, 3, "max")])
-    for name in ("entropy", "distance", "row_max", "logits_max", "sink_weight", "divergence"):
+    for name in QUERIES:
         assert_agree(getattr(numbers, name)(), getattr(amap, name)())
-    assert_agree(numbers.mass(ASKED["mass"]), amap.mass(ASKED["mass"]))
-    for name in ("previous_token", "current_token", "first_token"):
+    assert_agree(numbers.mass(EVERY["mass"]), amap.mass(EVERY["mass"]))
+    for name in TOKENS:
         assert_agree(getattr(numbers, name)(), getattr(measures, name)(amap))
     assert_agree(numbers.top(2).weights, amap.top(2).weights)
     assert torch.equal(numbers.top(2).keys, amap.top(2).keys)
@@ -187,16 +169,8 @@ def test_statistics_are_those_of_the_maps(mask: str | None):
 
 def test_the_usual_statistics_and_names_of_statistics():
     model, x = GPT(), randn(2, 5, E)
-    maps, usual = every_statistic(model, x, keep="statistics")
-    assert list(usual[0].values) == [
-        "entropy",
-        "distance",
-        "row_max",
-        "received",
-        "previous_token",
-        "current_token",
-        "first_token",
-    ]
+    maps, usual = record(model, x), record(model, x, observing={"keep": "statistics"})
+    assert list(usual[0].values) == ["entropy", "distance", "row_max", "received", *TOKENS]
     for name in ("entropy", "distance", "row_max", "received"):
         assert_agree(getattr(usual["layers.1"], name)(), getattr(maps["layers.1"], name)())
     named = record(model, x, observing={"keep": ["row_max", "first_token"]})
@@ -235,14 +209,13 @@ def test_every_kept_statistic_of_heads_or_queries_is_a_column(mask: str | None):
 def test_kept_statistics_keep_no_other_tensors():
     kept: list[weakref.ref[Tensor]] = []
 
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = x * 1, x * 2, x * 3
-            kept.extend(weakref.ref(y) for y in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v)
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = x * 1, x * 2, x * 3
+        kept.extend(weakref.ref(y) for y in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v)
 
     x = randn(1, H, 300, 8)
-    with torch.no_grad(), observe(model := Model(), keep=["entropy"]) as recording:
+    with torch.no_grad(), observe(model := Function(attend), keep=["entropy"]) as recording:
         model(x)
     gc.collect()
     assert [ref() for ref in kept] == [None] * 3
@@ -250,7 +223,7 @@ def test_kept_statistics_keep_no_other_tensors():
     assert recording.nbytes == 4 * H * 300 + H * 300  # and which queries see a key at all
 
 
-def test_max_bytes_limits_the_final_size():
+def test_max_bytes_bounds_the_size_of_the_recording():
     model, x = GPT(), randn(2, 5, E)
     enough = record(model, x).nbytes
     assert record(model, x, observing={"max_bytes": enough}).nbytes == enough
@@ -279,31 +252,21 @@ def test_max_bytes_bounds_statistics_too():
     record(Call(), q, q, q, observing={"max_bytes": 1000, "keep": ["logits_max"]})
 
 
-def test_changes_in_place_after_a_call_do_not_change_its_map():
-    class InPlace(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            x += F.scaled_dot_product_attention(x, x, x)
-            return x
-
-    x, model = randn(2, 5, 8), InPlace()
+def test_later_changes_in_place_leave_the_recording_alone():
+    x, model = randn(2, 5, 8), Function(lambda x: x.add_(F.scaled_dot_product_attention(x, x, x)))
     for mode in (torch.inference_mode, torch.no_grad):
         with mode(), observe(model) as recording:
             model(x.clone())
         assert_weights(recording[0], x, x)
 
 
-def test_inputs_in_a_buffer_that_is_overwritten():
-    class Workspace(nn.Module):
-        packed: Tensor | None = None
+def test_a_workspace_that_is_written_again_and_again():
+    def attend(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*workspace.copy_(torch.stack([x, x * 2, x * 3])))
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.packed is None:
-                self.packed = torch.empty(3, *x.shape)
-            self.packed.copy_(torch.stack([x, x * 2, x * 3]))
-            return F.scaled_dot_product_attention(*self.packed)
-
-    inputs, model = [randn(1, 2, 5, 8) for _ in range(3)], Workspace()
+    inputs, model = [randn(1, 2, 5, 8) for _ in range(3)], Function(attend)
     with torch.inference_mode(), observe(model) as recording:
+        workspace = torch.empty(3, 1, 2, 5, 8)
         for x in inputs:
             model(x)
     for call, x in zip(recording.calls(0), inputs, strict=True):
@@ -450,7 +413,7 @@ def test_nested_observations_ablate_their_own_heads():
 
 
 class Cached(nn.Module):
-    """Attention over a cache of the caller: earlier keys and values, followed by those of x."""
+    """Attention over a cache that the caller keeps: earlier keys and values, followed by those of x."""
 
     def __init__(self, projected: bool = True) -> None:
         super().__init__()
@@ -515,7 +478,7 @@ def test_steps_of_a_generation_are_one_map(chunks: Sequence[int], explicit: bool
     for name in ("entropy", "distance", "row_max", "received"):
         assert_agree(getattr(recording[0], name)(), getattr(whole_, name)())
         assert_agree(getattr(reduced[0], name)(), getattr(whole_, name)())
-    for name in ("previous_token", "current_token", "first_token"):
+    for name in TOKENS:
         assert_agree(getattr(reduced[0], name)(), getattr(measures, name)(whole_))
     with mode(), observe(model, max_bytes=q.nbytes + k.nbytes):
         continued(model, x, chunks, explicit)
@@ -579,7 +542,7 @@ WORDS = {
         max_size=12,
     )
 )
-def test_rows_of_joined_and_separate_steps_are_those_that_were_computed(
+def test_every_row_of_joined_steps_is_the_one_that_was_computed(
     words: str, acts: list[tuple[str, int, list[int]]]
 ):
     """Generations that alternate, fork, go back, swap beams or drop keys. Few tokens, so that keys repeat."""
@@ -683,14 +646,11 @@ def test_the_table():
     )  # fmt: skip
     for row in table:
         amap = recording[row.layer]
-        for name in ("previous_token", "current_token", "first_token"):
-            assert getattr(row, name) == pytest.approx(float(getattr(measures, name)(amap).mean(0)[row.head]))
-        for name in ("duplicate_token", "induction"):
-            assert getattr(row, name) == pytest.approx(
-                float(getattr(measures, name)(amap, ids).mean(0)[row.head])
-            )
-        for name in ("entropy", "distance"):
-            assert getattr(row, name) == pytest.approx(float(getattr(amap, name)().mean((0, 2))[row.head]))
+        scores = {name: getattr(measures, name)(amap) for name in TOKENS}
+        scores |= {name: getattr(measures, name)(amap, ids) for name in ("duplicate_token", "induction")}
+        scores |= {name: getattr(amap, name)().mean(2) for name in ("entropy", "distance")}
+        for name, score in scores.items():  # [b, h]
+            assert getattr(row, name) == pytest.approx(float(score.mean(0)[row.head]))
     assert [row[2:5] for row in recording.table()] == [row[2:5] for row in table]
     assert recording.table(ids=ids[0])[0].induction != table[0].induction
 
@@ -717,10 +677,7 @@ def test_a_table_is_a_sequence_that_sorts_converts_and_prints():
 
 def test_a_table_of_layers_that_kept_different_things():
     model, x = GPT(), randn(2, 6, E)
-    maps, reduced = (
-        record(model, x),
-        record(model, x, observing={"keep": ["first_token"]}),
-    )
+    maps, reduced = record(model, x), record(model, x, observing={"keep": ["first_token"]})
     maps._calls["layers.1.attn"] = reduced._calls["layers.1.attn"]
     table = maps.table()
     assert table[0].entropy is not None
@@ -760,7 +717,7 @@ def equal_runs(one: Recording, other: Recording) -> None:
         {},
         {"heads": [3, 1], "dtype": torch.bfloat16, "layers": 1},
         {"keep": "statistics"},
-        {"keep": {name: given_ for name, given_ in ASKED.items() if name != "mass"}, "heads": [2]},
+        {"keep": {name: options for name, options in EVERY.items() if name != "mass"}, "heads": [2]},
     ],
     ids=str,
 )
@@ -781,59 +738,25 @@ def test_runs_are_saved_and_opened(options: dict[str, Any], tmp_path: Path):
 
 
 def test_a_run_of_maps_and_statistics_of_every_kind(tmp_path: Path):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gpt, self.encoder, self.ours = (
-                GPT(),
-                encoder(),
-                mh.MultiHeadAttention(E, H, bias=mh.ALiBi(H)),
-            )
+    def attend(x: Tensor) -> Tensor:
+        x = model.encoder(model.gpt(x), src_key_padding_mask=PADDING["right"])
+        return model.ours(x, mask=mh.Causal() & mh.Lengths(torch.tensor([6, 4, 1])))
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.encoder(self.gpt(x), src_key_padding_mask=PADDING["right"])
-            return self.ours(x, mask=mh.Causal() & mh.Lengths(torch.tensor([6, 4, 1])))
-
-    model, x = Model(), randn(3, 6, E)
-    recording, reduced = (
-        record(model, x),
-        record(model, x, observing={"keep": "statistics"}),
-    )
+    model, x = Function(attend), randn(3, 6, E)
+    model.gpt, model.encoder, model.ours = GPT(), encoder(), mh.MultiHeadAttention(E, H, bias=mh.ALiBi(H))
+    recording, reduced = record(model, x), record(model, x, observing={"keep": "statistics"})
     recording._calls["gpt.layers.0.attn"] += reduced._calls["gpt.layers.0.attn"]
     recording.save(tmp_path / "run.safetensors")
     equal_runs(recording, open_run(tmp_path / "run.safetensors"))
 
 
-def test_statistics_of_a_file_before_arguments_were_packed():
-    """Its arguments are written as in the first files of version 1; all of its weights are 1/7."""
-    (numbers,) = open_run(Path(__file__).parents[2] / "data/statistics-1.safetensors").calls(0)
-    assert numbers.arguments == {
-        "entropy": (),
-        "received": [(), {"last": 2}, {"normalize": "age"}],
-        "top": 2,
-        "pooled": [(2, 3), (2, 3, "max")],
-        "first_token": (),
-    }
-    assert_agree(numbers.entropy(), torch.full((1, 2, 5), 7.0).log())
-    assert_agree(numbers.values["received"][1], torch.full((1, 2, 7), 2 / 7))
-    assert_agree(numbers.values["pooled"][1], torch.full((1, 2, 2, 3), 1 / 7))
-    assert_agree(numbers.top(2).weights, torch.full((1, 2, 5, 2), 1 / 7))
-    assert_agree(numbers.first_token(), torch.full((1, 2), 1 / 7))
-
-
-def test_what_cannot_be_saved_says_so(tmp_path: Path):
-    q = randn(Q)
-
-    class Ruled(nn.Module):
-        def forward(self, q: Tensor) -> Tensor:
-            return mh.attention(q, q, q, mask=mh.Rule(lambda b, h, i, j: i >= j))
-
+def test_recordings_that_no_file_can_hold_raise(tmp_path: Path):
+    q, path = randn(Q), tmp_path / "run.safetensors"
+    rule = mh.Rule(lambda b, h, i, j: i >= j)
     with raises(ValueError, "Rule"):
-        record(Ruled(), q).save(tmp_path / "run.safetensors")
-    with raises(ValueError, "mass was kept with a Window, which can't be saved"):
-        record(Call(), q, q, q, observing={"keep": {"mass": mh.Window(left=1)}}).save(
-            tmp_path / "run.safetensors"
-        )
+        record(Function(mh.attention), q, q, q, mask=rule).save(path)
+    with raises(ValueError, "mass was kept with a Window, which a file can't hold"):
+        record(Call(), q, q, q, observing={"keep": {"mass": mh.Window(left=1)}}).save(path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -860,6 +783,6 @@ def test_labels():
             recording.label(wrong)
 
 
-def test_plot_draws_every_layer_and_head():
+def test_plotting_a_recording():
     figure = record(GPT(), randn(2, 5, E)).plot()
     assert len(figure.axes) >= 2 * H

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from io import BytesIO, TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 from tokenizers import Tokenizer
 
-from manyheads import AttentionMap, Causal, attention_with_map, cli, lm, open_run
+from manyheads import AttentionMap, Causal, attention_with_map, lm, open_run
 from manyheads.lm.data import Document, train_tokenizer
 from manyheads.text import report, terminal
 from manyheads.text.highlights import (
@@ -36,6 +36,7 @@ from manyheads.text.highlights import (
     uniform,
 )
 from manyheads.text.tokens import Token, align, group_words
+from tests.conftest import Ran
 
 SENTENCE = "the train left the station on time"
 CONTEXT = 48
@@ -58,32 +59,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Ran:
-    """The output, exit code and files of a command."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
 @pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path
-) -> Any:
-    """Run `manyheads show` on the tiny model as its command line does, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
+def run(run_command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Any:
+    """Run `manyheads show` on the tiny model."""
     monkeypatch.setenv("COLUMNS", "100")
-
-    def command(*arguments: str, stdin: bytes = b"", model: Path | str = checkpoint) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["manyheads", "show", "--model", str(model), *arguments])
-        monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(stdin)))
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-        return Ran(code, *capsys.readouterr())
-
-    return command
+    return lambda *words, model=checkpoint, **options: run_command(
+        "show", "--model", model, *words, **options
+    )
 
 
 def map_of(*heads: list[list[float]], causal: bool = True) -> AttentionMap:
@@ -165,7 +147,7 @@ def resting(t: int, share: float = 0.9) -> list[list[float]]:
     ]
 
 
-def test_findings_are_weights_far_above_the_expected_ones() -> None:
+def test_findings_are_exceptions_to_what_a_head_usually_does() -> None:
     odd, broken = previous(8), resting(8)
     odd[6] = [0.05, 0.05, 0.75, 0.05, 0.0, 0.05, 0.05, 0.0]
     broken[5] = [0.1, 0.0, 0.0, 0.85, 0.0, 0.05, 0.0, 0.0]
@@ -193,7 +175,7 @@ def test_without_a_mask_the_next_and_the_last_token_have_scores() -> None:
         assert one["next_token"] is one["last_token"] is None  # no causal head can attend to them
 
 
-def test_without_a_mask_findings_are_on_either_side() -> None:
+def test_without_a_mask_findings_are_before_and_after_the_query() -> None:
     odd, twice = both_ways(9, 1), both_ways(9, -1)
     odd[2] = [0.02, 0.02, 0.02, 0.1, 0.02, 0.02, 0.76, 0.02, 0.02]
     twice[1] = [0.06, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.8, 0.02]
@@ -230,8 +212,8 @@ def test_in_a_long_text_findings_are_searched_at_the_start(monkeypatch: pytest.M
     assert [one.surprise for one in within] == pytest.approx([one.surprise for one in alone], abs=1e-5)
 
 
-def test_the_findings_of_an_example() -> None:
-    """A weight that the text explains comes before larger ones that it doesn't."""
+def test_the_example_of_the_sentence() -> None:
+    """A finding that the text explains comes before a sharper one."""
     copying, sharp = resting(7, 0.6), resting(7, 0.6)
     copying[3] = [0.1, 0.71, 0.1, 0.09, 0, 0, 0]
     sharp[6] = [0, 0, 0.75, 0, 0, 0.15, 0.1]
@@ -278,7 +260,7 @@ def test_the_reason_of_a_weight() -> None:
     assert explain(0, 4, IDS) is None
 
 
-def test_nothing_to_choose_gives_no_findings() -> None:
+def test_heads_without_a_choice_have_no_findings() -> None:
     assert select_findings(find_candidates([map_of([[1.0]])], [3])) == []
     assert select_findings(find_candidates([map_of([[1.0, 1.0, 1.0]] * 3)], [1, 2, 3])) == []
 
@@ -529,19 +511,14 @@ def test_truncate_keeps_the_first_tokens_with_a_note(run: Any) -> None:
     ran = run(long, "--truncate")
     assert ran.code == 0
     assert f"(--truncate: only the first {CONTEXT} of " in ran.out
+    rows = [line for line in ran.out.splitlines() if re.search("[·░▒▓█]{2} ", line)]
+    assert len(rows) == CONTEXT // 2 + 1  # pooled to fit the terminal, and the legend
+    assert max(map(len, rows)) <= 100
+    assert "the largest weight of 2 × 2 tokens" in ran.out
     found = json.loads(run(long, "--truncate", "--json").out)
     assert len(found["tokens"]) == CONTEXT
     assert found["tokens_left_out"] > 0
     assert "--truncate" not in run(SENTENCE, "--truncate").out
-
-
-@pytest.mark.full
-def test_a_text_that_fills_the_context_is_pooled_in_the_terminal(run: Any) -> None:
-    ran = run("the station " * 60, "--truncate")
-    rows = [line for line in ran.out.splitlines() if re.search("[·░▒▓█]{2} ", line)]
-    assert len(rows) == CONTEXT // 2 + 1  # and the legend
-    assert max(map(len, rows)) <= 100
-    assert "the largest weight of 2 × 2 tokens" in ran.out
 
 
 def test_a_single_token(run: Any) -> None:
@@ -624,7 +601,7 @@ def test_extrapolated_tokens_are_marked_in_every_picture(checkpoint: Path) -> No
 
 
 @pytest.mark.full
-def test_long_does_not_change_a_text_within_the_context(run: Any) -> None:
+def test_long_changes_nothing_for_a_text_within_the_context(run: Any) -> None:
     plain, long = run(SENTENCE, "--json"), run(SENTENCE, "--json", "--long")
     assert (long.out, long.err, long.code) == (plain.out, "", 0)
     reading = report.read("the station " * 60, truncate=True, model=None)
@@ -633,6 +610,7 @@ def test_long_does_not_change_a_text_within_the_context(run: Any) -> None:
 
 @pytest.mark.full
 def test_longer_texts_raise_or_are_truncated(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert report.LONGEST == 32_768
     monkeypatch.setattr(report, "LONGEST", 100)
     long = "the station " * 60
     refused(
@@ -645,12 +623,10 @@ def test_longer_texts_raise_or_are_truncated(run: Any, monkeypatch: pytest.Monke
     assert any(note.startswith("--truncate: only the first 100 of") for note in found["notes"])
 
 
-def test_long_reads_32768_tokens() -> None:
-    assert report.LONGEST == 32_768
-
-
-def test_the_estimated_time_is_extrapolated_from_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text takes 5 seconds, 3 more for each token and 2 for each pair: the estimate is exact."""
+def test_the_time_is_estimated_from_the_first_tokens(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 5 seconds per text, 3 per token and 2 per pair of tokens, the estimate is exact."""
     clock = [0.0]
 
     class Reader:
@@ -661,16 +637,11 @@ def test_the_estimated_time_is_extrapolated_from_prefixes(monkeypatch: pytest.Mo
     monkeypatch.setattr(report, "perf_counter", lambda: clock[0])
     for t in (3, 9, 100, 3000):
         assert report.estimate_time(Reader(), range(t)) == pytest.approx(5 + 3 * t + 2 * t * t)  # type: ignore[arg-type]
-    said = [report.round_duration(seconds) for seconds in (0.1, 2.4, 12.0, 41.0, 89.0, 100.0, 200.0)]
-    assert said == [
-        "about a second",
-        "about 2 seconds",
-        "about 10 seconds",
-        "about 40 seconds",
-        "about 90 seconds",
-        "about 2 minutes",
-        "about 3 minutes",
-    ]
+    said = {0.1: "a second", 2.4: "2 seconds", 12.0: "10 seconds", 41.0: "40 seconds", 89.0: "90 seconds"}
+    said |= {100.0: "2 minutes", 200.0: "3 minutes"}
+    assert {seconds: report.round_duration(seconds) for seconds in said} == {
+        seconds: f"about {text}" for seconds, text in said.items()
+    }
 
 
 # -- bad input -------------------------------------------------------------------------------------
@@ -711,7 +682,7 @@ def refused(ran: Ran, says: str) -> None:
         ([SENTENCE, "--json", "--out", "latin.txt"], "got the file latin.txt"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(run: Any, arguments: list[str], says: str) -> None:
+def test_bad_input_raises_one_sentence(run: Any, arguments: list[str], says: str) -> None:
     Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     refused(run(*arguments), says)
 
@@ -787,17 +758,6 @@ def test_no_number_is_cut_on_a_narrow_terminal(
 
 
 # -- the model that ships --------------------------------------------------------------------------
-
-
-def test_the_command_on_the_model_that_ships(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "manyheads", "show", SENTENCE]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    told = re.match(r"Layer (\d+), head (\d+)\b.*: .* attends to .*\([01]\.\d\d\)", ran.stdout)
-    assert told
-    files = ["manyheads-out/overview.png", f"manyheads-out/layer{told[1]}-head{told[2]}.png"]
-    assert ran.stdout.endswith(f"wrote {files[0]} and {files[1]}\n")
-    assert all((tmp_path / file).read_bytes().startswith(b"\x89PNG") for file in files)
 
 
 def test_the_shipped_model_copies_repeated_words() -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import numpy as np
@@ -23,9 +24,10 @@ import torch
 from hypothesis import given, settings
 
 import manyheads as mh
-from manyheads import cli, scores
+from manyheads import scores
 from manyheads.observe import Recording
-from manyheads.viewer import pyramid
+from manyheads.viewer import api as api_module
+from manyheads.viewer import assets, export, pyramid
 from manyheads.viewer.api import Api, FileChanged, ViewedRun, head_scores
 from manyheads.viewer.export import plan_export
 from manyheads.viewer.pyramid import SCALE, Pyramid
@@ -41,6 +43,8 @@ def a_map(t: int, s: int, mask: mh.Mask | None = None, heads: int = 1, **parts: 
     return mh.attention_with_map(q, k, k, mask=mask, **parts)[1]
 
 
+# Limits with which 150 tokens are many.
+SMALL = {"SIDE": 16, "MAX_WEIGHTS": 2**12, "SCAN_LEVEL": 3, "STEP": 2**12, "BLOCK": 2**10}
 MASKS = (
     lambda t, s: None,
     lambda t, s: mh.Causal(),
@@ -80,10 +84,7 @@ def test_tiles_of_every_level_equal_the_map(t: int, s: int, mask: Any, biased: b
     torch.manual_seed(seed)
     bias = mh.ALiBi(torch.tensor([0.1])) if biased else None
     amap = a_map(t, s, mask(t, s), bias=bias)
-    with pytest.MonkeyPatch.context() as patch:  # so that 150 tokens are many
-        small = {"SIDE": 16, "MAX_WEIGHTS": 2**12, "SCAN_LEVEL": 3, "STEP": 2**12, "BLOCK": 2**10}
-        for name, value in small.items():
-            patch.setattr(pyramid, name, value)
+    with patch.multiple(pyramid, **SMALL):
         head = Pyramid(amap)
         for scanned in (False, True):
             for level in range(head.top + 3):
@@ -107,10 +108,8 @@ def test_tiles_of_every_level_equal_the_map(t: int, s: int, mask: Any, biased: b
     np.testing.assert_allclose(head.entropy, amap.entropy()[0, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_sampled_tile_has_the_middle_query_of_each_row_of_cells() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"SIDE": 16, "MAX_WEIGHTS": 2**12, "SCAN_LEVEL": 3}.items():
-            patch.setattr(pyramid, name, value)
+def test_a_sampled_tile_holds_the_middle_query_of_each_row_of_cells() -> None:
+    with patch.multiple(pyramid, **SMALL):
         amap = a_map(128, 128, mh.Causal())
         tile = Pyramid(amap).tile(3, 0, 0)
         assert tile.sampled == 8
@@ -191,8 +190,6 @@ def test_cross_attention_has_no_labels_of_queries() -> None:
 
 
 def test_sampled_head_scores_approximate_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyheads.viewer import api
-
     amap, ids = a_map(300, 300, mh.Causal(), heads=2), torch.arange(300) % 7
 
     def compute() -> tuple[dict[str, torch.Tensor], int]:
@@ -204,12 +201,12 @@ def test_sampled_head_scores_approximate_exact_ones(monkeypatch: pytest.MonkeyPa
                 return end.value
 
     exact, single = compute()
-    monkeypatch.setattr(api, "EXACT_WEIGHTS", 0)
+    monkeypatch.setattr(api_module, "EXACT_WEIGHTS", 0)
     some, stride = compute()
     assert (single, stride) == (1, 3)
     for name in ("previous_token", "first_token", "induction", "entropy"):
         torch.testing.assert_close(some[name], exact[name], rtol=0.2, atol=0.05)
-    monkeypatch.setattr(api, "SAMPLES", 300)
+    monkeypatch.setattr(api_module, "SAMPLES", 300)
     every, stride = compute()
     assert stride == 1
     for name in ("previous_token", "first_token", "induction", "entropy"):
@@ -219,22 +216,10 @@ def test_sampled_head_scores_approximate_exact_ones(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "address",
     [
-        "",
-        "nothing",
-        "runs/0",
-        "tiles/0/0/0/0/0/0",
-        "tiles/0/0/0/0/0/0/1",
-        "tiles/0/0/3/0/0/0/0",
-        "tiles/0/0/-1/0/0/0/0",
-        "tiles/0/0/0/99/0/0/0",
-        "tiles/0/0/0/0/5/0/0",
-        "tiles/1/0/0/0/0/0/0",
-        "weight/0/0/0/12/0/0",
-        "row/0/0/0,9/1/0",
-        "row/0/0//1/0",
-        "tokens/../../etc/passwd",
-        "tokens/0/0/٣",
-        "tiles/0/0/0/0/0/0/99999999999999999999",
+        *("", "nothing", "runs/0", "row/0/0/0,9/1/0", "row/0/0//1/0", "weight/0/0/0/12/0/0"),
+        *("tokens/../../etc/passwd", "tokens/0/0/٣", "tiles/0/0/0/0/0/0", "tiles/0/0/0/0/0/0/1"),
+        *("tiles/0/0/3/0/0/0/0", "tiles/0/0/-1/0/0/0/0", "tiles/0/0/0/99/0/0/0", "tiles/0/0/0/0/5/0/0"),
+        *("tiles/1/0/0/0/0/0/0", "tiles/0/0/0/0/0/0/99999999999999999999"),
     ],
 )
 def test_an_unknown_address_raises_one_sentence(api: Api, address: str) -> None:
@@ -283,15 +268,13 @@ def test_recorded_statistics_have_scores_but_no_weights() -> None:
 
 
 def test_a_scan_stops_without_requests_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyheads.viewer import api as module
-
     monkeypatch.setattr(pyramid, "STEP", 2**10)
-    monkeypatch.setattr(module, "SCAN_TIMEOUT", 0.0)
+    monkeypatch.setattr(api_module, "SCAN_TIMEOUT", 0.0)
     api = Api(a_map(600, 600, mh.Causal()))
     assert fetch(api, "scan/0/0/0/0") == {"progress": 0.0, "complete": False}
     time.sleep(0.2)
     assert fetch(api, "scan/0/0/0/0")["complete"] is False  # it stopped before its first step
-    monkeypatch.setattr(module, "SCAN_TIMEOUT", 60.0)
+    monkeypatch.setattr(api_module, "SCAN_TIMEOUT", 60.0)
     wait_until(lambda: fetch(api, "scan/0/0/0/0")["complete"])
     ready, planes, t, s = struct.unpack("<4I", fetch(api, "marginals/0/0/0/0")[:16])
     assert (ready, planes, t, s) == (1, 1, 600, 600)
@@ -368,14 +351,12 @@ def test_work_that_is_cancelled_between_its_steps_ends() -> None:
     worker.close()
 
 
-def test_the_caches_keep_the_most_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyheads.viewer import api as module
-
+def test_the_caches_keep_the_last_used_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 16 + 2 * 9 * 9  # of a tile, with its header
-    monkeypatch.setattr(module, "TILE_BYTES", 2 * size)
-    monkeypatch.setattr(module, "PYRAMID_BYTES", 1)  # less than one head takes
+    monkeypatch.setattr(api_module, "TILE_BYTES", 2 * size)
+    monkeypatch.setattr(api_module, "PYRAMID_BYTES", 1)  # less than one head takes
     created = []
-    monkeypatch.setattr(module, "Pyramid", lambda amap: created.append(amap.heads[0]) or Pyramid(amap))
+    monkeypatch.setattr(api_module, "Pyramid", lambda amap: created.append(amap.heads[0]) or Pyramid(amap))
     api = Api(a_map(9, 9, heads=3))
     for head in (0, 1, 0, 2, 0, 1):
         assert len(fetch(api, f"tiles/0/0/{head}/0/0/0/0")) == size
@@ -506,9 +487,7 @@ def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
     assert "Traceback" not in out + err
 
 
-def test_wrong_input_to_the_command_raises_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_to_the_command_raises_one_sentence(tmp_path: Path, run_command: Any) -> None:
     broken, good = tmp_path / "broken.safetensors", tmp_path / "run.safetensors"
     folder = tmp_path / "folder.html"
     folder.mkdir()
@@ -521,23 +500,14 @@ def test_wrong_input_to_the_command_raises_one_sentence(
         ((good, "--export", tmp_path / "x.png"), "Expected --export to end in .html"),
         ((good, "--export", tmp_path / "no" / "x.html"), "doesn't exist. Create it first."),
         ((good, "--export", folder), f"--export {folder} can't be written: Is a directory."),
-        (
-            (good, "--export", tmp_path / "x.html", "--layer", "3"),
-            "Expected --layer between 0 and 0",
-        ),
-        (
-            (good, "--export", tmp_path / "x.html", "--head", "3"),
-            "Expected --head between 0 and 0, got 3",
-        ),
+        ((good, "--export", tmp_path / "x.html", "--layer", "3"), "Expected --layer between 0 and 0"),
+        ((good, "--export", tmp_path / "x.html", "--head", "3"), "Expected --head between 0 and 0, got 3"),
         ((good, "--port", "70000"), "Can't listen on port 70000"),
     ):
-        monkeypatch.setattr(sys, "argv", ["manyheads", "view", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert ended.value.code == 2, arguments
-        message = capsys.readouterr().err
-        assert words in message
-        assert message.count("\n") == 1
+        code, _, error = run_command("view", *arguments)
+        assert code == 2, arguments
+        assert words in error
+        assert error.count("\n") == 1
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -556,17 +526,14 @@ def test_an_export_announces_about_its_size(tmp_path: Path) -> None:
 def test_large_exports_need_a_choice_of_heads_and_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from manyheads.viewer import export
-
     monkeypatch.setattr(export, "PAGE_BYTES", 100_000.0)
     api = Api(a_map(400, 400, mh.Causal(), heads=2))
     with pytest.raises(ValueError, match=r"All 2 heads would take .*Choose some with --layer and --head"):
         plan_export(api, tmp_path / "page.html")
     plan = plan_export(api, tmp_path / "page.html", heads=[0])
     assert plan.write() == [tmp_path / "page.html", tmp_path / "page-tiles"]
-    assert (
-        len(list((tmp_path / "page-tiles").iterdir())) == 4 + 1 + 1
-    )  # level 0, a single tile, and a thumbnail
+    tiles = list((tmp_path / "page-tiles").iterdir())
+    assert len(tiles) == 4 + 1 + 1  # level 0, a single tile, and a thumbnail
     with pytest.raises(FileExistsError, match="page-tiles exists"):
         plan.write()
     assert not list(tmp_path.glob(".*"))
@@ -583,8 +550,6 @@ def test_an_exported_page_runs_no_script_but_its_own(tmp_path: Path) -> None:
 
 
 def test_the_page_is_under_a_megabyte() -> None:
-    from manyheads.viewer import assets
-
     assert sum(len(assets.read(name)) for name in assets.MEDIA_TYPES) < 1e6
 
 
