@@ -192,7 +192,7 @@ def test_the_usual_statistics_and_names_of_statistics():
 def test_every_kept_statistic_of_heads_or_queries_is_a_column(mask: str | None):
     q, k = randn(Q), randn(K)
     visible = torch.arange(5)[:, None].expand(5, 7) != 2
-    recording = record(Call(), q, k, k, visible if mask else None, observing={"keep": ASKED})
+    recording = record(Call(), q, k, k, visible if mask else None, observing={"keep": EVERY})
     table, amap = recording.table(), record(Call(), q, k, k, visible if mask else None)[0]
     assert table.columns == (
         "layer", "head", "previous_token", "current_token", "first_token", "entropy", "distance", "row_max",
@@ -755,7 +755,7 @@ def test_recordings_that_no_file_can_hold_raise(tmp_path: Path):
     rule = mh.Rule(lambda b, h, i, j: i >= j)
     with raises(ValueError, "Rule"):
         record(Function(mh.attention), q, q, q, mask=rule).save(path)
-    with raises(ValueError, "mass was kept with a Window, which a file can't hold"):
+    with raises(ValueError, "mass was kept with a Window, which can't be saved"):
         record(Call(), q, q, q, observing={"keep": {"mass": mh.Window(left=1)}}).save(path)
     assert list(tmp_path.iterdir()) == []
 
