@@ -367,7 +367,7 @@ def test_a_layer_uses_its_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_layer_raises_if_its_kernel_does_not_support_it() -> None:
     m = mh.MultiHeadAttention(E, 3, bias=mh.Relative.learned(3, 2), kernel="sdpa")
-    with pytest.raises(ValueError, match=r'^kernel="sdpa" can\'t compute this'):
+    with pytest.raises(ValueError, match=r'^kernel="sdpa" doesn\'t support this'):
         m(torch.randn(1, 4, E))
 
 

@@ -454,7 +454,7 @@ def contestants(problem: Problem) -> dict[str, Run | str]:
 
 def run_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Forward | str:
     """Return a function that runs a kernel, or the reasons why the kernel doesn't support the problem."""
-    reasons = load(kernel).refuse(AttentionProblem.of(q, k, v, mask=mask))
+    reasons = load(kernel).why_unsupported(AttentionProblem.of(q, k, v, mask=mask))
     return "; ".join(reasons) or (lambda: attention(q, k, v, mask=mask, kernel=kernel))
 
 

@@ -2,26 +2,27 @@
 
 All other modules call kernels through this one: `run`, `statistics`, `tile`. A kernel is a module with
 
-    NAME        the value of `kernel=` that selects it
-    GIVES_LSE   True if it returns the log-sum-exp together with the output
-    SHIELDS     True if NaN and Inf in masked keys and values can't change any output or gradient
-    refuse(p)   the reasons why it doesn't support the problem p; empty if it does
-    run(p)      the output `[b, h, t, w]`, and the log-sum-exp `[b, h, t]` or None
+    NAME             the value of `kernel=` that selects it
+    GIVES_LSE        True if it returns the log-sum-exp together with the output
+    SHIELDS          True if NaN and Inf in masked keys and values can't change any output or gradient
+    why_unsupported  function of a problem: the reasons why it isn't supported; empty if it is
+    run              function of a problem: the output `[b, h, t, w]`, and the log-sum-exp `[b, h, t]` or None
 
 and optionally
 
-    defers(p)   the reasons why another kernel is faster for p, although it supports p
-    built()     which compiled build runs on this machine, or why none does
-    FUSES       True if `run(p, spec)` also returns fused statistics
-    plan(p)     a function of q, k and v that computes every problem of p's layout, or None (see `plans`)
+    why_slower       function of a problem: the reasons why another kernel is faster, if one is
+    built            function: which compiled build runs on this machine, or why none does
+    FUSES            True if `run(problem, spec)` also returns fused statistics
+    plan             function of a problem: a function of q, k, v and mask for every problem of its
+                     layout, or None (see `plans`)
 
 `native` and `chunked`, which compute the scores of attention maps (see `reader`), also have
 
-    statistics(p, spec, lse)  the log-sum-exp and fused statistics, without the output
-    tile(p, …)                the scores of a tile, summed in the same order as for the log-sum-exp
+    statistics       function of a problem, a spec and the log-sum-exp, which it returns with fused statistics
+    tile             function of a problem and a tile: its scores, summed in the order of the log-sum-exp
 
-`kernel="auto"` uses the first kernel in order that neither refuses nor defers. If a kernel is given by name
-and refuses, an error lists all its reasons; no other kernel is used instead.
+`kernel="auto"` uses the first kernel in order that supports the problem and has no reason to be slower. If a
+kernel is given by name and doesn't support the problem, an error lists all reasons; no other kernel is used.
 """
 
 from __future__ import annotations
@@ -74,31 +75,31 @@ def load(name: str) -> Any:
 
 
 def verdicts(problem: Problem) -> dict[str, list[str]]:
-    """Return the names of all kernels, in order, with their reasons to refuse (none if supported)."""
-    return {name: load(name).refuse(problem) for name in ORDER}
+    """Return the names of all kernels, in order, each with the reasons why it is unsupported."""
+    return {name: load(name).why_unsupported(problem) for name in ORDER}
 
 
 def choose(problem: Problem, kernel: str = "auto") -> Any:
     """Return the kernel for a problem; raise ValueError if a kernel given by name doesn't support it."""
     if kernel != "auto":
         chosen = load(kernel)
-        reasons = chosen.refuse(problem)
+        reasons = chosen.why_unsupported(problem)
         if reasons:
             raise ValueError(
-                f'kernel="{kernel}" can\'t compute this: {"; ".join(reasons)}. '
+                f'kernel="{kernel}" doesn\'t support this: {"; ".join(reasons)}. '
                 'Use kernel="auto", or a kernel that explain(...) lists as supported.'
             )
         return chosen
     for name in ORDER:
         chosen = load(name)
-        if not chosen.refuse(problem) and not deferred(chosen, problem):
+        if not chosen.why_unsupported(problem) and not why_slower(chosen, problem):
             return chosen
-    raise AssertionError("the reference kernel refuses nothing")
+    raise AssertionError("the reference kernel supports every problem")
 
 
-def deferred(kernel: Any, problem: Problem) -> list[str]:
+def why_slower(kernel: Any, problem: Problem) -> list[str]:
     """Return why `auto` doesn't use a kernel that supports the problem."""
-    return kernel.defers(problem) if hasattr(kernel, "defers") else []
+    return kernel.why_slower(problem) if hasattr(kernel, "why_slower") else []
 
 
 def reader(problem: Problem) -> Any:
@@ -197,7 +198,7 @@ def compute(problem: Problem, chosen: Any, kernel: str, spec: Spec | None = None
             return Result(chosen.NAME, *chosen.run(problem))
         if kernel == "auto" and _may_be_large(problem):
             native = load("native")
-            chosen = load("chunked") if native.refuse(problem) else native
+            chosen = load("chunked") if native.why_unsupported(problem) else native
             return Result(chosen.NAME, *chosen.run(problem))
         if all(finite(x) for x in (problem.q, problem.k, problem.v)):
             result = Result(chosen.NAME, *chosen.run(problem))
@@ -256,7 +257,7 @@ def machine() -> str:
 
 
 def table(problem: Problem) -> str:
-    """Return the choice as text: for each kernel the reasons to refuse, or yes and the cost of a map."""
+    """Return the choice as text: for each kernel why it is unsupported, or yes and the cost of a map."""
     chosen = choose(problem).NAME
     n = problem.shape
     lines = [
@@ -270,7 +271,7 @@ def table(problem: Problem) -> str:
         free = _gives_lse_of_map(kernel, problem)
         cost = "a map is free" if free else "a map costs one more pass over the keys"
         shield = "" if kernel.SHIELDS else f"; {_leaks(problem)}"
-        slower = deferred(kernel, problem)
+        slower = why_slower(kernel, problem)
         mark = "  ← auto" if name == chosen else f"; not auto: {'; '.join(slower)}" if slower else ""
         lines.append(f"  {name:<10} yes: {cost}{shield}{mark}")
     return "\n".join(lines)

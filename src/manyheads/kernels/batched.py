@@ -44,7 +44,7 @@ def one_by_one(backward: Backward, d_out: Tensor, d_lse: Tensor | None) -> Seque
     if torch.compiler.is_compiling() or not transforms():
         return backward(d_out, d_lse)
     if any(x is not None and _functorch.is_gradtrackingtensor(x) for x in (d_out, d_lse)):
-        refuse_twice()
+        raise_second_gradient()
     level = _functorch.current_level()
 
     def is_batched(x: Tensor) -> bool:
@@ -76,7 +76,7 @@ def _stacked(
     return [api._add_batch_dim(torch.stack(several), 0, level) for several in zip(*grads, strict=True)]
 
 
-def refuse_twice(ctx: Any = None, *grads: Any) -> Any:
+def raise_second_gradient(ctx: Any = None, *grads: Any) -> Any:
     """Raise the error for the gradient of a gradient."""
     raise RuntimeError(
         "Expected a first gradient of attention, got a second one (a gradient of its gradient), which this "
@@ -93,4 +93,4 @@ class Once(torch.autograd.Function):
         """Return the gradients `backward(*args)`."""
         return tuple(backward(*args))
 
-    backward = staticmethod(refuse_twice)
+    backward = staticmethod(raise_second_gradient)

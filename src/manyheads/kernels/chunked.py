@@ -29,7 +29,7 @@ SHIELDS = True  # masked NaN and Inf can't leak
 BLOCK = 1 << 19  # scores in a block, over all heads: 2 MiB in float32, which fit a core's caches
 
 
-def refuse(problem: Problem) -> list[str]:
+def why_unsupported(problem: Problem) -> list[str]:
     """Return why the operator doesn't support a problem: forward mode, torch.func, or torch.jit.trace."""
     if torch.compiler.is_compiling():
         return []

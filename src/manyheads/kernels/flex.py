@@ -44,10 +44,10 @@ KINDS = 256  # most kinds of problems that are compiled; PyTorch's default of 8 
 Index = Any  # an index of one pair: a tensor without dimensions
 
 
-def refuse(problem: Problem) -> list[str]:
+def why_unsupported(problem: Problem) -> list[str]:
     """Return why FlexAttention doesn't support this problem with a fused kernel; empty if it does."""
     n, device = problem.shape, problem.q.device
-    reasons = _refuse_machine(device)
+    reasons = _why_machine_unsupported(device)
     if problem.q.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"it computes in float16 and bfloat16, and q is {problem.q.dtype}")
     if problem.forward_mode():
@@ -71,7 +71,7 @@ def refuse(problem: Problem) -> list[str]:
             reasons.append(f"it compares with each run of keys, and Keys has {count} (at most {RUNS})")
     if not reasons and not torch.compiler.is_compiling():  # last, because it calls the caller's code
         for rule in (leaf for leaf in leaves if isinstance(leaf, Rule)):
-            reasons += _refuse_rule(rule, device)
+            reasons += _why_rule_unsupported(rule, device)
     return reasons
 
 
@@ -237,7 +237,7 @@ def _join(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.where(has_keys, torch.logaddexp(lse, sink), sink)
 
 
-def _refuse_machine(device: torch.device) -> list[str]:
+def _why_machine_unsupported(device: torch.device) -> list[str]:
     if device.type != "cuda":
         return [f"it runs on CUDA, and q is on {device} (where chunked is faster, and gives gradients)"]
     if not TRITON:
@@ -272,7 +272,7 @@ INDEXING = {"arange", "full", "zeros_like", "ones_like", "full_like", "lift_fres
            "select", "view", "expand", "permute", "unsqueeze", "squeeze", "alias", "detach"}  # fmt: skip
 
 
-def _refuse_rule(rule: Rule, device: torch.device) -> list[str]:
+def _why_rule_unsupported(rule: Rule, device: torch.device) -> list[str]:
     """Return why a rule can't be evaluated for one pair without reading from the device. It is cached."""
     if rule not in _REASONS:
         try:

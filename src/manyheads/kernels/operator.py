@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manyheads import trees
-from manyheads.kernels.batched import one_by_one, refuse_twice
+from manyheads.kernels.batched import one_by_one, raise_second_gradient
 from manyheads.problem import Problem
 from manyheads.scores import exactly
 
@@ -75,7 +75,7 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
     )
     for operator, implementation, fake, gradient, setup in (
         (name, attend, _fake, differentiate, _save),
-        (f"{name}_backward", attend_backward, _fake_backward, refuse_twice, None),
+        (f"{name}_backward", attend_backward, _fake_backward, raise_second_gradient, None),
     ):
         _library.impl(operator, implementation, key)
         operator = f"manyheads::{operator}"

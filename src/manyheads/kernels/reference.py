@@ -19,7 +19,7 @@ GIVES_LSE = False  # its log-sum-exp is rounded differently from the scores that
 SHIELDS = True  # masked NaN and Inf can't leak
 
 
-def refuse(problem: Problem) -> list[str]:
+def why_unsupported(problem: Problem) -> list[str]:
     """Return no reason: every problem is supported."""
     return []
 

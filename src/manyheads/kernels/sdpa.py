@@ -1,8 +1,8 @@
 """PyTorch's fused attention, for the problems that it computes exactly.
 
-`F.scaled_dot_product_attention` silently falls back to a path that builds every weight; this kernel refuses
-the problems for which it would. It gives no log-sum-exp, and masked NaN can leak in it: `kernels.run` checks
-its inputs and its output.
+`F.scaled_dot_product_attention` silently falls back to a path that builds every weight; this kernel doesn't
+support the problems for which it would. It gives no log-sum-exp. Masked NaN can leak in it, so `kernels.run`
+checks its inputs and its output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads.biases import Dense
-from manyheads.kernels.batched import refuse_twice
+from manyheads.kernels.batched import raise_second_gradient
 from manyheads.masks import Keep
 from manyheads.problem import ALL, Problem
 from manyheads.shapes import can_read, transforms
@@ -28,7 +28,7 @@ SHIELDS = False
 LIMIT = 64 * 2**20  # bytes of a mask tensor made from a rule
 
 
-def refuse(problem: Problem) -> list[str]:
+def why_unsupported(problem: Problem) -> list[str]:
     """Return why PyTorch's fused kernels don't support this problem; empty if they do."""
     p, n = problem, problem.shape
     reasons = []
@@ -65,11 +65,11 @@ def refuse(problem: Problem) -> list[str]:
                 f"(at most {LIMIT // 2**20})"
             )
     if p.q.device.type == "cuda":
-        reasons += _refuse_on_cuda(p)
+        reasons += _why_unsupported_on_cuda(p)
     return reasons
 
 
-def _refuse_on_cuda(p: Problem) -> list[str]:
+def _why_unsupported_on_cuda(p: Problem) -> list[str]:
     """Return why CUDA's kernels don't: float32 and mask tensors go to one without grouped heads."""
     reasons = []
     if p.q.dtype == torch.float64:
@@ -99,22 +99,22 @@ def run(problem: Problem) -> tuple[Tensor, None]:
         p.q, p.k, p.v, attn_mask=tensor, is_causal=causal, scale=p.scale, enable_gqa=grouped
     )
     if not (torch.compiler.is_compiling() or transforms()):
-        _refuse_second_gradient(out)
+        _forbid_second_gradient(out)
     return out, None
 
 
-def _refuse_second_gradient(out: Tensor) -> None:
+def _forbid_second_gradient(out: Tensor) -> None:
     """Raise our error for the gradient of a gradient; PyTorch's own names an internal operator."""
     node = out.grad_fn
     if node is not None and node.name().startswith("ScaledDotProduct"):  # a forced math path supports it
-        node.register_hook(_refuse_in)
+        node.register_hook(_forbid_gradients_of)
 
 
-def _refuse_in(grads: tuple[Tensor | None, ...], _: Any) -> None:
+def _forbid_gradients_of(grads: tuple[Tensor | None, ...], _: Any) -> None:
     """Let the gradients' own nodes raise, which exist with `create_graph=True`."""
     for grad in grads:
         if grad is not None and grad.grad_fn is not None:
-            grad.grad_fn.register_prehook(refuse_twice)
+            grad.grad_fn.register_prehook(raise_second_gradient)
 
 
 def _is_causal(p: Problem) -> bool:

@@ -526,7 +526,7 @@ def test_auto_takes_the_first_that_refuses_nothing() -> None:
         assert list(verdicts) == list(kernels.ORDER)
         can = [name for name, reasons in verdicts.items() if not reasons]
         assert (
-            next(name for name in can if not kernels.deferred(kernels.load(name), problem))
+            next(name for name in can if not kernels.why_slower(kernels.load(name), problem))
             == kernels.choose(problem).NAME
         )
 
@@ -611,7 +611,7 @@ def test_sdpa_never_takes_pytorchs_math_path(
     inputs, sdpa = make(case), kernels.load("sdpa")
     tensors = (x.detach().requires_grad_(training) for x in (inputs.q, inputs.k, inputs.v))
     problem = Problem.of(*tensors, **inputs.arguments())
-    if sdpa.refuse(problem):
+    if sdpa.why_unsupported(problem):
         return
     choices: list[int] = []
     compute = F.scaled_dot_product_attention

@@ -61,12 +61,12 @@ def heads(
 def test_it_refuses_the_cpu_with_every_reason() -> None:
     q, k, v = heads(d=8)
     rest = {"mask": mh.Window(left=1 << 40), "dropout_p": 0.5, "offset": -(1 << 31)}
-    reasons = flex.refuse(Problem.of(q, k, v[..., :3], **rest))
+    reasons = flex.why_unsupported(Problem.of(q, k, v[..., :3], **rest))
     for word in ("CUDA, and q is on cpu", "torch.float32", "dropout", "head size 8", "width of values 3",
                  "Window(left=1099511627776, right=None)", "-2147483648"):  # fmt: skip
         assert sum(word in reason for reason in reasons) == 1, word
     assert len(reasons) == 7
-    with pytest.raises(ValueError, match='kernel="flex" can\'t compute this') as caught:
+    with pytest.raises(ValueError, match='kernel="flex" doesn\'t support this') as caught:
         mh.attention(q, k, v[..., :3], **rest, kernel="flex")
     assert all(reason in str(caught.value) for reason in reasons)
 
@@ -75,7 +75,7 @@ def test_it_refuses_forward_mode() -> None:
     reasons: list[str] = []
 
     def ask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        reasons.extend(flex.refuse(Problem.of(q, k, v)))
+        reasons.extend(flex.why_unsupported(Problem.of(q, k, v)))
         return q
 
     torch.func.jvp(ask, tuple(heads()), tuple(heads()))
@@ -91,7 +91,7 @@ def test_it_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> Non
     for near in (mh.Keep(cells[1:]), mh.Lengths(torch.tensor([99])), mh.Keys([99]), mh.Window(left=31)):
         assert not flex._is_far(near)
     assert any("Window(left=None, right=40) needs more" in reason
-               for reason in flex.refuse(Problem.of(q, k, v, mask=mh.Window(right=40))))  # fmt: skip
+               for reason in flex.why_unsupported(Problem.of(q, k, v, mask=mh.Window(right=40))))  # fmt: skip
 
 
 def test_it_refuses_a_machine_without_cuda_triton_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,20 +99,22 @@ def test_it_refuses_a_machine_without_cuda_triton_or_too_old(monkeypatch: pytest
     monkeypatch.setattr(flex, "TRITON", True)
     for capability, refused in (((7, 5), True), ((8, 0), False), ((9, 0), False), ((12, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, which=capability: which)
-        assert bool(flex._refuse_machine(cuda)) == refused
+        assert bool(flex._why_machine_unsupported(cuda)) == refused
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert flex._refuse_machine(cuda) == ["it needs a GPU of compute capability 8.0, and cuda:0 has 7.5"]
+    assert flex._why_machine_unsupported(cuda) == [
+        "it needs a GPU of compute capability 8.0, and cuda:0 has 7.5"
+    ]
     monkeypatch.setattr(flex, "TRITON", False)
-    assert flex._refuse_machine(cuda) == ["it needs Triton, which isn't installed"]
-    assert "q is on meta" in flex._refuse_machine(torch.device("meta"))[0]
+    assert flex._why_machine_unsupported(cuda) == ["it needs Triton, which isn't installed"]
+    assert "q is on meta" in flex._why_machine_unsupported(torch.device("meta"))[0]
 
 
 def test_auto_prefers_sdpa_to_flex_and_flex_to_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "_refuse_machine", lambda device: [])
+    monkeypatch.setattr(flex, "_why_machine_unsupported", lambda device: [])
     monkeypatch.setattr(native.library, "missing", "it isn't for the CPU")
     for dtype in HALF:
         q, k, v = heads(dtype=dtype)
-        assert flex.refuse(Problem.of(q, k, v)) == []
+        assert flex.why_unsupported(Problem.of(q, k, v)) == []
         assert kernels.choose(Problem.of(q, k, v, mask=mh.Causal())).NAME == "sdpa"
         for rest in ({"softcap": 30.0}, {"sink": torch.zeros(4), "mask": mh.Causal() & mh.Window(left=3)}):
             assert kernels.choose(Problem.of(q, k, v, **rest)) is flex
@@ -121,7 +123,7 @@ def test_auto_prefers_sdpa_to_flex_and_flex_to_chunked(monkeypatch: pytest.Monke
 
 def test_the_table_says_what_leaks_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked about tensors on a GPU that isn't there: shapes, dtypes and devices without numbers."""
-    monkeypatch.setattr(flex, "_refuse_machine", lambda device: [])
+    monkeypatch.setattr(flex, "_why_machine_unsupported", lambda device: [])
     with FakeTensorMode():
         q = torch.empty(2, 4, 6, 16, dtype=torch.bfloat16, device="cuda")
         lines = kernels.table(Problem.of(q, q, q, softcap=2.0)).splitlines()
@@ -160,28 +162,28 @@ INVALID_RULES: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("name", VALID_RULES)
 def test_rules_that_can_be_evaluated_for_one_pair(name: str) -> None:
-    assert flex._refuse_rule(mh.Rule(VALID_RULES[name]), torch.device("cpu")) == []
+    assert flex._why_rule_unsupported(mh.Rule(VALID_RULES[name]), torch.device("cpu")) == []
 
 
 @pytest.mark.parametrize("name", INVALID_RULES)
 def test_rules_that_cannot_are_refused_by_name(name: str) -> None:
     function, why = INVALID_RULES[name]
-    (reason,) = flex._refuse_rule(mh.Rule(function), torch.device("cpu"))
+    (reason,) = flex._why_rule_unsupported(mh.Rule(function), torch.device("cpu"))
     assert reason.startswith("Rule(<lambda>) can't be evaluated for one pair (")
     assert re.search(why, reason), reason
     assert "\n" not in reason
 
 
 def test_a_rule_within_a_mask_is_found_and_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "_refuse_machine", lambda device: [])
+    monkeypatch.setattr(flex, "_why_machine_unsupported", lambda device: [])
     q, k, v = heads(dtype=torch.bfloat16)
     calls = []
     rule = mh.Rule(lambda b, h, i, j: calls.append(1) or j <= i)
     for _ in range(3):
-        assert flex.refuse(Problem.of(q, k, v, mask=mh.Causal() & ~(mh.Full() | rule))) == []
+        assert flex.why_unsupported(Problem.of(q, k, v, mask=mh.Causal() & ~(mh.Full() | rule))) == []
     assert len(calls) == 1
     both = mh.Rule(INVALID_RULES["sum"][0]) | mh.Rule(INVALID_RULES["isin"][0])
-    assert len(flex.refuse(Problem.of(q, k, v, mask=mh.Causal() & ~(both | rule)))) == 2
+    assert len(flex.why_unsupported(Problem.of(q, k, v, mask=mh.Causal() & ~(both | rule)))) == 2
 
 
 # -- lists of keys, which become comparisons ---------------------------------------------------------
@@ -198,7 +200,7 @@ def test_keys_are_compared_run_by_run() -> None:
 def test_many_runs_of_keys_are_refused() -> None:
     q, k, v = heads()
     for keys, refused in ((range(128), False), (range(0, 128, 2), False), (range(0, 130, 2), True)):
-        reasons = flex.refuse(Problem.of(q, k, v, mask=mh.Causal() & ~mh.Keys(keys)))
+        reasons = flex.why_unsupported(Problem.of(q, k, v, mask=mh.Causal() & ~mh.Keys(keys)))
         assert any("Keys has 65 (at most 64)" in reason for reason in reasons) == refused
 
 
@@ -245,7 +247,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def taken(problem: Problem) -> bool:
     """Would CUDA compute this, but for its dtype and its small heads?"""
-    reasons = flex.refuse(problem)
+    reasons = flex.why_unsupported(problem)
     return all(any(word in reason for word in ("q is", "between 16 and 256")) for reason in reasons)
 
 
@@ -403,7 +405,7 @@ def test_an_error_of_the_callers_own_is_left_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_inside_a_compiled_function_it_is_a_part_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "_refuse_machine", lambda device: [])
+    monkeypatch.setattr(flex, "_why_machine_unsupported", lambda device: [])
     counter = CompileCounterWithBackend("eager")
 
     @torch.compile(backend=counter, fullgraph=True)

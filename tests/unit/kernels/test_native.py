@@ -455,8 +455,8 @@ def test_without_a_compiler_it_installs_and_says_why(installed: tuple[Path, Path
     assert str(to) in done.stdout
     assert "torch.Size([1, 2, 70, 4])" in done.stdout
     reason = "its library isn't there: the C++ compiler false ended with 1"
-    assert f"not here: {reason}" in done.stdout
-    assert f'kernel="native" can\'t compute this: {reason}' in done.stderr
+    assert f"not available: {reason}" in done.stdout
+    assert f'kernel="native" doesn\'t support this: {reason}' in done.stderr
 
 
 def test_kernels_says_what_runs() -> None:
@@ -844,7 +844,7 @@ def test_a_direct_call_gives_the_bits_of_the_operator(case: Case) -> None:
     """The same kernel reached in two ways: the operator takes masks and biases as text."""
     inputs = make(case)
     problem = Problem.of(inputs.q, inputs.k, inputs.v, **inputs.arguments())
-    if native.refuse(problem):
+    if native.why_unsupported(problem):
         return
     leaves = list(inputs.leaves().values())
     answers = []

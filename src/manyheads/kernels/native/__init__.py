@@ -1,8 +1,8 @@
-"""Our own kernel for the CPU, in C++: output, log-sum-exp and gradients.
+"""Our own kernel for the CPU, in C++: output, log-sum-exp, statistics and gradients.
 
-Blocks of queries and keys in registers and near caches, with an online softmax (Dao et al. 2022,
-arXiv:2205.14135), built for several vector widths of which the processor's best is taken (`library`).
-Masks reach it in their normal form; of the rest it takes a boolean tensor.
+It computes blocks of queries and keys that fit the registers and caches, with an online softmax (Dao et al.
+2022, arXiv:2205.14135). It is compiled for several vector widths; `library` selects the best that the
+processor supports. Masks are passed in their normal form, and what that leaves as a boolean tensor.
 """
 
 from __future__ import annotations
@@ -32,41 +32,44 @@ LIMIT = sdpa.LIMIT
 MAX_KEYS = 1 << 15  # of statistics beside the output, which keep whole rows of weights in the caches
 
 
-def refuse(problem: Problem, values: bool = True) -> list[str]:
-    """Return why the kernel doesn't support this; empty if it does. values: is an output needed?"""
+def why_unsupported(problem: Problem, values: bool = True) -> list[str]:
+    """Return why the kernel doesn't support a problem; empty if it does.
+
+    values: True if an output is needed, False for scores only.
+    """
     p, n = problem, problem.shape
     if not p.q.is_cpu:
-        return [f"it is for the CPU, and this is on {p.q.device}"]
+        return [f"it runs on the CPU, and q is on {p.q.device}"]
     reasons = []
     if library.missing is not None:
         reasons.append(library.missing)
-    reasons += chunked.refuse(p)
+    reasons += chunked.why_unsupported(p)
     if p.q.dtype not in DTYPES:
-        reasons.append(f"it computes {', '.join(map(str, DTYPES))}, and this is {p.q.dtype}")
+        reasons.append(f"it computes in {', '.join(map(str, DTYPES))}, and q is {p.q.dtype}")
     if p.dropout_p and values:
         reasons.append("it has no dropout")
     if 0 in (n if values else n[:-1]):
         reasons.append("a size is 0")
     if n.d > WIDEST or (n.w > WIDEST and values):
-        reasons.append(f"heads are at most {WIDEST} wide there, and these are {n.d} and {n.w}")
+        reasons.append(f"it supports heads of at most {WIDEST} numbers, and these have {n.d} and {n.w}")
     size = tensor_bytes(p)
     if size > LIMIT:
         reasons.append(
-            f"what it doesn't know of the mask and bias would have to become tensors of "
+            "parts of the mask and bias would have to become tensors of "
             f"{size / 2**20:,.0f} MB (at most {LIMIT // 2**20})"
         )
     return reasons
 
 
-def defers(problem: Problem) -> list[str]:
-    """Return why `auto` passes over this kernel; empty if it doesn't."""
-    return rules.defers(problem)
+def why_slower(problem: Problem) -> list[str]:
+    """Return why another kernel is faster for a problem; empty if none is."""
+    return rules.why_slower(problem)
 
 
 def built() -> str:
     """Return the build that this processor runs and whose threads it uses, or why there is none."""
     if library.width is None:
-        return f"not here: {library.missing}"
+        return f"not available: {library.missing}"
     left_out = "; ".join(f"{build} wasn't built: {why}" for build, why in library.left_out.items())
     return (
         f"{library.WIDTHS[library.width]} of {', '.join(library.runs)}{left_out and f' ({left_out})'}, on "
@@ -114,13 +117,13 @@ _many = rules.many_queries
 
 def reads(problem: Problem) -> bool:
     """Return True if maps of a problem read its scores by this kernel."""
-    return problem.q.dtype != torch.float64 and not refuse(problem, values=False)
+    return problem.q.dtype != torch.float64 and not why_unsupported(problem, values=False)
 
 
 def fuses(problem: Problem, in_place: bool = False) -> bool:
     """Return True if this kernel computes statistics of a problem's weights, faster than from tiles.
 
-    in_place: only if it reads the mask and the bias without making a tensor of them.
+    in_place: True to return True only if no tensor is made of the mask and the bias.
     """
     return _direct(problem) and reads(problem) and not (in_place and tensor_bytes(problem))
 

@@ -225,7 +225,7 @@ def _gradients(
     def gradients_in_graph(d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
         return batched.Once.apply(gradients, d_out, d_lse, out, lse, *saved)
 
-    # With create_graph=True a gradient of this gradient may be asked for, which `Once` refuses.
+    # With create_graph=True a gradient of this gradient may be computed: `Once` raises our error for it.
     compute = gradients_in_graph if torch.is_grad_enabled() else gradients
     grads = iter(batched.one_by_one(compute, d_out, d_lse))
     return (None, *(next(grads) if need else None for need in needs))

@@ -1,8 +1,9 @@
-"""The compiled library: found, loaded, and the build of it that this processor runs.
+"""Load the compiled library and select the build that this processor runs.
 
-It is built when the package is installed (`setup.py`), links to nothing of PyTorch, and is called through
-ctypes, which lets go of the GIL. `MANYHEADS_WIDTH` chooses a build by name, `MANYHEADS_THREADS=own` keeps
-the kernel from PyTorch's thread pool, `MANYHEADS_LIBRARY` names another library; empty, they are unset.
+The library is compiled when the package is installed (`setup.py`), links to nothing of PyTorch, and is called
+through ctypes, which releases the GIL. Three environment variables change it, unless they are empty:
+`MANYHEADS_WIDTH` selects a build by name, `MANYHEADS_THREADS=own` starts threads instead of using PyTorch's
+pool, and `MANYHEADS_LIBRARY` is the path of another library.
 """
 
 from __future__ import annotations
@@ -16,25 +17,31 @@ from pathlib import Path
 from manyheads.startup import PROCESS
 
 HERE = Path(__file__).parent
-ANOTHER = os.environ.get("MANYHEADS_LIBRARY")  # one with sanitizers, say
+ANOTHER = os.environ.get("MANYHEADS_LIBRARY")  # such as one with sanitizers
 FILE = Path(ANOTHER or HERE / "native.so")
-LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, isn't there
-INTERFACE = 9  # that of problem.h, whose structs these are, field by field; all are eight bytes wide
+LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, is missing
+INTERFACE = 9  # as in problem.h, whose structs follow, field by field; all fields have eight bytes
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq 2q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
 STATISTICS = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
 POOLED_MAP = struct.Struct("=2q2Q")
-WIDTHS = ("portable", "avx2", "avx512", "avx512bf16", "amx")  # by what they need of a processor
+WIDTHS = (
+    "portable",
+    "avx2",
+    "avx512",
+    "avx512bf16",
+    "amx",
+)  # ordered by what they require
 
 attend: ctypes._NamedFuncPointer | None = None  # (a problem, statistics or None, number of the build) → 0
 differentiate: ctypes._NamedFuncPointer | None = None  # (a problem, a gradient, number of the build) → 0
 scores: ctypes._NamedFuncPointer | None = None  # (a problem, where to write, number of the build) → 0
 width: int | None = None  # the build's number in WIDTHS
-runs: list[str] = []  # all builds that this processor can run
-left_out: dict[str, str] = {}  # builds that the compiler couldn't make or the system doesn't allow, and why
+runs: list[str] = []  # all builds that this processor runs
+left_out: dict[str, str] = {}  # why builds couldn't be compiled, or aren't allowed by the system
 shares_threads = False
-has_tiles = False  # does this processor multiply bfloat16 in tiles (AMX)?
-missing: str | None = None  # why there is none
+has_tiles = False  # True if this processor multiplies bfloat16 in tiles (AMX)
+missing: str | None = None  # why no library is loaded
 
 
 def _load() -> None:
@@ -92,7 +99,7 @@ def _load() -> None:
 
 
 def _unusable(what: str) -> str:
-    """Why the library that was found can't be used, and what to do."""
+    """Return why a library can't be used, and how to fix it."""
     if ANOTHER:
         return (
             f"MANYHEADS_LIBRARY must name a library that manyheads built, and {ANOTHER!r} {what}: "
@@ -102,7 +109,7 @@ def _unusable(what: str) -> str:
 
 
 def _own_threads() -> bool:
-    """Must the kernel leave PyTorch's pool alone? In a forked child that pool is gone."""
+    """Return True if the kernel must start its own threads, as in a forked child, which has no pool."""
     child = multiprocessing.parent_process() is not None and multiprocessing.get_start_method() == "fork"
     return child or os.getpid() != PROCESS or os.environ.get("MANYHEADS_THREADS") == "own"
 

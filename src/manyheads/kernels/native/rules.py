@@ -1,7 +1,7 @@
-"""Where another kernel is faster than this one: the rules of `kernel="auto"` for each family of processors.
+"""The problems for which another kernel is faster: rules of `kernel="auto"` for each family of processors.
 
-A family is named by the library's build that runs on it. A rule gets a problem that this kernel supports and
-returns why `auto` passes over it, or None. `manyheads bench --kind choice` measures whether they hold.
+A family is named by the library's build that runs on it. A rule takes a problem that this kernel supports and
+returns why another kernel is faster, or None. `manyheads bench --kind choice` measures whether they hold.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def many_queries(problem: Problem) -> bool:
 
 
 def float64(problem: Problem) -> str | None:
-    """Pass over float64, for which the library has only its portable build."""
+    """Return a reason for float64, for which the library has only its portable build."""
     if problem.q.dtype == torch.float64:
-        return "in float64 it is there to be compared with, and slower than PyTorch's products"
+        return "in float64 it is slower than PyTorch's products, and meant for comparisons"
     return None
 
 
 def unused_tiles(problem: Problem) -> str | None:
-    """Pass over bfloat16 where PyTorch multiplies it in tiles and this build doesn't."""
+    """Return a reason for bfloat16 if PyTorch multiplies it in tiles and this build doesn't."""
     if problem.q.dtype != torch.bfloat16:
         return None
-    # A few queries wait for memory, and not for products. An exported graph has one kernel for all lengths.
-    if not (torch.compiler.is_exporting() or many_queries(problem)) or sdpa.refuse(problem):
+    # Few queries are limited by memory, not by products. An exported graph has one kernel for all lengths.
+    if not (torch.compiler.is_exporting() or many_queries(problem)) or sdpa.why_unsupported(problem):
         return None
     return f"PyTorch multiplies bfloat16 in this processor's AMX tiles, and this kernel doesn't: {_unused()}"
 
@@ -55,8 +55,8 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def defers(problem: Problem) -> list[str]:
-    """Return why `auto` passes over this kernel, though it supports the problem; empty if it doesn't."""
+def why_slower(problem: Problem) -> list[str]:
+    """Return why another kernel is faster for a problem; empty if none is."""
     for rule in FAMILIES[_family()]:
         reason = rule(problem)
         if reason is not None:
