@@ -346,11 +346,12 @@ class Ids(Mask):
         batches = [x.shape[0] for x in (self.ids, self.queries, i) if x is not None and x.dim() == 2]
         b = torch.arange(max([1, *batches]))[:, None]
         (queries, has_query), (keys, has_key) = self.query(b, i), self.key(b, j)
+        queries, keys = queries.to(torch.int64), keys.to(torch.int64)
         least = torch.iinfo(torch.int64).min
-        return (
-            torch.where(has_query, queries.to(torch.int64), least),
-            torch.where(has_key, keys.to(torch.int64), least + 1),
-        )
+        if any(x.numel() and x.min() <= least + 1 for x in (queries, keys)):  # number the ids instead
+            ids = torch.cat((queries.flatten(), keys.flatten())).unique(return_inverse=True)[1]
+            queries, keys = ids[: queries.numel()].view_as(queries), ids[queries.numel() :].view_as(keys)
+        return torch.where(has_query, queries, least), torch.where(has_key, keys, least + 1)
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
         (query, has_query), (key, has_key) = self.query(b, i), self.key(b, j)

@@ -128,17 +128,8 @@ def _real_keys(p: Problem, lengths: tuple[Lengths, ...]) -> tuple[Tensor, Tensor
 
 
 def _ids(p: Problem, documents: Documents) -> tuple[Tensor, Tensor]:
-    """Return the ids of queries, `[b or 1, t]`, and keys, `[b or 1, s]`; one without equals no other."""
-    b = torch.arange(p.shape.b)[:, None]
-    rows = torch.arange(p.shape.t)[None]
+    """Return the ids of queries, `[b or 1, t]`, and of keys, `[b or 1, s]`."""
     first = p.offset if isinstance(p.offset, int) else p.offset[:, None]
-    queries, has_query_id = documents.query(b, rows + first)
-    keys, has_key_id = documents.key(b, torch.arange(p.shape.s)[None])
-    none = torch.iinfo(torch.int64).min
-    queries, keys = queries.to(torch.int64), keys.to(torch.int64)
-    if min(queries.min(), keys.min()) <= none + 1:  # ids that mean "none" below: number the ids instead
-        ids = torch.cat((queries.flatten(), keys.flatten())).unique(return_inverse=True)[1]
-        queries, keys = ids[: queries.numel()].view_as(queries), ids[queries.numel() :].view_as(keys)
-    queries = torch.where(has_query_id, queries, none)
-    keys = torch.where(has_key_id, keys, none + 1)
+    rows, keys = torch.arange(p.shape.t)[None], torch.arange(p.shape.s)[None]
+    queries, keys = documents.at(rows + first, keys)
     return queries.contiguous(), keys.contiguous()
