@@ -74,8 +74,10 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
             this->template multiply_keys<STEP>(split, first, count, split.score);
             bool whole = !needs_masking && every.begin <= first && first + count <= every.end;
             for (int64_t row = 0; row < rows; row++) finish(split, row, first, count);
-            if (!lse_known && whole) add(split, first, count);
-            if (!lse_known && !whole) add_visible(split, first, count);
+            if (lse_known) continue;
+            const T *values = row_at<T>(problem.v, problem.v_stride, split.b, split.g, first);
+            if (whole || are_finite(values, count)) add(split, values, count);
+            else add_visible(split, values, count);
         }
     }
 
@@ -112,10 +114,19 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
     // The most queries of a group whose sums of N vectors, and these, fit in the registers.
     template <int N> static constexpr int MOST_ROWS = N <= 2 ? 4 : (BYTES == 64 ? 16 : 8) / N;
 
-    // Adds weights times values, for keys that are visible to all queries.
-    void add(const Split &split, int64_t first, int64_t count) const {
+    bool are_finite(const T *values, int64_t count) const {
+        Integers finite = Integers{} - 1;
+        for (int64_t j = 0; j < count; j++)
+            for (int64_t x = 0; x < problem.w; x += LANES) {
+                Vector v = Single::units(values + j * problem.v_stride[2], problem.v_stride[3], x, problem.w);
+                finite &= v - v == (Real)0;
+            }
+        return !bit_mask(~finite);
+    }
+
+    // Adds weights times values. Weights of masked keys are 0: their values must be finite.
+    void add(const Split &split, const T *values, int64_t count) const {
         for (int64_t row = 0; row < rows; row++) weigh(split, row, round_up(count, LANES));
-        const T *values = row_at<T>(problem.v, problem.v_stride, split.b, split.g, first);
         for (int64_t x = 0; x < problem.w;) {
             int64_t left = problem.v_stride[3] == 1 ? (problem.w - x) / LANES : 0;  // vectors that are whole
             if (left >= 8 && rows <= MOST_ROWS<8>) x += add_to_all<8>(split, x, values, count);
@@ -153,9 +164,8 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         }
     }
 
-    // Adds weights times values where some query can't attend to some key. Masked values are skipped: they may be NaN.
-    void add_visible(const Split &split, int64_t first, int64_t count) const {
-        const T *values = row_at<T>(problem.v, problem.v_stride, split.b, split.g, first);
+    // The same, without the values of masked keys.
+    void add_visible(const Split &split, const T *values, int64_t count) const {
         for (int64_t row = 0; row < rows; row++) {
             Real *weight = split.score + row * STEP, *to = split.sums + row * (width + 2);
             bool visible[STEP];
