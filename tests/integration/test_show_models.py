@@ -265,7 +265,7 @@ def test_from_a_text_to_words_and_pictures(name: str, show: Any, folders: Folder
     assert ("next" in out.split()) is ahead
     assert ("blank: masked" in out) is not ahead
     assert ("what if nothing were masked" in out) is not ahead
-    assert ("(--no-mask: layer 1 masks nothing)" in lines) is ahead
+    assert ("(--no-mask has no effect: layer 1 masks no keys)" in lines) is ahead
     found = json.loads(show("--model", folders(name), TEXT, "--json", "--format", "svg", "--out", "o")[1])
     assert found["model"] == str(folders(name))
     assert [layer["heads"] for layer in found["layers"]] == [4, 4]

@@ -1,4 +1,4 @@
-"""The command `manyheads check`: reads its options, shows the progress and writes the report."""
+"""Run `manyheads check`: parse its options, show its progress and write its report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyheads.checker.report import Report
 
 EXIT_CODES = {"passed": 0, "failed": 1, "not judged": 2}  # by verdict
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-LEAST_MEMORY = 256 * 2**20  # bytes that Python and torch need
+MIN_MEMORY = 256 * 2**20  # bytes; Python and torch need this much to start
 
 
 def parse_size(text: str) -> int:
@@ -24,32 +24,32 @@ def parse_size(text: str) -> int:
         The number of bytes.
 
     Raises:
-        ValueError: if the text isn't a size, or less than a process needs to start.
+        ValueError: if the text isn't a size, or if it is less than 256M.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"Expected a size such as 500M or 4G for --memory, got {text!r}.")
     size = int(float(match[1]) * UNITS[match[2].upper()])
-    if size < LEAST_MEMORY:
-        raise ValueError(f"Expected --memory of at least 256M, which Python and torch need, got {text!r}.")
+    if size < MIN_MEMORY:
+        raise ValueError(f"Expected --memory to be at least 256M, to start Python and torch, got {text!r}.")
     return size
 
 
 def parse_weights(text: str) -> dict[str, str]:
-    """Convert roles and layers such as `q=a,k=b,v=c,o=d` to a mapping.
+    """Parse pairs of role and layer such as `q=a,k=b,v=c,o=d`.
 
     Args:
-        text: the roles and layers.
+        text: the pairs.
 
     Returns:
-        The name of the layer by role.
+        The names of the layers by role.
 
     Raises:
-        ValueError: if the text has another form.
+        ValueError: if the text doesn't have this form.
     """
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     if not pairs or any(not role or not layer for role, _, layer in pairs):
-        raise ValueError(f"Expected roles and layers for --weights, such as q=a,k=b,v=c,o=d, got {text!r}.")
+        raise ValueError(f"Expected --weights to be role=layer pairs, such as q=a,k=b,v=c,o=d, got {text!r}.")
     return {role.strip(): layer.strip() for role, _, layer in pairs}
 
 
@@ -58,7 +58,7 @@ def run(target: str, weights: str | None, timeout: float, memory: str, **options
 
     Args:
         target: the target, "module:name" or "path/to/file.py:name".
-        weights: the roles and layers, as for `parse_weights`.
+        weights: the names of the projection layers, as for `parse_weights`.
         timeout: the time limit of each call, in seconds.
         memory: the memory limit, as for `parse_size`.
         **options: the other arguments of `check`.
@@ -79,10 +79,10 @@ def run(target: str, weights: str | None, timeout: float, memory: str, **options
     try:
         with Console(stderr=True).status(f"checking {target}") as status:
 
-            def show(name: str) -> None:
+            def show_check(name: str) -> None:
                 status.update(f"checking {target}: {name}")
 
-            return check(target, weights=layers, timeout=timeout, memory=size, progress=show, **options)
+            return check(target, weights=layers, timeout=timeout, memory=size, progress=show_check, **options)
     except Unclear as error:
         raise ValueError(str(error)) from None
 
@@ -91,7 +91,7 @@ def deliver(report: Report, out: Path | None, json: Path | None, junit: Path | N
     """Print the report, and write it to the given files."""
     report.print()
     if out is not None:
-        print(report.save_picture(out) or "no picture: there is no pair of maps that differ")
+        print(report.save_picture(out) or "no picture: there are no two maps of the same shape to compare")
     if json is not None:
         report.save_json(json)
     if junit is not None:

@@ -1,8 +1,8 @@
 """Kernels as custom operators of PyTorch: their schema, shapes and gradients.
 
 `torch.compile` puts an operator into a graph as one node, and tensor subclasses and dispatch modes can
-intercept it. The arguments of an operator are tensors, numbers and text, so a mask and a bias are passed as
-their tensors and a text (`trees.pack`), from which the operator makes them again.
+intercept it. An operator only takes tensors, numbers and strings, so a mask and a bias are packed into a list
+of tensors and a string (`trees.pack`), from which the operator rebuilds them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
 
     Args:
         name: Name of the operator. It is called as `torch.ops.manyheads.name(*arguments(problem))`.
-        forward: Takes a problem and the seed of its dropout, returns output `[b, h, t, w]` and log-sum-exp
+        forward: Takes a problem and its dropout seed; returns the output `[b, h, t, w]` and log-sum-exp
             `[b, h, t]`.
-        backward: Takes a problem, the results of forward, their gradients, which of q, k, v, sink and bias
-            need a gradient, and the seed; returns the five gradients, None where there is none.
+        backward: Takes a problem, the results of forward, their gradients, five bools (whether q, k, v, sink
+            and bias need a gradient) and the seed; returns the five gradients, None where not needed.
         key: PyTorch's dispatch key, for the devices that the operator supports.
     """
 
@@ -65,8 +65,8 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
             lambda d_out, d_lse: operator(out, lse, d_out, d_lse, needs, *args), d_out, d_lse
         )
         d_tensors = [d_bias if needed else None for needed in needs_bias]
-        nothing = [None] * (2 + len(ctx.numbers))
-        return (dq, dk, dv, None if sink is None else d_sink, d_tensors, *nothing)
+        no_grads = [None] * (2 + len(ctx.numbers))  # for offsets, seed and all arguments after it
+        return (dq, dk, dv, None if sink is None else d_sink, d_tensors, *no_grads)
 
     _library.define(f"{name}({PROBLEM}) -> (Tensor out, Tensor lse)")
     _library.define(
@@ -101,7 +101,7 @@ def arguments(problem: Problem) -> tuple[Any, ...]:
 
 
 def _write(node: Any) -> str:
-    """Return plain data as a Python literal. `repr` of a size that is symbolic fails under torch.compile."""
+    """Return plain data as a Python literal. `repr` would fail for symbolic sizes under torch.compile."""
     if isinstance(node, dict):
         return "{" + ", ".join([f"{key!r}: {_write(part)}" for key, part in node.items()]) + "}"
     if isinstance(node, list):
@@ -111,7 +111,7 @@ def _write(node: Any) -> str:
 
 @lru_cache(256)
 def _parse(text: str) -> Any:
-    """Return the data of a text. It is cached, because training repeats the same few texts."""
+    """Parse a literal. Results are cached, because training repeats the same few literals."""
     return ast.literal_eval(text)
 
 
@@ -119,7 +119,7 @@ def _problem_of(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, tensors: list[Tensor], offsets: Tensor | None,
     seed: Tensor | None, text: str, offset: int, scale: float, softcap: float, dropout_p: float,
 ) -> Problem:  # fmt: skip
-    """Return the problem in the arguments of an operator."""
+    """Rebuild the problem from the arguments of an operator."""
     mask, bias = trees.unpack(_parse(text), tensors)
     return Problem.of(
         q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap or None, sink=sink, dropout_p=dropout_p,
@@ -130,20 +130,20 @@ def _problem_of(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the inputs and outputs that the gradient needs."""
     q, k, v, sink, tensors, offsets, seed, *ctx.numbers = inputs
-    ctx.functions = trees.functions(_parse(ctx.numbers[0]))  # kept because the text only refers to them
+    ctx.functions = trees.functions(_parse(ctx.numbers[0]))  # keep them alive: the text only refers to them
     ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *tensors)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return an empty output and log-sum-exp, for shapes and dtypes."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
+    """Return an uninitialized output and log-sum-exp of the right shapes and dtypes, for tracing."""
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
 def _fake_backward(
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *args: Any
 ) -> list[Tensor]:
-    """Return empty gradients of q, k, v, sink and the bias's tensor, for shapes and dtypes."""
+    """Return uninitialized gradients of q, k, v, sink and the bias's tensor, for tracing."""
     q, k, v, sink, tensors = args[:5]
     bias = next(x for x in tensors if x.is_floating_point()) if needs[4] else None
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, sink, bias)]

@@ -1,9 +1,9 @@
-"""Train the language model, in a run that can be interrupted at any moment and resumed.
+"""Train the language model, in a run that can be interrupted at any time and resumed.
 
 The optimizer is AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with warm-up and a cosine schedule. Each
 step is a pure function of the seed, the step number and the state before it: the random numbers of the batch
-and of dropout are seeded by (seed, step). So on the CPU of one machine, a resumed run ends with the same bits
-as a run that was never interrupted.
+and of dropout are seeded by (seed, step). So on the CPU of one machine, a resumed run ends bit for bit as an
+uninterrupted run does.
 
 `checkpoint` describes the files of a run's folder. If TensorBoard is installed, its files are written too.
 """
@@ -45,7 +45,7 @@ TOKENIZER_TEXT = 2**26  # bytes to train the tokenizer on; of longer texts, ever
 SMALLEST_VOCAB = 257  # the 256 bytes and the end-of-text token
 LARGEST_VOCAB = 2**20  # for sizes that don't fit into memory, the tokenizers library aborts the process
 MOST_STEPS = 10**9
-# The present names of options, by the names that they had in earlier versions.
+# Options that were renamed: the name in earlier versions, and the current name.
 RENAMED = {"rows": "batch_size", "rate": "learning_rate", "vocab": "vocab_size"}
 
 
@@ -63,17 +63,17 @@ class Options:
         embed: The model size.
         hidden: The width of the feed-forward layers, 7/3 of embed if None.
         batch_size: The number of sequences in a batch.
-        repeated: The number of them that consist of repeated random tokens, from which heads learn to copy.
+        repeated: The number of sequences in a batch that are repeated random tokens, to learn copying.
         vocab_size: The largest size of the vocabulary, from 257 to 2^20. A short text may give fewer tokens.
         learning_rate: The highest learning rate, at most 1.
-        schedule_steps: The number of steps in which learning rate and sequence length follow their schedules,
-            `steps` if None. After them both are constant.
+        schedule_steps: The length of the schedules of learning rate and sequence length in steps, `steps` if
+            None. Afterwards both are constant.
         decay: The weight decay of matrices, at most 1 / learning_rate.
         dropout: The dropout probability of embeddings and of the terms added to the residual stream.
-        clip: The largest norm of a gradient. Larger gradients are scaled down to it.
-        log_every: The number of steps between two lines of the log.
-        evaluate_every: The number of steps between two evaluations on held-out text.
-        save_every: The number of steps between two checkpoints.
+        clip: The largest gradient norm. Larger gradients are scaled down to it.
+        log_every: The number of steps between lines of the log.
+        evaluate_every: The number of steps between evaluations on held-out text.
+        save_every: The number of steps between checkpoints.
 
     Raises:
         TypeError: If an option has another type.
@@ -158,15 +158,16 @@ class Options:
             available = psutil.virtual_memory().total
         if needed > available:
             raise ValueError(
-                f"Training needs more than {amount(needed)} of memory, {self.device} has "
+                f"Training needs more than {amount(needed)} of memory, but {self.device} has "
                 f"{amount(available)}. Choose a smaller model, vocab_size, batch_size or context."
             )
 
     def parts_at(self, step: int) -> int:
-        """Return the number of parts that sequences are cut into: 8 in the first quarter, then 4, 2, 1.
+        """Return the number of parts that sequences are cut into: 8, 4, 2, 1 in the quarters of the schedule.
 
         Training starts with short sequences (Li et al. 2022, arXiv:2108.06084), because heads learn sooner
-        which tokens to attend to if there are fewer. A batch always has the same number of tokens.
+        which tokens to attend to if there are fewer. A batch always has the same number of tokens. If parts
+        would be shorter than 32 tokens or of different lengths, sequences aren't cut.
         """
         parts = (8, 4, 2, 1)[min(3, 4 * step // (self.schedule_steps or self.steps))]
         return parts if self.context % parts == 0 and self.context // parts >= 32 else 1
@@ -195,7 +196,7 @@ def check_device(name: str) -> None:
 def autocast_dtype(device: str) -> torch.dtype | None:
     """Return bfloat16 if the device has instructions for it (a GPU; AMX or AVX-512 BF16), else None.
 
-    The choice isn't made by timing, because then two runs with the same seed could differ. On a single core
+    The dtype isn't chosen by timing, because then two runs with the same seed could differ. On a single core
     with AMX, the shipped model trains on sequences of 512 tokens at 6,900 tokens/s in bfloat16 and 5,200 in
     float32 (medians of five measurements of CPU time).
     """
@@ -241,7 +242,7 @@ class Run:
 
     @classmethod
     def resume(cls, out: Path, changes: Mapping[str, Any], paths: Sequence[Path]) -> Run:
-        """Resume a run. `changes` are options, of which only `steps` may differ from those of the run."""
+        """Resume a run. `changes` are options as given; only `steps` may differ from the run's."""
         checkpoint.settle(out)
         checkpoint.check_complete(out)
         options, facts, step, seconds, digests = _read_state(out / "state.json")
@@ -434,8 +435,8 @@ def train(
 
     Args:
         out: The folder of the run.
-        given: The options, as fields of `Options`.
-        paths: Text files, or folders of them. Without any, the text is Python's own documentation.
+        given: Options by name, as in `Options`.
+        paths: Text files, or folders of them. By default, the text is Python's own documentation.
         resume: Continue the run in `out`.
 
     Returns:
@@ -446,38 +447,38 @@ def train(
         TypeError: If an option has another type.
         OSError: If the folder already has a run, or a file can't be read or written.
     """
-    out, given = Path(out), _renamed(given or {})
+    out, given = Path(out), _rename_options(given or {})
     with torch.random.fork_rng():
         if resume:
             if not (out / checkpoint.WRITTEN).is_dir():
                 checkpoint.check_complete(out)  # before the lock, which is a file in the folder
             with checkpoint.locked(out):
                 run = Run.resume(out, given, paths)
-                _loop(run)
+                _train_steps(run)
             return run
         options = Options(**{"device": "cuda" if torch.cuda.is_available() else "cpu", **given})
         if out.exists() and not out.is_dir():
             raise NotADirectoryError(f"Expected a folder for --out, got {out}, which is a file.")
         checkpoint.check_vacant(out)
         files = data.TextFiles(paths) if paths else None
-        # A text has at most a token for each byte, and an END for each document of at least one byte.
+        # A text has at most one token per byte and one END per document, and a document isn't empty.
         if files is not None and 2 * files.size <= options.context:
-            raise ValueError(_too_short(f"{2 * files.size:,} or fewer", TRAINING, options))
+            raise ValueError(_describe_short_text(f"{2 * files.size:,} or fewer", TRAINING, options))
         size = files.size if files is not None else options.vocab_size
         options.check_memory(min(options.vocab_size, SMALLEST_VOCAB + size))
         with checkpoint.created(out):
-            checkpoint.check_vacant(out)  # again, because another process may have finished a run by now
+            checkpoint.check_vacant(out)  # again, because another process may have written a run
             run = Run.begin(out, options, files)
-            _loop(run)
+            _train_steps(run)
     return run
 
 
-def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields by the present names of the options."""
+def _rename_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields by the current names of options."""
     return {RENAMED.get(name, name): value for name, value in fields.items()}
 
 
-def _too_short(tokens: str, name: str, options: Options) -> str:
+def _describe_short_text(tokens: str, name: str, options: Options) -> str:
     return (
         f"Expected more tokens than the context of {options.context}, got {tokens} in {name}. Use more "
         "--data or a smaller --context."
@@ -491,7 +492,7 @@ def _read_state(path: Path) -> tuple[Options, dict[str, Any], int, float, dict[s
     """
     state = checkpoint.read_json(path)
     try:
-        options = Options(**_renamed(state["options"]))
+        options = Options(**_rename_options(state["options"]))
         facts, step, seconds = state["facts"], state["step"], state["seconds"]
         whole(step, "step")
         real(seconds, "seconds", lambda x: 0 <= x < math.inf, "a number of at least 0")
@@ -528,7 +529,7 @@ def _prepare_text(
     staging: Path, options: Options, files: data.TextFiles | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
     """Train the tokenizer and write the token files into `staging`; return the tokenizer and the facts."""
-    with _stages(files) as stage:
+    with _show_stages(files) as stage:
         stage("reading the text", 3)
         documents: Iterable[data.Document] = data.python_documents() if files is None else files
         facts: dict[str, Any] = {
@@ -556,14 +557,14 @@ def _prepare_text(
                 facts[name]["tokens"] += len(ids)
     for name, smallest in ((TRAINING, options.context + 2), (HELD_OUT, 2)):
         if facts[name]["tokens"] < smallest:
-            raise ValueError(_too_short(str(facts[name]["tokens"]), name, options))
+            raise ValueError(_describe_short_text(str(facts[name]["tokens"]), name, options))
         facts[name]["sha256"] = checkpoint.file_digest(staging / name)
     return tokenizer, facts
 
 
 @contextmanager
-def _stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
-    """Show a progress bar; yield a function that starts a stage, given its name and passes over the files."""
+def _show_stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
+    """Show a progress bar; yield a function of a stage's name and number of passes over the files."""
     from rich.progress import Progress
 
     console = _console()
@@ -587,28 +588,28 @@ def _console() -> Console:
     return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 
-def _loop(run: Run) -> None:
-    """Train until the last step; show progress, and write the log and checkpoints."""
+def _train_steps(run: Run) -> None:
+    """Train until the last step; show progress, and write log and checkpoints."""
     from rich.progress import Progress
 
-    options, first, before = run.options, run.step, run.seconds
-    per_step = options.batch_size * options.context
+    options, first_step, earlier_seconds = run.options, run.step, run.seconds
+    tokens_per_step = options.batch_size * options.context
     console = _console()
-    # The suggested prompt is a single letter, which fits into any context.
-    advice = f"try it with: manyheads generate A --model {shlex.quote(str(run.out))}"
+    # The suggested prompt is a single letter, because that fits into any context.
+    suggestion = f"try it with: manyheads generate A --model {shlex.quote(str(run.out))}"
     if run.step >= options.steps:
         console.print(
-            f"all {options.steps} steps of {run.out} are finished; {advice}, or continue with --resume "
+            f"all {options.steps} steps of {run.out} are finished; {suggestion}, or continue with --resume "
             f"--steps {2 * options.steps}"
         )
         return
-    started = time.perf_counter() - before
-    with _stop_requests() as stop, _writers(run) as write, Progress(console=console) as bar:
+    started = time.perf_counter() - earlier_seconds
+    with _stop_requests() as stop, _open_log(run) as write, Progress(console=console) as bar:
         task = bar.add_task("", total=options.steps, completed=run.step)
         while run.step < options.steps:
             loss, norm = run.advance()
             run.seconds = time.perf_counter() - started
-            speed = per_step * (run.step - first) / (run.seconds - before)
+            speed = tokens_per_step * (run.step - first_step) / (run.seconds - earlier_seconds)
             progress = f"step {run.step}/{options.steps}, loss {loss:.3f}, {speed:,.0f} tokens/s"
             bar.update(task, completed=run.step, description=progress)
             if not math.isfinite(loss):
@@ -636,9 +637,9 @@ def _loop(run: Run) -> None:
             if stop.is_set() or last or run.step % options.save_every == 0:
                 run.save()
             if stop.is_set() and not last:
-                console.print(f"stopped and saved at step {run.step}; --resume continues")
+                console.print(f"stopped and saved at step {run.step}; continue with --resume")
                 raise KeyboardInterrupt
-    console.print(f"the model is in {run.out}; {advice}")
+    console.print(f"the model is in {run.out}; {suggestion}")
 
 
 @contextmanager
@@ -662,7 +663,7 @@ def _stop_requests() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _writers(run: Run) -> Iterator[Callable[[Mapping[str, float]], None]]:
+def _open_log(run: Run) -> Iterator[Callable[[Mapping[str, float]], None]]:
     """Yield a function that writes a line to the log, and to TensorBoard if it is installed."""
     board = None
     if find_spec("tensorboard"):

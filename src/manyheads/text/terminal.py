@@ -22,18 +22,18 @@ from manyheads.statistics import Pooled, edges
 from manyheads.text.highlights import HeadScores, name_head
 from manyheads.text.report import COUNTERFACTUAL, Reading, has_masked_keys
 
-SHADES, ASCII = "·░▒▓█", ".-+*#"  # a weight of about 0, ¼, ½, ¾, 1
+SHADES, ASCII = "·░▒▓█", ".-+*#"  # for weights of about 0, ¼, ½, ¾ and 1
 
 
 def open_console() -> Console:
-    """Return a console on standard output. Characters that it can't encode are written as escapes."""
+    """Return a console on standard output. Characters that it can't encode are escaped."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     return Console(highlight=False)
 
 
 def progress() -> Progress:
-    """Return a progress bar on standard error, which is only visible if that is a terminal."""
+    """Return a progress bar on standard error, disabled unless that is a terminal."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
@@ -58,25 +58,25 @@ def show(reading: Reading, layer: int, head: int, *, masked: bool = True) -> Non
     if not masked and has_masked_keys(amap):
         heat_maps[f"{name_head(layer, head)}: {COUNTERFACTUAL}"] = amap.under(None)
     elif not masked:
-        notes.append(f"--no-mask: layer {layer} masks nothing")
-    sentences = [reading.describe(finding) for finding in reading.findings] or [explain_nothing(reading)]
+        notes.append(f"--no-mask has no effect: layer {layer} masks no keys")
+    sentences = [reading.describe(finding) for finding in reading.findings] or [explain_no_findings(reading)]
     for line in (*sentences, *(f"({note})" for note in notes)):
         console.print(Text(line), soft_wrap=True)
     console.print()
     for table in make_tables(reading, console):
         console.print(table)
-    for title, shown in heat_maps.items():
+    for title, heat_map in heat_maps.items():
         console.print()
         console.print(Text(title, style="bold"), soft_wrap=True)
-        console.print(draw_heat_map(shown, head, reading.labels, console), soft_wrap=True)
+        console.print(draw_heat_map(heat_map, head, reading.labels, console), soft_wrap=True)
     console.print()
 
 
-def explain_nothing(reading: Reading) -> str:
+def explain_no_findings(reading: Reading) -> str:
     """Return the sentence that is printed if there are no findings."""
     if len(reading.tokens) == 1:
         return "The text has a single token, which is all that a head can attend to."
-    return "No weight stands out: each head gives every token about its usual weight."
+    return "No weight stands out: each is close to what its head gives for other queries."
 
 
 def list_files(files: list[Path]) -> None:
@@ -104,29 +104,29 @@ def make_tables(reading: Reading, console: Console) -> list[Table]:
 
 
 def make_table(reading: Reading, columns: Sequence[str]) -> Table:
-    """Return a table of some scores of every head. The most characteristic score of a head has a star."""
+    """Return a table of some scores of every head. A star marks the score of a head that stands out most."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("layer", justify="right")
     table.add_column("head", justify="right", no_wrap=True)
     for heading in (name.replace("_", " ") for name in columns):
         table.add_column(heading, justify="right", width=max(map(len, heading.split())), overflow="fold")
 
-    def cells(scores: HeadScores, marked: str | None = None) -> list[Text]:
+    def format_cells(scores: HeadScores, marked: str | None = None) -> list[Text]:
         numbers = {name: "-" if scores[name] is None else f"{scores[name]:.2f}" for name in columns}
         return [
             Text(f"{number}*", style="bold") if name == marked else Text(f"{number} ")
             for name, number in numbers.items()
         ]
 
-    uniform = [cells(heads[0]) for heads in reading.uniform]
-    shared = all(row == uniform[0] for row in uniform)  # all layers have the same mask
+    uniform = [format_cells(heads[0]) for heads in reading.uniform]
+    has_one_mask = all(row == uniform[0] for row in uniform)  # all layers have the same mask
     for layer, (heads, names) in enumerate(zip(reading.scores, reading.characteristic, strict=True)):
         for head, (scores, name) in enumerate(zip(heads, names, strict=True)):
-            end = shared and head == len(heads) - 1
-            table.add_row(str(layer), str(head), *cells(scores, name), end_section=end)
-        if not shared:
+            end = has_one_mask and head == len(heads) - 1
+            table.add_row(str(layer), str(head), *format_cells(scores, name), end_section=end)
+        if not has_one_mask:
             table.add_row(str(layer), "uniform", *uniform[layer], style="dim", end_section=True)
-    if shared:
+    if has_one_mask:
         table.add_row("", "uniform", *uniform[0], style="dim")
     return table
 
@@ -135,13 +135,13 @@ def make_table(reading: Reading, columns: Sequence[str]) -> Table:
 
 
 def draw_heat_map(amap: AttentionMap, head: int, labels: list[str], console: Console) -> Text:
-    """Draw one head as a heat map, in colours or, without them, in shades.
+    """Draw one head as a heat map, in colours, or in shading characters if the terminal has no colours.
 
     Args:
         amap: The map of the layer.
         head: The head.
         labels: The labels of the tokens.
-        console: The terminal. If the map doesn't fit, a cell is the largest weight of several tokens.
+        console: The terminal. If it is too narrow, each cell shows the largest weight of several tokens.
 
     Returns:
         The lines of the heat map.
@@ -156,28 +156,29 @@ def draw_heat_map(amap: AttentionMap, head: int, labels: list[str], console: Con
     weights = largest.masked_fill(visible == 0, -1)[0, 0].tolist()  # -1 where everything is masked
     coloured = console.color_system is not None and not console.no_color
     shades = None if coloured else ASCII if console.options.ascii_only else SHADES
-    picture = Text()
+    drawing = Text()
     for start, row in zip(starts, weights, strict=True):
         name = names[start]
         name.align("right", width)
-        picture.append_text(name).append(" ")
+        drawing.append_text(name).append(" ")
         for weight in row:
-            picture.append_text(draw_cell(weight, shades)).append(" ")
-        picture.append("\n")
-    apart = -(-(len(str(len(labels) - 1)) + 1) // 3)  # cells between two positions: each is 3 characters wide
-    positions = "".join(f"{n:<{3 * apart}}" for n in starts[::apart])
-    picture.append(" " * (width + 1) + positions + "\n0 ")
+            drawing.append_text(draw_cell(weight, shades)).append(" ")
+        drawing.append("\n")
+    # A cell is 3 characters wide, so only every n-th cell has its position below it.
+    label_every = -(-(len(str(len(labels) - 1)) + 1) // 3)
+    positions = "".join(f"{n:<{3 * label_every}}" for n in starts[::label_every])
+    drawing.append(" " * (width + 1) + positions + "\n0 ")
     for weight in (0.0, 0.25, 0.5, 0.75, 1.0):
-        picture.append_text(draw_cell(weight, shades))
+        drawing.append_text(draw_cell(weight, shades))
     blank = any(weight < 0 for row in weights for weight in row)
-    picture.append(" 1; rows: queries, columns: keys" + ("; blank: masked" if blank else ""))
+    drawing.append(" 1; rows: queries, columns: keys" + ("; blank: masked" if blank else ""))
     if step > 1:
-        picture.append(f"\neach cell is the largest weight of {step} × {step} tokens")
-    return picture
+        drawing.append(f"\neach cell shows the largest of up to {step} × {step} weights")
+    return drawing
 
 
 def draw_cell(weight: float, shades: str | None) -> Text:
-    """Return a weight as two characters, coloured if `shades` is None, and blank for -1."""
+    """Return a weight as two characters: coloured if `shades` is None, blank if the weight is -1."""
     if weight < 0:
         return Text("  ")
     if shades:

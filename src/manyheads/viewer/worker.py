@@ -1,6 +1,6 @@
-"""One background thread that computes the viewer's answers, the most urgent first.
+"""Compute the viewer's responses in a background thread, in order of priority.
 
-Work comes in short steps (a tile, a row of weights, a part of a scan), so that no request waits long behind
+Work is split into short steps (a tile, a row of weights, a part of a scan), so that no request waits long for
 another. A request that is cancelled before its turn is never computed.
 """
 
@@ -27,18 +27,18 @@ class Worker:
         self._queue: queue.PriorityQueue[tuple[int, int, Future[Any], Generator[None, None, Any]]] = (
             queue.PriorityQueue()
         )
-        self._numbers = itertools.count()  # requests of one priority are served in order
+        self._numbers = itertools.count()  # steps of equal priority run in the order of their numbers
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="manyheads viewer", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a kernel that still runs while the process exits would crash it
+        atexit.register(self.close)  # a kernel that is still running at exit would crash the process
 
     def submit(self, work: Callable[[], Any], priority: int = NORMAL) -> Future[Any]:
         """Queue work.
 
         Args:
-            work: Returns the result, or a generator that returns it and yields wherever other requests may
-                be served first.
+            work: A function that returns the result, or a generator that yields between its steps, so that
+                other requests can run, and returns the result.
             priority: `URGENT`, `NORMAL` or `BACKGROUND`.
 
         Returns:
@@ -90,7 +90,7 @@ class Worker:
 
 
 def _release_memory() -> None:
-    """Return freed memory to the system; glibc would keep more of it than is in use."""
+    """Return freed memory to the system, because glibc would keep much of it."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 

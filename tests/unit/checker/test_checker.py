@@ -734,7 +734,7 @@ def test_sizes(text: str, size: int) -> None:
 def test_roles() -> None:
     assert command.parse_weights("q=a, k=b.c,v=d") == {"q": "a", "k": "b.c", "v": "d"}
     for text in ("q", "q=", "=a", ","):
-        with pytest.raises(ValueError, match="Expected roles and layers for --weights"):
+        with pytest.raises(ValueError, match="Expected --weights to be role=layer pairs"):
             command.parse_weights(text)
 
 

@@ -225,7 +225,7 @@ for dtype, size in t.HUGE:
     python(code, **emulated)
 
 
-# A library that only says that the processor has tiles, which Linux doesn't let this process use.
+# A library that only says that the processor has tiles, which Linux doesn't permit this process to use.
 NO_PERMISSION = """
 extern "C" {
 long manyheads_interface() { return %dL; }
@@ -247,23 +247,23 @@ def test_tiles_that_linux_does_not_allow(tmp_path: Path, monkeypatch: pytest.Mon
     assert usual["WIDTHS"][usual["width"]] == "avx512bf16"
     assert usual["has_tiles"]
     why = usual["left_out"]["amx"]
-    assert why == "Linux doesn't let this process use AMX tiles (it does since version 5.16)"
+    assert why == "the system doesn't permit AMX tiles (Linux supports them since version 5.16)"
     assert (
-        loaded(monkeypatch, LIBRARY=file, WIDTH="amx")["missing"] == f"MANYHEADS_WIDTH=amx is set, and {why}"
+        loaded(monkeypatch, LIBRARY=file, WIDTH="amx")["missing"] == f"MANYHEADS_WIDTH=amx is set, but {why}"
     )
 
 
 @pytest.mark.skipif("amx" in library.runs, reason="this processor has tiles")
 def test_a_width_that_this_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = loaded(monkeypatch, WIDTH="amx")["missing"]
-    assert missing.startswith("MANYHEADS_WIDTH=amx is set, and ")
+    assert missing.startswith("MANYHEADS_WIDTH=amx is set, but ")
 
 
 def test_an_unknown_width_is_a_reason_of_explain() -> None:
     code = "import torch, manyheads; q = torch.randn(1, 1, 2, 4); manyheads.explain(q, q, q)"
     printed = python(code, MANYHEADS_WIDTH="avx1024")
     assert (
-        "MANYHEADS_WIDTH must be one of portable, avx2, avx512, avx512bf16, amx, and 'avx1024' is set"
+        "expected MANYHEADS_WIDTH to be one of portable, avx2, avx512, avx512bf16, amx, got 'avx1024'"
         in printed
     )
     assert "sdpa       yes" in printed
@@ -279,21 +279,21 @@ def loaded(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, Any
 @pytest.mark.parametrize(
     ("file", "what"),
     [
-        ("/none.so", "isn't there"),
-        (__file__, f"doesn't load ({__file__}: "),
-        (torch._C.__file__, "has none of its functions"),
+        ("/none.so", "is missing"),
+        (__file__, f"can't be loaded ({__file__}: "),
+        (torch._C.__file__, "lacks the expected functions"),
     ],
 )
 def test_an_invalid_library_is_named(file: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = loaded(monkeypatch, LIBRARY=file)["missing"]
     assert missing.startswith(
-        f"MANYHEADS_LIBRARY must name a library that manyheads built, and {file!r} {what}"
+        f"expected MANYHEADS_LIBRARY to name a library that manyheads built, but {file!r} {what}"
     )
     assert missing.endswith(": unset it or name another")
 
 
 def test_an_invalid_choice_of_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = "MANYHEADS_THREADS must be own or unset, and 'banana' is set"
+    expected = "expected MANYHEADS_THREADS to be 'own' or unset, got 'banana'"
     assert loaded(monkeypatch, THREADS="banana")["missing"] == expected
 
 
@@ -301,7 +301,7 @@ def test_an_empty_environment_variable_is_unset(monkeypatch: pytest.MonkeyPatch)
     empty = loaded(monkeypatch, WIDTH="", THREADS="", LIBRARY="")
     assert empty["missing"] is None
     assert empty["width"] == len(library.runs) - 1
-    assert empty["FILE"] == library.HERE / "native.so"
+    assert empty["FILE"] == library.FOLDER / "native.so"
 
 
 # A C++ compiler that is quick, since each build of the kernel is empty, and that can't make the widest one.
@@ -362,7 +362,7 @@ def test_a_width_that_does_not_compile_is_left_out(
     assert f"{runs[-1]} of {', '.join(runs)} (avx512bf16 wasn't built: {why}" in printed
     (file,) = installed[0].rglob("native.so")
     missing = loaded(monkeypatch, LIBRARY=str(file), WIDTH="avx512bf16")["missing"]
-    assert missing.startswith(f"MANYHEADS_WIDTH=avx512bf16 is set, and that build isn't there: {why}")
+    assert missing.startswith(f"MANYHEADS_WIDTH=avx512bf16 is set, but that build is missing: {why}")
 
 
 @pytest.mark.full
@@ -454,7 +454,7 @@ def test_without_a_compiler_it_installs_and_says_why(installed: tuple[Path, Path
     )
     assert str(to) in done.stdout
     assert "torch.Size([1, 2, 70, 4])" in done.stdout
-    reason = "its library isn't there: the C++ compiler false ended with 1"
+    reason = "its library is missing: the C++ compiler false ended with 1"
     assert f"not available: {reason}" in done.stdout
     assert f'kernel="native" doesn\'t support this: {reason}' in done.stderr
 

@@ -1,7 +1,8 @@
-"""Build the adapter of a candidate, and find by calls its layout, its masks and its causality.
+"""Build the adapter of a candidate, and probe its layout, masks and causality with trial calls.
 
-The calls show what a candidate accepts, and which inputs affect which outputs. The checker never chooses an
-option because the values are right with it.
+The calls show which arguments a candidate accepts, and which inputs affect which outputs. Except for padded
+queries, outputs aren't compared with the expected ones: an option that is chosen because it makes them match
+could hide a bug.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def open_adapter(candidate: Candidate | CandidateProcess, options: Options) -> A
         except Unclear:
             raise error from None
         adapter.width_error = str(error)
-        adapter.notes.append("built with one width for all, because different widths raise an error")
+        adapter.notes.append("built with the same width everywhere, because different widths raise an error")
         return adapter
 
 
@@ -70,7 +71,7 @@ def fit(adapter: AttentionAdapter) -> AttentionAdapter:
     except CandidateError as error:
         raise adapter.reject_call(error, x) from None
     except UnexpectedOutput:
-        pass  # the check of shapes reports it
+        pass  # reported later, by the check of shapes
     find_returned_weights(adapter, x, plain)
     has_heads = adapter.weights is None and "h" in adapter.head_layout
     if has_heads and ("grouped" in adapter.arguments or adapter.attempt(adapter.draw(g, key_heads=2))):
@@ -83,27 +84,28 @@ def fit(adapter: AttentionAdapter) -> AttentionAdapter:
 
 
 def find_returned_weights(adapter: AttentionAdapter, x: Inputs, plain: Outputs | None) -> None:
-    """Find if weights are returned, always or on request, and if they are always averaged."""
-    got = plain
-    if "weights" in adapter.arguments:  # the check of weights reports those that are missing
-        got = None if plain is None else adapter.attempt(x.but(need_weights=True))
+    """Find whether weights are returned, always or on request, and whether they are always averaged."""
+    returned = plain
+    if "weights" in adapter.arguments:  # if weights are missing, the check of weights reports it
+        returned = None if plain is None else adapter.attempt(x.but(need_weights=True))
         adapter.features.add("weights")
     elif plain is not None and plain.weights is not None:
         adapter.always_weights = True
         adapter.features.add("weights")
-    if "average" in adapter.arguments or adapter.heads == 1 or got is None or got.weights is None:
+    if "average" in adapter.arguments or adapter.heads == 1 or returned is None or returned.weights is None:
         return
     is_documented = documentation.says_averaged(adapter.text)
     may_average = adapter.kind == "torch-mha" or re.search(r"\b(averag|mean)", adapter.text, re.I)
-    adapter.always_averaged = is_documented or (bool(may_average) and got.weights.shape[1] == 1)
+    adapter.always_averaged = is_documented or (bool(may_average) and returned.weights.shape[1] == 1)
     if adapter.always_averaged:
         convention = ", as in PyTorch's layer" * (adapter.kind == "torch-mha")
-        reason = " (its documentation)" if is_documented else convention
-        adapter.notes.append(f"its weights are averaged over the heads{reason}")
+        reason = " (as its documentation says)" if is_documented else convention
+        adapter.notes.append(f"its returned weights are averaged over the heads{reason}")
 
 
 def find_head_layout(adapter: AttentionAdapter, g: torch.Generator) -> None:
-    """Choose the documented layout of heads, or the first that is accepted; no two sizes are equal."""
+    """Choose the first head layout that is accepted; documented ones are tried first."""
+    # No two sizes of the trial inputs are equal, so most wrong layouts raise an error.
     text = adapter.text.replace("s, h", "t, h").replace("s, b", "t, b")
     documented = [layout for layout in HEAD_LAYOUTS[1:3] if layout[:-1] in text]
     for layout in dict.fromkeys([*documented, *HEAD_LAYOUTS]):
@@ -116,7 +118,7 @@ def find_head_layout(adapter: AttentionAdapter, g: torch.Generator) -> None:
 
 
 def find_layout(adapter: AttentionAdapter, g: torch.Generator) -> None:
-    """Find which axis is the batch, if the user didn't say so."""
+    """Find which axis is the batch, unless the user gave the layout."""
     if adapter.options.layout is not None:
         return
     batch_first = adapter.description.attributes.get("batch_first", adapter.init.get("batch_first"))
@@ -135,16 +137,19 @@ def find_layout(adapter: AttentionAdapter, g: torch.Generator) -> None:
             has_independent_entries[layout] = (
                 before is not None and after is not None and torch.equal(before.out[1:], after.out[1:])
             )
-        # If entries are independent in neither layout, the default of PyTorch's layer.
+        # If they are independent in neither layout, torch-mha is sequence first, other kinds are batch first.
         is_sequence = adapter.kind == "torch-mha" or has_independent_entries["sequence"]
         adapter.layout = "sequence" if is_sequence and not has_independent_entries["batch"] else "batch"
-        reason = "only then are batch entries independent; give --layout batch if [b, t, e] is meant"
+        if has_independent_entries["sequence"]:
+            reason = "batch entries are independent only in this layout; pass --layout batch for [b, t, e]"
+        else:
+            reason = "the default of PyTorch's layer; pass --layout batch for [b, t, e]"
     if adapter.layout == "sequence":
         adapter.notes.append(f"sequence first, [t, b, e] ({reason})")
 
 
 def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
-    """Find if the candidate is always causal, by its constructor, its documentation, or its outputs."""
+    """Find whether the candidate is always causal, from its constructor, documentation or outputs."""
     if "causal" in adapter.arguments:
         return
     values = {**adapter.description.attributes, **adapter.init}
@@ -159,12 +164,12 @@ def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
             reason = "no later token affects an earlier one"
     if reason is not None:
         adapter.always_causal = True
-        adapter.notes.append(f"taken as causal ({reason})")
+        adapter.notes.append(f"assumed to be causal ({reason})")
         adapter.features.add("causal")
 
 
 def ignores_future(adapter: AttentionAdapter, x: Inputs) -> bool:
-    """Return True if changes of a token affect no earlier token, and affect a later token at least once."""
+    """Return True if changing a token never affects earlier tokens, but at least once a later one."""
     before, affects_later = adapter.attempt(x), False
     for j in range(x.t):
         after = adapter.attempt(adapter.change_key(x, j))
@@ -178,7 +183,7 @@ def ignores_future(adapter: AttentionAdapter, x: Inputs) -> bool:
 
 
 def find_masks(adapter: AttentionAdapter, g: torch.Generator) -> None:
-    """Find the form of each mask that the candidate takes."""
+    """Find the form of each mask argument."""
     for role in ("mask", "padding"):
         if role in adapter.arguments:
             find_mask(adapter, g, role)
@@ -193,7 +198,7 @@ def find_masks(adapter: AttentionAdapter, g: torch.Generator) -> None:
 
 
 def find_mask(adapter: AttentionAdapter, g: torch.Generator, role: str) -> None:
-    """Find the forms of one argument: a mask, a mask of keys alone, or both."""
+    """Find the forms that an argument accepts: one for general masks, one for key masks, or both."""
     name = adapter.arguments[role]
     keeps, reason = documentation.mask_polarity(name, role, adapter.kind, adapter.text)
     shapes = [*GENERAL_MASKS, *KEY_MASKS]
@@ -215,8 +220,8 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, role: str) -> None:
         feature = "padding" if role == "padding" else "mask" if is_general else "keys"
         if feature not in adapter.forms and (found := find_form(adapter, g, role, forms)):
             accepted.append((feature, *found))
-    if not documented and any(works for *_, works in accepted):
-        # A form that is accepted but masks nothing is broadcast by chance.
+    if not documented and any(masks for *_, masks in accepted):
+        # A form that is accepted without masking anything only happens to broadcast.
         accepted = [entry for entry in accepted if entry[2]]
     for feature, form, _ in accepted:
         adapter.forms[feature] = (role, form)
@@ -225,8 +230,8 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, role: str) -> None:
         adapter.rejected_masks[name] = adapter.last_error
         return
     has_polarity = accepted[0][1].type in ("bool", "01")
-    taken = " or ".join(dict.fromkeys(str(form) for _, form, _ in accepted))
-    adapter.notes.append(f"{name}: {taken}" + f" ({reason})" * has_polarity)
+    description = " or ".join(dict.fromkeys(str(form) for _, form, _ in accepted))
+    adapter.notes.append(f"{name}: {description}" + f" ({reason})" * has_polarity)
 
 
 def mask_types(adapter: AttentionAdapter, role: str) -> tuple[str, ...]:
@@ -243,16 +248,17 @@ def mask_types(adapter: AttentionAdapter, role: str) -> tuple[str, ...]:
     else:
         types = ("bool", "01", "added")
     arguments = adapter.description.call
-    is_ours = any(arg.name == name and re.search(r"\bMask\b", arg.annotation) for arg in arguments)
-    return ("Keep", *types) if is_ours else types
+    is_mask_class = any(arg.name == name and re.search(r"\bMask\b", arg.annotation) for arg in arguments)
+    return ("Keep", *types) if is_mask_class else types
 
 
 def find_form(
     adapter: AttentionAdapter, g: torch.Generator, role: str, forms: list[MaskForm]
 ) -> tuple[MaskForm, bool] | None:
-    """Return (form, True) for the first shape that is accepted, in the first type that masks a key.
+    """Return an accepted form and whether it masks keys, or None if no form is accepted.
 
-    If it masks in no type, return (the first type that is accepted, False); without such a shape, None.
+    It has the first shape that is accepted, with the first type that masks keys (in either polarity), or the
+    first accepted type if none does.
     """
     shapes = list(dict.fromkeys(form.letters for form in forms))
     for s, shape in product((S, T), shapes):
@@ -269,7 +275,7 @@ def find_form(
 
 
 def masks_key(adapter: AttentionAdapter, x: Inputs, form: MaskForm, role: str) -> bool | None:
-    """Return True if key 2 affects nothing when it is masked, None if the form isn't accepted."""
+    """Return True if changing a masked key changes no output, None if the form isn't accepted."""
     is_visible = torch.arange(x.s) != 2
     feature, field = "padding", {"padding": is_visible.expand(x.b, -1)}
     if role == "mask":
@@ -288,12 +294,12 @@ def masks_key(adapter: AttentionAdapter, x: Inputs, form: MaskForm, role: str) -
 
 
 def find_padded_queries(adapter: AttentionAdapter, g: torch.Generator) -> None:
-    """Find if the outputs of padded queries, which nothing reads, aren't those of attention."""
+    """Find whether only the outputs of padded queries differ from attention's; they aren't compared then."""
     if "cross" in adapter.features or not {"keys", "padding"} & adapter.features:
         return
     x = adapter.draw(g)
     padding = torch.ones(B, x.s, dtype=torch.bool)
-    # Tokens before others that attend to them, causal or not.
+    # Padding before other tokens, which attend to it unless it is masked, and at the end.
     padding[0, 1] = padding[2, 2] = padding[2, -1] = False
     form = adapter.forms.get("padding", adapter.forms.get("keys"))
     if form is not None and form[1].letters == "lengths":
@@ -303,7 +309,9 @@ def find_padded_queries(adapter: AttentionAdapter, g: torch.Generator) -> None:
     if got is None or got.out.shape != expected.shape:
         return
     tolerance = 1e-4 * float(expected.abs().max())
-    right = torch.isclose(got.out.to(expected.dtype), expected, rtol=1e-4, atol=tolerance).all(-1)
-    adapter.ignores_padded_queries = bool(right[padding].all()) and not bool(right[~padding].all())
+    is_correct = torch.isclose(got.out.to(expected.dtype), expected, rtol=1e-4, atol=tolerance).all(-1)
+    adapter.ignores_padded_queries = bool(is_correct[padding].all()) and not bool(is_correct[~padding].all())
     if adapter.ignores_padded_queries:
-        adapter.notes.append("outputs of padded queries aren't compared: it computes something else for them")
+        adapter.notes.append(
+            "outputs of padded queries aren't compared, because only they differ from attention's"
+        )

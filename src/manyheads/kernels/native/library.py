@@ -1,9 +1,9 @@
-"""Load the compiled library and select the build that this processor runs.
+"""Load the compiled library and select the best build that this processor supports.
 
-The library is compiled when the package is installed (`setup.py`), links to nothing of PyTorch, and is called
-through ctypes, which releases the GIL. Three environment variables change it, unless they are empty:
-`MANYHEADS_WIDTH` selects a build by name, `MANYHEADS_THREADS=own` starts threads instead of using PyTorch's
-pool, and `MANYHEADS_LIBRARY` is the path of another library.
+The library is compiled when the package is installed (`setup.py`). It doesn't link against PyTorch, and it is
+called through ctypes, which releases the GIL. Three environment variables change this; an empty one counts
+as unset. `MANYHEADS_WIDTH` selects a build by name, `MANYHEADS_THREADS=own` starts threads instead of using
+PyTorch's pool, and `MANYHEADS_LIBRARY` is the path of another library.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from manyheads.startup import PROCESS
 
-HERE = Path(__file__).parent
-ANOTHER = os.environ.get("MANYHEADS_LIBRARY")  # such as one with sanitizers
-FILE = Path(ANOTHER or HERE / "native.so")
+FOLDER = Path(__file__).parent
+OVERRIDE = os.environ.get("MANYHEADS_LIBRARY")  # for example a library with sanitizers
+FILE = Path(OVERRIDE or FOLDER / "native.so")
 LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, is missing
-INTERFACE = 9  # as in problem.h, whose structs follow, field by field; all fields have eight bytes
+INTERFACE = 9  # as in problem.h. The formats are those of its structs; each field has eight bytes
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq 2q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
 STATISTICS = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
@@ -31,62 +31,64 @@ WIDTHS = (
     "avx512",
     "avx512bf16",
     "amx",
-)  # ordered by what they require
+)  # each requires more instructions than the one before
 
-attend: ctypes._NamedFuncPointer | None = None  # (a problem, statistics or None, number of the build) → 0
-differentiate: ctypes._NamedFuncPointer | None = None  # (a problem, a gradient, number of the build) → 0
-scores: ctypes._NamedFuncPointer | None = None  # (a problem, where to write, number of the build) → 0
-width: int | None = None  # the build's number in WIDTHS
-runs: list[str] = []  # all builds that this processor runs
-left_out: dict[str, str] = {}  # why builds couldn't be compiled, or aren't allowed by the system
-shares_threads = False
-has_tiles = False  # True if this processor multiplies bfloat16 in tiles (AMX)
+attend: ctypes._NamedFuncPointer | None = None  # (problem, statistics or None, build) → 0, or 1 (no memory)
+differentiate: ctypes._NamedFuncPointer | None = None  # (problem, gradient, build) → 0, 1, or 2 (not finite)
+scores: ctypes._NamedFuncPointer | None = None  # (problem, address of the result, build) → 0, or 1
+width: int | None = None  # the index in WIDTHS of the selected build
+runs: list[str] = []  # the builds that this processor supports
+left_out: dict[str, str] = {}  # why builds are missing: compiler errors, or no permission to use tiles
+shares_threads = False  # True if the kernel runs on PyTorch's thread pool
+has_tiles = False  # True if this processor has tiles for bfloat16 (AMX)
 missing: str | None = None  # why no library is loaded
 
 
 def _load() -> None:
     global attend, differentiate, scores, width, missing, shares_threads, has_tiles
-    said = LOG.read_text(encoding="utf-8", errors="replace").strip() if LOG.exists() else ""
+    log = LOG.read_text(encoding="utf-8", errors="replace").strip() if LOG.exists() else ""
     if not FILE.exists():
-        missing = f"its library isn't there: {said}" if said and not ANOTHER else _unusable("isn't there")
+        missing = (
+            f"its library is missing: {log}" if log and not OVERRIDE else _explain_unusable("is missing")
+        )
         return
     try:
         library = ctypes.CDLL(str(FILE))
     except OSError as error:
-        missing = _unusable(f"doesn't load ({error})")
+        missing = _explain_unusable(f"can't be loaded ({error})")
         return
     if not hasattr(library, "manyheads_interface"):
-        missing = _unusable("has none of its functions")
+        missing = _explain_unusable("lacks the expected functions")
         return
     library.manyheads_interface.restype = ctypes.c_int64
     sizes = (STATISTICS.size * 1000 + GRADIENT.size) * 1000 + PROBLEM.size
     if library.manyheads_interface() != INTERFACE * 10**9 + sizes:
-        missing = _unusable("was built from another version of the sources")
+        missing = _explain_unusable("was built from another version of manyheads")
         return
     threads = os.environ.get("MANYHEADS_THREADS")
     if threads and threads != "own":
-        missing = f"MANYHEADS_THREADS must be own or unset, and {threads!r} is set"
+        missing = f"expected MANYHEADS_THREADS to be 'own' or unset, got {threads!r}"
         return
-    wanted = os.environ.get("MANYHEADS_WIDTH")
-    if wanted and wanted not in WIDTHS:
-        missing = f"MANYHEADS_WIDTH must be one of {', '.join(WIDTHS)}, and {wanted!r} is set"
+    requested = os.environ.get("MANYHEADS_WIDTH")
+    if requested and requested not in WIDTHS:
+        missing = f"expected MANYHEADS_WIDTH to be one of {', '.join(WIDTHS)}, got {requested!r}"
         return
-    reasons = (line.partition(": ") for line in said.splitlines())
+    reasons = (line.partition(": ") for line in log.splitlines())
     left_out.update((build, why) for build, _, why in reasons if build in WIDTHS)
-    if wanted in left_out:
-        missing = f"MANYHEADS_WIDTH={wanted} is set, and that build isn't there: {left_out[wanted]}"
+    if requested in left_out:
+        missing = f"MANYHEADS_WIDTH={requested} is set, but that build is missing: {left_out[requested]}"
         return
     runs.extend(name for n, name in enumerate(WIDTHS) if library.manyheads_runs(n))
     tiles = library.manyheads_tiles()
     if tiles == 1 and "amx" not in left_out:
-        left_out["amx"] = "Linux doesn't let this process use AMX tiles (it does since version 5.16)"
-    if wanted and wanted not in runs:
-        why = left_out.get(wanted, "the library has no such build that this processor can run")
-        missing = f"MANYHEADS_WIDTH={wanted} is set, and {why}"
+        left_out["amx"] = "the system doesn't permit AMX tiles (Linux supports them since version 5.16)"
+    if requested and requested not in runs:
+        why = left_out.get(requested, "this processor doesn't support that build, or the library lacks it")
+        missing = f"MANYHEADS_WIDTH={requested} is set, but {why}"
         return
-    shares_threads = bool(library.manyheads_begin(_own_threads()))
+    shares_threads = bool(library.manyheads_begin(_needs_own_threads()))
     has_tiles = tiles > 0
-    width = WIDTHS.index(wanted or runs[-1])
+    width = WIDTHS.index(requested or runs[-1])
     attend = library.manyheads_attend
     attend.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
     attend.restype = ctypes.c_int
@@ -98,18 +100,18 @@ def _load() -> None:
     scores.restype = ctypes.c_int
 
 
-def _unusable(what: str) -> str:
+def _explain_unusable(problem: str) -> str:
     """Return why a library can't be used, and how to fix it."""
-    if ANOTHER:
+    if OVERRIDE:
         return (
-            f"MANYHEADS_LIBRARY must name a library that manyheads built, and {ANOTHER!r} {what}: "
+            f"expected MANYHEADS_LIBRARY to name a library that manyheads built, but {OVERRIDE!r} {problem}: "
             "unset it or name another"
         )
-    return f"its library {what}: install manyheads again"
+    return f"its library {problem}: reinstall manyheads"
 
 
-def _own_threads() -> bool:
-    """Return True if the kernel must start its own threads, as in a forked child, which has no pool."""
+def _needs_own_threads() -> bool:
+    """Return True if the kernel must start its own threads, e.g. in a forked child, which has no pool."""
     child = multiprocessing.parent_process() is not None and multiprocessing.get_start_method() == "fork"
     return child or os.getpid() != PROCESS or os.environ.get("MANYHEADS_THREADS") == "own"
 

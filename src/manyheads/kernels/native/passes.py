@@ -17,7 +17,7 @@ from manyheads.kernels.native.statistics import pack_statistics
 from manyheads.problem import Problem, Rows
 from manyheads.shapes import Shape, amount
 
-CHUNKS = 16  # of a gradient's keys, over all heads: the number of threads that have work
+CHUNKS = 16  # about so many chunks of keys, over all heads, are computed in parallel in a backward pass
 
 
 def forward(p: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor, Found]:
@@ -31,15 +31,15 @@ def forward(p: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor, Found
 def attend(
     p: Problem, out: Tensor, lse: Tensor | None, spec: Spec | None = None, known: bool = False
 ) -> Found:
-    """Fill out and lse, or read an lse that is known; return the fused statistics of a spec.
+    """Write the output and the log-sum-exp; return the fused statistics of a spec.
 
-    lse: None if no other pass will compute the scores again.
+    lse: The tensor to write, or to read if `known`; None if no later pass recomputes the scores.
     """
-    data, _memory = pack(p, out, lse)
+    data, _held = pack(p, out, lse)  # tensors that must live until the call has returned
     found: Found = {}
     statistics = None
     if spec is not None and lse is not None:
-        statistics, _more_memory, found = pack_statistics(spec, p, lse, known)
+        statistics, _held_statistics, found = pack_statistics(spec, p, lse, known)
     assert library.attend is not None
     if library.attend(data, statistics, library.width):
         raise no_memory(p.shape, p.q.element_size())
@@ -47,23 +47,23 @@ def attend(
 
 
 def no_memory(n: Shape, size: int) -> MemoryError:
-    """Return the error for a forward pass that finds no memory; size: bytes of a number."""
+    """Return the error for a forward pass without enough memory; size: the bytes of one element."""
     needed = amount(n.b * n.g * n.s * (n.d + n.w) * size)
-    return MemoryError(f"Expected {needed} of memory to pack keys and values, got none: free some memory.")
+    return MemoryError(f"Not enough memory to pack keys and values, which needs {needed}. Free some memory.")
 
 
 def logits(problem: Problem, *part: Rows) -> Tensor:
-    """Return `scores.logits` as the library sums them: scale · q·k with softcap, `[b, h, r, c]`."""
+    """Return `scores.logits` as computed by the library: scale · q·k with softcap, `[b, h, r, c]`."""
     q, k = (x.detach().resolve_neg() for x in scores.operands(problem, *part))
-    found = q.new_empty(*q.shape[:3], k.shape[2], dtype=problem.dtype)
-    if found.numel() == 0:
-        return found
+    result = q.new_empty(*q.shape[:3], k.shape[2], dtype=problem.dtype)
+    if result.numel() == 0:
+        return result
     tile = Problem.of(q, k, k[..., :0], scale=problem.scale, softcap=problem.softcap, offset=0)
     data, _held = pack(tile, q[..., :0], None)
     assert library.scores is not None
-    if library.scores(data, found.data_ptr(), library.width):
-        raise MemoryError("Expected memory for a panel of keys, got none: free some memory.")
-    return found
+    if library.scores(data, result.data_ptr(), library.width):
+        raise MemoryError("Not enough memory to pack a block of keys. Free some memory.")
+    return result
 
 
 def backward(
@@ -71,8 +71,8 @@ def backward(
 ) -> Sequence[Tensor | None]:
     """Return the gradients of q, k, v, sink and the bias's tensor: None or empty where not needed.
 
-    Where some number isn't finite, and for a bias other than ALiBi and whole rows of a dense one, `chunked`
-    computes them.
+    `chunked` computes them if a number isn't finite, or if the bias needs a gradient and is neither ALiBi nor
+    a dense bias with a column for each key.
     """
     n = p.shape
     bias = p.bias if needs[4] else None
@@ -81,20 +81,20 @@ def backward(
         or isinstance(bias, ALiBi)
         or (isinstance(bias, Dense) and bias.values.shape[-1:] == (n.s,))
     )
-    found = _differentiate(p, out, lse, d_out, d_lse, bias) if supported else None
-    if found is not None:
-        return found
-    nothing = torch.zeros_like(lse) if d_lse is None else d_lse
-    # Its scores are summed in another order, to which this log-sum-exp doesn't belong.
+    grads = _differentiate(p, out, lse, d_out, d_lse, bias) if supported else None
+    if grads is not None:
+        return grads
+    d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
+    # `chunked` sums scores in another order, so it needs an output and a log-sum-exp of its own.
     with torch.no_grad(), scores.exactly(p.q.device):
         out, lse = chunked.forward(p)
-        return chunked.backward(p, out, lse, d_out, nothing, list(needs))
+        return chunked.backward(p, out, lse, d_out, d_lse, list(needs))
 
 
 def _differentiate(
     p: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, bias: Bias | None
 ) -> list[Tensor | None] | None:
-    """Return the same by the library, for a bias that it supports; None where some number isn't finite."""
+    """Return the gradients as computed by the library, or None if a number isn't finite."""
     n = p.shape
     for name, x, sizes, dtype in (
         ("output", out, (n.b, n.h, n.t, n.w), p.q.dtype),
@@ -103,11 +103,12 @@ def _differentiate(
     ):
         if tuple(x.shape) != sizes or x.dtype != dtype or not x.is_cpu or not p.q.is_cpu:
             raise RuntimeError(
-                f"Expected the {name} as it was computed, {list(sizes)} in {dtype} on the CPU, got "
-                f"{list(x.shape)} in {x.dtype} on {x.device}. Saved-tensor hooks must restore what they pack."
+                f"Expected the {name} to have shape {list(sizes)} and dtype {dtype} on the CPU, got shape "
+                f"{list(x.shape)} and dtype {x.dtype} on {x.device}. Saved-tensor hooks must restore what "
+                "they pack."
             )
-    lse = lse.contiguous()  # a hook may have given it other strides
-    dq = p.q.new_empty(n.b, n.h, n.t, n.d)  # which is faster than of a shape
+    lse = lse.contiguous()  # a saved-tensor hook may have changed its strides
+    dq = p.q.new_empty(n.b, n.h, n.t, n.d)  # faster than passing a torch.Size
     dk = p.q.new_empty(n.b, n.g, n.s, n.d)
     dv = p.q.new_empty(n.b, n.g, n.s, n.w)
     delta = None if p.sink is None else torch.empty_like(lse)
@@ -125,7 +126,7 @@ def _differentiate(
     if d_lse is not None:
         d_lse = d_lse.to(p.dtype).contiguous()
     if d_out.is_neg() or d_out._is_zerotensor():
-        d_out = d_out.resolve_neg() + 0.0  # in memory
+        d_out = d_out.resolve_neg() + 0.0  # the library reads memory, so make a real copy
     data, _held = pack(p, out, lse)
     assert library.differentiate is not None
     failed = library.differentiate(
@@ -141,7 +142,8 @@ def _differentiate(
         return None
     if failed:
         raise MemoryError(
-            "Expected memory to pack queries and sums, several times their size, got none: free some memory."
+            "Not enough memory for a gradient: it packs the queries and sums gradients, which needs several "
+            "times their size. Free some memory."
         )
     d_sink = None if delta is None else chunked.sink_gradient(p, lse, delta)
     d_table = None

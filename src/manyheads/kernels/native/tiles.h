@@ -1,8 +1,8 @@
-// The tile registers of AMX, eight of 16 rows of 64 bytes, and the five instructions that the kernel needs: Intel 64 and
-// IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS. They are written as assembler, because a template
-// can't pass a register's number to the compilers' own functions.
+// The AMX instructions that the kernel needs (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2,
+// TDPBF16PS). AMX has eight tile registers, each of 16 rows of 64 bytes. The instructions are in inline assembly,
+// because compilers' intrinsics don't accept a template parameter as the number of a register.
 //
-// With EMULATE_TILES they are plain loops, for tests on processors without tiles.
+// With EMULATE_TILES the instructions are plain loops, for tests on processors without AMX.
 #pragma once
 #include "vectors.h"
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Eight whole tiles, as LDTILECFG reads them; the entries of further tiles must be 0.
+// The operand of LDTILECFG: eight full tiles. The format has 16 entries, and the unused ones must be 0.
 struct alignas(64) Configuration {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -28,7 +28,7 @@ thread_local struct {
     alignas(64) uint8_t bytes[8][16][64];
 } registers;
 
-// Configures the tiles of this thread while it exists; a thread has one at a time.
+// Configures the tiles of this thread until it is destroyed. A thread can have only one session at a time.
 struct TileSession {
     TileSession() {
         Configuration configuration;
@@ -41,7 +41,7 @@ struct TileSession {
 };
 
 INLINE void check_session() {
-    if (!registers.ready) abort();  // on a processor it would be an illegal instruction
+    if (!registers.ready) abort();  // as on a processor, which would raise an illegal-instruction fault
 }
 template <int N> INLINE void tile_zero() { check_session(), memset(registers.bytes[N], 0, 1024); }
 template <int N> INLINE void tile_load(const void *from, int64_t step) {
@@ -55,7 +55,7 @@ template <int N> INLINE void tile_store(void *to, int64_t step) {
 template <int TO, int A, int B> INLINE void tile_multiply() {
     check_session();
     for (int row = 0; row < 16; row++) {
-        Vector first = {}, second = {};  // of each pair
+        Vector first = {}, second = {};  // sums over the first and the second number of each bfloat16 pair
         for (int k = 0; k < 16; k++) {
             int32_t a = read<int32_t>(registers.bytes[A][row] + 4 * k);
             Integers b = read<Integers>(registers.bytes[B][k]);

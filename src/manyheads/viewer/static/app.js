@@ -1,6 +1,7 @@
-// The app: its state (which is also stored in the page's address, so that a link restores it), buttons, keys, themes, images.
+// The viewer's app: state (also stored in the URL, so that a link restores it), buttons, keyboard shortcuts, themes, images.
 
-const START = {
+// The initial state. The URL omits values that are equal to these.
+const DEFAULTS = {
   page: "overview", run: 0, layer: 0, head: 0, batch: 0, pooling: "max", scale: "linear", theme: null, view: null, pin: null,
   second: null, heads: "all", token: null, sort: "", score: "", minimum: 0,
 };
@@ -18,25 +19,25 @@ const KEYS = [
 ];
 
 class App {
-  // root: the element to fill. client: see clients.js. linked: store the state in the page's address.
+  // root: the element to fill. client: see clients.js. linked: store the state in the URL.
   constructor(root, client, linked) {
     Object.assign(this, { root, client, linked, panes: [], labels: new Map(), hovered: null, hatches: {} });
-    this.state = { ...START, ...(linked ? this.fromHash() : {}) };
-    this.removed = new AbortController();
+    this.state = { ...DEFAULTS, ...(linked ? this.fromHash() : {}) };
+    this.abortController = new AbortController();
   }
 
   async start() {
     this.root.classList.add("manyheads");
     this.root.dataset.theme = this.themeName();
     this.root.replaceChildren(make("p", { class: "muted opening" }, "Loading …"));
-    const info = await json(this.client, "runs"), { signal } = this.removed;
+    const info = await json(this.client, "runs"), { signal } = this.abortController;
     if (signal.aborted) return;
     this.info = info, this.colors = new ColorScale(info.colors);
     this.build();
     if (this.linked) {
-      this.state = { ...START, ...this.fromHash() }; // it may have changed while loading
+      this.state = { ...DEFAULTS, ...this.fromHash() }; // it may have changed while loading
       window.addEventListener("hashchange", () => {
-        if (location.hash.slice(1) !== this.toHash()) this.state = { ...START, ...this.fromHash() }, this.show();
+        if (location.hash.slice(1) !== this.toHash()) this.state = { ...DEFAULTS, ...this.fromHash() }, this.show();
       }, { signal });
     } else {
       this.root.tabIndex = -1; // so that a click anywhere in the viewer gives it the keyboard focus
@@ -47,7 +48,7 @@ class App {
   }
 
   remove() {
-    this.removed.abort();
+    this.abortController.abort();
     this.shown?.remove(), this.panes.forEach((pane) => pane.remove());
     this.shown = null, this.panes = [];
     clearTimeout(this.saving), clearTimeout(this.hiding);
@@ -74,7 +75,7 @@ class App {
   toHash() {
     const params = new URLSearchParams(), { view, pin, second } = this.state;
     for (const [name, value] of Object.entries(this.state)) {
-      if (value === null || typeof value === "object" || value === START[name]) continue;
+      if (value === null || typeof value === "object" || value === DEFAULTS[name]) continue;
       params.set(name, value);
     }
     if (view) params.set("view", [view.x.toFixed(6), view.y.toFixed(6), view.k.toPrecision(12)].join(","));
@@ -87,32 +88,32 @@ class App {
     if (this.linked) history.replaceState(null, "", `#${this.toHash()}`);
   }
 
-  // Replace values that are out of range, as they may be in a link that was edited by hand.
-  correct() {
-    const { runs } = this.info, within = (n, size) => Math.max(0, Math.min(Math.floor(n) || 0, size - 1));
-    const clamp = (place) => {
-      place.run = within(place.run, runs.length);
-      place.layer = within(place.layer, runs[place.run].layers.length);
-      place.head = within(place.head, runs[place.run].layers[place.layer].heads.length);
+  // Replace invalid values, which the URL may contain if it was edited by hand.
+  sanitizeState() {
+    const { runs } = this.info, clampIndex = (n, size) => Math.max(0, Math.min(Math.floor(n) || 0, size - 1));
+    const clampPlace = (place) => {
+      place.run = clampIndex(place.run, runs.length);
+      place.layer = clampIndex(place.layer, runs[place.run].layers.length);
+      place.head = clampIndex(place.head, runs[place.run].layers[place.layer].heads.length);
     };
     const { state } = this;
     for (const [name, values] of Object.entries(CHOICES)) if (!values.includes(state[name])) state[name] = values[0];
     if (!Object.hasOwn(THEMES, state.theme)) state.theme = null;
     for (const name of ["sort", "score"]) if (!Object.hasOwn(this.info.scores, state[name])) state[name] = "";
     if (!Number.isFinite(state.minimum)) state.minimum = 0;
-    clamp(state);
-    if (state.second) clamp((state.second = { ...state.second }));
+    clampPlace(state);
+    if (state.second) clampPlace((state.second = { ...state.second }));
     const [, h, , s] = this.layer(state).shape;
-    state.batch = within(state.batch, Math.max(...runs.flatMap(({ layers }) => layers.map(({ shape }) => shape[0]))));
-    if (state.token !== null) state.token = within(state.token, s);
+    state.batch = clampIndex(state.batch, Math.max(...runs.flatMap(({ layers }) => layers.map(({ shape }) => shape[0]))));
+    if (state.token !== null) state.token = clampIndex(state.token, s);
     if (state.heads !== "all" && !state.heads.split(",").every((head) => /^\d{1,5}$/.test(head) && Number(head) < h)) state.heads = "all";
   }
 
-  // Change the state. Another page or head becomes an entry of the browser's history.
-  change(some) {
-    const step = ["page", "run", "layer", "head", "second"].some((name) => name in some);
-    if (this.linked && step) history.pushState(null, "", location.href);
-    Object.assign(this.state, some);
+  // Change the state. A change of page or head adds an entry to the browser's history.
+  change(changes) {
+    const isNavigation = ["page", "run", "layer", "head", "second"].some((name) => name in changes);
+    if (this.linked && isNavigation) history.pushState(null, "", location.href);
+    Object.assign(this.state, changes);
     if (this.banner.classList.contains("bad")) this.banner.hidden = true;
     this.show();
   }
@@ -155,7 +156,7 @@ class App {
     this.options = make("span", { class: "options" },
       button("pooling", "", "mean or maximum of pooled cells (m)", () => this.toggle("pooling")),
       button("scale", "", "linear or logarithmic colours (l)", () => this.toggle("scale")),
-      button("compare", "compare", "compare with another head, zoomed together (c)", () => this.compare()),
+      button("compare", "compare", "compare with another head; both zoom together (c)", () => this.compare()),
       button("fit", "fit", "fit the matrix (0)", () => this.fit()),
       button("png", "PNG", "save as PNG (p)", () => this.savePng()));
     this.banner = make("div", { class: "banner", role: "alert", hidden: true });
@@ -176,7 +177,7 @@ class App {
     // In a notebook, keep the keyboard focus in the viewer when the focused element is replaced.
     const refocus = !this.linked && this.root.matches(":focus-within") && (() => this.root.matches(":focus-within") || this.root.focus({ preventScroll: true }));
     if (refocus) requestAnimationFrame(refocus);
-    this.correct();
+    this.sanitizeState();
     const { state } = this;
     this.root.dataset.theme = this.themeName();
     for (const page of CHOICES.page) this.root.querySelector(`#page-${page}`).setAttribute("aria-pressed", state.page === page);
@@ -227,23 +228,23 @@ class App {
         select(`run${suffix}`, info.runs.map(({ title }) => title), place.run, (run) => change({ run, layer: 0, head: 0 })),
         select(`layer${suffix}`, info.runs[place.run].layers.map(({ number, name }) => `${number}: ${name}`), place.layer, (layer) => change({ layer })),
         state.page === "head" ? select(`head${suffix}`, this.layer(place).heads.map((name) => `head ${name}`), place.head, (head) => change({ head })) : "");
-      parts.push(group(state, (some) => this.change({ ...some, ...this.keepView(some) }), ""));
-      if (state.page === "head" && state.second) parts.push(group(state.second, (some) => this.change({ second: { ...state.second, ...some } }), " beside"));
+      parts.push(group(state, (changes) => this.change({ ...changes, ...this.resetView(changes) }), ""));
+      if (state.page === "head" && state.second) parts.push(group(state.second, (changes) => this.change({ second: { ...state.second, ...changes } }), " beside"));
     }
-    const most = Math.max(...info.runs.flatMap(({ layers }) => layers.map(({ shape }) => shape[0])));
-    const entries = Array.from({ length: most }, (_, n) => `sequence ${n}`);
-    parts.push(select("sequence", entries, state.batch, (batch) => this.change({ batch })));
+    const maxBatch = Math.max(...info.runs.flatMap(({ layers }) => layers.map(({ shape }) => shape[0])));
+    const labels = Array.from({ length: maxBatch }, (_, n) => `sequence ${n}`);
+    parts.push(select("sequence", labels, state.batch, (batch) => this.change({ batch })));
     this.choices.replaceChildren(...parts);
   }
 
-  // Return the changes that reset view and pin, or none if the other layer has the same shape.
-  keepView(some) {
-    const before = this.layer(this.state).shape, run = some.run ?? this.state.run, layer = some.layer ?? this.state.layer;
+  // Return the changes that reset view and pin, or none if the new layer has the same shape.
+  resetView(changes) {
+    const before = this.layer(this.state).shape, run = changes.run ?? this.state.run, layer = changes.layer ?? this.state.layer;
     const after = this.info.runs[run].layers[layer].shape;
     return before[2] === after[2] && before[3] === after[3] ? {} : { view: null, pin: null };
   }
 
-  // -- shared by panes --------------------------------------------------------------------------
+  // -- state shared by panes --------------------------------------------------------------------
 
   // The cell of the crosshair: the one under the pointer, else the pinned one.
   cell() {
@@ -287,7 +288,7 @@ class App {
     return this.state.theme ?? this.notebookTheme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   }
 
-  // Adopt the notebook's theme: dark if its text colour, "rgb(…)", is light.
+  // Adopt the notebook's theme: dark if its text colour, such as "rgb(230, 230, 230)", is light.
   adaptTo(color) {
     const parts = String(color).match(/[\d.]+/g)?.slice(0, 3).map(Number);
     const theme = parts?.length === 3 ? (parts[0] + parts[1] + parts[2] > 383 ? "dark" : "light") : this.notebookTheme;
@@ -367,7 +368,7 @@ class App {
 
   pressKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (!this.linked) event.stopPropagation(); // or the notebook would handle the key too
+    if (!this.linked) event.stopPropagation(); // otherwise the notebook would handle the key too
     if (this.keys.open) return;
     if (event.target.closest?.("input, select, textarea") && event.key !== "Escape") return;
     const { state } = this, pane = this.panes[0], { heads } = this.layer(state), { layers } = this.info.runs[state.run];
@@ -396,18 +397,18 @@ class App {
   }
 
   changeLayer(layer) {
-    this.change({ layer, ...this.keepView({ layer }) });
+    this.change({ layer, ...this.resetView({ layer }) });
   }
 
-  // Zoom in or out around the pinned crosshair if there is one, else around the middle.
+  // Zoom in or out around the pinned crosshair, or around the middle if none is pinned.
   zoomBy(factor) {
-    const pane = this.panes[0], cell = this.state.pin, { x, y, k } = pane.view, [least, most] = pane.zoom.scaleExtent();
-    const to = Math.max(least, Math.min(most, k * factor));
-    pane.setView(cell ? { x: cell[1] + 0.5, y: cell[0] + 0.5, k: to } : { x, y, k: to });
+    const pane = this.panes[0], cell = this.state.pin, { x, y, k } = pane.view, [min, max] = pane.zoom.scaleExtent();
+    const newK = Math.max(min, Math.min(max, k * factor));
+    pane.setView(cell ? { x: cell[1] + 0.5, y: cell[0] + 0.5, k: newK } : { x, y, k: newK });
     this.viewChanged(pane);
   }
 
-  // Move the crosshair by one weight, and the view with it.
+  // Move the crosshair by one weight, and the view if the crosshair would leave it.
   moveCrosshair(pane, [dx, dy]) {
     const [i, j] = this.state.pin ?? [Math.floor(pane.view.y), Math.floor(pane.view.x)];
     this.hovered = null;
@@ -421,7 +422,7 @@ class App {
 
 const same = (a, b) => b && Math.abs(a.x - b.x) < 1e-4 && Math.abs(a.y - b.y) < 1e-4 && Math.abs(a.k / b.k - 1) < 1e-6;
 
-// Start the viewer in an element. linked: store the state in the page's address.
+// Start the viewer in an element. linked: store the state in the URL.
 function show(root, client, linked = true) {
   const app = new App(root, client, linked);
   app.start().catch((error) => {
