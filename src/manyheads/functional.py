@@ -35,7 +35,7 @@ def attention(
     offset: int | Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """Compute softmax(scale · q·k → softcap → + bias → keep(mask)) · v with the fastest suitable kernel.
+    """Compute softmax(softcap(scale · q·k) + bias + mask) · v with the fastest kernel for the inputs.
 
     This is scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1), with the
     softcap of Gemma 2 (Gemma Team 2024, arXiv:2408.00118) and attention sinks (Xiao et al. 2024,
@@ -47,9 +47,9 @@ def attention(
         v: The values `[b, g, s, w]`.
         mask: The mask (True = may attend): `Causal()`, `Keep(t)`, …
         bias: The bias that is added to the scores: `ALiBi`, `Relative` or `Dense`.
-        scale: The factor of q·k, 1/√d if None.
+        scale: The factor by which q·k is multiplied, 1/√d if None.
         softcap: If given, scores become softcap · tanh(score / softcap).
-        sink: A logit per head, `[h]`, that is added to the softmax's sum and to nothing else.
+        sink: A logit per head, `[h]`: its exponential is added only to the softmax's denominator.
         dropout_p: The probability with which a weight is dropped. The others are scaled by 1/(1 − p).
         offset: The position of row 0, an int or a tensor `[b]`, between −2^58 and 2^58; s − t if None, so
             that the last query has the position of the last key. PyTorch's `is_causal` is `offset=0`.
@@ -98,9 +98,9 @@ def attention_with_map(
 ) -> tuple[Tensor, AttentionMap]:
     """Compute attention, and return the output with its map.
 
-    The map computes weights again from q, k and the log-sum-exp of each row (Dao et al. 2022,
-    arXiv:2205.14135). The output is that of `attention`, but with statistics or a gradient the last bits may
-    differ, because few queries are then summed in another order.
+    The map recomputes weights from q, k and the log-sum-exp of each row (Dao et al. 2022, arXiv:2205.14135).
+    The output equals that of `attention`, but if t is small, its last bits may differ if statistics or
+    gradients are needed: the kernel then sums the scores in another order.
 
     Args:
         q: The queries `[b, h, t, d]`.
@@ -108,9 +108,9 @@ def attention_with_map(
         v: The values `[b, g, s, w]`.
         mask: The mask (True = may attend): `Causal()`, `Keep(t)`, …
         bias: The bias that is added to the scores: `ALiBi`, `Relative` or `Dense`.
-        scale: The factor of q·k, 1/√d if None.
+        scale: The factor by which q·k is multiplied, 1/√d if None.
         softcap: If given, scores become softcap · tanh(score / softcap).
-        sink: A logit per head, `[h]`, that is added to the softmax's sum and to nothing else.
+        sink: A logit per head, `[h]`: its exponential is added only to the softmax's denominator.
         dropout_p: The probability with which a weight is dropped. The others are scaled by 1/(1 − p).
         offset: The position of row 0, an int or a tensor `[b]`, between −2^58 and 2^58; s − t if None, so
             that the last query has the position of the last key. PyTorch's `is_causal` is `offset=0`.
@@ -126,7 +126,7 @@ def attention_with_map(
     Raises:
         TypeError: If an argument has another type.
         ValueError: If shapes, dtypes, devices or numbers don't fit each other, or the kernel doesn't support
-            the problem, or a statistic is unknown or depends on more than the map.
+            the problem, or a statistic is unknown or can't be computed in the same pass.
     """
     if has_torch_function_variadic(q, k, v):
         return handle_torch_function(
@@ -138,19 +138,19 @@ def attention_with_map(
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                          dropout_p=dropout_p, offset=offset)  # fmt: skip
     compiling = torch.compiler.is_compiling()
-    together = None
+    fused_pass = None
     if reductions and not compiling:
-        together = Pass(problem.detach().without_values(), list(reductions.values()))
-    result = kernels.run(problem, kernel, None if together is None else together.spec)
-    lse, kept = result.lse_of_map(problem), {}
-    if together is not None:
+        fused_pass = Pass(problem.detach().without_values(), list(reductions.values()))
+    result = kernels.run(problem, kernel, None if fused_pass is None else fused_pass.spec)
+    lse, computed = result.lse_of_map(problem), {}
+    if fused_pass is not None:
         lse = kernels.statistics(problem).lse if lse is None else lse.detach()
-        kept = dict(zip(reductions, together.results(lse, result.found or {}), strict=True))
+        computed = dict(zip(reductions, fused_pass.results(lse, result.found or {}), strict=True))
     amap = AttentionMap.of(problem, lse)
     if not compiling and (problem.q.is_inference() or problem.k.is_inference()):
-        # In inference mode PyTorch doesn't count changes in place, so the map needs copies.
+        # In inference mode, PyTorch doesn't track in-place changes, so the map needs copies of q and k.
         amap = amap.compact(always=True)
-    return result.out, replace(amap, _kept=kept) if kept else amap
+    return result.out, replace(amap, _kept=computed) if computed else amap
 
 
 def explain(
@@ -167,7 +167,7 @@ def explain(
     offset: int | Tensor | None = None,
     kernel: str = "auto",
 ) -> dict[str, list[str]]:
-    """Print which kernels support a problem, or why they don't, and the cost of a map. Nothing is computed.
+    """Print which kernels support a problem, why the others don't, and the cost of a map; compute nothing.
 
     Args:
         q: The queries `[b, h, t, d]`.
@@ -175,21 +175,20 @@ def explain(
         v: The values `[b, g, s, w]`.
         mask: The mask (True = may attend): `Causal()`, `Keep(t)`, …
         bias: The bias that is added to the scores: `ALiBi`, `Relative` or `Dense`.
-        scale: The factor of q·k, 1/√d if None.
+        scale: The factor by which q·k is multiplied, 1/√d if None.
         softcap: If given, scores become softcap · tanh(score / softcap).
-        sink: A logit per head, `[h]`, that is added to the softmax's sum and to nothing else.
+        sink: A logit per head, `[h]`: its exponential is added only to the softmax's denominator.
         dropout_p: The probability with which a weight is dropped. The others are scaled by 1/(1 − p).
         offset: The position of row 0, an int or a tensor `[b]`, between −2^58 and 2^58; s − t if None, so
             that the last query has the position of the last key. PyTorch's `is_causal` is `offset=0`.
-        kernel: "auto", or the name of a kernel, which raises an error if it doesn't support the problem.
-            `explain` prints the reasons. Second derivatives need "reference".
+        kernel: "auto" or the name of a kernel. It is checked, but doesn't change the result.
 
     Returns:
-        The reasons why each kernel doesn't support the problem, by its name; none if it does.
+        By the name of each kernel, the reasons why it doesn't support the problem; an empty list if it does.
 
     Raises:
         TypeError: If an argument has another type.
-        ValueError: If shapes, dtypes, devices or numbers don't fit each other.
+        ValueError: If shapes, dtypes, devices or numbers don't fit each other, or the kernel is unknown.
     """
     q, k, v = autocast(q, k, v)
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
@@ -201,7 +200,7 @@ def explain(
 
 
 def _reductions(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduction]:
-    """Return the statistics that can be computed in advance, by their keys."""
+    """Return the requested statistics by key; raise an error if one can't be computed in the same pass."""
     if statistics is not None and not isinstance(statistics, Mapping):
         raise TypeError(
             f'Expected statistics to be a dict, {{"entropy": (), "top": 8}}, got {kind(statistics)}.'
@@ -209,8 +208,8 @@ def _reductions(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], R
     for name in ("mass", "value_norms"):
         if name in (statistics or {}):
             raise ValueError(
-                f"{name} depends on a mask or tensor that may change, so it isn't computed in advance. Call "
-                f"amap.{name}(…)."
+                f"{name} takes a mask or tensor, which may change later, so it can't be computed in the same "
+                f"pass. Call amap.{name}(…)."
             )
     reductions = chain.from_iterable(named(statistics or {}).values())
     return {reduction.key(): reduction for reduction in reductions}

@@ -17,7 +17,7 @@ def _angles(positions: Tensor, width: int, base: float) -> Tensor:
     """Return position · base^(−2n/width) for each pair n, `[…, width/2]`."""
     if not isinstance(positions, Tensor):
         raise TypeError(f"Expected positions to be a tensor, got {kind(positions)}.")
-    # float32 would be too coarse at large positions, but mps has no float64.
+    # At large positions, float32 isn't precise enough, but MPS supports no float64.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
     pair = torch.arange(0, width, 2, dtype=dtype, device=positions.device)  # [width/2]
     return positions[..., None].to(dtype) * base ** (-pair / max(width, 1))
@@ -93,12 +93,12 @@ class Rotary(Value):
     """Rotary encoding (RoPE, Su et al. 2021, arXiv:2104.09864): pairs of q and k rotate with the position.
 
     Attributes:
-        dim: The number of entries of a head that are rotated, the first of d. The others stay as they are
+        dim: The number of entries of a head that are rotated: the first dim of d. The others don't change
             (partial rotary).
         base: Pair n rotates by base^(−2n/dim) radians per position.
         layout: The entries that form a pair: "half" (n and n + dim/2, as in Llama and GPT-NeoX) or
             "interleaved" (2n and 2n + 1, as in the paper and GPT-J).
-        factor: The divisor of the frequencies, which maps longer texts to the trained range (position
+        factor: The divisor of all angles, which maps longer texts to the trained range (position
             interpolation, Chen et al. 2023, arXiv:2306.15595).
 
     Raises:
@@ -124,8 +124,8 @@ class Rotary(Value):
         """Return the encoding for longer texts, with the base multiplied by times^(dim / (dim − 2)).
 
         This is "NTK-aware" RoPE scaling (Peng et al. 2023, arXiv:2309.00071, section 3.1). The slowest pair
-        rotates `times` times slower, so that no angle exceeds those of training; the fastest pair rotates as
-        before, and still distinguishes neighbours. A single pair is the fastest and stays.
+        rotates `times` times slower, so that its angles stay in the trained range. The fastest pair rotates
+        as before, and still distinguishes neighbouring positions. With dim 2, its only pair stays as it is.
 
         Args:
             times: The length of the texts as a multiple of the trained length, at least 1.
@@ -152,11 +152,11 @@ class Rotary(Value):
             The rotated tensor `[b, h, t, d]`, in the dtype of x.
 
         Raises:
-            ValueError: If d is less than dim, or there isn't one position for each row.
+            ValueError: If d is less than dim, or the number of positions isn't t.
         """
         d, t = x.shape[-1], x.shape[-2]
         if d < self.dim:
-            raise ValueError(f"Expected heads of at least dim = {self.dim} entries, got x {sizes(x)}.")
+            raise ValueError(f"Expected a head size d of at least dim = {self.dim}, got x {sizes(x)}.")
         if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.shape[-1] != t:
             got = f"a tensor {sizes(positions)}" if isinstance(positions, Tensor) else kind(positions)
             raise ValueError(f"Expected positions [t] = [{t}] or [b, t] for x {sizes(x)}, got {got}.")
@@ -167,9 +167,9 @@ class Rotary(Value):
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         rotated = x[..., : self.dim].to(dtype)
         if self.layout == "half":
-            even, odd = rotated.chunk(2, -1)
+            first, second = rotated.chunk(2, -1)
         else:
-            even, odd = rotated[..., 0::2], rotated[..., 1::2]
-        pairs = (even * cos - odd * sin, odd * cos + even * sin)
+            first, second = rotated[..., 0::2], rotated[..., 1::2]
+        pairs = (first * cos - second * sin, second * cos + first * sin)
         joined = torch.cat(pairs, -1) if self.layout == "half" else torch.stack(pairs, -1).flatten(-2)
         return torch.cat((joined.to(x.dtype), x[..., self.dim :]), -1)  # [b, h, t, d]

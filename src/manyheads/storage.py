@@ -1,9 +1,9 @@
 """Maps and recordings in one `safetensors` file, with everything but tensors as JSON in its header.
 
 A file is a list of entries: the name of a layer, the number of a call, and its map or its statistics.
-docs/format.md describes the format. The content of a file is checked like the arguments of a caller. Tensors
-are memory-mapped: q, k and lse are read from the disk when they are used, masks and biases at once, to check
-them.
+docs/format.md describes the format. The content of a file is checked like the arguments of a function.
+Tensors are memory-mapped: q, k and lse are read from the disk when they are used, but masks and biases
+immediately, to check them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from manyheads.trees import Value
 
 FORMAT, VERSION = "manyheads", 1
 
-# Limits of a file: enough for a million tokens and a thousand layers, and too little to fill the memory.
+# Limits of a file: enough for a million tokens and a thousand layers, but too small to exhaust the memory.
 HEADER = 2**25  # bytes of the header
 DEPTH = 100  # nested masks or lists
 AXES = 8  # axes of a tensor
-LONGEST = 2**20  # entries of an axis of an empty tensor; the size of the file limits other tensors
+LONGEST = 2**20  # size of an axis of an empty tensor; other tensors are limited by the file's size
 
 DTYPES = {
     "F16": torch.float16,
@@ -55,13 +55,13 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-Tokens = tuple[str, ...] | tuple[tuple[str, ...], ...]  # labels of the s keys, or those of b sequences
+Tokens = tuple[str, ...] | tuple[tuple[str, ...], ...]  # of the s keys: one tuple, or one per sequence
 Schema = dict[str, tuple[type, ...]]  # the fields of a JSON object, and the types of each
-Selected = tuple[Tensor, Tensor] | None  # batch entries and heads, None: all
+Selected = tuple[Tensor, Tensor] | None  # indices of batch entries and heads; None for all
 
 NONE = type(None)
 
-# The names of masks, biases and their fields in files; they stay even if a class is renamed.
+# The names of masks, biases and their fields in files. Don't change them when a class is renamed.
 IDS: Schema = {"ids": (Tensor,), "queries": (Tensor, NONE)}
 PARTS: dict[str, tuple[type[Value], Schema]] = {
     "Full": (masks.Full, {}),
@@ -85,7 +85,7 @@ PARTS: dict[str, tuple[type[Value], Schema]] = {
 }
 WORDS = {cls: word for word, (cls, _) in PARTS.items()}
 
-# The axes of their tensors, by the letters of shapes.py. A tensor with fewer axes has the last of these axes.
+# The axes of tensor fields, in the letters of shapes.py. A tensor with fewer axes has the last of them.
 LETTERS = {
     "n": "b",
     "ids": "bs",
@@ -176,7 +176,7 @@ def write(
         raise IsADirectoryError(f"Expected a file to save maps in, got the folder {path}. Name a file in it.")
     if not path.parent.is_dir():
         raise FileNotFoundError(
-            f"Expected a folder {path.parent} to save {path.name} in, got none. Make it first."
+            f"Expected a folder {path.parent} to save {path.name} in, but it doesn't exist. Create it first."
         )
     _check_calls(entries)
     writer = _Writer()
@@ -188,26 +188,27 @@ def write(
         "tokens": label,
         "provenance": _json_object(provenance or {}, "provenance"),
     }
-    # Wide numbers are first, and the first is at a multiple of 64 bytes, so that every tensor is aligned.
+    # Tensors with larger elements come first, and the data starts at a multiple of 64 bytes, so that every
+    # tensor is aligned.
     tensors = dict(sorted(writer.tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(json.dumps(run, separators=(",", ":")), tensors)
     with replacing(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
         for tensor in tensors.values():
-            file.write(_numbers(tensor))
+            file.write(_to_bytes(tensor))
 
 
 class _Writer:
-    """Turns entries into JSON, and collects their tensors by name and token labels by number."""
+    """Converts entries to JSON data, and collects their tensors by name and their token labels by index."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.labels: dict[Tokens, int] = {}
-        self._names: dict[Any, str] = {}  # names of tensors by their memory
+        self._names: dict[Any, str] = {}  # names of tensors by address, shape, strides, dtype and device
 
     def entry(self, prefix: str, entry: Entry) -> dict[str, Any]:
-        """Return an entry. The names of its tensors begin with the prefix."""
+        """Return an entry as JSON data. The names of its tensors begin with the prefix."""
         written: dict[str, Any] = {"name": entry.name, "call": entry.call}
         content = entry.content
         try:
@@ -233,7 +234,7 @@ class _Writer:
             raise ValueError(f"Call {entry.call} of {entry.name!r} can't be saved: {error}") from None
 
     def value(self, value: Any, name: str, depth: int = 0, selected: Selected = None) -> Any:
-        """Return a field of a problem, mask or bias."""
+        """Return a field of a problem, mask or bias as JSON data."""
         if isinstance(value, Tensor):
             return self.tensor(value, name)
         if isinstance(value, Value):
@@ -243,9 +244,9 @@ class _Writer:
         return _bounded(value)
 
     def part(self, part: Value, name: str, depth: int, selected: Selected) -> dict[str, Any]:
-        """Return a mask or bias of the selected batch entries and heads."""
+        """Return a mask or bias of the selected batch entries and heads as JSON data."""
         if isinstance(part, masks.Only | biases.OnlyBias):
-            # Its tensors have more batch entries and heads than the file needs.
+            # Its tensors have all batch entries and heads; only the selected ones are saved.
             inner = part.mask if isinstance(part, masks.Only) else part.bias
             batch, heads = part.batch, part.heads
             if selected is not None:
@@ -272,12 +273,12 @@ class _Writer:
         return written
 
     def tensor(self, tensor: Tensor, name: str) -> dict[str, str]:
-        """Return a reference to a tensor, which gets this name unless it was written before."""
+        """Return a reference to a tensor, which is stored under this name unless it was stored before."""
         if not isinstance(tensor, Tensor):
             raise TypeError(f"Expected {name} to be a tensor, got {kind(tensor)}.")
         _check_tensor(name, CODES.get(tensor.dtype, str(tensor.dtype)), tensor.shape)
         if tensor.is_meta:
-            raise ValueError(f"Expected numbers in {name}, got a tensor on the meta device.")
+            raise ValueError(f"Expected {name} to have data, got a tensor on the meta device.")
         tensor = tensor.detach().resolve_neg()
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if memory not in self._names:
@@ -286,7 +287,7 @@ class _Writer:
         return {"tensor": self._names[memory]}
 
     def label(self, tokens: Any, b: int | None = None, s: int | None = None) -> int | None:
-        """Return the number of token labels; None without tokens."""
+        """Return the index of token labels in the file's list of them; None without tokens."""
         return None if tokens is None else self.labels.setdefault(labels_of(tokens, b, s), len(self.labels))
 
 
@@ -322,29 +323,29 @@ def _header(run: str, tensors: Mapping[str, Tensor]) -> bytes:
     return text + b" " * (-(8 + len(text)) % 64)
 
 
-def _numbers(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes as in a file: contiguous, and copied only if necessary."""
-    # `view` needs a last axis of stride 1, which a new axis has.
+def _to_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes in contiguous order. They are copied only if necessary."""
+    # `view` needs a last axis of stride 1, which a scalar, or a tensor whose last axis has size 1, may lack.
     return tensor.cpu().contiguous()[..., None].view(torch.uint8).numpy().data
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file beside `path` that replaces `path` when it is complete, and is removed if it isn't."""
-    part = path.with_name(f".{token_hex(8)}.part")
+    """Open a temporary file that replaces `path` on success and is removed after an error."""
+    temporary = path.with_name(f".{token_hex(8)}.part")
     try:
-        with open(part, "xb") as file:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(temporary, path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def folder_for(path: Path, name: str) -> Path:
-    """Make a folder and check that it can be written, or raise OSError, which calls the folder `name`."""
+    """Create a folder if needed and check that files can be created in it. Errors call it `name`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path):
@@ -356,7 +357,7 @@ def folder_for(path: Path, name: str) -> Path:
 
 
 def file_for(path: Path, name: str) -> Path:
-    """Check that the folder of a file can be written, or raise OSError, which calls the file `name`."""
+    """Check that a file can be created at `path`. Errors call it `name`."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -370,10 +371,10 @@ def file_for(path: Path, name: str) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-    """Return the content of a file of `write`, with its tensors memory-mapped.
+    """Read a file that `write` has written. Its tensors are memory-mapped.
 
-    The file may be replaced while its tensors are in use, also by `write`, but not truncated. Changing a
-    tensor in place doesn't change the file. Whether lse belongs to q and k isn't checked.
+    While its tensors are in use, the file may be replaced (as `write` does), but not truncated. Changing a
+    tensor in place doesn't change the file. `read` doesn't check that lse is the log-sum-exp of q and k.
 
     Args:
         path: The file.
@@ -382,7 +383,7 @@ def read(path: str | os.PathLike[str]) -> Run:
         The content.
 
     Raises:
-        ValueError: If it isn't a file of manyheads.
+        ValueError: If it isn't a valid manyheads file.
         OSError: If it can't be read.
     """
     from safetensors import SafetensorError, safe_open
@@ -401,7 +402,7 @@ def read(path: str | os.PathLike[str]) -> Run:
                 return _Reader(file).run(run)
             except (TypeError, ValueError) as error:
                 reason = shorten(str(error), 1000, placeholder=" ….")
-                raise ValueError(f"{path} isn't a file of manyheads: {reason}") from None
+                raise ValueError(f"{path} isn't a valid manyheads file: {reason}") from None
     except SafetensorError as error:
         raise ValueError(f"{path} isn't a safetensors file, or is truncated: {error}.") from None
 
@@ -411,19 +412,19 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
     version = metadata.get("version", "")
     if metadata.get("format") != FORMAT or "run" not in metadata or not re.fullmatch("[1-9][0-9]*", version):
         raise ValueError(
-            f"{path} is a safetensors file, but not of manyheads. Expected format '{FORMAT}', got "
+            f"{path} is a safetensors file, but not a manyheads file. Expected format '{FORMAT}', got "
             f"{brief(dict(metadata)) if metadata else 'none'}."
         )
     if version != str(VERSION):
         raise ValueError(
-            f"{path} has version {version[:9]} of the format, and this manyheads reads up to {VERSION}. "
-            "Upgrade it."
+            f"{path} has format version {version[:9]}, but this manyheads reads versions up to "
+            f"{VERSION}. Upgrade manyheads."
         )
     return metadata["run"]
 
 
 class _Reader:
-    """Turns JSON into entries, and checks that every tensor of the file is used."""
+    """Converts JSON data to entries, and checks that every tensor of the file is used."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -435,7 +436,7 @@ class _Reader:
         try:
             tree = json.loads(text)
         except RecursionError:
-            raise ValueError("its JSON is nested too deep.") from None
+            raise ValueError("its JSON is nested too deeply.") from None
         except ValueError as error:
             raise ValueError(f"its JSON can't be read: {error}.") from None
         run = _fields(tree, RUN, "a run")
@@ -455,7 +456,7 @@ class _Reader:
         if isinstance(tree, dict) and "statistics" in tree:
             entry = _fields(tree, STATISTICS, "statistics")
             schema: Schema = dict.fromkeys(entry["statistics"], (Tensor,))
-            tensors = _fields(entry["statistics"], schema, "it", self.value)
+            tensors = _fields(entry["statistics"], schema, "statistics", self.value)
             _check_names(tensors)
             kept = Kept(tensors, _json_object(entry["plain"], "plain"), self.label(entry["tokens"]))
             return Entry(entry["name"], entry["call"], kept)
@@ -498,8 +499,8 @@ class _Reader:
         _check_tensor(name, header.get_dtype(), header.get_shape())
         tensor: Tensor = self.file.get_tensor(name)
         if tensor.data_ptr() % tensor.element_size():
-            raise ValueError(f"Expected tensor {brief(name)} at a multiple of its item size.")
-        # Operations disagree on whether another byte, such as 2, is True.
+            raise ValueError(f"Expected tensor {brief(name)} to start at a multiple of its element size.")
+        # PyTorch's operators disagree on whether other bytes, such as 2, are True.
         if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
             raise ValueError(f"Expected only the bytes 0 and 1 in the boolean tensor {brief(name)}.")
         return tensor
@@ -509,7 +510,7 @@ class _Reader:
             return None
         if not 0 <= number < len(self.labels):
             raise ValueError(
-                f"it refers to tokens {number}, and the file has {len(self.labels)} lists of them."
+                f"it refers to list of tokens {number}, but the file has {len(self.labels)} lists."
             )
         return labels_of(self.labels[number], b, s)
 
@@ -523,11 +524,11 @@ def _fields(
         raise ValueError(f"Expected {name} to have {', '.join(schema) or 'no fields'}, got {got}.")
     fields = {field: read(tree[field]) for field in schema}
     for field, types in schema.items():
-        # In Python True is an int; in a file it isn't.
+        # In Python, True is an int; in a file, it isn't allowed as one.
         if not isinstance(fields[field], types) or (isinstance(fields[field], bool) and bool not in types):
-            wanted = " or ".join("null" if each is NONE else each.__name__ for each in types)
+            expected = " or ".join("null" if each is NONE else each.__name__ for each in types)
             raise ValueError(
-                f"Expected the {brief(field)} of {name} to be {wanted}, got {brief(tree[field])}."
+                f"Expected the {brief(field)} of {name} to be {expected}, got {brief(tree[field])}."
             )
     return fields
 
@@ -550,7 +551,7 @@ def _check_calls(entries: Sequence[Entry]) -> None:
 def _check_names(names: Sequence[str] | Mapping[str, Any]) -> None:
     for name in names:
         if not isinstance(name, str) or not name.isprintable():
-            raise ValueError(f"Expected a name to be text of printable characters, got {brief(name)}.")
+            raise ValueError(f"Expected a name to be a string of printable characters, got {brief(name)}.")
 
 
 def _check_tensor(name: str, code: str, shape: Sequence[int]) -> None:
@@ -567,10 +568,11 @@ def _check_tensor(name: str, code: str, shape: Sequence[int]) -> None:
 def _check_map(problem: Problem, lse: Tensor) -> None:
     for position in extremes(problem.offset):
         _bounded(position)
-    wanted = problem.shape[:2] + problem.shape[3:4]
-    if tuple(lse.shape) != wanted or lse.dtype != problem.dtype:
+    expected = problem.shape[:2] + problem.shape[3:4]
+    if tuple(lse.shape) != expected or lse.dtype != problem.dtype:
         raise ValueError(
-            f"Expected lse to be {problem.dtype}, [b, h, t] = {list(wanted)}, got {lse.dtype}, {sizes(lse)}."
+            f"Expected lse to be {problem.dtype}, [b, h, t] = {list(expected)}, got {lse.dtype}, "
+            f"{sizes(lse)}."
         )
 
 
@@ -587,14 +589,14 @@ def labels_of(tokens: Any, b: int | None = None, s: int | None = None) -> Tokens
     Args:
         tokens: A list of s strings, or b such lists.
         b: The number of sequences.
-        s: The number of keys, None for any.
+        s: The number of keys. If None, no numbers are checked.
 
     Returns:
         The labels.
 
     Raises:
         TypeError: If a label isn't a string.
-        ValueError: If there are more or fewer labels.
+        ValueError: If the number of labels or of lists isn't s or b.
     """
     expected = "Expected tokens to be a list of strings, or a list of such lists"
     if s is not None:
@@ -638,6 +640,6 @@ def _json(value: Any, name: str, depth: int = 0) -> Any:
     if value is None or isinstance(value, str | int | float):
         return _bounded(value)
     raise TypeError(
-        f"Expected {name} to be text, a number, True, False, None, a list, or a dictionary with names of "
-        f"text, got {brief(value)}."
+        f"Expected {name} to be a string, a number, True, False, None, a list, or a dictionary with keys "
+        f"that are strings, got {brief(value)}."
     )

@@ -353,7 +353,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 def test_writing_where_no_file_can_be_raises(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="got the folder"):
         storage.write(tmp_path, [])
-    with pytest.raises(FileNotFoundError, match=r"Expected a folder .*nowhere.* Make it first\.$"):
+    with pytest.raises(FileNotFoundError, match=r"Expected a folder .*nowhere.* Create it first\.$"):
         storage.write(tmp_path / "nowhere" / "map", [])
 
 
@@ -408,7 +408,7 @@ REFUSED: list[tuple[str, Callable[[], Any], list[str]]] = [
     ("provenance", lambda: one(provenance={"a": [0.0, math.nan]}),
      ["provenance['a'][1]", "nan"]),
     ("provenance", lambda: one(provenance={"a": {1: 2}}),
-     ["provenance['a']", "names of text", "{1: 2}"]),
+     ["provenance['a']", "keys that are strings", "{1: 2}"]),
     ("provenance", lambda: one(provenance={"a": 2**70}), ["2^60"]),
     ("provenance", lambda: one(provenance=["a"]), ["dictionary", "['a']"]),
     ("provenance", lambda: one(provenance={"a": nested(200)}),
@@ -420,7 +420,7 @@ REFUSED: list[tuple[str, Callable[[], Any], list[str]]] = [
     ("many axes", lambda: kept(entropy=torch.zeros([1] * 9)), ["entropy", "at most 8 axes", "9"]),
     ("a name", lambda: Entry("layer\n1", 0, simple()), ["printable", "'layer\\n1'"]),
     ("a name", lambda: Entry("layer\0", 0, simple()), ["printable", "'layer\\x00'"]),
-    ("a name", lambda: Entry(3, 0, simple()), ["text", "3"]),  # type: ignore[arg-type]
+    ("a name", lambda: Entry(3, 0, simple()), ["string", "3"]),  # type: ignore[arg-type]
     ("a statistic's name", lambda: kept(**{"a\tb": torch.ones(1)}), ["printable", "'a\\tb'"]),
     ("a call", lambda: Entry("layer", -1, simple()), ["call", "-1"]),
     ("a call", lambda: Entry("layer", True, simple()), ["call", "True"]),
@@ -592,7 +592,7 @@ def test_files_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (tmp_path / "sprung").exists()
     torch.save(torch.ones(3), path)
     refuses(path, path.read_bytes(), ["isn't a safetensors file"])
-    not_ours = ["but not of manyheads"]
+    not_ours = ["but not a manyheads file"]
     refuses(path, save({"q": torch.ones(3)}), [*not_ours, "got none."])
     refuses(path, save({"q": torch.ones(3)}, {"format": "pt"}), [*not_ours, "{'format': 'pt'}"])
     ours = {"format": "manyheads", "version": "1", "run": "{}"}
@@ -628,7 +628,7 @@ def test_broken_json(whole_file: bytes, tmp_path: Path) -> None:
         "\0",
     )
     for text in texts:
-        refuses(tmp_path / "run", put_together(header, text, data), ["isn't a file of manyheads"])
+        refuses(tmp_path / "run", put_together(header, text, data), ["isn't a valid manyheads file"])
 
 
 def changed(n: int, /, **fields: Any) -> Callable[[Any, Any], None]:

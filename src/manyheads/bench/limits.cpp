@@ -1,6 +1,7 @@
-// The processor's peak: multiply-adds on registers alone, in float32, and in bfloat16 on pairs of numbers or on AMX tiles.
+// Measures the processor's peak throughput of multiply-adds on registers: in float32, and in bfloat16 by dot products
+// of pairs (AVX-512) or by AMX tiles.
 //
-// `manyheads bench` compiles this file for the processor that it runs on and calls it from as many threads as PyTorch uses.
+// `manyheads bench` compiles this file for the current processor, and calls it from as many threads as PyTorch uses.
 #include <cstdint>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -20,10 +21,10 @@ constexpr int BYTES = 32, COLUMNS = 2;
 #else
 constexpr int BYTES = 16, COLUMNS = 2;
 #endif
-constexpr int ROWS = 6;  // so many sums, times the columns, hide the latency of a multiply-add
+constexpr int ROWS = 6;  // ROWS × COLUMNS independent sums hide the latency of a multiply-add
 typedef float Vector __attribute__((vector_size(BYTES)));
 
-// Keeps the compiler from computing with a value before the program runs.
+// Hides a value from the compiler, which could otherwise compute with it at compile time.
 #if defined(__aarch64__)
 #define OPAQUE(v) __asm__ volatile("" : "+w"(v))
 #elif defined(__x86_64__)
@@ -32,12 +33,12 @@ typedef float Vector __attribute__((vector_size(BYTES)));
 #define OPAQUE(v) __asm__ volatile("" : "+m"(v))
 #endif
 
-// Computes so many rounds of multiply-adds, each of `pairs` numbers a lane, and returns the number of operations.
+// Runs rounds of multiply-adds, with `pairs` products per float32 lane, and returns the number of operations.
 template <class Add> double multiply_add(int64_t rounds, int pairs, Add add) {
     Vector sum[ROWS][COLUMNS] = {}, a = Vector{} + 1e-3f, b[COLUMNS];
     for (Vector &column : b) column = a;
     for (auto &row : sum)
-        for (Vector &one : row) OPAQUE(one);  // otherwise equal sums would be computed once
+        for (Vector &accumulator : row) OPAQUE(accumulator);  // otherwise equal sums would be computed once
     for (int64_t round = 0; round < rounds; round++) {
         OPAQUE(a);
         for (Vector &column : b) OPAQUE(column);
@@ -47,7 +48,7 @@ template <class Add> double multiply_add(int64_t rounds, int pairs, Add add) {
             for (int n = 0; n < COLUMNS; n++) sum[i][n] = add(sum[i][n], a, b[n]);
     }
     for (auto &row : sum)
-        for (Vector &one : row) OPAQUE(one);
+        for (Vector &accumulator : row) OPAQUE(accumulator);
     return 2. * pairs * ROWS * COLUMNS * (BYTES / 4) * rounds;
 }
 
@@ -60,7 +61,8 @@ bool has_tiles() {
 #endif
 }
 
-bool may_use_tiles() {
+// Asks Linux for permission to use AMX tiles. Returns false if it is denied, or if this build has no AMX instructions.
+bool request_tiles() {
 #if defined(__AMX_BF16__) && defined(__linux__)
     return has_tiles() && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
 #else
@@ -72,14 +74,15 @@ bool may_use_tiles() {
 
 extern "C" {
 
-// Returns the number of operations of so many rounds in float32.
+// Runs rounds of multiply-adds in float32, and returns the number of operations.
 double float32(int64_t rounds) {
     return multiply_add(rounds, 1, [](Vector sum, Vector a, Vector b) { return sum + a * b; });
 }
 
-// Returns the same in bfloat16: 0 where the processor has no instruction for it, -1 where its tiles can't be used.
+// Does the same in bfloat16. Returns 0 if the processor has no instruction for it, and -1 if it has AMX tiles that this
+// build can't use or Linux doesn't permit.
 double bfloat16(int64_t rounds) {
-    if (has_tiles() && !may_use_tiles()) return -1;
+    if (has_tiles() && !request_tiles()) return -1;
 #if defined(__AMX_BF16__)
     if (has_tiles()) {
         struct alignas(64) {
@@ -96,7 +99,7 @@ double bfloat16(int64_t rounds) {
         _tile_zero(5);
         _tile_zero(6);
         _tile_zero(7);
-        for (int64_t round = 0; round < rounds; round++) {  // four tiles of sums, as in the kernel's product
+        for (int64_t round = 0; round < rounds; round++) {  // four accumulator tiles, as in the kernel's matrix product
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             _tile_dpbf16ps(2, 5, 6);

@@ -25,16 +25,16 @@ from manyheads.shapes import kind, sizes, whole
 class PositionalEncoder(nn.Module):
     """Scale embeddings by √d_model and add sinusoidal positions (Vaswani et al. 2017, section 3.5).
 
-    PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i + 1) = cos(the same angle). A common variant,
-    which differs from the paper, has the exponent 2n/d_model in entry n: there the sine in entry 2i and the
-    cosine in entry 2i + 1 have different angles.
+    PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i + 1) = cos(the same angle). A common variant
+    differs from the paper: entry n has the exponent 2n/d_model, so the sine in entry 2i and the cosine in
+    entry 2i + 1 have different angles.
 
     Args:
         d_model: The model size, an even number.
         max_seq_len: The largest number of positions.
 
     Attributes:
-        pe: The encodings `[1, max_seq_len, d_model]`, a buffer that isn't learned.
+        pe: The encodings `[1, max_seq_len, d_model]`, a buffer, which isn't trained.
 
     Raises:
         TypeError: If a size isn't an integer.
@@ -86,7 +86,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> tupl
         q: The queries `[N, L, d_k]`.
         k: The keys `[N, S, d_k]`.
         v: The values `[N, S, d_v]`.
-        mask: A mask of manyheads.
+        mask: A `Mask`, such as `Causal()`, or None.
 
     Returns:
         The output `[N, L, d_v]` and the weights `[N, L, S]`.
@@ -106,8 +106,8 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         check(x, name, *letters.split())
     if q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"Expected q and k of the same width d_k, got {q.shape[2]} in q {sizes(q)} and {k.shape[2]} in k "
-            f"{sizes(k)}. Project them to the same width."
+            f"Expected q and k to have the same width d_k, got {q.shape[2]} in q {sizes(q)} and "
+            f"{k.shape[2]} in k {sizes(k)}. Project them to the same width."
         )
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
         raise ValueError(
@@ -144,9 +144,9 @@ class CrossAttention(nn.Module):
         """Attend from x to y.
 
         Args:
-            x: The input of the queries `[N, L, x_input_dim]`.
-            y: The input of keys and values `[N, S, y_input_dim]`.
-            mask: A mask of manyheads.
+            x: The input from which queries are projected, `[N, L, x_input_dim]`.
+            y: The input from which keys and values are projected, `[N, S, y_input_dim]`.
+            mask: A `Mask`, such as `Causal()`, or None.
 
         Returns:
             The output `[N, L, output_dim]`.
@@ -174,7 +174,7 @@ class CrossAttention(nn.Module):
 class SelfAttention(CrossAttention):
     """One attention head whose queries, keys and values are projected from the same input.
 
-    Without a mask it ignores order: permuting the input permutes the output in the same way.
+    Without a mask, it is permutation equivariant: permuting the input permutes the output in the same way.
 
     Args:
         input_dim: The width of x.
@@ -191,7 +191,7 @@ class SelfAttention(CrossAttention):
         super().__init__(input_dim, input_dim, key_dim, output_dim)
 
     def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:  # type: ignore[override]
-        """Return the output `[N, L, output_dim]` for x `[N, L, input_dim]`, under a mask of manyheads."""
+        """Return the output `[N, L, output_dim]` for x `[N, L, input_dim]` and an optional mask."""
         return super().forward(x, x, mask)
 
     def attend(  # type: ignore[override]
@@ -205,8 +205,8 @@ class MultiHeadedAttention(nn.Module):
     """Several heads whose outputs are concatenated and projected.
 
     Args:
-        attn_modules: `SelfAttention` or `CrossAttention` modules, or others that have a `linear_v` whose
-            out_features is the width of their output.
+        attn_modules: `SelfAttention` or `CrossAttention` modules, or others whose `linear_v.out_features` is
+            the width of their output.
         final_output_dim: The width of the output.
 
     Raises:
@@ -229,7 +229,7 @@ class MultiHeadedAttention(nn.Module):
 
         Args:
             *inputs: The inputs of each module: x `[N, L, …]`, or x and y.
-            mask: A mask of manyheads.
+            mask: A `Mask`, such as `Causal()`, or None.
 
         Returns:
             The output `[N, L, final_output_dim]`.

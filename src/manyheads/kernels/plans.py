@@ -1,9 +1,9 @@
-"""Plans: what was decided about a call of `attention`, for the next calls of the same layout.
+"""Plans: cached options and kernels for repeated calls of `attention`.
 
-At one query, checks and the choice of a kernel take longer than the kernel. Without bias and sink, and with a
-mask that is a band, lengths or both, they depend only on sizes, strides, dtypes and options: the layout of a
-call. When a layout is met for the second time, its options and its kernel are kept for the next calls, which
-differ in q, k, v and the numbers of the lengths.
+For a single query, checking the arguments and choosing a kernel take longer than the kernel. Without a bias
+or sink, and with a mask that is a band, lengths or both, they depend only on sizes, strides, dtypes and
+options: the layout of the call. The second call of a layout makes its plan: the options and the kernel. Later
+calls use the plan; they differ only in q, k, v and a tensor of lengths.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from manyheads.problem import Problem
 Layout = tuple[Any, ...]
 Call = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # q, k, v, mask → the output
 
-MOST = 1024  # layouts that are remembered; generation meets a new one with every token
+MOST = 1024  # cached layouts, at most; in generation, each token has a new layout
 
-_plans: dict[Layout, Call | None] = {}  # None for a layout that was met once
+_plans: dict[Layout, Call | None] = {}  # None after the first call of a layout
 
 
 def layout(
@@ -41,7 +41,7 @@ def layout(
     offset: Any,
     kernel: Any,
 ) -> Layout | None:
-    """Return what decides the checks and the kernel of a call; None where more than this does."""
+    """Return the layout of a call; None if its checks or its kernel depend on more than the layout."""
     if (
         torch.compiler.is_compiling()
         or not (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor)
@@ -53,7 +53,7 @@ def layout(
         or torch._C._get_tracing_state() is not None
     ):
         return None
-    # Numbers of other types equal these (True == 1.0), but are errors.
+    # Other types raise errors, but True == 1.0 would find the plan of 1.0.
     if not (
         bias is None
         and sink is None
@@ -65,13 +65,13 @@ def layout(
     ):
         return None
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    described = None if mask is None else _describe(mask)
-    if mask is not None and described is None:
+    mask_layout = None if mask is None else _describe(mask)
+    if mask is not None and mask_layout is None:
         return None
     try:
         return (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.is_neg(), k.is_neg(), v.is_neg(), described, scale, softcap, dropout_p, offset, kernel, grad,
+            q.is_neg(), k.is_neg(), v.is_neg(), mask_layout, scale, softcap, dropout_p, offset, kernel, grad,
             torch.get_num_threads(),
         )  # fmt: skip
     except RuntimeError:  # nested and sparse tensors have no sizes or strides
@@ -79,7 +79,7 @@ def layout(
 
 
 def _describe(mask: Any) -> Layout | None:
-    """Return what a layout has of a mask: all but a tensor of lengths. None for masks without plans."""
+    """Return a mask as a part of a layout, without the values of lengths; None if it isn't supported."""
     if isinstance(mask, Band):
         return mask.band()
     if type(mask) is Lengths:
@@ -89,8 +89,8 @@ def _describe(mask: Any) -> Layout | None:
         return (side, n) if type(n) is int else None
     if type(mask) is And and isinstance(mask.left, Band | Lengths) and isinstance(mask.right, Band | Lengths):
         parts = _describe(mask.left), _describe(mask.right)
-        kinds = isinstance(mask.left, Band), isinstance(mask.right, Band)
-        return None if None in parts or kinds == (False, False) else (*kinds, *parts)
+        are_bands = isinstance(mask.left, Band), isinstance(mask.right, Band)
+        return None if None in parts or are_bands == (False, False) else (*are_bands, *parts)
     return None
 
 
@@ -100,7 +100,7 @@ def find(layout: Layout | None) -> Call | None:
 
 
 def remember(layout: Layout, problem: Problem, kernel: str) -> None:
-    """Note that a problem of this layout is computed, and make its plan the second time."""
+    """Record a call of this layout, and make its plan at the second call."""
     if layout in _plans:
         _plans[layout] = _plan(problem, kernel)
         return
@@ -110,7 +110,7 @@ def remember(layout: Layout, problem: Problem, kernel: str) -> None:
 
 
 def forget() -> None:
-    """Drop all plans: where a test changes what kernels support, they are wrong."""
+    """Delete all plans, for tests that change which problems kernels support."""
     _plans.clear()
 
 
@@ -120,7 +120,8 @@ def _plan(problem: Problem, kernel: str) -> Call:
     call = chosen.plan(problem) if hasattr(chosen, "plan") else None
     if call is not None:
         return call
-    _, *options = problem.options  # and not the problem, whose tensors would stay in memory
+    # `compute` must not refer to the problem, which would keep its tensors in memory.
+    _, *options = problem.options
     offset, s = problem.offset, problem.shape.s
 
     def compute(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """One head as a pyramid of tiles: 256 × 256 cells in a tile, 2^level × 2^level weights in a cell.
 
-A cell has the mean and the largest of its weights (at level 0 the weight itself), or NaN where all of them
-are masked. Fine levels are computed on request. Coarse levels come from one streaming scan of the head,
-`Pyramid.scan`; until it is complete they are estimated from one query in each row of cells.
+A cell has the mean and the maximum of its weights (at level 0 the weight itself), or NaN if all of them are
+masked. Fine levels are computed on request. Coarse levels come from one streaming scan of the head,
+`Pyramid.scan`; until it is complete, they are estimated from one query per row of cells.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from manyheads.masks import Full
 from manyheads.problem import Problem
 
 SIDE = 256  # cells per side of a tile
-MAX_WEIGHTS = 2**24  # weights that are computed on request: 4,096 × 4,096
-SCAN_LEVEL = 5  # a scan computes this level: the lowest whose tiles have more weights than that
-SCALE = 2.0**15  # float16 has numbers from 6e-8 to 65,504; with this factor, it has weights from 2e-12 to 1
-STEP = 2**27  # weights in one step of a scan: a tenth of a second
-BLOCK = 2**20  # weights in memory at a time where no kernel computes their statistics
-MARGINALS = ("entropy", "received")  # of each query, of each key
+MAX_WEIGHTS = 2**24  # largest tile that is computed on request: 4,096 × 4,096 weights
+SCAN_LEVEL = 5  # the level that a scan computes: the finest whose tiles have more than MAX_WEIGHTS
+SCALE = 2.0**15  # factor of cells in float16, whose range (6e-8 to 65,504) then covers 2e-12 to 1
+STEP = 2**27  # weights per step of a scan, which then takes about 0.1 s
+BLOCK = 2**20  # weights in memory at a time, unless a kernel computes fused statistics
+MARGINALS = ("entropy", "received")  # the entropy of each query, the weight that each key receives
 
 
 class Tile(NamedTuple):
     """A tile of cells.
 
     Attributes:
-        cells: Weights `[1, r, c]` at level 0, else means and maxima `[2, r, c]`; NaN where all is masked.
-        sampled: A number n: the cells were estimated from one query in n.
+        cells: Weights `[1, r, c]` at level 0, else means and maxima `[2, r, c]`; NaN if masked.
+        sampled: n if the cells were estimated from one query in n; 1 if they are exact.
     """
 
     cells: Tensor
@@ -66,12 +66,13 @@ class Pyramid:
         self.progress = 0.0
         self._coarse: dict[int, Tensor] = {}  # by level: [2, r, c], float16 times 2^15
         self._masked = _Masked(self.problem)
+        # Cells are computed with fused statistics if the kernel supports a problem that is cut into tiles.
         part = self.problem.cut(range(self.t), range(self.s)) if kernels.fuses(self.problem) else None
         self._is_fast = part is not None and kernels.fuses(part, in_place=True)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in addition to the run's own tensors: the results of a scan, and a log-sum-exp."""
+        """Bytes in addition to the recording's tensors: the results of a scan, and a log-sum-exp."""
         results = [*self._coarse.values(), *(x for x in (self.received, self.entropy) if x is not None)]
         return 4 * self.t + sum(x.nbytes for x in results)
 
@@ -86,9 +87,11 @@ class Pyramid:
         if not 0 <= level <= highest:
             raise IndexError(f"Expected a level between 0 and {highest}, got {level}.")
         side = SIDE << level
-        down, across = -(-self.t // side), -(-self.s // side)
-        if not (0 <= x < across and 0 <= y < down):
-            raise IndexError(f"Expected one of {across} × {down} tiles of level {level}, got {x}/{y}.")
+        tile_rows, tile_columns = -(-self.t // side), -(-self.s // side)
+        if not (0 <= x < tile_columns and 0 <= y < tile_rows):
+            raise IndexError(
+                f"Expected one of {tile_columns} × {tile_rows} tiles of level {level}, got {x}/{y}."
+            )
         return range(self.t)[y * side : (y + 1) * side], range(self.s)[x * side : (x + 1) * side]
 
     def tile(self, level: int, x: int, y: int) -> Tile:
@@ -102,7 +105,7 @@ class Pyramid:
         return self._sample(rows, cols, level)
 
     def weight(self, i: int, j: int) -> float:
-        """Return a single weight; NaN if the query may not attend to the key."""
+        """Return a single weight; NaN if it is masked."""
         visible = scores.visible(self.problem, slice(i, i + 1), slice(j, j + 1))
         return float(self.amap[0, 0, i, j]) if bool(visible.all()) else math.nan
 
@@ -110,10 +113,10 @@ class Pyramid:
         """Compute the coarse levels, `received` and `entropy` in steps; yield the progress after each."""
         received, entropy = torch.zeros(self.s, dtype=torch.float64), torch.zeros(self.t)
         is_large = self.t * self.s > MAX_WEIGHTS  # else every tile is computed on request
-        every = range(self.t), range(self.s)
-        coarse = _shape(*every, SCAN_LEVEL) if is_large else (0, 0)
-        first = torch.full((2, *coarse), math.nan, dtype=torch.float16)
-        sums = torch.zeros(_shape(*every, SCAN_LEVEL + 1))  # this level takes less memory
+        region = range(self.t), range(self.s)
+        coarse = _shape(*region, SCAN_LEVEL) if is_large else (0, 0)
+        finest = torch.full((2, *coarse), math.nan, dtype=torch.float16)
+        sums = torch.zeros(_shape(*region, SCAN_LEVEL + 1))  # of the next level, to save memory
         start = 0
         while start < self.t:
             rows = self._next_rows(start)
@@ -123,18 +126,18 @@ class Pyramid:
                 if is_large:
                     i, j = rows.start >> SCAN_LEVEL, cols.start >> SCAN_LEVEL
                     masked = self._masked.cells(rows, cols, SCAN_LEVEL)
-                    _write(first[:, i:, j:], (cells * SCALE).masked_fill(masked, math.nan))
-                    halved = _add_pairs(cells[0] * _areas(rows, cols, SCAN_LEVEL))
-                    _write(sums[i // 2 :, j // 2 :], halved)
+                    _write(finest[:, i:, j:], (cells * SCALE).masked_fill(masked, math.nan))
+                    cell_sums = cells[0] * _areas(rows, cols, SCAN_LEVEL)
+                    _write(sums[i // 2 :, j // 2 :], _sum_2x2(cell_sums))
             start, self.progress = rows.stop, rows.stop / self.t
             yield self.progress
-        self._coarse = _coarse_levels(first, sums, *every) if is_large else {}
+        self._coarse = _coarse_levels(finest, sums, *region) if is_large else {}
         self.received, self.entropy = received.float(), entropy
 
     def _next_rows(self, start: int) -> range:
-        """Return whole cells of queries from `start` on, with at most about `STEP` weights."""
+        """Return the queries of the next step: whole cells from `start` on, up to about `STEP` weights."""
         step = STEP if self._is_fast else STEP // 16
-        rows = 2 << SCAN_LEVEL  # whole cells of two levels
+        rows = 2 << SCAN_LEVEL  # whole cells of this level and the next
         while (
             start + rows < self.t
             and 2 * rows * len(self._visible_keys(range(start, start + 2 * rows))) <= step
@@ -143,7 +146,7 @@ class Pyramid:
         return range(self.t)[start : start + rows]
 
     def _visible_keys(self, rows: range) -> range:
-        """Return the keys that some of these queries may attend to, in whole cells of two levels."""
+        """Return a range with all keys that these queries may attend to, in cells of `SCAN_LEVEL + 1`."""
         unit = 2 << SCAN_LEVEL
         low, high = self.problem.span(rows.start, min(rows.stop, self.t))[0]
         return range(self.s)[low // unit * unit : -(-high // unit) * unit]
@@ -169,26 +172,28 @@ class Pyramid:
         entropy: Tensor | None = None,
         received: Tensor | None = None,
     ) -> Tensor:
-        """Return means and maxima of cells, `[2, r, c]`; add to the entropy [≥ rows] and received [≥ cols].
+        """Return means and maxima of cells, `[2, r, c]`; if given, add to `entropy` and `received` in place.
 
-        Pooling makes all cells alike, so the smaller ones at the lower and right edges are pooled apart.
+        The kernel pools cells of equal size, so the smaller ones at the lower and right edges are pooled
+        separately.
         """
         cells = torch.zeros(2, *_shape(rows, cols, level))
-        for down in _whole_and_rest(rows, 1 << level):
-            for across in _whole_and_rest(cols, 1 << level):
-                shape = _shape(down, across, level)
-                mean, most, *sums = self._statistics(down, across, *shape, marginals=entropy is not None)
-                i, j = down.start - rows.start, across.start - cols.start
-                _write(cells[:, i >> level :, j >> level :], torch.stack((mean, most)))
+        for queries in _split_cells(rows, 1 << level):
+            for keys in _split_cells(cols, 1 << level):
+                shape = _shape(queries, keys, level)
+                mean, largest, *sums = self._statistics(queries, keys, *shape, marginals=entropy is not None)
+                i, j = queries.start - rows.start, keys.start - cols.start
+                _write(cells[:, i >> level :, j >> level :], torch.stack((mean, largest)))
                 if entropy is not None and received is not None:
-                    entropy[i : i + len(down)] += sums[0]
-                    received[j : j + len(across)] += sums[1]
+                    entropy[i : i + len(queries)] += sums[0]
+                    received[j : j + len(keys)] += sums[1]
         return cells
 
     def _statistics(self, rows: range, cols: range, r: int, c: int, marginals: bool) -> list[Tensor]:
-        """Return means and maxima of r × c cells, and with `marginals` the statistics of that name.
+        """Return means and maxima of r × c cells; with `marginals`, also the entropy and the received weight.
 
-        Weights are exp(score − lse) with the log-sum-exp of whole rows, so the same kernel must read both.
+        A weight is exp(score − lse), where lse is the log-sum-exp of a whole row. The same kernel must
+        compute both, so that their rounding errors cancel.
         """
         part = self.problem.cut(rows, cols) if self._is_fast else None
         if part is not None and kernels.fuses(part, in_place=True):
@@ -202,8 +207,8 @@ class Pyramid:
             weights = self.amap[0, 0, start : min(start + step, rows.stop), cols.start : cols.stop].float()
             entropy = -torch.special.xlogy(weights, weights).sum(-1)
             blocks.append((_mean(weights, *size), _max(weights, *size), entropy, weights.sum(0)))
-        mean, most, entropy, received = zip(*blocks, strict=True)
-        return [torch.cat(mean), torch.cat(most), torch.cat(entropy), torch.stack(received).sum(0)]
+        mean, largest, entropy, received = zip(*blocks, strict=True)
+        return [torch.cat(mean), torch.cat(largest), torch.cat(entropy), torch.stack(received).sum(0)]
 
     def _sample(self, rows: range, cols: range, level: int) -> Tile:
         """Return a tile that is estimated from the middle query of each row of cells."""
@@ -220,11 +225,11 @@ class Pyramid:
         return Tile(cells, side)
 
 
-def _coarse_levels(first: Tensor, sums: Tensor, rows: range, cols: range) -> dict[int, Tensor]:
+def _coarse_levels(finest: Tensor, sums: Tensor, rows: range, cols: range) -> dict[int, Tensor]:
     """Return all levels from `SCAN_LEVEL` to a single cell, `[2, r, c]` in float16 times 2^15.
 
     Args:
-        first: The cells of `SCAN_LEVEL`.
+        finest: The cells of `SCAN_LEVEL`, `[2, r, c]` in float16 times 2^15.
         sums: The sum of each cell of the next level, `[r, c]`.
         rows: The queries.
         cols: The keys.
@@ -232,42 +237,42 @@ def _coarse_levels(first: Tensor, sums: Tensor, rows: range, cols: range) -> dic
     Returns:
         The cells of each level.
     """
-    levels, level = {SCAN_LEVEL: first}, SCAN_LEVEL
-    visible, most = (~first[0].isnan()).float(), first[1].float().nan_to_num()
+    levels, level = {SCAN_LEVEL: finest}, SCAN_LEVEL
+    visible, largest = (~finest[0].isnan()).float(), finest[1].float().nan_to_num()
     while True:
         level += 1
-        visible, most = _max(visible, 2, 2), _max(most, 2, 2)
-        cells = torch.stack((sums / _areas(rows, cols, level) * SCALE, most))
+        visible, largest = _max(visible, 2, 2), _max(largest, 2, 2)
+        cells = torch.stack((sums / _areas(rows, cols, level) * SCALE, largest))
         levels[level] = cells.masked_fill_(visible == 0, math.nan).half()
         if sums.numel() == 1:
             return levels
-        sums = _add_pairs(sums)
+        sums = _sum_2x2(sums)
 
 
 # -- arithmetic of cells ---------------------------------------------------------------------------
 
 
 def _shape(rows: range, cols: range, level: int) -> tuple[int, int]:
-    """Return how many cells cover a region, down and across; it begins at the edge of a cell."""
+    """Return the numbers of rows and columns of cells that cover a region, which begins at a cell's edge."""
     return -(-len(rows) >> level), -(-len(cols) >> level)
 
 
 def _write(target: Tensor, cells: Tensor) -> None:
-    """Write cells into the upper left of a tensor."""
+    """Write cells into the upper left corner of a tensor."""
     target[..., : cells.shape[-2], : cells.shape[-1]] = cells
 
 
-def _whole_and_rest(run: range, side: int) -> list[range]:
-    """Return the ranges of the whole cells and of a smaller last one, without those that are empty."""
-    edge = len(run) - len(run) % side
-    return [covered for covered in (run[:edge], run[edge:]) if covered]
+def _split_cells(indices: range, side: int) -> list[range]:
+    """Split a range into its whole cells and a smaller last cell. Empty ranges are left out."""
+    edge = len(indices) - len(indices) % side
+    return [part for part in (indices[:edge], indices[edge:]) if part]
 
 
 def _areas(rows: range, cols: range, level: int) -> Tensor:
     """Return the number of weights in each cell, `[r, c]`."""
     heights, widths = (
-        (run.stop - torch.arange(run.start, run.stop, 1 << level)).clamp(max=1 << level)
-        for run in (rows, cols)
+        (indices.stop - torch.arange(indices.start, indices.stop, 1 << level)).clamp(max=1 << level)
+        for indices in (rows, cols)
     )
     return heights[:, None] * widths
 
@@ -282,7 +287,7 @@ def _max(x: Tensor, height: int, width: int) -> Tensor:
     return F.max_pool2d(x[None], (height, width), ceil_mode=True)[0]
 
 
-def _add_pairs(x: Tensor) -> Tensor:
+def _sum_2x2(x: Tensor) -> Tensor:
     """Pool `[r, c]` to the sums of 2 × 2 entries."""
     return F.avg_pool2d(x[None], 2, ceil_mode=True, divisor_override=1)[0]
 
@@ -291,9 +296,10 @@ def _add_pairs(x: Tensor) -> Tensor:
 
 
 class _Masked:
-    """The masked cells of a problem of one sequence and head.
+    """The fully masked cells of a problem of one sequence and one head.
 
-    Bands, padding and documents are pooled as intervals; other masks pair by pair.
+    Bands, padding and, in large regions, documents are computed from the bounds of each cell; other masks are
+    computed from all of its query-key pairs.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -311,7 +317,7 @@ class _Masked:
         """Return True for cells in which no query may attend to a key, `[r, c]`.
 
         In large regions a cell counts as visible if the documents of its queries and of its keys overlap as
-        intervals, which is exact if ids rise along the sequence.
+        intervals, which is exact if ids never decrease along the sequence.
         """
         side = 1 << level
         if scores.is_fully_visible(self.problem, slice(rows.start, rows.stop), slice(cols.start, cols.stop)):
@@ -330,14 +336,14 @@ class _Masked:
         visible = visible if high is None else visible & (j0 - i1 <= high)
         for queries, keys in self.documents:
             (q_low, q_high), (k_low, k_high) = (
-                (-_last_id(-ids[run.start : run.stop], side), _last_id(ids[run.start : run.stop], side))
-                for ids, run in ((queries, rows), (keys, cols))
+                (-_max_ids(-ids[part.start : part.stop], side), _max_ids(ids[part.start : part.stop], side))
+                for ids, part in ((queries, rows), (keys, cols))
             )
             visible = visible & (q_low[:, None] <= k_high) & (k_low <= q_high[:, None])
         return ~visible
 
     def _masked_pairs(self, rows: range, cols: range, side: int) -> Tensor:
-        """Return the same as `cells`, computed from every pair of query and key."""
+        """Return the same as `cells`, computed from every query-key pair."""
         blocks = []
         step = max(side, BLOCK // len(cols) // side * side)
         for start in range(rows.start, rows.stop, step):
@@ -347,7 +353,7 @@ class _Masked:
         return torch.cat(blocks)
 
 
-def _last_id(ids: Tensor, side: int) -> Tensor:
-    """Return the largest of every `side` ids."""
+def _max_ids(ids: Tensor, side: int) -> Tensor:
+    """Return the largest id of each `side` consecutive ids."""
     least = torch.iinfo(torch.int64).min
     return F.pad(ids, (0, -len(ids) % side), value=least).unflatten(0, (-1, side)).amax(1)

@@ -31,7 +31,7 @@ from manyheads.checker.oracle import (
 )
 from manyheads.shapes import sizes
 
-SPREAD = 1.5  # of the random weights, so that scores differ by several units
+SPREAD = 1.5  # scale of the random projection weights, so that scores differ by several units
 SEQUENCES = ("query", "key", "value")
 
 
@@ -48,12 +48,12 @@ class AttentionAdapter(Adapter):
         self, candidate: Candidate | CandidateProcess, options: Options, same_width: bool = False
     ) -> None:
         super().__init__(candidate, options, same_width)
-        self.head_layout = "[b, h, t, d]"  # without projections
-        self.forms: dict[str, tuple[str, MaskForm]] = {}  # by feature, the mask's role and form
+        self.head_layout = "[b, h, t, d]"  # of the inputs of a candidate without projections
+        self.forms: dict[str, tuple[str, MaskForm]] = {}  # the mask's role and form, by feature
         self.always_causal = self.always_weights = self.always_averaged = False
         self.ignores_padded_queries = False  # outputs of padded queries aren't compared
-        self.weight_layouts: dict[bool, str] = {}  # of returned weights, by whether they are averaged
-        self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that take no form of mask
+        self.weight_layouts: dict[bool, str] = {}  # layout of returned weights, by whether they are averaged
+        self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that accept no form of mask
         self._assign_arguments()
         if options.kind in PROJECTED:
             self._find_weights(options.weights)
@@ -61,7 +61,7 @@ class AttentionAdapter(Adapter):
     # -- arguments and weights ---------------------------------------------------------------------
 
     def _assign_arguments(self) -> None:
-        """Find the name of each role's argument."""
+        """Find the argument for each role, such as query, mask or scale."""
         self.arguments: dict[str, str] = {}
         unknown: list[str] = []
         named = [arg for arg in self.description.call if arg.is_named]
@@ -78,10 +78,10 @@ class AttentionAdapter(Adapter):
             arg.name for arg in named if is_mask(arg, self.text) and arg.name not in unknown
         ]
         if hint == "is_causal" and "mask" in self.arguments:
-            self.mask_arguments.remove(hint)  # in PyTorch's layer, it only says what the mask contains
+            self.mask_arguments.remove(hint)  # in nn.MultiheadAttention, only a hint that the mask is causal
         used = {*self.arguments.values(), *unknown}
         if unused := [arg.name for arg in named if arg.name not in used]:
-            self.notes.append(f"left at their defaults: {', '.join(unused)}")
+            self.notes.append(f"arguments left at their defaults: {', '.join(unused)}")
         self._assign_sequences(unknown)
 
     def _assign_sequences(self, unknown: list[str]) -> None:
@@ -102,8 +102,8 @@ class AttentionAdapter(Adapter):
         name = self.description.name
         if unknown:
             raise Unclear(
-                f"{name} needs the argument {unknown[0]!r}, which the checker doesn't know. Write an "
-                "adapter that takes q, k, v or x and calls it (docs/checker.md shows one), and check that."
+                f"{name} needs the argument {unknown[0]!r}, which the checker doesn't know. Write a "
+                f"function that takes q, k, v or x and calls {name} (see docs/checker.md), and check that."
             )
         if self.kind == "self" and set(SEQUENCES) <= set(roles):
             self.kind, inputs = "multihead", SEQUENCES
@@ -112,8 +112,8 @@ class AttentionAdapter(Adapter):
         if any(role not in roles for role in inputs):
             taken = ", ".join(arg.name for arg in self.description.call) or "nothing"
             raise Unclear(
-                f"Expected {name} to take {', '.join(inputs)} as {self.kind} does, but it takes "
-                f"{taken}. Give its kind with --like."
+                f"Expected {name} to take {', '.join(inputs)}, as {self.kind} does, but it takes "
+                f"{taken}. Set its kind with --like."
             )
         if self.kind == "cross" or {"query", "key"} <= set(roles):
             self.features.add("cross")
@@ -155,17 +155,17 @@ class AttentionAdapter(Adapter):
         return packings[0]
 
     def _count_heads(self, weights: Weights) -> Weights:
-        """Count the heads of returned weights, if nothing else gives their number."""
+        """Count the heads in returned weights, for candidates whose parameters don't give the number."""
         x = self.draw(torch.Generator().manual_seed(4), s=S).but(need_weights=True)
         try:
             output = self.answer(x).output
         except CodeError:
             return weights
         shapes = [tuple(y.shape) for _, y in iterate_tensors(output) if y.dim() == 4]
-        counts = {h for b, h, *others in shapes if b == B and others == [x.t, x.s]}
+        counts = {h for b, h, *rest in shapes if b == B and rest == [x.t, x.s]}
         if len(counts) == 1 and weights.weight["q"].shape[0] % (h := counts.pop()) == 0:
             self.projections.heads = self.projections.key_heads = h
-            self.notes.append(f"{h} heads, as its weights show")
+            self.notes.append(f"{h} heads, according to the shape of its returned weights")
             return self._read_weights()
         return weights
 
@@ -177,7 +177,7 @@ class AttentionAdapter(Adapter):
         return 4 if "h" in self.head_layout else 1
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
-        """If these outputs are right only with packed weights in the other order, adopt that order."""
+        """If these outputs are right only for the other order of packed weights, use that order."""
         if len(self.packings) > 1 and not self.is_right(x, got):
             self.packings.reverse()
             if self.is_right(x, got):
@@ -186,7 +186,7 @@ class AttentionAdapter(Adapter):
                 self.packings.reverse()
 
     def allowed_error(self, x: Inputs) -> float:
-        """Return the error budget."""
+        """Return the largest error that rounding explains."""
         return allowed_error(self.weights, x)
 
     # -- inputs ------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class AttentionAdapter(Adapter):
         *,
         key_heads: int | None = None,
     ) -> Inputs:
-        """Return random inputs without masks; `s` is `t` if the candidate attends to its own sequence."""
+        """Return random inputs without masks. In self-attention, `s` is ignored and equals `t`."""
         crosses = "cross" in self.features
         s = s if crosses and s is not None else t
 
@@ -225,7 +225,7 @@ class AttentionAdapter(Adapter):
         return x.but(need_weights=self.always_weights, average_weights=self.always_averaged)
 
     def replace_sequences(self, x: Inputs, **fields: Tensor) -> Inputs:
-        """Return x with other queries, keys or values; those that are one argument stay equal."""
+        """Return x with new queries, keys or values; those that share one argument stay equal."""
         if "cross" not in self.features:
             fields = dict.fromkeys(SEQUENCES, fields["query"])
         elif self.kind == "cross":
@@ -233,15 +233,15 @@ class AttentionAdapter(Adapter):
         return x.but(**fields)
 
     def change_key(self, x: Inputs, position: int, by: float | None = None) -> Inputs:
-        """Return x with one key changed, by another amount in each channel or `by` in all.
+        """Return x with one key and value changed, by a different amount in each channel, or by `by` in all.
 
-        Where queries are the same tokens, that query changes too.
+        In self-attention, the query at this position changes too.
         """
         fields = {}
         for name in SEQUENCES[1:] if "cross" in self.features else SEQUENCES:
-            y = getattr(x, name).clone()
-            y[..., position, :] += torch.linspace(-2, 3, y.shape[-1]) if by is None else by
-            fields[name] = y
+            changed = getattr(x, name).clone()
+            changed[..., position, :] += torch.linspace(-2, 3, changed.shape[-1]) if by is None else by
+            fields[name] = changed
         return self.replace_sequences(x, **fields)
 
     def unchanged_queries(self, x: Inputs, position: int) -> list[int]:
@@ -249,11 +249,11 @@ class AttentionAdapter(Adapter):
         return [i for i in range(x.t) if "cross" in self.features or i != position]
 
     def first_shared(self, keep: Tensor) -> Tensor:
-        """Return the mask; if the batch shares one in this candidate, with its first entry for all."""
+        """Return the mask; if the candidate takes one mask for the batch, repeat that of the first entry."""
         return keep[:1].expand_as(keep).clone() if self.forms["mask"][1].is_shared else keep
 
     def random_mask(self, x: Inputs, g: torch.Generator, first_key: bool = False) -> Inputs:
-        """Return x with a random mask; if `first_key`, it keeps the first key for every query."""
+        """Return x with a random mask; if `first_key`, all queries may attend to the first key."""
         keep = torch.rand(x.b, 1, x.t, x.s, generator=g) < 0.6
         keep[..., 0] |= ~keep.any(-1)
         keep = self.first_shared(keep)
@@ -262,7 +262,7 @@ class AttentionAdapter(Adapter):
         return x.but(keep=keep)
 
     def random_padding(self, x: Inputs, g: torch.Generator) -> Inputs:
-        """Return x with padding at the end, and elsewhere if the form allows it; never at the first token."""
+        """Return x with padding at the end and, unless given as lengths, elsewhere except the first token."""
         lengths = torch.randint(1, x.s + 1, (x.b,), generator=g)
         lengths[0] = max(1, x.s - 2)
         padding = torch.arange(x.s) < lengths[:, None]
@@ -273,9 +273,10 @@ class AttentionAdapter(Adapter):
         return x.but(padding=padding)
 
     def scenarios(self, seed: int, s: int = S, t: int = T, b: int = B) -> dict[str, Inputs]:
-        """Return an input for each way in which the candidate can be called, by the name of the way."""
+        """Return named inputs, one for each way to call the candidate ("plain", "causal", "mask", …)."""
         g = torch.Generator().manual_seed(seed)
-        features, from_start = self.features, self.kind == "sdpa"  # its causal mask counts from the first key
+        features = self.features
+        from_start = self.kind == "sdpa"  # SDPA's causal mask aligns the first query with the first key
         is_optional = "causal" in features and not self.always_causal
         calls = {"plain": self.draw(g, b, t, s)}
         if is_optional:
@@ -316,7 +317,7 @@ class AttentionAdapter(Adapter):
     # -- calls -------------------------------------------------------------------------------------
 
     def call(self, x: Inputs, **options: Any) -> Call:
-        """Return the call for these inputs; arguments are positional where possible, as people pass them."""
+        """Return the call for these inputs. Arguments are positional where possible."""
         roles, dtype = self.arguments, x.query.dtype
         sequences = {"query": x.query, "x": x.query, "key": x.key, "value": x.value}
         if self.kind == "cross":
@@ -356,12 +357,12 @@ class AttentionAdapter(Adapter):
         return any(arg.name == self.arguments.get(role) and arg.required for arg in self.description.call)
 
     def mask_form(self, feature: str) -> tuple[str, MaskForm]:
-        """Return the argument that a mask or padding is passed to, and its form."""
+        """Return the name of the argument for a mask or padding, and the form that it takes."""
         role, form = self.forms[feature if feature in self.forms else "keys"]
         return self.arguments[role], form
 
     def without_masks(self, x: Inputs) -> dict[str, Inputs]:
-        """Return the call without each of its masks, by the argument of the mask."""
+        """Return x without one of its masks, for each mask, by the name of its argument."""
         calls = {}
         if x.keep is not None:
             calls[self.mask_form("mask")[0]] = x.but(keep=None)
@@ -383,20 +384,20 @@ class AttentionAdapter(Adapter):
         return rearrange(x, *self.layouts)
 
     def from_layout(self, x: Tensor) -> Tensor:
-        """Convert from the candidate's layout, if the number of dimensions is right."""
-        ours, theirs = self.layouts
-        return rearrange(x, theirs, ours) if x.dim() == theirs.count(",") + 1 else x
+        """Convert from the candidate's layout; return x unchanged if it has another number of dimensions."""
+        oracle_layout, layout = self.layouts
+        return rearrange(x, layout, oracle_layout) if x.dim() == layout.count(",") + 1 else x
 
     def sequence_paths(self, call: Call) -> dict[str, tuple[str, ...]]:
-        """Return the roles of each sequence by its path in a call, for gradients."""
+        """Return the roles of each sequence by its path in a call: the tensors to differentiate."""
         paths = {name: str(n) for n, name in enumerate(self.positional[: len(call.args)])}
         paths |= {name: name for name in call.kwargs}
         roles = {"x": SEQUENCES[:1] if "cross" in self.features else SEQUENCES, "context": SEQUENCES[1:]}
         roles |= {role: (role,) for role in SEQUENCES}
         return {
-            paths[self.arguments[argument]]: meaning
-            for argument, meaning in roles.items()
-            if self.arguments.get(argument) in paths
+            paths[self.arguments[role]]: input_roles
+            for role, input_roles in roles.items()
+            if self.arguments.get(role) in paths
         }
 
     # -- outputs -----------------------------------------------------------------------------------
@@ -428,26 +429,26 @@ class AttentionAdapter(Adapter):
         weights = self._find_returned_weights(others, x)
         if strict and x.need_weights:
             if not others:
-                raise UnexpectedOutput("Expected weights, which the call requests, got none")
+                raise UnexpectedOutput("Expected the weights that the call requests, got none")
             if weights is None or weights.shape[:2] != (x.b, 1 if x.average_weights else h):
-                each = f"weights of {h} heads, [b, h, t, s] = {[x.b, h, x.t, x.s]}"
+                by_head = f"weights of {h} heads, [b, h, t, s] = {[x.b, h, x.t, x.s]}"
                 average = f"average weights of {h} heads, [b, t, s] = {[x.b, x.t, x.s]}"
                 raise UnexpectedOutput(
-                    f"Expected the {average if x.average_weights else each}, got {sizes(others[0])}"
+                    f"Expected the {average if x.average_weights else by_head}, got {sizes(others[0])}"
                 )
         return Outputs(out, weights)
 
     def _find_returned_weights(self, tensors: list[Tensor], x: Inputs) -> Tensor | None:
         """Return weights `[b, h, t, s]` or `[b, 1, t, s]`, or None if no tensor has their shape.
 
-        Their layout is recorded at the first call whose sizes differ, and expected from then on.
+        The first call whose sizes all differ determines their layout, which is expected from then on.
         """
         h = self.heads
         size = {"b": x.b, "h": h, "t": x.t, "s": x.s, "1": 1, "bh": x.b * h}
         known = self.weight_layouts.get(x.average_weights)
         for layout in WEIGHT_LAYOUTS if known is None else (known,):
             if layout == "b 1 t s" and self.kind == "torch-mha" and "average" in self.arguments:
-                continue  # PyTorch's averages have no such axis
+                continue  # PyTorch's averaged weights have no axis of heads
             shape = tuple(size[letter] for letter in layout.split())
             for tensor in tensors:
                 if tuple(tensor.shape) == shape and tensor.is_floating_point():

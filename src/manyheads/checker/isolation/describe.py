@@ -40,7 +40,7 @@ class Description:
     """The description of a candidate; parameters, buffers, layers and attributes are those of an instance.
 
     Attributes:
-        type: The type of the target, which is still "class" when an instance has been built.
+        type: The type of the target; "class" even after an instance was built.
         name: The name of the class or function.
         doc: Its docstring.
         init: The arguments of a class's constructor.
@@ -48,8 +48,8 @@ class Description:
         torch_module: Whether it is a `torch.nn.Module`.
         parameters: The shapes of parameters by name.
         buffers: The shapes of buffers by name.
-        layers: The names of the submodules' classes by path.
-        attributes: The public attributes that are plain values, such as num_heads.
+        layers: The class names of the submodules by path.
+        attributes: The public attributes that are numbers, bools or strings, such as num_heads.
         source: Its Python code.
         module_doc: The docstring of its file.
     """
@@ -112,7 +112,7 @@ def describe(target: Any, instance: Any) -> Description:
 
 
 def module_tensors(module: Any) -> Iterator[tuple[Literal["parameter", "buffer"], str, Tensor]]:
-    """Yield the parameters and buffers of a module, without those that have no shape yet."""
+    """Yield the parameters and buffers of a module, without lazy ones, which have no shape yet."""
     if isinstance(module, nn.Module):
         yield from (("parameter", n, x) for n, x in module.named_parameters() if not nn.parameter.is_lazy(x))
         yield from (("buffer", n, x) for n, x in module.named_buffers() if not nn.parameter.is_lazy(x))
@@ -132,7 +132,7 @@ KINDS: dict[Any, ArgumentKind] = {
 def read_signature(function: Callable[..., Any], bound: bool) -> tuple[Argument, ...]:
     """Return the arguments of a callable, without self if it is unbound.
 
-    A function in C may have no signature but at the start of its docstring. If it has none there either, the
+    A function written in C may have a signature only in its docstring. If it has none there either, the
     arguments are *args and **kwargs.
     """
     try:
@@ -159,9 +159,9 @@ def read_documented_signature(function: Any) -> list[inspect.Parameter]:
     """Return the parameters of `name(query, key, scale=None)` in a docstring."""
     parameter = inspect.Parameter
     name = re.escape(getattr(function, "__name__", ""))
-    start = re.search(rf"\b{name}\(([^()]*(?:\([^()]*\)[^()]*)*)\)", inspect.getdoc(function) or "")
+    match = re.search(rf"\b{name}\(([^()]*(?:\([^()]*\)[^()]*)*)\)", inspect.getdoc(function) or "")
     try:
-        signature = ast.parse(f"(lambda {start[1] if start else '*'}: 0)", mode="eval")
+        signature = ast.parse(f"(lambda {match[1] if match else '*'}: 0)", mode="eval")
         arguments = next(node.args for node in ast.walk(signature) if isinstance(node, ast.Lambda))
         parameters = []
         for names, defaults, kind in (
@@ -179,7 +179,7 @@ def read_documented_signature(function: Any) -> list[inspect.Parameter]:
 
 
 def plain_default(default: Any, depth: int = 0) -> Any:
-    """Return a default as a JSON value, or as its repr."""
+    """Return a default if it is a plain value, else its repr."""
     if default is None or type(default) in (bool, int, float, str):
         return default
     if type(default) in (list, tuple) and depth < 3:

@@ -1,9 +1,9 @@
-// The text page. It shows which tokens the token under the pointer attends to (by their background, and by lines to the largest
-// weights), and which tokens attend to it (underlined).
+// The text page. For the token under the pointer, it shows which tokens it attends to (by their background, and by lines to those
+// with the largest weights), and which tokens attend to it (underlined).
 
-const PAGE = 2000; // tokens on a page of a long text
+const PAGE = 2000; // tokens per page
 
-// Cut a name to a number of characters.
+// Shorten a name to a number of characters.
 const short = (name, length) => ([...name].length > length ? `${[...name].slice(0, length - 1).join("")}…` : name);
 
 class TextPage {
@@ -64,15 +64,15 @@ class TextPage {
     }
     this.words.replaceChildren(...parts);
     const go = (first) => ((this.first = first), this.writePage(), this.select(first));
-    const place = make("input", {
+    const goTo = make("input", {
       type: "number", min: 0, max: s - 1, value: this.first, "aria-label": "token",
-      onchange: () => this.app.change({ token: Math.max(0, Math.min(s - 1, Number(place.value) || 0)) }),
+      onchange: () => this.app.change({ token: Math.max(0, Math.min(s - 1, Number(goTo.value) || 0)) }),
     });
     this.pages.replaceChildren(...(s > PAGE ? [
       make("button", { type: "button", disabled: this.first === 0, onclick: () => go(this.first - PAGE) }, "← previous"),
       make("span", {}, `tokens ${count(this.first)} to ${count(last - 1)} of ${count(s)}`),
       make("button", { type: "button", disabled: last === s, onclick: () => go(this.first + PAGE) }, "next →"),
-      make("label", {}, "go to ", place)] : []));
+      make("label", {}, "go to ", goTo)] : []));
   }
 
   hover(event) {
@@ -91,36 +91,36 @@ class TextPage {
     const request = (this.request = new AbortController()), { run, layer, batch } = this.place, { heads } = this.app.state;
     const [, , t] = this.layer.shape, { first } = this.tokens, query = token - first;
     try {
-      const line = (word, n) => json(this.app.client, `${word}/${run}/${layer}/${heads}/${n}/${batch}`, request.signal);
+      const fetchLine = (kind, n) => json(this.app.client, `${kind}/${run}/${layer}/${heads}/${n}/${batch}`, request.signal);
       const [row, column] = await Promise.all([
-        first !== null && query >= 0 && query < t ? line("row", query) : null, line("column", token)]);
+        first !== null && query >= 0 && query < t ? fetchLine("row", query) : null, fetchLine("column", token)]);
       if (request === this.request) this.show(token, row, column, first);
     } catch (error) {
       if (error.name !== "AbortError") this.app.showError(error);
     }
   }
 
-  // Show the weights of a token. offset: the key at the position of query 0; null in cross-attention.
+  // Show the weights of a token. offset: the index of the key at the position of query 0, or null in cross-attention.
   show(token, row, column, offset) {
-    const at = (line, n) => line?.weights[n - line.first] ?? 0, largest = (line) => Math.max(1e-9, line?.top[0]?.[1] ?? 0);
+    const weightAt = (line, n) => line?.weights[n - line.first] ?? 0, largest = (line) => Math.max(1e-9, line?.top[0]?.[1] ?? 0);
     for (const [n, span] of this.spans.entries()) {
-      const key = this.first + n, out = at(row, key) / largest(row);
-      const into = offset === null ? 0 : at(column, key - offset) / largest(column);
+      const key = this.first + n, out = weightAt(row, key) / largest(row);
+      const into = offset === null ? 0 : weightAt(column, key - offset) / largest(column);
       span.style.setProperty("--out", out.toFixed(3)), span.style.setProperty("--in", into.toFixed(3));
       span.classList.toggle("selected", key === token);
     }
     this.connect(token, row);
-    const list = (title, line, offset, none) => {
+    const list = (title, line, offset, emptyText) => {
       const items = (line?.top ?? []).map(([n, weight]) => make("li", {},
         offset === null ? make("b", {}, `query ${count(n)}`)
           : make("button", { type: "button", onclick: () => this.app.change({ token: n + offset }) }, make("bdi", {}, short(this.names[n + offset], 24)), ` ${count(n + offset)}`),
         make("span", { class: "value", "data-weight": weight }, format(weight, 4))));
-      return [make("h3", {}, title), items.length ? make("ol", {}, ...items) : make("p", { class: "muted" }, none)];
+      return [make("h3", {}, title), items.length ? make("ol", {}, ...items) : make("p", { class: "muted" }, emptyText)];
     };
     this.aside.replaceChildren(
       make("h2", {}, make("bdi", {}, short(this.names[token], 60)), ` ${count(token)}`),
-      ...list("attends to", row, 0, offset === null ? "Queries are other tokens than keys." : row ? "All keys are masked." : "This token is not a query."),
-      ...list("attended to by", column, offset, "No query."));
+      ...list("attends to", row, 0, offset === null ? "In cross-attention, this token is a key only." : row ? "All keys are masked." : "This token is not a query."),
+      ...list("attended to by", column, offset, "No query attends to this token."));
     this.aside.dataset.token = token;
   }
 
