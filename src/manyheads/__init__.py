@@ -66,7 +66,7 @@ _MODULES = {
 
 __all__ = [*_MODULES, "measures"]
 
-if not TYPE_CHECKING:  # a type checker would accept any name
+if not TYPE_CHECKING:  # with a `__getattr__`, type checkers accept any name
 
     def __getattr__(name: str) -> Any:
         """Import a public name or a submodule at its first use."""
@@ -83,15 +83,14 @@ if not TYPE_CHECKING:  # a type checker would accept any name
 
 
 def __dir__() -> list[str]:
-    """Return all public names, also those that aren't imported yet."""
+    """Return all public names, including those that aren't imported yet."""
     return sorted({*globals(), *__all__})
 
 
 class _Package(ModuleType):
-    """The type of this module, which keeps `manyheads.observe` the function.
+    """The type of this module. It ensures that `manyheads.observe` is the function, not the subpackage.
 
-    The import system binds a submodule to its package under its name whenever it is first imported, and
-    there is a subpackage `observe`.
+    When a submodule is first imported, the import system sets it as an attribute of its package.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -4,7 +4,7 @@
         → softmax → mask_weights → dropout → mix → merge_heads → project_output
 
 It is written for clarity and independently of the kernels; tests compare it with `manyheads.attention`.
-The positional encodings in `encodings` are oracles too. Shapes have the letters of the library: b batch,
+The positional encodings in `encodings` are oracles too. Shapes use the library's letters: b batch,
 h heads, g key heads, t queries, s keys, d head size, e model width.
 """
 
@@ -41,7 +41,7 @@ class Weights:
     sink: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Weights:
-        """Return the weights with each tensor changed."""
+        """Return the weights with `change` applied to each tensor."""
         weight, bias = ({role: change(x) for role, x in each.items()} for each in (self.weight, self.bias))
         return replace(self, weight=weight, bias=bias, sink=None if self.sink is None else change(self.sink))
 
@@ -56,7 +56,7 @@ class Weights:
 
     @property
     def out_width(self) -> int:
-        """The width of the output projection, or without one of the merged heads."""
+        """The width of the output: of the output projection, or of the merged heads if there is none."""
         if "o" in self.weight:
             return self.weight["o"].shape[0]
         return self.weight["v"].shape[0] // self.key_heads * self.heads
@@ -95,7 +95,7 @@ class Inputs:
     average_weights: bool = False
 
     def but(self, **fields: Any) -> Inputs:
-        """Return the same call with other fields."""
+        """Return a copy with some fields replaced."""
         return replace(self, **fields)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class Inputs:
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Return the same numbers, rounded to `dtype`."""
+        """Return the inputs with floating-point tensors converted to `dtype`."""
         return self.but(**{n: x.to(dtype) for n, x in self.tensors().items() if x.is_floating_point()})
 
     @property
@@ -168,7 +168,7 @@ class Attention(Oracle):
         3: ("batch entry", "query", "column"),
         4: ("batch entry", "head", "query", "column"),
     }
-    tolerance = 2e-5  # relative: float32 with its sums in another order
+    tolerance = 2e-5  # relative; allows for float32 sums in another order
 
     x: Inputs
     q: Tensor  # [b, h, t, d]
@@ -215,7 +215,7 @@ class Attention(Oracle):
         return x @ self.weight(role).mT if bias is None else x @ self.weight(role).mT + bias
 
     def compute_heads(self, role: str) -> Tensor:
-        """Return q `[b, h, t, d]`, or k or v `[b, g, s, d]`; a module projects its inputs and splits them."""
+        """Return q `[b, h, t, d]`, or k or v `[b, g, s, d]`: the inputs, projected and split for a module."""
         x = self.source(role)
         if self.weights is None:
             return x
@@ -231,7 +231,7 @@ class Attention(Oracle):
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
     def repeat_heads(self, x: Tensor) -> Tensor:
-        """Repeat key heads: head j serves the query heads j · h/g, …, (j + 1) · h/g − 1."""
+        """Repeat key heads: query heads j · h/g, …, (j + 1) · h/g − 1 use key head j."""
         return x.repeat_interleave(self.q.shape[1] // x.shape[1], 1)
 
     # -- scores ------------------------------------------------------------------------------------
@@ -241,11 +241,11 @@ class Attention(Oracle):
         return self.q @ self.k.mT
 
     def default_scale(self) -> float:
-        """Return the scale of calls without a scale."""
+        """Return the scale that is used if the call gives none."""
         return self.q.shape[-1] ** -0.5
 
     def scale(self) -> float:
-        """Return the factor of the scores."""
+        """Return the factor that multiplies the scores."""
         return self.default_scale() if self.x.scale is None else self.x.scale
 
     def add_bias(self, scores: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ class Attention(Oracle):
         return weights @ self.v
 
     def merge_heads(self, x: Tensor) -> Tensor:
-        """Merge `[b, h, t, d]` into `[b, t, h · d]`, where heads were split."""
+        """Merge `[b, h, t, d]` into `[b, t, h · d]` for a module; a function's output keeps its heads."""
         return x if self.weights is None else x.transpose(1, 2).flatten(2)
 
     def project_output(self, x: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ class Attention(Oracle):
 
     @staticmethod
     def difference(got: Tensor, expected: Tensor) -> float:
-        """Return the largest difference, relative to the largest finite number of `expected`."""
+        """Return the largest difference, relative to the largest finite magnitude in `expected`."""
         if got.shape != expected.shape:
             return math.inf
         if not got.numel():
@@ -356,16 +356,16 @@ def exact(weights: Weights | None, x: Inputs, oracle: type[Oracle] = Attention) 
 
 
 def allowed_error(weights: Weights | None, x: Inputs) -> float:
-    """Return the largest error that rounding explains: 4 · plain + eps · (1 + max|score|) · A.
+    """Return the largest error that rounding explains: 4 · E + eps · (1 + max|score|) · A.
 
-    plain is the error of the same steps in the inputs' dtype, A the largest output for absolute values of
-    weights and inputs. This is twice the error budget of this library, because other implementations compute
-    the steps in another order.
+    E is the error of the oracle in the inputs' dtype. A is the largest output if values and parameters are
+    replaced by their absolute values, with the same attention weights. This is twice the error budget of this
+    library, because other implementations compute the steps in another order.
     """
     dtype = x.query.dtype
-    plain = Attention(None if weights is None else weights.to(dtype), dtype)(x)
+    rounded = Attention(None if weights is None else weights.to(dtype), dtype)(x)
     oracle = Attention(None if weights is None else weights.to(torch.float64), dtype)
-    true = oracle(x.to(torch.float64))
+    expected = oracle(x.to(torch.float64))
     oracle.weights = None if oracle.weights is None else oracle.weights.map(torch.abs)
     oracle.x = replace(oracle.x, value=oracle.x.value.abs())
     oracle.v = oracle.repeat_heads(oracle.compute_heads("v"))
@@ -373,11 +373,14 @@ def allowed_error(weights: Weights | None, x: Inputs) -> float:
     scores = oracle.raw_scores * oracle.scale()
     largest = float(scores.abs().max()) if scores.numel() else 0.0
     rounding = torch.finfo(dtype).eps * (1 + largest) * float(bound.max())
-    return 4 * largest_difference(plain.out, true.out) + rounding
+    return 4 * largest_difference(rounded.out, expected.out) + rounding
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest absolute difference: 0 for two NaNs or equal infinities, infinity for others."""
+    """Return the largest absolute difference.
+
+    Two NaNs and equal infinities differ by 0, other non-finite numbers and different shapes by infinity.
+    """
     a, b = a.to(torch.float64), b.to(torch.float64)
     if a.shape != b.shape:
         return math.inf

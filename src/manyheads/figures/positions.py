@@ -1,4 +1,4 @@
-"""Figures of positional encodings: curves of a few dimensions, and all of them as an image."""
+"""Figures of positional encodings: curves of some dimensions, and an image of all dimensions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyheads.figures.cells import DPI
 from manyheads.figures.heatmaps import WEIGHT, Picture, add_colorbar, draw_matrix, set_text
 from manyheads.shapes import kind, sizes
 
-VALUE = "PuOr"  # a colour map that diverges around zero, and is legible without colour vision
+VALUE = "PuOr"  # a diverging colour map that is safe for colour-blind readers
 
 
 def curves(encoding: Tensor, dimensions: Sequence[int], *, counted_from: int = 0) -> Figure:
@@ -23,18 +23,18 @@ def curves(encoding: Tensor, dimensions: Sequence[int], *, counted_from: int = 0
 
     Args:
         encoding: The encoding `[positions, d]`.
-        dimensions: The dimensions to draw.
-        counted_from: The number of the first position and dimension, 1 in textbooks that call the first sine
-            and cosine dimensions 1 and 2.
+        dimensions: The dimensions to draw, counted from `counted_from`.
+        counted_from: The number of the first position and of the first dimension: 0 as in code, or 1 as in
+            some textbooks.
 
     Returns:
         The figure.
 
     Raises:
-        ValueError: If a dimension is outside d, or there are no dimensions.
+        ValueError: If a dimension is out of range, there are none, or the encoding has another shape.
         TypeError: If the encoding isn't a tensor.
     """
-    values = _encoding(encoding)
+    values = _as_array(encoding)
     positions = np.arange(len(values)) + counted_from
     last = values.shape[1] - 1 + counted_from
     if not len(dimensions):
@@ -69,7 +69,7 @@ def image(encoding: Tensor, *, counted_from: int = 0, title: str = "positional e
 
     Args:
         encoding: The encoding `[positions, d]`.
-        counted_from: The number of the first position and dimension.
+        counted_from: The number of the first position and of the first dimension.
         title: Title of the figure.
 
     Returns:
@@ -77,9 +77,9 @@ def image(encoding: Tensor, *, counted_from: int = 0, title: str = "positional e
 
     Raises:
         TypeError: If the encoding isn't a tensor.
-        ValueError: If it has another shape.
+        ValueError: If the encoding has another shape.
     """
-    values = _encoding(encoding)
+    values = _as_array(encoding)
     length, d = values.shape
     largest = max(float(np.abs(values).max()), 1e-6)
     width, height = np.clip(0.06 * length, 3.5, 9), np.clip(0.06 * d, 2.0, 6)
@@ -98,8 +98,8 @@ def image(encoding: Tensor, *, counted_from: int = 0, title: str = "positional e
     return figure
 
 
-def _encoding(encoding: Tensor) -> np.ndarray:
-    """Return an encoding `[positions, d]` or `[1, positions, d]` as numbers `[positions, d]`."""
+def _as_array(encoding: Tensor) -> np.ndarray:
+    """Return an encoding `[positions, d]` or `[1, positions, d]` as an array `[positions, d]`."""
     if not isinstance(encoding, Tensor):
         raise TypeError(f"Expected an encoding tensor [positions, d], got {kind(encoding)}.")
     values = encoding.detach().cpu().double()

@@ -1,8 +1,8 @@
 """PyTorch's fused attention, for the problems that it computes exactly.
 
-`F.scaled_dot_product_attention` silently falls back to a path that builds every weight; this kernel doesn't
-support the problems for which it would. It gives no log-sum-exp. Masked NaN can leak in it, so `kernels.run`
-checks its inputs and its output.
+For some problems, `F.scaled_dot_product_attention` silently uses its math path, which stores all weights.
+This kernel doesn't support these problems. It returns no log-sum-exp. NaN in masked keys and values can leak
+into the output, so `kernels.run` checks inputs and output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "sdpa"
 GIVES_LSE = False
 SHIELDS = False
 
-LIMIT = 64 * 2**20  # bytes of a mask tensor made from a rule
+LIMIT = 64 * 2**20  # maximum bytes of a tensor that is made of the mask and bias
 
 
 def why_unsupported(problem: Problem) -> list[str]:
@@ -41,27 +41,27 @@ def why_unsupported(problem: Problem) -> list[str]:
         if active.count("grad") > 1:
             reasons.append("PyTorch's fused kernels have no second gradient")
     if 0 in n:
-        reasons.append(f"a size is 0 ({_zero(p)}), for which PyTorch has no fused kernel")
+        reasons.append(f"a size is 0 ({_zero_sizes(p)}), for which PyTorch has no fused kernel")
     if p.softcap is not None:
         reasons.append("it has no softcap")
     if p.sink is not None:
         reasons.append("it has no sinks")
     if p.dropout_p:
-        reasons.append("with dropout PyTorch takes its math path, which builds every weight")
+        reasons.append("with dropout PyTorch uses its math path, which stores all weights")
     if n.w != n.d:
-        reasons.append(f"values of width {n.w} beside keys of width {n.d} take PyTorch's math path")
+        reasons.append(f"PyTorch uses its math path for values of width {n.w} with keys of width {n.d}")
     if any(x.stride(-1) != 1 for x in (p.q, p.k, p.v)):
-        reasons.append("the last dimension of q, k or v isn't contiguous, which takes PyTorch's math path")
+        reasons.append("PyTorch uses its math path if the last dimension of q, k or v isn't contiguous")
     if p.bias is not None:
         if torch.is_grad_enabled() and p.bias.tensor().requires_grad:
-            reasons.append("it gives no gradient to a bias")
-        if p.q.dtype in (torch.float16, torch.bfloat16) and not _exact(p):
+            reasons.append("it computes no gradient of a bias")
+        if p.q.dtype in (torch.float16, torch.bfloat16) and not _has_bias_of_same_dtype(p):
             reasons.append(f"it would round the bias to {p.q.dtype}")
     if needs_tensor(p) and not _given_as_tensor(p):
         size = _mask_bytes(p)
         if size > LIMIT:
             reasons.append(
-                f"the mask and bias would have to become a tensor of {size / 2**20:,.0f} MB "
+                f"the mask and bias would have to be stored as a tensor of {size / 2**20:,.0f} MiB "
                 f"(at most {LIMIT // 2**20})"
             )
     if p.q.device.type == "cuda":
@@ -70,7 +70,10 @@ def why_unsupported(problem: Problem) -> list[str]:
 
 
 def _why_unsupported_on_cuda(p: Problem) -> list[str]:
-    """Return why CUDA's kernels don't: float32 and mask tensors go to one without grouped heads."""
+    """Return why PyTorch's CUDA kernels don't support this problem.
+
+    The one that supports float32 and mask tensors doesn't support grouped heads.
+    """
     reasons = []
     if p.q.dtype == torch.float64:
         reasons.append("PyTorch has no fused kernel for float64 on CUDA")
@@ -86,14 +89,14 @@ def run(problem: Problem) -> tuple[Tensor, None]:
     p, n = problem, problem.shape
     tensor, causal = None, False
     if needs_tensor(p):
-        tensor = _tensor(p)
+        tensor = _build_tensor(p)
         if not can_read(p.q) or p.q.device.type != "cpu":
             p = p.without_masked_keys(tensor if p.bias is None else tensor != -math.inf)
     elif not _is_fully_visible(p):
-        causal = True  # and no query attends to a key beyond the first t
+        causal = True  # queries attend to the first t keys at most, so the other keys are left out
         p = replace(p, k=p.k[:, :, : n.t], v=p.v[:, :, : n.t])
     grouped = False
-    if n.h != n.g:  # a branch, as a compiler wants a bool here and not a symbol
+    if n.h != n.g:  # while tracing, the comparison is symbolic; the branch makes it a bool
         grouped = True
     out = F.scaled_dot_product_attention(
         p.q, p.k, p.v, attn_mask=tensor, is_causal=causal, scale=p.scale, enable_gqa=grouped
@@ -104,14 +107,15 @@ def run(problem: Problem) -> tuple[Tensor, None]:
 
 
 def _forbid_second_gradient(out: Tensor) -> None:
-    """Raise our error for the gradient of a gradient; PyTorch's own names an internal operator."""
+    """Make a second gradient raise a clear error; PyTorch's own error names an internal operator."""
     node = out.grad_fn
-    if node is not None and node.name().startswith("ScaledDotProduct"):  # a forced math path supports it
+    # The math path, which has other nodes, supports second gradients.
+    if node is not None and node.name().startswith("ScaledDotProduct"):
         node.register_hook(_forbid_gradients_of)
 
 
 def _forbid_gradients_of(grads: tuple[Tensor | None, ...], _: Any) -> None:
-    """Let the gradients' own nodes raise, which exist with `create_graph=True`."""
+    """Make the autograd nodes of gradients raise; gradients have nodes only with `create_graph=True`."""
     for grad in grads:
         if grad is not None and grad.grad_fn is not None:
             grad.grad_fn.register_prehook(raise_second_gradient)
@@ -128,7 +132,7 @@ def _is_causal(p: Problem) -> bool:
 
 
 def _is_fully_visible(p: Problem) -> bool:
-    """Return True if a mask made of bands only keeps everything, as Causal does for a single last query."""
+    """Return True if the mask is a band that contains all keys of all rows, as Causal for one last query."""
     if p.mask is None:
         return True
     (low, high), segments, lengths, rest = p.mask.normal()
@@ -143,32 +147,32 @@ def _is_fully_visible(p: Problem) -> bool:
 
 
 def needs_tensor(p: Problem) -> bool:
-    """Return True if PyTorch takes the mask and bias of a problem as a tensor, which has to be built."""
+    """Return True if the mask and bias have to be passed to PyTorch as a tensor."""
     return p.bias is not None or not (_is_fully_visible(p) or _is_causal(p))
 
 
 def _given_as_tensor(p: Problem) -> bool:
     """Return True if the caller passed the mask as a tensor."""
-    return p.bias is None and isinstance(p.mask, Keep)  # or a Drop, which is one
+    return p.bias is None and isinstance(p.mask, Keep)  # Drop is a subclass
 
 
 def _mask_bytes(p: Problem) -> int:
-    """Return the bytes at most: a mask may turn out to be the same for all heads or batch entries."""
+    """Return the most bytes that `_build_tensor` needs; a mask may turn out to broadcast over b or h."""
     b, h = 1, 1
     for part in (p.mask, p.bias):
         if part is not None:
             part_b, part_h = p.broadcast_sizes(part)
             b, h = max(b, part_b), max(h, part_h)
-    return b * h * p.shape.t * p.shape.s * p.q.element_size()  # PyTorch makes a boolean mask one of q's dtype
+    return b * h * p.shape.t * p.shape.s * p.q.element_size()  # PyTorch converts masks to q's dtype
 
 
-def _exact(p: Problem) -> bool:
+def _has_bias_of_same_dtype(p: Problem) -> bool:
     """Return True if the bias is a tensor of the queries' own dtype."""
     return isinstance(p.bias, Dense) and p.bias.values.dtype == p.q.dtype
 
 
-def _tensor(p: Problem) -> Tensor:
-    """Return mask and bias as PyTorch takes them: boolean, or added numbers with −inf where masked."""
+def _build_tensor(p: Problem) -> Tensor:
+    """Return `attn_mask`: a boolean mask, or a bias to add to the scores, with −inf where masked."""
     n = p.shape
     keep = None if p.mask is None else p.keep(p.mask, ALL, ALL)
     if p.bias is None:
@@ -180,5 +184,5 @@ def _tensor(p: Problem) -> Tensor:
     return added.expand(*added.shape[:2], n.t, n.s).to(p.q.dtype)
 
 
-def _zero(p: Problem) -> str:
+def _zero_sizes(p: Problem) -> str:
     return ", ".join(letter for letter, size in p.shape._asdict().items() if size == 0)

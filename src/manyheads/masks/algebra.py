@@ -1,10 +1,10 @@
 """The base class of masks, their composition with `&`, `|` and `~`, and their normal form.
 
 A mask is evaluated at positions, not at row numbers: a query's position is its row plus an offset, a key's
-position is its column. `keep(b, h, i, j)` defines a mask. `span(rows)` bounds it, so that kernels skip masked
-tiles and don't mask fully visible ones. `normal()` is the form that kernels read. `bind` sets the position of
-row 0 and the number of keys, for masks that are given by row (`Keep`, `Drop`, `queries=`) or counted from the
-last key (`Lengths(left=True)`).
+position is its column. `keep(b, h, i, j)` defines a mask. `span(rows)` bounds the visible keys, so that
+kernels skip fully masked tiles and apply no mask to fully visible ones. `normal()` is the form that kernels
+read. `bind` sets the position of row 0 and the number of keys, which are needed by masks that are indexed by
+row (`Keep`, `Drop`, `queries=`) or count from the last key (`Lengths(left=True)`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyheads.trees import Value
 
 FAR = 1 << 60  # beyond all positions: "no bound"
 SIDE = 12  # default number of queries and keys of a drawing
-MAX_SIDE = 32  # the largest default, if the mask's tensors have more
+MAX_SIDE = 32  # the default is at most this, even if the mask's tensors are larger
 
 Index = Any  # an int, or an integer tensor that broadcasts against [b, h, t, s]
 Interval = tuple[int, int]  # half-open
@@ -88,15 +88,15 @@ class Mask(Value):
             part.check(shape)
 
     def bind(self, first: int | Tensor, s: int) -> Mask:
-        """Return the mask for s keys, and queries whose row 0 has the position `first` (an int or `[b]`)."""
+        """Return the mask for s keys and queries that start at the position `first` (an int or `[b]`)."""
         return self
 
     def only(self, batch: Tensor, heads: Tensor) -> Mask:
-        """Return the mask of some batch entries `[b]` and heads `[h]`, which are renumbered from 0."""
+        """Return the mask restricted to batch entries `[b]` and heads `[h]`, which are renumbered from 0."""
         return Only(self, batch, heads)
 
     def cut(self, rows: range, cols: range, offset: int | Tensor) -> Mask | None:
-        """Return the bound mask of a range of rows and columns, which are renumbered from 0.
+        """Restrict a bound mask to a range of rows and columns, which are renumbered from 0.
 
         Args:
             rows: The rows.
@@ -143,7 +143,8 @@ class Mask(Value):
         Args:
             t: The number of queries, by default that of the mask's tensors, at most 32; 12 without tensors.
             s: The number of keys, with the same default.
-            offset: The position of row 0, s − t by default.
+            offset: The position of row 0. By default the number of keys minus that of queries: of the mask's
+                tensors if neither t nor s is given, else s − t.
             b: The batch entry.
             h: The head.
 
@@ -166,7 +167,7 @@ class Mask(Value):
         return torch.as_tensor(bound.keep(b, h, i, j)).expand(t, s)
 
     def draw(self, t: int | None = None, s: int | None = None, offset: int | None = None) -> str:
-        """Return a drawing for a terminal: a line per query, a column per key, ■ where it may attend.
+        """Return a drawing for a terminal: a line per query, a column per key, ■ = may attend.
 
         Args:
             t: The number of queries, as for `table`.
@@ -196,8 +197,10 @@ class Mask(Value):
 def _mask(value: object) -> Mask:
     if isinstance(value, Mask):
         return value
-    hint = " Wrap it as Keep(t) (True = may attend) or Drop(t)." if isinstance(value, Tensor) else ""
-    raise TypeError(f"Expected a mask to compose with, got {kind(value)}.{hint}")
+    hint = (
+        " Wrap it as Keep(t) (True = attend) or Drop(t) (True = masked)." if isinstance(value, Tensor) else ""
+    )
+    raise TypeError(f"Expected a Mask as the operand of & or |, got {kind(value)}.{hint}")
 
 
 class Pair(Mask):
@@ -261,9 +264,8 @@ class Not(Mask):
 
     def span(self, rows: range) -> Span:
         span = self.mask.span(rows)
-        # Keys outside of `all` may be visible to some rows, and keys outside of `some` are visible to all. A
-        # complement of two intervals widens to everything in the first case, and shrinks to the second
-        # interval in the other.
+        # Keys outside `all` may be visible to some rows, and keys outside `some` are visible to all. If a
+        # complement consists of two intervals, `some` becomes EVERYTHING and `all` the second interval.
         outside_all, outside_some = _complement(span.all), _complement(span.some)
         return Span(
             some=outside_all[0] if len(outside_all) == 1 else EVERYTHING if outside_all else NOTHING,
@@ -284,7 +286,7 @@ class Not(Mask):
 
 
 class Only(Mask):
-    """A bound mask of some batch entries `[b]` and heads `[h]`, which are renumbered from 0."""
+    """A bound mask, restricted to batch entries `[b]` and heads `[h]`, which are renumbered from 0."""
 
     mask: Mask
     batch: Tensor
@@ -311,13 +313,14 @@ class Only(Mask):
 
 def picked(batch: Tensor, heads: Tensor, shape: Shape) -> None:
     """Raise ValueError unless these are indices of batch entries `[b]` and heads `[h]`."""
-    for index, size, letter in ((batch, shape.b, "b"), (heads, shape.h, "h")):
+    for name, index, size in (("batch", batch, shape.b), ("heads", heads, shape.h)):
         if not isinstance(index, Tensor) or not is_integer(index) or tuple(index.shape) != (size,):
-            raise ValueError(f"Expected integers [{letter}] = [{size}] for Only, got {kind(index)}.")
+            got_shape = f" {sizes(index)}" if isinstance(index, Tensor) else ""
+            raise ValueError(f"Expected Only's {name} to be integers [{size}], got {kind(index)}{got_shape}.")
 
 
 def spread(first: int | Tensor, batch: Tensor) -> int | Tensor:
-    """Return positions of selected batch entries `[b]` by the indices that these had before."""
+    """Return the positions `[b]` of selected batch entries, at the indices before the selection."""
     if isinstance(first, int) or not batch.numel():
         return first
     return first.new_zeros(int(batch.max()) + 1).index_copy_(0, batch, first)
@@ -343,7 +346,7 @@ def _union(left: Interval, right: Interval) -> Interval:
 
 
 def _complement(interval: Interval) -> list[Interval]:
-    """Return the intervals outside of an interval."""
+    """Return the nonempty intervals outside an interval."""
     start, stop = interval
     if start >= stop:
         return [EVERYTHING]
@@ -351,7 +354,7 @@ def _complement(interval: Interval) -> list[Interval]:
 
 
 def opaque(tensor: Tensor) -> bool:
-    """Return True if reading a tensor would break a graph or make a device wait."""
+    """Return True if a tensor's numbers can't be read, or only after waiting for its device."""
     return not can_read(tensor) or tensor.device.type != "cpu"
 
 
@@ -363,7 +366,7 @@ def summarize(value: object) -> str:
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Return True for a tensor of integers, which booleans aren't."""
+    """Return True for a tensor of integers (not of booleans)."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 

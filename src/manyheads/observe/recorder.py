@@ -35,11 +35,11 @@ class Recorder:
     max_bytes: int | None
     store: Sequence[torch.device | str | torch.dtype]
     ablate: Sequence[tuple[str | int, int]]
-    attended: dict[str, int] = field(default_factory=dict)  # heads by module path, in order of first call
+    attended: dict[str, int] = field(default_factory=dict)  # head counts by path, in order of first call
     ran: bool = False
     closed: bool = False
-    active: int = 0  # modules that run now, on all threads
-    strays: int = 0  # attention calls on threads where no module runs
+    active: int = 0  # number of observed modules that are running, on all threads
+    strays: int = 0  # number of attention calls on threads without a running module
     end_hooks: list[Any] = field(default_factory=list)
     lock: Any = field(default_factory=threading.RLock)
 
@@ -69,7 +69,7 @@ class Recorder:
         return layer == (attended.index(path) if path in self.attended else len(attended))
 
     def ablated(self, path: str, h: int) -> list[int]:
-        """Return the heads of this module, of h, that are to be ablated."""
+        """Return which of a module's h heads to ablate."""
         heads = []
         for layer, head in self.ablate:
             if self._matches(layer, path):
@@ -93,8 +93,8 @@ class Recorder:
                 if not -h <= head < h:
                     raise ValueError(f"{self._name(path)} has {h} heads, and heads= names head {head}.")
             if self.keep is None:
-                # q and k are copied because a model may overwrite them, as a cache of fixed size does. (In
-                # inference mode changes in place aren't counted.)
+                # Copy q and k, because a model may overwrite them, as a static KV cache does. Tensors in
+                # inference mode have no version counter by which this could be detected.
                 problem = replace(problem, q=problem.q.clone(), k=problem.k.clone())
             provenance = {"model": type(self.model).__name__, "layer": path}
             amap = AttentionMap.of(problem, lse, provenance=provenance)
@@ -108,13 +108,13 @@ class Recorder:
             if self.max_bytes is not None and self.recording.nbytes > self.max_bytes:
                 raise MemoryError(
                     f"The recording up to {self._name(path)} takes {amount(self.recording.nbytes)}, and "
-                    f"max_bytes is {amount(self.max_bytes)}. Name fewer layers= or heads=, store less "
-                    '(dtype=torch.float16), or keep="statistics".'
+                    f"max_bytes is {amount(self.max_bytes)}. Record fewer layers= or heads=, or use "
+                    'dtype=torch.float16 or keep="statistics".'
                 )
 
     def note_softmax(self, path: str, scores: Tensor) -> None:
         """Note a softmax outside of attention calls if its input may be scores `[b, h, t, s]`."""
-        if scores.dim() > 3 or (scores.dim() == 3 and _sounds_like_attention(self.modules[path])):
+        if scores.dim() > 3 or (scores.dim() == 3 and _is_named_like_attention(self.modules[path])):
             with self.lock:
                 self.recording.missed.setdefault(path, tuple(scores.shape))
 
@@ -160,7 +160,7 @@ class Recorder:
         self.end_hooks.append(module.register_forward_hook(end, always_call=True))
 
     def _close(self) -> None:
-        """Stop recording; a forward on another thread may still be running."""
+        """Stop recording. A forward that still runs on another thread removes the end hooks when it ends."""
         self.closed = True
         intercept.forget(self)
         self._remove_end_hooks()
@@ -174,7 +174,7 @@ class Recorder:
         """Return a hook that replaces a layer's output by that of its fast path (see `fastpath`)."""
 
         def recompute(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-            is_within_another = any(  # the hook of the outer module recomputes all of it
+            is_within_another = any(  # the hook of the outer module recomputes this one too
                 fastpath.is_taken(other) and not self._is_changed(other)
                 for name, other in self.modules.items()
                 if name != path and intercept.is_running(self, name)
@@ -200,36 +200,38 @@ class Recorder:
         is_ablated = any(self._matches(layer, path) for layer, _ in self.ablate for path in paths)
         return fastpath.has_other_hooks(module) or is_ablated
 
-    # -- the end -----------------------------------------------------------------------------------
+    # -- checks after the run ----------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check that the model made attention calls, and the named layers too; warn of missed calls."""
+        """Raise if the model or a named layer made no attention call; warn of calls that weren't recorded."""
         if not self.ran:
-            raise ValueError("No forward of the model ran inside observe(...): call it there, model(inputs).")
+            raise ValueError(
+                "The model wasn't called inside observe(...). Call model(inputs) there, not model.forward."
+            )
         if self.strays:
             warnings.warn(
-                f"{self.strays} attention calls ran on threads where no module of the model did, so they "
-                "belong to no layer and weren't recorded. Call modules on these threads, not functions.",
+                f"{self.strays} attention calls ran on threads where no module of the model was running, so "
+                "they belong to no layer and weren't recorded. Call modules on these threads, not functions.",
                 stacklevel=4,
             )
         if not self.attended:
             similar = [
                 f"{self._name(path)} ({type(module).__name__})"
                 for path, module in self.modules.items()
-                if _sounds_like_attention(module)
+                if _is_named_like_attention(module)
             ]
             names = ", ".join(similar[:4])
-            hint = f" These modules may compute it by themselves: {names}." if similar else ""
+            hint = f" These modules may implement attention themselves: {names}." if similar else ""
             raise ValueError(
-                f"{type(self.model).__name__} ran without an attention call that can be recorded, such as "
-                f"those of {intercept.INTERCEPTED}.{hint}"
+                f"{type(self.model).__name__} made no attention call that can be recorded. Supported calls: "
+                f"{intercept.INTERCEPTED}.{hint}"
             )
         if self.recording.missed:
             missed = [f"{self._name(path)} {list(shape)}" for path, shape in self.recording.missed.items()]
-            some = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
+            examples = ", ".join(missed[:4]) + (", …" if len(missed) > 4 else "")
             warnings.warn(
-                "Modules computed a softmax outside of any attention call. It may be attention written out "
-                f"by hand, which isn't recorded: {some}.",
+                "Modules computed a softmax outside of any attention call. It may be hand-written attention, "
+                f"which isn't recorded: {examples}.",
                 stacklevel=4,
             )
         for option, layers in (("layers", self.layers or ()), ("ablate", [pair[0] for pair in self.ablate])):
@@ -241,11 +243,11 @@ class Recorder:
                     )
 
 
-def _sounds_like_attention(module: nn.Module) -> bool:
+def _is_named_like_attention(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     return "atten" in name or "head" in name
 
 
 def _uncompiled(path: str) -> str:
-    """Return a module's path as it would be if nothing were compiled."""
+    """Return a module's path without the parts that torch.compile adds."""
     return ".".join(part for part in path.split(".") if part != COMPILED)

@@ -31,14 +31,14 @@ class NoSuchLayer(KeyError):
 class Recording(Mapping[Any, Any]):
     """The attention of a model, layer by layer, in order of first call.
 
-    Keys are the paths of attention modules, as in `named_modules`; a unique part of a path, or a number,
-    finds a layer too. `recording[name]` is the layer's last call and `recording.calls(name)` lists all calls:
-    an `AttentionMap` each, or its statistics (`Reduced`) with keep="statistics". Steps of a generation whose
-    keys continue each other's are one call.
+    Keys are the paths of attention modules, as in `named_modules`. A layer can also be given by a unique part
+    of its path, or by its number. `recording[name]` is the layer's last call, and `recording.calls(name)`
+    lists all calls: an `AttentionMap` each, or its statistics (`Reduced`) with keep="statistics". Decoding
+    steps are joined into one call if the keys of each step extend those of the step before.
 
-    `missed` are modules that computed a softmax outside of any attention call, with its shape: perhaps
-    attention written out by hand, of which there is no map. `provenance` describes the origin: the model, and
-    whatever you add.
+    `missed` maps modules that computed a softmax outside of any attention call to the shape of its input. It
+    may be hand-written attention, which isn't recorded. `provenance` describes the origin: the model, and
+    entries that you add.
     """
 
     def __init__(self, provenance: Mapping[str, Any] | None = None) -> None:
@@ -93,24 +93,24 @@ class Recording(Mapping[Any, Any]):
             raise TypeError(f"Expected a layer's path or number, got {kind(name)}.")
         if isinstance(name, int):
             if not -len(names) <= name < len(names):
-                raise NoSuchLayer(f"There is no layer {name}: {len(names)} were recorded.")
+                raise NoSuchLayer(f"There is no layer {name}: {len(names)} layers were recorded.")
             return names[name]
         matches = [name] if name in names else paths_within(name, names)
         if len(matches) == 1:
             return matches[0]
         if matches:
-            some = ", ".join(matches[:4]) + (", …" if len(matches) > 4 else "")
+            examples = ", ".join(matches[:4]) + (", …" if len(matches) > 4 else "")
             raise NoSuchLayer(
-                f"{name!r} matches {len(matches)} of the recorded layers: {some}. Give more of the path."
+                f"{name!r} matches {len(matches)} of the recorded layers: {examples}. Give more of the path."
             )
         raise NoSuchLayer(f"No layer {name!r} was recorded{close_matches(name, names)}.")
 
     def add(self, name: str, call: Call, k: Tensor) -> None:
-        """Add a call with keys k `[b, g, s, d]`, or join it to the last call if it continues that."""
+        """Add a call with keys k `[b, g, s, d]`, or join it to the last call if k extends its keys."""
         calls = self._calls.setdefault(name, [])
-        before = self._checksums.get(name)
+        previous = self._checksums.get(name)
         joined = None
-        if before is not None and before.shape[2] and torch.equal(checksums(k, before.shape[2]), before):
+        if previous is not None and (n := previous.shape[2]) and torch.equal(checksums(k, n), previous):
             joined = join(calls[-1], call)
         if joined is None:
             calls.append(call)
@@ -121,14 +121,14 @@ class Recording(Mapping[Any, Any]):
     # -- labels and table --------------------------------------------------------------------------
 
     def label(self, tokens: Sequence[str] | Sequence[Sequence[str]]) -> None:
-        """Name the keys of every layer that has as many of them.
+        """Label the keys of every layer that has as many keys as there are tokens.
 
         Args:
             tokens: s strings, or b lists of them.
 
         Raises:
-            ValueError: If no layer has as many keys as there are labels.
-            TypeError: If the labels aren't strings.
+            ValueError: If no layer has as many keys as there are tokens.
+            TypeError: If tokens isn't a list of strings.
         """
         if isinstance(tokens, str) or not isinstance(tokens, Sequence):
             raise TypeError(f"Expected tokens to be a list of strings, got {kind(tokens)}.")
@@ -145,8 +145,8 @@ class Recording(Mapping[Any, Any]):
     def table(self, ids: Tensor | None = None) -> Table:
         """Return a table of the scores of every head, averaged over the batch.
 
-        Where statistics were kept instead of maps, its columns are those that have one number for each head
-        or query. Weights lie between 0 and 1; entropy is in nats, distance in positions.
+        For layers that were recorded with keep="statistics", columns are the statistics that have one number
+        for each head or query. Weights lie between 0 and 1; entropy is in nats, distance in positions.
 
         Args:
             ids: The tokens, integers `[s]` or `[b, s]`; with them, duplicate-token and induction heads are
@@ -191,7 +191,7 @@ class Recording(Mapping[Any, Any]):
     def view(self, *others: Any, port: int = 0, browser: bool = True) -> Any:
         """Show every layer and head in a browser, or in this notebook, down to single weights.
 
-        In a script, `recording.view().wait()` waits until you interrupt it.
+        In a script, use `recording.view().wait()`, which keeps the server running until you interrupt it.
 
         Args:
             *others: More recordings, maps or files, to compare side by side.
@@ -236,7 +236,7 @@ class Recording(Mapping[Any, Any]):
 
 
 def open_run(path: str | os.PathLike[str]) -> Recording:
-    """Open a file of `Recording.save`, memory-mapped: nothing is read before it is needed.
+    """Open a file that `Recording.save` wrote. It is memory-mapped: tensors are read when they are needed.
 
     Args:
         path: The file.
@@ -245,7 +245,7 @@ def open_run(path: str | os.PathLike[str]) -> Recording:
         The recording.
 
     Raises:
-        ValueError: If it isn't such a file, or is broken.
+        ValueError: If it isn't such a file, or is damaged.
         OSError: If it can't be read.
     """
     run = storage.read(path)
@@ -261,14 +261,14 @@ def open_run(path: str | os.PathLike[str]) -> Recording:
 
 
 def paths_within(name: str, paths: Iterable[str]) -> list[str]:
-    """Return the paths that contain a name as whole parts, or else those that contain it as text."""
+    """Return the paths of which a name is one or more whole components, or else a substring."""
     paths = list(paths)
     whole_parts = [path for path in paths if name == path or f".{name}." in f".{path}."]
     return whole_parts or [path for path in paths if name in path]
 
 
 def close_matches(name: str, paths: Iterable[str]) -> str:
-    """Return the end of a sentence, which lists similar paths, or some paths if none is similar."""
+    """Return text to append to an error: the most similar paths, or the first ones if none is similar."""
     paths = [path for path in paths if path]
     similar = difflib.get_close_matches(name, paths, n=4, cutoff=0.5)
     if similar:

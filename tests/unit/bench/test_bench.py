@@ -202,7 +202,7 @@ def test_the_larger_of_two_measurements_of_the_machine_stays(monkeypatch: pytest
 
 def test_an_unsupported_contestant_is_left_out() -> None:
     result = bench.measure(bench.Problem("forward", "float32", 64, 300), 1)
-    assert result.left_out["native"] == "it supports heads of at most 256 numbers, and these have 300 and 300"
+    assert result.left_out["native"] == "it supports d and w up to 256, and these are 300 and 300"
     names = [timing.name for timing in result.timings]
     assert names[:2] == ["PyTorch", "chunked"]  # the others where they are installed
     assert "native" not in names

@@ -190,7 +190,7 @@ def flat(x: Any) -> list[Tensor]:
 @pytest.mark.parametrize("width", library.runs)
 def test_every_width_on_the_table(width: str) -> None:
     code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE[::3]); print(t.native.built())"
-    assert python(code, MANYHEADS_WIDTH=width, OMP_NUM_THREADS="2").startswith(f"{width} of ")
+    assert python(code, MANYHEADS_WIDTH=width, OMP_NUM_THREADS="2").startswith(f"{width} (available builds: ")
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.full
 def test_emulated_tiles_on_the_table(emulated: dict[str, str]) -> None:
     code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE); print(t.native.built())"
-    assert python(code, **emulated).startswith("amx of portable, amx, ")
+    assert python(code, **emulated).startswith("amx (available builds: portable, amx)")
 
 
 @pytest.mark.full
@@ -359,7 +359,7 @@ def test_a_width_that_does_not_compile_is_left_out(
     )
     runs = [name for name in library.runs if name not in ("avx512bf16", "amx")]  # which needs that flag too
     assert str(installed[0]) in printed
-    assert f"{runs[-1]} of {', '.join(runs)} (avx512bf16 wasn't built: {why}" in printed
+    assert f"{runs[-1]} (available builds: {', '.join(runs)}; avx512bf16 isn't available: {why}" in printed
     (file,) = installed[0].rglob("native.so")
     missing = loaded(monkeypatch, LIBRARY=str(file), WIDTH="avx512bf16")["missing"]
     assert missing.startswith(f"MANYHEADS_WIDTH=avx512bf16 is set, but that build is missing: {why}")
@@ -862,7 +862,7 @@ def test_a_direct_call_gives_the_bits_of_the_operator(case: Case) -> None:
 @pytest.mark.full
 def test_threads_of_its_own() -> None:
     code = "import tests.unit.kernels.test_native as t; t.attend(); print(t.native.built())"
-    assert "on threads of its own" in python(code, MANYHEADS_THREADS="own")
+    assert "using its own threads" in python(code, MANYHEADS_THREADS="own")
 
 
 def test_calls_from_several_threads_do_not_disturb_each_other() -> None:

@@ -128,9 +128,9 @@ def test_a_layer_is_found_by_a_unique_part_of_its_path():
         recording["attn"]
     with raises(NoSuchLayer, "No layer 'layer.3.attn' was recorded; similar: … layers.3.attn"):
         recording["layer.3.attn"]
-    with raises(NoSuchLayer, "There is no layer 11: 11 were recorded"):
+    with raises(NoSuchLayer, "There is no layer 11: 11 layers were recorded"):
         recording[11]
-    with raises(NoSuchLayer, "There is no layer -12: 11 were recorded"):
+    with raises(NoSuchLayer, "There is no layer -12: 11 layers were recorded"):
         recording.calls(-12)
     for wrong, kind in ((1.5, "float"), (True, "bool"), (None, "NoneType")):
         with raises(TypeError, f"Expected a layer's path or number, got a {kind}"):
@@ -194,7 +194,7 @@ def test_forward_called_directly():
     with observe(model) as recording:
         assert_identical(model.forward(x), model(x))
     assert [len(recording.calls(name)) for name in KEYS] == [2, 2]
-    with raises(ValueError, "No forward of the model ran"), observe(model.layers[0].attn):
+    with raises(ValueError, "The model wasn't called inside observe"), observe(model.layers[0].attn):
         model.layers[0].attn.c_attn.forward(x)
 
 
@@ -628,7 +628,7 @@ def test_functions_on_other_threads_of_a_module_give_a_warning():
 
     model, x = Function(attend_on_threads), randn(2, 5, E)
     model.attn = CausalAttention()
-    with pytest.warns(UserWarning, match="2 attention calls ran on threads where no module of the model did"):
+    with pytest.warns(UserWarning, match="2 attention calls ran on threads where no module of the model was"):
         recording = record(model, x)
     assert list(recording) == ["attn"]
 
@@ -709,7 +709,7 @@ def test_a_model_without_attention_that_can_be_recorded(model: nn.Module):
     with (
         raises(
             ValueError,
-            f"{type(model).__name__} ran without an attention call that can be recorded, … {intercepted}",
+            f"{type(model).__name__} made no attention call that can be recorded. … {intercepted}",
         ),
         observe(model),
     ):
@@ -718,10 +718,10 @@ def test_a_model_without_attention_that_can_be_recorded(model: nn.Module):
 
 def test_a_model_whose_attention_is_made_by_hand():
     model = nn.Sequential(nn.Linear(E, E), HandMadeAttention())
-    with raises(ValueError, "may compute it by themselves: 1 (HandMadeAttention)."), observe(model):
+    with raises(ValueError, "may implement attention themselves: 1 (HandMadeAttention)."), observe(model):
         model(randn(2, 5, E))
     with (
-        raises(ValueError, "may compute it by themselves: HandMadeAttention (HandMadeAttention)."),
+        raises(ValueError, "may implement attention themselves: HandMadeAttention (HandMadeAttention)."),
         observe(model[1]),
     ):
         model[1](randn(2, 5, E))
@@ -729,9 +729,12 @@ def test_a_model_whose_attention_is_made_by_hand():
 
 def test_no_forward_within_the_block():
     model = GPT()
-    with raises(ValueError, "No forward of the model ran inside observe … : call it there"), observe(model):
+    with (
+        raises(ValueError, "wasn't called inside observe … Call model(inputs) there"),
+        observe(model),
+    ):
         pass
-    with raises(ValueError, "No forward of the model ran"), observe(model):
+    with raises(ValueError, "The model wasn't called inside observe"), observe(model):
         GPT()(randn(1, 3, E))
 
 

@@ -227,7 +227,7 @@ def test_max_bytes_bounds_the_size_of_the_recording():
     model, x = GPT(), randn(2, 5, E)
     enough = record(model, x).nbytes
     assert record(model, x, observing={"max_bytes": enough}).nbytes == enough
-    with raises(MemoryError, "layers.1.attn … 2.56 kB, and max_bytes is 2.56 kB. Name fewer"):
+    with raises(MemoryError, "layers.1.attn … 2.56 kB, and max_bytes is 2.56 kB. Record fewer"):
         record(model, x, observing={"max_bytes": enough - 1})
     assert not any(hooks(model))
     record(model, x, observing={"max_bytes": enough // 2, "layers": [1]})

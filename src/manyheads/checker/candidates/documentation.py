@@ -1,4 +1,4 @@
-"""Reads a candidate's documentation and code for its masks, layout and weights."""
+"""What a candidate's documentation and code say about its masks, layout and weights."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import textwrap
 from manyheads.checker.candidates import names
 from manyheads.checker.isolation.describe import Argument, Description
 
+# Matches text that says that True masks a key.
 TRUE_MASKS = re.compile(
     r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask(?:ed|s)? out|masked|ignor|not "
     r"attend|pad|blocked|exclud|cannot|can't|disallow)|"
     r"(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:keep|kept|keeps|visible|attend|allowed|real|valid)",
     re.I,
 )
+# Matches text that says that True keeps a key visible.
 TRUE_KEEPS = re.compile(
     r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,28}\b(?:keep|kept|keeps|may attend|attend|allowed|visible|real|"
     r"valid|a token|tokens|see)|"
     r"(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask|ignor|pad|blocked|exclud)",
     re.I,
 )
-LETTERS = {  # of axes, by their names in documentation
+LETTERS = {  # the letters of shapes, by the names of axes in documentation
     **dict.fromkeys(("b", "n", "batch", "batch_size", "bs"), "b"),
     **dict.fromkeys(("t", "q", "l", "tgt_len", "query_len", "length", "seq_len"), "t"),
     **dict.fromkeys(("s", "k", "src_len", "key_len"), "s"),
@@ -47,7 +49,7 @@ def parse(source: str) -> ast.AST:
 
 
 def lines_about(name: str, text: str) -> str:
-    """Return the lines of a documentation that mention an argument."""
+    """Return the lines of a text that mention an argument, joined by spaces."""
     return " ".join(line for line in text.splitlines() if re.search(rf"\b{re.escape(name)}\b", line))
 
 
@@ -67,21 +69,21 @@ def is_mask(arg: Argument, text: str) -> bool:
 
 
 def documented_polarity(name: str, text: str) -> bool | None:
-    """Return True if documentation says that True keeps a key, False if it masks a key, or None."""
+    """Return True if documentation says that True means visible, False if masked, None if unclear."""
     lines = lines_about(name, text)
     masks, keeps = bool(TRUE_MASKS.search(lines)), bool(TRUE_KEEPS.search(lines))
     return keeps if masks != keeps else None
 
 
 def mask_polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str]:
-    """Return (True if True keeps a key, the reason): documentation, a convention, or the mask's name."""
+    """Return whether True keeps a key, and why: the documentation, the mask's name, or a convention."""
     documented = documented_polarity(name, text)
     if documented is not None:
         return documented, "as its documentation says"
     if kind == "torch-mha":
         return False, "as in PyTorch's layer"
     if role == "padding" and kind != "sdpa":
-        return "pad" not in name, "as usual with such a name"
+        return "pad" not in name, "as usual for this name"
     if "hidden" in name or "ignore" in name:
         return False, "as its name says"
     return True, "as in PyTorch's function and most code"
@@ -101,6 +103,7 @@ def documented_shapes(name: str, text: str) -> set[str]:
         for inside in re.findall(r"[\[(]([\w, ]+)[\])]", following):
             axes = [axis.strip().lower() for axis in inside.split(",")]
             if len(axes) > 1 and all(axis in LETTERS for axis in axes):
+                # In self-attention, [t, t] means [queries, keys].
                 shapes.add(re.sub("tt$", "ts", "".join(LETTERS[axis] for axis in axes)))
     return shapes
 
@@ -118,7 +121,7 @@ def says_averaged(text: str) -> bool:
 
 
 def documented_layout(description: Description, text: str) -> str | None:
-    """Return "batch" or "sequence" if documentation or the unpacking of a shape in code says so, or None."""
+    """Return "batch" or "sequence", the first axis as documented or as code unpacks shapes, or None."""
     batch, tokens = r"(?:b|n|batch\w*|bsz|bs)", r"(?:t|l|s|seq\w*|tgt\w*|length|len|tokens|n_tokens)"
     for layout, first, second in (("sequence", tokens, batch), ("batch", batch, tokens)):
         if re.search(rf"[\[(]\s*{first}\s*,\s*{second}\s*,\s*[\w ]+[\])]", text, re.I):
@@ -131,9 +134,9 @@ def documented_layout(description: Description, text: str) -> str | None:
 
 
 def causal_reason(description: Description, text: str) -> str | None:
-    """Return the reason why a candidate without a causal argument is causal, or None.
+    """Return why a candidate without a causal argument is considered causal, or None.
 
-    If it takes a mask, its documentation may mention causal masks that callers pass, so it isn't a reason.
+    Documentation counts only if the candidate takes no mask, because it may mention masks that callers pass.
     """
     if re.search(r"causal|masked_?(self|multi|attention)|autoregress|decoder", description.name, re.I):
         return "its name"
@@ -151,7 +154,7 @@ def causal_reason(description: Description, text: str) -> str | None:
 
 
 def makes_triangle(node: ast.AST) -> bool:
-    """Return True if code calls tril or triu without a condition."""
+    """Return True if code calls tril or triu outside of an `if`."""
     if isinstance(node, ast.If | ast.IfExp):
         return False
     if isinstance(node, ast.Call):

@@ -23,7 +23,7 @@ from manyheads.shapes import sizes
 
 SEEDS = range(64)  # of the calls whose outputs are averaged, because dropout may be on
 LENGTHS = (1, 7, 33, 2, 9, 21)  # sequence lengths of the scenarios, chosen by their seeds
-# The names of arguments that hold positions, a length, and vectors.
+# The names of arguments that are positions, a length, or vectors.
 POSITIONS = ("positions", "position", "pos", "position_ids", "offsets", "indices")
 LENGTH_NAMES = ("length", "max_len", "seq_len", "n", "T", "L", "t", "max_length", "seq_length", "size",
                 "n_positions", "num_positions", "max_seq_len", "sequence_length", "context_length",
@@ -40,8 +40,10 @@ class EncodingAdapter(Adapter):
     def __init__(self, candidate: Candidate | CandidateProcess, options: Options) -> None:
         super().__init__(candidate, options, same_width=True)
         values = {**self.description.attributes, **self.init}
-        known = [name for meaning in (HEAD_WIDTH, MODEL_WIDTH) for name in names.CONSTRUCTOR[meaning][1]]
-        widths = [values[name] for name in known if type(values.get(name)) is int]
+        width_names = [
+            name for meaning in (HEAD_WIDTH, MODEL_WIDTH) for name in names.CONSTRUCTOR[meaning][1]
+        ]
+        widths = [values[name] for name in width_names if type(values.get(name)) is int]
         self.width = widths[0] if widths else names.WIDTH
         self.required = [arg for arg in self.description.call if arg.is_named and arg.required]
         self.find_arguments()
@@ -78,8 +80,8 @@ class TableAdapter(EncodingAdapter):
     oracle = Sinusoidal
 
     def find_arguments(self) -> None:
-        """Find which arguments are the length, the width or x, and if the candidate adds its table to x."""
-        self.added = 0.0  # the output is the table plus this factor times x
+        """Find which arguments are the length, the width or x, and whether the table is added to x."""
+        self.x_factor = 0.0  # the output is the table plus this factor times x
         is_length = [arg.name in (*LENGTH_NAMES, *POSITIONS) for arg in self.required]
         if len(is_length) == 1:
             self.meanings = ["length" if is_length[0] else "x"]
@@ -114,14 +116,14 @@ class TableAdapter(EncodingAdapter):
             self.notes.append("sequence first, [t, b, e]")
 
     def _find_sum(self, x: Tensor) -> None:
-        """Find if the candidate adds its table to x, or to a multiple of x."""
+        """Find whether the candidate adds its table to x or to a multiple of x, or returns it alone."""
         output, table = self._mean_output(x), self._mean_output(x * 0)
         if output.shape == x.shape and largest_difference(output, table) > 1e-6:
-            self.added = float(((output - table) * x).sum() / (x * x).sum())  # by least squares
-            if abs(self.added - 1) < 0.02:  # as close as dropout allows
-                self.added = 1.0
-            factor = "" if self.added == 1 else f", multiplied by {self.added:.4g}"
-            self.notes.append(f"adds its encoding to x{factor}")
+            self.x_factor = float(((output - table) * x).sum() / (x * x).sum())  # by least squares
+            if abs(self.x_factor - 1) < 0.02:  # with dropout, the estimate isn't exact
+                self.x_factor = 1.0
+            factor = "" if self.x_factor == 1 else f"{self.x_factor:.4g} · "
+            self.notes.append(f"adds its encoding to {factor}x")
         else:
             self.notes.append("returns its encoding alone")
 
@@ -132,11 +134,11 @@ class TableAdapter(EncodingAdapter):
         tensors = [tensor for output in outputs for tensor in top_tensors(output)[:1]]
         if not tensors or tensors[0].dim() not in (2, 3) or tensors[0].shape[-1] != self.width:
             got = sizes(tensors[0]) if tensors else "no tensor"
-            raise Unclear(f"Expected x plus an encoding, or an encoding, of {sizes(x)}, got {got}.")
+            raise Unclear(f"Expected an encoding, or x plus an encoding, of shape {sizes(x)}, got {got}.")
         return self._to_layout(torch.stack(tensors).mean(0))
 
     def _to_layout(self, x: Tensor) -> Tensor:
-        """Convert `[b, t, e]` to the candidate's layout, or back: both swap the axes or do nothing."""
+        """Convert `[b, t, e]` to the candidate's layout, or back, which is the same operation."""
         return x.transpose(0, 1).contiguous() if self.layout == "sequence" and x.dim() == 3 else x
 
     def draw(self, generator: torch.Generator, b: int = B, t: int = T, s: int | None = None) -> Inputs:
@@ -145,9 +147,9 @@ class TableAdapter(EncodingAdapter):
         return Inputs(x, x, x)
 
     def arguments(self, x: Inputs) -> list[Any]:
-        """Return the positional arguments: the length or positions, and the width if it is taken; or x."""
-        by_positions = any(arg.name in POSITIONS for arg in self.required)
-        length = torch.arange(x.t) if by_positions else x.t
+        """Return the positional arguments: x, or a length or positions, possibly with the width."""
+        takes_positions = any(arg.name in POSITIONS for arg in self.required)
+        length = torch.arange(x.t) if takes_positions else x.t
         values = {"length": length, "width": self.width, "x": self._to_layout(x.query)}
         return [values[meaning] for meaning in self.meanings]
 
@@ -160,16 +162,16 @@ class TableAdapter(EncodingAdapter):
                 raise UnexpectedOutput(f"Expected an encoding [{x.t}, {self.width}], got {got}")
             out = tensors[0].reshape(1, x.t, self.width)
             return Outputs(out.to(torch.float64).expand(x.query.shape))
-        wrong = UnexpectedOutput(f"Expected an output {sizes(self._to_layout(x.query))}, got {got}")
+        error = UnexpectedOutput(f"Expected an output {sizes(self._to_layout(x.query))}, got {got}")
         if not tensors or tensors[0].shape[-1:] != (self.width,) or tensors[0].dim() not in (2, 3):
-            raise wrong
+            raise error
         out = self._to_layout(tensors[0])
-        if self.added:
-            out = out - self.added * x.query
+        if self.x_factor:
+            out = out - self.x_factor * x.query
         try:
             return Outputs(out.to(torch.float64).expand(x.query.shape))
         except RuntimeError:
-            raise wrong from None
+            raise error from None
 
 
 class RotaryAdapter(EncodingAdapter):
@@ -184,7 +186,7 @@ class RotaryAdapter(EncodingAdapter):
     def find_arguments(self) -> None:
         """Find the meaning of each argument, the layout of heads, and which entries are rotated as pairs.
 
-        A pair is two neighbours, 2n and 2n + 1, or the entries n and n + d/2. Documentation may say which.
+        Pairs are the entries 2n and 2n + 1, or n and n + d/2. The documentation may say which.
         """
         text = self.text + self.description.name
         text += " ".join(re.findall(r"rotate_\w+", self.description.source))
@@ -200,16 +202,17 @@ class RotaryAdapter(EncodingAdapter):
         others = [name for name in required if name not in self.vectors]
         unknown = [name for name in others if name not in (*POSITIONS, *LENGTH_NAMES, "cos", "sin")]
         if unknown or not self.vectors or len({"cos", "sin"} & set(others)) == 1:
-            missing = ", ".join(unknown) or "arguments"
+            taken = ", ".join(required) or "nothing"
             raise Unclear(
-                f"{self.description.name} needs {missing}, which the checker doesn't know. A rotary encoding "
-                "takes x, or q and k, and positions or cos and sin: wrap it in a function that does."
+                f"Expected {self.description.name} to take x, or q and k, and possibly positions, a length, "
+                f"or cos and sin, as a rotary encoding does, but it takes {taken}. Wrap it in a function "
+                "that does."
             )
         self._find_head_layout()
         self.notes.append(f"takes {self.head_layout}")
 
     def _find_head_layout(self) -> None:
-        """Choose the layout in which equal vectors are rotated alike in all heads, but not in all tokens."""
+        """Choose the layout in which the rotation of a vector depends on the token, but not on the head."""
         vector = torch.randn(self.width, generator=torch.Generator().manual_seed(6))
         x = vector.expand(2, 3, 5, -1)
         accepted: dict[str, tuple[bool, bool]] = {}
@@ -255,7 +258,7 @@ class RotaryAdapter(EncodingAdapter):
         return [values[arg.name] for arg in self.required]
 
     def run(self, x: Inputs, strict: bool = True, **options: Any) -> Outputs:
-        """Rotate queries and keys, in two calls if the candidate takes one vector."""
+        """Rotate queries and keys, in two calls if the candidate takes only x."""
         if len(self.vectors) > 1:
             return super().run(x, strict, **options)
         calls = [Call(args=tuple(self.arguments(x, vector)), **options) for vector in (x.query, x.key)]
@@ -271,19 +274,19 @@ class RotaryAdapter(EncodingAdapter):
         """Return rotated vectors, `[count, b, h, t, d]`."""
         shape = rearrange(x.query, HEAD_LAYOUTS[0], self.head_layout).shape
         tensors = top_tensors(output)[:count]
-        if len(tensors) < count or any(y.shape != shape for y in tensors):
+        if len(tensors) < count or any(tensor.shape != shape for tensor in tensors):
             got = ", ".join(map(sizes, tensors)) or "no tensor"
             raise UnexpectedOutput(f"Expected rotated vectors {self.head_layout} = {list(shape)}, got {got}")
         return torch.stack(
-            [rearrange(y, self.head_layout, HEAD_LAYOUTS[0]).to(torch.float64) for y in tensors]
+            [rearrange(tensor, self.head_layout, HEAD_LAYOUTS[0]).to(torch.float64) for tensor in tensors]
         )
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
-        """Adopt the first convention for pairs with which these outputs are right, if there is one."""
+        """Adopt the first convention for pairs that makes these outputs right, if there is one."""
         for convention in self.conventions:
-            before, self.convention = self.convention, convention
+            previous, self.convention = self.convention, convention
             if self.is_right(x, got):
-                pairs = "neighbours, 2n and 2n + 1" if convention else "entries n and n + d/2"
+                pairs = "entries 2n and 2n + 1" if convention else "entries n and n + d/2"
                 self.notes.append(f"rotates {pairs}")
                 return
-            self.convention = before
+            self.convention = previous

@@ -15,7 +15,7 @@ from manyheads.checker.oracle import Attention, Inputs, largest_difference
 
 @check("rows sum to one")
 def check_row_sums(adapter: AttentionAdapter) -> Check:
-    """Sum the returned weights of each query."""
+    """Check that the returned weights of each query are nonnegative and sum to one."""
     if "weights" not in adapter.features:
         return skipped("it returns no weights")
     worst = 0.0
@@ -32,39 +32,40 @@ def check_row_sums(adapter: AttentionAdapter) -> Check:
         if worst > 1e-4 and not has_sink:
             total = float(sums.flatten()[(sums - 1).abs().nan_to_num(math.inf).argmax()])
             return failed(f"the weights of a query sum to {total:.4g} ({scenario}).", worst, 1e-4)
-    return passed("with a sink, less than one" if "sink" in adapter.arguments else "", worst, 1e-4)
+    return passed("with a sink, to less than one" if "sink" in adapter.arguments else "", worst, 1e-4)
 
 
 @check("empty rows")
 def check_empty_rows(adapter: AttentionAdapter) -> Check:
-    """Mask all keys of a query: its output is zero, and the output of other queries is correct."""
+    """Check a query whose keys are all masked: its weights are 0, and other outputs are correct."""
     inputs = with_empty_row(adapter, 18)
     if inputs is None:
-        return skipped("it takes no mask that could mask every key of a query")
-    whens = ("", " when weights are requested")
-    cases = list(zip(with_and_without_weights(adapter, inputs), whens, strict=False))
+        return skipped("it takes no mask that can mask all keys of a query")
+    conditions = ("", " when weights are requested")
+    cases = list(zip(with_and_without_weights(adapter, inputs), conditions, strict=False))
     if (left_padded := with_row_emptied_by_two_masks(adapter, 18)) is not None:
-        cases.append((left_padded, ", masked by the causal mask and another one together"))
-    worst, tolerance, query = 0.0, adapter.allowed_error(inputs), "a query that may attend to nothing"
-    for masked, when in cases:
+        cases.append((left_padded, " under a causal mask and another mask together"))
+    worst, tolerance, query = 0.0, adapter.allowed_error(inputs), "a query without visible keys"
+    for masked, condition in cases:
         outputs, expected = adapter.run(masked), adapter.exact(masked)
         rows, expected_rows = (empty_rows(out, masked) for out in (outputs.out, expected.out))
         if bool(rows.isnan().any()):
-            return failed(f"{query} gives NaN{when}: its weights should be 0.")
+            return failed(f"{query} gives NaN{condition}: its weights should be 0.")
         worst = max(worst, largest_difference(rows, expected_rows))
         if worst > tolerance:
-            return failed(f"{query} attends to masked keys{when}: its weights should be 0.", worst, tolerance)
+            reason = f"{query} attends to masked keys{condition}: its weights should be 0."
+            return failed(reason, worst, tolerance)
         error, allowed, compared = adapter.compare(masked, outputs, expected)
         masks = {name: x for name, x in masked.tensors().items() if name in ("keep", "padding")}
         visible = masked.but(**{name: torch.ones_like(mask) for name, mask in masks.items()})
         if error > allowed and adapter.is_right(visible, adapter.run(visible)):
-            other = "output of other queries differs" if compared == "output" else "returned weights differ"
-            return failed(f"where a query may attend to nothing{when}, the {other}.", error, allowed)
+            wrong = "output of other queries is" if compared == "output" else "returned weights are"
+            return failed(f"if a query has no visible keys{condition}, the {wrong} wrong.", error, allowed)
     return passed("weights of 0", worst, tolerance)
 
 
 def empty_rows(out: Tensor, inputs: Inputs) -> Tensor:
-    """Return the first sequence's output for its fully masked queries."""
+    """Return the output of the first sequence's queries that have no visible keys."""
     oracle = Attention()
     oracle.x = inputs
     visible = oracle.combine_masks()
@@ -74,7 +75,7 @@ def empty_rows(out: Tensor, inputs: Inputs) -> Tensor:
 
 
 def with_empty_row(adapter: AttentionAdapter, seed: int) -> Inputs | None:
-    """Return inputs whose first sequence, or the second query of it, may attend to nothing."""
+    """Return inputs that mask all keys of the first sequence, or of its second query; None if unsupported."""
     inputs = adapter.draw(torch.Generator().manual_seed(seed), 2, 5, 7)
     if "mask" in adapter.features:
         keep = torch.ones(2, 1, inputs.t, inputs.s, dtype=torch.bool)
@@ -86,7 +87,7 @@ def with_empty_row(adapter: AttentionAdapter, seed: int) -> Inputs | None:
 
 
 def with_row_emptied_by_two_masks(adapter: AttentionAdapter, seed: int) -> Inputs | None:
-    """Return causal inputs whose first key is masked too, as by padding on the left."""
+    """Return causal inputs whose first key is also masked, as by left padding; None if unsupported."""
     if "causal" not in adapter.features or adapter.kind == "sdpa":
         return None
     inputs = adapter.draw(torch.Generator().manual_seed(seed), 2, 5)
@@ -101,5 +102,5 @@ def with_row_emptied_by_two_masks(adapter: AttentionAdapter, seed: int) -> Input
 
 
 def takes_mask_of_keys(adapter: AttentionAdapter) -> bool:
-    """Return True if the candidate takes a mask of keys or padding."""
+    """Return True if the candidate takes a mask with one entry for each key, such as padding."""
     return bool({"padding", "keys"} & adapter.features)

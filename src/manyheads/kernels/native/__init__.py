@@ -1,8 +1,9 @@
-"""Our own kernel for the CPU, in C++: output, log-sum-exp, statistics and gradients.
+"""This library's own kernel for the CPU, in C++: output, log-sum-exp, statistics and gradients.
 
 It computes blocks of queries and keys that fit the registers and caches, with an online softmax (Dao et al.
 2022, arXiv:2205.14135). It is compiled for several vector widths; `library` selects the best that the
-processor supports. Masks are passed in their normal form, and what that leaves as a boolean tensor.
+processor supports. Masks are passed as a band, lengths and documents; other parts of their normal form are
+passed as a boolean tensor.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ GIVES_LSE = True
 SHIELDS = True
 FUSES = True  # computes statistics together with the output
 
-WIDEST = 256
+WIDEST = 256  # the largest head size d and value width w
 LIMIT = sdpa.LIMIT
-MAX_KEYS = 1 << 15  # of statistics beside the output, which keep whole rows of weights in the caches
+MAX_KEYS = 1 << 15  # one pass computes output and statistics up to this s: it keeps rows of weights in caches
 
 
 def why_unsupported(problem: Problem, values: bool = True) -> list[str]:
@@ -51,12 +52,12 @@ def why_unsupported(problem: Problem, values: bool = True) -> list[str]:
     if 0 in (n if values else n[:-1]):
         reasons.append("a size is 0")
     if n.d > WIDEST or (n.w > WIDEST and values):
-        reasons.append(f"it supports heads of at most {WIDEST} numbers, and these have {n.d} and {n.w}")
+        reasons.append(f"it supports d and w up to {WIDEST}, and these are {n.d} and {n.w}")
     size = tensor_bytes(p)
     if size > LIMIT:
         reasons.append(
-            "parts of the mask and bias would have to become tensors of "
-            f"{size / 2**20:,.0f} MB (at most {LIMIT // 2**20})"
+            "parts of the mask and bias would have to be stored as tensors of "
+            f"{size / 2**20:,.0f} MiB (at most {LIMIT // 2**20})"
         )
     return reasons
 
@@ -67,22 +68,23 @@ def why_slower(problem: Problem) -> list[str]:
 
 
 def built() -> str:
-    """Return the build that this processor runs and whose threads it uses, or why there is none."""
+    """Describe the build in use and its threads, or why no build is available."""
     if library.width is None:
         return f"not available: {library.missing}"
-    left_out = "; ".join(f"{build} wasn't built: {why}" for build, why in library.left_out.items())
+    unavailable = "".join(f"; {build} isn't available: {why}" for build, why in library.left_out.items())
     return (
-        f"{library.WIDTHS[library.width]} of {', '.join(library.runs)}{left_out and f' ({left_out})'}, on "
-        f"{'the threads of PyTorch' if library.shares_threads else 'threads of its own'}"
+        f"{library.WIDTHS[library.width]} (available builds: {', '.join(library.runs)}{unavailable}), using "
+        f"{'the threads of PyTorch' if library.shares_threads else 'its own threads'}"
     )
 
 
 def run(problem: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor | None, Found]:
-    """Return the output `[b, h, t, w]`, the log-sum-exp `[b, h, t]`, and fused statistics if faster now.
+    """Return the output `[b, h, t, w]`, the log-sum-exp `[b, h, t]` or None, and fused statistics.
 
-    A few queries read keys as they lie where neither a gradient nor statistics would compute their scores
-    again: it takes half as long, but sums them in another order than `tile`. There is no log-sum-exp then,
-    and a map that is read computes its own.
+    Statistics are computed only if that is faster than computing them later. For few queries, without a
+    gradient or statistics, no later pass needs the same scores. The kernel then reads keys without packing
+    them if that is faster, which sums scores in another order than `tile`. So it returns no log-sum-exp; an
+    attention map computes one when it is read.
     """
     if not _direct(problem):
         return *torch.ops.manyheads.native(*operator.arguments(problem)), {}
@@ -97,9 +99,9 @@ def run(problem: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor | No
 
 
 def plan(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None:
-    """Return a function from q, k, v and mask to the output `[b, h, t, w]`, for every problem of this layout.
+    """Return a function of q, k, v and mask for all problems of this layout; it returns `[b, h, t, w]`.
 
-    None for tensors that the library can't read as they are.
+    Return None if the problem needs tensors other than q, k, v and the lengths of its mask.
     """
     plan = Plan(problem)
     if not plan.only_addresses_differ:
@@ -108,7 +110,7 @@ def plan(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Any], Tensor] | 
 
 
 def gives_lse(problem: Problem) -> bool:
-    """Return True if `run` gives the log-sum-exp when no statistics are computed with it."""
+    """Return True if `run` returns the log-sum-exp when it is called without a spec."""
     return _many(problem) or problem.wants_gradient() or not _direct(problem)
 
 
@@ -116,20 +118,20 @@ _many = rules.many_queries
 
 
 def reads(problem: Problem) -> bool:
-    """Return True if maps of a problem read its scores by this kernel."""
+    """Return True if attention maps of a problem compute its scores with this kernel."""
     return problem.q.dtype != torch.float64 and not why_unsupported(problem, values=False)
 
 
 def fuses(problem: Problem, in_place: bool = False) -> bool:
     """Return True if this kernel computes statistics of a problem's weights, faster than from tiles.
 
-    in_place: True to return True only if no tensor is made of the mask and the bias.
+    in_place: Also require that no tensor has to be made of the mask and the bias.
     """
     return _direct(problem) and reads(problem) and not (in_place and tensor_bytes(problem))
 
 
 def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None = None) -> tuple[Tensor, Found]:
-    """Return the log-sum-exp `[b, h, t]`, computed unless it is given, and the fused statistics of a spec."""
+    """Return the log-sum-exp `[b, h, t]`, which is computed unless given, and a spec's fused statistics."""
     p = problem.detach().without_values()
     found: Found = {}
     if lse is None:
@@ -145,13 +147,16 @@ def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None = None) -
 def tile(
     problem: Problem, rows: Rows = ALL, cols: Rows = ALL, batch: Rows = ALL, heads: Rows = ALL
 ) -> Tensor:
-    """Return the scores of a tile, `[b, h, r, c]`, as the kernel sums them; −inf where masked."""
-    compute = passes.logits if _direct(problem) else scores.logits  # fake tensors have no numbers to read
+    """Return the scores of a tile, `[b, h, r, c]`, summed in the kernel's order; −inf where masked."""
+    compute = passes.logits if _direct(problem) else scores.logits  # e.g. of fake tensors
     return scores.tile(problem, rows, cols, batch, heads, compute)
 
 
 def _direct(p: Problem) -> bool:
-    """Return True if the custom operator can be skipped: calling it takes longer than a small problem."""
+    """Return True if the custom operator can be skipped (no tracing, tensor subclass or dispatch mode).
+
+    Calling the operator takes longer than a small problem.
+    """
     return not (
         torch.compiler.is_compiling()
         or not (type(p.q) in PLAIN and type(p.k) in PLAIN and type(p.v) in PLAIN)
