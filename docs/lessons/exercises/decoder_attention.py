@@ -1,7 +1,7 @@
 """Exercise 3.3: a head for the decoder, with one wrong line.
 
-No weight lies on the future, as the heat map would show, and still the numbers are wrong. Let the checker
-name the line, mend it, and check again:
+No weight is on future keys, as the heat map shows, but the numbers are wrong. Let the checker
+name the line, fix it, and check again:
 
     manyheads check exercises/decoder_attention.py:DecoderAttention --like self
 """

@@ -1,6 +1,6 @@
 """Lesson 1, exercise 2: many heads.
 
-Task: every shape here is right, and the output is wrong. Find the wrong line and mend it. Run
+Task: all shapes are right, but the output is wrong. Find the wrong line and fix it. Run
 
     manyheads check exercises/many_heads.py:MultiHeadSelfAttention --like self
 

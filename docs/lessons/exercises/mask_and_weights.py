@@ -1,6 +1,6 @@
-"""Lesson 2, exercise 2: masks that hide where True, and weights of each head or averaged.
+"""Lesson 2, exercise 2: masks (True = masked), and weights of each head or averaged.
 
-Task: two lines do something else than the docstring of `forward` says. Find both. Run
+Task: two lines don't do what the docstring of `forward` says. Find both. Run
 
     manyheads check exercises/mask_and_weights.py:MultiheadAttention --like torch-mha
 
@@ -44,7 +44,7 @@ class MultiheadAttention(nn.Module):
         if `average_attn_weights`.
 
         attn_mask `[t, s]`: boolean, True = may NOT attend, or floats that are added to the scores. A query
-        that may attend to nothing gives zeros.
+        without visible keys gets zeros.
         """
         q, k, v = self.split(self.q_proj(query)), self.split(self.k_proj(key)), self.split(self.v_proj(value))
         scores = q @ k.mT / math.sqrt(self.head_dim)  # [b, h, t, s]

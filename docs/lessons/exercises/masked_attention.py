@@ -1,7 +1,7 @@
 """Lesson 1, exercise 3: attention under a mask.
 
-Task: hidden keys still get weight here. Mend that, and see to it that a query which may attend to nothing
-gives zeros, not NaN. Run
+Task: masked keys still get weight. Fix that, and make sure that a query without visible keys gets zeros, not
+NaN. Run
 
     manyheads check exercises/masked_attention.py:attention --like attention
 

@@ -4,7 +4,7 @@ Task: write the three lines of `head`: the scores, the weights, the output. Then
 
     manyheads check exercises/one_head.py:SelfAttention --like self
 
-until it exits with 0. If a check fails, the report says which mistake it looks like.
+until it exits with 0. If a check fails, the report names the most likely bug.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Exercise 4.2: attention whose scores can be overridden, with one wrong line.
 
-Sequence first: scores are [seq_q, seq_k, batch, heads]. Shapes agree everywhere, and a number is wrong.
-Let the checker name the line, mend it, and check again:
+Sequence first: scores are [seq_q, seq_k, batch, heads]. All shapes are right, but a number is wrong.
+Let the checker name the line, fix it, and check again:
 
     manyheads check exercises/overridden.py:MultiHeadAttention --like classic.annotated.MultiHeadAttention
 """

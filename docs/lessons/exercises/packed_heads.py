@@ -1,7 +1,7 @@
 """Exercise 3.2: all heads in one projection, split and merged without a loop.
 
-Fill two gaps, `split` and `merge`. A reshape alone gives the right shape and the wrong numbers: it is the
-columns of a token that belong to the heads, not the tokens of a sequence. Then
+Fill two gaps, `split` and `merge`. A reshape alone gives the right shape but the wrong numbers: a head gets
+columns of every token, not some of the tokens. Then
 
     manyheads check exercises/packed_heads.py:PackedHeads --like self
 """

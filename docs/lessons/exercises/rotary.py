@@ -1,7 +1,7 @@
 """Exercise 4.1: rotary positions (Su et al. 2021, arXiv:2104.09864).
 
-Each pair of entries (2n, 2n + 1) of a query or key is turned in its plane by position · 10000^(−2n/d).
-Fill the gap: the pair after the turn. Then
+Each pair of entries (2n, 2n + 1) of a query or key is rotated by the angle position · 10000^(−2n/d).
+Fill the gap: the rotated pair. Then
 
     manyheads check exercises/rotary.py:rotate --like rotary
 """

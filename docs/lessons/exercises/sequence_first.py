@@ -1,7 +1,7 @@
-"""Lesson 2, exercise 1: many heads over sequences that stand first, `[t, b, e]`.
+"""Lesson 2, exercise 1: many heads, sequence first, `[t, b, e]`.
 
-Task: write `split` and `merge`. The comments say which shapes come and go; a shape can be right and its
-numbers in the wrong places. Run
+Task: write `split` and `merge`. The comments give the shapes before and after; a shape can be right while the
+numbers are in the wrong places. Run
 
     manyheads check exercises/sequence_first.py:MultiheadAttention --like torch-mha
 

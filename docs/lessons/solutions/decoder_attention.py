@@ -1,4 +1,4 @@
-"""Solution of exercise 3.3: the scores of the future are hidden before the softmax."""
+"""Solution of exercise 3.3: the scores of future keys are masked before the softmax."""
 
 import math
 

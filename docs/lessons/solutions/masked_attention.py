@@ -1,4 +1,4 @@
-"""Lesson 1, exercise 3: what a mask hides gets no weight, and a query that may see nothing gives zeros."""
+"""Lesson 1, exercise 3: masked keys get no weight, and a query without visible keys gets zeros."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Lesson 2, exercise 1: many heads over sequences that stand first, `[t, b, e]`."""
+"""Lesson 2, exercise 1: many heads, sequence first, `[t, b, e]`."""
 
 import math
 

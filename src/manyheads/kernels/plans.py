@@ -23,7 +23,7 @@ from manyheads.problem import Problem
 Layout = tuple[Any, ...]
 Call = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # q, k, v, mask → the output
 
-MOST = 1024  # cached layouts, at most; in generation, each token has a new layout
+MAX_LAYOUTS = 1024  # cached layouts, at most; in generation, each token has a new layout
 
 _plans: dict[Layout, Call | None] = {}  # None after the first call of a layout
 
@@ -104,7 +104,7 @@ def remember(layout: Layout, problem: Problem, kernel: str) -> None:
     if layout in _plans:
         _plans[layout] = _plan(problem, kernel)
         return
-    if len(_plans) >= MOST:
+    if len(_plans) >= MAX_LAYOUTS:
         _plans.clear()
     _plans[layout] = None
 

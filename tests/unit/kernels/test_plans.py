@@ -207,7 +207,7 @@ def test_negated_views() -> None:
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "MOST", 4)
+    monkeypatch.setattr(plans, "MAX_LAYOUTS", 4)
     for s in range(1, 20):
         q, k, v = operands(s=s)
         assert torch.equal(planned(q, k, v), unplanned(q, k, v))
