@@ -503,7 +503,7 @@ def test_models_that_read_no_text_or_not_alone(tmp_path: Path) -> None:
 def test_models_without_recorded_attention(tmp_path: Path) -> None:
     mamba = build("MambaModel", vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4)
     saved(tmp_path / "mamba", mamba, plain_words())
-    with pytest.raises(ValueError, match="without an attention call that can be recorded"):
+    with pytest.raises(ValueError, match="made no attention call that can be recorded"):
         report.read(TEXT, tmp_path / "mamba")
 
 

@@ -1057,8 +1057,8 @@ def test_other_maps_have_no_statistics_of_this_one() -> None:
         ({"top": "x"}, TypeError, "'x'"),
         ({"pooled": (3,)}, TypeError, "arguments of pooled to be rows, cols, reduce"),
         ({"pooled": (3, 99)}, ValueError, "at most 30 cols"),
-        ({"mass": (mh.Full(),)}, ValueError, "mass depends on a mask or tensor that may change"),
-        ({"value_norms": ()}, ValueError, "value_norms depends on"),
+        ({"mass": (mh.Full(),)}, ValueError, "mass takes a mask or tensor, which may change later"),
+        ({"value_norms": ()}, ValueError, "value_norms takes a mask or tensor"),
     ],
     ids=str,
 )
