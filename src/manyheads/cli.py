@@ -172,11 +172,13 @@ def view(
     """Open saved attention maps in the interactive viewer."""
     from rich.progress import Progress
 
+    from manyheads import viewer
     from manyheads.viewer.api import Api
 
     if export is None and (layer is not None or head):
         raise ValueError("Expected --layer and --head with --export only: the viewer shows every head.")
     if export is None:
+        viewer.require_server()  # before files are read
         serve(Api(*runs), port, browser)
         return
     from manyheads.storage import file_for
