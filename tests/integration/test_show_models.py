@@ -427,7 +427,7 @@ QUERY = "bert.encoder.layer.1.attention.self.query.weight"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut weights": (cut("model.safetensors"), "can't be loaded by transformers: .*not fully covered"),
     "no weights": (without("model.safetensors"), "can't be loaded by transformers: .*no file named"),
-    "no config": (without("config.json"), "has no config.json"),
+    "no config": (without("config.json"), "got no config.json"),
     "cut config": (cut("config.json"), "config.json can't be read as JSON"),
     "an unknown type": (config(model_type="zebra"), "model type `zebra`.*does not recognize"),
     "code of its own": (

@@ -514,7 +514,7 @@ def test_truncate_keeps_the_first_tokens_with_a_note(run: Any) -> None:
     rows = [line for line in ran.out.splitlines() if re.search("[·░▒▓█]{2} ", line)]
     assert len(rows) == CONTEXT // 2 + 1  # pooled to fit the terminal, and the legend
     assert max(map(len, rows)) <= 100
-    assert "the largest weight of 2 × 2 tokens" in ran.out
+    assert "the largest of up to 2 × 2 weights" in ran.out
     found = json.loads(run(long, "--truncate", "--json").out)
     assert len(found["tokens"]) == CONTEXT
     assert found["tokens_left_out"] > 0
