@@ -703,16 +703,17 @@ template <class T, class Op> struct Call {
 // Returns true if `Decode` is faster than `Call`, which packs keys and values: if few queries share a head of keys. With AVX2
 // this was measured for more queries than FEW_QUERIES, up to 16, or 32 if numbers aren't widened from bfloat16 and its
 // splits are work for eight threads.
-template <class T> bool decodes(const Problem &problem, const Statistics *statistics) {
+template <class T, class Op> bool decodes(const Problem &problem, const Statistics *statistics) {
     int64_t queries = queries_per_key(problem);
     if (BYTES != 32 || statistics) return queries <= FEW_QUERIES;
-    bool divides = problem.b * problem.g * round_up(problem.s, 512) / 512 >= 8;
+    constexpr int64_t SPLIT = Decode<T, Op>::SHORT;
+    bool divides = problem.b * problem.g * round_up(problem.s, SPLIT) / SPLIT >= 8;
     return queries <= (divides && !std::is_same<T, BFloat16>::value ? 32 : 16);
 }
 
 // Computes attention: by `Decode` or by `Call`.
 template <class T, class Op> void attend(const Problem &problem, const Statistics *statistics) {
-    if (!decodes<T>(problem, statistics)) return Call<T, Op>(problem, statistics).run();
+    if (!decodes<T, Op>(problem, statistics)) return Call<T, Op>(problem, statistics).run();
     int64_t line = round_up(problem.s, PANEL), size = statistics ? problem.b * problem.h * problem.t * line : 0;
     std::unique_ptr<Real[]> scores(size ? new Real[size] : nullptr);
     Decode<T, Op>(problem, scores.get(), line, statistics && statistics->lse_known).run();
