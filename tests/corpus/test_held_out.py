@@ -36,7 +36,7 @@ MISTAKES: dict[str, set[str] | str] = {
     # The padding mask is laid along queries: padded queries give zeros, padded keys are visible.
     "07": {"mask-transposed"},
     # The padding mask is tiled over [b·h], which is batch-major: entries get others' masks.
-    "08": "several together are wrong, so batch entries are mixed up",
+    "08": {"mask-tiled"},  # a name that was added because of public reports
     # nn.MultiheadAttention lacks batch_first, so a batch-first input attends over the batch.
     "09": {"batch-as-tokens"},  # a name that was added because of this module
     # Key and value heads are tiled (0 1 0 1) instead of repeated each (0 0 1 1).
@@ -44,11 +44,11 @@ MISTAKES: dict[str, set[str] | str] = {
     # The values are projected by the key's layer; the value's layer is never used.
     "11": {"keys-as-values", "value-from-key-weights"},
     # A ReLU is applied to the projected queries, keys and values.
-    "12": "the output is wrong throughout",
+    "12": {"projections-activated"},  # a name that was added because of public reports
     # The weights are detached before mixing: queries and keys get no gradient.
     "13": "The values are right. What failed is: gradients",
     # The query is scaled in place: the caller's tensor is changed (and a leaf raises).
-    "14": "The values are right. What failed is: gradients, state",
+    "14": {"input-changed"},  # a name that was added because of public reports
     # Softmax without subtracting the row's maximum: large scores overflow to inf / inf = NaN.
     "15": {"no-max-subtracted"},
     # The output is squeezed: a batch of one or a target of one loses its dimension.
@@ -60,7 +60,7 @@ MISTAKES: dict[str, set[str] | str] = {
     # The padding mask is ignored when the weights are returned.
     "19": {"mask-dropped-with-weights"},
     # Only the newest keys and values go to the cache: the third step has lost the first.
-    "20": "The values are right. What failed is: cache",
+    "20": {"cache-overwritten"},
 }
 
 

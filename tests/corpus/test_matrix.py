@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from manyheads import checker
+from manyheads.checker.bugs import FAMILY, calls
 from manyheads.checker.isolation.target import find
 from tests.corpus.planted import matrix, table
 
@@ -33,17 +34,31 @@ ALIKE = {
     "keys-as-values": {"value-from-key-weights", "key-as-value-input"},
     "key-from-query-weights": {"queries-as-keys"},
     "polarity-swapped": {"causal-flipped-strict"},
+    "scaled-by-heads": {"scaled-by-fourth-root"},  # of 4 heads of 16 entries
+    "empty-rows-uniform": {"fill-overflow"},  # where masked scores are set to −1e9
+    "softmax-joint": {"softmax-over-everything"},  # of one head
+    # Where every output under a mask is NaN, or 0.
+    "mask-of-everything": {"masked-plus-infinity"},
+    "masked-plus-infinity": {"masked-infinity-after-softmax", "masked-nan", "mask-of-everything"},
+    "masked-infinity-after-softmax": {"masked-plus-infinity", "masked-nan", "mask-of-everything"},
+    "masked-nan": {"masked-plus-infinity", "masked-infinity-after-softmax", "mask-of-everything"},
 }
+
+# Bugs that could also be meant: the checker asks for the role of an argument.
+ASKED = {("annotated", "polarity-swapped"), ("cross", "context-ignored")}
 
 CELLS = [(style, bug) for style, entry in matrix.TABLES.items() for bug in entry["bugs"]]
 
 
 def report(folder: Path, style: str, bug: str | None) -> checker.Report:
-    return checker.check(find(matrix.write(folder, style, bug)), like=matrix.TABLES[style].get("like"))
+    # What a fully masked row gives is a convention, unless it spreads.
+    strict = ["empty-rows"] if bug in ("empty-rows-nan", "empty-rows-uniform") else []
+    target = find(matrix.write(folder, style, bug))
+    return checker.check(target, like=matrix.TABLES[style].get("like"), strict=strict)
 
 
 def test_no_style_or_bug_is_left_out() -> None:
-    assert len(CELLS) > 780
+    assert len(CELLS) > 820
     assert len({bug for _, bug in CELLS}) >= 70
     assert {path.stem for path in matrix.STYLES.glob("*.py")} == set(matrix.TABLES)
 
@@ -54,9 +69,14 @@ def test_a_bug_must_fit_into_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
         matrix.source("einsum", "unscaled")
 
 
+def test_reports_are_of_known_bugs() -> None:
+    assert set(table.REPORTS) <= {*FAMILY, *calls.BUGS}
+
+
 def test_the_docs_have_the_tables_of_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "checker.md").read_text(encoding="utf-8")
-    for rows in (table.arguments(), table.lines()):  # whole, so that no row of a removed bug stays
+    # Whole tables, so that no row of a removed bug stays.
+    for rows in (table.arguments(), table.roles(), table.lines()):
         assert "\n" + "\n".join(rows) + "\n\n" in page + "\n", (
             "Run python tests/corpus/planted/table.py, and replace the tables in docs/checker.md."
         )
@@ -71,11 +91,14 @@ def test_a_planted_bug_is_named(style: str, bug: str, tmp_path: Path) -> None:
     found = report(tmp_path, style, bug)
     names = [diagnosis.bug for diagnosis in found.diagnosis]
     assert not found.passed
+    if (style, bug) in ASKED:
+        assert found.verdict == "not judged"
+        assert "--arg" in "\n".join(found.words())
+        return
     assert bug in names, (names, [one.description for one in found.diagnosis])
     assert all(one.verified for one in found.diagnosis)
-    # Beside it only what can't be distinguished from it, and what a fully masked row then gives.
-    beside = {name for name in names if not name.startswith("empty-rows")} - {bug}
-    assert beside <= ALIKE.get(bug, set()), names
+    # Beside it only what can't be distinguished from it.
+    assert {*names} - {bug} <= ALIKE.get(bug, set()), names
 
 
 @pytest.mark.usefixtures("quick")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 from manyheads.checker import check
 from manyheads.checker.candidates.errors import Unclear
 from manyheads.checker.report import Report
+from manyheads.checker.setup import parse_pairs
 
 EXIT_CODES = {"passed": 0, "failed": 1, "not judged": 2}  # by verdict
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -35,30 +40,12 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_weights(text: str) -> dict[str, str]:
-    """Parse pairs of role and layer such as `q=a,k=b,v=c,o=d`.
-
-    Args:
-        text: the pairs.
-
-    Returns:
-        The names of the layers by role.
-
-    Raises:
-        ValueError: if the text doesn't have this form.
-    """
-    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
-    if not pairs or any(not role or not layer for role, _, layer in pairs):
-        raise ValueError(f"Expected --weights to be role=layer pairs, such as q=a,k=b,v=c,o=d, got {text!r}.")
-    return {role.strip(): layer.strip() for role, _, layer in pairs}
-
-
-def run(target: str, weights: str | None, timeout: float, memory: str, **options: str | None) -> Report:
+def run(target: str, arg: list[str], timeout: float, memory: str, **options: Any) -> Report:
     """Check a target, and show the name of the current check on a line of standard error.
 
     Args:
         target: the target, "module:name" or "path/to/file.py:name".
-        weights: the names of the projection layers, as for `parse_weights`.
+        arg: the roles of arguments, such as "segments=keep".
         timeout: the time limit of each call, in seconds.
         memory: the memory limit, as for `parse_size`.
         **options: the other arguments of `check`.
@@ -73,21 +60,39 @@ def run(target: str, weights: str | None, timeout: float, memory: str, **options
 
     if not timeout > 0:
         raise ValueError(f"Expected a positive number of seconds for --timeout, got {timeout}.")
-    size, layers = parse_size(memory), parse_weights(weights) if weights else None
+    options["memory"] = parse_size(memory)
     if ":" not in target:
         raise ValueError(f"Expected a target module:name or path/to/file.py:name, got {target!r}.")
     try:
-        with Console(stderr=True).status(f"checking {target}") as status:
+        if arg:
+            options["args"] = parse_pairs(arg, "--arg NAME=ROLE, such as --arg segments=keep")
+        with terminable(), Console(stderr=True).status(f"checking {target}") as status:
 
             def show_check(name: str) -> None:
                 status.update(f"checking {target}: {name}")
 
-            return check(target, weights=layers, timeout=timeout, memory=size, progress=show_check, **options)
+            return check(target, timeout=timeout, progress=show_check, **options)
     except Unclear as error:
         raise ValueError(str(error)) from None
 
 
-def deliver(report: Report, out: Path | None, json: Path | None, junit: Path | None) -> None:
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Exit with an exception at SIGTERM and SIGHUP, so that the candidate's processes are ended first."""
+
+    def exit_on(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = [(number, signal.signal(number, exit_on)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def write_report(report: Report, out: Path | None, json: Path | None, junit: Path | None) -> None:
     """Print the report, and write it to the given files."""
     report.print()
     if out is not None:

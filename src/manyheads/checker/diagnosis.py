@@ -8,41 +8,55 @@ apart are all reported. If no single bug explains everything, pairs of bugs are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs import CONVENTIONS, FAMILY, Bug, compose, family_of, overridden_steps, override
+from manyheads.checker.bugs import FAMILY, Bug, compose, family_of, overridden_steps, override
+from manyheads.checker.bugs.calls import BUGS
+from manyheads.checker.bugs.parts import part_bugs
 from manyheads.checker.candidates.adapter import Adapter, D
 from manyheads.checker.candidates.attention import AttentionAdapter
-from manyheads.checker.checks.evidence import Evidence, gather, with_and_without_weights
+from manyheads.checker.candidates.documentation import mask_polarity
+from manyheads.checker.checks.evidence import Evidence, gather, smallest_failure
 from manyheads.checker.checks.numerics import with_large_scores, with_low_scores
-from manyheads.checker.checks.weights import with_empty_row
+from manyheads.checker.checks.registry import Check
 from manyheads.checker.encodings import Encoding
-from manyheads.checker.oracle import Attention, Oracle, Outputs, Weights, largest_difference
+from manyheads.checker.oracle import Attention, Oracle, Outputs, Weights, exact, largest_difference
+from manyheads.checker.parts import Part, Window
 from manyheads.shapes import sizes
 
 # The names of the checks whose failure a known bug may explain.
 EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "shapes",
-             "one query", "empty rows", "large scores", "training and evaluation", "rows sum to one", "cache",
+             "one query", "large scores", "training and evaluation", "rows sum to one", "cache",
              "grouped heads"}  # fmt: skip
 OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # bugs that need large scores
-EMPTY_ROWS = ("empty-rows-nan", "empty-rows-uniform", "empty-rows-spoil-others")
+LARGE_TOLERANCE = 1e-3  # of outputs at large scores
+ORACLE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError, TypeError)
 REPEATS = 256  # calls over which dropout is averaged
 WEIGHT_AXES = ("batch entry", "head", "query", "key")
 
 Bugs = tuple[type[Oracle], ...]
+Parts = tuple[Part, ...]
+Pair = tuple[Tensor, Tensor, str]  # the expected and the given map, and "weights" or "output"
 
 
 class Trial(NamedTuple):
-    """The names of bugs, and one variant of each."""
+    """Attention with some parts and bugs, which may explain the evidence, with its weights once it does."""
 
     names: tuple[str, ...]
     bugs: Bugs
+    parts: Parts = ()  # one of these may have a bug too
+    weights: Weights | None = None
+
+    @property
+    def steps(self) -> Bugs:
+        """The oracles of the parts and the bugs."""
+        return steps_of(self.parts) + self.bugs
 
 
 @dataclass(frozen=True)
@@ -64,42 +78,141 @@ class Diagnosis:
     error: float | None = None
 
 
-def diagnose(adapter: Adapter) -> list[Diagnosis]:
-    """Return the bugs of a candidate, or an empty list if all outputs are correct."""
+def diagnose(adapter: Adapter, takes_pairs: bool = True) -> list[Diagnosis]:
+    """Return the bugs of a candidate, or an empty list if all outputs are correct.
+
+    Args:
+        adapter: The adapter of the candidate.
+        takes_pairs: Whether to try pairs of bugs, which takes longest.
+
+    Returns:
+        The bugs, or a description of the difference if none fits.
+    """
     if (dropout := find_dropout(adapter)) is not None:
         return [dropout]
     evidence = gather(adapter, range(200, 203))
     if not evidence:
         return []
-    readings, conventions = adapter.readings, adapter.conventions
-    if any(explains(adapter, weights, steps, evidence) for weights in readings for steps in conventions):
-        return find_rare_bugs(adapter, [()])
-    if fits := search(adapter, evidence):
-        return [diagnosis for diagnosis, _ in fits] + find_rare_bugs(adapter, [bugs for _, bugs in fits])
+    parts = steps_of(adapter.parts)
+    rights = [(weights, parts + steps) for weights in adapter.readings for steps in adapter.conventions]
+    if any(explains(adapter, *right, evidence) for right in rights):
+        return find_rare_bugs(adapter, [parts])
+    for plausible in [adapter.parts] if adapter.parts else adapter.plausible:
+        if fits := search(adapter, evidence, plausible, takes_pairs):
+            if plausible != adapter.parts:  # what it has besides a bug
+                adapter.parts = plausible
+                adapter.notes += [str(part) for part in plausible]
+            found = [describe_fit(adapter, fit.names, error) for fit, error in fits]
+            return found + find_rare_bugs(adapter, [fit.steps for fit, _ in fits])
+    if by_scenario := search_scenarios(adapter, evidence):
+        return by_scenario
     description = "; ".join(("no known bug explains it", *describe_differences(adapter, evidence)))
     return [Diagnosis("", description, verified=False)]
+
+
+def steps_of(parts: Parts) -> Bugs:
+    """Return the oracles of parts."""
+    return tuple(part.oracle for part in parts)
 
 
 # -- search ----------------------------------------------------------------------------------------
 
 
-def search(adapter: Adapter, evidence: list[Evidence]) -> list[tuple[Diagnosis, Bugs]]:
-    """Return the single bugs that explain everything, or else the pairs that do."""
-    singles = [Trial((bug.name,), (variant,)) for bug in eligible_bugs(adapter) for variant in bug.variants]
-    conventions = CONVENTIONS.get(adapter.oracle, [()])
+def search(
+    adapter: Adapter, evidence: list[Evidence], parts: Parts, takes_pairs: bool
+) -> list[tuple[Trial, float]]:
+    """Return the bugs beside these parts that explain everything, or else pairs, and their errors."""
+    singles = list(single_bugs(adapter, parts))
+    conventions = adapter.conventions
     fits = list(find_fits(adapter, evidence, singles, conventions))
-    if not fits:
+    for note, steps in possible_conventions(adapter):
+        if not fits and (fits := list(find_fits(adapter, evidence, singles, [(*conventions[0], steps)]))):
+            adapter.notes.append(note)
+    if takes_pairs and not fits and parts == adapter.parts and not adapter.unknown:
         # A bug that changes none of these outputs can't be part of a pair that explains them.
-        relevant = [trial for trial in singles if has_effect(adapter, trial.bugs, evidence)]
+        # Nor can one that changes calls which are right.
+        right = [call for call in evidence if adapter.is_right(call.inputs, call.outputs)]
+        relevant = [
+            trial
+            for trial in singles
+            if has_effect(adapter, trial.steps, evidence) and not has_effect(adapter, trial.steps, right)
+        ]
         extremes = list(dict.fromkeys((conventions[0], conventions[-1])))
         fits = list(find_fits(adapter, evidence, pairs(relevant, adapter.oracle), extremes))
     fresh = gather(adapter, range(300, 302))
-    results: dict[frozenset[str], tuple[Diagnosis, Bugs]] = {}
-    for names, bugs, weights in fits:
-        error = max((difference(adapter, weights, bugs, call) for call in fresh), default=math.inf)
+    results: dict[frozenset[str], tuple[Trial, float]] = {}
+    for fit in fits:
+        error = max((difference(adapter, fit.weights, fit.steps, call) for call in fresh), default=math.inf)
         if error <= adapter.oracle.tolerance:
-            results.setdefault(frozenset(names), (describe_fit(adapter, names, error), bugs))
+            results.setdefault(frozenset(fit.names), (fit, error))
     return list(results.values())
+
+
+def possible_conventions(adapter: Adapter) -> Iterator[tuple[str, type[Oracle]]]:
+    """Yield conventions that nothing rules out: bugs only where they alone explain everything."""
+    if not isinstance(adapter, AttentionAdapter) or not adapter.masks:
+        return
+    if adapter.always_causal:
+        yield "perhaps a mask replaces the causal mask", FAMILY["mask-in-place-of-causal"].variants[0]
+    certain = [mask_polarity(*each, adapter.kind, adapter.text)[2] for each in adapter.masks.items()]
+    if not all(certain):
+        note = "perhaps masks have the other polarity, which nothing states"
+        yield from ((note, variant) for variant in FAMILY["polarity-swapped"].variants[:3])
+
+
+def single_bugs(adapter: Adapter, parts: Parts) -> Iterator[Trial]:
+    """Yield each variant of each bug beside these parts, and of each bug of one of the parts."""
+    for bug in eligible_bugs(adapter):
+        yield from (Trial((bug.name,), (variant,), parts) for variant in bug.variants)
+    found: dict[str, dict[int, list[Parts]]] = {}
+    for n, part in enumerate(parts):
+        for name, variants in part_bugs(part, parts):
+            found.setdefault(name, {})[n] = variants
+            yield from (Trial((name,), (), (*parts[:n], *variant, *parts[n + 1 :])) for variant in variants)
+    for name, by_part in found.items():  # the norms of q and k have the same bug
+        for chosen in zip(*by_part.values(), strict=False) if len(by_part) > 1 else ():
+            together = {n: (part,) for n, part in enumerate(parts)} | dict(zip(by_part, chosen, strict=True))
+            yield Trial((name,), (), tuple(part for each in together.values() for part in each))
+
+
+def search_scenarios(adapter: Adapter, evidence: list[Evidence]) -> list[Diagnosis]:
+    """Return the bugs that explain each wrong scenario, if there are any for each."""
+    if adapter.unknown:
+        return []
+    groups: dict[str, list[Evidence]] = {}
+    for call in evidence + gather(adapter, range(300, 302)):
+        # A bug of a cache has to explain all steps: those of one token fit too many.
+        is_cached = call.scenario.startswith("cache")
+        groups.setdefault("a cache" if is_cached else call.scenario, []).append(call)
+    wrong = [name for name, calls in groups.items() if any(is_wrong(adapter, call) for call in calls)]
+    trials = list(single_bugs(adapter, adapter.parts))
+    errors: dict[str, dict[str, float]] = {}  # by scenario and bug
+    for scenario in wrong:
+        errors[scenario] = {}
+        for fit in find_fits(adapter, groups[scenario], trials, adapter.conventions):
+            error = max(difference(adapter, fit.weights, fit.steps, call) for call in groups[scenario])
+            errors[scenario].setdefault(fit.names[0], error)
+    unexplained = [scenario for scenario, found in errors.items() if not found]
+    if unexplained not in ([], ["a cache"]) or unexplained == wrong:
+        return []  # steps alone may be wrong in another way, beside what other calls are
+    errors = {scenario: found for scenario, found in errors.items() if found}
+    names = dict.fromkeys(name for found in errors.values() for name in found)
+    common = [name for name in names if all(name in found for found in errors.values())]
+    right = sorted(set(groups) - set(wrong))
+    others = f"; right with {list_scenarios(right)}" if right else ""
+    others += "; with a cache, wrong in another way" * bool(unexplained)
+    diagnoses = []
+    for name in common or names:
+        scenarios = [scenario for scenario, found in errors.items() if name in found]
+        named = describe_fit(adapter, (name,), max(errors[scenario][name] for scenario in scenarios))
+        description = f"with {list_scenarios(scenarios)}: {named.description}{others}"
+        diagnoses.append(replace(named, description=description))
+    return diagnoses
+
+
+def list_scenarios(names: Iterable[str]) -> str:
+    """Return the names of scenarios as a list: "plain", "causal", "mask + causal + weights"."""
+    return ", ".join(name.replace(", ", " + ") for name in names)
 
 
 def eligible_bugs(adapter: Adapter) -> Iterator[Bug]:
@@ -108,42 +221,79 @@ def eligible_bugs(adapter: Adapter) -> Iterator[Bug]:
     excluded = {"masked-and-divided"}
     if isinstance(adapter, AttentionAdapter):
         excluded |= {"mask-dropped-with-weights"} if adapter.always_weights else set()
-        excluded |= {"scaled-by-heads"} if adapter.heads == 1 else set()  # the same as unscaled
-        excluded |= {"average-inverted"} if "average" not in adapter.arguments else set()
+        # Of one head, these are the same as unscaled and batch-reshaped.
+        excluded |= {"scaled-by-heads", "merge-across-batch"} if adapter.heads == 1 else set()
+        excluded |= {"average-inverted"} if "average-weights" not in adapter.arguments else set()
     yield from (bug for bug in family_of(adapter.oracle) if bug.name not in excluded)
 
 
 def pairs(trials: list[Trial], oracle: type[Oracle]) -> Iterator[Trial]:
     """Yield all pairs of two different bugs, in both orders if both override the same step."""
-    steps = {trial: overridden_steps(trial.bugs, oracle) for trial in trials}
-    for a, b in combinations(trials, 2):
-        if a.names != b.names:
-            yield Trial(a.names + b.names, a.bugs + b.bugs)
-            if steps[a] & steps[b]:
-                yield Trial(b.names + a.names, b.bugs + a.bugs)
+    steps = [overridden_steps(trial.bugs, oracle) for trial in trials]
+    for (m, a), (n, b) in combinations(enumerate(trials), 2):
+        if a.names != b.names and (a.bugs or b.bugs):  # two bugs of parts would both replace the parts
+            parts = b.parts if a.bugs else a.parts
+            yield Trial(a.names + b.names, a.bugs + b.bugs, parts)
+            if steps[m] & steps[n]:
+                yield Trial(b.names + a.names, b.bugs + a.bugs, parts)
 
 
 def find_fits(
     adapter: Adapter, evidence: list[Evidence], trials: Iterable[Trial], conventions: list[Bugs]
-) -> Iterator[tuple[tuple[str, ...], Bugs, Weights | None]]:
-    """Yield (names, bugs with the convention, weights) of the trials that explain all evidence."""
-    readings = adapter.readings
-    # Conventions of attention differ only under a mask. So one call without a mask excludes most bugs early.
-    unmasked = [call for call in evidence if call.scenario.startswith("plain") and not call.inputs.causal]
-    quick = unmasked[:1] if adapter.oracle is Attention else []
+) -> Iterator[Trial]:
+    """Yield each trial that explains all evidence, with the first convention and weights that do."""
+    has_plain = adapter.oracle is Attention and any(call.scenario == "plain" for call in evidence)
+    unmasked = draw_unmasked(adapter) if has_plain else None
     worst_first = sorted(
         evidence, key=lambda call: -largest_difference(call.outputs.out, adapter.exact(call.inputs).out)
     )
-    for names, bugs in trials:
+    for trial in trials:
+        parts = steps_of(trial.parts)
         fits = (
-            (names, convention + bugs, weights)
-            for weights in readings
-            if explains(adapter, weights, bugs, quick)
+            trial._replace(bugs=convention + trial.bugs, weights=weights)
+            for weights in adapter.readings
+            if unmasked is None or explains_last_query(adapter, weights, parts + trial.bugs, unmasked)
             for convention in conventions
-            if explains(adapter, weights, convention + bugs, worst_first)
+            if explains(adapter, weights, parts + convention + trial.bugs, worst_first)
         )
-        if (fit := next(fits, None)) is not None:
-            yield fit
+        yield from islice(fits, 1)
+
+
+def name_bugs(checks: Iterable[Check], found: list[Diagnosis]) -> list[Diagnosis]:
+    """Return the bugs that failed checks found by themselves, without those that are found already."""
+    known = {name for diagnosis in found for name in diagnosis.bug.split(" + ")}
+    bugs = {check.bug.name: check.bug for check in checks if check.status == "failed" and check.bug}
+    return [name_bug(bug) for name, bug in bugs.items() if name not in known]
+
+
+def name_bug(bug: Bug) -> Diagnosis:
+    """Return the diagnosis of a bug that a check found."""
+    return Diagnosis(bug.name, f"it is attention {bug.description}", bug.fix)
+
+
+def draw_unmasked(adapter: Adapter) -> Evidence | None:
+    """Return a call in which the last query attends to all keys.
+
+    Conventions of attention differ only under a mask, so this query excludes most bugs in any convention.
+    """
+    t = min([4, *(part.size for part in adapter.parts if isinstance(part, Window))])
+    inputs = adapter.draw(torch.Generator().manual_seed(33), 2, t)
+    outputs = adapter.attempt(inputs)
+    return None if outputs is None else Evidence("plain", inputs.but(need_weights=True), outputs)
+
+
+def explains_last_query(adapter: Adapter, weights: Weights | None, bugs: Bugs, call: Evidence) -> bool:
+    """Return True if the oracle with these bugs returns the same output of the last query.
+
+    If the bugs mask all its keys, return True too, because the convention for empty rows decides then.
+    """
+    expected = run_oracle(adapter, weights, bugs, call)
+    if expected is None or expected.out.shape != call.outputs.out.shape:
+        return False
+    if expected.weights is not None and bool((expected.weights[..., -1, :].nan_to_num() == 0).all(-1).any()):
+        return True
+    last = (out[..., -1:, :] for out in (call.outputs.out, expected.out))
+    return adapter.oracle.difference(*last) <= adapter.oracle.tolerance
 
 
 def describe_fit(adapter: Adapter, names: tuple[str, ...], error: float) -> Diagnosis:
@@ -174,7 +324,7 @@ def run_oracle(adapter: Adapter, weights: Weights | None, bugs: Bugs, call: Evid
     """Return the outputs of the oracle with these bugs, or None if these inputs make it fail."""
     try:
         return compose(adapter.oracle, *bugs)(weights, call.inputs.query.dtype)(call.exact_inputs)
-    except (RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError, TypeError):
+    except ORACLE_ERRORS:
         return None
 
 
@@ -182,8 +332,7 @@ def compare_outputs(adapter: Adapter, call: Evidence, outputs: Outputs, expected
     """Return the largest difference between two outputs for one call, weights included."""
     if expected.out.shape != outputs.out.shape:
         return math.inf
-    if call.scenario != "empty":
-        outputs, expected = (adapter.ignore_padding(call.inputs, each) for each in (outputs, expected))
+    outputs, expected = (adapter.ignore_padding(call.inputs, each) for each in (outputs, expected))
     error = adapter.oracle.difference(outputs.out, expected.out)
     if outputs.weights is not None and call.inputs.need_weights and error <= adapter.oracle.tolerance:
         if expected.weights is None:
@@ -211,52 +360,39 @@ def has_effect(adapter: Adapter, bugs: Bugs, evidence: list[Evidence]) -> bool:
 
 
 def find_dropout(adapter: Adapter) -> Diagnosis | None:
-    """Return a diagnosis if outputs in evaluation mode depend on the seed, else None.
+    """Return a diagnosis if dropout is left on in evaluation, else None.
 
-    It is dropout if the average over many seeds is correct.
+    It is left on if outputs in evaluation depend on the seed and their average over many seeds is correct.
     """
     inputs = adapter.draw(torch.Generator().manual_seed(31), 1, 4)
     outs: list[Tensor] = []
     for seed in range(REPEATS):
         outputs = adapter.attempt(inputs, strict=True, seed=seed)
-        if outputs is None:
-            return None
-        outs.append(outputs.out.to(torch.float64))
-        if len(outs) == 3 and not any(largest_difference(out, outs[0]) for out in outs):
+        outs += [] if outputs is None else [outputs.out.to(torch.float64)]
+        if outputs is None or (seed == 2 and not any(largest_difference(out, outs[0]) for out in outs)):
             return None
     drawn = torch.stack(outs)
-    errors = (drawn.mean(0) - adapter.exact(inputs).out).abs()
-    fix = "drop in training only: F.dropout(x, p, training=self.training), or a module nn.Dropout"
+    right = compose(adapter.oracle, *steps_of(adapter.parts or adapter.plausible[0]))
+    errors = (drawn.mean(0) - exact(adapter.weights, inputs, right).out).abs()
     if float((errors / (drawn.std(0) / REPEATS**0.5).clamp_min(1e-9)).max()) < 6:  # standard errors
-        description = f"it applies dropout in evaluation: the average over {REPEATS} seeds is right"
-        return Diagnosis("dropout-left-on", description, fix, True, float(errors.max()))
-    description = (
-        "in evaluation its output depends on the random seed, and doesn't average to the right one: "
-        "something random is left on, and something else is wrong too"
-    )
-    return Diagnosis("", description, fix, False)
+        named = name_bug(BUGS["dropout-left-on"])
+        description = f"{named.description}: the average over {REPEATS} seeds is right"
+        return replace(named, description=description, error=float(errors.max()))
+    description = "in evaluation its output depends on the random seed: something is left on, such as dropout"
+    return Diagnosis("", f"{description}. Nothing else can be judged before it is off", verified=False)
 
 
 def find_rare_bugs(adapter: Adapter, before: list[Bugs]) -> list[Diagnosis]:
-    """Return the bugs that only empty rows or large scores reveal, in addition to the bugs `before`."""
+    """Return the bugs that only large scores reveal, in addition to the bugs `before`."""
     if not isinstance(adapter, AttentionAdapter):
         return []
     seeds, weights = (41, 42, 43), adapter.readings[0]
-    empty = [inputs for seed in seeds if (inputs := with_empty_row(adapter, seed)) is not None]
-    empty = [variant for inputs in empty for variant in with_and_without_weights(adapter, inputs)]
     large = [with_large_scores(adapter, seed) for seed in seeds]
     masked = [inputs for seed in seeds for inputs in with_low_scores(adapter, seed)]
     diagnoses: list[Diagnosis] = []
-    for scenario, names, cases, tolerance in (
-        ("empty", EMPTY_ROWS, empty, adapter.oracle.tolerance),
-        ("large", OVERFLOWS, large, 1e-3),
-        ("large, masked", OVERFLOWS, masked, 1e-3),
-    ):
-        calls = [
-            Evidence(scenario, inputs, outputs)
-            for inputs in cases
-            if (outputs := adapter.attempt(inputs, strict=True)) is not None
-        ]
+    for scenario, cases in (("large", large), ("large, masked", masked)):
+        answers = [(inputs, adapter.attempt(inputs, strict=True)) for inputs in cases]
+        calls = [Evidence(scenario, inputs, outputs) for inputs, outputs in answers if outputs is not None]
         if len(calls) < len(cases):
             continue
         # A candidate may take another code path when it returns weights, so some of its calls may be correct.
@@ -264,12 +400,12 @@ def find_rare_bugs(adapter: Adapter, before: list[Bugs]) -> list[Diagnosis]:
         wrong = [
             call
             for call in calls
-            if min(difference(adapter, weights, bugs, call) for bugs in before) > tolerance
+            if min(difference(adapter, weights, bugs, call) for bugs in before) > LARGE_TOLERANCE
         ]
-        for name in names if wrong else ():
+        for name in OVERFLOWS if wrong else ():
             trials = [(*bugs, variant) for bugs in before for variant in FAMILY[name].variants]
             error = min(max(difference(adapter, weights, bugs, call) for call in wrong) for bugs in trials)
-            if error <= tolerance:
+            if error <= LARGE_TOLERANCE:
                 diagnoses.append(describe_fit(adapter, (name,), error))
                 break
         if scenario == "large" and wrong:
@@ -277,85 +413,111 @@ def find_rare_bugs(adapter: Adapter, before: list[Bugs]) -> list[Diagnosis]:
     return diagnoses
 
 
+# -- a picture -------------------------------------------------------------------------------------
+
+
+def find_pair(adapter: Adapter) -> Pair | None:
+    """Return the expected and the given map of a small failing input: weights if they differ, or outputs."""
+    for call in gather(adapter, range(100, 103)):
+        inputs, outputs, expected = call.inputs, call.outputs, adapter.exact(call.inputs)
+        if outputs.out.shape != expected.out.shape or adapter.is_right(inputs, outputs):
+            continue
+        if not call.scenario.startswith("cache"):
+            smallest = smallest_failure(adapter, inputs)
+            inputs = inputs if smallest.t * smallest.s < 4 else smallest
+            inputs = inputs.but(need_weights=True) if "weights" in adapter.features else inputs
+            if (again := adapter.attempt(inputs)) is None:
+                continue
+            outputs, expected = again, adapter.exact(inputs)
+        got, right = outputs.weights, expected.weights
+        if got is not None and right is not None:
+            if got.shape != right.shape:  # a map for each head, or one
+                return right, got, "weights"
+            if largest_difference(got, right) > 1e-4:
+                return *worst_matrix(right, got), "weights"
+        return *worst_matrix(expected.out, outputs.out), "output"
+    return None
+
+
+def worst_matrix(expected: Tensor, got: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the matrix of two tensors `[..., t, s]` in which they differ most."""
+    expected, got = (x.to(torch.float64).flatten(0, -3) for x in (expected, got))
+    worst = int((expected - got).abs().nan_to_num(torch.inf).amax((1, 2)).argmax())
+    return expected[worst], got[worst]
+
+
 # -- unexplained differences -----------------------------------------------------------------------
 
 
 def is_wrong(adapter: Adapter, call: Evidence) -> bool:
     """Return True if the outputs of the candidate are wrong."""
-    return not explains(adapter, adapter.readings[0], adapter.convention, [call])
+    return not explains(adapter, adapter.readings[0], steps_of(adapter.parts) + adapter.convention, [call])
 
 
 def describe_differences(adapter: Adapter, evidence: list[Evidence]) -> Iterator[str]:
-    """Describe a difference that no known bug explains: its size, and which calls, heads and entries."""
+    """Describe a difference that no known bug explains: in which calls, in weights or output, and where."""
     wrong = [call for call in evidence if is_wrong(adapter, call)]
-    first = min(wrong, key=lambda call: (call.scenario != "plain", call.inputs.query.numel()))
-    outputs, expected = first.outputs, adapter.exact(first.inputs)
-    if outputs.out.shape != expected.out.shape:
-        yield f"its output is {sizes(outputs.out)}, expected {sizes(expected.out)}"
+    wrong.sort(key=lambda call: (call.scenario != "plain", call.inputs.query.numel()))
+    names = {call.scenario for call in wrong}
+    if right_names := sorted({call.scenario for call in evidence} - names):
+        yield f"wrong with {list_scenarios(sorted(names))}, and right with {list_scenarios(right_names)}"
+    expected = [adapter.exact(call.inputs) for call in wrong]
+    outs = [(call.outputs.out, right.out) for call, right in zip(wrong, expected, strict=True)]
+    got, right = wrong[0].outputs.weights, expected[0].weights
+    weights = [] if got is None or right is None else [(got, right)]
+
+    def agree(pairs: list[tuple[Tensor, Tensor]]) -> bool:
+        return all(adapter.oracle.difference(*pair) <= adapter.oracle.tolerance for pair in pairs)
+
+    if weights and agree(outs):
+        yield "the output is right"
+        yield describe_tensors("the returned weights are", weights, WEIGHT_AXES, agree)
         return
-    wrong_names = {call.scenario for call in wrong}
-    if correct_names := sorted({call.scenario for call in evidence} - wrong_names):
-        yield f"wrong with {', '.join(sorted(wrong_names))}, and right with {', '.join(correct_names)}"
-    got, right = outputs.weights, expected.weights
-    outs_alone = [replace(call, outputs=Outputs(call.outputs.out)) for call in wrong]
-    if got is not None and right is not None and not any(is_wrong(adapter, call) for call in outs_alone):
-        details = describe_weights(adapter, got, right)
-        yield f"the output is right, and the returned weights are wrong{details}"
-        return
-    yield from describe_relation(adapter, wrong)
-    if got is not None and right is not None and got.shape == right.shape:
-        if adapter.oracle.difference(got, right) <= adapter.oracle.tolerance:
-            yield "its weights are right, so the bug is in mixing, merging heads or the output"
-        else:
-            entries = locate_entries(got, right, WEIGHT_AXES)
-            yield f"its weights are wrong already, so the bug is in scores, mask or softmax{entries}"
-    if is_right_alone(adapter, wrong):
-        yield "one sequence alone is right, several together are wrong, so batch entries are mixed up"
-    yield from describe_wrong_heads(adapter, wrong)
-    entries = locate_entries(outputs.out, expected.out, adapter.oracle.axes[expected.out.dim()])
-    yield f"the output is wrong{entries}"
+    if weights and agree(weights):
+        yield "its weights are right, so the bug is in mixing, merging heads or the output"
+    elif weights:
+        yield "its weights are wrong already, so the bug is in scores, mask or softmax"
+    if adapter.oracle is Attention and (scale := find_scale(adapter, wrong)) is not None:
+        x = wrong[0].inputs.query
+        d = x.shape[-1] if adapter.weights is None else adapter.weights.head_size
+        yield f"it agrees to 1e-4 with scores multiplied by {scale:.5g}, where 1/√d = {d**-0.5:.5g} (d = {d})"
+    else:
+        yield describe_tensors("the output is", outs, adapter.oracle.axes[outs[0][1].dim()], agree)
 
 
-def describe_weights(adapter: Adapter, got: Tensor, expected: Tensor) -> str:
-    """Describe how returned weights differ: in their shape, by a factor, or in which entries."""
-    if got.shape != expected.shape:
-        return f": of {got.shape[1]} heads, expected {expected.shape[1]}"
-    factor = float((got.to(torch.float64) * expected).sum() / (expected * expected).sum())
-    error = adapter.oracle.difference(got, expected * factor)
-    if abs(factor - 1) > 1e-3 and error <= adapter.oracle.tolerance:
-        return f": {factor:.6g} times the right ones"
-    return locate_entries(got, expected, WEIGHT_AXES)
-
-
-def locate_entries(got: Tensor, expected: Tensor, axes: tuple[str, ...]) -> str:
-    """Describe at which indices of which axes two tensors differ, or "throughout"."""
-    tolerance = 1e-5 * max(1.0, float(expected.abs().nan_to_num().max()))
-    is_equal = torch.isclose(got.to(torch.float64), expected, rtol=1e-4, atol=tolerance, equal_nan=True)
+def describe_tensors(
+    subject: str,
+    pairs: list[tuple[Tensor, Tensor]],
+    axes: tuple[str, ...],
+    agree: Callable[[list[tuple[Tensor, Tensor]]], bool],
+) -> str:
+    """Describe how tensors differ from the expected ones: by shape, factor, vector, or at some indices."""
+    first, expected_first = pairs[0]
+    if first.shape != expected_first.shape:
+        return f"{subject} {sizes(first)}, expected {sizes(expected_first)}"
+    got, expected = (
+        torch.cat([x.to(torch.float64).flatten(0, -2) for x in each]) for each in zip(*pairs, strict=True)
+    )
+    is_finite = bool(got.isfinite().all() and expected.isfinite().all())
+    factor = float((got * expected).sum() / expected.square().sum())
+    if is_finite and agree([(got, expected * factor)]):
+        return f"{subject} {factor:.6g} times what is right"
+    vectors = got - expected
+    if (
+        is_finite
+        and len(vectors) > 1
+        and Attention.difference(vectors, vectors[:1].expand_as(vectors)) <= 1e-4
+    ):
+        return f"{subject} wrong by the same vector for every query, as by a bias"
+    tolerance = 1e-5 * max(1.0, float(expected_first.abs().nan_to_num().max()))
+    is_equal = torch.isclose(first.double(), expected_first, rtol=1e-4, atol=tolerance, equal_nan=True)
     places = []
     for axis, name in enumerate(axes):
         indices = (~is_equal.movedim(axis, 0).flatten(1).all(1)).nonzero().flatten().tolist()
         if 0 < len(indices) <= is_equal.shape[axis] // 2:
             places.append(f"{name} {', '.join(map(str, indices[:6]))}{', …' if len(indices) > 6 else ''}")
-    return f" in {' and '.join(places)} only" if places else " throughout"
-
-
-def describe_relation(adapter: Adapter, wrong: list[Evidence]) -> Iterator[str]:
-    """Describe a factor, a constant, or a scale of the scores that fully explains the outputs."""
-    outs = [(call.outputs.out.to(torch.float64), adapter.exact(call.inputs).out) for call in wrong]
-    outs = [(got, expected) for got, expected in outs if got.shape == expected.shape]
-    if not all(bool(out.isfinite().all()) for pair in outs for out in pair):
-        yield "some outputs are not finite"
-        return
-    got, expected = (torch.cat([pair[n].flatten() for pair in outs]) for n in (0, 1))
-    factor = float((got @ expected) / (expected @ expected))
-    rows = torch.cat([(got - expected).flatten(0, -2) for got, expected in outs])
-    if adapter.oracle.difference(got, expected * factor) <= adapter.oracle.tolerance:
-        yield f"the output is {factor:.6g} times the right one"
-    elif len(rows) > 1 and Attention.difference(rows, rows[:1].expand_as(rows)) <= 1e-4:
-        yield "the output differs by the same vector for every query, as a bias would"
-    elif adapter.oracle is Attention and (scale := find_scale(adapter, wrong)) is not None:
-        d = adapter.weights.head_size if adapter.weights is not None else wrong[0].inputs.query.shape[-1]
-        yield f"it agrees to 1e-4 with scores multiplied by {scale:.5g}, where 1/√d = {d**-0.5:.5g} (d = {d})"
+    where = f"in {' and '.join(places)} only" if places else "throughout"
+    return f"{subject} {'wrong' if is_finite else 'not finite'} {where}"
 
 
 def find_scale(adapter: Adapter, wrong: list[Evidence]) -> float | None:
@@ -363,42 +525,11 @@ def find_scale(adapter: Adapter, wrong: list[Evidence]) -> float | None:
 
     def error(logarithm: float) -> float:
         scaled = override(scale=lambda _: math.exp(logarithm))
-        return max(difference(adapter, adapter.readings[0], (scaled,), call) for call in wrong[:4])
+        steps = (*steps_of(adapter.parts), scaled)
+        return max(difference(adapter, adapter.readings[0], steps, call) for call in wrong[:4])
 
     best, step = -1.0, 0.1
     for reach in (50, *[10] * 7):
         best = min((best + step * n for n in range(-reach, reach + 1)), key=error)
         step /= 10
     return math.exp(best) if error(best) <= 1e-4 else None
-
-
-def is_right_alone(adapter: Adapter, wrong: list[Evidence]) -> bool:
-    """Return True if the first sequence of each batch has the correct output when it is computed alone."""
-    for call in wrong[:2]:
-        tensors = call.inputs.tensors().items()
-        alone = call.inputs.but(**{name: x[:1] for name, x in tensors if name not in ("sink", "bias")})
-        outputs = adapter.attempt(alone)
-        if outputs is None or is_wrong(adapter, Evidence(call.scenario, alone, outputs)):
-            return False
-    return True
-
-
-def describe_wrong_heads(adapter: Adapter, wrong: list[Evidence]) -> Iterator[str]:
-    """Describe which heads are wrong, if only some are and the output projection can be inverted."""
-    weights = adapter.weights
-    if weights is None or "o" not in weights.weight or weights.heads < 2:
-        return
-    o = weights.weight["o"].to(torch.float64)
-    if o.shape[0] < o.shape[1]:
-        return
-    inverse, differs = torch.linalg.pinv(o), torch.zeros(weights.heads, dtype=torch.bool)
-    for call in wrong:
-        outs = call.outputs.out.to(torch.float64), adapter.exact(call.inputs).out
-        if outs[0].shape != outs[1].shape or not bool(outs[0].isfinite().all()):
-            return
-        got, expected = ((out @ inverse.mT).unflatten(-1, (weights.heads, -1)) for out in outs)
-        differs |= ((got - expected).abs() > 1e-3 * expected.abs().max()).any(-1).flatten(0, -2).any(0)
-    heads = differs.nonzero().flatten().tolist()
-    if 0 < len(heads) < weights.heads:
-        subject, verb = ("heads", "are") if len(heads) > 1 else ("head", "is")
-        yield f"only {subject} {', '.join(map(str, heads))} of {weights.heads} {verb} wrong"

@@ -34,7 +34,9 @@ class Encoding(Oracle):
         raise NotImplementedError
 
     def positions(self) -> Tensor:
-        """Return the positions 0, 1, …: `[t]`."""
+        """Return the positions, 0, 1, … unless the call gives others: `[..., t]`."""
+        if self.x.positions is not None:
+            return self.x.positions
         return torch.arange(self.x.t, dtype=torch.float64)
 
     def exponents(self) -> Tensor:
@@ -42,8 +44,11 @@ class Encoding(Oracle):
         return torch.arange(0, self.width, 2, dtype=torch.float64) / self.width
 
     def angles(self) -> Tensor:
-        """Return the angle of each pair at each position, `[t, e/2]`."""
-        return self.positions()[:, None] * self.base ** -self.exponents()
+        """Return the angle of each pair at each position, `[..., t, e/2]`, unless the call gives them."""
+        if self.x.angles is not None:
+            return self.x.angles
+        positions = self.positions()[..., None]
+        return positions * (self.base ** -self.exponents()).to(positions.dtype)
 
     @staticmethod
     def difference(got: Tensor, expected: Tensor) -> float:

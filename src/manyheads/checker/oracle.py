@@ -1,11 +1,13 @@
 """The oracle: attention in small steps, which bugs override.
 
-    project → split_heads → repeat_heads → dot_product · scale → add_bias → mask_scores
-        → softmax → mask_weights → dropout → mix → merge_heads → project_output
+    source → project → split_heads → encode_heads → repeat_heads → dot_product · scale → cap_scores → add_bias
+        → mask_scores → softmax → mask_weights → dropout → mix → merge_heads → gate → project_output → finish
 
-It is written for clarity and independently of the kernels; tests compare it with `manyheads.attention`.
-The positional encodings in `encodings` are oracles too. Shapes use the library's letters: b batch,
-h heads, g key heads, t queries, s keys, d head size, e model width.
+Steps that plain attention doesn't have (`encode_heads`, `cap_scores`, `gate`, `finish`) return their input; a
+part of a modern layer, such as a rotary encoding, overrides them (`parts`). It is written for clarity and
+independently of the kernels; tests compare it with `manyheads.attention`. The positional encodings in
+`encodings` are oracles too. Shapes use the library's letters: b batch, h heads, g key heads, t queries,
+s keys, d head size, e model width.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +35,7 @@ class Weights:
             `[heads, head size]`.
         bias: The biases by role, `[out]`.
         sink: The sink's logits, `[h]`.
+        other: Parameters and buffers that parts read, such as the scale of a norm, by their path.
     """
 
     heads: int
@@ -39,11 +43,15 @@ class Weights:
     weight: Mapping[str, Tensor]
     bias: Mapping[str, Tensor] = field(default_factory=dict)
     sink: Tensor | None = None
+    other: Mapping[str, Tensor] = field(default_factory=dict)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Weights:
         """Return the weights with `change` applied to each tensor."""
-        weight, bias = ({role: change(x) for role, x in each.items()} for each in (self.weight, self.bias))
-        return replace(self, weight=weight, bias=bias, sink=None if self.sink is None else change(self.sink))
+        weight, bias, other = (
+            {name: change(x) for name, x in each.items()} for each in (self.weight, self.bias, self.other)
+        )
+        sink = None if self.sink is None else change(self.sink)
+        return replace(self, weight=weight, bias=bias, sink=sink, other=other)
 
     def to(self, dtype: torch.dtype) -> Weights:
         """Return the same weights in another dtype."""
@@ -75,10 +83,20 @@ class Inputs:
         bias: A tensor that is added to the scores.
         causal: Whether to mask keys after position i + offset for query i.
         offset: The position of the first query.
+        steps: The lengths of the steps that filled a cache, that of the queries last, if there is one.
+        positions: The positions of the keys, `[b, s]`, where query i is the token of key i + offset; 0, 1, …
+            if None.
+        angles: The angles by which pairs of the keys' entries are rotated, `[b, s, n]`, if the call passes
+            their cosines and sines; those of queries likewise.
         scale: The factor of the scores; 1/√d if None.
         sink: The sink's logits, `[h]`.
         need_weights: Whether to return the weights.
         average_weights: Whether to return their average over the heads.
+        softcap: The cap of the scores, if the call gives one.
+        window: (left, right) if the call gives a window: keys up to `left` positions before and `right` after
+            a query are visible, all later ones if `right` is None.
+        head_mask: Factors of the weights of each head, `[h]`.
+        form: The mask of a call with one mask, a key of the adapter's `forms`; there may be several.
     """
 
     query: Tensor
@@ -89,10 +107,17 @@ class Inputs:
     bias: Tensor | None = None
     causal: bool = False
     offset: int = 0
+    steps: tuple[int, ...] = ()
+    positions: Tensor | None = None
+    angles: Tensor | None = None
     scale: float | None = None
     sink: Tensor | None = None
     need_weights: bool = False
     average_weights: bool = False
+    softcap: float | None = None
+    window: tuple[int, int | None] | None = None
+    head_mask: Tensor | None = None
+    form: str | None = None
 
     def but(self, **fields: Any) -> Inputs:
         """Return a copy with some fields replaced."""
@@ -104,7 +129,8 @@ class Inputs:
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """Return the inputs with floating-point tensors converted to `dtype`."""
-        return self.but(**{n: x.to(dtype) for n, x in self.tensors().items() if x.is_floating_point()})
+        floats = {n: x for n, x in self.tensors().items() if x.is_floating_point() and n != "angles"}
+        return self.but(**{n: x.to(dtype) for n, x in floats.items()})
 
     @property
     def b(self) -> int:
@@ -183,15 +209,13 @@ class Attention(Oracle):
         """Run all steps."""
         self.x = x
         self.q = self.compute_heads("q")
-        self.k, self.v = (
-            self.repeat_heads(self.compute_heads("k")),
-            self.repeat_heads(self.compute_heads("v")),
-        )
+        self.k, self.v = (self.repeat_heads(self.compute_heads(role)) for role in "kv")
         self.raw_scores = self.dot_product()
         self.visible = self.combine_masks()
-        self.scores = self.mask_scores(self.add_bias(self.raw_scores * self.scale()))
+        self.scores = self.mask_scores(self.add_bias(self.cap_scores(self.raw_scores * self.scale())))
         self.attention = self.mask_weights(self.softmax(self.scores))
-        out = self.project_output(self.merge_heads(self.mix(self.dropout(self.attention))))
+        mixed = self.merge_heads(self.mix(self.dropout(self.attention)))
+        out = self.finish(self.project_output(self.gate(mixed)))
         weights = self.average_weights(self.returned_weights()) if x.need_weights else None
         return Outputs(out, weights)
 
@@ -217,9 +241,9 @@ class Attention(Oracle):
     def compute_heads(self, role: str) -> Tensor:
         """Return q `[b, h, t, d]`, or k or v `[b, g, s, d]`: the inputs, projected and split for a module."""
         x = self.source(role)
-        if self.weights is None:
-            return x
-        return self.split_heads(self.project(role, x), self.count_heads(role))
+        if self.weights is not None:
+            x = self.split_heads(self.project(role, x), self.count_heads(role))
+        return self.encode_heads(role, x)
 
     def count_heads(self, role: str) -> int:
         """Return the number of heads of a role."""
@@ -229,6 +253,10 @@ class Attention(Oracle):
     def split_heads(self, x: Tensor, heads: int) -> Tensor:
         """Split `[b, t, h · d]` into `[b, h, t, d]`."""
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def encode_heads(self, role: str, x: Tensor) -> Tensor:
+        """Return q `[b, h, t, d]`, or k or v `[b, g, s, d]`, normalized or rotated by a part."""
+        return x
 
     def repeat_heads(self, x: Tensor) -> Tensor:
         """Repeat key heads: query heads j · h/g, …, (j + 1) · h/g − 1 use key head j."""
@@ -247,6 +275,11 @@ class Attention(Oracle):
     def scale(self) -> float:
         """Return the factor that multiplies the scores."""
         return self.default_scale() if self.x.scale is None else self.x.scale
+
+    def cap_scores(self, scores: Tensor) -> Tensor:
+        """Return the scaled scores, capped by the call or by a part."""
+        cap = self.x.softcap
+        return scores if cap is None else cap * (scores / cap).tanh()
 
     def add_bias(self, scores: Tensor) -> Tensor:
         """Add the bias of the call to the scores."""
@@ -274,13 +307,23 @@ class Attention(Oracle):
         """Return the padding as `[b, 1, 1, s]`, True = visible."""
         return None if self.x.padding is None else self.x.padding[:, None, None]
 
+    def given_window(self) -> Tensor | None:
+        """Return the window of the call, `[t, s]`, True = visible."""
+        if self.x.window is None:
+            return None
+        (i, j), (left, right) = self.positions(), self.x.window
+        inside = i - j <= left
+        return inside if right is None else inside & (j - i <= right)
+
+    def masks(self) -> list[Tensor]:
+        """Return all masks, True = visible, which broadcast to `[b, h, t, s]`."""
+        masks = (self.causal_mask(), self.given_mask(), self.padding_mask(), self.given_window())
+        return [mask for mask in masks if mask is not None]
+
     def combine_masks(self) -> Tensor | None:
         """Return the conjunction of all masks, or None without masks."""
-        visible = None
-        for mask in (self.causal_mask(), self.given_mask(), self.padding_mask()):
-            if mask is not None:
-                visible = mask if visible is None else visible & mask
-        return visible
+        masks = self.masks()
+        return reduce(torch.logical_and, masks) if masks else None
 
     def mask_scores(self, scores: Tensor) -> Tensor:
         """Set masked scores to -inf."""
@@ -306,8 +349,9 @@ class Attention(Oracle):
         return scores.softmax(-1)
 
     def mask_weights(self, weights: Tensor) -> Tensor:
-        """Set masked weights to 0, also those of a query without visible keys."""
-        return weights if self.visible is None else weights.masked_fill(~self.visible, 0.0)
+        """Set masked weights to 0, also those of a query without visible keys, and apply the head mask."""
+        masked = weights if self.visible is None else weights.masked_fill(~self.visible, 0.0)
+        return masked if self.x.head_mask is None else masked * self.x.head_mask[:, None, None]
 
     def dropout(self, weights: Tensor) -> Tensor:
         """Return the weights; in evaluation, dropout has no effect."""
@@ -331,10 +375,18 @@ class Attention(Oracle):
         """Merge `[b, h, t, d]` into `[b, t, h · d]` for a module; a function's output keeps its heads."""
         return x if self.weights is None else x.transpose(1, 2).flatten(2)
 
+    def gate(self, x: Tensor) -> Tensor:
+        """Return the merged heads, multiplied by a part's gate."""
+        return x
+
     def project_output(self, x: Tensor) -> Tensor:
         """Apply the output projection, if there is one."""
         has_output = self.weights is not None and "o" in self.weights.weight
         return self.project("o", x) if has_output else x
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Return the output, with a part's residual connection or norm."""
+        return x
 
     @staticmethod
     def difference(got: Tensor, expected: Tensor) -> float:
@@ -355,21 +407,31 @@ def exact(weights: Weights | None, x: Inputs, oracle: type[Oracle] = Attention) 
     return oracle(None if weights is None else weights.to(torch.float64), x.query.dtype)(x.to(torch.float64))
 
 
-def allowed_error(weights: Weights | None, x: Inputs) -> float:
+def allowed_error(weights: Weights | None, x: Inputs, attention: type[Oracle] = Attention) -> float:
     """Return the largest error that rounding explains: 4 · E + eps · (1 + max|score|) · A.
 
     E is the error of the oracle in the inputs' dtype. A is the largest output if values and parameters are
     replaced by their absolute values, with the same attention weights. This is twice the error budget of this
     library, because other implementations compute the steps in another order.
+
+    Args:
+        weights: The parameters.
+        x: The inputs.
+        attention: The class of the oracle: attention, possibly with parts.
+
+    Returns:
+        The largest error.
     """
     dtype = x.query.dtype
-    rounded = Attention(None if weights is None else weights.to(dtype), dtype)(x)
-    oracle = Attention(None if weights is None else weights.to(torch.float64), dtype)
+    rounded = attention(None if weights is None else weights.to(dtype), dtype)(x)
+    oracle = attention(None if weights is None else weights.to(torch.float64), dtype)
+    assert isinstance(oracle, Attention)
     expected = oracle(x.to(torch.float64))
     oracle.weights = None if oracle.weights is None else oracle.weights.map(torch.abs)
-    oracle.x = replace(oracle.x, value=oracle.x.value.abs())
+    oracle.x = replace(oracle.x, query=oracle.x.query.abs(), value=oracle.x.value.abs())
     oracle.v = oracle.repeat_heads(oracle.compute_heads("v"))
-    bound = oracle.project_output(oracle.merge_heads(oracle.attention @ oracle.v))
+    mixed = oracle.merge_heads(oracle.attention @ oracle.v)
+    bound = oracle.finish(oracle.project_output(oracle.gate(mixed))).abs()
     scores = oracle.raw_scores * oracle.scale()
     largest = float(scores.abs().max()) if scores.numel() else 0.0
     rounding = torch.finfo(dtype).eps * (1 + largest) * float(bound.max())

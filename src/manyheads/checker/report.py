@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -15,7 +16,9 @@ from xml.etree import ElementTree
 
 from torch import Tensor
 
+from manyheads.checker.candidates.roles import ROLES, Role
 from manyheads.checker.checks.registry import Check
+from manyheads.checker.checks.values import NAMES
 from manyheads.checker.diagnosis import Diagnosis
 from manyheads.storage import replacing
 
@@ -26,6 +29,7 @@ FORMAT = 1
 STATUSES = {  # the mark, the style and the element of JUnit XML of each status
     "passed": ("✓", "green", ""),
     "failed": ("✗", "red", "failure"),
+    "convention": ("~", "cyan", ""),
     "not applicable": ("·", "dim", "skipped"),
     "could not be checked": ("?", "yellow", "skipped"),
     "not judged": ("?", "yellow", "error"),
@@ -54,6 +58,7 @@ class Report:
         notes: the assumptions of the checker.
         pair: the expected and the given map of a small failing input, for a picture: two tensors `[t, s]`
             (weights) or `[t, e]` (outputs), and "weights" or "output".
+        roles: what each argument, parameter and setting was taken for, and why.
     """
 
     target: str
@@ -63,6 +68,7 @@ class Report:
     diagnosis: list[Diagnosis] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     pair: tuple[Tensor, Tensor, str] | None = None
+    roles: list[Role] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -88,19 +94,16 @@ class Report:
             "guessed": self.guessed,
             "verdict": self.verdict,
             "notes": self.notes,
+            "roles": [vars(role) for role in self.roles],
             "checks": [
-                vars(check) | {"error": finite(check.error), "allowed": finite(check.allowed)}
-                for check in self.checks
+                {"name": each.name, "status": each.status, "reason": each.reason}
+                | {"error": finite(each.error), "allowed": finite(each.allowed)}
+                for each in self.checks
             ],
             "diagnosis": [
-                {
-                    "mistake": diagnosis.bug or None,
-                    "says": diagnosis.description,
-                    "mend": diagnosis.fix,
-                    "verified": diagnosis.verified,
-                    "error": finite(diagnosis.error),
-                }
-                for diagnosis in self.diagnosis
+                {"mistake": each.bug or None, "says": each.description, "mend": each.fix}
+                | {"verified": each.verified, "error": finite(each.error)}
+                for each in self.diagnosis
             ],
         }
 
@@ -123,62 +126,101 @@ class Report:
         text = '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode")
         return re.sub(r"[^\t\n -\U0010ffff]", "", text)  # XML can't contain other control characters
 
+    @property
+    def headline(self) -> str:
+        """The verdict in one line, with the names of the bugs."""
+        names = ", ".join(dict.fromkeys(diagnosis.bug for diagnosis in self.diagnosis if diagnosis.bug))
+        guessed = " (guessed)" if self.guessed else ""
+        return f"{self.verdict}: {self.target} as {self.like}{guessed}{': ' * bool(names)}{names}"
+
+    def select(self, status: str) -> list[Check]:
+        """Return the checks with this status."""
+        return [check for check in self.checks if check.status == status]
+
+    def by_reason(self, status: str) -> dict[str, str]:
+        """Return the names of the checks with this status by their reason."""
+        return join_by_key((check.reason, check.name) for check in self.select(status))
+
     def words(self) -> list[str]:
-        """Return the diagnosis in sentences."""
+        """Return what is wrong or not judged, and how to fix it, in sentences."""
         lines = []
-        failed = [check.name for check in self.checks if check.status == "failed"]
+        failed = self.select("failed")
         if failed and not self.diagnosis:
-            start = "" if {"values", "shapes", "a call"} & set(failed) else "The values are right. "
-            lines.append(f"{start}What failed is: {', '.join(failed)}.")
+            compared = {each.status for each in self.checks if each.name.partition(" (")[0] in NAMES.values()}
+            start = "The values are right. " if compared == {"passed"} else ""
+            lines.append(f"{start}What failed is: {', '.join(check.name for check in failed)}.")
+            lines += [f"  {check.name}: {check.reason}" for check in failed]
         if sum(bool(diagnosis.bug) for diagnosis in self.diagnosis) > 1:
             lines.append("No input distinguishes these, or they occur together:")
         for diagnosis in self.diagnosis:
             name = f"{diagnosis.bug}: " if diagnosis.bug else ""
             lines.append(f"{name}{diagnosis.description[:1].upper()}{diagnosis.description[1:]}.")
-            if diagnosis.fix:
-                lines.append(f"  To fix it: {diagnosis.fix}.")
-        unjudged = [check for check in self.checks if check.status == "not judged"]
-        lines += [f"Not judged: {check.name}: {check.reason}" for check in unjudged]
-        if unjudged:
-            lines.append("  To judge it, check an adapter that takes its mask as docs/checker.md describes.")
+            lines += [f"  To fix it: {diagnosis.fix}."] if diagnosis.fix else []
+        for reason, names in self.by_reason("not judged").items():
+            lines.append(f"Not judged: {names}: {reason}")
+        if self.pair is not None and not self.passed:
+            lines.append(describe_pair(*self.pair))
         return lines
 
+    def summary(self) -> str:
+        """Return the verdict and what to fix as text, for a failing test."""
+        return "\n".join([self.headline, *self.words()])
+
     def print(self, console: Console | None = None) -> None:
-        """Print the table, then the diagnosis.
+        """Print the verdict and what to fix, then what was understood, the checks and the conventions.
 
         Args:
             console: the console to print on, by default standard output.
         """
         import_rich()
-        from rich import box
         from rich.console import Console
-        from rich.markup import escape
+        from rich.padding import Padding
         from rich.table import Table
+        from rich.text import Text
 
         console = console or Console()
-        guessed = " (guessed)" if self.guessed else ""
-        title = f"[bold]{escape(self.target)}[/bold], checked as {escape(self.like)}{guessed}"
-        console.print(title, highlight=False)
-        for note in self.notes:
-            console.print(f"  {escape(note)}", highlight=False)
-        table = Table(box=box.SIMPLE_HEAD)
-        for column in ("", "check", "error", "allowed", ""):
-            justify = "right" if column in ("error", "allowed") else "left"
-            table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-        for check in self.checks:
-            mark, style, _ = STATUSES[check.status]
-            numbers = ("" if x is None else f"{x:.1e}" if x else "0" for x in (check.error, check.allowed))
-            table.add_row(f"[{style}]{mark}[/{style}]", check.name, *numbers, escape(check.explanation))
-        console.print(table)
-        counts = Counter(check.status for check in self.checks)
-        counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
-        console.print(f"[bold]{self.verdict}[/bold]: {counted}", highlight=False)
-        lines = self.words()
-        if self.pair is not None and not self.passed:
-            lines.append(describe_pair(*self.pair))
-        for line in lines:
-            console.print(escape(line), highlight=False, soft_wrap=True)
-        console.print(WARNING, style="dim", highlight=False)
+        mark, style, _ = STATUSES[self.verdict]
+        console.print(Text(f"{mark} {self.headline}", f"bold {style}"), highlight=False)
+        for line in self.words():
+            text = line.lstrip()
+            console.print(Padding(Text(text), (0, 0, 0, 2 + len(line) - len(text))), highlight=False)
+        for title, rows in self.sections():
+            console.print(f"\n[bold]{title}[/bold]", highlight=False)
+            table = Table.grid(padding=(0, 1), pad_edge=False)
+            for row in rows:
+                table.add_row("", *(Text(cell, overflow="fold") for cell in row))
+            console.print(table, highlight=False)
+        console.print(f"\n{WARNING}", style="dim", highlight=False)
+
+    def sections(self) -> Iterator[tuple[str, Sequence[tuple[str, ...]]]]:
+        """Yield the title and the rows of each section of the printed report, without empty ones."""
+        understood = [
+            (role.name, ROLES["ignore"] if role.role == "ignore" else role.role, role.reason)
+            for role in self.roles
+            if role.kind != "parameter"
+        ]
+        parameters = [role for role in self.roles if role.kind == "parameter"]
+        joined = join_by_key((role.reason, f"{role.name} = {role.role}") for role in parameters)
+        understood += [("parameters", listed, reason) for reason, listed in joined.items()]
+        names = {status: ", ".join(check.name for check in self.select(status)) for status in STATUSES}
+        rows = [("✗", check.name, describe_result(check)) for check in self.select("failed")]
+        settings = {each.name: each.reason for each in self.select("passed") if each.name.startswith("with ")}
+        others = (each.name for each in self.select("passed") if each.name not in settings)
+        names["passed"] = ", ".join(others)
+        rows += [(STATUSES[x][0], x, names[x]) for x in ("not judged", "passed") if names[x]]
+        rows += [("✓", name, reason) for name, reason in settings.items()]
+        for reason, listed in self.by_reason("could not be checked").items():
+            rows.append(("?", "could not be checked", f"{listed}: {reason}"))
+        rows += [("·", "not applicable", names["not applicable"])] if names["not applicable"] else []
+        counts = ", ".join(f"{n} {status}" for status in STATUSES if (n := len(self.select(status))))
+        conventions = [(check.option, check.reason) for check in self.select("convention")]
+        sections: dict[str, Sequence[tuple[str, ...]]] = {
+            "Understood": [(name, role + f" ({reason})" * bool(reason)) for name, role, reason in understood],
+            "Assumed": [(note,) for note in self.notes],
+            f"Checks: {counts}": rows,
+            "Conventions, not failures (--strict NAME or --strict all counts them)": conventions,
+        }
+        yield from ((title, rows) for title, rows in sections.items() if rows)
 
     def __repr__(self) -> str:
         import_rich()
@@ -246,9 +288,24 @@ def write(path: Path, text: str) -> None:
         file.write(f"{text}\n".encode())
 
 
+def join_by_key(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the values of each key, joined by commas."""
+    joined: dict[str, list[str]] = {}
+    for key, value in pairs:
+        joined.setdefault(key, []).append(value)
+    return {key: ", ".join(values) for key, values in joined.items()}
+
+
 def finite(number: float | None) -> float | None:
     """Return the number, or None if it isn't finite."""
     return number if number is not None and math.isfinite(number) else None
+
+
+def describe_result(check: Check) -> str:
+    """Return the reason of a check, with the error that was measured and the error that is allowed."""
+    if check.error is None or check.allowed is None:
+        return check.reason
+    return f"error {check.error:.1e} (allowed {check.allowed:.1e}): {check.reason}"
 
 
 def describe_pair(expected: Tensor, got: Tensor, quantity: str) -> str:

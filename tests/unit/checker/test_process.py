@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.checker.isolation import process, protocol
-from manyheads.checker.isolation.candidate import Answer, Call, Candidate, Change
+from manyheads.checker.isolation.candidate import Answer, Call, Candidate, Change, Kept
 from manyheads.checker.isolation.errors import CandidateError
 from manyheads.checker.isolation.process import CandidateProcess, open_candidate
 from manyheads.checker.isolation.target import find
@@ -321,7 +322,7 @@ def check_head(candidate: Candidate | CandidateProcess) -> None:
     assert [(a.name, a.kind, a.required) for a in found.call] == [(n, k, n == "x") for n, k in kinds.items()]
     with pytest.raises(CandidateError, match=r"build\(\) it first"):
         candidate.call(Call((torch.ones(4),)))
-    expected = r"building Head\(size=3\) raised ValueError: size must be even, \(candidates.py:\d+\)"
+    expected = r"building Head raised ValueError: size must be even, \(candidates.py:\d+\)"
     with pytest.raises(CandidateError, match=expected) as raised:
         candidate.build({"size": 3})
     assert raised.value.kind == "init"
@@ -344,10 +345,6 @@ def check_head(candidate: Candidate | CandidateProcess) -> None:
     new = {"q_proj.weight": torch.randn(4, 4), "q_proj.bias": torch.randn(4)}
     candidate.load(new)
     assert torch.equal(candidate.weights()["q_proj.weight"], new["q_proj.weight"])
-    with pytest.raises(CandidateError, match=r"Expected \[2\] to load into 'unused', got \[3\]"):
-        candidate.load({"unused": torch.ones(3)})
-    with pytest.raises(CandidateError, match="got 'nope'"):
-        candidate.load({"nope": torch.ones(3)})
     x = torch.randn(2, 3, 4)
     given = torch.randn(2, 3, 4)
     answer = candidate.call(Call((x,), grads=("0",), cotangent=given))
@@ -364,10 +361,8 @@ def check_head(candidate: Candidate | CandidateProcess) -> None:
     torch.testing.assert_close(answer.output, 0.5 * exact, rtol=1e-14, atol=1e-14)
     assert candidate.call(Call((x,), dtype=torch.bfloat16)).output.dtype == torch.bfloat16
     assert torch.equal(candidate.weights()["q_proj.weight"], new["q_proj.weight"])
-    with pytest.raises(CandidateError, match=r"cotangent of the output's shape \[2, 3, 4\], got \[1\]"):
+    with pytest.raises(CandidateError, match=r"Mismatch in shape"):
         candidate.call(Call((x,), cotangent=torch.ones(1)))
-    with pytest.raises(CandidateError, match="got '1'"):
-        candidate.call(Call((x,), grads=("1",), cotangent=given))
     assert torch.equal(candidate.call(Call(kwargs={"x": x})).output, candidate.call(Call((x,))).output)
 
 
@@ -400,14 +395,14 @@ def test_factories(here: Callable[[str], Any]) -> None:
     assert Candidate(here("factory")).describe().attributes["size"] == 4
     assert Candidate(here("defaults")).describe().type == "function"
     assert Candidate(lambda *args: args).describe().type == "function"
-    with pytest.raises(CandidateError, match=r"nothing\(\) takes no arguments.*returned a int"):
+    with pytest.raises(CandidateError, match=r"Expected nothing\(\) to return a class, .*, got a int"):
         Candidate(here("nothing"))
     with pytest.raises(CandidateError, match=r"factory fails\(\) raised OSError: no such weights") as raised:
         Candidate(here("fails"))
     assert raised.value.kind == "import"
     with pytest.raises(CandidateError, match="got a dict"):
         Candidate({})
-    with pytest.raises(CandidateError, match=r"no constructor arguments for Head, .* got size=4"):
+    with pytest.raises(CandidateError, match=r"no arguments for Head, .* got size"):
         Candidate(here("factory")).build({"size": 4})
 
 
@@ -487,9 +482,12 @@ def test_output_of_a_call_is_not_printed(
 def test_global_state_is_found_and_put_back(either: Candidate | CandidateProcess) -> None:
     before, drawn = ask(either, "state").output, ask(either, "draw").output
     answer = ask(either, "seed")
-    names = ("the random seed", "the default dtype", "the number of threads", "grad mode")
-    names += ("deterministic algorithms", "the precision of float32 products")
+    names = ("the default dtype", "the number of threads", "deterministic algorithms")
+    names += ("the precision of float32 products", "grad mode")
     assert answer.changed == tuple(Change("state", name) for name in names)
+    others = {method: either.call(Call((method,), seed=1)).generators for method in ("seed", "draw")}
+    assert others["seed"]["torch.manual_seed"] == answer.generators["torch.manual_seed"]
+    assert not others["draw"].items() & ask(either, "draw").generators.items()
     assert ask(either, "state").output == before
     assert torch.equal(ask(either, "draw").output, drawn)
     with torch.random.fork_rng():
@@ -537,6 +535,35 @@ def test_instances_keep_their_state_between_calls(either: Candidate | CandidateP
     for _ in range(3):
         either.call(Call((torch.ones(1),)))
     assert ask(either, "count").output == before + 3
+
+
+def test_a_sequence_keeps_objects_and_changes_until_its_end(either: Candidate | CandidateProcess) -> None:
+    either.call_sequence(())
+    before = ask(either, "count").output  # a sequence begins with the state before the first call
+    x = torch.ones(2)
+    made = Call(([x, x + 1],), function="builtins:list")
+    calls = (
+        made,
+        Call((Kept(0),)),
+        Call((Kept(1, "1"),)),
+        Call(("count",)),
+        Call((3.5,), function=".__call__"),
+    )
+    *_, item, count, last = (answer.output for answer in either.call_sequence(calls))
+    assert torch.equal(item, x + 1)
+    assert (count, last) == (before + 2, 3.5)
+    assert ask(either, "count").output == before
+    assert either.call(Call((Kept(-1),), before=(made,))).output[1].tolist() == [2, 2]
+    with pytest.raises(CandidateError, match="no attribute 'nothing'"):
+        either.call_sequence((Call((x,)), Call(("nothing",))))
+    assert ask(either, "count").output == before
+
+
+def test_functions_of_a_candidate(either: Candidate | CandidateProcess) -> None:
+    functions = either.functions()
+    assert [argument.name for argument in functions[".leave"]] == ["how"]
+    assert functions["Head"][0].name == "size"
+    assert ".__call__" not in functions
 
 
 def test_errors_of_calls(either: Candidate | CandidateProcess) -> None:
@@ -608,11 +635,6 @@ def test_weights_keep_the_gradients_they_had() -> None:
     assert module.bias.grad is None
 
 
-def test_invalid_calls() -> None:
-    with pytest.raises(ValueError, match="need a cotangent"):
-        Call((torch.ones(1),), grads=("0",))
-
-
 @linux
 def test_the_peak_of_a_call(many: CandidateProcess) -> None:
     count = 2**24  # floats: 64 MiB
@@ -647,10 +669,7 @@ def test_surroundings(folder: Path) -> None:
         assert gpu is False
         assert Path(where) != Path.cwd()
         # It removed its own folder and patched PyTorch; it still answers, and its changes are reported.
-        assert ask(candidate, "patched").changed == (
-            Change("state", "the random seed"),
-            Change("state", "the default dtype"),
-        )
+        assert ask(candidate, "patched").changed == (Change("state", "the default dtype"),)
         assert "printed while importing" in candidate._tail()
     assert not Path(where).parent.exists()
     candidate.close()
@@ -668,6 +687,21 @@ def ended(pid: int) -> bool:
 
 
 @linux
+def test_ctrl_c_while_the_process_starts_leaves_no_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("subprocess.Popen", interrupt)
+    descriptors = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        CandidateProcess(f"{folder / 'candidates.py'}:many")
+    assert list(tmp_path.iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
 def test_descendants_end_with_the_candidate(folder: Path) -> None:
     with CandidateProcess(f"{folder / 'candidates.py'}:many") as candidate:
         pids = ask(candidate, "starts").output
@@ -726,6 +760,90 @@ def test_a_call_that_forks_is_answered_once(folder: Path) -> None:
     with CandidateProcess(f"{folder / 'candidates.py'}:both") as candidate:
         for _ in range(2):
             assert torch.equal(candidate.call(Call((x,))).output, x)
+
+
+SPAWNS = """
+import subprocess, sys, time
+from torch import nn
+
+
+class Spawns(nn.Module):
+    def __init__(self, dim=24, num_heads=4):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x):
+        code = "import os, time; os.setsid(); time.sleep(1200)"
+        child = subprocess.Popen([sys.executable, "-c", code])
+        with open(PIDS, "a") as file:
+            print(child.pid, file=file)
+        time.sleep(1200)
+"""
+COMMAND = "from manyheads.cli import main; main()"
+SCRIPT = """
+import signal, sys
+from manyheads import checker
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
+checker.check(sys.argv[2], "self")
+"""
+
+
+@linux
+@pytest.mark.parametrize(("code", "rc"), [(COMMAND, 143), (SCRIPT, 7)])
+def test_a_terminated_checker_leaves_nothing(tmp_path: Path, code: str, rc: int) -> None:
+    pids, temporary = tmp_path / "pids", tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "spawns.py").write_text(f"PIDS = {str(pids)!r}\n{SPAWNS}")
+    command = [sys.executable, "-c", code, "check", f"{tmp_path / 'spawns.py'}:Spawns"]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(temporary)}) as checker:
+        wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
+        child = int(pids.read_text())
+        parent = psutil.Process(child).ppid()
+        assert list(temporary.glob("manyheads-*"))
+        checker.send_signal(signal.SIGTERM)
+    assert checker.returncode == rc
+    wait_until(lambda: ended(child) and ended(parent))
+    assert not list(temporary.glob("manyheads-*"))
+
+
+@linux
+def test_an_idle_candidate_ends_with_the_checker(folder: Path) -> None:
+    code = (
+        "import sys, torch; from manyheads.checker.isolation.process import CandidateProcess;"
+        "from manyheads.checker.isolation.candidate import Call;"
+        "p = CandidateProcess(sys.argv[1]); print(p.call(Call(('starts',))).output, flush=True);"
+        "print(p._output.parent, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, f"{folder / 'candidates.py'}:many"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as checker:
+        assert checker.stdout is not None
+        pids, where = json.loads(checker.stdout.readline()), checker.stdout.readline().strip()
+        checker.send_signal(signal.SIGTERM)
+    wait_until(lambda: all(map(ended, pids)))
+    wait_until(lambda: not Path(where).exists())
+
+
+@own_process
+def test_the_exception_of_a_signal_handler_passes_through() -> None:
+    class Alarm(Exception):
+        pass
+
+    class Handler:
+        def __call__(self, number: int, frame: Any) -> None:
+            raise Alarm
+
+    def exit_on(number: int, frame: Any) -> None:
+        sys.exit(number)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        for handler, error in ((Handler(), Alarm), (exit_on, SystemExit), (Handler().__call__, Alarm)):
+            signal.signal(signal.SIGUSR1, handler)
+            candidate = Candidate(lambda x: signal.raise_signal(signal.SIGUSR1))
+            with pytest.raises(error):
+                candidate.call(Call((torch.ones(1),)))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @linux
@@ -872,7 +990,7 @@ def test_other_bytes_of_a_boolean_are_true() -> None:
 
 
 def test_records_have_the_types_of_their_fields() -> None:
-    answer = Answer(None, {"0": None}, {}, (Change("state", "x"),), None)
+    answer = Answer(None, {"0": None}, {}, (Change("state", "x"),), {"torch.manual_seed": 1}, None)
     assert taken(packed(answer)) == answer
     for wrong in ({"grads": {"0": 1}}, {"changed": ["x"]}, {"peak": 0.5}, {"peak": True}, {"changed": (1,)}):
         with pytest.raises(CandidateError, match=f"a record Answer whose {next(iter(wrong))} is"):
@@ -886,3 +1004,18 @@ def test_with_strides_keeps_values_and_strides() -> None:
         assert torch.equal(copied, given)
         assert copied.stride() == given.stride() or 1 in given.shape
         assert copied.data_ptr() != given.data_ptr()
+
+
+@own_process
+def test_checks_work_beside_many_open_files(folder: Path) -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"needs 2,048 open files, and the limit is {hard}")
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        for _ in range(1024):  # descriptors from 1,024 on don't fit into the sets of `select.select`
+            stack.callback(os.close, os.dup(1))
+        candidate = stack.enter_context(CandidateProcess(f"{folder / 'candidates.py'}:factory"))
+        assert candidate.describe().name == "Head"

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs.family import Bug, override, transform, wrap
 from manyheads.checker.encodings import Interleaved, Rotary, Sinusoidal, interleave
 from manyheads.checker.oracle import Oracle
+from manyheads.checker.overrides import Bug, override, transform, wrap
 
 EXPONENT = "the exponent is 2i/e, where i counts pairs"
 EVEN_ODD = "even dimensions are sines, odd ones cosines: pe[:, 0::2], pe[:, 1::2]"
@@ -23,6 +23,7 @@ FIRST = "the first position is 0: torch.arange(length)"
 PAIR = "(x1 cos − x2 sin, x1 sin + x2 cos)"
 ANGLE = "angle = position · base^(−2n/d)"
 COUNT = "base^(−2n/d), where n counts pairs"
+BASES = (100.0, 1000.0, 5000.0, 20000.0, 50000.0, 100000.0, 500000.0, 1000000.0)  # of other models
 ALIKE = "rotate queries and keys alike"
 
 
@@ -117,7 +118,7 @@ BUGS = [
         override(Rotary, rotate=rotate_by_wrong_tables), override(Rotary, rotate=rotate_other_pairs)),
     Bug("rotary-sign", "that rotates the other way", PAIR, scaled("angles", -1, Rotary)),
     Bug("rotary-base", "of another base than 10000", "the base is 10000, unless documented otherwise",
-        *(override(Rotary, base=base) for base in (100.0, 1000.0, 5000.0, 20000.0, 50000.0, 100000.0, 500000.0, 1000000.0))),
+        *(override(Rotary, base=base) for base in BASES)),
     Bug("rotary-positions-from-one", "whose positions are counted from 1", "the first position is 0",
         transform(Rotary, positions=lambda o, p: p + 1)),
     Bug("rotary-doubled", "whose angles are doubled", ANGLE, scaled("angles", 2, Rotary)),

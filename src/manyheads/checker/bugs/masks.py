@@ -14,8 +14,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs.family import Bug, override, transform
+from manyheads.checker.bugs.heads import FOLD, read_batch_first, read_heads_first
 from manyheads.checker.oracle import Attention, Oracle
+from manyheads.checker.overrides import Bug, override, transform, wrap
 
 BEFORE = "fill masked scores with -inf before the softmax: scores.masked_fill(masked, float('-inf'))"
 TRIL = "a query attends to itself and to what is before it, keys j ≤ i: torch.ones(t, t, dtype=torch.bool).tril()"
@@ -80,6 +81,12 @@ def added_separately(mask: str) -> type[Oracle]:
     return AddedSeparately
 
 
+def add_triangle(oracle: Attention, step: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
+    """Add 1 to the scores of visible keys, which a causal mask of ones and zeros does that is added."""
+    triangle = Attention.causal_mask(oracle)
+    return step(scores) if triangle is None else step(scores) + triangle
+
+
 def divide_visible(oracle: Attention, weights: Tensor) -> Tensor:
     """Divide visible weights by their sum, in the candidate's dtype: small weights are 0 in it."""
     if oracle.visible is None:
@@ -91,31 +98,48 @@ def divide_visible(oracle: Attention, weights: Tensor) -> Tensor:
 # -- which keys are visible ------------------------------------------------------------------------
 
 
-def with_changed_masks(change: Callable[[Tensor], Tensor]) -> list[type[Oracle]]:
-    """Return oracles with both masks of the call changed, or one of them."""
-    steps = {step: lambda o, visible: change(visible) for step in ("given_mask", "padding_mask")}
-    return [transform(**steps), *(transform(**{step: steps[step]}) for step in steps)]
+def with_masks(change: Callable[[Attention, Tensor], Tensor]) -> list[type[Oracle]]:
+    """Return oracles with both masks of the call changed, or one of them: `change(oracle, visible)`."""
+    steps = dict.fromkeys(("given_mask", "padding_mask"), change)
+    return [transform(**steps), *(transform(**{step: change}) for step in steps)]
 
 
-def drop_none(*masks: Tensor | None) -> list[Tensor]:
-    return [mask for mask in masks if mask is not None]
+def repeated(read: Callable[[Tensor], Tensor]) -> Callable[[Attention, Tensor], Tensor]:
+    """Return a change that repeats a mask for each head in one order of batch and heads, and reads it in the other."""
+    return lambda o, visible: read(visible.expand(o.x.b, o.q.shape[1], -1, -1))
+
+
+def off_by_one(shift: int) -> type[Oracle]:
+    """Return an oracle that takes sequences for longer or shorter than they are."""
+    return transform(padding_mask=lambda o, x: torch.arange(o.x.s) < x.sum(-1, keepdim=True) + shift)
+
+
+def zeroed_padding(roles: str) -> type[Oracle]:
+    """Return an oracle that sets the padded tokens of these roles to 0 before it projects them, and masks none."""
+
+    def source(oracle: Attention, step: Callable[[str], Tensor], role: str) -> Tensor:
+        x, padding = step(role), oracle.x.padding
+        if padding is None or role not in roles or x.shape[-2] != padding.shape[-1]:
+            return x
+        return x * (padding[..., None] if x.dim() == 3 else padding[:, None, :, None])
+
+    return wrap(override(padding_mask=none), source=source)
+
+
+def mask_padded_queries_only(oracle: Attention, visible: Tensor) -> Tensor:
+    """Mask padded keys only for queries that are padded too."""
+    return visible | visible.mT if oracle.x.t == oracle.x.s else visible
+
+
+def given_masks(oracle: Attention) -> list[Tensor]:
+    return [mask for mask in (oracle.given_mask(), oracle.padding_mask()) if mask is not None]
 
 
 def invert_joined_masks(oracle: Attention) -> Tensor:
     """Invert the combination of the given masks; without any, this masks every key."""
-    masks = drop_none(oracle.given_mask(), oracle.padding_mask())
-    inverted = ~reduce(torch.logical_and, masks, torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    inverted = ~reduce(torch.logical_and, given_masks(oracle), torch.ones(1, 1, 1, 1, dtype=torch.bool))
     triangle = oracle.causal_mask()
     return inverted if triangle is None else inverted & triangle
-
-
-def join_by_or(oracle: Attention) -> Tensor | None:
-    masks = drop_none(oracle.causal_mask(), oracle.given_mask(), oracle.padding_mask())
-    return reduce(torch.logical_or, masks) if masks else None
-
-
-def unless_causal(oracle: Attention, visible: Tensor) -> Tensor | None:
-    return None if oracle.x.causal else visible
 
 
 # -- fully masked rows -----------------------------------------------------------------------------
@@ -162,33 +186,51 @@ BUGS = [
     Bug("masked-ones-added", "that adds its mask of ones and zeros to its scores",
         f"a mask of ones and zeros masks nothing when it is added; {BEFORE}",
         filled(lambda o, scores, masked: scores + ~masked), filled(add(1.0)),
-        added_separately("given_mask"), added_separately("padding_mask")),
+        added_separately("given_mask"), added_separately("padding_mask"), added_separately("causal_mask"),
+        wrap(override(causal_mask=none), add_bias=add_triangle)),
     Bug("masked-minus-ten", "that subtracts a small number, not infinity, from its masked scores",
         f"a weight of exp(−10) is left; {BEFORE}", filled(add(-10.0))),
     Bug("masked-low", "whose masked scores are set to a number such as −100, which low scores of visible keys undercut", BEFORE,
         *(variant for number in (-10.0, -20.0, -50.0, -100.0, -200.0) for variant in filled_with_low(number))),
     Bug("masked-after-softmax", "whose masked weights are set to 0 after the softmax, so that rows don't sum to 1", BEFORE,
         override(mask_scores=same, mask_weights=Attention.mask_weights)),
+    Bug("masked-infinity-after-softmax", "whose masked weights are set to an infinity after the softmax", f"the sum of the values is then not finite; {BEFORE}",
+        *(override(mask_scores=same, mask_weights=lambda o, weights, infinity=infinity: weights if o.visible is None else weights.masked_fill(~o.visible, infinity))
+          for infinity in (-math.inf, math.inf))),
+    Bug("masked-nan", "whose rows are NaN under a mask, because infinity is multiplied by the 0 of visible keys", f"0 · inf is NaN; {BEFORE}",
+        filled(add(-math.inf)), filled(add(-math.inf), mask_weights=same)),
     Bug("masked-and-divided",
         "whose masked weights are set to 0 after the softmax and the rest divided by their sum: 0/0 where masked keys outweigh the visible ones",
         BEFORE, override(mask_scores=same, mask_weights=divide_visible)),
     Bug("polarity-swapped", "that masks what its mask keeps, and keeps what it masks",
-        "the mask is read the wrong way round: invert it (~mask), or mask == 0 into mask == 1", *with_changed_masks(torch.logical_not),
+        "the mask is read the wrong way round: invert it (~mask), or mask == 0 into mask == 1", *with_masks(lambda o, visible: ~visible),
         transform(combine_masks=lambda o, visible: ~visible), override(combine_masks=invert_joined_masks)),
     Bug("mask-transposed", "whose mask is applied to queries instead of keys",
         "a mask applies to the keys, for each query: with scores [b, h, t, s], padding [b, s] becomes [b, 1, 1, s]",
-        *with_changed_masks(lambda visible: visible.mT)),
+        *with_masks(lambda o, visible: visible.mT)),
     Bug("first-mask-for-all", "that uses the mask of the first batch entry for all",
-        "keep the mask's batch axis: each entry has its own mask", *with_changed_masks(lambda visible: visible[:1])),
+        "keep the mask's batch axis: each entry has its own mask", *with_masks(lambda o, visible: visible[:1])),
+    Bug("mask-tiled", "that uses the masks of other batch entries, because batch and heads share an axis in another order", FOLD,
+        *(variant for read in (read_heads_first, read_batch_first) for variant in with_masks(repeated(read)))),
+    Bug("mask-of-everything", "that masks every key as soon as it is given a mask", "invert a boolean mask: ~ of the integers 1 and 0 is −2 and −1, which are both true",
+        *with_masks(lambda o, visible: torch.zeros_like(visible))),
+    Bug("first-key-unmasked", "that never masks the first key", "compare a mask with 0 by equality, not by the sign of position · mask",
+        *with_masks(lambda o, visible: visible | (torch.arange(visible.shape[-1]) == 0))),
+    Bug("padding-off-by-one", "whose padding starts one key too early or too late", "mask keys j ≥ length: torch.arange(s) >= lengths[:, None]",
+        off_by_one(1), off_by_one(-1)),
+    Bug("padding-for-padding", "that masks padded keys only for padded queries", "mask padded keys for each query: padding [b, s] becomes [b, 1, 1, s]",
+        transform(padding_mask=mask_padded_queries_only)),
+    Bug("padding-zeroed", "that sets padded tokens to zero, and doesn't mask them", f"a score of 0 still gets a weight; {BEFORE}",
+        zeroed_padding("kv"), zeroed_padding("qkv")),
     Bug("masked-in-one-head", "whose mask is applied in the first head only",
         "give the mask a head dimension of 1, so that it broadcasts over all heads",
         transform(combine_masks=lambda o, visible: visible | (torch.arange(o.q.shape[1])[:, None, None] > 0))),
     Bug("mask-or", "that keeps a key visible if any of its masks does, rather than all of them",
-        "join what is masked with |, and what is kept with &", override(combine_masks=join_by_or)),
+        "join what is masked with |, and what is kept with &", override(combine_masks=lambda o: reduce(torch.logical_or, o.masks()) if o.masks() else None)),
     Bug("mask-in-place-of-causal", "that drops its causal mask when another mask is given", COMBINE,
-        transform(causal_mask=lambda o, triangle: None if drop_none(o.given_mask(), o.padding_mask()) else triangle)),
+        transform(causal_mask=lambda o, triangle: None if given_masks(o) else triangle)),
     Bug("causal-in-place-of-mask", "that drops the mask it is given where it is causal", COMBINE,
-        transform(given_mask=unless_causal, padding_mask=unless_causal)),
+        transform(**dict.fromkeys(("given_mask", "padding_mask"), lambda o, visible: None if o.x.causal else visible))),
     Bug("empty-rows-nan", "whose fully masked rows are NaN", EMPTY, filled(set_to(-math.inf), mask_weights=same)),
     Bug("empty-rows-uniform", "whose fully masked rows average all values, those of future keys too", EMPTY,
         filled(set_to_lowest, mask_weights=same), filled(add_lowest, mask_weights=same)),

@@ -7,10 +7,14 @@ In the table, `o` is the oracle whose step is overridden.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable
 
-from manyheads.checker.bugs.family import Bug, override, transform, wrap
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
 from manyheads.checker.oracle import Attention, Oracle
+from manyheads.checker.overrides import Bug, override, transform, wrap
 
 OWN = "use each projection for what its name says: q = W_q x, k = W_k y, v = W_v y"
 SAME = "project keys and values from the same sequence"
@@ -32,6 +36,23 @@ def without_biases(roles: str) -> type[Oracle]:
 
 def with_transposed_weights(roles: str) -> type[Oracle]:
     return wrap(weight=lambda o, weight, role: weight(role).mT if role in roles else weight(role))
+
+
+def with_activations(*roles: str) -> list[type[Oracle]]:
+    """Return oracles that apply an activation after the projections of these roles."""
+
+    def variant(activation: Callable[[Tensor], Tensor], letters: str) -> type[Oracle]:
+        return wrap(
+            project=lambda o, project, role, x: (activation if role in letters else same)(project(role, x))
+        )
+
+    return [
+        variant(activation, letters) for letters in roles for activation in (torch.relu, torch.tanh, gelu)
+    ]
+
+
+def same(x: Tensor) -> Tensor:
+    return x
 
 
 def add_output_bias(oracle: Attention, x: Tensor) -> Tensor:
@@ -62,6 +83,10 @@ BUGS = [
     Bug("value-unprojected", "whose values are not projected", "project it: use the v weights", without_projection("v")),
     Bug("key-unprojected", "whose keys are not projected", "project it: use the k weights", without_projection("k")),
     Bug("query-unprojected", "whose queries are not projected", "project it: use the q weights", without_projection("q")),
+    Bug("projections-activated", "whose projected queries, keys or values pass through an activation", "the projections are linear: leave the activation out",
+        *with_activations("qkv", "qkvo")),
+    Bug("output-activated", "whose projected output passes through an activation", "the output projection is linear: leave the activation to the block",
+        *with_activations("o")),
     Bug("output-missing", "without its output projection", "project it: use the o weights", without_projection("o")),
     Bug("output-twice", "whose output projection is applied twice", "apply the output projection once",
         transform(project_output=lambda o, x: o.project("o", x))),

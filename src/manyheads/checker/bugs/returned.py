@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from manyheads.checker.bugs.family import Bug, override, transform
+from manyheads.checker.bugs.heads import read_batch_first, read_heads_first
 from manyheads.checker.oracle import Oracle
+from manyheads.checker.overrides import Bug, override, transform
 
 RETURN = "return the weights that multiply the values: after the mask and the softmax"
 AVERAGE = "return each head's weights, or their mean over the heads if the call requests it, e.g. with average_attn_weights=True"
@@ -35,6 +36,9 @@ BUGS = [
     Bug("returned-weights-transposed", "whose returned weights are transposed", RETURN, override(returned_weights=lambda o: o.attention.mT)),
     Bug("returned-heads-reversed", "whose returned weights have their heads in reverse order", RETURN,
         override(returned_weights=lambda o: o.attention.flip(1))),
+    Bug("returned-across-batch", "whose returned weights are those of other heads and batch entries, because the two share an axis in another order",
+        "weights [b·h, t, s] are weights.view(b, h, t, s); those of [h·b, t, s] are weights.view(h, b, t, s).swapaxes(0, 1)",
+        override(returned_weights=lambda o: read_heads_first(o.attention)), override(returned_weights=lambda o: read_batch_first(o.attention))),
     Bug("weights-averaged", "that returns the mean over the heads although each head's weights are requested", AVERAGE,
         average_by(lambda w, average: w.mean(1, keepdim=True))),
     Bug("weights-not-averaged", "that returns each head's weights although their mean over the heads is requested", AVERAGE,

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from manyheads.checker.bugs.family import Bug, override, transform
 from manyheads.checker.oracle import Attention, Oracle
+from manyheads.checker.overrides import Bug, override, transform
 
 # A fix names an axis only together with the layout it belongs to: heads are laid out in many ways.
 SCALE = "divide the scores by the square root of the head size: scores / math.sqrt(d)"
@@ -32,6 +32,10 @@ def model_width_scale(oracle: Attention) -> float:
 def scaled_by(*factors: Callable[[Attention], float]) -> list[type[Oracle]]:
     """Return oracles with each factor, in place of the default scale only or of every scale."""
     return [override(**{step: factor}) for factor in factors for step in ("default_scale", "scale")]
+
+
+def count_key_heads(oracle: Attention) -> int:
+    return oracle.x.key.shape[1] if oracle.weights is None else oracle.weights.key_heads
 
 
 class ScaledAfterSoftmax(Attention):
@@ -80,6 +84,15 @@ BUGS = [
     Bug("scaled-by-length", "whose scores are divided by the root of the number of keys", SCALE, *scaled_by(lambda o: o.x.s**-0.5)),
     Bug("scaled-by-heads", "whose scores are divided by the root of the number of heads", SCALE, *scaled_by(lambda o: o.q.shape[1] ** -0.5)),
     Bug("scaled-by-value-width", "whose scores are divided by the root of the values' width", SCALE, *scaled_by(lambda o: o.v.shape[-1] ** -0.5)),
+    Bug("scaled-by-fourth-root", "whose scores are divided by the fourth root of d rather than by √d", f"either divide both q and k by it, or {SCALE}",
+        *scaled_by(lambda o: o.q.shape[-1] ** -0.25)),
+    Bug("scale-on-values", "whose queries and values, not its queries and keys, are divided by the fourth root of d", f"divide q and k, or {SCALE}",
+        transform(override(scale=lambda o: o.q.shape[-1] ** -0.25), mix=lambda o, x: x / o.q.shape[-1] ** 0.25)),
+    Bug("head-size-miscounted", "whose scores are divided by the root of a head size that counts too few heads, such as the key heads", WIDTH,
+        *scaled_by(lambda o: (o.q.shape[1] * o.q.shape[-1] / count_key_heads(o)) ** -0.5,
+                   lambda o: ((1 + 2 * count_key_heads(o) / o.q.shape[1]) * o.q.shape[-1]) ** -0.5)),
+    Bug("scale-hard-coded", "whose scale is that of heads of another size, such as 1/8 for 64", WIDTH,
+        *scaled_by(*(lambda o, size=size: size**-0.5 for size in (32, 64, 128, 256)))),
     Bug("scale-ignored", "that ignores the scale it is given", "multiply the scores by the scale of the call, where there is one",
         override(scale=lambda o: o.default_scale())),
     Bug("scale-doubled", "that multiplies by the scale it is given and by 1/√d too", "the scale of the call replaces 1/√d",

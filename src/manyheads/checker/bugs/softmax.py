@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs.family import Bug, override, transform, wrap
 from manyheads.checker.oracle import Attention, Oracle
+from manyheads.checker.overrides import Bug, override, transform, wrap
 
 KEYS = "the softmax is over the keys: dim=-1 where scores are [b, h, t, s], dim=1 where they are [t, s, b, h]"
 SINK = (
@@ -30,9 +30,39 @@ def softmax_without_maximum(oracle: Attention, scores: Tensor) -> Tensor:
     return (exp / (exp.sum(-1, keepdim=True) + sink_exp)).to(scores.dtype)
 
 
+def softmax_from(axis: int) -> Callable[[Tensor], Tensor]:
+    """Return a softmax over this axis and those after it together."""
+    return lambda x: x.flatten(axis).softmax(-1).view_as(x)
+
+
+def softmax_with_one(scores: Tensor) -> Tensor:
+    """Add 1 to the sum of exponentials after the largest score is subtracted."""
+    exp = (scores - scores.amax(-1, keepdim=True)).exp()
+    return exp / (1 + exp.sum(-1, keepdim=True))
+
+
+def mix_by_entry(oracle: Attention, scale: float) -> Tensor:
+    """Give each entry of the heads its own weights: the softmax of the products of that entry alone."""
+    scores = oracle.q[..., :, None, :] * oracle.k[..., None, :, :] * scale  # [b, h, t, s, d]
+    if oracle.visible is not None:
+        scores = scores.masked_fill(~oracle.visible[..., None], -math.inf)
+    return (scores.softmax(-2) * oracle.v[..., None, :, :]).sum(-2)
+
+
 def replace_softmax(function: Callable[[Tensor], Tensor]) -> list[type[Oracle]]:
     """Return oracles with this function in place of the softmax: without a sink, or with it as one more score."""
     return [override(**{step: lambda o, scores: function(scores)}) for step in ("softmax", "normalize")]
+
+
+def drop_last(oracle: Attention, scores: Tensor) -> Tensor:
+    """Put the sink before the keys, and drop the last weight rather than the sink's."""
+    sink = oracle.sink()
+    weights = (
+        scores.softmax(-1)
+        if sink is None
+        else torch.cat((sink.expand(*scores.shape[:3], 1), scores), -1).softmax(-1)
+    )
+    return weights if sink is None else weights[..., :-1]
 
 
 def give_sink_to_key(weights: Tensor, key: int) -> Tensor:
@@ -46,6 +76,12 @@ BUGS = [
     Bug("softmax-over-heads", "whose softmax is over the heads", KEYS, *replace_softmax(lambda x: x.softmax(1))),
     Bug("softmax-over-batch", "whose softmax is over the batch", KEYS, *replace_softmax(lambda x: x.softmax(0))),
     Bug("softmax-joint", "whose softmax is over queries and keys together", KEYS, *replace_softmax(lambda x: x.flatten(-2).softmax(-1).view_as(x))),
+    Bug("softmax-over-heads-and-keys", "whose softmax is over heads and keys together", KEYS,
+        *replace_softmax(lambda x: x.transpose(1, 2).flatten(-2).softmax(-1).view(x.transpose(1, 2).shape).transpose(1, 2))),
+    Bug("softmax-over-everything", "whose softmax is over all scores together: heads, queries and keys, or the batch too", KEYS,
+        *(variant for axis in (1, 0) for variant in replace_softmax(softmax_from(axis)))),
+    Bug("one-added-to-sum", "whose sum of exponentials has 1 added to it after the row's maximum is subtracted", f"divide by the sum alone; {KEYS}",
+        *replace_softmax(softmax_with_one)),
     Bug("softmax-twice", "whose softmax is applied twice", "apply the softmax once; cross-entropy and layers may contain one",
         *replace_softmax(lambda x: x.softmax(-1).softmax(-1)), transform(mask_weights=lambda o, weights: weights.softmax(-1)),
         wrap(mask_scores=lambda o, mask_scores, scores: mask_scores(scores.softmax(-1)))),
@@ -58,19 +94,27 @@ BUGS = [
     Bug("base-two", "whose softmax has the base 2 rather than e", "use exp, not exp2 (or scale the scores by log2(e))",
         *replace_softmax(lambda x: (x * math.log(2)).softmax(-1))),
     Bug("hardmax", "that gives the largest score all the weight", KEYS, *replace_softmax(lambda x: (x == x.amax(-1, keepdim=True)).to(x.dtype))),
-    Bug("no-max-subtracted", "whose softmax overflows, because the row's maximum is not subtracted before exp",
+    Bug("no-max-subtracted", "whose softmax overflows or underflows, because the row's maximum is not subtracted before exp",
         "use torch.softmax, or subtract each query's largest score from its scores before exp",
-        override(softmax=softmax_without_maximum)),
+        override(softmax=softmax_without_maximum), override(softmax=lambda o, scores: softmax_without_maximum(o, scores - scores.max()))),
     Bug("sink-left-out", "whose sink takes no part in the softmax", SINK, override(softmax=lambda o, scores: scores.softmax(-1))),
     Bug("sink-as-key", "whose sink's share of the weight goes to the first key", SINK,
         transform(softmax=lambda o, weights: give_sink_to_key(weights, 0)),
         transform(softmax=lambda o, weights: give_sink_to_key(weights, o.x.s - 1))),
+    Bug("sink-column-kept", "that drops the weight of a key rather than the sink's, so that values get the weights of other keys",
+        "drop the column of the sink's logit: the first if it is concatenated first, the last if last",
+        override(softmax=drop_last, mask_weights=lambda o, weights: weights)),
+    Bug("scores-unsummed", "whose scores are not summed over the head's entries, so that each entry has weights of its own",
+        "a score is the sum of products: (q * k).sum(-1), or q @ k.mT",
+        override(mix=lambda o, weights: mix_by_entry(o, o.scale())), override(mix=lambda o, weights: mix_by_entry(o, 1.0))),
     Bug("weights-transposed", "whose weights are transposed before they mix the values", MIX, override(mix=lambda o, weights: weights.mT @ o.v)),
     Bug("keys-as-values", "that mixes keys rather than values", MIX, override(mix=lambda o, weights: weights @ o.k)),
     Bug("queries-as-values", "that mixes queries rather than values", MIX, override(mix=lambda o, weights: weights @ o.q)),
     Bug("values-unmixed", "whose output is its values, without any weights", MIX, override(mix=lambda o, weights: o.v)),
     Bug("mean-of-values", "that averages all values evenly", MIX,
         override(mix=lambda o, weights: o.v.mean(-2, keepdim=True).expand(*weights.shape[:3], -1))),
+    Bug("mean-of-weighted-values", "whose weighted values are averaged over the keys rather than added", MIX,
+        transform(mix=lambda o, x: x / o.x.s)),
     Bug("scores-as-weights", "that mixes values with the scores rather than with the weights", MIX,
         override(mix=lambda o, weights: o.scores.masked_fill(o.scores == -math.inf, 0.0) @ o.v)),
 ]

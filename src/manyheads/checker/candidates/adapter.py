@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs import CONVENTIONS, compose
-from manyheads.checker.candidates.construct import fill_arguments
+from manyheads.checker.bugs import CONVENTIONS, Bug, compose
+from manyheads.checker.candidates.construct import fill_arguments, show_argument
 from manyheads.checker.candidates.documentation import read_documentation
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.candidates.roles import Role
 from manyheads.checker.isolation.candidate import Answer, Call, Candidate
 from manyheads.checker.isolation.describe import Description
 from manyheads.checker.isolation.errors import CandidateError, CodeError, ProcessEnded
 from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.oracle import Inputs, Oracle, Outputs, Weights, exact, largest_difference
+from manyheads.checker.parts import Part
 from manyheads.shapes import sizes
 
 B, T, S, D = 3, 5, 7, 6  # sizes of test inputs; no two dimensions of an input are equal
@@ -32,6 +34,9 @@ class Options:
     init: Mapping[str, Any]
     weights: Mapping[str, str]
     layout: str | None
+    arguments: Mapping[str, str] = field(default_factory=dict)  # roles by argument
+    heads: int | None = None
+    tried: Mapping[str, str] = field(default_factory=dict)  # roles that trial calls showed, by argument
 
 
 class Adapter:
@@ -48,6 +53,11 @@ class Adapter:
         notes: The checker's assumptions, for the report.
         features: The supported inputs and outputs, such as "mask" or "weights".
         convention: The steps that the candidate computes in another, equally right way.
+        parts: The parts besides attention that explain its outputs.
+        plausible: If none do, sets of parts that it may have besides a bug.
+        length: The number of tokens of inputs that show all of its parts.
+        is_seeded: Whether outputs in evaluation depend on the random seed.
+        unknown: What suggests that something else is in it, a sentence, or "".
     """
 
     oracle: type[Oracle]
@@ -62,9 +72,18 @@ class Adapter:
         self.packings: list[Weights | None] = [None]  # the weights in each order in which they may be packed
         self.features: set[str] = set()
         self.convention: tuple[type[Oracle], ...] = ()
+        self.parts: tuple[Part, ...] = ()
+        self.plausible: list[tuple[Part, ...]] = [()]
+        self.length = T
+        self.unknown = ""
+        self.with_context: Options | None = None  # for calls with a context, if it may take one
+        self.counts_from_start = False  # a causal mask aligns the first query with the first key
+        self.is_seeded = False
         self.judged: set[str] = set()  # mask arguments that a compared output depends on
+        self.unjudged: dict[str, str] = {}  # why an argument can't be judged
         self.last_error: CandidateError | None = None  # of `attempt`
         self.ended: ProcessEnded | None = None  # the error after which the process can't be called any more
+        self.cache_bug: Bug | None = None  # the bug of its cache, if one fits exactly
         self.width_error = ""  # the error with different widths for queries, keys and values
         self.description: Description = self._build(options.init, same_width)
         self.text = read_documentation(self.description)
@@ -76,19 +95,16 @@ class Adapter:
             if init:
                 raise Unclear(f"{description.name} is built already. Leave out --init {', '.join(init)}.")
             return description
-        self.init = fill_arguments(description, init, same_width)
-        arguments = ", ".join(
-            f"{name}={'Namespace(...)' if isinstance(x, dict) and '__namespace__' in x else repr(x)}"
-            for name, x in self.init.items()
-        )
+        self.init = fill_arguments(description, init, same_width, self.options.heads)
+        arguments = ", ".join(f"{name}={show_argument(value)}" for name, value in self.init.items())
         try:
             description = self.candidate.build(self.init)
         except CandidateError as error:
             if error.kind != "init":
-                raise Unclear(f"building {description.name}({arguments}): {error}") from None
-            raise Unclear(
-                f"{error.reason}: it was built with {arguments or 'no arguments'}. Give others with --init."
-            ) from None
+                advice = "Change --timeout or --memory, or give other arguments with --init."
+                raise Unclear(f"building {description.name}({arguments}): {error} {advice}") from None
+            built = f"it was built with {arguments or 'no arguments'}. Give others with --init."
+            raise Unclear(f"{error.reason}: {built}") from None
         if self.init:
             self.notes.append(f"built as {description.name}({arguments})")
         return description
@@ -156,14 +172,24 @@ class Adapter:
             raise error
         if error.is_unwritten:
             return Unclear(f"{error.reason}. Write it, and check again.")
-        fix = "Give its kind with --like" if self.options.guessed else f"Fix that, if it is {self.kind}"
-        return Unclear(f"{error.reason}: it was called with {self.show_call(x)}. {fix}, or write an adapter.")
+        unclear = Unclear(
+            f"{error.reason}: it was called with {self.show_call(x)}. If it is called otherwise, give its "
+            "kind with --like, or the role of an argument with --arg NAME=ROLE."
+        )
+        unclear.error = error
+        return unclear
 
     def show_call(self, x: Inputs) -> str:
         """Return the arguments of a call as text, tensors by their shapes."""
         call = self.call(x)
-        named = dict(zip((arg.name for arg in self.description.call), call.args, strict=False)) | call.kwargs
-        return ", ".join(f"{n} {sizes(v) if isinstance(v, Tensor) else v}" for n, v in named.items())
+        named = dict(zip(self.positional, call.args, strict=False)) | call.kwargs
+
+        def show(value: Any) -> str:
+            if isinstance(value, tuple):
+                return f"({', '.join(map(show, value))})"
+            return sizes(value) if isinstance(value, Tensor) else str(value)
+
+        return ", ".join(f"{name} {show(value)}" for name, value in named.items())
 
     @property
     def positional(self) -> list[str]:
@@ -173,6 +199,11 @@ class Adapter:
     def argument_name(self, path: str) -> str:
         """Return the name of the argument at a path such as "0" or "mask"."""
         return {str(n): name for n, name in enumerate(self.positional)}.get(path, path)
+
+    @property
+    def roles(self) -> list[Role]:
+        """What each argument, parameter and setting is taken for."""
+        raise NotImplementedError
 
     # -- comparison with the oracle ----------------------------------------------------------------
 
@@ -191,9 +222,14 @@ class Adapter:
         """The weights in float64, in each order in which they may be packed."""
         return [None if weights is None else weights.to(torch.float64) for weights in self.packings]
 
+    @property
+    def right(self) -> type[Oracle]:
+        """The oracle with the candidate's parts."""
+        return compose(self.oracle, *(part.oracle for part in self.parts))
+
     def exact(self, x: Inputs) -> Outputs:
         """Return the right outputs, in float64."""
-        return exact(self.weights, x, compose(self.oracle, *self.convention))
+        return exact(self.weights, x, compose(self.right, *self.convention))
 
     def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:
         """Return the outputs, set to 0 for padded queries if those aren't compared."""

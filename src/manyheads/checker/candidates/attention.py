@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,34 +14,46 @@ from torch import Tensor
 from manyheads.checker.candidates import names
 from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
-from manyheads.checker.candidates.documentation import is_mask
+from manyheads.checker.candidates.documentation import counts_from_start
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import WEIGHT_LAYOUTS, MaskForm, rearrange
-from manyheads.checker.candidates.parameters import NAME_WEIGHTS, find_projections, input_widths
-from manyheads.checker.isolation.candidate import Call, Candidate
+from manyheads.checker.candidates.forms import WEIGHT_LAYOUTS, AngleForm, MaskForm, rearrange
+from manyheads.checker.candidates.parameters import NAME_WEIGHTS, find_projections, input_widths, randomize
+from manyheads.checker.candidates.roles import MASKS, ROLES, Role, may_be_tensor, read_roles
+from manyheads.checker.isolation.candidate import Call, Candidate, Kept
+from manyheads.checker.isolation.describe import Argument
 from manyheads.checker.isolation.errors import CandidateError, CodeError
 from manyheads.checker.isolation.process import CandidateProcess
 from manyheads.checker.isolation.trees import iterate_tensors, top_tensors
 from manyheads.checker.oracle import (
     Attention,
     Inputs,
+    Oracle,
     Outputs,
     Weights,
     allowed_error,
     exact,
     largest_difference,
 )
+from manyheads.checker.parts import Window
 from manyheads.shapes import sizes
 
+if TYPE_CHECKING:
+    from manyheads.checker.candidates.caches import Cache, Make
+
+UNKNOWN_ERROR = 1e-4  # relative, of candidates that the oracle doesn't describe
 SPREAD = 1.5  # scale of the random projection weights, so that scores differ by several units
 SEQUENCES = ("query", "key", "value")
+TRIED = "trial calls"
+ANGLES = {"cos-sin", "cos", "sin", "angles"}  # roles of a rotary encoding's cosines and sines
+PLACES = {"positions", "start"}  # roles of arguments that say where the tokens are
+POSITIONS = PLACES | ANGLES
 
 
 class AttentionAdapter(Adapter):
     """A candidate for attention.
 
     Features are "mask", "keys" (a mask of keys alone), "padding", "causal", "weights", "cross" (keys of
-    another sequence), "scale", "sink", "bias", "past" and "grouped".
+    another sequence), "scale", "sink", "softcap", "bias", "head mask" and "grouped".
     """
 
     oracle = Attention
@@ -48,12 +62,33 @@ class AttentionAdapter(Adapter):
         self, candidate: Candidate | CandidateProcess, options: Options, same_width: bool = False
     ) -> None:
         super().__init__(candidate, options, same_width)
+        self.layout_reason = ""
         self.head_layout = "[b, h, t, d]"  # of the inputs of a candidate without projections
-        self.forms: dict[str, tuple[str, MaskForm]] = {}  # the mask's role and form, by feature
+        # The name and form of a mask argument by feature, further ones as "mask (name)".
+        self.forms: dict[str, tuple[str, MaskForm]] = {}
         self.always_causal = self.always_weights = self.always_averaged = False
+        self.magnitude = 1.0  # of inputs, so that scores reach a cap
         self.ignores_padded_queries = False  # outputs of padded queries aren't compared
         self.weight_layouts: dict[bool, str] = {}  # layout of returned weights, by whether they are averaged
+        self.returns_weights_alone = False  # without the output, if they are requested
+        self.weight_place = 0  # their place after the output; T5 returns its bias [1, h, t, s] before them
         self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that accept no form of mask
+        self.position_letters = "bs"  # the axes of positions
+        self.angle_form: AngleForm | None = None  # how cosines and sines are passed
+        self.filled: dict[str, MaskForm] = {}  # required masks, passed where there is no mask
+        self.prepare: Make = lambda b: ()  # the calls before each call, for a batch of this size
+        self.grid = ""  # the layout of x if it is an image or a video, such as "[b, e, h, w]"
+        self.count: int | None = None  # the number of tokens, if its constructor fixes it
+        self.angle_order = ("cos", "sin")  # of a tuple of both
+        self.counts_tokens = False  # whether positions are counted without padding
+        self.has_positions = False  # whether its outputs depend on the order of tokens
+        self.cache: Cache | None = None  # how its cache of earlier keys is used
+        self.cache_problem = ""  # why that isn't known, if it seems to have one
+        self.head_mask_letters = "h"  # the axes of a head mask
+        self.window_size = 1  # how many keys a window has besides those before the query
+        self.mechanism = ""  # other than softmax attention, in the words of its documentation
+        self.window_right: bool | None = None  # whether it limits later keys too; None if it isn't exercised
+        self.counts_from_start = counts_from_start(self.kind, self.text)
         self._assign_arguments()
         if options.kind in PROJECTED:
             self._find_weights(options.weights)
@@ -61,28 +96,34 @@ class AttentionAdapter(Adapter):
     # -- arguments and weights ---------------------------------------------------------------------
 
     def _assign_arguments(self) -> None:
-        """Find the argument for each role, such as query, mask or scale."""
+        """Find the argument for each role, such as query or scale, and all masks."""
+        chosen = {**self.options.tried, **self.options.arguments}
+        roles = read_roles(self.description, self.text, chosen, self.options.init)
+        roles |= {name: (role, TRIED) for name, role in self.options.tried.items()}
         self.arguments: dict[str, str] = {}
-        unknown: list[str] = []
-        named = [arg for arg in self.description.call if arg.is_named]
-        for arg in named:
-            role = names.argument_role(arg.name) or names.guess_mask_role(arg.name)
-            if role == "mask" and isinstance(arg.default, bool):
-                role = "causal"  # the argument enables the causal mask
-            if role is not None and role not in self.arguments:
+        self.masks: dict[str, str] = {}  # the role of each mask argument
+        self.reasons = {name: reason for name, (_, reason) in roles.items()}
+        self.copies: list[str] = []  # further arguments for x
+        self.unassigned: list[str] = []  # optional arguments without a role
+        self.defaults: list[str] = []  # arguments that are left at their defaults
+        required: list[str] = []  # required arguments without a role
+        for arg in (arg for arg in self.description.call if arg.is_named):
+            role, reason = roles[arg.name]
+            if role == "ignore" or (role == "causal" and self.kind == "torch-mha"):
+                self.defaults.append(arg.name)  # is_causal of PyTorch's layer only hints at what the mask is
+            elif role in MASKS:
+                self.masks[arg.name] = role
+            elif role is not None and role not in self.arguments:
                 self.arguments[role] = arg.name
+            elif role == "x" and reason.startswith("--arg"):
+                self.copies.append(arg.name)
             elif arg.required:
-                unknown.append(arg.name)
-        hint = self.arguments.pop("causal", None) if self.kind == "torch-mha" else None
-        self.mask_arguments = [
-            arg.name for arg in named if is_mask(arg, self.text) and arg.name not in unknown
-        ]
-        if hint == "is_causal" and "mask" in self.arguments:
-            self.mask_arguments.remove(hint)  # in nn.MultiheadAttention, only a hint that the mask is causal
-        used = {*self.arguments.values(), *unknown}
-        if unused := [arg.name for arg in named if arg.name not in used]:
-            self.notes.append(f"arguments left at their defaults: {', '.join(unused)}")
-        self._assign_sequences(unknown)
+                required.append(arg.name)
+            elif arg.default is None and role is None and may_be_tensor(arg.annotation):
+                self.unassigned.append(arg.name)
+            else:
+                self.defaults.append(arg.name)
+        self._assign_sequences(required)
 
     def _assign_sequences(self, unknown: list[str]) -> None:
         """Find the arguments for queries, keys and values, or x and a context."""
@@ -94,16 +135,16 @@ class AttentionAdapter(Adapter):
         if "query" in roles and "value" not in roles and ("context" in roles or "key" not in roles):
             roles["x"] = roles.pop("query")
         inputs = {"self": ("x",), "cross": ("x", "context")}.get(self.kind, SEQUENCES)
-        assigned = [role for role in (*SEQUENCES, "x", "context") if role in roles]
-        if unknown and len(unknown) + len(assigned) == len(inputs):
-            free = [role for role in inputs if role not in roles]
-            roles |= dict(zip(free, unknown, strict=False))
-            unknown = unknown[len(free) :]
+        free = [role for role in inputs if role not in roles]
+        if len(unknown) == len(free) == 1:
+            roles[free[0]] = unknown.pop()
+            self.reasons[roles[free[0]]] = "the only argument that it can be"
         name = self.description.name
         if unknown:
+            given = " ".join(f"--arg {name}=ROLE" for name in unknown)
             raise Unclear(
-                f"{name} needs the argument {unknown[0]!r}, which the checker doesn't know. Write a "
-                f"function that takes q, k, v or x and calls {name} (see docs/checker.md), and check that."
+                f"{name} needs {', '.join(unknown)}, and nothing says what that is. Give {given}, "
+                f"where ROLE is {', '.join(list(ROLES)[:6])} or another role in docs/checker.md."
             )
         if self.kind == "self" and set(SEQUENCES) <= set(roles):
             self.kind, inputs = "multihead", SEQUENCES
@@ -113,46 +154,54 @@ class AttentionAdapter(Adapter):
             taken = ", ".join(arg.name for arg in self.description.call) or "nothing"
             raise Unclear(
                 f"Expected {name} to take {', '.join(inputs)}, as {self.kind} does, but it takes "
-                f"{taken}. Set its kind with --like."
+                f"{taken}. Set its kind with --like, or the role of an argument with --arg NAME=ROLE."
             )
         if self.kind == "cross" or {"query", "key"} <= set(roles):
             self.features.add("cross")
 
     def _find_weights(self, layers: Mapping[str, str]) -> None:
         """Find the projections, load random values into them, and count the heads."""
-        projections = self.projections = find_projections(self.description, self.init, layers)
+        projections = find_projections(self.description, self.init, layers, self.options.heads)
+        self.projections = projections
         self.parameters, generator = self.candidate.weights(), torch.Generator().manual_seed(1)
         random = {
             path: torch.randn(self.parameters[path].shape, generator=generator) * (SPREAD / inputs**0.5)
             for path, inputs in projections.count_inputs(self.parameters).items()
         }
+        random |= randomize(self.parameters, projections.unused)
         self.candidate.load(random)
         self.parameters |= random
         weights = self._read_weights()
-        paths = {
-            role: dict.fromkeys(view.path for view in views) for role, views in projections.weight.items()
-        }
-        roles = "; ".join(f"{role} = {', '.join(each)}" for role, each in paths.items())
-        heads = f"{weights.heads} head{'s' * (weights.heads > 1)}"
-        heads += f", {weights.key_heads} key heads" * (weights.key_heads != weights.heads)
-        self.notes.append(f"weights: {roles}; {heads}")
-        if projections.unused:
-            self.notes.append(f"not part of attention: {', '.join(projections.unused)}")
-        if not projections.heads_known:
+        if not projections.heads_reason:
             weights = self._count_heads(weights)
+        if not projections.heads_reason and (numbers := self._possible_heads(weights)):
+            raise Unclear(
+                f"Nothing says how many heads {self.description.name} has (perhaps {', '.join(numbers)}). "
+                "Give their number with --heads N."
+            )
         try:
             exact(weights, self.draw(torch.Generator().manual_seed(4)))
         except RuntimeError as error:
             shapes = "; ".join(f"{role} {sizes(x)}" for role, x in weights.weight.items())
             reason = str(error).splitlines()[0].rstrip(".")
-            name = f"{self.description.name} ({shapes}, {weights.heads} heads)"
-            raise Unclear(f"The weights of {name} don't fit together ({reason}). {NAME_WEIGHTS}") from None
+            raise Unclear(
+                f"The weights of {self.description.name} ({shapes}, {weights.heads} heads) don't fit "
+                f"together ({reason}). Give --heads N. {NAME_WEIGHTS}."
+            ) from None
 
     def _read_weights(self) -> Weights:
         packings = self.projections.read(self.parameters)
         self.packings = [*packings]
         self.widths = input_widths(packings[0])
         return packings[0]
+
+    def _possible_heads(self, weights: Weights) -> list[str]:
+        """Return the numbers that may be those of heads, among those whose names say nothing."""
+        width, values = weights.weight["q"].shape[0], {**self.init, **self.description.attributes}
+        other = r"window|size|len|dim|width|layer|max|min|seed|bucket|kernel|stride|rank|group|drop|pad|id"
+        unknown = {x: n for x, n in values.items() if not names.constructor_value(x)[0] and type(n) is int}
+        divisors = {x: n for x, n in unknown.items() if 1 < n < width and width % n == 0}
+        return [f"{x} = {n}" for x, n in divisors.items() if not re.search(other, x, re.I)]
 
     def _count_heads(self, weights: Weights) -> Weights:
         """Count the heads in returned weights, for candidates whose parameters don't give the number."""
@@ -163,18 +212,45 @@ class AttentionAdapter(Adapter):
             return weights
         shapes = [tuple(y.shape) for _, y in iterate_tensors(output) if y.dim() == 4]
         counts = {h for b, h, *rest in shapes if b == B and rest == [x.t, x.s]}
-        if len(counts) == 1 and weights.weight["q"].shape[0] % (h := counts.pop()) == 0:
-            self.projections.heads = self.projections.key_heads = h
-            self.notes.append(f"{h} heads, according to the shape of its returned weights")
-            return self._read_weights()
-        return weights
+        if len(counts) != 1 or weights.weight["q"].shape[0] % (h := counts.pop()):
+            return weights
+        self.projections.heads = self.projections.key_heads = h
+        self.projections.heads_reason = "the shape of its returned weights"
+        return self._read_weights()
+
+    @property
+    def roles(self) -> list[Role]:
+        """What each argument, parameter and setting is taken for."""
+        taken = {name: role for role, name in self.arguments.items()} | self.masks
+        taken |= dict.fromkeys(self.copies, "x") | dict.fromkeys(self.defaults, "ignore")
+        rows = []
+        for name, default in ((arg.name, arg.default) for arg in self.description.call if arg.is_named):
+            role = taken.get(name, "unknown")
+            reason = self.reasons.get(name, "")
+            if role == "ignore":
+                reason = f"{default!r}, so it isn't checked{f'; {reason}' * bool(reason)}"
+            forms = dict.fromkeys(str(form) for other, form in self.forms.values() if other == name)
+            rows.append(Role(name, f"{role}: {' or '.join(forms)}" if forms else role, reason))
+        layout = self.layouts[1].replace("i", "1").replace("j", "1")
+        if (weights := self.weights) is not None:
+            rows += self.projections.roles(self.parts)
+            rows.append(Role("heads", str(weights.heads), self.projections.heads_reason, "setting"))
+            rows.append(Role("head size", str(weights.head_size), "", "setting"))
+            if weights.key_heads != weights.heads:
+                rows.append(Role("key heads", str(weights.key_heads), "", "setting"))
+        return [*rows, Role("layout", layout, self.layout_reason, "setting")]
 
     @property
     def heads(self) -> int:
         """The number of query heads."""
         if self.weights is not None:
             return self.weights.heads
-        return 4 if "h" in self.head_layout else 1
+        return (self.options.heads or names.HEADS) if "h" in self.head_layout else 1
+
+    @property
+    def conventions(self) -> list[tuple[type[Oracle], ...]]:
+        """Return the equally right ways in which the candidate may compute, in its own convention."""
+        return [(*steps, *self.convention) for steps in super().conventions]
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
         """If these outputs are right only for the other order of packed weights, use that order."""
@@ -186,8 +262,10 @@ class AttentionAdapter(Adapter):
                 self.packings.reverse()
 
     def allowed_error(self, x: Inputs) -> float:
-        """Return the largest error that rounding explains."""
-        return allowed_error(self.weights, x)
+        """Return the largest error that rounding explains, or of unknown computations, a small one."""
+        if self.unknown:
+            return UNKNOWN_ERROR * (1 + float(self.run(x).out.abs().max()))
+        return allowed_error(self.weights, x, self.right)
 
     # -- inputs ------------------------------------------------------------------------------------
 
@@ -202,15 +280,17 @@ class AttentionAdapter(Adapter):
     ) -> Inputs:
         """Return random inputs without masks. In self-attention, `s` is ignored and equals `t`."""
         crosses = "cross" in self.features
+        t, s = (self.count, self.count) if self.count else (t, s)
         s = s if crosses and s is not None else t
+        if self.always_causal and (self.weights is None or not self.counts_from_start):
+            s = max(s, t)  # fewer keys would leave queries without any
 
         def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator)
+            return torch.randn(shape, generator=generator) * self.magnitude
 
         if self.weights is None:
             h = self.heads
             g = key_heads or h
-            s = max(s, t) if self.always_causal else s
             x = Inputs(randn(b, h, t, D), randn(b, g, s, D), randn(b, g, s, D))
             if "sink" in self.arguments:
                 x = x.but(sink=randn(h))
@@ -221,14 +301,23 @@ class AttentionAdapter(Adapter):
             value = randn(b, s, v_width) if crosses and self.kind != "cross" else key
             x = Inputs(query, key, value)
         if self.always_causal:
-            x = x.but(causal=True, offset=0 if self.kind == "sdpa" else x.s - x.t)
+            x = x.but(causal=True, offset=0 if self.counts_from_start else x.s - x.t)
+        if ANGLES & set(self.arguments) or self._is_required("positions"):
+            x = self.place(x, torch.arange(x.s).expand(b, -1))
         return x.but(need_weights=self.always_weights, average_weights=self.always_averaged)
+
+    def place(self, x: Inputs, positions: Tensor) -> Inputs:
+        """Return x with other positions, `[b, s]`, and the angles of a rotary encoding there (base 10000)."""
+        d = D if self.weights is None else self.weights.head_size
+        frequencies = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+        angles = positions[..., None] * frequencies if ANGLES & set(self.arguments) else None
+        return x.but(positions=positions, angles=angles)
 
     def replace_sequences(self, x: Inputs, **fields: Tensor) -> Inputs:
         """Return x with new queries, keys or values; those that share one argument stay equal."""
         if "cross" not in self.features:
             fields = dict.fromkeys(SEQUENCES, fields["query"])
-        elif self.kind == "cross":
+        elif self.kind == "cross" and "key" in fields:
             fields["value"] = fields["key"]
         return x.but(**fields)
 
@@ -250,7 +339,8 @@ class AttentionAdapter(Adapter):
 
     def first_shared(self, keep: Tensor) -> Tensor:
         """Return the mask; if the candidate takes one mask for the batch, repeat that of the first entry."""
-        return keep[:1].expand_as(keep).clone() if self.forms["mask"][1].is_shared else keep
+        is_shared = any(form.is_shared for _, form in self.forms.values())
+        return keep[:1].expand_as(keep).clone() if is_shared else keep
 
     def random_mask(self, x: Inputs, g: torch.Generator, first_key: bool = False) -> Inputs:
         """Return x with a random mask; if `first_key`, all queries may attend to the first key."""
@@ -259,115 +349,185 @@ class AttentionAdapter(Adapter):
         keep = self.first_shared(keep)
         if self.always_causal or first_key:
             keep[..., 0] = True
+        if any(isinstance(part, Window) for part in self.parts):  # which the first key may not be in
+            keep |= torch.eye(x.t, x.s, dtype=torch.bool)
         return x.but(keep=keep)
 
-    def random_padding(self, x: Inputs, g: torch.Generator) -> Inputs:
-        """Return x with padding at the end and, unless given as lengths, elsewhere except the first token."""
+    def random_segments(self, x: Inputs, g: torch.Generator, _: bool = False) -> Inputs:
+        """Return x with a mask of neighboring segments, the first token's by itself in some batch entries."""
+        starts = torch.rand(x.b, x.s, generator=g) < 0.4
+        starts[0, 1:2] = True
+        segments = starts.cumsum(1)
+        return x.but(keep=(segments[:, :, None] == segments[:, None])[:, None])
+
+    def random_padding(self, x: Inputs, g: torch.Generator, _: bool = False) -> Inputs:
+        """Return x with padding at the end and, unless given as lengths, elsewhere except the first token.
+
+        A candidate may count positions without padding. There, padding has no gaps: it is at the end, and in
+        every other entry at the start unless this masks all keys of a causal query.
+        """
         lengths = torch.randint(1, x.s + 1, (x.b,), generator=g)
         lengths[0] = max(1, x.s - 2)
         padding = torch.arange(x.s) < lengths[:, None]
-        if not any(form.letters == "lengths" for _, form in self.forms.values()):
+        if any(form.letters == "lengths" for _, form in self.forms.values()):
+            return x.but(padding=padding)
+        if self.counts_tokens:
+            padding[1::2] = padding[1::2] if "causal" in self.features else padding[1::2].flip(1)
+        else:
             gaps = torch.rand(x.b, x.s, generator=g) < 0.3
             gaps[:, 0] = False
+            gaps[0, 1:2] = x.s > 4  # before a token that isn't padding
             padding = padding & ~gaps
         return x.but(padding=padding)
 
     def scenarios(self, seed: int, s: int = S, t: int = T, b: int = B) -> dict[str, Inputs]:
         """Return named inputs, one for each way to call the candidate ("plain", "causal", "mask", …)."""
         g = torch.Generator().manual_seed(seed)
-        features = self.features
-        from_start = self.kind == "sdpa"  # SDPA's causal mask aligns the first query with the first key
+        features, arguments = self.features, set(self.arguments)
         is_optional = "causal" in features and not self.always_causal
         calls = {"plain": self.draw(g, b, t, s)}
         if is_optional:
             calls["causal"] = self.draw(g, b, t).but(causal=True)
             if self.kind in ("sdpa", "attention") and "cross" in features:
                 for name, queries in (("causal, longer keys", t), ("causal, one query", 1)):
-                    offset = 0 if from_start else s - queries
-                    calls[name] = self.draw(g, b, queries, s).but(causal=True, offset=offset)
+                    keys = max(s, queries)  # fewer keys would leave queries without any
+                    offset = 0 if self.counts_from_start else keys - queries
+                    calls[name] = self.draw(g, b, queries, keys).but(causal=True, offset=offset)
         if self.always_causal and "cross" in features:
             calls["one query"] = self.draw(g, b, 1, s)
-        if "mask" in features:
-            calls["mask"] = self.random_mask(self.draw(g, b, t, s), g)
-            if is_optional and not from_start:
-                calls["mask, causal"] = self.random_mask(self.draw(g, b, t), g, True).but(causal=True)
-        if "keys" in features:
-            calls["keys"] = self.random_padding(self.draw(g, b, t, s), g)
-            if is_optional and not from_start:
-                calls["keys, causal"] = self.random_padding(self.draw(g, b, t), g).but(causal=True)
-        if "padding" in features:
-            calls["padding"] = self.random_padding(self.draw(g, b, t, s), g)
-            if "mask" in features:
-                x = self.random_padding(self.draw(g, b, t, s), g)
-                calls["mask, padding"] = self.random_mask(x, g, True)
+        for feature, (_, form) in self.forms.items():
+            write = self.random_mask if form.is_general else self.random_padding
+            write = self.random_segments if form.letters == "segments" else write
+            calls[feature] = write(self.draw(g, b, t, s), g).but(form=feature)
+            if is_optional and self.kind != "sdpa" and feature != "padding":
+                x = write(self.draw(g, b, t), g, True)
+                calls[f"{feature}, causal"] = x.but(causal=True, form=feature)
+        if {"mask", "padding"} <= features:
+            x = self.random_padding(self.draw(g, b, t, s), g)
+            calls["mask, padding"] = self.random_mask(x, g, True)
         if "weights" in features and not self.always_weights:
             calls |= {f"{name}, weights": x.but(need_weights=True) for name, x in calls.items()}
-        if "weights" in features and "average" in self.arguments:
+        if "weights" in features and "average-weights" in arguments:
             with_weights = {name: x for name, x in calls.items() if x.need_weights}
             calls |= {f"{name}, averaged": x.but(average_weights=True) for name, x in with_weights.items()}
         if "bias" in features:
             x = self.draw(g, b, t, s)
             calls["added"] = x.but(bias=torch.randn(x.t, x.s, generator=g))
+        if {"positions", *ANGLES} & arguments:
+            x = self.draw(g, b, t, s)
+            steps = torch.randint(1, 4, (x.b, x.s), generator=g)
+            letters = [self.position_letters if "positions" in arguments else "bs"]
+            letters += [self.angle_form.letters] if self.angle_form else []
+            is_shared = not all("b" in each for each in letters)
+            calls["positions"] = self.place(x, (steps[:1] if is_shared else steps).cumsum(1).expand(x.b, -1))
         if "scale" in features:
             calls["scale"] = self.draw(g, b, t, s).but(scale=0.3)
+        if "softcap" in features:
+            calls["softcap"] = self.draw(g, b, t, s).but(softcap=1.5)
+        if self.window_right is not None:
+            calls["window"] = self.draw(g, b, t).but(window=(2, 2 if self.window_right else None))
+            calls |= {"window, causal": calls["window"].but(causal=True)} if is_optional else {}
+        if "head mask" in features:
+            calls["head mask"] = self.draw(g, b, t, s).but(head_mask=self.head_mask(), need_weights=False)
         if "grouped" in features:
             calls["grouped"] = self.draw(g, b, t, s, key_heads=2)
         return calls
+
+    def head_mask(self) -> Tensor:
+        """Return factors of the weights of each head, `[h]`, some of which are 0."""
+        return (torch.arange(self.heads) % 3 != 1).to(torch.float32)
 
     # -- calls -------------------------------------------------------------------------------------
 
     def call(self, x: Inputs, **options: Any) -> Call:
         """Return the call for these inputs. Arguments are positional where possible."""
         roles, dtype = self.arguments, x.query.dtype
-        sequences = {"query": x.query, "x": x.query, "key": x.key, "value": x.value}
+        groups, default_scale = x.query.shape[1] // x.key.shape[1], x.query.shape[-1] ** -0.5
+        module = {"training": False, "layer_idx": 0, "is_causal": False, "sinks": None}
+        module |= {"num_key_value_groups": groups, "scaling": default_scale}
+        values = {
+            "query": self.to_layout(x.query),
+            "x": self.to_layout(x.query),
+            "key": self.to_layout(x.key),
+            "value": self.to_layout(x.value),
+            "bias": x.bias,
+            "causal": x.causal,
+            "average-weights": x.average_weights,
+            "weights": x.need_weights,
+            "scale": default_scale if x.scale is None and self._is_required("scale") else x.scale,
+            "sink": x.sink,
+            "softcap": x.softcap,
+            "window": None if x.window is None else x.window[0] + self.window_size,
+            "grouped": x.query.shape[1] != x.key.shape[1] or None,
+            "module": {"__namespace__": module},
+            **self._positions(x),
+        }
         if self.kind == "cross":
-            sequences["context"] = x.key
-        kwargs: dict[str, Any] = {
-            roles[role]: self.to_layout(y) for role, y in sequences.items() if role in roles
+            values["context"] = x.key.contiguous() if self.grid else values["key"]
+        if x.head_mask is not None:
+            mask = rearrange(x.head_mask, "h", self.head_mask_letters)
+            values["head-mask"] = mask.expand(x.b, *mask.shape[1:]).clone() if mask.dim() == 4 else mask
+        kwargs = {roles[role]: y for role, y in values.items() if role in roles and y is not None}
+        kwargs |= dict.fromkeys(self.copies, values["x"])
+        kwargs |= {
+            name: form.write(torch.ones(x.b, 1, x.t, x.s, dtype=torch.bool), dtype)
+            for name, form in self.filled.items()
         }
         padding = None if x.padding is None else x.padding[:, None, None]
         for feature, keep in (("mask", x.keep), ("padding", padding)):
             if keep is not None:
-                name, form = self.mask_form(feature)
+                name, form = self.mask_form(x.form or feature)
                 kwargs[name] = form.write(keep.expand(-1, -1, x.t, -1) if form.is_general else keep, dtype)
-        default_scale = x.query.shape[-1] ** -0.5
-        groups = x.query.shape[1] // x.key.shape[1]
-        module = {"training": False, "layer_idx": 0, "is_causal": False, "sinks": None}
-        values = {
-            "mask": x.bias,
-            "causal": x.causal,
-            "average": x.average_weights,
-            "weights": x.need_weights,
-            "scale": default_scale if x.scale is None and self._is_required("scale") else x.scale,
-            "sink": x.sink,
-            "grouped": x.query.shape[1] != x.key.shape[1] or None,
-            "module": {"__namespace__": {"num_key_value_groups": groups, "scaling": default_scale, **module}},
-        }
-        kwargs |= {
-            roles[role]: value for role, value in values.items() if role in roles and value is not None
-        }
-        for role, default in (("mask", None), ("padding", None), ("dropout", 0.0)):
+        before = self.prepare(x.b)
+        required = [arg.name for arg in self.description.call if arg.required and arg.name in self.masks]
+        absent: dict[str, Any] = dict.fromkeys(required)
+        defaults = {"dropout": 0.0, "return-cache": False, "cache": Kept(-1) if before else None}
+        for role in (*defaults, "cached-keys", "cached-values"):
             if self._is_required(role):
-                kwargs.setdefault(roles[role], default)
+                absent[roles[role]] = defaults.get(role)
+        kwargs = absent | kwargs
         args = tuple(kwargs.pop(name) for name in takewhile(kwargs.__contains__, self.positional))
         options.setdefault("dtype", dtype if dtype != torch.float32 else None)
-        return Call(args=args, kwargs=kwargs, **options)
+        return Call(args=args, kwargs=kwargs, before=before, **options)
+
+    def _positions(self, x: Inputs) -> dict[str, Any]:
+        """Return the values of a call, by role, that say where its tokens are."""
+        values: dict[str, Any] = {"start": 0} if self._is_required("start") else {}
+        first = x.s - x.t if x.offset else 0
+        if x.positions is not None:
+            positions = x.positions[:, first : first + x.t]
+            values["start"] = values["positions"] = int(positions[0, 0])
+            if self._argument("positions").annotation != "int":
+                values["positions"] = rearrange(positions, "bs", self.position_letters).clone()
+        if x.angles is not None and self.angle_form is not None:
+            angles = self.angle_form.write(x.angles[:, first : first + x.t])
+            values |= {"cos": angles.cos().to(x.query.dtype), "sin": angles.sin().to(x.query.dtype)}
+            values["cos-sin"] = tuple(values[name] for name in self.angle_order)
+            values["angles"] = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        return values
+
+    def _argument(self, role: str) -> Argument:
+        """Return the argument with a role, or an optional one if there is none."""
+        name = self.arguments.get(role)
+        found = (arg for arg in self.description.call if arg.name == name)
+        return next(found, Argument("", "keyword", False, None, ""))
 
     def _is_required(self, role: str) -> bool:
-        return any(arg.name == self.arguments.get(role) and arg.required for arg in self.description.call)
+        """Return True if calls must pass the argument: without a default, or to turn off the cache."""
+        argument = self._argument(role)
+        return argument.required or (role == "return-cache" and argument.default is True)
 
     def mask_form(self, feature: str) -> tuple[str, MaskForm]:
         """Return the name of the argument for a mask or padding, and the form that it takes."""
-        role, form = self.forms[feature if feature in self.forms else "keys"]
-        return self.arguments[role], form
+        return self.forms[feature if feature in self.forms else "keys"]
 
     def without_masks(self, x: Inputs) -> dict[str, Inputs]:
         """Return x without one of its masks, for each mask, by the name of its argument."""
         calls = {}
         if x.keep is not None:
-            calls[self.mask_form("mask")[0]] = x.but(keep=None)
+            calls[self.mask_form(x.form or "mask")[0]] = x.but(keep=None)
         if x.padding is not None:
-            calls[self.mask_form("padding")[0]] = x.but(padding=None)
+            calls[self.mask_form(x.form or "padding")[0]] = x.but(padding=None)
         if x.causal and "causal" in self.arguments:
             calls[self.arguments["causal"]] = x.but(causal=False)
         return calls
@@ -377,16 +537,37 @@ class AttentionAdapter(Adapter):
         """The layouts of inputs and outputs: the oracle's, and the candidate's."""
         if self.weights is None:
             return "[b, h, t, d]", self.head_layout
-        return "[b, t, e]", "[t, b, e]" if self.layout == "sequence" else "[b, t, e]"
+        return "[b, t, e]", self.grid or ("[t, b, e]" if self.layout == "sequence" else "[b, t, e]")
 
     def to_layout(self, x: Tensor) -> Tensor:
-        """Convert `[b, t, e]` or `[b, h, t, d]` to the candidate's layout."""
-        return rearrange(x, *self.layouts)
+        """Convert `[b, t, e]` or `[b, h, t, d]` to the candidate's layout, contiguous."""
+        oracle_layout, layout = self.layouts
+        if self.grid:
+            x = x.unflatten(1, self.grid_sizes(x.shape[1]))
+        return rearrange(x, self.grid_layout or oracle_layout, layout).contiguous()
 
     def from_layout(self, x: Tensor) -> Tensor:
         """Convert from the candidate's layout; return x unchanged if it has another number of dimensions."""
         oracle_layout, layout = self.layouts
-        return rearrange(x, layout, oracle_layout) if x.dim() == layout.count(",") + 1 else x
+        if x.dim() != layout.count(",") + 1:
+            return x
+        x = rearrange(x, layout, self.grid_layout or oracle_layout)
+        return x.flatten(1, -2) if self.grid else x
+
+    @property
+    def grid_layout(self) -> str:
+        """The layout of an image or a video with its tokens' axes before its channels, or ""."""
+        return f"[b, {', '.join(self.grid_axes)}, e]" if self.grid else ""
+
+    @property
+    def grid_axes(self) -> list[str]:
+        """The axes of the tokens of an image or a video."""
+        return [axis for axis in self.grid.strip("[]").split(", ") if axis not in "be"]
+
+    def grid_sizes(self, t: int) -> list[int]:
+        """Return the sizes of these axes for t tokens."""
+        h = max(n for n in range(1, math.isqrt(t) + 1) if t % n == 0)
+        return [{"h": h, "w": t // h, "t": t}.get(axis, 1) for axis in self.grid_axes]
 
     def sequence_paths(self, call: Call) -> dict[str, tuple[str, ...]]:
         """Return the roles of each sequence by its path in a call: the tensors to differentiate."""
@@ -402,19 +583,26 @@ class AttentionAdapter(Adapter):
 
     # -- outputs -----------------------------------------------------------------------------------
 
+    def run(self, x: Inputs, strict: bool = True, **options: Any) -> Outputs:
+        """Call the candidate, and convert its output."""
+        if not (x.need_weights and self.returns_weights_alone):
+            return super().run(x, strict, **options)
+        outputs = super().run(x.but(need_weights=False), strict, **options)
+        weights = self._find_returned_weights(top_tensors(self.answer(x, **options).output), x)
+        if weights is None:
+            raise UnexpectedOutput("Expected the weights that the call requests, got another tensor")
+        return Outputs(outputs.out, weights)
+
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
         """Return the output `[b, t, e]` or `[b, h, t, d]`, and weights `[b, h, t, s]` if there are any."""
         tensors = top_tensors(output)
         if not tensors:
             raise UnexpectedOutput(f"Expected a tensor as output, got {type(output).__name__}")
         first, *others = tensors
-        out, h = self.from_layout(first), self.heads
-        if self.weights is not None:
-            expected: tuple[int, ...] = (x.b, x.t, self.weights.out_width)
-        else:
-            expected = (x.b, h, x.t, x.value.shape[-1])
-            if self.kind == "hf" and tuple(out.shape) == (x.b, x.t, h, x.value.shape[-1]):
-                out = out.transpose(1, 2)
+        out, h, width = self.from_layout(first), self.heads, x.value.shape[-1]
+        expected = (x.b, h, x.t, width) if self.weights is None else (x.b, x.t, self.weights.out_width)
+        if self.kind == "hf" and tuple(out.shape) == (x.b, x.t, h, width):
+            out = out.transpose(1, 2)
         if not strict and out.dim() == len(expected):
             expected = (*expected[:-1], out.shape[-1])
         if tuple(out.shape) != expected:
@@ -447,15 +635,18 @@ class AttentionAdapter(Adapter):
         size = {"b": x.b, "h": h, "t": x.t, "s": x.s, "1": 1, "bh": x.b * h}
         known = self.weight_layouts.get(x.average_weights)
         for layout in WEIGHT_LAYOUTS if known is None else (known,):
-            if layout == "b 1 t s" and self.kind == "torch-mha" and "average" in self.arguments:
+            if layout == "b 1 t s" and self.kind == "torch-mha" and "average-weights" in self.arguments:
                 continue  # PyTorch's averaged weights have no axis of heads
             shape = tuple(size[letter] for letter in layout.split())
-            for tensor in tensors:
-                if tuple(tensor.shape) == shape and tensor.is_floating_point():
-                    if len({x.b, h, x.t, x.s}) == 4 or (len({x.b, x.t, x.s}) == 3 and h == 1):
-                        self.weight_layouts[x.average_weights] = layout
-                    by_head = tensor.unflatten(0, (x.b, h)) if "bh" in layout else tensor
-                    return rearrange(by_head, layout, "bhts")
+            fitting = [n for n, y in enumerate(tensors) if y.shape == shape and y.is_floating_point()]
+            if not fitting:
+                continue
+            if x.b > 1 and len(fitting) == 1:
+                self.weight_place = fitting[0]
+            if len({x.b, x.t, x.s}) == 3 and (h == 1 or h not in (x.b, x.t, x.s)):
+                self.weight_layouts[x.average_weights] = layout
+            tensor = tensors[self.weight_place if self.weight_place in fitting else fitting[0]]
+            return rearrange(tensor.unflatten(0, (x.b, h)) if "bh" in layout else tensor, layout, "bhts")
         return None
 
     def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:
@@ -467,6 +658,20 @@ class AttentionAdapter(Adapter):
         if weights is not None:
             weights = weights.masked_fill(padded[:, None], 0.0)
         return Outputs(out.masked_fill(padded if out.dim() == 3 else padded[:, None], 0.0), weights)
+
+    def changed_queries(self, before: Inputs, after: Inputs, strict: bool = False) -> Tensor | None:
+        """Return which queries' outputs differ between two calls, `[t]`, or None if one isn't accepted."""
+        outputs = [self.attempt(x, strict) for x in (before, after)]
+        outs = [each.out.nan_to_num() for each in outputs if each is not None]
+        if len(outs) < 2 or outs[0].shape != outs[1].shape:
+            return None
+        return (outs[0] != outs[1]).flatten(0, -3).any(0).any(-1)
+
+    def visible_keys(self, x: Inputs) -> Tensor | None:
+        """Return which keys change which queries' outputs, `[t, s]`, or None if a call isn't accepted."""
+        columns = [self.changed_queries(x, self.change_key(x, j)) for j in range(x.s)]
+        accepted = [column for column in columns if column is not None]
+        return torch.stack(accepted, 1) if len(accepted) == x.s else None
 
     def depends_on_mask(self, x: Inputs, without: Inputs, allowed: float) -> bool:
         """Return True if the right outputs with and without a mask differ."""

@@ -5,28 +5,40 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from dataclasses import dataclass
 
 from manyheads.checker.candidates import names
-from manyheads.checker.isolation.describe import Argument, Description
+from manyheads.checker.isolation.describe import Description
 
-# Matches text that says that True masks a key.
-TRUE_MASKS = re.compile(
-    r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask(?:ed|s)? out|masked|ignor|not "
-    r"attend|pad|blocked|exclud|cannot|can't|disallow)|"
-    r"(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:keep|kept|keeps|visible|attend|allowed|real|valid)",
+# Match an entry of a mask, and words that say what it does, perhaps after a negation.
+ENTRY = re.compile(r"\b(?:(?P<true>true|1|ones?|nonzero)|false|0|zeros?)\b(?!-)", re.I)
+MASKED = (
+    r"hid(?:e|es|den)|invisible|masked|masks|masking|(?<!the )(?<!this )(?<!in )(?<!a )(?<!attention )mask|"
+    r"ignor\w+|pad\w*|block\w*|exclud\w+|cannot|disallow\w*|prohibit\w*|forbid\w*|drop\w*|filled|remove\w*|"
+    r"discard\w*|disregard\w*"
+)
+VISIBLE = (
+    r"keep|keeps|kept|attend\w*|allow\w*|visible|unmasked|real|valid|sees?|seen|takes? part|includ\w+|"
+    r"participat\w+|present|looks?|looked"
+)
+EFFECT = re.compile(
+    rf"(?:(?P<negated>\bnot|n't|\bnever|\bnon|\bno)\b[^,]{{0,12}})?\b(?:(?P<masked>{MASKED})|{VISIBLE})\b",
     re.I,
 )
-# Matches text that says that True keeps a key visible.
-TRUE_KEEPS = re.compile(
-    r"(?:true|1|ones?|nonzero)\b[^.;\n]{0,28}\b(?:keep|kept|keeps|may attend|attend|allowed|visible|real|"
-    r"valid|a token|tokens|see)|"
-    r"(?:false|0|zeros?)\b[^.;\n]{0,24}\b(?:hid|hides|hidden|mask|ignor|pad|blocked|exclud)",
-    re.I,
-)
+# Matches "token" in "True = token"; in "True for tokens that are masked" it doesn't decide.
+TOKEN = re.compile(r"\btokens?\b", re.I)
+# Matches another argument's value, as in "with is_decoder=True, the causal mask is part of mask".
+SWITCH = re.compile(rf"\b(?!(?:{MASKED}|{VISIBLE}|\w*mask)\b)[a-z_]\w*=(?:True|False)\b", re.I)
+SIZE = r"[\w.+*/-]+(?: ?(?:or|\+|\*|-) ?\w+)?"
+# Matches a shape such as "(batch, 1, keys)", whose 1 says nothing about the entries of a mask.
+SHAPE = re.compile(rf"[\[(] ?{SIZE}(?:, ?{SIZE})+,? ?[\])]|[\[(]\w[\])]|\b\w+(?: x \w+)+\b")
 LETTERS = {  # the letters of shapes, by the names of axes in documentation
     **dict.fromkeys(("b", "n", "batch", "batch_size", "bs"), "b"),
     **dict.fromkeys(("t", "q", "l", "tgt_len", "query_len", "length", "seq_len"), "t"),
-    **dict.fromkeys(("s", "k", "src_len", "key_len"), "s"),
+    **dict.fromkeys(("query_length", "q_len", "queries", "tokens", "seq", "sequence_length"), "t"),
+    **dict.fromkeys(("seq_q", "len_q", "n_q", "tq", "t_q", "lq", "l_q", "target_length"), "t"),
+    **dict.fromkeys(("s", "k", "src_len", "key_len", "key_length", "kv_len", "keys"), "s"),
+    **dict.fromkeys(("seq_k", "len_k", "n_k", "tk", "t_k", "lk", "l_k", "seq_kv", "source_length"), "s"),
     "1": "1",
 }
 
@@ -49,82 +61,290 @@ def parse(source: str) -> ast.AST:
 
 
 def lines_about(name: str, text: str) -> str:
-    """Return the lines of a text that mention an argument, joined by spaces."""
-    return " ".join(line for line in text.splitlines() if re.search(rf"\b{re.escape(name)}\b", line))
+    """Return what a text says about an argument, joined by spaces: the parts of lines that mention it.
+
+    A part ends where a sentence about another argument begins, as in "mask [b, s]: … pad_mask [b, s]: …",
+    or "`mask` is [t, s], `pad_mask` is [b, s]".
+    Lines that are indented below "mask: …" belong to it.
+    """
+    begins = (
+        r"(?<=[.;])\s+(?!(?:True|False|Shape|Default)\b)(?=[a-z_]\w*(?:\s*[\[(:=]|\s+is\b))|"
+        r"(?<=[.;,])\s+(?=``?[a-z_]\w*``?\s*(?:[\[(:=]|is\b))"
+    )
+    parts, indent = [], None
+    # A line without a stop goes on in the next one, if that is a sentence.
+    for line in re.sub(r"(?<=[a-z,])\n[ \t]*(?=[a-z]+ [a-z]+\b)", " ", text).splitlines():
+        depth = len(line) - len(line.lstrip())
+        indent = None if indent is not None and depth <= indent else indent
+        found = [part for part in re.split(begins, line) if re.search(rf"\b{re.escape(name)}\b", part)]
+        parts += found or [line] * (indent is not None)
+        if re.match(rf"\s*{re.escape(name)}\b\W", line):
+            indent = depth
+    return " ".join(parts)
 
 
 # -- masks -----------------------------------------------------------------------------------------
 
 
-def is_mask(arg: Argument, text: str) -> bool:
-    """Return True if the name or the documentation of an argument says that it is a mask or enables one."""
-    role = names.argument_role(arg.name) or names.guess_mask_role(arg.name)
-    if role is not None or isinstance(arg.default, bool):
-        return role in ("mask", "padding", "lengths", "causal")
-    name, lines = re.escape(arg.name), lines_about(arg.name, text)
+@dataclass(frozen=True)
+class MaskDocumentation:
+    """What documentation says of a mask.
+
+    Attributes:
+        polarity: True if True means visible, False if masked, None if unclear.
+        shapes: Its shapes in letters: {"bs", "bts"} for `mask [b, s] or [b, t, s]`.
+        is_boolean: Whether it may be boolean.
+        is_additive: Whether it is added, and may not be boolean.
+        is_of_floats: Whether it may have floats, which are added to the scores.
+        has_queries: Whether it is documented as [b, t] where another shape has keys, [b, s].
+    """
+
+    polarity: bool | None
+    shapes: set[str]
+    is_boolean: bool
+    is_additive: bool
+    is_of_floats: bool
+    has_queries: bool
+
+
+def read_mask(name: str, text: str) -> MaskDocumentation:
+    """Return what documentation says of a mask, of an empty name nothing."""
+    lines = SWITCH.sub(" ", lines_about(name, text)) if name else ""
+    polarity, is_boolean = read_polarity(lines), re.search(r"\bbool", lines, re.I) is not None
+    is_of_floats = re.search(r"\bfloat\w*\b[^.;]*\badded\b|\badded\b[^.;]*\bfloat", lines, re.I)
+    return MaskDocumentation(
+        polarity,
+        read_shapes(name, lines),
+        is_boolean,
+        not is_boolean and is_added(name, lines, polarity),
+        is_of_floats is not None,
+        has_queries(lines, text),
+    )
+
+
+def is_called_mask(name: str, text: str) -> bool:
+    """Return True if documentation says that an argument is a mask."""
+    lines, word = lines_about(name, text), re.escape(name)
     shape, words = r"(?:[\[(][^\])]*[\])]\W*)?", r"(?:(?!before|after)\w+ ){0,3}"
-    is_called_mask = re.search(rf"\b{name}\b\W{{1,3}}{shape}{words}mask\b", text, re.I)
-    says_true = re.search(rf"\b{name}\b[^.;]{{0,24}}\bTrue\b", lines)
-    return bool(is_called_mask or (says_true and (TRUE_MASKS.search(lines) or TRUE_KEEPS.search(lines))))
+    is_called_mask = re.search(rf"\b{word}\b\W{{1,3}}{shape}{words}mask\b", text, re.I)
+    says_true = re.search(rf"\b{word}\b[^.;]{{0,24}}\bTrue\b", lines)
+    return bool(is_called_mask or (says_true and read_polarity(lines) is not None))
 
 
-def documented_polarity(name: str, text: str) -> bool | None:
+def read_polarity(lines: str) -> bool | None:
     """Return True if documentation says that True means visible, False if masked, None if unclear."""
-    lines = lines_about(name, text)
-    masks, keeps = bool(TRUE_MASKS.search(lines)), bool(TRUE_KEEPS.search(lines))
-    return keeps if masks != keeps else None
+    found = set()
+    for sentence in re.split(r"[.;]\s|[.;]$|\n", SHAPE.sub(" ", lines)):
+        entries = [*ENTRY.finditer(sentence)]
+        starts, ends = [0, *(entry.end() for entry in entries)], [entry.start() for entry in entries[1:]]
+        for entry, start, end in zip(entries, starts, [*ends, len(sentence)], strict=False):
+            before, after = sentence[start : entry.start()], sentence[entry.end() : end][:45]
+            effect = EFFECT.search(after)
+            if effect is None and re.search(r"\b(?:is|are|be|being|with|as|(?<!able )to)\W*$|=\W*$", before):
+                effect = [None, *EFFECT.finditer(before[-40:])][-1]
+            if effect is not None:
+                keeps = (effect["masked"] is None) != (effect["negated"] is not None)
+                found.add(keeps == (entry["true"] is not None))
+            elif TOKEN.search(after):
+                found.add(entry["true"] is not None)
+    return found.pop() if len(found) == 1 else None
 
 
-def mask_polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str]:
-    """Return whether True keeps a key, and why: the documentation, the mask's name, or a convention."""
-    documented = documented_polarity(name, text)
+def mask_polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str, bool]:
+    """Return whether True keeps a key, why, and whether that is certain.
+
+    The reason is an option, the documentation, the kind, the mask's name, or else what most code does.
+    """
+    if role.startswith(("keep", "drop")):
+        return role.startswith("keep"), "as --arg says", True
+    documented = read_mask(name, text).polarity
     if documented is not None:
-        return documented, "as its documentation says"
+        return documented, "as its documentation says", True
     if kind == "torch-mha":
-        return False, "as in PyTorch's layer"
-    if role == "padding" and kind != "sdpa":
-        return "pad" not in name, "as usual for this name"
+        return False, "as in PyTorch's layer", True
+    if role == "mask-of-keys" and kind != "sdpa":
+        return "pad" not in name, "as usual for this name", "key_padding" in name
     if "hidden" in name or "ignore" in name:
-        return False, "as its name says"
-    return True, "as in PyTorch's function and most code"
+        return False, "as its name says", True
+    return True, "as in PyTorch's function and most code", kind == "sdpa"
 
 
-def is_additive(name: str, text: str) -> bool:
+def is_added(name: str, lines: str, polarity: bool | None) -> bool:
     """Return True if documentation says that a mask is added to the scores."""
-    word = re.escape(name)
-    pattern = rf"\b{word}\b[^.]{{0,60}}\b(?:added|additive)\b|\badditive {word}\b"
-    return bool(re.search(pattern, lines_about(name, text), re.I))
+    word, infinity = re.escape(name), r"(?:-\s?(?:inf|∞|1e\d|100(?:00)?\b)|negative infinity)"
+    if not re.search(infinity, lines) and polarity is not None:
+        return False
+    pattern = (
+        rf"\b{word}\b[^.]{{0,60}}\b(?:added|additive)\b|\badditive {word}\b|"
+        rf"\b{word}\b.{{0,60}}\b0(?:\.0?)?\b[^;\n]{{0,40}}{infinity}"
+    )
+    return bool(re.search(pattern, lines, re.I))
 
 
-def documented_shapes(name: str, text: str) -> set[str]:
-    """Return the shapes of a mask in letters: {"bs", "bts"} for `mask [b, s] or [b, t, s]`."""
+def read_shapes(name: str, lines: str) -> set[str]:
+    """Return the shapes of a mask in letters."""
     shapes = set()
-    for following in re.findall(rf"^.*?\b{re.escape(name)}\b([^;\n]*)", text, re.M):
+    for following in re.findall(rf"\b{re.escape(name)}\b([^;]*)", lines):
         for inside in re.findall(r"[\[(]([\w, ]+)[\])]", following):
-            axes = [axis.strip().lower() for axis in inside.split(",")]
+            axes = [axis.strip().lower().replace(" ", "_") for axis in inside.split(",")]
             if len(axes) > 1 and all(axis in LETTERS for axis in axes):
-                # In self-attention, [t, t] means [queries, keys].
-                shapes.add(re.sub("tt$", "ts", "".join(LETTERS[axis] for axis in axes)))
+                shape = "".join(LETTERS[axis] for axis in axes)
+                if shape[0] == "b" and axes[-1] == "n":  # [b, n] are tokens
+                    shape = "b" + shape[1:].replace("b", "t")
+                # The last axis is that of the keys: [t, t] means [queries, keys].
+                shapes.add(re.sub("t(?=b?$)", "s", shape))
     return shapes
+
+
+def has_queries(lines: str, text: str) -> bool:
+    """Return True if a mask is documented as [b, t] where another shape has keys, [b, s]."""
+    last = {letter: "|".join(axis for axis in LETTERS if LETTERS[axis] == letter) for letter in "ts"}
+    queries, keys = (rf"[\[(]\s*(?:b|n|batch\w*)\s*,\s*(?:{last[letter]})\s*[\])]" for letter in "ts")
+    return bool(re.search(queries, lines, re.I) and re.search(keys, text, re.I))
+
+
+def counts_from_start(kind: str, text: str) -> bool:
+    """Return True if the first query and key are aligned in a causal mask, as documented or in PyTorch."""
+    first = re.search(r"first (?:query|token)\b[^.;]*\bfirst key|top[- ]left|upper[- ]left", text, re.I)
+    last = re.search(r"last (?:query|token)\b[^.;]*\blast key|bottom[- ]right|lower[- ]right", text, re.I)
+    return bool(first) if bool(first) != bool(last) else kind == "sdpa"
+
+
+# -- other mechanisms ------------------------------------------------------------------------------
+
+NOT_SOFTMAX = (
+    r"linear(?:i[sz]ed)? (?:(?:causal|self|cross|multi-?head)\W)*attention|efficient attention|sparsemax|"
+    r"kernel(?:i[sz]ed)? attention|(?:elu|kernel|positive|random|phi|φ)\W+features?|softmax1|softmax[- ]one|"
+    r"performer|favor\+|linformer|nystr\w+ ?former|nystr\w+ attention|retnet|retentive \w+|"
+    r"(?:multi-scale )?retention|fnet|fourier mixing|hyena|state[- ]space|(?:no|without(?: an?)?) softmax|"
+    r"entmax|softmax[- ]free|(?:sigmoid|relu|squared relu|lsh|bahdanau|talking[- ]heads|top-?k) attention"
+)
+MECHANISM = re.compile(rf"(?<!unlike )(?<!than )(?<!not )(?<! of )\b(?P<name>{NOT_SOFTMAX})", re.I)
+
+
+def documented_mechanism(description: Description, text: str) -> str:
+    """Return the words with which a name or documentation says that it isn't softmax attention, or ""."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", description.name)
+    found = MECHANISM.search(f"{name}. {text}")
+    return re.sub(r"\s+", " ", found["name"]) if found else ""
 
 
 # -- weights, layout, causality --------------------------------------------------------------------
 
 
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a text, each in one line."""
+    return re.split(r"[.;]", re.sub(r"\s+", " ", text))
+
+
+def says(text: str, *patterns: str) -> bool:
+    """Return True if all patterns match in one sentence of a text."""
+    return any(all(re.search(each, sentence, re.I) for each in patterns) for sentence in sentences(text))
+
+
 def says_averaged(text: str) -> bool:
     """Return True if documentation says that the returned weights are averaged over the heads."""
     over = r"(?:over|of|across) (?:all |the |its )*heads"
-    pattern = rf"(?<!not )\baveraged?(?: attention)?(?: weights)? {over}|\bmean {over}|\bheads?[- ]averaged"
-    text = re.sub(r"\s+", " ", text)
-    is_each_head = re.search(r"\b(?:each|every|per)[- ]head\b", text, re.I)
-    return bool(re.search(pattern, text, re.I)) and not is_each_head
+    averaged = rf"(?<!not )\baveraged?(?: attention)?(?: weights)? {over}|\bmean {over}|\bheads?[- ]averaged"
+    return says(text, averaged) and not says(text, r"\b(?:each|every|per)[- ]head\b")
+
+
+def says_scores(text: str) -> bool:
+    """Return True if documentation says that scores are returned beside the output, and not weights."""
+    return says(text, r"\breturn.*\b(?:scores|logits)\b") and not says(text, r"\breturn.*weights")
+
+
+def says_masks_dropped(text: str) -> bool:
+    """Return True if documentation says that masks are ignored if weights are, or aren't, requested."""
+    return says(
+        text, r"\bmasks?\b", r"\b(?:ignore[sd]?|drop(?:s|ped)?|not (?:applied|used))\b", r"\bweights\b"
+    )
+
+
+def says_mask_replaces(text: str) -> bool:
+    """Return True if documentation says that a mask that is given replaces the causal mask."""
+    without = (
+        r"\b(?:no|without an?) mask\b|\bmask (?:is|was)(?: not|n't) \w+|\bmask is None\b|\bmask replaces\b|"
+        r"\bNone (?:means|is|gives|for)\b|\bwithout (?:it|one)\b|\bdefault(?:s to|:| is|,)?(?: an?)? causal|"
+        r"\bwhole mask\b|\bcausal (?:part|mask) (?:is )?included\b|\bincludes? the causal\b"
+    )
+    return says(text, without, r"\bcausal")
+
+
+def says_without_context(name: str, context: str, text: str) -> bool:
+    """Return True if documentation says that a mask isn't used with a context."""
+    lines, other = lines_about(name, text), rf"\b(?:cross|{re.escape(context)})\b"
+    is_excluded = says(lines, rf"\b(?:not|isn't|never|ignored|unused)\b.{{0,30}}{other}")
+    is_of_self = r"\b(?:used|applied|only)\b[\w ]{0,12}\bself[- ]attention\b"
+    return is_excluded or (says(lines, is_of_self) and not re.search(other, lines, re.I))
+
+
+def is_dropped_with_context(name: str, context: str, source: str, text: str) -> bool:
+    """Return True if code uses a mask only without a context, and documentation mentions both nowhere."""
+    mask, other = re.escape(name), re.escape(context)
+    patterns = (
+        rf"\b{mask} if {other} is None else None\b",
+        rf"\bNone if {other} is not None else {mask}\b",
+        rf"\b{mask} is not None and {other} is None\b",
+        rf"\b{other} is None and {mask} is not None\b",
+    )
+    is_dropped = any(re.search(pattern, source) for pattern in patterns)
+    return is_dropped and not re.search(rf"\b{other}\b", lines_about(name, text))
+
+
+def is_for_inference(source: str, text: str) -> bool:
+    """Return True if code or documentation says that no gradients are meant."""
+    is_decorated = re.search(r"@torch\.(?:no_grad|inference_mode)", source)
+    return bool(is_decorated) or says(text, r"\binference[- ]only\b|\bfor inference\b")
+
+
+def has_default(source: str, name: str) -> bool:
+    """Return True if code gives an argument that is None a value: `if mask is None: mask = …`."""
+    return any(
+        re.search(rf"\b{name} is None", ast.unparse(node.test)) is not None
+        and any(
+            isinstance(each, ast.Assign) and name in map(ast.unparse, each.targets)
+            for part in node.body
+            for each in ast.walk(part)
+        )
+        for node in ast.walk(parse(source))
+        if isinstance(node, ast.If)
+    )
+
+
+def is_causal_without(source: str, name: str) -> bool:
+    """Return True if code is causal only without a mask, such as `is_causal=mask is None`."""
+    if re.search(rf"is_causal\s*=[^,\n]*\b{name} is None", source):
+        return True
+    for node in ast.walk(parse(source)):
+        test = (
+            re.fullmatch(rf"{name} is (not )?None", ast.unparse(node.test))
+            if isinstance(node, ast.If)
+            else None
+        )
+        if isinstance(node, ast.If) and test is not None:
+            branches = [node.orelse, node.body] if test[1] else [node.body, node.orelse]
+            without, given = ("\n".join(map(ast.unparse, branch)) for branch in branches)
+            if re.search(r"tril|triu|causal|future", without) and re.search(rf"\b{name}\b", given):
+                return True
+    return False
+
+
+def is_sine_first(name: str, text: str, source: str) -> bool:
+    """Return True if a tuple of cosines and sines begins with sines, as documentation or else code says."""
+    order = re.search(
+        r"\b(sin|cos)\w*\s*,\s*(?:sin|cos)", f"{lines_about(name, text) if name else ''} {source}"
+    )
+    return order is not None and order[1] == "sin"
 
 
 def documented_layout(description: Description, text: str) -> str | None:
     """Return "batch" or "sequence", the first axis as documented or as code unpacks shapes, or None."""
-    batch, tokens = r"(?:b|n|batch\w*|bsz|bs)", r"(?:t|l|s|seq\w*|tgt\w*|length|len|tokens|n_tokens)"
+    batch, tokens = r"(?:b|n|batch\w*|bsz|bs)", r"(?:t|l|s|seq\w*|tgt\w*|length|len|time|tokens|n_tokens)"
+    keys = r"s|m|src\w*|key\w*|kv\w*|k|length|tokens"
     for layout, first, second in (("sequence", tokens, batch), ("batch", batch, tokens)):
-        if re.search(rf"[\[(]\s*{first}\s*,\s*{second}\s*,\s*[\w ]+[\])]", text, re.I):
+        inputs = rf"[\[(]\s*{first}\s*,\s*{second}\s*,(?!\s*(?:{keys})\b)[\w ]+[\])]"  # not weights [b, t, s]
+        if re.search(rf"{inputs}|\b{first} x {second} x \w+", text, re.I):
             return layout
     if re.search(r"batch_first\s*=\s*True|batch[- ]first", text, re.I):
         return "batch"
@@ -138,17 +358,21 @@ def causal_reason(description: Description, text: str) -> str | None:
 
     Documentation counts only if the candidate takes no mask, because it may mention masks that callers pass.
     """
-    if re.search(r"causal|masked_?(self|multi|attention)|autoregress|decoder", description.name, re.I):
+    if re.search(
+        r"(?<!non)(?<!non_)causal|masked_?(self|multi|attention)|autoregress|decoder", description.name, re.I
+    ):
         return "its name"
     for name in description.buffers:
         if re.search(r"tril|causal|triangle|(^|\.)(bias|mask|attn_mask)$", name):
             return f"its buffer {name}"
     roles = {names.argument_role(arg.name) for arg in description.call}
-    if not {"mask", "padding"} & roles:
+    if says_mask_replaces(text):
+        return "its documentation"
+    if not {"mask", "mask-of-keys"} & roles:
         mentions = r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead"
         if re.search(mentions, text, re.I):
             return "its documentation"
-        if "past" in roles:
+        if "cache" in roles:
             return "its cache of earlier keys"
     return "the triangle in its code" if makes_triangle(parse(description.source)) else None
 
@@ -163,3 +387,18 @@ def makes_triangle(node: ast.AST) -> bool:
         if name in ("tril", "triu", "tril_", "triu_", "tril_indices", "triu_indices"):
             return True
     return any(map(makes_triangle, ast.iter_child_nodes(node)))
+
+
+def uncalled_methods(description: Description) -> list[str]:
+    """Return the methods for steps of decoding that compute attention themselves and that no method calls."""
+    nodes = [*ast.walk(parse(description.source))]
+    called = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == description.name]
+    methods = [node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)]
+    return [
+        method.name
+        for method in methods
+        if not method.name.startswith("_") and method.name not in ("forward", *called)
+        if re.search(r"step|decode|incremental|forward|prefill|infer", method.name)
+        and re.search(r"softmax|scaled_dot_product", ast.unparse(method))
+    ]

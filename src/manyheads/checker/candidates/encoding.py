@@ -10,9 +10,9 @@ from torch import Tensor
 
 from manyheads.checker.candidates import names
 from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
-from manyheads.checker.candidates.construct import HEAD_WIDTH, MODEL_WIDTH
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.candidates.forms import HEAD_LAYOUTS, rearrange
+from manyheads.checker.candidates.roles import Role, validate_roles
 from manyheads.checker.encodings import Encoding, Interleaved, Rotary, Sinusoidal
 from manyheads.checker.isolation.candidate import Call, Candidate
 from manyheads.checker.isolation.errors import CandidateError
@@ -24,12 +24,9 @@ from manyheads.shapes import sizes
 SEEDS = range(64)  # of the calls whose outputs are averaged, because dropout may be on
 LENGTHS = (1, 7, 33, 2, 9, 21)  # sequence lengths of the scenarios, chosen by their seeds
 # The names of arguments that are positions, a length, or vectors.
-POSITIONS = ("positions", "position", "pos", "position_ids", "offsets", "indices")
-LENGTH_NAMES = ("length", "max_len", "seq_len", "n", "T", "L", "t", "max_length", "seq_length", "size",
-                "n_positions", "num_positions", "max_seq_len", "sequence_length", "context_length",
-                "block_size")  # fmt: skip
-VECTORS = ("x", "q", "k", "query", "key", "xq", "xk", "queries", "keys", "t", "input", "inputs", "x_q", "x_k",
-           "tensor", "hidden_states")  # fmt: skip
+POSITIONS = (*names.CALL["positions"], "offsets", "indices")
+LENGTH_NAMES = (*names.CONSTRUCTOR["the longest text"][1], "n", "L", "t", "size", "num_positions")
+VECTORS = ("t", "tensor", *names.CALL["x"], *names.CALL["query"], *names.CALL["key"])
 
 
 class EncodingAdapter(Adapter):
@@ -40,13 +37,20 @@ class EncodingAdapter(Adapter):
     def __init__(self, candidate: Candidate | CandidateProcess, options: Options) -> None:
         super().__init__(candidate, options, same_width=True)
         values = {**self.description.attributes, **self.init}
-        width_names = [
-            name for meaning in (HEAD_WIDTH, MODEL_WIDTH) for name in names.CONSTRUCTOR[meaning][1]
-        ]
-        widths = [values[name] for name in width_names if type(values.get(name)) is int]
-        self.width = widths[0] if widths else names.WIDTH
-        self.required = [arg for arg in self.description.call if arg.is_named and arg.required]
+        known = (*names.CONSTRUCTOR[names.HEAD_WIDTH][1], *names.CONSTRUCTOR[names.MODEL_WIDTH][1])
+        widths = (values[name] for name in known if type(values.get(name)) is int)
+        self.width = next(widths, names.WIDTH)
+        validate_roles(options.arguments, self.description)
+        required = [arg.name for arg in self.description.call if arg.is_named and arg.required]
+        # A role that the user gave stands for the name of an argument.
+        self.names = {name: options.arguments.get(name, name) for name in required}
+        self.required = [*self.names.values()]
         self.find_arguments()
+
+    def reject(self, expected: str, advice: str) -> Unclear:
+        """Return the error for a candidate whose arguments have other names."""
+        taken = ", ".join(self.required) or "nothing"
+        return Unclear(f"Expected {self.description.name} to take {expected}, but it takes {taken}. {advice}")
 
     def find_arguments(self) -> None:
         """Find the meaning of each argument, and the layout."""
@@ -55,6 +59,14 @@ class EncodingAdapter(Adapter):
     def arguments(self, x: Inputs) -> list[Any]:
         """Return the positional arguments of a call."""
         raise NotImplementedError
+
+    @property
+    def roles(self) -> list[Role]:
+        """What each argument is taken for."""
+        return [
+            Role(name, role, f"--arg {name}={role}" if name in self.options.arguments else "its name")
+            for name, role in self.names.items()
+        ]
 
     def call(self, x: Inputs, **options: Any) -> Call:
         """Return the call for these inputs."""
@@ -82,17 +94,14 @@ class TableAdapter(EncodingAdapter):
     def find_arguments(self) -> None:
         """Find which arguments are the length, the width or x, and whether the table is added to x."""
         self.x_factor = 0.0  # the output is the table plus this factor times x
-        is_length = [arg.name in (*LENGTH_NAMES, *POSITIONS) for arg in self.required]
+        is_length = [name in (*LENGTH_NAMES, *POSITIONS) for name in self.required]
         if len(is_length) == 1:
             self.meanings = ["length" if is_length[0] else "x"]
         elif len(is_length) == 2 and not self.description.torch_module and not self.description.parameters:
             self.meanings = ["width", "length"] if is_length == [False, True] else ["length", "width"]
         else:
-            taken = ", ".join(arg.name for arg in self.required) or "nothing"
-            raise Unclear(
-                f"Expected {self.description.name} to take a length and a width, or x, as a positional "
-                f"encoding does, but it takes {taken}. Give its kind with --like."
-            )
+            expected = "a length and a width, or x, as a positional encoding does"
+            raise self.reject(expected, "Give its kind with --like.")
         self.takes_x = "x" in self.meanings
         x = self.draw(torch.Generator().manual_seed(1), 2, 5)
         try:
@@ -112,30 +121,35 @@ class TableAdapter(EncodingAdapter):
         varies = [largest_difference(out.select(axis, 0), out.select(axis, 1)) > 1e-6 for axis in (0, 1)]
         if is_documented or varies == [True, False]:
             self.layout = "sequence"
-        if self.layout == "sequence":
             self.notes.append("sequence first, [t, b, e]")
 
     def _find_sum(self, x: Tensor) -> None:
         """Find whether the candidate adds its table to x or to a multiple of x, or returns it alone."""
         output, table = self._mean_output(x), self._mean_output(x * 0)
-        if output.shape == x.shape and largest_difference(output, table) > 1e-6:
-            self.x_factor = float(((output - table) * x).sum() / (x * x).sum())  # by least squares
-            if abs(self.x_factor - 1) < 0.02:  # with dropout, the estimate isn't exact
-                self.x_factor = 1.0
-            factor = "" if self.x_factor == 1 else f"{self.x_factor:.4g} · "
-            self.notes.append(f"adds its encoding to {factor}x")
-        else:
+        if output.shape != x.shape or largest_difference(output, table) <= 1e-6:
             self.notes.append("returns its encoding alone")
+            return
+        factor = float(((output - table) * x).sum() / (x * x).sum())  # by least squares
+        self.x_factor = 1.0 if abs(factor - 1) < 0.02 else factor  # with dropout, it isn't exact
+        shown = "" if self.x_factor == 1 else f"{self.x_factor:.4g} · "
+        self.notes.append(f"adds its encoding to {shown}x")
 
     def _mean_output(self, x: Tensor) -> Tensor:
         """Return the output for x `[b, t, e]`, averaged over several seeds because dropout may be on."""
         x = self._to_layout(x)
         outputs = [self.candidate.call(Call(args=(x,), seed=seed)).output for seed in SEEDS]
         tensors = [tensor for output in outputs for tensor in top_tensors(output)[:1]]
-        if not tensors or tensors[0].dim() not in (2, 3) or tensors[0].shape[-1] != self.width:
+        if not tensors or not self._is_table(tensors[0]):
             got = sizes(tensors[0]) if tensors else "no tensor"
-            raise Unclear(f"Expected an encoding, or x plus an encoding, of shape {sizes(x)}, got {got}.")
+            raise Unclear(
+                f"Expected an encoding, or x plus an encoding, of shape {sizes(x)}, got {got}. "
+                "Give its kind with --like."
+            )
         return self._to_layout(torch.stack(tensors).mean(0))
+
+    def _is_table(self, out: Tensor) -> bool:
+        """Return True for `[t, e]` and for `[b, t, e]`."""
+        return out.dim() in (2, 3) and out.shape[-1] == self.width
 
     def _to_layout(self, x: Tensor) -> Tensor:
         """Convert `[b, t, e]` to the candidate's layout, or back, which is the same operation."""
@@ -148,7 +162,7 @@ class TableAdapter(EncodingAdapter):
 
     def arguments(self, x: Inputs) -> list[Any]:
         """Return the positional arguments: x, or a length or positions, possibly with the width."""
-        takes_positions = any(arg.name in POSITIONS for arg in self.required)
+        takes_positions = any(name in POSITIONS for name in self.required)
         length = torch.arange(x.t) if takes_positions else x.t
         values = {"length": length, "width": self.width, "x": self._to_layout(x.query)}
         return [values[meaning] for meaning in self.meanings]
@@ -156,22 +170,18 @@ class TableAdapter(EncodingAdapter):
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
         """Return the table `[b, t, e]`."""
         tensors = top_tensors(output)
-        got = sizes(tensors[0]) if tensors else "no tensor"
-        if not self.takes_x:
-            if not tensors or tensors[0].numel() != x.t * self.width:
-                raise UnexpectedOutput(f"Expected an encoding [{x.t}, {self.width}], got {got}")
-            out = tensors[0].reshape(1, x.t, self.width)
-            return Outputs(out.to(torch.float64).expand(x.query.shape))
-        error = UnexpectedOutput(f"Expected an output {sizes(self._to_layout(x.query))}, got {got}")
-        if not tensors or tensors[0].shape[-1:] != (self.width,) or tensors[0].dim() not in (2, 3):
-            raise error
-        out = self._to_layout(tensors[0])
-        if self.x_factor:
-            out = out - self.x_factor * x.query
+        expected = self._to_layout(x.query) if self.takes_x else x.query[0]
         try:
-            return Outputs(out.to(torch.float64).expand(x.query.shape))
-        except RuntimeError:
-            raise error from None
+            out = tensors[0] if self.takes_x else tensors[0].reshape(x.t, self.width)
+            if self._is_table(out):
+                out = (
+                    self._to_layout(out) - self.x_factor * x.query if self.x_factor else self._to_layout(out)
+                )
+                return Outputs(out.to(torch.float64).expand(x.query.shape))
+        except (IndexError, RuntimeError):  # no tensor, or another shape
+            pass
+        got = sizes(tensors[0]) if tensors else "no tensor"
+        raise UnexpectedOutput(f"Expected an encoding {sizes(expected)}, got {got}")
 
 
 class RotaryAdapter(EncodingAdapter):
@@ -197,16 +207,14 @@ class RotaryAdapter(EncodingAdapter):
         documented = [convention for convention, pattern in patterns.items() if re.search(pattern, text)]
         self.documented = documented if len(documented) == 1 else []
         self.convention = self.documented[0] if self.documented else ()
-        required = [arg.name for arg in self.required]
+        required = self.required
         self.vectors = [name for name in required if name in VECTORS] or required[:1]
         others = [name for name in required if name not in self.vectors]
         unknown = [name for name in others if name not in (*POSITIONS, *LENGTH_NAMES, "cos", "sin")]
         if unknown or not self.vectors or len({"cos", "sin"} & set(others)) == 1:
-            taken = ", ".join(required) or "nothing"
-            raise Unclear(
-                f"Expected {self.description.name} to take x, or q and k, and possibly positions, a length, "
-                f"or cos and sin, as a rotary encoding does, but it takes {taken}. Wrap it in a function "
-                "that does."
+            raise self.reject(
+                "x, or q and k, and possibly positions, a length, or cos and sin, as a rotary encoding does",
+                "Give a role with --arg NAME=ROLE, where ROLE is x, query, key, positions, cos or sin.",
             )
         self._find_head_layout()
         self.notes.append(f"takes {self.head_layout}")
@@ -214,25 +222,22 @@ class RotaryAdapter(EncodingAdapter):
     def _find_head_layout(self) -> None:
         """Choose the layout in which the rotation of a vector depends on the token, but not on the head."""
         vector = torch.randn(self.width, generator=torch.Generator().manual_seed(6))
-        x = vector.expand(2, 3, 5, -1)
+        vectors = vector.expand(2, 3, 5, -1)
+        x = Inputs(vectors, vectors, vectors)
         accepted: dict[str, tuple[bool, bool]] = {}
-        inputs = Inputs(x, x, x)
         for layout in HEAD_LAYOUTS[:3]:
             self.head_layout = layout
-            if (got := self.attempt(inputs)) is None:
-                continue
-            out = got.out[0]
-            heads_agree = float((out - out[:1, :1]).abs().max()) < 1e-5
-            tokens_differ = float((out - out[:, :, :1]).abs().max()) > 1e-3
-            accepted[layout] = (heads_agree and tokens_differ, heads_agree)
-        if accepted:
-            self.head_layout = max(accepted, key=lambda layout: accepted[layout])
-        elif self.last_error is not None:
-            self.head_layout = "[b, h, t, d]"
-            raise self.reject_call(self.last_error, inputs)
-        else:
+            if (got := self.attempt(x)) is not None:
+                out = got.out[0]
+                heads_agree = float((out - out[:1, :1]).abs().max()) < 1e-5
+                tokens_differ = float((out - out[:, :, :1]).abs().max()) > 1e-3
+                accepted[layout] = (heads_agree and tokens_differ, heads_agree)
+        self.head_layout = max(accepted, key=accepted.__getitem__, default=HEAD_LAYOUTS[0])
+        if not accepted and self.last_error is not None:
+            raise self.reject_call(self.last_error, x)
+        if not accepted:
             raise Unclear(
-                f"Expected {self.description.name} to return rotated vectors {sizes(x)}. "
+                f"Expected {self.description.name} to return rotated vectors {sizes(x.query)}. "
                 "Give its kind with --like."
             )
 
@@ -255,16 +260,15 @@ class RotaryAdapter(EncodingAdapter):
         values |= dict.fromkeys(POSITIONS, torch.arange(x.t))
         for name, vector in zip(self.vectors, vectors or (x.query, x.key), strict=False):
             values[name] = rearrange(vector, HEAD_LAYOUTS[0], self.head_layout).contiguous()
-        return [values[arg.name] for arg in self.required]
+        return [values[name] for name in self.required]
 
     def run(self, x: Inputs, strict: bool = True, **options: Any) -> Outputs:
         """Rotate queries and keys, in two calls if the candidate takes only x."""
         if len(self.vectors) > 1:
             return super().run(x, strict, **options)
         calls = [Call(args=tuple(self.arguments(x, vector)), **options) for vector in (x.query, x.key)]
-        return Outputs(
-            torch.cat([self.read_vectors(self.candidate.call(call).output, x, 1) for call in calls])
-        )
+        outputs = [self.candidate.call(call).output for call in calls]
+        return Outputs(torch.cat([self.read_vectors(output, x, 1) for output in outputs]))
 
     def read(self, output: Any, x: Inputs, strict: bool = True) -> Outputs:
         """Return rotated queries and keys, `[2, b, h, t, d]`."""
@@ -277,9 +281,8 @@ class RotaryAdapter(EncodingAdapter):
         if len(tensors) < count or any(tensor.shape != shape for tensor in tensors):
             got = ", ".join(map(sizes, tensors)) or "no tensor"
             raise UnexpectedOutput(f"Expected rotated vectors {self.head_layout} = {list(shape)}, got {got}")
-        return torch.stack(
-            [rearrange(tensor, self.head_layout, HEAD_LAYOUTS[0]).to(torch.float64) for tensor in tensors]
-        )
+        rotated = [rearrange(tensor, self.head_layout, HEAD_LAYOUTS[0]) for tensor in tensors]
+        return torch.stack(rotated).to(torch.float64)
 
     def adopt_convention(self, x: Inputs, got: Outputs) -> None:
         """Adopt the first convention for pairs that makes these outputs right, if there is one."""

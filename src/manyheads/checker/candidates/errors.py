@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from manyheads.checker.isolation.errors import CandidateError
+
 
 class Unclear(Exception):
-    """The error of a candidate that can't be imported, built or understood; it says why and how to fix it."""
+    """The error of a candidate that can't be imported, built or understood; it says why and how to fix it.
+
+    Attributes:
+        error: The error of the candidate's code in its first call, if that is the reason.
+    """
+
+    error: CandidateError | None = None
 
 
 class UnexpectedOutput(Exception):

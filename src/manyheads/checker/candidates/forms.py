@@ -11,7 +11,12 @@ from torch import Tensor
 # Layouts, by the letters of the axes; "1" is an axis of size one.
 GENERAL_MASKS = ("b1ts", "bts", "tsb", "1ts", "ts")
 KEY_MASKS = ("b11s", "b1s", "1sb", "bs", "sb")
+NUMBERS = {"lengths": "[b] lengths", "segments": "[b, t] numbers of segments"}
+ANGLES = ("bsd", "sd", "11sd", "b1sd", "1s1d", "bs1d", "1sd", "s1d")  # of cosines and sines
 HEAD_LAYOUTS = ("[b, h, t, d]", "[b, t, h, d]", "[t, b, h, d]", "[b, t, d]", "[t, d]")
+# Of images and videos whose pixels or frames are the tokens; axes i and j have one entry.
+GRIDS = ("[b, e, h, w]", "[b, h, w, e]", "[b, e, t, i, j]", "[b, e, i, h, w]", "[b, t, i, j, e]",
+         "[b, i, h, w, e]", "[b, e, t]")  # fmt: skip
 # Of returned weights, "b 1 t s" is averaged over the heads, "h t s" over the batch; "bh" is one axis.
 WEIGHT_LAYOUTS = ("b h t s", "b 1 t s", "b t s", "t s", "t s b h", "h b t s", "bh t s", "t s b", "h t s")
 
@@ -41,7 +46,7 @@ class MaskForm:
 
     Attributes:
         letters: the axes, one of GENERAL_MASKS or KEY_MASKS; or "lengths", the number of tokens of each
-            sequence.
+            sequence; or "segments", the number of each token's segment, `[b, t]`.
         keeps: whether True marks a visible key.
         type: "bool", "01" (ones and zeros), "added" (0 or -inf) or "Keep" (a mask of this library).
     """
@@ -53,7 +58,7 @@ class MaskForm:
     @property
     def is_general(self) -> bool:
         """Return True if the mask may differ between queries."""
-        return self.letters in GENERAL_MASKS
+        return self.letters in (*GENERAL_MASKS, "segments")
 
     @property
     def is_shared(self) -> bool:
@@ -66,6 +71,9 @@ class MaskForm:
             return {"__keep__": keep}
         if self.letters == "lengths":
             return rearrange(keep, "bhts", "bs").sum(-1)
+        if self.letters == "segments":  # those of neighboring tokens, counted from 1
+            first = rearrange(keep, "bhts", "bts").to(torch.uint8).argmax(-1)
+            return torch.nn.functional.pad((first.diff() != 0).cumsum(1), (1, 0)) + 1
         mask = rearrange(keep, "bhts", self.letters)
         if self.type == "added":
             return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
@@ -75,10 +83,32 @@ class MaskForm:
     def __str__(self) -> str:
         if self.type == "Keep":
             return "manyheads.Keep of [b, 1, t, s]"
-        if self.letters == "lengths":
-            return "[b] lengths"
+        if self.letters in NUMBERS:
+            return NUMBERS[self.letters]
         shape = f"[{', '.join(self.letters)}]"
         if self.type == "added":
             return f"{shape} added to the scores, 0 or -inf"
         kind = "boolean" if self.type == "bool" else "of ones and zeros"
         return f"{shape} {kind}, True {'keeps' if self.keeps else 'masks'}"
+
+
+@dataclass(frozen=True)
+class AngleForm:
+    """How a call takes the cosines and sines of a rotary encoding, or complex numbers.
+
+    Attributes:
+        letters: The axes, one of ANGLES.
+        width: "half" for one entry for each pair of entries of a head, "halves" if all are then repeated,
+            "pairs" if each is repeated beside itself.
+    """
+
+    letters: str
+    width: str
+
+    def write(self, angles: Tensor) -> Tensor:
+        """Return the angles `[b, s, n]` in this form."""
+        if self.width == "halves":
+            angles = torch.cat((angles, angles), -1)
+        elif self.width == "pairs":
+            angles = angles.repeat_interleave(2, -1)
+        return rearrange(angles, "bsd", self.letters).clone()

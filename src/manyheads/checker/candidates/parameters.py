@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.candidates import names
-from manyheads.checker.candidates.construct import HEADS, KEY_HEADS
 from manyheads.checker.candidates.errors import Unclear
 from manyheads.checker.candidates.forms import rearrange
+from manyheads.checker.candidates.roles import Role
 from manyheads.checker.isolation.describe import Description
 from manyheads.checker.oracle import ROLES, Weights
+from manyheads.checker.parts import Part
 from manyheads.shapes import sizes
 
 Shapes = Mapping[str, tuple[int, ...]]
 PACKED = ("qkv", "kv")
-NAME_WEIGHTS = "Name the weights with --weights q=...,k=...,v=...,o=...."
+NAME_WEIGHTS = "Name the weights with --weights q=...,k=...,v=...,o=... (or qkv=..., kv=...)"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ParameterView:
         transposed: whether a weight is stored as `[in, out]`.
         axes: the letters h, d and e of a weight with an axis of heads, in their order.
         rows: the rows of a packed parameter, from the first to before the second.
+        piece: the axis along which a parameter is cut into pieces, the number of the piece and of all pieces.
         place: 0, 1 or 2 for q, k or v of a packed parameter, which may store each head's q, k and v together.
     """
 
@@ -40,11 +42,17 @@ class ParameterView:
     transposed: bool = False
     axes: str = ""
     rows: tuple[int, int] | None = None
+    piece: tuple[int, int, int] | None = None
     place: int | None = None
 
     def read(self, tensors: Mapping[str, Tensor], role: str, heads: int, by_head: bool) -> Tensor:
         """Return the weight as `[out, in]`, or the bias as `[out]`."""
         values = tensors[self.path]
+        if self.piece is not None:
+            axis, n, count = self.piece
+            values = values.chunk(count, axis)[n].squeeze(axis)
+        if values.dim() > 3 or (values.dim() == 3 and values.shape[-1] == 1 and not self.axes):
+            values = values.flatten(1)  # of a convolution with a kernel of one pixel
         if self.axes and role == "o":
             return rearrange(values, self.axes, "ehd").flatten(1)
         if self.axes:
@@ -59,16 +67,32 @@ class ParameterView:
 class Projections:
     """The weights and biases by role; a role has several views if each head has its own parameter.
 
-    `heads_known` says whether the number of heads was found, rather than assumed to be 1.
+    `heads_reason` says where the number of heads comes from, "" if it is assumed to be 1; `reasons` says
+    why each parameter has its role.
     """
 
     weight: dict[str, list[ParameterView]] = field(default_factory=dict)
     bias: dict[str, list[ParameterView]] = field(default_factory=dict)
     heads: int = 1
     key_heads: int = 1
-    heads_known: bool = True
+    heads_reason: str = ""
     sink: str | None = None
     unused: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def roles(self, parts: Iterable[Part]) -> list[Role]:
+        """Return the role of each parameter, in attention or in other parts of the candidate."""
+        roles: dict[str, str] = {}
+        for part, parameters in (("weight", self.weight), ("bias", self.bias)):
+            for role, views in parameters.items():
+                for path in dict.fromkeys(view.path for view in views):
+                    before = roles[path].removesuffix(part).rstrip() + ", " if path in roles else ""
+                    roles[path] = f"{before}{role} {part}"
+        if self.sink is not None:
+            roles[self.sink] = "sink"
+        roles |= dict.fromkeys(self.unused, "not part of attention")
+        roles |= {path: str(part) for part in parts for path in part.paths}
+        return [Role(path, role, self.reasons.get(path, ""), "parameter") for path, role in roles.items()]
 
     def read(self, tensors: Mapping[str, Tensor]) -> list[Weights]:
         """Return the weights for the oracle, in each order in which they may be packed.
@@ -80,18 +104,15 @@ class Projections:
             def read(role: str, views: list[ParameterView]) -> list[Tensor]:
                 return [view.read(tensors, role, self.heads, by_head) for view in views]
 
-            weight = {
-                role: torch.cat(read(role, views), int(role == "o")) for role, views in self.weight.items()
-            }
-            bias = {
-                role: torch.cat([x.flatten() for x in read(role, views if role != "o" else views[:1])])
-                for role, views in self.bias.items()
-            }
+            weight = {role: torch.cat(read(role, x), int(role == "o")) for role, x in self.weight.items()}
+            bias = {role: torch.cat([*map(Tensor.flatten, read(role, x))]) for role, x in self.bias.items()}
             sink = None if self.sink is None else tensors[self.sink].flatten()
-            return Weights(self.heads, self.key_heads, weight, bias, sink)
+            other = {path: tensors[path] for path in self.unused}
+            return Weights(self.heads, self.key_heads, weight, bias, sink, other)
 
-        is_packed = any(view.place is not None for views in self.weight.values() for view in views)
-        orders = [False, True] if is_packed and self.heads == self.key_heads else [False]
+        packed = {view.path for views in self.weight.values() for view in views if view.place is not None}
+        is_divided = all(max(tensors[path].shape) % (3 * self.heads) == 0 for path in packed)
+        orders = [False, True] if packed and is_divided and self.heads == self.key_heads else [False]
         return [read_order(by_head) for by_head in orders]
 
     def count_inputs(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -106,7 +127,10 @@ class Projections:
 
 
 def find_projections(
-    description: Description, init: Mapping[str, Any], layers: Mapping[str, str]
+    description: Description,
+    init: Mapping[str, Any],
+    layers: Mapping[str, str],
+    given_heads: int | None = None,
 ) -> Projections:
     """Find the parameters of each role.
 
@@ -114,6 +138,7 @@ def find_projections(
         description: The module.
         init: Its constructor arguments.
         layers: The names of layers that the user gave, by role.
+        given_heads: The number of heads that the user gave.
 
     Returns:
         The weights and biases by role, and the numbers of heads.
@@ -122,44 +147,67 @@ def find_projections(
         Unclear: If a role has no weight, or the number of heads isn't known.
     """
     shapes, projections = description.parameters, Projections()
-    weight, bias = assign_roles(shapes, layers, projections)
-    if "qkv" in weight and "q" in weight:
-        projections.unused += weight.pop("qkv")
-    heads = count_heads(description, HEADS, init)
-    per_head = max((len(paths) for role, paths in weight.items() if role in "qkv"), default=1)
+    paths = assign_roles(description, layers, projections)
+    weight = paths["weight"]
+    per_head = max((len(weight[role]) for role in "qkv" if role in weight), default=1)
+    cubes = [shapes[path] for role in ROLES for path in weight.get(role, ()) if len(shapes[path]) == 3]
+    heads, reason = given_heads, "--heads"
     if per_head > 1:
-        heads = per_head
-    cubes = [shapes[path] for paths in weight.values() for path in paths if len(shapes[path]) == 3]
+        heads, reason = per_head, "one parameter for each head"
+    elif heads is None:
+        heads, reason = count_heads(description, names.NUMBER_OF_HEADS, init), "its attributes or constructor"
     if cubes and heads is None:
-        heads = common_size(cubes)
+        heads, reason = common_size(cubes), "the shapes of its parameters"
     if heads is None and re.search(r"multi", description.name, re.I):
         raise Unclear(
             f"{description.name} has several heads by its name, and none of its attributes says how many "
-            f"({', '.join(description.attributes) or 'it has none'}). Store the number as self.num_heads."
+            f"({', '.join(description.attributes) or 'it has none'}). Give the number with --heads N."
         )
-    projections.heads, projections.heads_known = heads or 1, heads is not None
-    key_heads = count_heads(description, KEY_HEADS, init)
+    projections.heads, projections.heads_reason = heads or 1, reason if heads else ""
+    key_heads = count_heads(description, names.KEY_HEADS, init)
     is_grouped = key_heads and projections.heads % key_heads == 0
     projections.key_heads = key_heads if key_heads and is_grouped else projections.heads
-    for role, paths in weight.items():
-        views = [view_weight(path, shapes[path], description, role, projections, init) for path in paths]
-        projections.weight |= split_packed(role, views, projections, shapes)
-    for role, paths in bias.items():
-        projections.bias |= split_packed(role, [ParameterView(path) for path in paths], projections, shapes)
+    views = {
+        role: [view_weight(path, description, role, projections, init) for path in each]
+        for role, each in weight.items()
+    }
+    packed = [view for role in ("qkv", "o") for view in views.get(role, [])[:1]]
+    if key_heads is None and per_head == 1 and [len(shapes[view.path]) for view in packed] == [2, 2]:
+        # The input of o has the width of q; what is left of a packed weight are k and v.
+        qkv, o = packed
+        width = shapes[o.path][not o.transposed]
+        rows, d = shapes[qkv.path][qkv.transposed] - width, width // projections.heads
+        if 0 < rows < 2 * width and rows % (2 * d) == 0 and projections.heads % (rows // (2 * d)) == 0:
+            projections.key_heads = rows // (2 * d)
+    for role, found in views.items():
+        projections.weight |= split_packed(role, found, projections, shapes)
+    for role, each in paths["bias"].items():
+        biases = [ParameterView(path) for path in (each[:1] if role == "o" else each)]
+        projections.bias |= split_packed(role, biases, projections, shapes)
     missing = " and ".join(role for role in "qkv" if role not in projections.weight)
     if missing and not shapes:
         raise Unclear(
             f"{description.name} has no parameters, so it isn't a layer with projections. "
-            "Give its kind with --like (attention, positional, rotary, …)."
+            "Give --like attention if it takes queries, keys and values of heads, or another kind."
         )
     if missing:
         listed = ", ".join(f"{path} {list(shape)}" for path, shape in shapes.items())
+        name = description.name
         raise Unclear(
-            f"Found no weights for {missing} among the parameters of {description.name} ({listed}). "
-            f"{NAME_WEIGHTS}"
+            f"Found no weights for {missing} among the parameters of {name} ({listed}). {NAME_WEIGHTS}."
         )
+    for role, found in projections.weight.items():
+        widths = {shapes[view.path][-1] for view in found if not view.axes}
+        if len(widths) > 1 and role in "qkv":
+            listed = ", ".join(f"{view.path} {list(shapes[view.path])}" for view in found)
+            raise Unclear(
+                f"The names of {listed} say that they are weights of {role}, but they take inputs of "
+                "different widths, as in a projection of low rank, which the checker doesn't know. To check "
+                "the attention in it, move it to a function of the queries, keys and values of all heads, "
+                "f(q, k, v), and check that with --like attention."
+            )
     if key_heads is None and not any(view.axes for view in projections.weight["q"]):
-        empty = {path: torch.empty(shape, device="meta") for path, shape in shapes.items()}
+        empty = {path: torch.empty(shape) for path, shape in shapes.items()}
         q, k = (projections.read(empty)[0].weight[role].shape[0] for role in "qk")
         if k < q and q % projections.heads == 0 and k % (q // projections.heads) == 0:
             projections.key_heads = k // (q // projections.heads)
@@ -167,31 +215,47 @@ def find_projections(
 
 
 def assign_roles(
-    shapes: Shapes, layers: Mapping[str, str], projections: Projections
-) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return the paths of weights by role, and those of biases, heads in order."""
+    description: Description, layers: Mapping[str, str], projections: Projections
+) -> dict[str, dict[str, list[str]]]:
+    """Return the paths of parameters by "weight" or "bias" and by role, heads in order."""
+    shapes = description.parameters
     chosen = {path: role for role, layer in layers.items() for path in find_layer(layer, shapes, role)}
     listed = find_listed(shapes)
-    paths: dict[str, dict[str, list[tuple[int, str]]]] = {"weight": {}, "bias": {}}
-    for n, (path, shape) in enumerate(shapes.items()):
+    found: dict[str, tuple[str, str, int | None]] = {}
+    for path, shape in shapes.items():
         if path in chosen:
-            role, part, head = chosen[path], "bias" if len(shape) == 1 else "weight", None
+            found[path] = chosen[path], "bias" if len(shape) == 1 else "weight", None
+            projections.reasons[path] = "--weights"
         elif names.SINK.search(path):
             projections.sink = path
-            continue
         else:
             meaning = listed.get(path) or names.parameter_role(path)
-            is_vector = meaning is not None and meaning[1] == "weight" and len(shape) == 1
-            if meaning is None or is_vector or meaning[0] in layers:
-                projections.unused.append(path)
-                continue
-            role, part, head = meaning
-        paths[part].setdefault(role, []).append((n if head is None else head * 1000 + n, path))
-    weight, bias = (
-        {role: [path for _, path in sorted(entries)] for role, entries in paths[part].items()}
-        for part in ("weight", "bias")
-    )
-    return weight, bias
+            weight = shapes.get(f"{path[:-4]}weight", (0, 0)) if path.endswith(".bias") else (0, 0)
+            is_norm = len(weight) == 1 or (meaning and meaning[1] == "weight" and len(shape) == 1)
+            if meaning and not is_norm and meaning[0] not in layers:
+                found[path] = meaning
+                projections.reasons[path] = "its place in a list" if path in listed else "its name"
+    roles = {role for role, part, _ in found.values() if part == "weight"}
+    if not {"q", "k", "v", *PACKED} & roles and (layer := find_packed(description)):
+        found |= {f"{layer}.{part}": ("qkv", part, None) for part in ("weight", "bias")}
+        projections.reasons |= dict.fromkeys((f"{layer}.weight", f"{layer}.bias"), "its shape")
+    paths: dict[str, dict[str, list[str]]] = {"weight": {}, "bias": {}}
+    order = {path: (found[path][2] or 0, n) for n, path in enumerate(shapes) if path in found}
+    for path in sorted(order, key=order.__getitem__):
+        role, part, _ = found[path]
+        if (role, part) != ("qkv", "weight") or "q" not in roles:
+            paths[part].setdefault(role, []).append(path)
+    used = {path for each in paths.values() for listed_paths in each.values() for path in listed_paths}
+    projections.unused = [path for path in shapes if path not in used and path != projections.sink]
+    return paths
+
+
+def find_packed(description: Description) -> str | None:
+    """Return the only linear layer with three times as many outputs as inputs, or None."""
+    shapes = description.parameters
+    layers = [path for path, name in description.layers.items() if name == "Linear"]
+    packed = [path for path in layers if (shape := shapes.get(f"{path}.weight")) and shape[0] == 3 * shape[1]]
+    return packed[0] if len(packed) == 1 else None
 
 
 def find_layer(layer: str, shapes: Shapes, role: str) -> list[str]:
@@ -223,17 +287,19 @@ def find_listed(shapes: Shapes) -> dict[str, tuple[str, str, None]]:
 def count_heads(description: Description, meaning: str, init: Mapping[str, Any]) -> int | None:
     """Return a number of heads that an attribute or a constructor argument gives, or None.
 
-    `meaning` is HEADS or KEY_HEADS, an entry of the table of constructor arguments.
+    `meaning` is names.NUMBER_OF_HEADS or names.KEY_HEADS, an entry of the table of constructor arguments.
     """
     defaults = {arg.name: arg.default for arg in description.init or () if not arg.required}
-    values = {**defaults, **init, **description.attributes}
+    configured = [x["values"] for x in init.values() if isinstance(x, dict) and "__configuration__" in x]
+    settings = {path.rpartition(".")[2]: value for path, value in description.settings.items()}
+    values = {k: v for each in configured for k, v in each.items()} | settings
+    values |= {**defaults, **init, **description.attributes}
     counts = {name: n for name, n in values.items() if type(n) is int and n > 0}
     known = [name for name in names.CONSTRUCTOR[meaning][1] if name in counts]
-    if meaning == HEADS:
+    if meaning == names.NUMBER_OF_HEADS:
         other = r"dim|size|width|kv|group|key|per"
-        known += [
-            name for name in counts if re.search("head", name, re.I) and not re.search(other, name, re.I)
-        ]
+        heads = [name for name in counts if re.search("head", name, re.I)]
+        known += [name for name in heads if not re.search(other, name, re.I)]
     return counts[known[0]] if known else None
 
 
@@ -244,20 +310,13 @@ def common_size(shapes: list[tuple[int, ...]]) -> int | None:
 
 
 def view_weight(
-    path: str,
-    shape: tuple[int, ...],
-    description: Description,
-    role: str,
-    projections: Projections,
-    init: Mapping[str, Any],
+    path: str, description: Description, role: str, projections: Projections, init: Mapping[str, Any]
 ) -> ParameterView:
     """Return a weight with the order of its axes."""
+    shape = description.parameters[path]
+    if len(shape) == 3 and role in PACKED and len(role) in shape:
+        return ParameterView(path, transposed=not path.endswith("_weight"))
     if len(shape) == 3:
-        if role in PACKED:
-            raise Unclear(
-                f"{path} {list(shape)} packs several projections in three dimensions, which isn't supported. "
-                "Write an adapter with separate projections."
-            )
         h = shape.index(projections.heads) if projections.heads in shape else 0
         first, second = (axis for axis in range(3) if axis != h)
         # Such weights are usually stored as they are multiplied: x [.., e] @ [e, d], or [d, e] for o.
@@ -279,14 +338,18 @@ def split_packed(
     """Return the views by role; a packed parameter is split in proportion to the numbers of heads."""
     if role not in PACKED:
         return {role: views}
-    path, transposed = views[0].path, views[0].transposed
+    view, n = views[0], len(role)
+    shape = shapes[view.path]
+    if len(shape) == 3 or (len(shape) == 2 and shape[0] == n):  # [3, e, d], or [h, e, 3 · d]
+        axis = shape.index(n) if n in shape else 2
+        return {letter: [replace(view, piece=(axis, i, n))] for i, letter in enumerate(role)}
     h, g = projections.heads, projections.key_heads
     counts = [h, g, g] if role == "qkv" else [1, 1]
-    rows = shapes[path][1 if transposed and len(shapes[path]) == 2 else 0] // sum(counts)
+    rows = shape[1 if view.transposed and len(shape) == 2 else 0] // sum(counts)
     bounds = pairwise(rows * count for count in accumulate(counts, initial=0))
     return {
-        letter: [ParameterView(path, transposed, "", each, n if role == "qkv" else None)]
-        for n, (letter, each) in enumerate(zip(role, bounds, strict=True))
+        letter: [replace(view, rows=each, place=i if role == "qkv" else None)]
+        for i, (letter, each) in enumerate(zip(role, bounds, strict=True))
     }
 
 
@@ -294,7 +357,20 @@ def input_widths(weights: Weights) -> tuple[int, int, int]:
     """Return the input widths of q, k and v, after a check that the weights can be split into heads."""
     for role, heads in (("q", weights.heads), ("k", weights.key_heads)):
         if weights.weight[role].shape[0] % heads:
-            size = sizes(weights.weight[role])
-            raise Unclear(f"The {role} weights {size} can't be split into {heads} heads. {NAME_WEIGHTS}")
+            raise Unclear(
+                f"The {role} weights {sizes(weights.weight[role])} can't be split into {heads} heads. "
+                f"Give --heads N. {NAME_WEIGHTS}."
+            )
     q, k, v = (weights.weight[role].shape[1] for role in "qkv")
     return q, k, v
+
+
+def randomize(parameters: Mapping[str, Tensor], paths: Iterable[str]) -> dict[str, Tensor]:
+    """Return random values of parameters that aren't projections: vectors near their initial values."""
+    generator, values = torch.Generator().manual_seed(3), {}
+    for path in paths:
+        initial = parameters[path]
+        noise = torch.randn(initial.shape, generator=generator)
+        is_matrix = initial.dim() > 1 and min(initial.shape) > 1
+        values[path] = noise / initial.shape[-1] ** 0.5 if is_matrix else initial + 0.3 * noise
+    return values

@@ -1,4 +1,4 @@
-"""Build the adapter of a candidate, and probe its layout, masks and causality with trial calls.
+"""Build the adapter of a candidate, and probe its layout, causality and outputs with trial calls.
 
 The calls show which arguments a candidate accepts, and which inputs affect which outputs. Except for padded
 queries, outputs aren't compared with the expected ones: an option that is chosen because it makes them match
@@ -7,23 +7,42 @@ could hide a bug.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
 import torch
 
-from manyheads.checker.candidates import documentation, names
+from manyheads.checker.candidates import documentation, forms, names
 from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
-from manyheads.checker.candidates.attention import SEQUENCES, AttentionAdapter
-from manyheads.checker.candidates.construct import fill_arguments
+from manyheads.checker.candidates.attention import ANGLES, POSITIONS, SEQUENCES, AttentionAdapter
+from manyheads.checker.candidates.caches import find_cache, prepare_calls
+from manyheads.checker.candidates.construct import fill_arguments, has_implementations
 from manyheads.checker.candidates.encoding import RotaryAdapter, TableAdapter
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import GENERAL_MASKS, HEAD_LAYOUTS, KEY_MASKS, MaskForm
+from manyheads.checker.candidates.masks import fill_required_masks, find_masks
+from manyheads.checker.candidates.parts import find_parts
+from manyheads.checker.candidates.roles import (
+    CACHES,
+    MASKS,
+    is_of_context,
+    possible_roles,
+    read_roles,
+    required_sequences,
+)
 from manyheads.checker.isolation.candidate import Candidate
+from manyheads.checker.isolation.describe import Description
 from manyheads.checker.isolation.errors import CandidateError
 from manyheads.checker.isolation.process import CandidateProcess
-from manyheads.checker.oracle import Inputs, Outputs
+from manyheads.checker.isolation.trees import top_tensors
+from manyheads.checker.oracle import Inputs, Outputs, largest_difference
+from manyheads.checker.parts import Window
+
+LAYOUTS = {"batch": "sequence", "sequence": "batch"}  # and the other one
+SQUARES = (16, 64, 49, 196)  # numbers of tokens to try where no constructor argument gives one
 
 
 def open_adapter(candidate: Candidate | CandidateProcess, options: Options) -> Adapter:
@@ -40,16 +59,135 @@ def open_adapter(candidate: Candidate | CandidateProcess, options: Options) -> A
         Unclear: If the candidate can't be built or called.
     """
     if options.kind in ("positional", "rotary"):
-        return (TableAdapter if options.kind == "positional" else RotaryAdapter)(candidate, options)
+        try:
+            return (TableAdapter if options.kind == "positional" else RotaryAdapter)(candidate, options)
+        except Unclear as error:
+            if not options.guessed:
+                raise
+            taken = f"Its name was taken for that of a {options.kind} encoding"
+            raise Unclear(f"{error} {taken}: if it is attention, give --like self, or cross.") from None
+    description = candidate.describe()
+    text = documentation.read_documentation(description)
+    roles = read_roles(description, text, options.arguments, options.init)
+    resolved = resolve_roles(candidate, options, roles)
+    of_context = [name for name, (role, _) in roles.items() if is_of_context(name, role)]
+    takes_context = any(roles[name][0] == "context" for name in of_context)
+    if not takes_context or resolved.tried or not options.guessed or options.kind != "self":
+        return open_attention(candidate, resolved)
+
+    def leave_out(unused: list[str], kind: str) -> Options:
+        ignored = dict.fromkeys(unused, "ignore")
+        return replace(options, kind=kind, arguments={**ignored, **options.arguments})
+
+    # An optional context: self-attention first, or cross-attention if it can't be called without a context.
+    masks_of_context = [name for name in of_context if roles[name][0] in MASKS]
     try:
-        return fit(AttentionAdapter(candidate, options))
+        adapter = open_attention(candidate, leave_out(masks_of_context, "self"))
+    except Unclear:
+        return open_attention(candidate, replace(options, kind="cross"))
+    of_x = [name for name, (role, _) in roles.items() if role in CACHES]
+    if masks_of_context:
+        of_x += [name for name, (role, _) in roles.items() if role in MASKS and name not in masks_of_context]
+    adapter.with_context = replace(leave_out(of_x, "cross"), guessed=False)
+    return adapter
+
+
+def resolve_roles(
+    candidate: Candidate | CandidateProcess, options: Options, roles: Mapping[str, tuple[str | None, str]]
+) -> Options:
+    """Return options with the roles of arguments whose names are ambiguous, as trial calls accept them."""
+    description, kind = candidate.describe(), None if options.guessed else options.kind
+    guesses = [
+        replace(options, kind=kind, tried=tried) for kind, tried in possible_roles(description, roles, kind)
+    ]
+    accepted = guesses if len(guesses) < 2 else [each for each in guesses if is_accepted(candidate, each)]
+    named = [each for each in accepted if names_context(each.tried)]
+    accepted = named if len(named) == 1 else accepted
+    if guesses and len(accepted) != 1:
+        taken = " and ".join(required_sequences(description, roles))
+        given = [" ".join(f"--arg {name}={role}" for name, role in each.tried.items()) for each in guesses]
+        raise Unclear(
+            f"Nothing says for certain what {taken} of {description.name} are, and trial calls accept "
+            f"{'several ways' if accepted else 'no way'} to pass them. Give {' or '.join(given)}."
+        )
+    return accepted[0] if accepted else options
+
+
+def open_with_context(adapter: Adapter) -> AttentionAdapter | str:
+    """Return the adapter for calls with the context that a candidate may take, or why it can't be judged."""
+    assert adapter.with_context is not None
+    options, flags = adapter.with_context, names.CONSTRUCTOR["causal"][1]
+    arguments = adapter.candidate.describe().init or ()
+    # Layers that are causal on request attend to a context without a causal mask.
+    off = {arg.name: False for arg in arguments if arg.name in flags and arg.default is False}
+    unused = masks_without_context(adapter)
+    ignored = {**dict.fromkeys(unused, "ignore"), **options.arguments}
+    try:
+        crossing = open_attention(
+            adapter.candidate, replace(options, init={**off, **options.init}, arguments=ignored)
+        )
+    except Unclear as error:
+        return f"with a context: {error}"
+    crossing.unjudged |= {name: reason for name, reason in unused.items() if reason}
+    x = crossing.draw(torch.Generator().manual_seed(6), s=S)
+    changed = crossing.changed_queries(x, crossing.change_key(x, 2))
+    return crossing if changed is None or changed.any() else "a context changes no output."
+
+
+def masks_without_context(adapter: Adapter) -> dict[str, str]:
+    """Return the masks that aren't used with a context, and why each can't be judged, "" if documented."""
+    description = adapter.description
+    context = next(role.name for role in adapter.roles if role.role == "context")
+    unused = {}
+    for name in adapter.masks if isinstance(adapter, AttentionAdapter) else ():
+        if documentation.says_without_context(name, context, adapter.text):
+            unused[name] = ""
+            adapter.notes.append(f"{name} isn't used with {context}, as documented")
+        elif documentation.is_dropped_with_context(name, context, description.source, adapter.text):
+            unused[name] = (
+                f"its code uses it only without {context}, and nothing says that this is meant. If it is, "
+                f"say so in its documentation, or give --arg {context}=ignore."
+            )
+    return unused
+
+
+def names_context(tried: Mapping[str, str]) -> bool:
+    """Return True if there is a context, and its name says so, as `enc_src` does."""
+    contexts = [name for name, role in tried.items() if role == "context"]
+    return bool(contexts) and all(is_of_context(name, "mask") for name in contexts)
+
+
+def is_accepted(candidate: Candidate | CandidateProcess, options: Options) -> bool:
+    """Return True if a candidate can be called with the roles that are tried.
+
+    The output has a row for each token of x, whatever the length of a context, and a mask masks keys.
+    """
+    try:
+        adapter = open_attention(candidate, options)
+    except Unclear:
+        return False
+    masks = {name for name, role in options.tried.items() if role == "mask"}
+    is_called = adapter.attempt(adapter.draw(torch.Generator().manual_seed(5), s=S), strict=True) is not None
+    return is_called and masks <= {name for name, _ in adapter.forms.values()}
+
+
+def open_attention(candidate: Candidate | CandidateProcess, options: Options) -> AttentionAdapter:
+    """Return the adapter of a candidate for attention."""
+    try:
+        return probe(AttentionAdapter(candidate, options))
     except Unclear as error:
         description, init = candidate.describe(), options.init
-        is_class = description.type == "class"
-        if not is_class or fill_arguments(description, init) == fill_arguments(description, init, True):
+        if description.type != "class":
+            raise
+        with suppress(Unclear):
+            if (widened := widen_heads(description, options)) is not None:
+                adapter = probe(AttentionAdapter(candidate, widened))
+                adapter.notes.append("has heads of 8 entries, because a call with others raises an error")
+                return adapter
+        if fill_arguments(description, init) == fill_arguments(description, init, True):
             raise
         try:
-            adapter = fit(AttentionAdapter(candidate, options, same_width=True))
+            adapter = probe(AttentionAdapter(candidate, options, same_width=True))
         except Unclear:
             raise error from None
         adapter.width_error = str(error)
@@ -57,12 +195,28 @@ def open_adapter(candidate: Candidate | CandidateProcess, options: Options) -> A
         return adapter
 
 
-def fit(adapter: AttentionAdapter) -> AttentionAdapter:
+def widen_heads(description: Description, options: Options) -> Options | None:
+    """Return options with heads of 8 entries, half of which form pairs; None if the user gives the width."""
+    filled = fill_arguments(description, options.init, heads=options.heads)
+    meanings = {name: names.constructor_value(name)[0] for name in filled}
+    heads = next((filled[name] for name in filled if meanings[name] == names.NUMBER_OF_HEADS), names.HEADS)
+    widths = [name for name in filled if meanings[name] == names.MODEL_WIDTH]
+    if len(widths) != 1 or widths[0] in options.init or not isinstance(heads, int):
+        return None
+    return replace(options, init={**options.init, widths[0]: 8 * heads})
+
+
+def probe(adapter: AttentionAdapter) -> AttentionAdapter:
     """Find how the candidate is called, and which inputs and outputs it supports."""
     g = torch.Generator().manual_seed(2)
+    prepare_calls(adapter)
+    if adapter.weights is not None and adapter.options.layout is None:
+        find_tokens(adapter, g)
+    find_position_forms(adapter, g)
+    fill_required_masks(adapter, g)
     if adapter.weights is None:
         find_head_layout(adapter, g)
-    else:
+    elif adapter.options.layout is None:
         find_layout(adapter, g)
     x = adapter.draw(g)
     plain: Outputs | None = None
@@ -71,96 +225,204 @@ def fit(adapter: AttentionAdapter) -> AttentionAdapter:
     except CandidateError as error:
         raise adapter.reject_call(error, x) from None
     except UnexpectedOutput:
-        pass  # reported later, by the check of shapes
+        reject_learned_queries(adapter, g)  # others are reported later, by the check of shapes
     find_returned_weights(adapter, x, plain)
     has_heads = adapter.weights is None and "h" in adapter.head_layout
     if has_heads and ("grouped" in adapter.arguments or adapter.attempt(adapter.draw(g, key_heads=2))):
         adapter.features.add("grouped")
-    adapter.features |= {"scale", "sink", "causal", "past"} & set(adapter.arguments)
+    adapter.features |= {"scale", "sink", "softcap", "causal", "bias"} & set(adapter.arguments)
     find_causality(adapter, g)
+    outs = [outputs.out for n in range(3) if (outputs := adapter.attempt(x, seed=n)) is not None]
+    adapter.is_seeded = any(not torch.equal(out.nan_to_num(), outs[0].nan_to_num()) for out in outs)
+    if not adapter.is_seeded:
+        find_parts(adapter)
     find_masks(adapter, g)
+    find_head_mask(adapter, g)
+    find_window(adapter, g)
     find_padded_queries(adapter, g)
+    find_cache(adapter)
+    for name in documentation.uncalled_methods(adapter.description):
+        adapter.unjudged[name] = (
+            "forward doesn't call this method. Check it too, in an adapter that calls it:\n"
+            f"class Adapter({adapter.description.name}):\n    def forward(self, x, cache=None):\n"
+            f"        return self.{name}(x, cache)"
+        )
     return adapter
 
 
-def find_returned_weights(adapter: AttentionAdapter, x: Inputs, plain: Outputs | None) -> None:
-    """Find whether weights are returned, always or on request, and whether they are always averaged."""
-    returned = plain
-    if "weights" in adapter.arguments:  # if weights are missing, the check of weights reports it
-        returned = None if plain is None else adapter.attempt(x.but(need_weights=True))
-        adapter.features.add("weights")
-    elif plain is not None and plain.weights is not None:
-        adapter.always_weights = True
-        adapter.features.add("weights")
-    if "average" in adapter.arguments or adapter.heads == 1 or returned is None or returned.weights is None:
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def find_tokens(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find whether tokens are the pixels of an image or a video, and whether their number is fixed.
+
+    This is tried if no call with tokens `[b, t, e]` is accepted. If several grids are, it is the first in
+    which a token affects others.
+    """
+    x = adapter.draw(g, s=S)
+    if adapter.attempt(x) is not None or (adapter.masks and adapter.kind != "self"):
         return
-    is_documented = documentation.says_averaged(adapter.text)
-    may_average = adapter.kind == "torch-mha" or re.search(r"\b(averag|mean)", adapter.text, re.I)
-    adapter.always_averaged = is_documented or (bool(may_average) and returned.weights.shape[1] == 1)
-    if adapter.always_averaged:
-        convention = ", as in PyTorch's layer" * (adapter.kind == "torch-mha")
-        reason = " (as its documentation says)" if is_documented else convention
-        adapter.notes.append(f"its returned weights are averaged over the heads{reason}")
+    squares = [shape[0] for shape in adapter.description.buffers.values() if shape == shape[:1] * 2]
+    values = {arg.name: arg.default for arg in adapter.description.init or ()} | adapter.init
+    sizes = [x for name, x in values.items() if re.search(r"window|size|resolution|patch|tokens|len", name)]
+    pairs = [math.prod(x) for x in sizes if isinstance(x, tuple | list) and all(type(n) is int for n in x)]
+    widths = [n for x in sizes if type(x) is int for n in (x * x, x) if 1 < n <= 256]  # of a square or a line
+    counts = dict.fromkeys([None, *(n for n in (*squares, *pairs, *widths, *SQUARES) if n > 2)])
+    accepted: dict[tuple[str, int | None], bool] = {}
+    for grid, count in [*product(("", *forms.GRIDS), counts)][1:]:  # any number of tokens was tried above
+        adapter.grid, adapter.count = grid, count
+        x = adapter.draw(g, t=6)
+        changed = adapter.changed_queries(x, adapter.change_key(x, 2), strict=True)
+        if changed is not None:
+            accepted[grid, count] = bool(changed[0])
+            if changed[0]:
+                break
+    adapter.grid, adapter.count = max(accepted, key=accepted.__getitem__, default=("", None))
+    if adapter.count:
+        adapter.notes.append(f"takes {adapter.count} tokens, as trial calls show")
+
+
+def reject_learned_queries(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Raise an error if the output has as many rows as a parameter, whatever the number of tokens."""
+    rows = set()
+    for t in (T, S):
+        output = adapter.answer(adapter.draw(g, t=t)).output
+        rows |= {adapter.from_layout(x).shape[1] for x in top_tensors(output)[:1] if x.dim() == 3}
+    for path, shape in adapter.description.parameters.items() if len(rows) == 1 else ():
+        if rows & {*shape[:-1]}:
+            raise Unclear(
+                f"The output of {adapter.description.name} has {rows.pop()} rows for {T} and for {S} tokens, "
+                f"as many as `{path}` {list(shape)}: its queries are learned, which isn't supported. To "
+                "check the attention in it, move it to a module that takes the queries, forward(x, context)."
+            )
+
+
+def find_position_forms(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find how positions, cosines and sines are passed: in the first shape that is accepted.
+
+    Cosines repeated in halves and in pairs have the same shape. With those that fit the rotation, only
+    distances matter, so that later positions give the same outputs.
+    """
+    if not POSITIONS & set(adapter.arguments):
+        return
+    angles: list[forms.AngleForm | None] = [None]
+    if ANGLES & set(adapter.arguments):
+        widths = ("half",) if "angles" in adapter.arguments else ("halves", "pairs", "half")
+        angles = [forms.AngleForm(letters, width) for letters, width in product(forms.ANGLES, widths)]
+    if documentation.is_sine_first(
+        adapter.arguments.get("cos-sin", ""), adapter.text, adapter.description.source
+    ):
+        adapter.angle_order = ("sin", "cos")
+    accepted: dict[tuple[str, forms.AngleForm | None], float] = {}
+    for letters, form in product(("bs", "s") if "positions" in adapter.arguments else ("bs",), angles):
+        adapter.position_letters, adapter.angle_form = letters, form
+        x = adapter.draw(g)
+        later = adapter.place(x, torch.arange(3, x.s + 3).expand(x.b, -1))
+        before, after = adapter.attempt(x), adapter.attempt(later)
+        if before is not None and after is not None and bool(before.out.isfinite().all()):
+            accepted[letters, form] = largest_difference(before.out, after.out)
+    if not accepted:
+        leave_out_angles(adapter)
+    first = next(iter(accepted), ("bs", angles[0]))
+    same_shape = [each for each in accepted if each[1] and first[1] and each[1].letters == first[1].letters]
+    fitting = (each for each in same_shape if accepted[each] < 1e-3)
+    adapter.position_letters, adapter.angle_form = next(fitting, first)
+
+
+def leave_out_angles(adapter: AttentionAdapter) -> None:
+    """Leave out optional cosines and sines, which no call accepts."""
+    optional = {arg.name for arg in adapter.description.call if not arg.required}
+    for role in ANGLES & set(adapter.arguments):
+        if (name := adapter.arguments[role]) in optional:
+            del adapter.arguments[role]
+            adapter.unjudged[name] = (
+                "no trial call with cosines and sines gives finite outputs, so it was left out. "
+                f"If it isn't used, give --arg {name}=ignore."
+            )
 
 
 def find_head_layout(adapter: AttentionAdapter, g: torch.Generator) -> None:
     """Choose the first head layout that is accepted; documented ones are tried first."""
     # No two sizes of the trial inputs are equal, so most wrong layouts raise an error.
     text = adapter.text.replace("s, h", "t, h").replace("s, b", "t, b")
-    documented = [layout for layout in HEAD_LAYOUTS[1:3] if layout[:-1] in text]
-    for layout in dict.fromkeys([*documented, *HEAD_LAYOUTS]):
+    documented = [layout for layout in forms.HEAD_LAYOUTS[1:3] if layout[:-1] in text]
+    for layout in dict.fromkeys([*documented, *forms.HEAD_LAYOUTS]):
         adapter.head_layout = layout
         if adapter.attempt(adapter.draw(g, b=1 if layout == "[t, d]" else B, s=S)) is not None:
-            if layout != "[b, h, t, d]":
-                adapter.notes.append(f"takes {layout}" if "h" in layout else f"takes one head, {layout}")
+            adapter.layout_reason = "trial calls"
             return
     adapter.head_layout = "[b, h, t, d]"
 
 
 def find_layout(adapter: AttentionAdapter, g: torch.Generator) -> None:
-    """Find which axis is the batch, unless the user gave the layout."""
-    if adapter.options.layout is not None:
-        return
+    """Find which axis is the batch."""
     batch_first = adapter.description.attributes.get("batch_first", adapter.init.get("batch_first"))
+    documented = documentation.documented_layout(adapter.description, adapter.text)
     if isinstance(batch_first, bool):
-        adapter.layout, reason = ("batch" if batch_first else "sequence"), f"batch_first={batch_first}"
-    elif documented := documentation.documented_layout(adapter.description, adapter.text):
-        adapter.layout, reason = documented, "its documentation or code"
+        adapter.layout = "batch" if batch_first else "sequence"
+        adapter.layout_reason = f"batch_first={batch_first}"
+    elif documented is not None:
+        adapter.layout, adapter.layout_reason = documented, "its documentation or code"
     else:
-        has_independent_entries = {}
-        for layout in ("batch", "sequence"):
-            adapter.layout = layout
-            x = adapter.draw(g, s=S)
-            sequences = {name: getattr(x, name) for name in SEQUENCES}
-            changed = {name: torch.cat((y[:1] + 1, y[1:])) for name, y in sequences.items()}
-            before, after = adapter.attempt(x), adapter.attempt(x.but(**changed))
-            has_independent_entries[layout] = (
-                before is not None and after is not None and torch.equal(before.out[1:], after.out[1:])
-            )
+        is_independent = {layout: has_independent_entries(adapter, g, layout) for layout in LAYOUTS}
         # If they are independent in neither layout, torch-mha is sequence first, other kinds are batch first.
-        is_sequence = adapter.kind == "torch-mha" or has_independent_entries["sequence"]
-        adapter.layout = "sequence" if is_sequence and not has_independent_entries["batch"] else "batch"
-        if has_independent_entries["sequence"]:
-            reason = "batch entries are independent only in this layout; pass --layout batch for [b, t, e]"
-        else:
-            reason = "the default of PyTorch's layer; pass --layout batch for [b, t, e]"
-    if adapter.layout == "sequence":
-        adapter.notes.append(f"sequence first, [t, b, e] ({reason})")
+        is_sequence = is_independent["sequence"] or adapter.kind == "torch-mha"
+        adapter.layout = "sequence" if is_sequence and not is_independent["batch"] else "batch"
+        if adapter.layout == "sequence":
+            shown, default = (
+                "batch entries are independent only in this layout",
+                "the default of PyTorch's layer",
+            )
+            reason = shown if is_independent["sequence"] else default
+            adapter.layout_reason = f"{reason}; pass --layout batch for [b, t, e]"
+
+
+def has_independent_entries(adapter: AttentionAdapter, g: torch.Generator, layout: str) -> bool:
+    """Return True if another first batch entry changes no other entry's output, and use the layout."""
+    adapter.layout = layout
+    x = adapter.draw(g, s=S)
+    sequences = {name: getattr(x, name) for name in SEQUENCES}
+    changed = x.but(**{name: torch.cat((y[:1] + 1, y[1:])) for name, y in sequences.items()})
+    before, after = adapter.attempt(x), adapter.attempt(changed)
+    return before is not None and after is not None and torch.equal(before.out[1:], after.out[1:])
+
+
+def doubt_layout(adapter: AttentionAdapter) -> list[str]:
+    """Return why the user's layout may be wrong: batch entries are independent only in the other one."""
+    given, g = adapter.layout, torch.Generator().manual_seed(9)
+    if documentation.documented_layout(adapter.description, adapter.text) == given:
+        return []
+    other = LAYOUTS[given]
+    is_doubtful = has_independent_entries(adapter, g, other) and not has_independent_entries(
+        adapter, g, given
+    )
+    adapter.layout = given
+    reason = f"with --layout {given}, batch entries affect each other, and with --layout {other} they don't"
+    return [f"{reason}: perhaps the option is wrong"] if is_doubtful else []
 
 
 def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
     """Find whether the candidate is always causal, from its constructor, documentation or outputs."""
     if "causal" in adapter.arguments:
         return
-    values = {**adapter.description.attributes, **adapter.init}
-    flags = [name for name in values if values[name] is True and name in names.CONSTRUCTOR["causal"][1]]
-    if adapter.kind in ("sdpa", "torch-mha", "hf") and not flags:
+    flags = names.CONSTRUCTOR["causal"][1]
+    settings = {path.rpartition(".")[2]: value for path, value in adapter.description.settings.items()}
+    values = {**settings, **adapter.description.attributes, **adapter.init}
+    on = [name for name in values if values[name] is True and name in flags]
+    if adapter.kind in ("sdpa", "torch-mha", "hf") and not on:
         return
-    documented = documentation.causal_reason(adapter.description, adapter.text)
-    reason = f"built with {flags[0]}=True" if flags else documented
+    required = {arg.name for arg in adapter.description.call if arg.required}
+    is_crossing = adapter.kind == "cross" and adapter.arguments["context"] not in required
+    reason = None
+    if not has_implementations(adapter.description):  # of transformers, where it isn't a mask
+        if on:
+            reason = f"built with {on[0]}=True"
+        elif not is_crossing and not any(adapter.init.get(name) is False for name in flags):
+            reason = documentation.causal_reason(adapter.description, adapter.text)
     if reason is None:
         x = adapter.draw(g, t=T, s=None)
-        if x.t == x.s and ignores_future(adapter, x):
+        visible = adapter.visible_keys(x) if x.t == x.s else None
+        if visible is not None and not visible.triu(1).any() and visible.tril(-1).any():
             reason = "no later token affects an earlier one"
     if reason is not None:
         adapter.always_causal = True
@@ -168,142 +430,60 @@ def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
         adapter.features.add("causal")
 
 
-def ignores_future(adapter: AttentionAdapter, x: Inputs) -> bool:
-    """Return True if changing a token never affects earlier tokens, but at least once a later one."""
-    before, affects_later = adapter.attempt(x), False
-    for j in range(x.t):
-        after = adapter.attempt(adapter.change_key(x, j))
-        if before is None or after is None or not torch.equal(before.out[..., :j, :], after.out[..., :j, :]):
-            return False
-        affects_later |= not torch.equal(before.out[..., j + 1 :, :], after.out[..., j + 1 :, :])
-    return affects_later
-
-
-# -- masks -----------------------------------------------------------------------------------------
-
-
-def find_masks(adapter: AttentionAdapter, g: torch.Generator) -> None:
-    """Find the form of each mask argument."""
-    for role in ("mask", "padding"):
-        if role in adapter.arguments:
-            find_mask(adapter, g, role)
-    if "lengths" in adapter.arguments:
-        adapter.forms.setdefault("keys", ("lengths", MaskForm("lengths")))
-        adapter.features.add("keys")
-    if adapter.kind in ("sdpa", "torch-mha") and "mask" in adapter.forms:
-        x = adapter.draw(g, s=S)
-        polarity = documentation.documented_polarity(adapter.arguments["mask"], adapter.text)
-        if polarity is None and adapter.attempt(x.but(bias=torch.zeros(x.t, x.s))) is not None:
-            adapter.features.add("bias")
-
-
-def find_mask(adapter: AttentionAdapter, g: torch.Generator, role: str) -> None:
-    """Find the forms that an argument accepts: one for general masks, one for key masks, or both."""
-    name = adapter.arguments[role]
-    keeps, reason = documentation.mask_polarity(name, role, adapter.kind, adapter.text)
-    shapes = [*GENERAL_MASKS, *KEY_MASKS]
-    documented = documentation.documented_shapes(name, adapter.text).intersection(shapes)
-    if documented:
-        shapes = [shape for shape in shapes if shape in documented]
-    elif role == "padding":
-        shapes = sorted(KEY_MASKS, key=lambda shape: shape != "bs")
-    elif adapter.layout == "sequence":
-        shapes.sort(key=lambda shape: not shape.endswith("b"))
-    types = mask_types(adapter, role)
-    accepted: list[tuple[str, MaskForm, bool]] = []
-    for is_general in (True, False):
-        forms = [
-            MaskForm(shape, keeps, type)
-            for shape, type in product(shapes, types)
-            if (shape in GENERAL_MASKS) == is_general
-        ]
-        feature = "padding" if role == "padding" else "mask" if is_general else "keys"
-        if feature not in adapter.forms and (found := find_form(adapter, g, role, forms)):
-            accepted.append((feature, *found))
-    if not documented and any(masks for *_, masks in accepted):
-        # A form that is accepted without masking anything only happens to broadcast.
-        accepted = [entry for entry in accepted if entry[2]]
-    for feature, form, _ in accepted:
-        adapter.forms[feature] = (role, form)
-        adapter.features.add(feature)
-    if not accepted:
-        adapter.rejected_masks[name] = adapter.last_error
+def find_head_mask(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find the shape of a head mask: the first that is accepted and has an effect."""
+    if (name := adapter.arguments.get("head-mask")) is None:
         return
-    has_polarity = accepted[0][1].type in ("bool", "01")
-    description = " or ".join(dict.fromkeys(str(form) for _, form, _ in accepted))
-    adapter.notes.append(f"{name}: {description}" + f" ({reason})" * has_polarity)
+    x = adapter.draw(g, s=S).but(need_weights=False)
+    masked = x.but(head_mask=(torch.arange(adapter.heads) % 3 != 1).to(torch.float32))
+    for letters in ("h", "1h11", "h11", "bh11"):
+        adapter.head_mask_letters = letters
+        changed = adapter.changed_queries(x, masked)
+        if changed is not None and changed.any():
+            adapter.features.add("head mask")
+            return
+    adapter.unjudged[name] = (
+        "no trial call shows that it scales the weights of heads. "
+        f"If that isn't meant, give --arg {name}=ignore."
+    )
 
 
-def mask_types(adapter: AttentionAdapter, role: str) -> tuple[str, ...]:
-    """Return the types of mask to try, in order."""
-    name = adapter.arguments[role]
-    if adapter.kind in ("sdpa", "torch-mha"):
-        types: tuple[str, ...] = ("bool",)
-    elif documentation.is_additive(name, adapter.text):
-        types = ("added",)
-    elif adapter.kind == "hf" or name == "attn_bias":
-        types = ("added", "bool", "01")
-    elif documentation.documented_polarity(name, adapter.text) is not None:
-        types = ("bool", "01")
-    else:
-        types = ("bool", "01", "added")
-    arguments = adapter.description.call
-    is_mask_class = any(arg.name == name and re.search(r"\bMask\b", arg.annotation) for arg in arguments)
-    return ("Keep", *types) if is_mask_class else types
-
-
-def find_form(
-    adapter: AttentionAdapter, g: torch.Generator, role: str, forms: list[MaskForm]
-) -> tuple[MaskForm, bool] | None:
-    """Return an accepted form and whether it masks keys, or None if no form is accepted.
-
-    It has the first shape that is accepted, with the first type that masks keys (in either polarity), or the
-    first accepted type if none does.
-    """
-    shapes = list(dict.fromkeys(form.letters for form in forms))
-    for s, shape in product((S, T), shapes):
-        x = adapter.draw(g, s=s)
-        masks = {form: masks_key(adapter, x, form, role) for form in forms if form.letters == shape}
-        accepted = [form for form in masks if masks[form] is not None]
-        for form in accepted:
-            inverted = replace(form, keeps=not form.keeps)
-            if masks[form] or (form.type != "added" and masks_key(adapter, x, inverted, role)):
-                return form, True
-        if accepted:
-            return accepted[0], False
-    return None
-
-
-def masks_key(adapter: AttentionAdapter, x: Inputs, form: MaskForm, role: str) -> bool | None:
-    """Return True if changing a masked key changes no output, None if the form isn't accepted."""
-    is_visible = torch.arange(x.s) != 2
-    feature, field = "padding", {"padding": is_visible.expand(x.b, -1)}
-    if role == "mask":
-        t = x.t if form.is_general else 1
-        feature, field = "mask", {"keep": is_visible.expand(x.b, 1, t, -1).clone()}
-    forms, adapter.forms = adapter.forms, adapter.forms | {feature: (role, form)}
-    try:
-        before = adapter.attempt(x.but(**field))
-        after = adapter.attempt(adapter.change_key(x, 2).but(**field))
-    finally:
-        adapter.forms = forms
-    if before is None or after is None:
-        return None
-    rows = adapter.unchanged_queries(x, 2)
-    return torch.equal(before.out[..., rows, :].nan_to_num(), after.out[..., rows, :].nan_to_num())
+def find_window(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find by changes of keys whether a window counts the query's own token, and limits later keys too."""
+    if (name := adapter.arguments.get("window")) is None:
+        return
+    x = adapter.draw(g)
+    i, j = torch.arange(x.t)[:, None], torch.arange(x.s)
+    for size, right in product((1, 0), (False, True)):
+        adapter.window_size, adapter.window_right = size, right
+        visible = adapter.visible_keys(x.but(window=(2, None)))
+        if visible is None:
+            adapter.window_right = None
+            option = f"If it isn't used, give --arg {name}=ignore."
+            adapter.unjudged[name] = f"every call with it raised an error. {option}"
+            return
+        inside = (i - j <= 2) & ((j - i <= 2) if right else (j <= i) | (not x.causal))
+        if torch.equal(visible | (i == j), inside | (i == j)):
+            counted = "its own token included" if size else "besides its own token"
+            adapter.notes.append(f"{name}: keys that a query sees, {counted}" + " on both sides" * right)
+            return
+    adapter.window_size, adapter.window_right = 1, not adapter.always_causal  # the check of values fails
 
 
 def find_padded_queries(adapter: AttentionAdapter, g: torch.Generator) -> None:
     """Find whether only the outputs of padded queries differ from attention's; they aren't compared then."""
     if "cross" in adapter.features or not {"keys", "padding"} & adapter.features:
         return
+    adapter.counts_tokens = adapter.has_positions and counts_without_padding(adapter, g)
     x = adapter.draw(g)
     padding = torch.ones(B, x.s, dtype=torch.bool)
     # Padding before other tokens, which attend to it unless it is masked, and at the end.
     padding[0, 1] = padding[2, 2] = padding[2, -1] = False
-    form = adapter.forms.get("padding", adapter.forms.get("keys"))
-    if form is not None and form[1].letters == "lengths":
-        padding = torch.arange(x.s) < torch.tensor([x.s - 2, x.s, x.s - 1])[:, None]
+    has_window = any(isinstance(part, Window) for part in adapter.parts)
+    padding[1, 1:] = not has_window  # or an empty window
+    _, form = adapter.mask_form("padding")
+    if adapter.counts_tokens or form.letters == "lengths":
+        padding = torch.arange(x.s) < torch.tensor([x.s - 2, 1 if has_window else x.s, x.s - 1])[:, None]
     x = x.but(padding=padding)
     got, expected = adapter.attempt(x), adapter.exact(x).out
     if got is None or got.out.shape != expected.shape:
@@ -315,3 +495,71 @@ def find_padded_queries(adapter: AttentionAdapter, g: torch.Generator) -> None:
         adapter.notes.append(
             "outputs of padded queries aren't compared, because only they differ from attention's"
         )
+
+
+def counts_without_padding(adapter: AttentionAdapter, g: torch.Generator) -> bool:
+    """Return True if outputs with padding before or after tokens are right, and not with padding between."""
+    x = adapter.draw(g)
+    at, right = torch.arange(x.s), []
+    for padding in (at >= 2, at < x.s - 2, at != 1):
+        padded = x.but(padding=padding.expand(x.b, -1).clone())
+        got, expected = adapter.attempt(padded), adapter.exact(padded).out
+        if got is None or got.out.shape != expected.shape:
+            return False
+        rows = padding.nonzero().flatten()  # of other queries, outputs don't matter
+        error = largest_difference(got.out[..., rows, :], expected[..., rows, :])
+        right.append(error <= adapter.allowed_error(padded))
+    if right != [True, True, False]:
+        return False
+    adapter.judged.add(adapter.mask_form("padding")[0])  # by padding before tokens, which later draws lack
+    return True
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+def find_returned_weights(adapter: AttentionAdapter, x: Inputs, plain: Outputs | None) -> None:
+    """Find whether weights are returned, always or on request, and whether they are always averaged."""
+    is_optional = "weights" in adapter.arguments
+    returned = adapter.attempt(x.but(need_weights=True)) if is_optional and plain is not None else plain
+    if is_optional and returned is None and plain is not None:
+        adapter.returns_weights_alone = True
+        returned = adapter.attempt(x.but(need_weights=True))
+        adapter.returns_weights_alone = returned is not None
+    if reason := why_unchecked(adapter, returned, is_optional):
+        adapter.notes.append(reason)
+        return
+    weights = None if returned is None else returned.weights
+    adapter.always_weights = weights is not None and not is_optional
+    if is_optional or weights is not None:  # if they are missing, the check of weights reports it
+        adapter.features.add("weights")
+    if "average-weights" in adapter.arguments or adapter.heads == 1 or weights is None:
+        return
+    is_documented, is_torch = documentation.says_averaged(adapter.text), adapter.kind == "torch-mha"
+    # Other layers with PyTorch's arguments may average, too.
+    may_average = is_torch or {"need_weights", "key_padding_mask"} <= {
+        *adapter.arguments.values(),
+        *adapter.masks,
+    }
+    may_average |= re.search(r"\b(averag|mean)", adapter.text, re.I) is not None
+    adapter.always_averaged = is_documented or (may_average and weights.shape[1] == 1)
+    if adapter.always_averaged:
+        reason = " (as its documentation says)" if is_documented else ", as in PyTorch's layer" * is_torch
+        adapter.notes.append(f"its returned weights are averaged over the heads{reason}")
+
+
+def why_unchecked(adapter: AttentionAdapter, returned: Outputs | None, is_optional: bool) -> str:
+    """Return why the second output isn't checked as weights, or "" if it is."""
+    if returned is None or (returned.weights is None and not is_optional):
+        return ""
+    if returned.weights is None or is_optional:
+        has_none = returned.weights is None and has_implementations(adapter.description)
+        return "its implementation of attention returns no weights" * has_none
+    if documentation.says_scores(adapter.text):
+        return "its second output isn't checked: scores, as its documentation says"
+    sums = returned.weights.sum(-1)
+    code = " ".join([*re.findall(r"\breturn\b.*", adapter.description.source), adapter.text])
+    is_named = re.search(r"weight|attn|prob|\batt\b|attention_map", code, re.I)
+    if is_named or torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+        return ""
+    return "its second output isn't checked: nothing says that these are weights"

@@ -1,63 +1,61 @@
-"""Checks of behavior: modes, strides, state, caches, memory, compilation."""
+"""Checks of behavior: strides, state, memory, compilation."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 
 import torch
 
+from manyheads.checker.bugs.calls import BUGS
+from manyheads.checker.candidates import names
 from manyheads.checker.candidates.adapter import Adapter
 from manyheads.checker.candidates.attention import AttentionAdapter
-from manyheads.checker.checks.evidence import accepted_scenarios, run_steps
-from manyheads.checker.checks.registry import Check, check, failed, judge, passed, skipped, unchecked
+from manyheads.checker.checks.evidence import accepted_scenarios, run_sequence
+from manyheads.checker.checks.registry import (
+    Check,
+    check,
+    convention,
+    failed,
+    judge,
+    passed,
+    skipped,
+    unchecked,
+)
 from manyheads.checker.encodings import Encoding
 from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.isolation.process import CandidateProcess
-from manyheads.checker.oracle import Attention, largest_difference
+from manyheads.checker.isolation.trees import top_tensors
+from manyheads.checker.oracle import Attention, Inputs, largest_difference
 
 LENGTHS = (256, 512, 1024, 2048)  # numbers of tokens at which memory is measured
 MEGABYTE = 2**20
-
-
-@check("training and evaluation", Attention, Encoding)
-def check_training(adapter: Adapter) -> Check:
-    """Compare the outputs of several seeds in evaluation, and run the candidate in training."""
-    inputs = adapter.draw(torch.Generator().manual_seed(23), 2, 6, 8)
-    first, *others = (adapter.run(inputs, seed=seed).out for seed in (1, 2, 3))
-    difference = max(largest_difference(first, other) for other in others)
-    if difference:
-        reason = "in evaluation its output depends on the random seed: dropout is left on."
-        return failed(reason, difference, 0.0)
-    trained = adapter.run(inputs, seed=1, training=True).out
-    if not bool(trained.isfinite().all()):
-        return failed("in training its output isn't finite.")
-    is_random = largest_difference(trained, first) > 0
-    reason = "evaluation isn't random" + ", nor is training" * (not is_random)
-    if "weights" in adapter.features:
-        inputs = inputs.but(need_weights=True)
-        kept, dropped = (adapter.run(inputs, seed=1, training=training).weights for training in (False, True))
-        if kept is not None and dropped is not None and largest_difference(kept, dropped) > 1e-5:
-            reason += "; in training its weights are those after dropout, as in PyTorch"
-    return passed(reason, 0.0, 0.0)
+LONGEST = 600  # tokens of a call that exceeds the length that a candidate is made for
 
 
 @check("non-contiguous inputs")
 def check_strides(adapter: AttentionAdapter) -> Check:
     """Pass the same numbers with other strides."""
     inputs = adapter.draw(torch.Generator().manual_seed(24), 2, 5, 7)
-    before, worst = adapter.run(inputs).out, 0.0
-    for change in (
-        lambda x: x.mT.contiguous().mT,
-        lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2],
-    ):
-        sequences = {name: change(getattr(inputs, name)) for name in ("query", "key", "value")}
-        after = adapter.run(adapter.replace_sequences(inputs, **sequences)).out
-        worst = max(worst, largest_difference(after, before))
+    before, worst, call = adapter.run(inputs).out, 0.0, adapter.call(inputs)
+    paths = adapter.sequence_paths(call)
+    for change in (lambda x: x.mT.contiguous().mT, lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2]):
+        args = tuple(change(x) if str(n) in paths else x for n, x in enumerate(call.args))
+        kwargs = {name: change(x) if name in paths else x for name, x in call.kwargs.items()}
+        try:
+            output = adapter.candidate.call(replace(call, args=args, kwargs=kwargs)).output
+        except CodeError as raised:
+            return convention(f"a call with other strides raises an error: {raised.reason}.")
+        worst = max(worst, largest_difference(adapter.read(output, inputs).out, before))
     failure = "the same numbers with other strides give another output."
     return judge(worst, adapter.allowed_error(inputs), "", failure)
 
 
-@check("sizes of one", depends_on=("values",))
+@check("sizes of one", needs_oracle=True, depends_on=("values",))
 def check_ones(adapter: AttentionAdapter) -> Check:
     """Compare outputs for a single query, key, token or batch entry."""
     for b, t, s in ((1, 1, 1), (1, 4, 1), (3, 1, 6), (1, 6, 6)):
@@ -70,32 +68,97 @@ def check_ones(adapter: AttentionAdapter) -> Check:
 
 @check("state", Attention, Encoding)
 def check_state(adapter: Adapter) -> Check:
-    """Compare arguments, parameters and global state before and after calls."""
+    """Look for changes of arguments, parameters and global state, and for outputs that depend on them."""
     changed: dict[str, None] = {}  # a set in the order of insertion
-    for _, inputs in accepted_scenarios(adapter, 26):
-        for change in adapter.answer(inputs).changed:
+    for _, inputs in chain(accepted_scenarios(adapter, 26), with_masks_of_floats(adapter, 26)):
+        answers = [adapter.answer(inputs, seed=1)]
+        try:  # with gradients
+            cotangent = torch.zeros_like(top_tensors(answers[0].output)[0])
+            answers.append(adapter.answer(inputs, seed=2, cotangent=cotangent))
+        except CodeError:
+            answers.append(adapter.answer(inputs, seed=2))
+        for change in answers[0].changed + answers[1].changed:
             name = adapter.argument_name(change.name) if change.kind == "argument" else change.name
             changed[name if change.kind == "state" else f"the {change.kind} {name} in place"] = None
-    if changed:
-        return failed(f"a call changed {', '.join(changed)}.")
-    return passed("a call changes no argument, seed, default dtype, thread count or grad mode")
+        # Two seeds lead to two states, unless the call sets a seed itself.
+        first, second = (answer.generators for answer in answers)
+        changed |= {f"the random seed ({name})": None for name in first if first[name] == second[name]}
+    buffers = [name for name in changed if name.startswith("the buffer")]
+    if others := [name for name in changed if name not in buffers]:
+        is_input = any(name.startswith("the argument") for name in others)
+        return failed(f"a call changed {', '.join(others)}.", bug=BUGS["input-changed"] if is_input else None)
+    if dependence := find_dependence(adapter):
+        bug = BUGS["context-kept"] if keeps_context(adapter) else None
+        return failed(f"its output depends on earlier calls: {dependence}.", bug=bug)
+    reason = "a call changes no argument, seed, default dtype, thread count or grad mode"
+    return passed(reason + f"; it changes {', '.join(buffers)}, without effect on outputs" * bool(buffers))
 
 
-@check("cache")
-def check_cache(adapter: AttentionAdapter) -> Check:
-    """Compare the outputs token by token with those of one call."""
-    if "past" not in adapter.features or "x" not in adapter.arguments:
-        return skipped("it takes no cache of earlier keys that a call returns")
-    inputs = adapter.draw(torch.Generator().manual_seed(27), 2, 6)
-    whole = adapter.run(inputs).out
-    outputs, has_cache = run_steps(adapter, inputs, [1] * 6)
-    if not has_cache:
-        return unchecked("a call returns nothing that could be passed on as its cache")
-    allowed = 4 * adapter.allowed_error(inputs)
-    errors = [largest_difference(out, whole[..., i : i + 1, :]) for i, out in enumerate(outputs)]
-    first = next((i for i, error in enumerate(errors) if error > allowed), 0)
-    failure = f"token by token differs from one pass, from token {first} on."
-    return judge(max(errors), allowed, "token by token gives the same as one pass", failure)
+def with_masks_of_floats(adapter: Adapter, seed: int) -> Iterator[tuple[str, Inputs]]:
+    """Yield the scenarios whose boolean masks can be given as floats, which code may change in place."""
+    if not isinstance(adapter, AttentionAdapter):
+        return
+    forms = adapter.forms
+    try:
+        adapter.forms = {
+            feature: (name, replace(form, type="01") if form.type == "bool" else form)
+            for feature, (name, form) in forms.items()
+        }
+        changed = {feature for feature in forms if forms[feature] != adapter.forms[feature]}
+        yield from (each for each in accepted_scenarios(adapter, seed) if each[0] in changed)
+    finally:
+        adapter.forms = forms
+
+
+def find_dependence(adapter: Adapter) -> str:
+    """Return a description of an output that depends on earlier calls of other values and sizes, or ""."""
+    scenarios_used = [name for name, inputs in accepted_scenarios(adapter, 26) if not inputs.need_weights]
+    calls, outputs = [], []
+    for seed, (b, t) in enumerate(((2, 5), (2, 5), (3, 7), (2, 5), (1, 3)), 32):
+        scenarios = adapter.scenarios(seed, t + 2, t, b)
+        for name in scenarios_used or ["plain"]:
+            with contextlib.suppress(CodeError):  # it may have a largest length
+                outputs.append(run_sequence(adapter, [adapter.call(scenarios[name])])[0])
+                calls.append((name, scenarios[name]))
+    try:
+        repeated = run_sequence(adapter, [adapter.call(inputs) for _, inputs in calls])
+    except CodeError as error:
+        return f"after other calls, {error.reason}"
+    for (name, inputs), first, later in zip(calls, outputs, repeated, strict=True):
+        difference = largest_difference(first, later)
+        if difference and not difference <= adapter.allowed_error(inputs):
+            sizes = f"b = {inputs.b}, t = {inputs.t}" + f" ({name})" * (name != "plain")
+            return f"with {sizes}, after other calls, it isn't that of a new instance"
+    return find_dependence_on_one(adapter)
+
+
+def find_dependence_on_one(adapter: Adapter) -> str:
+    """Return a description of an output that depends on one unusual call before, or ""."""
+    short = adapter.draw(torch.Generator().manual_seed(36), 2, 5)
+    earlier = {"in bfloat16": adapter.call(short, dtype=torch.bfloat16)}
+    values = {arg.name: arg.default for arg in adapter.description.init or ()}
+    values |= {**adapter.description.attributes, **adapter.init}
+    sizes = [n for name, n in values.items() if names.constructor_value(name)[1] == names.LENGTH]
+    for n in (n for n in sizes if type(n) is int and n < LONGEST):  # more tokens than it is made for
+        x = adapter.draw(torch.Generator().manual_seed(36), 1, n + 1)
+        earlier[f"of {n + 1} tokens"] = adapter.call(x)
+    [expected] = run_sequence(adapter, [adapter.call(short)])
+    for kind, call in earlier.items():
+        with contextlib.suppress(CodeError):  # it may not accept that
+            later = run_sequence(adapter, [call, adapter.call(short)])[1]
+            if not largest_difference(expected, later) <= adapter.allowed_error(short):
+                return f"after a call {kind}, it isn't that of a new instance"
+    return ""
+
+
+def keeps_context(adapter: Adapter) -> bool:
+    """Return True if a second call's output is that of its queries with the first call's context."""
+    if "cross" not in adapter.features:
+        return False
+    first, second = (adapter.draw(torch.Generator().manual_seed(n), 2, 5, 7) for n in (37, 38))
+    _, got = run_sequence(adapter, [adapter.call(first), adapter.call(second)])
+    [expected] = run_sequence(adapter, [adapter.call(second.but(key=first.key, value=first.value))])
+    return torch.equal(got, expected)
 
 
 @check("memory growth")
@@ -104,15 +167,12 @@ def check_memory(adapter: AttentionAdapter) -> Check:
     if not isinstance(adapter.candidate, CandidateProcess):
         return skipped("it runs in this process, where its memory can't be measured separately")
     peaks: dict[int, int] = {}
-    for length in LENGTHS:
-        try:
+    with contextlib.suppress(CodeError):  # it may have a largest length
+        for length in LENGTHS:
             inputs = adapter.draw(torch.Generator().manual_seed(28), 1, length)
-            peak = adapter.answer(inputs, memory=True).peak
-        except CodeError:
-            break
-        if peak is None:
-            return skipped("this system doesn't report the peak of a call")
-        peaks[length] = peak
+            if (peak := adapter.answer(inputs, memory=True).peak) is None:
+                return skipped("this system doesn't report the peak of a call")
+            peaks[length] = peak
     lengths = [length for length in peaks if peaks[length] > MEGABYTE]
     if len(lengths) < 2:
         longest = max(peaks, default=0)
@@ -129,9 +189,13 @@ def check_compile(adapter: Adapter) -> Check:
     """Compare the output with that of the compiled candidate."""
     inputs = adapter.draw(torch.Generator().manual_seed(29), 2, 5, 7)
     before = adapter.run(inputs).out
+    level = logging.root.manager.disable
+    logging.disable(logging.INFO)  # the compiler logs its graphs, which pytest would show
     try:
         after = adapter.run(inputs, compiled=True).out
     except CodeError as raised:
         return unchecked(f"{raised.reason}.")
+    finally:
+        logging.disable(level)
     error, allowed = largest_difference(after, before), 2 * adapter.allowed_error(inputs)
     return judge(error, allowed, "", "compiled, it gives another output.")

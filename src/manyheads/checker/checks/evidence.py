@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from manyheads.checker.candidates.adapter import Adapter
 from manyheads.checker.candidates.attention import AttentionAdapter
+from manyheads.checker.candidates.caches import Sequence
 from manyheads.checker.candidates.errors import UnexpectedOutput
-from manyheads.checker.isolation.errors import CodeError
+from manyheads.checker.isolation.candidate import Call
+from manyheads.checker.isolation.trees import top_tensors
 from manyheads.checker.oracle import Inputs, Outputs
+from manyheads.checker.parts import Window
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,13 @@ def gather(adapter: Adapter, seeds: range) -> list[Evidence]:
     """Call the candidate in each scenario, and return the calls that don't raise."""
     calls = []
     for seed in seeds:
-        t = 5 + seed % 2
+        t = adapter.length + seed % 2
         s = t if seed % 3 == 0 else t + 2 + seed % 2
         for scenario, inputs in adapter.scenarios(seed, s=s, t=t).items():
             if (outputs := adapter.attempt(inputs)) is not None:
                 calls.append(Evidence(scenario, inputs, outputs))
-        if isinstance(adapter, AttentionAdapter) and "past" in adapter.features and "x" in adapter.arguments:
-            calls += decode(adapter, seed)
+        if isinstance(adapter, AttentionAdapter):
+            calls += cached_steps(adapter, seed)
     return calls
 
 
@@ -52,42 +54,40 @@ def accepted_scenarios(adapter: Adapter, seed: int) -> Iterator[tuple[str, Input
             yield scenario, inputs
 
 
+def run_sequence(adapter: Adapter, calls: list[Call]) -> list[Tensor]:
+    """Return the first tensor of the output of each call, in order, from the state before the first call."""
+    tensors = [top_tensors(answer.output)[:1] for answer in adapter.candidate.call_sequence(tuple(calls))]
+    if not all(tensors):
+        raise UnexpectedOutput("Expected a tensor as output of each call")
+    return [tensor for [tensor] in tensors]
+
+
 def with_and_without_weights(adapter: Adapter, inputs: Inputs) -> list[Inputs]:
     """Return the inputs, and those of a call that requests weights if the candidate can return them."""
     can_request = "weights" in adapter.features and not inputs.need_weights
     return [inputs, inputs.but(need_weights=True)] if can_request else [inputs]
 
 
-def decode(adapter: AttentionAdapter, seed: int) -> list[Evidence]:
-    """Call the candidate for the last token with a cache of the others; return no call if it has no cache."""
-    inputs = adapter.draw(torch.Generator().manual_seed(seed), 2, 5 + seed % 2)
-    try:
-        outputs, has_cache = run_steps(adapter, inputs, [inputs.t - 1, 1])
-    except (UnexpectedOutput, CodeError):
-        return []
-    last = inputs.but(query=inputs.query[:, -1:], causal=True, offset=inputs.s - 1, need_weights=False)
-    return [Evidence("decoding", last, Outputs(outputs[-1]))] if has_cache else []
-
-
-def run_steps(adapter: AttentionAdapter, inputs: Inputs, lengths: list[int]) -> tuple[list[Tensor], bool]:
-    """Return the outputs of steps that each use the cache of the step before, and if there was a cache."""
-    cache: Any = None
-    outputs, start = [], 0
-    for length in lengths:
-        sequences = {name: getattr(inputs, name) for name in ("query", "key", "value")}
-        tokens = inputs.but(**{name: x[..., start : start + length, :] for name, x in sequences.items()})
-        start += length
-        call = adapter.call(tokens)
-        options = {adapter.arguments["past"]: cache}
-        if "use_cache" in adapter.arguments:
-            options[adapter.arguments["use_cache"]] = True
-        output = adapter.candidate.call(replace(call, kwargs=call.kwargs | options)).output
-        outputs.append(adapter.read(output, tokens, strict=False).out)
-        if not isinstance(output, tuple | list) or len(output) < 2:
-            return outputs, False
-        # The cache is the first part that isn't a tensor, such as weights, or else the second part.
-        cache = next((x for x in output[1:] if not isinstance(x, Tensor | None)), output[1])
-    return outputs, True
+def cached_steps(adapter: AttentionAdapter, seed: int) -> Iterator[Evidence]:
+    """Yield the last step of sequences that use the candidate's cache, unless a step raises."""
+    windows = [part.size for part in adapter.parts if isinstance(part, Window)]
+    cache, t = adapter.cache, max([5, *windows]) + seed % 2
+    if cache is None or adapter.cache_bug is not None:
+        return
+    first, x = cache.draw(seed + 1, 2, 4), cache.draw(seed, 2, t)
+    scenarios = {
+        "cache, one token": [Sequence(x, (t - 2, 1, 1))],
+        "cache, chunk": [Sequence(x, (t - 4, 1, 3))],
+        "cache, after a reset": [Sequence(first, (3, 1)), Sequence(x, (t - 1, 1))],
+    }
+    for scenario, sequences in scenarios.items():
+        run = cache.run(*sequences)
+        if run.error is None and (len(sequences) == 1 or cache.can_restart):
+            *_, length = lengths = sequences[-1].lengths
+            is_causal = x.causal or cache.is_causal or cache.mask_length is not None
+            step = x.but(query=x.query[..., -length:, :], causal=is_causal, offset=x.s - length)
+            step = step.but(steps=lengths)
+            yield Evidence(scenario, step, Outputs(run.outs[-1][-1]))
 
 
 def smallest_failure(adapter: Adapter, inputs: Inputs) -> Inputs:
@@ -109,7 +109,8 @@ def cut(adapter: Adapter, inputs: Inputs, axis: str) -> Inputs | None:
     if not has_axis or 0 in (b, t, s):
         return None
     keep, padding, bias = inputs.keep, inputs.padding, inputs.bias
-    counts_from_end = inputs.causal and adapter.kind != "sdpa" and inputs.offset == inputs.s - inputs.t
+    positions, angles = inputs.positions, inputs.angles
+    counts_from_end = inputs.causal and not adapter.counts_from_start and inputs.offset == inputs.s - inputs.t
     smaller = inputs.but(
         query=inputs.query[:b, ..., :t, :],
         key=inputs.key[:b, ..., :s, :],
@@ -117,6 +118,8 @@ def cut(adapter: Adapter, inputs: Inputs, axis: str) -> Inputs | None:
         keep=None if keep is None else keep[:b, ..., :t, :s],
         padding=None if padding is None else padding[:b, :s],
         bias=None if bias is None else bias[..., :t, :s],
+        positions=None if positions is None else positions[:b, :s],
+        angles=None if angles is None else angles[:b, :s],
         offset=s - t if counts_from_end else inputs.offset,
     )
     masks = (smaller.keep, smaller.padding)

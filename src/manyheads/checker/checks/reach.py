@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from manyheads.checker.bugs.calls import BUGS
 from manyheads.checker.candidates.attention import AttentionAdapter
+from manyheads.checker.candidates.documentation import read_mask
 from manyheads.checker.checks.evidence import with_and_without_weights
-from manyheads.checker.checks.registry import Check, check, failed, judge, passed, skipped
+from manyheads.checker.checks.registry import Check, check, convention, failed, judge, passed, skipped
 from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Inputs, Weights, largest_difference
+from manyheads.checker.parts import POSITIONAL, Norm
 
+MIXING = ("width", "merged", "output")  # places of norms that mix heads
 # Code that raises one of these errors is wrong for a mask of any shape and type.
-UNDEFINED = {
-    "AttributeError",
-    "NameError",
-    "UnboundLocalError",
-    "ImportError",
-    "ModuleNotFoundError",
-    "KeyError",
-}
+UNDEFINED = ("AttributeError", "NameError", "UnboundLocalError", "ImportError", "NotFoundError", "KeyError")
 
 
 @check("causality")
@@ -47,61 +45,85 @@ def check_causality(adapter: AttentionAdapter) -> Check:
 def check_masked_keys(adapter: AttentionAdapter) -> Iterator[Check]:
     """Change a masked key, and compare the outputs of all queries."""
     yield from check_mask_arguments(adapter)
-    features = [feature for feature in ("padding", "keys", "mask") if feature in adapter.features]
-    if not features:
+    if not adapter.forms:
         yield skipped("it takes no mask")
         return
-    generator = torch.Generator().manual_seed(12)
-    leaks_nan = rejects_nan = False
-    for feature in features:
+    generator, leaks_nan, rejects_nan = torch.Generator().manual_seed(12), False, False
+    for feature, (_, form) in adapter.forms.items():
         inputs = adapter.draw(generator, 2, 5, 7)
         j = inputs.s - 1
         is_visible = torch.arange(inputs.s) < j
-        if feature == "mask":
-            inputs = inputs.but(keep=is_visible.expand(2, 1, inputs.t, -1).clone())
-        else:
-            inputs = inputs.but(padding=is_visible.expand(2, -1))
+        keep, padding = is_visible.expand(2, 1, inputs.t, -1).clone(), is_visible.expand(2, -1)
+        if form.letters == "segments":
+            keep[..., j, :] = ~is_visible  # a segment of its own
+        inputs = inputs.but(**({"keep": keep} if form.is_general else {"padding": padding}), form=feature)
         queries = adapter.unchanged_queries(inputs, j)
         out = adapter.run(inputs).out[..., queries, :]
-        changed = adapter.run(adapter.change_key(inputs, j)).out[..., queries, :]
-        before, after = out.nan_to_num(), changed.nan_to_num()
-        error = largest_difference(before, after)
-        if error > 1e-6 * (1 + float(before.abs().max())):
-            errors = (largest_difference(before[..., n, :], after[..., n, :]) for n in range(len(queries)))
-            i = next(query for query, row_error in zip(queries, errors, strict=True) if row_error > 0)
-            masked = "padding" if feature == "padding" else "masked"
-            yield failed(f"query {i} depends on key {j}, which is {masked}.", error, 0.0)
+        before = out.nan_to_num().double()
+        after = adapter.run(adapter.change_key(inputs, j)).out[..., queries, :].nan_to_num()
+        change = (after - before).abs()
+        if float(change.max()) > 1e-6 * (1 + float(before.abs().max())):
+            i = queries[int(change.movedim(-2, 0).flatten(1).any(1).nonzero()[0])]
+            masked = "padding" if feature.startswith("padding") else "masked"
+            yield failed(f"query {i} depends on key {j}, which is {masked}.", float(change.max()), 0.0)
             return
         try:
             with_nan = adapter.run(adapter.change_key(inputs, j, math.nan)).out[..., queries, :]
             leaks_nan |= bool(with_nan.isnan().any() and not out.isnan().any())
         except CodeError:
             rejects_nan = True
-    reason = "the content of a masked key affects no query"
-    reason += "; a NaN there raises an error" * rejects_nan
-    reason += "; a NaN there does, as in plain PyTorch (0 · NaN)" * leaks_nan
-    yield passed(reason, 0.0, 0.0)
+    yield passed("the content of a masked key affects no query", 0.0, 0.0)
+    if leaks_nan or rejects_nan:
+        effect = "reaches the output, as in plain PyTorch (0 · NaN)" if leaks_nan else "raises an error"
+        yield convention(f"a NaN in a masked key or value {effect}.", name="masked NaN")
 
 
 def check_mask_arguments(adapter: AttentionAdapter) -> Iterator[Check]:
-    """Yield a check for each mask argument on which no compared output depends."""
-    for name in adapter.mask_arguments:
+    """Yield a check for each argument that can't be judged, or on which no compared output depends."""
+    for name in dict.fromkeys([*adapter.unjudged, *adapter.masks]):
         if name in adapter.judged:
             continue
-        status, reason = "not judged", "no check passed it, so it was never used."
-        if name in adapter.rejected_masks:
+        status, reason = "not judged", "no compared output depends on it."
+        if (error := adapter.rejected_masks.get(name)) is not None:
+            reason = f"every call with it raised an error: {error.reason}."
+            documented = read_mask(name, adapter.text)
+            status = (
+                "failed"
+                if documented.shapes or documented.is_boolean or error.error.endswith(UNDEFINED)
+                else status
+            )
+        elif name in adapter.rejected_masks:
             reason = "with every form of mask, the call returned no attention output."
-            if (error := adapter.rejected_masks[name]) is not None:
-                reason = f"every call with it raised an error: {error.reason}."
-                status = "failed" if error.error.rpartition(".")[2] in UNDEFINED else "not judged"
-        yield Check(f"argument {name}", status, reason)
+        if status == "not judged":
+            advice = f"Give its role with --arg {name}=ROLE, or --arg {name}=ignore."
+            advice = f"If no role fits, its code is wrong. {advice}" if error is not None else advice
+            reason = adapter.unjudged.get(name, f"{reason} {advice}")
+        kind = "layer" if name in adapter.description.layers else "method"
+        kind = "parameter" if name in adapter.description.parameters else kind
+        kind = "argument" if name in {arg.name for arg in adapter.description.call} else kind
+        if kind == "layer" and promises_rotary(adapter):
+            idle = BUGS["rotary-idle"]
+            yield Check(f"layer {name}", "failed", f"it is attention {idle.description}.", bug=idle)
+        else:
+            yield Check(f"{kind} {name}", status, reason)
 
 
-@check("permutation")
+def promises_rotary(adapter: AttentionAdapter) -> bool:
+    """Return True if the documentation says that there is a rotary encoding, and no setting turns it off."""
+    values = {**adapter.init, **adapter.description.attributes}
+    is_off = any(x is False and re.search("rot|rope|pos", name, re.I) for name, x in values.items())
+    rotary, text = r"\b(?:rotary|rope)\b", adapter.description.doc
+    is_negated = re.search(rf"\b(?:no|not|without|optional\w*|if)\b[^.]*{rotary}", text, re.I)
+    return re.search(rotary, text, re.I) is not None and not is_negated and not is_off
+
+
+@check("permutation", needs_oracle=True)
 def check_permutation(adapter: AttentionAdapter) -> Check:
     """Permute keys, or all tokens."""
     if adapter.always_causal:
         return skipped("it is causal, so order matters")
+    if any(isinstance(part, POSITIONAL) for part in adapter.parts):
+        return skipped("it encodes positions, so order matters")
     generator = torch.Generator().manual_seed(13)
     inputs = adapter.draw(generator, 2, 5, 7)
     order = torch.randperm(inputs.s, generator=generator)
@@ -113,11 +135,8 @@ def check_permutation(adapter: AttentionAdapter) -> Check:
         expected = expected[..., order, :]
         reason = "permuted tokens give permuted outputs"
         failure = "permuted tokens don't give permuted outputs"
-    error, allowed = (
-        largest_difference(adapter.run(permuted).out, expected),
-        2 * adapter.allowed_error(inputs),
-    )
-    return judge(error, allowed, reason, f"without a mask or positions, {failure}.")
+    error = largest_difference(adapter.run(permuted).out, expected)
+    return judge(error, 2 * adapter.allowed_error(inputs), reason, f"without a mask or positions, {failure}.")
 
 
 @check("batch entries")
@@ -132,11 +151,16 @@ def check_batch_entries(adapter: AttentionAdapter) -> Check:
     mixed = {name: torch.cat((getattr(others, name)[:1], getattr(inputs, name)[1:])) for name in names}
     after = adapter.run(adapter.replace_sequences(inputs, **mixed)).out
     error = largest_difference(before[1:], after[1:])
-    reason, failure = "entries are independent", "a change in batch entry 0 changes the others."
-    return judge(error, adapter.allowed_error(inputs), reason, failure)
+    if error > (allowed := adapter.allowed_error(inputs)):
+        return failed("a change in batch entry 0 changes the others.", error, allowed)
+    spoilt = {name: torch.cat((x[:1] * math.nan, x[1:])) for name, x in mixed.items()}
+    with_nan = adapter.attempt(adapter.replace_sequences(inputs, **spoilt))
+    if with_nan is not None and bool(with_nan.out[1:].isnan().any()):
+        return failed("NaN in batch entry 0 makes the outputs of others NaN.", math.inf, 0.0)
+    return passed("entries are independent", error, allowed)
 
 
-@check("heads")
+@check("heads", needs_oracle=True)
 def check_heads(adapter: AttentionAdapter) -> Check:
     """Change head 0, and compare the outputs of the others."""
     if adapter.heads == 1:
@@ -155,7 +179,17 @@ def check_projected_heads(adapter: AttentionAdapter, weights: Weights, inputs: I
     part, *others = adapter.projections.weight["q"]
     o = weights.weight.get("o")
     value_size = weights.weight["v"].shape[0] // weights.key_heads
-    if o is None or value_size >= o.shape[0] or part.axes or part.rows or part.transposed or others:
+    mixes = any(isinstance(part, Norm) and part.place in MIXING for part in adapter.parts)
+    if (
+        o is None
+        or mixes
+        or value_size >= o.shape[0]
+        or part.axes
+        or part.rows
+        or part.piece
+        or part.transposed
+        or others
+    ):
         return skipped("its heads can't be distinguished in its output")
     before = adapter.run(inputs).out
     parameter, head_size = adapter.parameters[part.path], weights.head_size

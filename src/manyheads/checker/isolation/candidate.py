@@ -5,26 +5,35 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import gc
 import inspect
+import operator
 import os
-import shutil
+import sys
 import types
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
+from torch import Tensor, nn
 
-# Imported by name before the candidate is: one that patches torch doesn't patch these.
-from torch import Tensor, initial_seed, manual_seed, nn
-from torch.random import fork_rng
-
-from manyheads.checker.isolation.describe import Description, describe, module_tensors, read_signature
-from manyheads.checker.isolation.errors import CandidateError, CodeError, describe_exception, print_safely
-from manyheads.checker.isolation.snapshot import GLOBALS, Snapshot, read_globals, restore_globals
+from manyheads.checker.isolation.configuration import build_arguments, describe_configurations, to_object
+from manyheads.checker.isolation.describe import (
+    Argument,
+    Description,
+    describe,
+    module_tensors,
+    read_signature,
+    unwrap_partial,
+)
+from manyheads.checker.isolation.errors import CandidateError, CodeError, candidate_exception
+from manyheads.checker.isolation.snapshot import Snapshot, State, hash_generators, seeded
+from manyheads.checker.isolation.target import find
 from manyheads.checker.isolation.trees import (
     is_same,
     iterate_tensors,
@@ -33,8 +42,19 @@ from manyheads.checker.isolation.trees import (
     top_tensors,
     with_strides,
 )
-from manyheads.masks import Keep
-from manyheads.shapes import sizes
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An argument that stays in the candidate's process: a part of an earlier output in a sequence of calls.
+
+    Attributes:
+        call: The number of that call in the sequence; -1 is the call before.
+        path: The part, such as "1" or "1.key"; "" is the whole output.
+    """
+
+    call: int
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,12 +69,13 @@ class Call:
         cotangent: The gradient of the output's first tensor, of its shape. Without it, gradients are off.
         training: The mode of the module.
         dtype: A dtype to which a copy of the module and every floating argument are cast.
+        rounding: A dtype to which a copy of the module is cast and back, so that its parameters are rounded.
         compiled: Whether to call it through torch.compile.
         seed: The random seed.
         memory: Whether to measure the peak of memory.
-
-    Raises:
-        ValueError: For gradients without a cotangent.
+        function: What to call instead of the candidate: ".name" is a method of it, "name" a class in its
+            file, "module:name" any other object.
+        before: Calls that precede it: they make objects that it takes as `Kept`, or reset the candidate.
     """
 
     args: tuple[Any, ...] = ()
@@ -63,20 +84,19 @@ class Call:
     cotangent: Tensor | None = None
     training: bool = False
     dtype: torch.dtype | None = None
+    rounding: torch.dtype | None = None
     compiled: bool = False
     seed: int = 0
     memory: bool = False
-
-    def __post_init__(self) -> None:
-        if self.grads and self.cotangent is None:
-            raise ValueError(f"grads {self.grads} need a cotangent, the gradient of the output.")
+    function: str = ""
+    before: tuple[Call, ...] = ()
 
 
 @dataclass(frozen=True)
 class Change:
     """An argument, a parameter, a buffer or a global setting that a call changed."""
 
-    kind: Literal["argument", "parameter", "buffer", "state"]
+    kind: str  # "argument", "parameter", "buffer" or "state"
     name: str
 
 
@@ -87,8 +107,9 @@ class Answer:
     Attributes:
         output: A tree.
         grads: The gradients of `Call.grads` by path; None for a tensor that gets no gradient.
-        weight_grads: The gradients of all parameters, likewise.
-        changed: The changes that the call made, and that were undone.
+        weight_grads: The gradients of all parameters that require one, likewise.
+        changed: The changes that the call made.
+        generators: A hash of the state of each global random generator after the call.
         peak: The increase of resident memory during the call at its peak, in bytes, or None if it wasn't
             measured or can't be.
     """
@@ -97,6 +118,7 @@ class Answer:
     grads: dict[str, Tensor | None]
     weight_grads: dict[str, Tensor | None]
     changed: tuple[Change, ...]
+    generators: dict[str, int]
     peak: int | None
 
 
@@ -112,11 +134,15 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
 
     def __init__(self, target: Any) -> None:
         self.target = call_factory(target)
-        self.instance = None if isinstance(self.target, type) else self.target
+        self.is_class = isinstance(unwrap_partial(self.target), type)
+        self.instance = None if self.is_class else self.target
+        self._loaded: Snapshot | None = None  # of the instance before its first call
 
     def describe(self) -> Description:
         """Describe the class, or the instance if it has been built."""
-        return describe(self.target, self.instance)
+        description = describe(self.target, self.instance)
+        configurations = describe_configurations(unwrap_partial(self.target)) if self.is_class else {}
+        return replace(description, configurations=configurations)
 
     def build(self, init: dict[str, Any]) -> Description:
         """Build an instance with seed 0.
@@ -130,17 +156,17 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
         Raises:
             CandidateError: Of kind "init", if the constructor raises, or if the target isn't a class.
         """
-        arguments = ", ".join(f"{name}={print_safely(repr, value, 40)}" for name, value in init.items())
-        if isinstance(self.target, type):
-            action = f"building {self.target.__name__}({arguments})"
+        self._loaded = None
+        name = self.describe().name
+        if self.is_class:
             try:
                 with seeded(0):
-                    self.instance = self.target(**{name: to_object(value) for name, value in init.items()})
+                    self.instance = self.target(**build_arguments(self.target, init))
             except (Exception, SystemExit) as error:
-                raise describe_exception("init", action, error) from None
+                raise candidate_exception("init", f"building {name}", error) from None
         elif init:
-            name = f"{self.describe().name}, which isn't a class"
-            raise CodeError("init", f"Expected no constructor arguments for {name}, got {arguments}.")
+            given = ", ".join(init)
+            raise CodeError("init", f"Expected no arguments for {name}, which isn't a class, got {given}.")
         return self.describe()
 
     def weights(self) -> dict[str, Tensor]:
@@ -149,15 +175,12 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Copy values into the parameters and buffers with these names."""
+        if self._loaded is not None:  # what earlier calls kept would count as a new instance's
+            self._loaded.restore()
         targets = {name: x for _, name, x in module_tensors(self._built())}
         for name, values in tensors.items():
-            if name not in targets:
-                raise CodeError("call", f"Expected names of {list(targets)} to load, got {name!r}.")
-            if targets[name].shape != values.shape:
-                expected = sizes(targets[name])
-                raise CodeError("call", f"Expected {expected} to load into {name!r}, got {sizes(values)}.")
-        for name, values in tensors.items():
             targets[name].data.copy_(values)
+        self._loaded = None
 
     def call(self, call: Call) -> Answer:
         """Call the candidate, and undo its changes of parameters, buffers and global settings.
@@ -171,9 +194,66 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
         Raises:
             CandidateError: Of kind "call" or "memory", if it raises.
         """
+        if self._loaded is None:
+            self._loaded = Snapshot(self._built())
+        return self._call(call, [], keeps_changes=False)
+
+    def call_sequence(self, calls: tuple[Call, ...]) -> tuple[Answer, ...]:
+        """Make several calls from the state before the first call; each sees the changes of those before it.
+
+        Args:
+            calls: The calls, whose arguments may be `Kept`. Their changes are undone at the end.
+
+        Returns:
+            The answer of each call.
+
+        Raises:
+            CandidateError: Of kind "call" or "memory", if a call raises.
+        """
+        outputs: list[Any] = []
+        self._restore_loaded()
+        try:
+            return tuple(self._call(call, outputs, keeps_changes=True) for call in calls)
+        finally:
+            self._restore_loaded()
+
+    def _restore_loaded(self) -> None:
+        """Restore the state before the first call."""
+        if self._loaded is not None:
+            self._loaded.restore()
+        self._loaded = Snapshot(self._built())
+
+    def functions(self) -> dict[str, tuple[Argument, ...]]:
+        """Return the arguments of what `Call.function` can name: its methods, and the classes in its file."""
+        found: dict[str, tuple[Argument, ...]] = {}
+        instance = self._built()
+        for path, module in instance.named_modules() if isinstance(instance, nn.Module) else [("", instance)]:
+            classes = [cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")]
+            for name, method in (item for cls in classes for item in vars(cls).items()):
+                if inspect.isfunction(method) and not name.startswith("_") and name != "forward":
+                    found[f".{path}.{name}" if path else f".{name}"] = read_signature(method, bound=False)
+        file = sys.modules.get(self._definition().__module__, types)
+        for name, value in vars(file).items():
+            if isinstance(value, type) and (value.__module__ == file.__name__ or "cache" in name.lower()):
+                found[name] = read_signature(value, bound=True)
+        return found
+
+    def _definition(self) -> Any:
+        """Return the class of the candidate, or the function."""
         candidate = self._built()
-        definition = candidate if inspect.isroutine(candidate) else type(candidate)
-        name = getattr(definition, "__name__", type(candidate).__name__)
+        return candidate if inspect.isroutine(candidate) else type(candidate)
+
+    def _find_function(self, name: str) -> Any:
+        if name[0] == ".":
+            return operator.attrgetter(name[1:])(self._built())
+        return find(name) if ":" in name else getattr(sys.modules[self._definition().__module__], name)
+
+    def _call(self, call: Call, outputs: list[Any], keeps_changes: bool) -> Answer:
+        """Make a call; `outputs` are those of the calls before it, to which its own is added."""
+        for each in call.before:
+            self._call(each, outputs, keeps_changes=True)
+        candidate = self._built()
+        name = self._definition().__name__
 
         def copy_argument(tensor: Tensor) -> Tensor:
             copied = with_strides(tensor, tensor.stride())
@@ -185,41 +265,44 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
         passed = dict(iterate_tensors({**dict(enumerate(args)), **kwargs}))
         originals = {path: tensor.clone() for path, tensor in passed.items()}
         for path in call.grads:
-            if path not in passed or not passed[path].is_floating_point():
-                raise CodeError("call", f"Expected the path of a floating tensor in grads, got {path!r}.")
             passed[path].requires_grad_(True)
+
+        def resolve(value: Any) -> Any:
+            return find_part(outputs, value) if isinstance(value, Kept) else value
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(call.seed))
             stack.enter_context(torch.set_grad_enabled(call.cotangent is not None))
             try:
-                candidate = cast_module(candidate, call.dtype)
+                candidate = cast_module(candidate, call.dtype, call.rounding)
                 state = State(candidate)
+                if not keeps_changes:
+                    stack.callback(state.snapshot().restore)
                 stack.callback(state.restore)
                 state.set_mode(call.training)
-                function = candidate
+                function = self._find_function(call.function) if call.function else candidate
                 if call.compiled:
                     torch._dynamo.reset()  # graphs of earlier calls count against the limit of recompilations
                     stack.callback(torch._dynamo.reset)
-                    # Without a C++ compiler, graphs are traced and not compiled.
-                    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
-                    backend = "inductor" if has_compiler else "aot_eager"
-                    function = torch.compile(candidate, backend=backend)
+                    # Inductor would take longer than all checks, and its bugs aren't the candidate's.
+                    function = in_own_thread(torch.compile(candidate, backend="aot_eager"), name)
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 devnull = stack.enter_context(open(os.devnull, "w", encoding="utf-8", errors="replace"))
                 stack.enter_context(contextlib.redirect_stdout(devnull))
                 resident = reset_peak() if call.memory else None
-                output = function(*args, **kwargs)
+                output = function(*map(resolve, args), **{n: resolve(x) for n, x in kwargs.items()})
+                outputs.append(output)
                 grads, weight_grads = run_backward(output, call, passed, candidate)
                 peak = None if resident is None else max(0, read_peak() - resident)
-                changed = [*state.changes()]
-                output = to_tree(output)
+                changed = [Change(kind, name) for kind, name in state.changes()]
+                output, generators = to_tree(output), hash_generators()
             except CandidateError:
                 raise
             except (Exception, SystemExit) as error:
-                raise describe_exception("call", f"calling {name}", error) from None
+                raise candidate_exception("call", f"calling {name}", error) from None
         changed += [Change("argument", path) for path, x in passed.items() if not is_same(x, originals[path])]
-        return Answer(output, grads, weight_grads, tuple(changed), peak)
+        return Answer(output, grads, weight_grads, tuple(changed), generators, peak)
 
     def close(self) -> None:
         """Do nothing; subclasses restore the object."""
@@ -229,7 +312,7 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
 
     def _built(self) -> Any:
         if self.instance is None:
-            raise CodeError("call", f"{self.target.__name__} is a class: build() it first.")
+            raise CodeError("call", f"{self.describe().name} is a class: build() it first.")
         return self.instance
 
 
@@ -241,6 +324,9 @@ class BorrowedCandidate(Candidate):
         try:
             super().__init__(target)
             self._snapshot.add(self.target)  # a factory may return an object that the caller uses
+            if any(x.is_inference() for _, _, x in module_tensors(self.instance)):
+                advice = "outside of torch.inference_mode: its parameters can't get gradients."
+                raise CodeError("import", f"Build {self.describe().name} {advice}")
         except BaseException:
             self.close()
             raise
@@ -252,7 +338,8 @@ class BorrowedCandidate(Candidate):
 
 def call_factory(target: Any) -> Any:
     """Return the target, or if it is a factory, the object that it returns."""
-    if isinstance(target, type) or not inspect.isfunction(target):
+    function = unwrap_partial(target)
+    if not inspect.isfunction(function):
         if callable(target):
             return target
         kind = type(target).__name__
@@ -260,101 +347,69 @@ def call_factory(target: Any) -> Any:
     arguments = read_signature(target, bound=True)
     if any(argument.required or not argument.is_named for argument in arguments):
         return target
+    name = f"{function.__name__}()"
     try:
         with seeded(0):
             made = target()
     except (Exception, SystemExit) as error:
         if arguments:  # an attention function may have a default for every argument
             return target
-        raise describe_exception("import", f"calling the factory {target.__name__}()", error) from None
+        raise candidate_exception("import", f"calling the factory {name}", error) from None
     if callable(made) and not isinstance(made, Tensor):
         return made
     if arguments:
         return target
-    raise CodeError(
-        "import",
-        f"{target.__name__}() takes no arguments, so it should return a class, module or function, "
-        f"but it returned a {type(made).__name__}.",
-    )
+    expected = f"Expected {name} to return a class, module or function, because it takes no arguments"
+    raise CodeError("import", f"{expected}, got a {type(made).__name__}.")
 
 
 # -- arguments and state ---------------------------------------------------------------------------
 
 
-def to_object(value: Any) -> Any:
-    """Convert an argument that a tree can't contain from its encoding, and return others unchanged.
-
-    `{"__namespace__": {name: value}}` is a configuration or a module, `{"__keep__": tensor}` a `Keep`.
-    """
-    if isinstance(value, dict) and set(value) == {"__namespace__"}:
-        return types.SimpleNamespace(**value["__namespace__"])
-    if isinstance(value, dict) and set(value) == {"__keep__"}:
-        return Keep(value["__keep__"])
+def find_part(outputs: list[Any], kept: Kept) -> Any:
+    """Return the part of an earlier output that an argument refers to."""
+    value = outputs[kept.call]
+    for key in filter(None, kept.path.split(".")):
+        if isinstance(value, Mapping):
+            value = value[key]
+        else:
+            value = value[int(key)] if isinstance(value, list | tuple) else getattr(value, key)
     return value
 
 
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Set the seed, and restore the caller's random state afterwards."""
-    with fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-        manual_seed(seed)
-        yield
+def in_own_thread(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that makes each call in a new thread, in which its exceptions end too.
+
+    After an error, PyTorch's compiler leaves context managers open, and a thread that closes them later
+    can't use PyTorch any more.
+    """
+
+    def run(enables_grad: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raised = None
+        try:
+            with torch.set_grad_enabled(enables_grad):
+                return function(*args, **kwargs)
+        except Exception as error:
+            raised = candidate_exception("call", f"calling {name}", error)
+        gc.collect()
+        raise raised
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(run, torch.is_grad_enabled(), args, kwargs).result()
+
+    return call
 
 
-def cast_module(candidate: Any, dtype: torch.dtype | None) -> Any:
-    """Return a copy of a module in this dtype; complex and integer buffers keep theirs."""
-    if dtype is None or not isinstance(candidate, nn.Module):
+def cast_module(candidate: Any, dtype: torch.dtype | None, rounding: torch.dtype | None) -> Any:
+    """Return a copy of a module, rounded and cast; complex and integer buffers keep their dtype."""
+    if (dtype is None and rounding is None) or not isinstance(candidate, nn.Module):
         return candidate
-    return copy.deepcopy(candidate)._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
+    def cast(x: Tensor) -> Tensor:
+        return x.to(rounding or x.dtype).to(dtype or x.dtype) if x.is_floating_point() else x
 
-class State:
-    """The global state and a module's tensors and modes before a call."""
-
-    def __init__(self, candidate: Any) -> None:
-        self.seed = initial_seed()
-        self.globals = read_globals()
-        self.module = candidate if isinstance(candidate, nn.Module) else None
-        modules = list(self.module.modules()) if self.module is not None else []
-        self.modes = self.call_modes = [(module, module.training) for module in modules]
-        entries: list[Any] = [each for module in modules for each in (module._parameters, module._buffers)]
-        self.entries = [(each, dict(each)) for each in entries]
-        self.before = {name: (kind, x, x.detach().clone()) for kind, name, x in module_tensors(self.module)}
-
-    def set_mode(self, training: bool) -> None:
-        """Set training or evaluation mode, which the call may not change; a module may override train()."""
-        if self.module is not None:
-            self.module.train(training)
-        self.call_modes = [(module, module.training) for module, _ in self.modes]
-
-    def changes(self) -> Iterator[Change]:
-        """Yield the changes since then."""
-        if initial_seed() != self.seed:
-            yield Change("state", "the random seed")
-        for (name, *_), now, before in zip(GLOBALS, read_globals(), self.globals, strict=True):
-            if now != before:
-                yield Change("state", name)
-        if any(module.training != mode for module, mode in self.call_modes):
-            yield Change("state", "the training flag")
-        tensors = {name: (kind, x) for kind, name, x in module_tensors(self.module)}
-        for name, (kind, _, value) in self.before.items():
-            if name not in tensors or not is_same(tensors[name][1], value):
-                yield Change(kind, name)
-        yield from (Change(kind, name) for name, (kind, _) in tensors.items() if name not in self.before)
-
-    def restore(self) -> None:
-        """Restore global state, modes, parameters and buffers."""
-        restore_globals(self.globals)
-        for module, mode in self.modes:
-            module.training = mode
-        for entries, content in self.entries:
-            entries.clear()
-            entries.update(content)
-        for _, tensor, value in self.before.values():
-            if tensor.shape != value.shape or tensor.dtype != value.dtype:
-                tensor.data = value
-            elif not is_same(tensor, value):
-                tensor.data.copy_(value)
+    return copy.deepcopy(candidate)._apply(cast)
 
 
 # -- backward, compiler, memory --------------------------------------------------------------------
@@ -372,14 +427,11 @@ def run_backward(
         parameter.grad = None
     try:
         first = next((tensor for _, tensor in iterate_tensors(top_tensors(output) or output)), None)
-        if first is not None and first.shape != call.cotangent.shape:
-            expected, got = sizes(first), sizes(call.cotangent)
-            raise CodeError("call", f"Expected a cotangent of the output's shape {expected}, got {got}.")
         if first is not None and first.requires_grad:
             torch.autograd.backward(first, call.cotangent.to(first))
         return (
             {path: to_tree(passed[path].grad) for path in call.grads},
-            {name: to_tree(parameter.grad) for name, parameter in parameters.items()},
+            {name: to_tree(each.grad) for name, each in parameters.items() if each.requires_grad},
         )
     finally:
         for name, parameter in parameters.items():

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -35,8 +36,21 @@ def main() -> None:
         os.close(pipe)
     faulthandler.enable()  # to report the line of a segmentation fault
     own_pid = os.getpid()
-    watched = (os.getppid(), os.environ[TOKEN], Path.cwd().parent)
-    threading.Thread(target=end_with_checker, args=watched, daemon=True).start()
+    checker, token, folder = int(sys.argv[3]), os.environ[TOKEN], Path.cwd().parent
+
+    def end() -> NoReturn:
+        """End this process and its descendants, and remove its folder: the checker has ended."""
+        end_tree(own_pid, token)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    def watch() -> None:
+        """Wait until the checker has ended, also during a call."""
+        while os.getppid() == checker:
+            time.sleep(0.2)
+        end()
+
+    threading.Thread(target=watch, daemon=True).start()
     if sys.platform == "linux":
         # Orphaned descendants become children of this process, so that they are found and ended.
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
@@ -44,10 +58,13 @@ def main() -> None:
     def send(data: memoryview) -> int:
         if os.getpid() != own_pid:
             os._exit(0)  # the candidate forked, and both processes returned from the call
-        return os.write(answers, data)
+        try:
+            return os.write(answers, data)
+        except BrokenPipeError:
+            end()
 
     def receive(count: int) -> bytes:
-        return os.read(requests, count) or os._exit(0)
+        return os.read(requests, count) or end()
 
     protocol.write(send, "ready")
     candidate: Candidate | None = None
@@ -81,15 +98,6 @@ def import_candidate(target: str, folder: str, folders: list[str], memory: int) 
     if colon and place.endswith(".py"):
         target = f"{Path(folder, place)}:{name}"
     return Candidate(find(target))
-
-
-def end_with_checker(parent: int, token: str, folder: Path) -> None:
-    """Wait until the checker has ended, and end this process and its descendants, also during a call."""
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    end_tree(os.getpid(), token)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 if __name__ == "__main__":

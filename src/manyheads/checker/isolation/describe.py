@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -36,6 +36,19 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Configuration:
+    """The class of a configuration that a constructor takes.
+
+    Attributes:
+        name: Its name.
+        fields: The arguments of its constructor and its class attributes.
+    """
+
+    name: str
+    fields: tuple[Argument, ...]
+
+
+@dataclass(frozen=True)
 class Description:
     """The description of a candidate; parameters, buffers, layers and attributes are those of an instance.
 
@@ -49,9 +62,12 @@ class Description:
         parameters: The shapes of parameters by name.
         buffers: The shapes of buffers by name.
         layers: The class names of the submodules by path.
-        attributes: The public attributes that are numbers, bools or strings, such as num_heads.
+        attributes: The public attributes that are numbers, bools or strings, such as num_heads; of a
+            function, the arguments that `functools.partial` binds.
+        settings: The numbers and flags of its submodules and its configuration, by path.
         source: Its Python code.
         module_doc: The docstring of its file.
+        configurations: The configurations that a class's constructor takes, by the name of the argument.
     """
 
     type: Type
@@ -66,23 +82,25 @@ class Description:
     attributes: dict[str, int | float | bool | str]
     source: str
     module_doc: str = ""
+    configurations: dict[str, Configuration] = field(default_factory=dict)
+    settings: dict[str, bool | int | float] = field(default_factory=dict)
 
 
 def describe(target: Any, instance: Any) -> Description:
     """Describe a target, and its instance if there is one."""
     kind: Type = "module"
-    if isinstance(target, type):
+    definition = unwrap_partial(target)  # the object with source and documentation
+    if isinstance(definition, type):
         kind = "class"
-    elif inspect.isroutine(target) or isinstance(target, functools.partial):
+    elif inspect.isroutine(definition) or isinstance(target, functools.partial):
         kind = "function"
-    definition = type(target) if kind == "module" else target  # the object with source and documentation
-    while isinstance(definition, functools.partial):
-        definition = definition.func
+    else:
+        definition = type(target)
     try:
         source = inspect.getsource(definition)
     except (OSError, TypeError):
         source = ""
-    torch_module = isinstance(target, nn.Module) or (kind == "class" and issubclass(target, nn.Module))
+    torch_module = kind != "function" and issubclass(definition, nn.Module)
     if kind == "function":
         call = read_signature(target, bound=True)
     else:
@@ -90,7 +108,7 @@ def describe(target: Any, instance: Any) -> Description:
         method = next((vars(c)[name] for c in definition.__mro__ if name in vars(c)), None)
         call = read_signature(method, bound=isinstance(method, staticmethod)) if method else ()
     module = instance if isinstance(instance, nn.Module) else None
-    attributes = {} if kind == "function" else getattr(instance, "__dict__", {})
+    attributes = bound_arguments(target) if kind == "function" else getattr(instance, "__dict__", {})
     return Description(
         type=kind,
         name=getattr(definition, "__name__", type(definition).__name__),
@@ -107,8 +125,37 @@ def describe(target: Any, instance: Any) -> Description:
             if type(value) in (bool, int, float, str) and not name.startswith("_") and name != "training"
         },
         source=source,
+        settings=read_settings(instance, module),
         module_doc=inspect.getdoc(sys.modules.get(getattr(definition, "__module__", "") or "")) or "",
     )
+
+
+def unwrap_partial(target: Any) -> Any:
+    """Return the function or class whose arguments `functools.partial` binds, or any other object itself."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    return target
+
+
+def bound_arguments(target: Any) -> dict[str, Any]:
+    """Return the arguments that a `functools.partial` binds, by name."""
+    if not isinstance(target, functools.partial):
+        return {}
+    names = [argument.name for argument in read_signature(target.func, bound=True)]
+    return dict(zip(names, target.args, strict=False)) | target.keywords
+
+
+def read_settings(instance: Any, module: nn.Module | None) -> dict[str, bool | int | float]:
+    """Return numbers and flags of a module's configuration and submodules, such as "config.rope_theta"."""
+    owners = {name: getattr(instance, name, None) for name in ("config", "cfg", "args", "params")}
+    owners |= dict(module.named_modules()) if module is not None else {}
+    return {
+        f"{path}.{name}": value
+        for path, owner in owners.items()
+        if path
+        for name, value in (owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})).items()
+        if type(value) in (bool, int, float) and isinstance(name, str) and not name.startswith("_")
+    }
 
 
 def module_tensors(module: Any) -> Iterator[tuple[Literal["parameter", "buffer"], str, Tensor]]:
@@ -139,6 +186,8 @@ def read_signature(function: Callable[..., Any], bound: bool) -> tuple[Argument,
         parameters = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):
         parameters = read_documented_signature(function)
+    if isinstance(function, functools.partial):  # its signature has the bound keywords as defaults
+        parameters = [parameter for parameter in parameters if parameter.name not in function.keywords]
     if not bound and parameters and parameters[0].kind != inspect.Parameter.VAR_POSITIONAL:
         parameters = parameters[1:]
     return tuple(
@@ -147,9 +196,7 @@ def read_signature(function: Callable[..., Any], bound: bool) -> tuple[Argument,
             kind=KINDS[parameter.kind],
             required=parameter.default is parameter.empty and "VAR" not in parameter.kind.name,
             default=None if parameter.default is parameter.empty else plain_default(parameter.default),
-            annotation=""
-            if parameter.annotation is parameter.empty
-            else annotation_text(parameter.annotation),
+            annotation=annotation_text(parameter.annotation),
         )
         for parameter in parameters
     )
@@ -162,17 +209,16 @@ def read_documented_signature(function: Any) -> list[inspect.Parameter]:
     match = re.search(rf"\b{name}\(([^()]*(?:\([^()]*\)[^()]*)*)\)", inspect.getdoc(function) or "")
     try:
         signature = ast.parse(f"(lambda {match[1] if match else '*'}: 0)", mode="eval")
-        arguments = next(node.args for node in ast.walk(signature) if isinstance(node, ast.Lambda))
+        found = next(node.args for node in ast.walk(signature) if isinstance(node, ast.Lambda))
+        positional, keywords = found.posonlyargs + found.args, found.kwonlyargs
+        required = [None] * (len(positional) - len(found.defaults))
         parameters = []
-        for names, defaults, kind in (
-            (arguments.posonlyargs + arguments.args, arguments.defaults, parameter.POSITIONAL_OR_KEYWORD),
-            (arguments.kwonlyargs, arguments.kw_defaults, parameter.KEYWORD_ONLY),
+        for argument, node in zip(
+            positional + keywords, [*required, *found.defaults, *found.kw_defaults], strict=True
         ):
-            for argument, default in zip(
-                names, [None] * (len(names) - len(defaults)) + [*defaults], strict=True
-            ):
-                value = parameter.empty if default is None else ast.literal_eval(default)
-                parameters.append(parameter(argument.arg, kind, default=value))
+            default = parameter.empty if node is None else ast.literal_eval(node)
+            kind = parameter.KEYWORD_ONLY if argument in keywords else parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(parameter(argument.arg, kind, default=default))
     except (SyntaxError, ValueError, TypeError):
         return [parameter("args", parameter.VAR_POSITIONAL), parameter("kwargs", parameter.VAR_KEYWORD)]
     return parameters
@@ -188,5 +234,7 @@ def plain_default(default: Any, depth: int = 0) -> Any:
 
 
 def annotation_text(annotation: Any) -> str:
-    """Return an annotation as text."""
-    return annotation if isinstance(annotation, str) else print_safely(inspect.formatannotation, annotation)
+    """Return an annotation as text, "" for none."""
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+        return annotation if isinstance(annotation, str) else ""
+    return print_safely(inspect.formatannotation, annotation)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -39,10 +41,14 @@ class CandidateError(Exception):
         return self.error.endswith(("SystemExit", "KeyboardInterrupt"))
 
     @property
+    def is_refusal(self) -> bool:
+        """Return True if the candidate's code raises the error itself, by raise or assert."""
+        return re.search(r": (?:raise|assert)\b", self.details.rpartition("\n")[2]) is not None
+
+    @property
     def is_unwritten(self) -> bool:
         """Return True if the candidate's code raises NotImplementedError: it isn't written yet."""
-        last_line = self.details.rpartition("\n")[2]
-        return self.error.endswith("NotImplementedError") and "raise NotImplementedError" in last_line
+        return self.is_refusal and self.error.endswith("NotImplementedError")
 
 
 class CodeError(CandidateError):
@@ -57,6 +63,15 @@ def candidate_error(kind: Kind, sentence: str, details: str = "", error: str = "
     """Return the error of a kind."""
     error_class = CodeError if kind in ("import", "init", "call") else ProcessEnded
     return error_class(kind, sentence, details, error)
+
+
+def candidate_exception(kind: Kind, action: str, error: BaseException) -> BaseException:
+    """Return the error for an exception that `action` raised, or the exception of a signal handler itself."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    functions = [getattr(x, "__func__", x if hasattr(x, "__code__") else type(x).__call__) for x in handlers]
+    codes = [getattr(function, "__code__", None) for function in functions]
+    is_signal = any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+    return error if is_signal else describe_exception(kind, action, error)
 
 
 def describe_exception(kind: Kind, action: str, error: BaseException) -> CandidateError:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import selectors
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from manyheads.checker.isolation import protocol
 from manyheads.checker.isolation.candidate import Answer, BorrowedCandidate, Call, Candidate
-from manyheads.checker.isolation.describe import Description
+from manyheads.checker.isolation.describe import Argument, Description
 from manyheads.checker.isolation.errors import CandidateError, CodeError, ProcessEnded, candidate_error
 from manyheads.shapes import amount
 from manyheads.trees import fits
@@ -51,17 +52,14 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
 
     Args:
         target: The name of the target, as for `find`.
-        timeout: The time limit of each request, the import included, in seconds.
+        timeout: The time limit of each call and of each other request, in seconds.
         memory: The memory limit of the process tree, in bytes.
     """
 
     def __init__(self, target: str, timeout: float = 60.0, memory: int = 4 * 2**30) -> None:
         if os.name != "posix":
-            raise CodeError(
-                "import",
-                f"{target!r} can't be checked in a separate process, which needs pipes that {sys.platform} "
-                "lacks. Import the object, and check it in this process.",
-            )
+            reason = f"{target!r} can't be checked in a separate process, because {sys.platform} lacks pipes"
+            raise CodeError("import", f"{reason}. Import the object, and check it in this process.")
         self.target, self.timeout, self.memory = target, timeout, memory
         self._count = 0
         self._next_check = 0.0
@@ -71,10 +69,11 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
         (folder / "work").mkdir()
         child_in, self._out = os.pipe()
         self._in, child_out = os.pipe()
+        pipes = (self._in, self._out)
         try:
             with self._output.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", CHILD, str(child_in), str(child_out)],
+                    [sys.executable, "-m", CHILD, str(child_in), str(child_out), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -83,13 +82,14 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
                     pass_fds=(child_in, child_out),
                     start_new_session=True,
                 )
+            # Also called when this object is deleted without close, and at Python's exit.
+            self._finish = weakref.finalize(self, end_process, self._process, token, folder, pipes)
+        except BaseException:  # such as Ctrl-C while the process starts; it ends when its pipe is closed
+            end_process(None, token, folder, pipes)
+            raise
         finally:
             os.close(child_in)
             os.close(child_out)
-        # Also called when this object is deleted without close, and at Python's exit.
-        self._finish = weakref.finalize(
-            self, end_process, self._process, token, folder, (self._in, self._out)
-        )
         self._exchange("start", max(START, timeout))
         folders = [os.getcwd(), *(entry for entry in sys.path if entry)]
         try:
@@ -118,6 +118,15 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
         """Call the candidate."""
         return self._request("call", Answer, call)
 
+    def call_sequence(self, calls: tuple[Call, ...]) -> tuple[Answer, ...]:
+        """Make several calls from the state before the first; each sees the changes of those before it."""
+        limit = self.timeout * max(1, len(calls))
+        return self._request("call_sequence", tuple[Answer, ...], calls, limit=limit)
+
+    def functions(self) -> dict[str, tuple[Argument, ...]]:
+        """Return the arguments of what `Call.function` can name."""
+        return self._request("functions", dict[str, tuple[Argument, ...]])
+
     def close(self) -> None:
         """End the process and its descendants, and remove its folder."""
         self._finish()
@@ -127,20 +136,19 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def _request(self, request: str, hint: Any, *args: Any) -> Any:
+    def _request(self, request: str, hint: Any, *args: Any, limit: float | None = None) -> Any:
         """Send a request and return its answer, of the type `hint`; raise the error of the candidate."""
         if not self._finish.alive:
-            raise ProcessEnded(
-                "crash", f"The process of {self.target} is ended, and can't {request}. Open another."
-            )
+            message = f"The process of {self.target} is ended, and can't {request}. Open another."
+            raise ProcessEnded("crash", message)
         self._count += 1
-        match self._exchange(request, self.timeout, self._count, request, *args):
+        match self._exchange(request, limit or self.timeout, self._count, request, *args):
             case (self._count, "answer", value) if fits(value, hint):
                 return value
             case (self._count, "error", str(kind), str(sentence), str(details), str(error)):
                 if kind == "memory":
-                    limit = f"{amount(self.memory)}: allocate less, or raise the memory limit."
-                    sentence = f"{sentence.rstrip('.')}, and the limit is {limit}"
+                    most = f"{amount(self.memory)}: allocate less, or raise the memory limit."
+                    sentence = f"{sentence.rstrip('.')}, and the limit is {most}"
                 if kind in ("import", "init", "call", "memory"):
                     raise candidate_error(kind, sentence, details, error)  # type: ignore[arg-type]
         self.close()
@@ -148,7 +156,8 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
 
     def _exchange(self, request: str, limit: float, *message: Any) -> Any:
         """Write a message, unless it is empty, and read the answer; end the process after any error."""
-        self._current, self._limit, self._deadline = request, limit, time.monotonic() + limit
+        self._current = "a call" if request == "call_sequence" else request
+        self._limit, self._deadline = limit, time.monotonic() + limit
         try:
             if message:
                 protocol.write(self._send, message)
@@ -159,7 +168,7 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
 
     def _send(self, data: memoryview) -> int:
         """Write some of these bytes to the process, and return how many."""
-        self._wait([], [self._out])
+        self._wait(self._out, selectors.EVENT_WRITE)
         try:
             return os.write(self._out, data[: select.PIPE_BUF])  # more could block
         except BrokenPipeError:
@@ -167,42 +176,40 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
 
     def _receive(self, count: int) -> bytes:
         """Read at least one and at most `count` bytes from the process."""
-        self._wait([self._in], [])
+        self._wait(self._in, selectors.EVENT_READ)
         return os.read(self._in, count) or self._raise_crash()
 
-    def _wait(self, readable: list[int], writable: list[int]) -> None:
+    def _wait(self, pipe: int, event: int) -> None:
         """Wait until a pipe is readable or writable, and check the limits of the process meanwhile."""
-        while True:
-            ready = any(select.select(readable, writable, [], POLL))
-            now = time.monotonic()
-            if now >= self._next_check:
-                self._next_check = now + POLL
-                self._check_limits(now)
-            if ready:
-                return
-            # The pipe may still be open after the process ended, in a process that the candidate forked.
-            if self._process.poll() is not None and not any(select.select(readable, writable, [], 0)):
-                self._raise_crash()
+        # `select.select` would raise for descriptors from 1,024 on, and an application may have as many.
+        with selectors.PollSelector() as selector:
+            selector.register(pipe, event)
+            while True:
+                is_ready = bool(selector.select(POLL))
+                now = time.monotonic()
+                if now >= self._next_check:
+                    self._next_check = now + POLL
+                    self._check_limits(now)
+                if is_ready:
+                    return
+                # The pipe may still be open after the process ended, in a process that the candidate forked.
+                if self._process.poll() is not None and not selector.select(0):
+                    self._raise_crash()
 
     def _check_limits(self, now: float) -> None:
+        subject = f"{self._current} of {self.target}"
         if now > self._deadline:
-            raise ProcessEnded(
-                "timeout",
-                f"{self._current} of {self.target} didn't end within {self._limit:g} s. "
-                "It may have an endless loop; if not, raise the time limit.",
-                self._tail(),
-            )
+            advice = "It may have an endless loop; if not, raise the time limit."
+            message = f"{subject} didn't end within {self._limit:g} s. {advice}"
+            raise ProcessEnded("timeout", message, self._tail())
         used = 0
         for process in process_tree(self._process.pid):
             with contextlib.suppress(psutil.Error):
                 used += process.memory_info().rss
         if used > self.memory:
-            raise ProcessEnded(
-                "memory",
-                f"{self._current} of {self.target} used {amount(used)} of memory, and the limit is "
-                f"{amount(self.memory)}. Allocate less, or raise the memory limit.",
-                self._tail(),
-            )
+            limit = f"the limit is {amount(self.memory)}. Allocate less, or raise the memory limit."
+            message = f"{subject} used {amount(used)} of memory, and {limit}"
+            raise ProcessEnded("memory", message, self._tail())
         with contextlib.suppress(OSError):
             if self._output.stat().st_size > OUTPUT_LIMIT:
                 os.truncate(self._output, 0)
@@ -214,14 +221,10 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
         except subprocess.TimeoutExpired:
             how = "closed its answer pipe"
         else:
-            names = {number.value: number.name for number in signal.Signals}
-            end = names.get(-code, f"signal {-code}")
-            how = f"exited with code {code}" if code >= 0 else f"was ended by {end}"
-        raise ProcessEnded(
-            "crash",
-            f"The process of {self.target} {how} during {self._current}. Call it by itself to see why.",
-            self._tail(),
-        )
+            names = {-number: number.name for number in signal.Signals}
+            how = f"exited with code {code}" if code >= 0 else f"was ended by {names.get(code, code)}"
+        message = f"The process of {self.target} {how} during {self._current}. Call it by itself to see why."
+        raise ProcessEnded("crash", message, self._tail())
 
     def _tail(self) -> str:
         """Return the end of the process's standard output and error."""
@@ -286,10 +289,13 @@ def end_tree(root: int, token: str) -> None:
         time.sleep(0.01)
 
 
-def end_process(process: subprocess.Popen[bytes], token: str, folder: Path, pipes: tuple[int, int]) -> None:
+def end_process(
+    process: subprocess.Popen[bytes] | None, token: str, folder: Path, pipes: tuple[int, int]
+) -> None:
     """End a process and its descendants, close its pipes and remove its folder."""
-    end_tree(process.pid, token)
-    process.wait()
+    end_tree(-1 if process is None else process.pid, token)
+    if process is not None:
+        process.wait()
     for pipe in pipes:
         os.close(pipe)
     shutil.rmtree(folder, ignore_errors=True)

@@ -20,15 +20,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from manyheads.checker.isolation.candidate import Answer, Call, Change
-from manyheads.checker.isolation.describe import Argument, Description
+from manyheads.checker.isolation.candidate import Answer, Call, Change, Kept
+from manyheads.checker.isolation.describe import Argument, Configuration, Description
 from manyheads.checker.isolation.errors import ProcessEnded
 from manyheads.checker.isolation.trees import Foreign, to_bytes, with_strides
 from manyheads.trees import DTYPES, NAMES, expect, pack, unpack
 
 HEADER = 16 * 2**20  # largest header, in bytes
 CHUNK = 2**20  # most bytes to write or read at once
-RECORDS = {record.__name__: record for record in (Call, Answer, Change, Description, Argument, Foreign)}
+RECORDS = {
+    record.__name__: record
+    for record in (Call, Kept, Answer, Change, Description, Argument, Configuration, Foreign)
+}
 
 
 def reject(problem: str) -> NoReturn:

@@ -25,35 +25,32 @@ import numpy as np
 import torch
 
 # Imported by name before the candidate is: one that patches torch doesn't patch these.
-from torch import Tensor, equal, nn
+from torch import Tensor, default_generator, equal, get_rng_state, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from manyheads.checker.isolation.describe import module_tensors
+from manyheads.checker.isolation.trees import is_same
+
 # Global state that a call may change: its name, how it is read, how it is restored.
-GLOBALS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
-    ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    ("the default device", torch.get_default_device, torch.set_default_device),
-    ("the number of threads", torch.get_num_threads, torch.set_num_threads),
+GLOBALS: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
+    (name, getattr(torch, f"get_{function}"), getattr(torch, f"set_{function}"))
+    for name, function in (
+        ("the default dtype", "default_dtype"),
+        ("the default device", "default_device"),
+        ("the number of threads", "num_threads"),
+        ("deterministic algorithms", "deterministic_debug_mode"),  # 0 off, 1 warns, 2 raises
+        ("the precision of float32 products", "float32_matmul_precision"),
+    )
+]
+GLOBALS += [
     ("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    (
-        "deterministic algorithms",  # 0 off, 1 warns, 2 raises
-        torch.get_deterministic_debug_mode,
-        torch.set_deterministic_debug_mode,
-    ),
-    (
-        "the precision of float32 products",
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
     ("autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    *(
-        ("autocast", partial(read, device), partial(write, device))
-        for device in ("cpu", "cuda")
-        for read, write in (
-            (torch.is_autocast_enabled, torch.set_autocast_enabled),
-            (torch.get_autocast_dtype, torch.set_autocast_dtype),
-        )
-    ),
-)
+]
+for device in ("cpu", "cuda"):
+    GLOBALS += [
+        ("autocast", partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)),
+        ("autocast", partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)),
+    ]
 
 
 def read_globals() -> list[Any]:
@@ -81,7 +78,10 @@ class Snapshot:
     def __init__(self, *roots: Any) -> None:
         self._visited: dict[int, Any] = {}  # by id; the reference prevents that an id is reused
         self._filled: set[int] = set()  # storages; tied weights and views share one
-        self._globals = _global_state()
+        self._globals: list[Callable[[], None]] = [
+            read_generators(),
+            partial(restore_globals, read_globals()),
+        ]
         # The functions that restore each tensor's view of its storage, then storages, then other content.
         self._views: list[Callable[[], None]] = []
         self._storages: list[Callable[[], None]] = []
@@ -102,12 +102,12 @@ class Snapshot:
         """Restore all content, once. An interrupt is raised at the end."""
         with _interrupts_deferred(), contextlib.ExitStack() as stack:
             # The stack calls the last function first, and calls the others if one raises.
-            stack.callback(self._globals)
+            for write in self._globals:
+                stack.callback(write)
             stack.enter_context(_plain_tensors())
             for write in (*self._others, *self._storages, *self._views):
                 stack.callback(write)
-            self._globals = lambda: None
-            for kept in (self._others, self._storages, self._views, self._visited):
+            for kept in (self._globals, self._others, self._storages, self._views, self._visited):
                 kept.clear()
 
     def _keep(self, value: Any) -> Iterator[Any]:
@@ -281,9 +281,54 @@ class Snapshot:
         yield from cls.__bases__
 
 
-def _global_state() -> Callable[[], None]:
-    """Read the global state, and return a function that restores it."""
-    settings = read_globals()
+# -- one call ---------------------------------------------------------------------------------------
+
+
+class State:
+    """The global state and a module's modes, parameters and buffers before a call."""
+
+    def __init__(self, candidate: Any) -> None:
+        self.module = candidate if isinstance(candidate, nn.Module) else None
+        modules = list(self.module.modules()) if self.module is not None else []
+        self.globals = read_globals()
+        self.modes = self.call_modes = [(module, module.training) for module in modules]
+        self.tensors = {name: (kind, x.detach().clone()) for kind, name, x in module_tensors(self.module)}
+
+    def snapshot(self) -> Snapshot:
+        """Return a snapshot of the parameters and buffers, and of the dicts that contain them."""
+        entries = [x for module, _ in self.modes for x in (module._parameters, module._buffers)]
+        return Snapshot(*entries, *(x for _, _, x in module_tensors(self.module)))
+
+    def set_mode(self, training: bool) -> None:
+        """Set training or evaluation mode, which the call may not change; a module may override train()."""
+        if self.module is not None:
+            self.module.train(training)
+        self.call_modes = [(module, module.training) for module, _ in self.modes]
+
+    def changes(self) -> Iterator[tuple[str, str]]:
+        """Yield the kind and the name of what has changed since then."""
+        for (name, read, _), before in zip(GLOBALS, self.globals, strict=True):
+            if read() != before:
+                yield "state", name
+        if any(module.training != mode for module, mode in self.call_modes):
+            yield "state", "the training flag"
+        now = {name: (kind, x) for kind, name, x in module_tensors(self.module)}
+        for name, (kind, x) in {**now, **self.tensors}.items():
+            if name not in now or name not in self.tensors or not is_same(now[name][1], x):
+                yield kind, name
+
+    def restore(self) -> None:
+        """Restore global state and modes."""
+        restore_globals(self.globals)
+        for module, mode in self.modes:
+            module.training = mode
+
+
+# -- random generators ------------------------------------------------------------------------------
+
+
+def read_generators() -> Callable[[], None]:
+    """Read the states of the global random generators, and return a function that restores them."""
     states: list[tuple[Callable[[Any], None], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
         (random.setstate, random.getstate()),
@@ -293,11 +338,38 @@ def _global_state() -> Callable[[], None]:
         states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
 
     def write() -> None:
-        restore_globals(settings)
         for set_state, state in states:
             set_state(state)
 
     return write
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Set the seed of each random generator, and restore the caller's random state afterwards."""
+    restore = read_generators()
+    default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each device without one
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 (candidates may use this generator)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def hash_generators() -> dict[str, int]:
+    """Return a hash of the state of each random generator, by the function that sets its seed."""
+    numpy_state = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
+    return {
+        "torch.manual_seed": hash(get_rng_state().numpy().tobytes()),
+        "random.seed": hash(random.getstate()),
+        "numpy.random.seed": hash((numpy_state["key"].tobytes(), numpy_state["pos"])),
+    }
+
+
+# -- helpers ---------------------------------------------------------------------------------------
 
 
 def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

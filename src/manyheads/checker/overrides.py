@@ -1,4 +1,4 @@
-"""How a bug is declared: a name, a description, a fix, and oracles with that bug.
+"""Oracles with other steps: how bugs and parts change a computation.
 
 A bug that code can have in several ways has several variants, all with one name. Two bugs at once are a class
 that inherits from both.

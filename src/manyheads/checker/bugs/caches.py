@@ -1,0 +1,29 @@
+"""Bugs of caches, which are found by the tokens that affect a step and not by an oracle."""
+
+# ruff: noqa: E501 (tables of sentences)
+
+from __future__ import annotations
+
+from manyheads.checker.overrides import Bug
+
+# fmt: off
+BUGS: dict[str, Bug] = {bug.name: bug for bug in (
+    Bug("first-key-only", "whose causal mask counts queries from the first key, not from the end of the cache",
+        "let query i of a step attend to the keys up to s - t + i, such as by torch.ones(t, s).tril(s - t)"),
+    Bug("chunk-not-causal", "whose tokens attend to later tokens of their step if a cache precedes them",
+        "let query i of a step attend to the cache and to the step's tokens up to i, such as by torch.ones(t, s).tril(s - t)"),
+    Bug("chunk-raises", "that raises an error in a step of several tokens if a cache precedes them",
+        "a step of t tokens has scores [t, s] for all s tokens so far: masks and biases need s columns, such as torch.ones(t, s).tril(s - t)"),
+    Bug("cache-ignored", "that doesn't attend to the tokens in its cache",
+        "concatenate the cached keys and values before the new ones, and attend to all of them"),
+    Bug("cache-overwritten", "whose cache keeps only the tokens of the last step",
+        "cache the concatenation of earlier and new keys and values"),
+    Bug("positions-restart", "whose positions ignore the cache, so that each step begins at position 0",
+        "add the number of cached tokens to the positions of queries and keys"),
+    Bug("positions-by-length", "that reuses something computed for an earlier step of the same length, such as positions",
+        "compute it from the position of the first token too, not from the length alone"),
+    Bug("cache-not-emptied", "that attends to tokens of an earlier sequence after its cache was reset",
+        "empty the cache, and set its length to 0, where a sequence begins"),
+    Bug("cache-unasked", "whose calls without a cache depend on earlier calls",
+        "read and fill the cache only in calls that ask for it"),
+)}

@@ -1,0 +1,24 @@
+"""Bugs that checks find by comparing calls or with documentation: of dropout, state and idle layers."""
+
+# ruff: noqa: E501 (tables of sentences)
+
+from __future__ import annotations
+
+from manyheads.checker.overrides import Bug
+
+# fmt: off
+BUGS: dict[str, Bug] = {bug.name: bug for bug in (
+    Bug("dropout-left-on", "that applies dropout in evaluation too",
+        "drop in training only: F.dropout(x, p, training=self.training), or a module nn.Dropout"),
+    Bug("dropout-lost", "whose dropout stays off in training after one evaluation",
+        "don't set the rate to 0 in evaluation: F.dropout(x, p, training=self.training), or a module nn.Dropout"),
+    Bug("dropout-before-softmax", "that applies dropout to the scores: a dropped score still gets a weight",
+        "apply dropout to the weights, after the softmax"),
+    Bug("dropout-unscaled", "that doesn't divide by 1 − p what dropout keeps", "use F.dropout or nn.Dropout, which divide by 1 − p"),
+    Bug("rotary-idle", "whose rotary encoding changes nothing: it isn't applied, or turns queries and keys by the same angle, as along the axis of heads",
+        "rotate queries and keys by the positions of their tokens, on the axis of tokens: [b, h, t, d] or [b, t, h, d]"),
+    Bug("input-changed", "that changes one of its arguments in place, so that the caller's next call with it is another",
+        "compute a new tensor: x = x * 2 rather than x *= 2, masked_fill rather than masked_fill_ or x[...] = y"),
+    Bug("context-kept", "that reuses the keys and values of an earlier call's context",
+        "compute keys and values in each call, or keep them only where the caller asks for it and empties them"),
+)}

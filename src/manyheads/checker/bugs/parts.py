@@ -1,0 +1,285 @@
+"""Bugs in the parts besides attention: norms, rotary encodings, windows, biases, caps, gates and residuals.
+
+A bug replaces a part by others: by the same part with another attribute, by an oracle that computes it wrongly, or
+by nothing.
+"""
+
+# ruff: noqa: E501 (tables of sentences)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from manyheads.checker.bugs import encodings
+from manyheads.checker.encodings import Rotary
+from manyheads.checker.oracle import Attention, Oracle
+from manyheads.checker.overrides import Bug, compose, override, transform, wrap
+from manyheads.checker.parts import (
+    ACTIVATIONS,
+    Alibi,
+    Bias,
+    Gate,
+    Norm,
+    Part,
+    Residual,
+    RotaryPositions,
+    Scale,
+    Softcap,
+    TableBias,
+    Window,
+)
+
+Replacement = tuple[Part, ...]
+Variants = Callable[[Any], list[Replacement]]
+
+
+@dataclass(frozen=True)
+class Wrong(Part):
+    """A part that is computed wrongly: an oracle with other steps."""
+
+    steps: type[Oracle]
+
+    @cached_property
+    def oracle(self) -> type[Oracle]:
+        """The oracle with these steps."""
+        return self.steps
+
+
+class PartBug(Bug):
+    """A known bug of a kind of part.
+
+    Args:
+        name: its name in reports.
+        description: continues the sentence "attention …".
+        fix: how to write it instead.
+        kind: the class of the part.
+        replace: returns the replacements of a part, one for each way in which code can have the bug.
+    """
+
+    def __init__(self, name: str, description: str, fix: str, kind: type[Part], replace: Variants) -> None:
+        super().__init__(name, description, fix)
+        self.kind, self.replace = kind, replace
+
+
+def part_bugs(part: Part, parts: Replacement) -> Iterator[tuple[str, list[Replacement]]]:
+    """Yield the name of each bug that one of several parts can have, and what may replace it."""
+    for bug in BUGS:
+        if isinstance(part, bug.kind) and (variants := bug.replace(part)):
+            yield bug.name, variants
+    norms = [each for each in parts if isinstance(each, Norm) and each != part]
+    if isinstance(part, Norm) and norms:
+        yield "norm-shared", [(replace(part, scale=each.scale, bias=each.bias),) for each in norms]
+
+
+def changed(**fields: Any) -> Variants:
+    """Return a function that changes fields of a part; a field may be a list of values."""
+
+    def variants(part: Part) -> list[Replacement]:
+        found: list[Part] = [part]
+        for name, values in fields.items():
+            choices = values if isinstance(values, list) else [values]
+            found = [replace(each, **{name: value}) for each in found for value in choices]
+        return [(each,) for each in found if each != part]
+
+    return variants
+
+
+def without(part: Part) -> list[Replacement]:
+    """Return nothing in place of a part."""
+    return [()]
+
+
+def wrong(*steps: type[Oracle]) -> list[Replacement]:
+    """Return oracles in place of a part."""
+    return [(Wrong(each),) for each in steps]
+
+
+# -- rotary encodings ------------------------------------------------------------------------------
+
+
+def rotary_bugs() -> Iterator[PartBug]:
+    """Yield the bugs of rotary encodings alone, inside of attention."""
+    for bug in encodings.BUGS:
+        if issubclass(bug.variants[0], Rotary) and bug.name != "rotary-base":
+
+            def variants(part: RotaryPositions, bug: Bug = bug) -> list[Replacement]:
+                composed = [cast(type[Rotary], compose(part.encoding, each)) for each in bug.variants]
+                return [(replace(part, encoding=encoding),) for encoding in composed]
+
+            yield PartBug(bug.name, bug.description, bug.fix, RotaryPositions, variants)
+
+
+def opposite(part: RotaryPositions) -> list[Replacement]:
+    """Return an encoding that rotates keys the other way than queries."""
+    swapped = replace(part, direction=-part.direction)
+    return [(replace(part, roles=one), replace(swapped, roles=other)) for one, other in ("qk", "kq")]
+
+
+def other_bases(part: RotaryPositions) -> list[Replacement]:
+    """Return other usual bases."""
+    return [(replace(part, base=base),) for base in (*encodings.BASES, 10000.0) if base != part.base]
+
+
+def miscounted(part: RotaryPositions) -> list[Replacement]:
+    """Return an encoding whose cache counts calls, sequences, heads, key heads or the head size."""
+
+    def begin(oracle: Attention, steps: tuple[int, ...], n: int) -> int:
+        weights = oracle.weights
+        sizes = () if weights is None else (weights.heads, weights.key_heads, weights.head_size)
+        return (len(steps) - 1) * (1, oracle.x.b, *sizes)[n]
+
+    return changed(begin=[partial(begin, n=n) for n in range(5)])(part)
+
+
+def empty_slot(part: Window) -> list[Replacement]:
+    """Return a window whose oldest key and value are zeros in steps that fill the cache for the first time."""
+
+    def encode(oracle: Attention, step: Callable[..., Tensor], role: str, x: Tensor) -> Tensor:
+        x, call = step(role, x), oracle.x
+        if role == "q" or not call.steps or not call.steps[0] < part.size <= call.s:
+            return x
+        return x * (torch.arange(call.s) != call.s - part.size)[:, None]
+
+    return [(part, Wrong(wrap(encode_heads=encode)))]
+
+
+# -- scores ----------------------------------------------------------------------------------------
+
+
+def cap_elsewhere(part: Softcap) -> list[Replacement]:
+    """Return a cap after the mask, after the softmax, or before the scale."""
+
+    def cap(oracle: Attention, x: Tensor) -> Tensor:
+        return part.cap * (x / part.cap).tanh()
+
+    after_mask = transform(mask_scores=cap), override(transform(mask_scores=cap), mask_weights=lambda o, x: x)
+    before_scale = transform(dot_product=cap)
+    return wrong(*after_mask, transform(mask_weights=cap), before_scale)
+
+
+def cap_without_product(part: Softcap) -> list[Replacement]:
+    """Return a cap that doesn't multiply, doesn't divide, or neither."""
+    functions = (lambda x: (x / part.cap).tanh(), lambda x: part.cap * x.tanh(), lambda x: x.tanh())
+    return wrong(*(transform(cap_scores=lambda o, x, f=f: f(x)) for f in functions))
+
+
+def transposed_bias(part: Bias) -> list[Replacement]:
+    """Return the bias with queries and keys exchanged."""
+    if isinstance(part, TableBias) and part.kind == "buckets":
+        return [(replace(part, sign=-part.sign),)]
+    return changed_bias(part, lambda o, bias: bias.mT if o.x.t == o.x.s else bias)
+
+
+def changed_bias(part: Bias, *changes: Callable[[Attention, Tensor], Tensor]) -> list[Replacement]:
+    """Return the bias with each of these changes, `change(oracle, bias)`."""
+    add = (lambda o, scores, change=change: scores + change(o, part.compute(o)) for change in changes)
+    return wrong(*(transform(add_bias=each) for each in add))
+
+
+def window_index(part: TableBias) -> list[Replacement]:
+    """Return the bias of a window with other factors of the distance of rows."""
+    factors = (part.width, 2 * part.width, 2 * part.width + 1, *range(1, 2 * part.width - 1, 2))
+    return [(replace(part, stride=stride),) for stride in factors] if part.kind == "window" else []
+
+
+def bias_without_heads(part: Bias) -> list[Replacement]:
+    """Return the bias of the first head for all heads, or with the heads in reverse."""
+    return changed_bias(part, lambda o, bias: bias[:1], lambda o, bias: bias.flip(0))
+
+
+def scaled_bias(part: Bias) -> list[Replacement]:
+    """Return the bias multiplied by the scale of the scores."""
+    return changed_bias(part, lambda o, bias: bias * o.scale())
+
+
+# -- norms, gates, residuals -----------------------------------------------------------------------
+
+
+def norm_of_width(part: Norm) -> list[Replacement]:
+    """Return a norm over other axes: heads or tokens, or the last axis and one of these."""
+    axes = (1, 2, (2, 3), (1, 3)) if part.place == "heads" else (1, (1, 2))
+    return [(replace(part, axis=axis),) for axis in axes]
+
+
+def one_norm_of_two(part: Norm) -> list[Replacement]:
+    """Return a norm of q and k that leaves one of them out."""
+    return [(replace(part, roles=role),) for role in part.roles] if len(part.roles) == 2 else []
+
+
+# Roles to which a norm may be applied instead, those that two norms have together at the same place.
+MISPLACED = {"q": ["k", "v", "k"], "k": ["v", "q", "q"], "qk": ["kv", "qv"]}
+# fmt: off
+ALIKE = "treat queries and keys alike"
+WINDOW = "a query attends to the last `window` keys, its own included: (i − j < window) & (j ≤ i)"
+CAP = "cap · tanh(scores / cap), after the scale and before the mask"
+RELATIVE = "the bias of query i and key j belongs to the distance j − i, of its own head, and is added to the scaled scores"
+BUGS: list[PartBug] = [
+    *rotary_bugs(),
+    PartBug("rotary-base", "whose rotary encoding has another base than its argument or its documentation says", "use the base that is given", RotaryPositions, other_bases),
+    PartBug("rotary-opposite", "that rotates keys the other way than queries", "rotate queries and keys alike", RotaryPositions, opposite),
+    PartBug("rotary-on-values", "that rotates its values too", "rotate queries and keys only", RotaryPositions, changed(roles="qkv")),
+    PartBug("rotary-on-width", "that rotates the whole width before it is split into heads", "split the heads first, and rotate each head",
+        RotaryPositions, changed(place="width")),
+    PartBug("rotary-along-heads", "that rotates by the number of the head rather than by the token's position",
+        "the axis of positions must be the one the tokens are on: [b, h, t, d] or [b, t, h, d]", RotaryPositions, changed(place="along heads")),
+    PartBug("rotary-offset-ignored", "whose rotary positions ignore the tokens in the cache",
+        "the first new token's position is the number of tokens in the cache", RotaryPositions, changed(begin=lambda o, steps: 0, moved=["q", "qk"])),
+    PartBug("rotary-offset-late", "whose rotary positions in a step with a cache are too large by the step's own length",
+        "read the length of the cache before the step's keys are added to it", RotaryPositions, changed(begin=lambda o, steps: sum(steps), moved=["q", "k", "qk"])),
+    PartBug("rotary-offset-miscounted", "whose cache doesn't count tokens but calls, or another axis such as the heads: rotary positions are wrong after the first step",
+        "add the number of new tokens, the axis of k that the sequence is on", RotaryPositions, miscounted),
+    PartBug("window-off", "whose window is too wide or too narrow, often by one key", WINDOW, Window,
+        lambda part: changed(size=[part.size - 1, part.size + 1, part.size + 2, part.size // 2])(part)),
+    PartBug("window-slot-empty", "whose rolling cache moves on one token too early: an empty slot stands in place of the oldest key of its window",
+        "let the oldest token go when the cache is full, at seen >= window, not before", Window, empty_slot),
+    PartBug("window-ignored", "without its window", WINDOW, Window, without),
+    PartBug("window-both-sides", "whose window reaches into the future too", WINDOW, Window,
+        lambda part: [(replace(part, kind="both sides"), Wrong(override(causal_mask=lambda o: None)))]),
+    PartBug("window-inverted", "that masks what is inside its window", WINDOW, Window,
+        lambda part: wrong(wrap(masks=lambda o, step: [*step(), ~part.visible(*o.positions())]))),
+    PartBug("norm-missing", "without one of its norms", "apply the norm", Norm, without),
+    PartBug("norm-of-one", "that normalizes only queries or only keys", ALIKE, Norm, one_norm_of_two),
+    PartBug("norm-axis", "whose norm is over other axes than the last alone", "normalize over the last axis, each vector by itself", Norm, norm_of_width),
+    PartBug("norm-shared", "that uses the scale of one norm for another one too", "give queries and keys their own norms", Norm, lambda part: []),
+    PartBug("norm-on-values", "that normalizes its values too", "normalize queries and keys only", Norm,
+        lambda part: [(replace(part, roles=f"{part.roles}v"),)] if part.roles in ("q", "k", "qk") and part.place != "input" else []),
+    PartBug("norm-misplaced", "whose norms of queries and keys are applied to others of q, k and v", "normalize q with its norm and k with its own, before their product",
+        Norm, lambda part: changed(roles=MISPLACED[part.roles])(part) if part.roles in MISPLACED and part.place != "input" else []),
+    PartBug("norm-unscaled", "whose norm leaves out its learned scale", "multiply by the scale", Norm,
+        lambda part: [(replace(part, scale=""),), (replace(part, scale="", bias=""),)] if part.scale else []),
+    PartBug("norm-mean-kept", "whose layer norm doesn't subtract the mean", "subtract the mean, then divide by the standard deviation", Norm,
+        lambda part: [(replace(part, kind="RMS"),)] if part.kind == "layer" else []),
+    PartBug("bias-transposed", "whose relative bias has queries and keys exchanged", RELATIVE, TableBias, transposed_bias),
+    PartBug("bias-heads-mixed", "whose relative bias is that of another head", RELATIVE, TableBias, bias_without_heads),
+    PartBug("bias-scaled", "that scales its relative bias along with the scores", RELATIVE, TableBias, scaled_bias),
+    PartBug("bias-missing", "without its relative bias", RELATIVE, TableBias, without),
+    PartBug("window-index", "whose relative bias has the wrong index: other distances share an entry", "distance of rows times 2 · columns − 1, plus distance of columns",
+        TableBias, window_index),
+    PartBug("buckets-bidirectional", "that uses T5's buckets of both directions in a causal layer, or those of one direction in a layer that isn't causal",
+        "bidirectional=False in a causal layer (a decoder), True in others", TableBias,
+        lambda part: changed(is_bidirectional=not part.is_bidirectional)(part) if part.kind == "buckets" else []),
+    PartBug("alibi-sign", "whose ALiBi raises the scores of far keys rather than lowering them", "subtract slope · (i − j)", Alibi, changed(sign=1)),
+    PartBug("alibi-slopes", "whose ALiBi slopes are wrong", "head n of h has the slope 2^(−8n/h), n from 1", Alibi,
+        lambda part: [] if part.path else [*changed(start=0)(part), *changed(exponent=[4.0, 16.0, 1.0])(part), *bias_without_heads(part)]),
+    PartBug("alibi-scaled", "that scales its ALiBi bias along with the scores", RELATIVE, Alibi, scaled_bias),
+    PartBug("alibi-missing", "without its ALiBi bias", RELATIVE, Alibi, without),
+    PartBug("cap-elsewhere", "that caps its scores after the mask or the softmax, or before the scale", CAP, Softcap, cap_elsewhere),
+    PartBug("cap-unscaled", "whose cap doesn't multiply by the cap, or doesn't divide by it", CAP, Softcap, cap_without_product),
+    PartBug("cap-hard", "that clamps its scores rather than capping them smoothly", CAP, Softcap,
+        lambda part: wrong(transform(cap_scores=lambda o, x: x.clamp(-part.cap, part.cap)))),
+    PartBug("cap-missing", "without its cap of the scores", CAP, Softcap, without),
+    PartBug("gate-activation", "whose gate has no sigmoid, or another activation than it says", "multiply by torch.sigmoid(gate)", Gate,
+        changed(function=[*ACTIVATIONS])),
+    PartBug("gate-missing", "without its gate", "multiply by torch.sigmoid(gate)", Gate, without),
+    PartBug("residual-missing", "without its residual connection", "add the input to the output", Residual, without),
+    PartBug("residual-normalized", "whose residual connection adds the normalized input", "add the input as it was before the norm", Residual,
+        lambda part: wrong(transform(finish=lambda o, x: x + o.source("q")))),
+    PartBug("scale-documented", "whose scores don't have the documented scale", "multiply the scores by the documented scale", Scale, without),
+]
+# fmt: on

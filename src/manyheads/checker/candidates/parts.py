@@ -1,0 +1,650 @@
+"""Find the parts of a candidate besides attention, by its values.
+
+One token isolates what surrounds attention, because its only weight is 1: norms of the input and the output,
+gates and residual connections. Changed keys show which keys a query can attend to. If permuted earlier tokens
+change the last query's output, positions matter. What is left, norms of queries and keys, encodings, biases
+and caps, is searched for together, the likely sets first. Every parameter that changes the output must belong
+to a part.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice, permutations, product
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from manyheads.checker.candidates.adapter import D, S
+from manyheads.checker.candidates.attention import POSITIONS, SEQUENCES, AttentionAdapter
+from manyheads.checker.candidates.documentation import documented_mechanism, parse
+from manyheads.checker.candidates.errors import UnexpectedOutput
+from manyheads.checker.encodings import Interleaved, Rotary
+from manyheads.checker.isolation.describe import Description
+from manyheads.checker.isolation.errors import CodeError
+from manyheads.checker.oracle import Attention, Inputs, Weights, largest_difference
+from manyheads.checker.overrides import compose
+from manyheads.checker.parts import (
+    GATES,
+    Alibi,
+    Gate,
+    Norm,
+    NullKeys,
+    Part,
+    Residual,
+    RotaryPositions,
+    Scale,
+    Softcap,
+    TableBias,
+    Temperature,
+    Window,
+)
+from manyheads.shapes import sizes
+
+Parts = tuple[Part, ...]
+Choice = TypeVar("Choice")
+Kind = TypeVar("Kind", bound=Part)
+
+LOOSE = 1e-3  # relative error before eps is known
+EPS = (1e-6, 1e-5, 1e-8, 1e-12, torch.finfo(torch.float32).eps, 0.0)
+BASES = (10000.0, 500000.0, 1000000.0)
+KINDS = [("RMS", False), ("layer", False), ("RMS", True), ("L2", False), ("layer", True), ("L2", True),
+         ("none", False)]  # of norms, and whether their factor is 1 plus a parameter  # fmt: skip
+SEED = 71
+MOST_SETS = 50_000
+MOST_SURROUNDINGS = 2_000
+MOST_PLAUSIBLE = 12
+MOST_WITH_NULL_KEYS = 4_000
+# Documentation of a window that counts the query's own position.
+COUNTS_ITSELF = (
+    r"window(?:_size)?\W*[-−]\s*1|last `?window|includ\w+ (?:itself|the current|its own)|"
+    r"(?:itself|own) included"
+)
+UNSCALED = "as usual with a learned bias or factor"
+NO_SINK = -1e4
+QUERY_KEY_NORM = re.compile(r"(^|[._])(qk?|k|query|key)_?(norm|scale|gamma|ln|layernorm)", re.I)
+POSITION_TABLE = re.compile(r"rel|pos|bias_table|slope", re.I)
+
+
+def find_parts(adapter: AttentionAdapter) -> None:
+    """Find the parts of a candidate that explain it, and note them, or what is unexplained."""
+    with contextlib.suppress(CodeError, UnexpectedOutput):  # which the check of values reports
+        Search(adapter).find()
+    adapter.notes += map(str, adapter.parts)
+    name_mechanism(adapter)
+    reach_caps(adapter)
+    windows = [
+        window.size for parts in (adapter.parts, *adapter.plausible) for window in select(parts, Window)
+    ]
+    adapter.length = max([adapter.length, *(size + 3 for size in windows)])
+    if adapter.unknown or select(adapter.parts, RotaryPositions) or POSITIONS & set(adapter.arguments):
+        return
+    used = {path for part in adapter.parts for path in part.paths}
+    for path, values in ({} if adapter.weights is None else adapter.weights.other).items():
+        is_table = adapter.kind == "self" and adapter.heads in values.shape and values.dim() > 1
+        if path not in used and (QUERY_KEY_NORM.search(path) or (is_table and POSITION_TABLE.search(path))):
+            adapter.unjudged[path] = (
+                f"`{path}` {sizes(values)} has no effect: other values of it give the same outputs. "
+                "If it isn't used, delete it in a subclass and check that."
+            )
+    for path, name in adapter.description.layers.items():
+        if path and re.search(r"rotary|rope", name, re.I):
+            adapter.unjudged[path] = (
+                f"`{path}` ({name}) has no effect: the output is that of attention without rotary encoding. "
+                "If it isn't used, delete it in a subclass and check that."
+            )
+
+
+def name_mechanism(adapter: AttentionAdapter) -> None:
+    """Note the mechanism that documentation names, if the outputs aren't those of softmax attention."""
+    mechanism = documented_mechanism(adapter.description, adapter.text)
+    x = adapter.draw(torch.Generator().manual_seed(SEED), s=S)
+    if not mechanism or ((got := adapter.attempt(x)) and not adapter.unknown and adapter.is_right(x, got)):
+        return
+    adapter.mechanism = mechanism
+    adapter.unknown = (
+        f"something besides attention is in it: {mechanism}, as its name or documentation says. What doesn't "
+        "depend on it was checked. If it is softmax attention, check a copy that doesn't say otherwise"
+    )
+
+
+def reach_caps(adapter: AttentionAdapter) -> None:
+    """Choose the magnitude of inputs so that scores exceed the cap that they may have."""
+    sets = [adapter.parts] if adapter.parts else adapter.plausible
+    caps = [part.cap for parts in sets for part in select(parts, Softcap)]
+    if caps:
+        oracle = Attention(adapter.weights)
+        oracle(adapter.draw(torch.Generator().manual_seed(4)))
+        largest = float(oracle.raw_scores.abs().max()) * oracle.default_scale()
+        adapter.magnitude = max(1.0, (1.5 * caps[0] / largest) ** 0.5)
+
+
+class Numbers:
+    """The numbers that a candidate's constructor, attributes, documentation and code contain."""
+
+    def __init__(self, adapter: AttentionAdapter) -> None:
+        description = adapter.description
+        arguments = {arg.name: arg.default for arg in description.init or ()} | adapter.init
+        arguments |= {arg.name: arg.default for arg in description.call}
+        named = {**arguments, **description.settings, **description.attributes}
+        self.named = {name: x for name, x in named.items() if type(x) in (int, float)}
+        self.given = {name for name in (*arguments, *description.settings) if name in self.named}
+        nodes = [node for node in ast.walk(parse(description.source)) if isinstance(node, ast.Constant)]
+        constants = [float(node.value) for node in nodes if isinstance(node.value, int | float)]
+        documented = map(float, re.findall(r"\b\d+(?:\.\d+)?\b", adapter.text))
+        self.unnamed = dict.fromkeys([*constants, *documented])
+
+    def named_like(self, pattern: str, given: bool = False) -> dict[str, float]:
+        """Return the numbers whose names match, only those that a caller sets if `given`."""
+        names = self.given if given else self.named
+        return {name: x for name, x in self.named.items() if name in names and re.search(pattern, name, re.I)}
+
+    def all(self) -> set[float]:
+        """Return all numbers."""
+        return {*self.named.values(), *self.unnamed}
+
+
+class Search:
+    """The search for the parts of one candidate."""
+
+    def __init__(self, adapter: AttentionAdapter) -> None:
+        self.adapter, self.numbers = adapter, Numbers(adapter)
+        self.generator = torch.Generator().manual_seed(SEED)
+        self.size = adapter.weights.head_size if adapter.weights is not None else D
+        self.groups: dict[str, list[str]] = {}
+        for path in () if adapter.weights is None else adapter.weights.other:
+            self.groups.setdefault(group_of(path), []).append(path)
+
+    # -- measurements ------------------------------------------------------------------------------
+
+    def run(self, x: Inputs) -> Tensor:
+        """Return the candidate's output in float64."""
+        return self.adapter.run(x).out.to(torch.float64)
+
+    def draw(self, t: int, b: int = 2, s: int | None = None) -> tuple[Inputs, Tensor]:
+        """Return random inputs without masks, and the candidate's output."""
+        x = self.adapter.draw(self.generator, b, t, s)
+        return x, self.run(x)
+
+    def shape(self, group: str) -> tuple[int, ...]:
+        """Return the shape of the first parameter of a group."""
+        return tuple(self.adapter.parameters[self.groups[group][0]].shape)
+
+    def find_effective(self, x: Inputs, out: Tensor) -> list[str]:
+        """Return the groups of parameters that change this output."""
+        found = []
+        for group, paths in self.groups.items():
+            values = {path: self.adapter.parameters[path] for path in paths}
+            self.adapter.candidate.load({path: y * 1.5 + 0.3 for path, y in values.items()})
+            try:
+                least = 1e-5 * (1 + float(out.abs().max()))
+                found += [group] if largest_difference(self.run(x), out) > least else []
+            finally:
+                self.adapter.candidate.load(values)
+        return found
+
+    def find_window(self, visible: Tensor) -> Window | None:
+        """Return the window with which exactly these keys are visible, or None."""
+        t = visible.shape[0]
+        i, j = torch.arange(t)[:, None], torch.arange(t)[None]
+        causal = i >= j if self.adapter.always_causal else torch.ones_like(visible)
+        known = {int(x) for x in self.numbers.all() if x == int(x)}
+        for kind, size in product(("sliding", "both sides", "chunks"), range(2, t)):
+            for first in (0, 1, 2, 4):
+                window = Window(size, kind, first)
+                legal = window.visible(i, j) & causal
+                is_known = {size, size - 1, 2 * size - 1} & known
+                if is_known and torch.equal(legal, visible) and not torch.equal(legal, causal):
+                    return window
+        return None
+
+    def positions_matter(self, t: int) -> bool:
+        """Return True if another order of the other tokens changes the last query's output."""
+        if t < 3:
+            return False
+        x, out = self.draw(t, 2, t)
+        order = torch.cat((torch.arange(x.t - 1).roll(1), torch.tensor([x.t - 1])))
+        names = SEQUENCES[1:] if "cross" in self.adapter.features else SEQUENCES
+        permuted = {name: getattr(x, name)[..., order, :] for name in names}
+        moved = self.run(self.adapter.replace_sequences(x, **permuted))
+        error = largest_difference(moved[..., -1, :], out[..., -1, :])
+        return error > 1e-4 * float(out.abs().max())
+
+    # -- search ------------------------------------------------------------------------------------
+
+    def find(self) -> None:
+        """Find the parts, or what is unexplained."""
+        adapter = self.adapter
+        windows = [
+            int(x) for x in self.numbers.named_like(r"window|local|chunk|band").values() if 2 <= x <= 128
+        ]
+        t = max([6, *(size + 3 for size in windows)])
+        calls = [self.draw(t, 2, t + 2), self.draw(5, 2, 5)]
+        if calls[0][1].shape != adapter.exact(calls[0][0]).out.shape:
+            return
+        if not self.window_sizes() and any(self.confirm((), n) for n in range(len(adapter.packings))):
+            self.add_stated_parts()
+            return
+        visible = None
+        if "cross" not in adapter.features or adapter.weights is None:
+            visible = adapter.visible_keys(adapter.draw(self.generator, 1, max(t, 8), max(t, 8)))
+        window = None if visible is None else self.find_window(visible)
+        adapter.has_positions = self.positions_matter(min(t, 6) if window is None else min(6, window.size))
+        effective = self.find_effective(*calls[0])
+        inside: Parts = () if window is None else (window,)
+        outer, found_around = self.find_surroundings()
+        rest = [group for group in effective if group not in outer]
+        surroundings: list[tuple[int, Parts]] = []
+
+        def candidates() -> Iterator[tuple[int, Parts]]:
+            for n, around in islice(found_around, 12):
+                surroundings.append((n, around))
+                yield from ((n, around + parts + inside) for parts in self.score_parts(rest))
+            yield from ((0, parts) for parts in self.with_null_keys(effective, inside))
+
+        readings = adapter.readings
+        for n, found in candidates():
+            if self.has_idle_norm(found, effective) or self.error(found, readings[n], calls) > LOOSE:
+                continue
+            if self.confirm(self.refine(found, readings[n]), n):
+                self.add_stated_parts()
+                return
+        stated = tuple(Window(size) for size in self.window_sizes()[:1])
+        self.describe_unknown(effective, outer, surroundings, inside or stated)
+
+    def window_sizes(self) -> list[int]:
+        """Return the sizes of windows that a caller sets, if the candidate masks by itself."""
+        adapter = self.adapter
+        names = {*adapter.init, *adapter.description.attributes} if not adapter.masks else set()
+        given = self.numbers.named_like(r"window").items()
+        return [int(x) for name, x in given if name in names and 1 <= x <= 128]
+
+    def add_stated_parts(self) -> None:
+        """Add the parts that a caller sets by a number and that the outputs lack, so that checks fail."""
+        adapter = self.adapter
+        is_exact = re.search(COUNTS_ITSELF, adapter.text, re.I)
+        for size in self.window_sizes():
+            legal = {"sliding": {size} if is_exact else {size, size + 1}}
+            legal["both sides"] = {size, size + 1, size // 2 + 1}
+            windows = select(adapter.parts, Window)
+            if not any(part.size in legal.get(part.kind, {part.size}) for part in windows):
+                rest = tuple(part for part in adapter.parts if part not in windows)
+                adapter.parts = (*rest, Window(size))
+        for cap in self.numbers.named_like(r"soft_?cap|logit_?cap").values():
+            if cap > 0 and not select(adapter.parts, Softcap):
+                adapter.parts = (*adapter.parts, Softcap(float(cap)))
+
+    def has_idle_norm(self, parts: Parts, effective: list[str]) -> bool:
+        """Return True if a group of parameters has no effect although a norm like it has, which is a bug."""
+        other = {} if self.adapter.weights is None else self.adapter.weights.other
+        used = {other[norm.scale].shape for norm in select(parts, Norm) if norm.scale}
+        idle = [path for group, paths in self.groups.items() if group not in effective for path in paths]
+        return any(other[path].shape in used for path in idle)
+
+    def find_surroundings(self) -> tuple[list[str], Iterator[tuple[int, Parts]]]:
+        """Return the parameters that change one token, and the orders of weights and parts that fit it."""
+        adapter, sink = self.adapter, None
+        readings = adapter.readings
+        if adapter.weights is None:
+            return [], iter([(0, ())])
+        if adapter.weights.sink is not None:  # which takes a part of the weight of one token
+            path, sink = str(adapter.projections.sink), adapter.weights.sink
+            adapter.candidate.load({path: torch.full_like(adapter.parameters[path], NO_SINK)})
+            readings = [replace(w, sink=torch.full_like(sink, NO_SINK)) for w in readings if w is not None]
+        try:
+            x = adapter.draw(self.generator, 3, 1, 1)
+            if adapter.count:  # equal tokens instead of one
+                x = adapter.replace_sequences(x, query=x.query[:, :1].expand_as(x.query))
+            calls = [(x, self.run(x))]
+            outer = self.find_effective(*calls[0])
+            tried = product(islice(self.surroundings(outer), MOST_SURROUNDINGS), enumerate(readings))
+            found = ((n, parts) for parts, (n, each) in tried if self.error(parts, each, calls) < LOOSE)
+            return outer, found
+        finally:
+            if sink is not None:
+                adapter.candidate.load({path: adapter.parameters[path]})
+
+    def refine(self, parts: Parts, weights: Weights | None) -> Parts:
+        """Return the parts with the eps of each norm that fits best, also for small inputs."""
+        x, out = self.draw(5, 2, 7)
+        small = self.adapter.replace_sequences(x, **{name: getattr(x, name) * 0.02 for name in SEQUENCES})
+        calls = [(x, out), (small, self.run(small))]
+        values = dict.fromkeys([*EPS, *(float(x) for x in self.numbers.all() if 0 < x < 0.01)])
+        for n, part in enumerate(parts):
+            if isinstance(part, Norm) and part.kind != "none":
+                tried = [(*parts[:n], replace(part, eps=eps), *parts[n + 1 :]) for eps in values]
+                parts = min(tried, key=lambda each: self.error(each, weights, calls))
+        return parts
+
+    def confirm(self, parts: Parts, n: int) -> bool:
+        """Adopt these parts, with the n-th order of packed weights, if they explain fresh inputs."""
+        adapter, before = self.adapter, self.adapter.packings
+        adapter.parts, adapter.packings = parts, before[n:] + before[:n]
+        lengths = [7, 4, 9]
+        for table in select(parts, TableBias):
+            lengths += [table.max_distance + 5] if table.kind == "buckets" else []
+            lengths += [max(adapter.parameters[table.path].shape) + 5] if table.kind == "distances" else []
+        for t in lengths:
+            x = adapter.draw(self.generator, 2, t, t + 1)
+            outputs = adapter.attempt(x) if t > 9 else adapter.run(x)
+            if outputs is None:  # longer than its table
+                continue
+            if not largest_difference(outputs.out, adapter.exact(x).out) <= adapter.allowed_error(x):
+                adapter.parts, adapter.packings = (), before
+                return False
+        return True
+
+    def describe_unknown(
+        self, effective: list[str], outer: list[str], surroundings: list[tuple[int, Parts]], inside: Parts
+    ) -> None:
+        """Note what is unexplained, and the sets of parts that the candidate may have besides a bug."""
+        adapter = self.adapter
+        paths = [path for group in effective for path in self.groups[group]]
+        reasons = [f"the parameter `{path}` {sizes(adapter.parameters[path])}" for path in paths]
+        reasons += ["the order of earlier tokens"] if adapter.has_positions else []
+        if reasons:
+            adapter.unknown = (
+                f"something besides attention is in it: {', '.join(reasons)} "
+                f"{'change' if len(reasons) > 1 else 'changes'} the output, and no known part explains how"
+            )
+        if paths:
+            adapter.unknown += f". {remove_parameters(adapter.description, adapter.init, paths)}"
+        around = [parts for _, parts in surroundings]
+        inner = {self.shape(group) for group in self.groups if group not in outer}
+        if not around or any(self.shape(group) in inner for group in outer):
+            # Something is wrong with one token. Leave norms of queries and keys to the scores.
+            outer = [group for group in outer if self.shape(group) not in inner]
+            idle = [group for group in self.groups if group not in (*effective, *outer)]
+            outer += [group for group in idle if self.shape(group) == (adapter.widths[0],)]
+            around = list(islice(self.surroundings(outer), MOST_PLAUSIBLE // 2)) or [()]
+        rest = [group for group in self.groups if group not in outer]
+        scores = list(islice(self.score_parts(rest), MOST_PLAUSIBLE)) or [()]
+        sets = [outside + parts + inside for parts, outside in product(scores, around)]
+        # A bug can look like a window, so the surroundings are tried without one, too.
+        adapter.plausible = [*dict.fromkeys([*sets[:MOST_PLAUSIBLE], *around[:2], ()])]
+        orders = dict.fromkeys(n for n, _ in surroundings)
+        adapter.packings = [adapter.packings[n] for n in orders] or adapter.packings
+
+    # -- what surrounds attention ------------------------------------------------------------------
+
+    def surroundings(self, groups: list[str]) -> Iterator[Parts]:
+        """Yield sets of parts that surround attention and use these groups, the likely ones first."""
+        said = " ".join((self.adapter.text, *(arg.name for arg in self.adapter.description.init or ())))
+        for chosen in ranked([list(self.outer_options(group)) for group in groups]):
+            has_norm = any(norm.place in ("input", "output") for norm in select(chosen, Norm))
+            yield from arrange(chosen)
+            if has_norm or re.search(r"residual|skip connection", said, re.I):
+                yield from arrange((*chosen, Residual()))
+
+    def outer_options(self, group: str) -> Iterator[Part]:
+        """Yield the parts around attention, or norms of values, that a group of parameters may be."""
+        weights, paths = self.adapter.weights, self.groups[group]
+        assert weights is not None
+        h, dv = weights.heads, weights.weight["v"].shape[0] // weights.key_heads
+        q, k, v = self.adapter.widths
+        shapes = {path: weights.other[path].shape for path in paths}
+        matrices = [path for path in paths if len(shapes[path]) == 2 and min(shapes[path]) > 1]
+        for path in matrices:
+            bias = next((other for other in paths if other != path), "")
+            out, width = shapes[path]
+            for function in GATES:
+                if width == q and out in (h * dv, h):
+                    yield Gate(path, bias, function)
+                if width == q and out == weights.out_width:
+                    yield Gate(path, bias, function, "output")
+        if matrices:
+            return
+        n = weights.other[paths[0]].numel()
+        places = [("input", "qkv")] * (n == q)
+        places += [("input", "kv")] * (n in (k, v) and "cross" in self.adapter.features)
+        places += [("input", "q")] * (n == q and "cross" in self.adapter.features)
+        places += [("output", "")] * (n in (1, weights.out_width))
+        places += [("merged", ""), ("width", "v")] * (n == h * dv)
+        places += [("heads", "v"), ("mixed", "")] * (n in (dv, h * dv))
+        yield from self.norms(paths, places)
+
+    def norms(self, paths: list[str], places: list[tuple[str, str]]) -> Iterator[Norm]:
+        """Yield the norms at these places, of these roles, that one or two vectors may belong to."""
+        scale, bias = paths[0], ""
+        if len(paths) == 2:
+            bias = next((path for path in paths if re.search(r"bias|beta|shift|\bb$", path)), paths[1])
+            scale = next(path for path in paths if path != bias)
+        owner = self.adapter.description.layers.get(group_of(scale), "")
+        if owner == "GroupNorm":
+            groups = int(self.numbers.named[f"{group_of(scale)}.num_groups"])
+            inputs = (place for place in places if place[0] == "input")
+            yield from (Norm("group", *place, scale, bias, groups=groups) for place in inputs)
+            return
+        likely = "RMS" if re.search("rms", owner, re.I) else "layer" if bias or "LayerNorm" in owner else ""
+        if not owner:
+            code = self.adapter.description.source
+            is_l2 = re.search(r"F\.normalize|functional\.normalize|l2|cosine", code, re.I)
+            likely = "L2" if is_l2 else "none"
+        for (kind, plus_one), (place, roles) in product(sorted(KINDS, key=lambda x: x[0] != likely), places):
+            if not (bias and kind in ("L2", "none")):
+                yield Norm(kind, place, roles, scale, bias, plus_one=plus_one)
+
+    # -- learned keys and values -------------------------------------------------------------------
+
+    def null_keys(self) -> Iterator[NullKeys]:
+        """Yield the parameters that may be learned keys and values."""
+        shapes = {path: self.shape(group) for group, paths in self.groups.items() for path in paths[:1]}
+        for path, shape in shapes.items():
+            if shape[0] == 2 and len(shape) > 1 and shape[-1] == self.size:
+                yield NullKeys(path)
+            values = re.sub(r"k(?=$|_|\.)", "v", path).replace("key", "value")
+            if values != path and shapes.get(values) == shape and shape[-1] % self.size == 0:
+                yield NullKeys(path, values)
+
+    def with_null_keys(self, effective: list[str], inside: Parts) -> Iterator[Parts]:
+        """Yield sets of parts with learned keys, which leave no weight of 1 to a token that is alone."""
+        for null in self.null_keys():
+            rest = [group for group in effective if not {*self.groups[group]} & {*null.paths}]
+            inner = [x for x in rest if self.names_query_or_key(x) or not any(self.outer_options(x))]
+            around = list(islice(self.surroundings([x for x in rest if x not in inner]), MOST_SURROUNDINGS))
+            scores = list(islice(self.score_parts(inner), MOST_SURROUNDINGS))
+            for outside, parts in islice(ranked([around, scores]), MOST_WITH_NULL_KEYS):
+                yield (*outside, null, *parts, *inside)
+                yield (*outside, *parts, null, *inside)
+
+    # -- scores ------------------------------------------------------------------------------------
+
+    def score_parts(self, groups: list[str]) -> Iterator[Parts]:
+        """Yield sets of parts of the scores that use these groups of parameters, the likely ones first."""
+        slots: list[list[Parts]] = [[(part,) for part in self.score_options(group)] for group in groups]
+        slots += [[(), *self.plain_norms()], self.encodings(), [(), *((Softcap(x),) for x in self.caps())]]
+        slots += [[(), *((scale,) for scale in self.scales())]]
+        for chosen in ranked(slots):
+            parts = tuple(part for each in chosen for part in each)
+            if not is_plausible(parts):
+                continue
+            norms = tuple(norm for norm in select(parts, Norm) if norm.place != "input")
+            rotary = tuple(select(parts, RotaryPositions))
+            rest = tuple(part for part in parts if part not in norms + rotary)
+            yield norms + rotary + rest
+            if norms and rotary:
+                yield rotary + norms + rest
+
+    def score_options(self, group: str) -> Iterator[Part]:
+        """Yield the parts of the scores that a group of parameters may be."""
+        weights, paths = self.adapter.weights, self.groups[group]
+        assert weights is not None
+        h, g, d = weights.heads, weights.key_heads, self.size
+        shape, path = weights.other[paths[0]].shape, paths[0]
+        n = weights.other[path].numel()
+        roles = list(dict.fromkeys([*self.names_query_or_key(group), "qk", "q", "k"]))
+        sized = [role for role in roles if n in (1, d) or n == (g if role == "k" else h) * d]
+        places = [("heads", role) for role in sized]
+        places += [("width", role) for role in sized if n > d]
+        if n in self.adapter.widths[:2] and "cross" in self.adapter.features:
+            places += [("input", role) for role in roles if role != "qk"]
+        yield from self.norms(paths, places)
+        if n in (1, h) and len(paths) == 1:
+            yield from (Temperature(path, form) for form in ("factor", "exponential", "divisor"))
+            yield Alibi(path, is_symmetric=not self.adapter.always_causal)
+        if len(shape) >= 2 and h in shape and len(paths) == 1:
+            if len(shape) > 2 and shape[-1] == shape[-2]:
+                yield TableBias(path, "positions")
+            elif len(shape) == 2:
+                n = self.adapter.count or 0
+                for height in (height for height in range(1, n + 1) if n % height == 0):
+                    if (2 * height - 1) * (2 * n // height - 1) in shape:
+                        yield TableBias(path, "window", width=n // height)
+                is_decoder = self.adapter.description.attributes.get("is_decoder") is True
+                both = (False, True) if self.adapter.always_causal or is_decoder else (True,)
+                distances = {128, *(int(x) for x in self.numbers.named_like(r"dist").values())}
+                for max_distance, is_bidirectional in product(sorted(distances), both):
+                    yield TableBias(path, "buckets", max_distance, is_bidirectional)
+                yield TableBias(path, "distances")
+                yield TableBias(path, "distances", sign=-1)
+
+    @staticmethod
+    def names_query_or_key(group: str) -> list[str]:
+        """Return "q" or "k" if the name of a group of parameters has it."""
+        return [x for x in "qk" if re.search(rf"(^|[._]){x}|{x}([._]|$)", group.lower())]
+
+    def plain_norms(self) -> Iterator[Parts]:
+        """Yield norms of q and k without parameters, if the code has a norm."""
+        text = self.adapter.description.source + self.adapter.text
+        if re.search(r"norm", text, re.I):
+            yield (Norm("RMS"),)
+            yield (Norm("layer"),)
+            if re.search(r"cosine|l2|F\.normalize|qk_?norm", text, re.I):
+                yield (Norm("L2"),)
+
+    def encodings(self) -> list[Parts]:
+        """Return the encodings of positions without parameters, the likely ones first."""
+        text = self.adapter.description.source + self.adapter.text
+        has_angles = re.search(r"rotary|rope\b|cos\b|polar", text, re.I)
+        if not (self.adapter.has_positions or has_angles or re.search(r"alibi", text, re.I)):
+            return [()]
+        partial = [
+            int(x if type(x) is int else x * self.size)
+            for x in self.numbers.named_like(r"rot|rope|partial|pct|percent").values()
+        ]
+        sizes = [n for n in dict.fromkeys([self.size, *partial]) if 2 <= n <= self.size and n % 2 == 0]
+        pairs: list[type[Rotary]] = [Rotary, Interleaved]
+        if re.search(r"::2|complex|interleav", text):
+            pairs.reverse()
+        if self.adapter.draw(self.generator, 1, 2).angles is not None:
+            given = product(sizes, pairs)
+            return [(RotaryPositions(pair, n, self.size, is_given=True),) for n, pair in given]
+        bases = [float(x) for x in self.numbers.named_like(r"base|theta", given=True).values() if x > 1]
+        scaling = self.numbers.named_like(r"factor|scaling", given=True).values()
+        factors = [1.0, *(y for x in scaling if x not in (0, 1) for y in (1 / x, x))]
+        computed = product((1, -1), bases or BASES, factors, sizes, pairs)
+        rotary: list[Parts] = [
+            (RotaryPositions(pair, n, self.size, base, factor, direction),)
+            for direction, base, factor, n, pair in computed
+        ]
+        alibi: list[Parts] = [(Alibi(is_symmetric=not self.adapter.always_causal),)]
+        found = alibi + rotary if re.search(r"alibi|slope", text, re.I) else rotary + alibi
+        return [*found, ()] if self.adapter.has_positions and has_angles else [(), *found]
+
+    def caps(self) -> list[float]:
+        """Return the numbers at which scores may be capped."""
+        found = [*self.numbers.named_like(r"cap|clip").values()]
+        if "tanh" in self.adapter.description.source:
+            found += [x for x in self.numbers.unnamed if x > 1]
+        return [float(x) for x in dict.fromkeys(found) if x > 0]
+
+    def scales(self) -> list[Scale]:
+        """Return the scales of the scores other than 1/√d that are documented or usual."""
+        found = [
+            Scale(float(value), f"{name} = {x:g}")
+            for name, x in self.numbers.named_like(r"scal|temperature|\btau", given=True).items()
+            for value in ((x, 1 / x, abs(x) ** -0.5) if x not in (0, 1) else (x,) if x else ())
+        ]
+        if re.search(r"\b(?:unscaled|no scal|without scal|not scaled|isn't scaled)", self.adapter.text, re.I):
+            found.append(Scale(1.0, "as documented"))
+        if "relative_attention_num_buckets" in self.numbers.named:
+            found.append(Scale(1.0, "as in T5"))
+        return [*found, Scale(1.0, UNSCALED)]
+
+    # -- comparison --------------------------------------------------------------------------------
+
+    def error(self, parts: Parts, weights: Weights | None, calls: list[tuple[Inputs, Tensor]]) -> float:
+        """Return the largest relative error of the oracle with these parts."""
+        oracle = compose(Attention, *(part.oracle for part in parts))(weights)
+        worst = 0.0
+        for x, out in calls:
+            try:
+                worst = max(worst, Attention.difference(oracle(x.to(torch.float64)).out, out))
+            except (RuntimeError, IndexError, ZeroDivisionError):
+                return float("inf")
+        return worst
+
+
+def select(parts: Iterable[Part], kind: type[Kind]) -> list[Kind]:
+    """Return the parts of a kind."""
+    return [part for part in parts if isinstance(part, kind)]
+
+
+def ranked(slots: list[list[Choice]]) -> Iterator[tuple[Choice, ...]]:
+    """Yield a choice from each slot, those with early choices first."""
+
+    def with_sum(slots: list[list[Choice]], total: int) -> Iterator[tuple[Choice, ...]]:
+        if not slots:
+            yield from [()] if total == 0 else []
+            return
+        largest = sum(len(slot) - 1 for slot in slots[1:])
+        for n in range(max(0, total - largest), min(total, len(slots[0]) - 1) + 1):
+            yield from ((slots[0][n], *rest) for rest in with_sum(slots[1:], total - n))
+
+    totals = range(sum(len(slot) - 1 for slot in slots) + 1) if all(slots) else range(0)
+    yield from islice((chosen for total in totals for chosen in with_sum(slots, total)), MOST_SETS)
+
+
+def group_of(path: str) -> str:
+    """Return the module that a parameter belongs to, or the parameter if it is the candidate's own."""
+    return path.rpartition(".")[0] or path
+
+
+def arrange(parts: Parts) -> Iterator[Parts]:
+    """Yield these parts in each order in which those that change the output may be applied."""
+    last = [part for part in parts if "finish" in part.wrappers()]
+    rest = tuple(part for part in parts if part not in last)
+    yield from (rest + order for order in permutations(last))
+
+
+def is_plausible(parts: Parts) -> bool:
+    """Return True unless two parts exclude each other, or one requires another that isn't there."""
+    norms = [norm for norm in select(parts, Norm) if norm.place in ("heads", "width")]
+    roles = "".join(norm.roles for norm in norms)
+    kinds = {(norm.kind, norm.place, norm.plus_one) for norm in norms}
+    biases = [part for part in parts if isinstance(part, TableBias | Alibi)]
+    is_learned = any(isinstance(part, Temperature | TableBias) for part in parts)
+    is_cosine = any(norm.kind == "L2" and not norm.scale for norm in norms)
+    if is_cosine and not any(isinstance(part, Scale | Temperature) for part in parts):
+        return False  # cosines divided by √d are a bug
+    if not is_learned and any(scale.reason == UNSCALED for scale in select(parts, Scale)):
+        return False
+    is_one_sided = ("q" in roles) != ("k" in roles)  # a bug too
+    return len(kinds) <= 1 and len(set(roles)) == len(roles) and len(biases) <= 1 and not is_one_sided
+
+
+def remove_parameters(description: Description, init: Mapping[str, Any], paths: Iterable[str]) -> str:
+    """Return advice for a candidate that has these parameters besides attention."""
+    owners = list(dict.fromkeys(path.rpartition(".")[0] for path in paths))
+    is_name = all(part.isidentifier() for owner in owners for part in owner.split("."))  # "" is the class
+    if not is_name or not all("Norm" in description.layers.get(owner, "") for owner in owners):
+        return (
+            "To judge the attention alone, check a module or a function without the rest, which the "
+            "candidate calls: f(q, k, v, mask)"
+        )
+    statements = [f"self.{owner} = torch.nn.Identity()" for owner in owners]
+    if description.type != "class":
+        code = "; ".join(statements).replace("self.", "module.")
+        return f"To judge the attention alone, check a copy without it: {code}"
+    arguments = [arg.name for arg in description.init or () if arg.required or arg.name in init]
+    passed = ", ".join(f"{name}={name}" for name in arguments)
+    return (
+        f"To judge the attention alone, check this class:\nclass Adapter({description.name}):\n"
+        f"    def __init__({', '.join(['self', *arguments])}):\n"
+        f"        {'; '.join([f'super().__init__({passed})', *statements])}"
+    )

@@ -1,0 +1,203 @@
+"""The check of caches: steps must give the outputs of one call without a cache for all tokens so far."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from manyheads.checker.bugs import Bug
+from manyheads.checker.bugs.caches import BUGS
+from manyheads.checker.candidates.attention import AttentionAdapter
+from manyheads.checker.candidates.caches import Cache, Run, Sequence
+from manyheads.checker.checks.registry import Check, check, failed, passed, skipped
+from manyheads.checker.isolation.errors import CodeError
+from manyheads.checker.oracle import Inputs, largest_difference
+
+LENGTHS = {  # of the steps, by the name of the trial
+    "one token at a time": (1,) * 6,
+    "a prefill, then one token at a time": (4, 1, 1),
+    "several tokens at once": (4, 3, 2),
+}
+SINGLE = re.compile(  # a step is one token, as in "takes only one token"
+    r"(?<!not )\b(?:only|exactly|just|must|takes|expects|x is|(?:each|a|every) (?:call|step))\b[^.;]{0,40}"
+    r"\b(?:one|single|1)[- ](?:new )?token\b",
+    re.I,
+)
+ADAPTER = """Check an adapter that makes and returns it:
+class Adapter({name}):
+    def forward(self, {x}, cache=None):
+        cache = MyCache() if cache is None else cache
+        return super().forward({x}, {argument}=cache), cache"""
+
+
+@check("cache")
+def check_cache(adapter: AttentionAdapter) -> Check:
+    """Compare steps that use a cache with calls without a cache."""
+    cache = adapter.cache
+    if adapter.cache_problem:
+        argument, x = (adapter.arguments.get(role, name) for role, name in (("cache", "cache"), ("x", "x")))
+        text = ADAPTER.format(name=adapter.description.name, x=x, argument=argument)
+        return Check("", "not judged", f"{adapter.cache_problem}. {text}")
+    if adapter.cache_bug is not None:
+        return failed("every call uses it, and nothing empties it.", bug=adapter.cache_bug)
+    if cache is None:
+        return skipped("it takes no cache of the keys of its own sequence")
+    allowed, notes, worst = 4 * adapter.allowed_error(cache.draw(41, 2, 6)), [], 0.0
+    steps: tuple[int, ...] = (4, 1)
+    for trial, lengths in LENGTHS.items():
+        sequence = Sequence(cache.draw(41, 2, sum(lengths)), lengths)
+        run = cache.run(sequence)
+        errors = cache.errors(sequence, run.outs[0])
+        wrong = next((i for i, error in enumerate(errors) if not error <= allowed), None)
+        if wrong is None and run.error is not None:
+            if not (isinstance(run.error, CodeError) and run.error.is_refusal):
+                step = f"the step after a cache of {len(errors)} tokens"
+                bug = BUGS["chunk-raises"] if errors and lengths[len(run.outs[0])] > 1 else None
+                return failed(f"{trial}: {step} raised an error: {str(run.error).rstrip('.')}.", bug=bug)
+            notes.append(f"{trial} is refused")
+            steps = steps if errors else (1,) * 5
+        elif wrong is not None and max(lengths[1:]) > 1 and SINGLE.search(adapter.text):
+            notes.append(f"{trial} differs, but its documentation says that a step is one token")
+            continue
+        elif wrong is not None:
+            reason, adapter.cache_bug = explain_step(cache, sequence, wrong, allowed)
+            return failed(f"{trial}: {reason}.", max(errors), allowed, adapter.cache_bug)
+        worst = max([worst, *errors])
+    for reason, name, error in compare_sequences(cache, steps, allowed):
+        adapter.cache_bug = BUGS.get(name)
+        return failed(f"{reason}.", error, allowed, adapter.cache_bug)
+    if not cache.can_restart:
+        notes.append("no method resets it, so one sequence was checked")
+    return passed("; ".join(("steps give the same as one call", *notes)), worst, allowed)
+
+
+# -- one sequence ----------------------------------------------------------------------------------
+
+
+def explain_step(cache: Cache, sequence: Sequence, wrong: int, allowed: float) -> tuple[str, Bug | None]:
+    """Return why a token's output is wrong, and the bug if one fits exactly."""
+    start, lengths = 0, []
+    for length in sequence.lengths:
+        lengths.append(length)
+        if start + length > wrong:
+            break
+        start += length
+    end = start + lengths[-1]
+    x = cache.replace_tokens(sequence.inputs, sequence.inputs.query[..., :end, :].contiguous())
+    cached = affected(cache, x, lambda inputs: last_rows(cache.run(Sequence(inputs, tuple(lengths))), start))
+    plain = affected(cache, x, lambda inputs: cache.expect(inputs, start, end))
+    step = f"token {start}" if lengths[-1] == 1 else f"tokens {start} to {end - 1}"
+    after = f"{step} after a cache of {start}"
+    if not start:
+        return f"the first step differs from a call without a cache, from token {wrong} on", None
+    if torch.equal(cached_effects(cache, (4, 3)), torch.ones(4, 3).triu().bool()):
+        return f"{after}: the causal mask counts from the first key", BUGS["first-key-only"]
+    if bool((cached & ~plain)[start:].any()):
+        bug = None if bool((plain & ~cached).any()) else BUGS["chunk-not-causal"]
+        others = "" if bug else ", and not to all earlier ones"
+        return f"{after}: each attends to later tokens of its chunk{others}", bug
+    missing = (plain & ~cached)[:start, -1]
+    if bool(missing.all()):
+        reason = f"{after}: the cached tokens have no effect"
+        if longer := kept_tokens(cache, (4, 3)):
+            numbers = ", ".join(map(str, longer))
+            return f"{reason}, but on the first token of three after four, {numbers} have", None
+        return reason, BUGS["cache-ignored"]
+    if bool(missing.any()):
+        kept = missing.logical_not().nonzero().flatten().tolist()
+        is_last = kept == list(range(start - lengths[-2], start))
+        if is_last and all(kept_tokens(cache, (2, n, 1)) == [*range(2, 2 + n)] for n in (1, 3)):
+            return f"{after}: only the step before has an effect", BUGS["cache-overwritten"]
+    missing = (plain & ~cached)[:, -1]
+    if bool(missing.any()):
+        tokens = ", ".join(map(str, missing.nonzero().flatten().tolist()))
+        return f"{after}: token {tokens} has no effect", None
+    if is_right(cache, (3, 1, 2), allowed) and not is_right(cache, (2, 2, 2), allowed):
+        reason = f"{after}: wrong only if an earlier step had the same length, whose positions are reused"
+        return reason, BUGS["positions-by-length"]
+    if depends_on_order(cache, ()) and not depends_on_order(cache, (1,) * 5):
+        reason = f"{after}: the order of cached tokens has no effect: positions restart at 0 after the cache"
+        return reason, BUGS["positions-restart"]
+    return f"{after} differs from one call, from token {wrong} on", None
+
+
+def affected(cache: Cache, x: Inputs, compute: Callable[[Inputs], Tensor]) -> Tensor:
+    """Return `[tokens, rows]`: whether a change of a token changes a row of the outputs."""
+    before = compute(x)
+    changes = [compute(cache.change(x, token)) != before for token in range(x.t)]
+    return torch.stack([change.flatten(0, -3).any(0).any(-1) for change in changes])
+
+
+def cached_effects(cache: Cache, lengths: tuple[int, ...]) -> Tensor:
+    """Return `[cached tokens, rows]`: which affect which rows of the last step; none if a step is refused."""
+    start, end = sum(lengths[:-1]), sum(lengths)
+    x = cache.draw(48, 2, end)
+    if cache.run(Sequence(x, lengths)).error is not None:
+        return torch.zeros(start, end - start, dtype=torch.bool)
+    return affected(cache, x, lambda inputs: last_rows(cache.run(Sequence(inputs, lengths)), start))[:start]
+
+
+def kept_tokens(cache: Cache, lengths: tuple[int, ...]) -> list[int]:
+    """Return the cached tokens that affect the first token of the last step."""
+    return cached_effects(cache, lengths)[:, 0].nonzero().flatten().tolist()
+
+
+def last_rows(run: Run, start: int) -> Tensor:
+    """Return the outputs of the first sequence from token `start` on."""
+    return torch.cat(run.outs[0], -2)[..., start:, :]
+
+
+def depends_on_order(cache: Cache, lengths: tuple[int, ...]) -> bool:
+    """Return True if the order of earlier tokens affects the last one of five."""
+    x = cache.draw(42, 2, 5)
+    reordered = cache.replace_tokens(x, x.query[..., [3, 2, 0, 1, 4], :])
+    steps = [Sequence(inputs, lengths) for inputs in (x, reordered)]
+    outs = [last_rows(cache.run(each), 4) if lengths else cache.expect(each.inputs, 4, 5) for each in steps]
+    return largest_difference(*outs) > 1e-5 * float(outs[0].abs().max())
+
+
+def is_right(cache: Cache, lengths: tuple[int, ...], allowed: float) -> bool:
+    """Return True if steps of these lengths give the outputs of a call without a cache."""
+    sequence = Sequence(cache.draw(43, 2, sum(lengths)), lengths)
+    run = cache.run(sequence)
+    return run.error is None and max(cache.errors(sequence, run.outs[0])) <= allowed
+
+
+# -- several sequences -----------------------------------------------------------------------------
+
+
+def compare_sequences(
+    cache: Cache, steps: tuple[int, ...], allowed: float
+) -> Iterator[tuple[str, str, float | None]]:
+    """Yield (reason, bug, error) if a sequence in steps of these lengths depends on the calls before."""
+    x, y, single = (cache.draw(seed, b, 5) for seed, b in ((44, 2), (45, 2), (46, 1)))
+    first, second, plain = Sequence(x, steps), Sequence(y, steps), Sequence(x)
+    trials: list[tuple[str, str, Cache, list[Sequence]]] = []
+    if cache.can_restart:
+        reset = "after a reset" if cache.reset else "after another"
+        trials.append((f"a second sequence {reset} differs", "cache-not-emptied", cache, [first, second]))
+        if cache.passed or not cache.make(1):
+            reason = f"a sequence of another batch size {reset} differs"
+            trials.append((reason, "", cache, [first, Sequence(single, steps), second]))
+    if cache.is_optional and not cache.adapter.prepare(1):
+        without, unasked = "a call without the cache", replace(cache, reset=())
+        for reason, sequences in (
+            (f"{without} differs after another", [plain, Sequence(y)]),
+            (f"{without} differs after steps with it", [first, Sequence(y)]),
+            (f"a sequence differs after {without}", [plain, second]),
+            (f"a sequence differs after {without} in training", [Sequence(x, training=True), second]),
+        ):
+            trials.append((reason, "cache-unasked", unasked, sequences))
+    for reason, bug, used, sequences in trials:
+        run = used.run(*sequences)
+        if run.error is not None:
+            yield f"{reason}: it raised an error: {str(run.error).rstrip('.')}", "", None
+            return
+        for sequence, outs in zip(sequences[1:], run.outs[1:], strict=True):
+            if (error := max(used.errors(sequence, outs))) > allowed:
+                yield reason, bug, error
+                return

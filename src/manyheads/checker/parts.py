@@ -1,0 +1,539 @@
+"""What modern attention is made of besides attention: norms, positions, windows, gates and residuals.
+
+A part is a value that says what it is (`str`) and overrides steps of the oracle (`oracle`). Parts are
+composed in their order: if two override the same step, the later part takes the result of the earlier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from manyheads.checker.encodings import Interleaved, Rotary
+from manyheads.checker.oracle import Attention, Inputs, Oracle
+from manyheads.checker.overrides import wrap
+
+Wrappers = Mapping[str, Callable[..., Any]]
+NAMES = {"q": "q", "k": "k", "v": "v", "qk": "q and k", "qkv": "q, k and v", "kv": "k and v"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The base class of parts."""
+
+    def wrappers(self) -> Wrappers:
+        """Return a wrapper for each step that the part changes, as `overrides.wrap` takes them."""
+        raise NotImplementedError
+
+    @cached_property
+    def oracle(self) -> type[Oracle]:
+        """Attention with this part."""
+        return wrap(Attention, **self.wrappers())
+
+    @property
+    def paths(self) -> list[str]:
+        """The parameters that the part reads."""
+        fields = ("path", "values", "weight", "scale", "bias")
+        return [vars(self)[name] for name in fields if vars(self).get(name)]
+
+
+def read(oracle: Attention, path: str) -> Tensor:
+    """Return a parameter of a part."""
+    assert oracle.weights is not None
+    return oracle.weights.other[path]
+
+
+# -- norms and scales of vectors -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Norm(Part):
+    """A norm of q, k or v, of the input, of the merged heads or of the output.
+
+    Attributes:
+        kind: "RMS", "layer", "L2", "group" (of all tokens, by groups of columns) or "none" (only multiplied
+            by a learned scale).
+        place: "heads" (each head of q, k or v), "width" (q, k or v before they are split into heads),
+            "input", "mixed" (each head's weighted sum of values), "merged" or "output".
+        roles: Those of q, k and v that are normalized, or whose input is.
+        scale: The parameter that multiplies, "" for none.
+        bias: The parameter that is added, "" for none.
+        eps: The number that is added to the variance; the smallest length for "L2".
+        plus_one: Whether the factor is 1 + scale.
+        axis: The axis or axes that are normalized.
+        groups: The number of groups of columns.
+    """
+
+    kind: str
+    place: str = "heads"
+    roles: str = "qk"
+    scale: str = ""
+    bias: str = ""
+    eps: float = 1e-6
+    plus_one: bool = False
+    axis: int | tuple[int, ...] = -1
+    groups: int = 1
+
+    BY_ROLE: ClassVar[dict[str, str]] = {"heads": "encode_heads", "width": "project", "input": "source"}
+    LATER: ClassVar[dict[str, str]] = {"mixed": "mix", "merged": "gate", "output": "finish"}
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper of the step whose result is normalized."""
+        if self.place in self.LATER:
+            return {self.LATER[self.place]: lambda o, step, x: self.normalize(o, step(x))}
+        return {
+            self.BY_ROLE[self.place]: lambda o, step, role, *x: (
+                self.normalize(o, step(role, *x)) if role in self.roles else step(role, *x)
+            )
+        }
+
+    def normalize(self, oracle: Attention, x: Tensor) -> Tensor:
+        """Return the normalized vectors."""
+        y = x
+        if self.kind == "L2":
+            y = y / y.norm(dim=self.axis, keepdim=True).clamp_min(self.eps)
+        elif self.kind == "group":
+            y = torch.nn.functional.group_norm(y.mT, self.groups, eps=self.eps).mT
+        elif self.kind != "none":
+            y = y - y.mean(self.axis, keepdim=True) if self.kind == "layer" else y
+            y = y * (y.square().mean(self.axis, keepdim=True) + self.eps).rsqrt()
+        if self.scale:
+            scale = fit_heads(read(oracle, self.scale), x)
+            y = y * (1 + scale if self.plus_one else scale)
+        return y + fit_heads(read(oracle, self.bias), x) if self.bias else y
+
+    def __str__(self) -> str:
+        roles = NAMES.get(self.roles, self.roles)
+        subject = {
+            "heads": f"{roles} per head",
+            "width": f"{roles} before the split into heads",
+            "input": "the input" if self.roles == "qkv" else f"the input of {roles}",
+            "mixed": "each head's output",
+            "merged": "the merged heads",
+            "output": "the output",
+        }[self.place]
+        if self.kind == "none":
+            return f"{subject} times `{self.scale}`"
+        scale = f" times {'1 + ' * self.plus_one}`{self.scale}`" if self.scale else ""
+        bias = f" plus `{self.bias}`" if self.bias else ""
+        return f"{self.kind} norm of {subject}{scale}{bias}, eps {self.eps:.3g}"
+
+
+def fit_heads(parameter: Tensor, x: Tensor) -> Tensor:
+    """Return a parameter in a shape that broadcasts to x, `[b, h, t, d]` or `[b, t, e]`."""
+    d = x.shape[-1]
+    if parameter.numel() == x.shape[1] * d and x.dim() == 4:
+        return parameter.reshape(x.shape[1], 1, d)
+    return parameter.flatten() if parameter.numel() in (1, d) else parameter.reshape(-1, d)
+
+
+# -- positions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RotaryPositions(Part):
+    """A rotary encoding of q and k.
+
+    Attributes:
+        encoding: The oracle of the encoding, with its kind of pairs.
+        size: The number of dimensions that are rotated, the first of each head.
+        head_size: The number of dimensions of a head.
+        base: The base of the frequencies.
+        factor: The factor of the positions (linear scaling, for contexts longer than in training).
+        direction: 1, or −1 for code that rotates q and k the other way, which is equally right.
+        roles: Those of q, k and v that are rotated.
+        place: "heads", "width" (before the heads are split) or "along heads" (by the head, not the token).
+        begin: The first position of a step with a cache, by the lengths of the steps up to it; None for the
+            sum of the earlier ones, which is right.
+        moved: Those of q and k with this bug.
+        is_given: Whether the call gives the angles, as cosines and sines.
+    """
+
+    encoding: type[Rotary]
+    size: int
+    head_size: int
+    base: float = 10000.0
+    factor: float = 1.0
+    direction: int = 1
+    roles: str = "qk"
+    place: str = "heads"
+    begin: Callable[[Attention, tuple[int, ...]], int] | None = None
+    moved: str = "qk"
+    is_given: bool = False
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper of the step whose result is rotated."""
+
+        def rotate(oracle: Attention, step: Callable[..., Tensor], role: str, x: Tensor) -> Tensor:
+            x = step(role, x)
+            return self.rotate(oracle, role, x) if role in self.roles else x
+
+        return {"project" if self.place == "width" else "encode_heads": rotate}
+
+    def rotate(self, oracle: Attention, role: str, x: Tensor) -> Tensor:
+        """Rotate q, k or v, `[b, h, t, d]`."""
+        if self.place == "width":
+            return self.rotate_vectors(oracle, role, x[:, None], x.shape[-1])[:, 0]
+        if self.place == "along heads":
+            by_token = x.transpose(1, 2)
+            return self.rotate_vectors(oracle, "k", by_token, x.shape[-1], False).transpose(1, 2)
+        return self.rotate_vectors(oracle, role, x, self.size)
+
+    def select_tokens(self, x: Inputs, role: str, oracle: Attention) -> Tensor:
+        """Return the numbers of the queries' tokens, or of the keys', by which they are rotated."""
+        if self.begin is None or role not in self.moved or not x.steps or x.positions is not None:
+            return torch.arange(x.s) if role == "k" else torch.arange(x.offset, x.offset + x.t)
+        lengths = [x.steps[: n + 1] for n in range(len(x.steps))]
+        first = [self.begin(oracle, each) for each in lengths]
+        tokens = [torch.arange(start, start + n) for start, n in zip(first, x.steps, strict=True)]
+        return torch.cat(tokens) if role == "k" else tokens[-1]
+
+    def rotate_vectors(
+        self, oracle: Attention, role: str, x: Tensor, size: int, has_positions: bool = True
+    ) -> Tensor:
+        """Rotate the first `size` entries of vectors `[b, h, t, d]`."""
+        first, rest = x[..., :size], x[..., size:]
+        inputs = Inputs(first, first, first)
+        if has_positions:
+            call, dtype = oracle.x, torch.float64 if x.dtype == torch.float64 else torch.float32
+            tokens = self.select_tokens(call, role, oracle)
+            positions = (tokens[None] if call.positions is None else call.positions[:, tokens])[:, None]
+            inputs = inputs.but(positions=positions.to(dtype) * (self.factor * self.direction))
+            if self.is_given and call.angles is not None:
+                inputs = inputs.but(angles=call.angles[:, None, tokens].to(dtype) * self.direction)
+        encoding = self.encoding()
+        encoding.x, encoding.width, encoding.base = inputs, size, self.base
+        rotated = encoding.rotate_key() if role == "k" else encoding.rotate_query()
+        return torch.cat((rotated.to(x.dtype), rest), -1)
+
+    def __str__(self) -> str:
+        pairs = "neighboring pairs" if issubclass(self.encoding, Interleaved) else "half-split pairs"
+        base = "angles of the call" if self.is_given else f"base {self.base:g}"
+        factor = f", positions times {self.factor:g}" if self.factor != 1 else ""
+        part = f", of the first {self.size} of {self.head_size} dimensions" * (self.size < self.head_size)
+        direction = ", rotating the other way (weights of other models don't fit)" * (self.direction < 0)
+        return f"rotary encoding, {pairs}, {base}{factor}{part}{direction}"
+
+
+@dataclass(frozen=True)
+class Window(Part):
+    """Visible keys: the last `size` tokens, `size` tokens on each side, or those of the same chunk.
+
+    Attributes:
+        size: The number of tokens, the query's own included.
+        kind: "sliding", "both sides" or "chunks".
+        first: The number of first tokens that are always visible.
+    """
+
+    size: int
+    kind: str = "sliding"
+    first: int = 0
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper that adds the window to the masks."""
+        return {"masks": lambda o, step: [*step(), self.visible(*o.positions())]}
+
+    def visible(self, i: Tensor, j: Tensor) -> Tensor:
+        """Return True where the query at position i may attend to the key at position j."""
+        if self.kind == "chunks":
+            inside = i // self.size == j // self.size
+        else:
+            inside = i - j < self.size
+            inside = inside & (j - i < self.size) if self.kind == "both sides" else inside
+        return inside | (j < self.first)
+
+    def __str__(self) -> str:
+        kind = {"sliding": f"sliding window of {self.size} keys", "chunks": f"chunks of {self.size} tokens",
+                "both sides": f"window of {self.size - 1} tokens on both sides"}[self.kind]  # fmt: skip
+        return kind + f" and the first {self.first}" * bool(self.first)
+
+
+@dataclass(frozen=True)
+class Bias(Part):
+    """The base class of biases that are added to the scores."""
+
+    def compute(self, oracle: Attention) -> Tensor:
+        """Return the bias, `[h, t, s]`."""
+        raise NotImplementedError
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper that adds the bias."""
+        return {"add_bias": lambda o, step, scores: step(scores) + self.compute(o)}
+
+
+@dataclass(frozen=True)
+class TableBias(Bias):
+    """A learned bias of the scores, from a table that distances or positions select.
+
+    Attributes:
+        path: The table: `[n, h]` or `[h, n]` by distance, or `[h, n, n]` by positions.
+        kind: "buckets" (T5), "distances" (a row for each, up to a largest one), "positions" or "window" (by
+            the distances between the rows and the columns of two tokens of a window, as in Swin).
+        max_distance: The distance from which all distances share a bucket.
+        is_bidirectional: Whether future keys have buckets of their own.
+        sign: 1 for distances j − i, −1 for i − j.
+        is_scaled: Whether the bias is added before the scores are scaled.
+        width: The number of columns of a window.
+        stride: The factor of the distance of rows, by default 2 · width − 1.
+    """
+
+    path: str
+    kind: str = "buckets"
+    max_distance: int = 128
+    is_bidirectional: bool = False
+    sign: int = 1
+    is_scaled: bool = False
+    width: int = 0
+    stride: int = 0
+
+    def compute(self, oracle: Attention) -> Tensor:
+        """Return the bias, `[h, t, s]`."""
+        table, (i, j) = read(oracle, self.path), oracle.positions()
+        table, h = table * (oracle.scale() if self.is_scaled else 1), oracle.q.shape[1]
+        if self.kind == "positions":
+            table = table.reshape(-1, *table.shape[-2:])
+            return table[:, i.clamp_max(table.shape[-2] - 1), j.clamp_max(table.shape[-1] - 1)]
+        table = table if table.shape[-1] == h else table.mT
+        if self.kind == "window":
+            rows, columns = i // self.width - j // self.width, i % self.width - j % self.width
+            height = oracle.x.s // self.width
+            index = (rows + height - 1) * (self.stride or 2 * self.width - 1) + columns + self.width - 1
+            return table[index].movedim(-1, 0)
+        distances = self.sign * (j - i)
+        n = table.shape[0]
+        if self.kind == "buckets":
+            index = select_buckets(distances, n, self.max_distance, self.is_bidirectional)
+        else:
+            index = (distances + n // 2).clamp(0, n - 1) if n % 2 else (-distances).clamp(0, n - 1)
+        return table[index].movedim(-1, 0)
+
+    def __str__(self) -> str:
+        if self.kind == "buckets":
+            direction = "both directions" if self.is_bidirectional else "the past"
+            buckets = f"T5's buckets of {direction}, distances up to {self.max_distance}"
+            return f"relative bias `{self.path}` by {buckets}"
+        if self.kind == "window":
+            return f"learned bias `{self.path}` by distances of rows and columns, {self.width} columns"
+        return f"learned bias `{self.path}` by {self.kind}"
+
+
+def select_buckets(distances: Tensor, n: int, max_distance: int, is_bidirectional: bool) -> Tensor:
+    """Return T5's bucket for each distance j − i (Raffel et al. 2020, arXiv:1910.10683, section 2.1)."""
+    start = torch.zeros_like(distances)
+    if is_bidirectional:
+        n //= 2
+        start, distances = (distances > 0) * n, distances.abs()
+    else:
+        distances = (-distances).clamp_min(0)
+    exact = n // 2
+    # In float32 as in T5, because a logarithm that is a whole number may be rounded down.
+    logarithms = torch.log(distances.clamp_min(1).float() / exact) / math.log(max_distance / exact)
+    far = exact + (logarithms * (n - exact)).long()
+    return start + torch.where(distances < exact, distances, far.clamp_max(n - 1))
+
+
+@dataclass(frozen=True)
+class Alibi(Bias):
+    """A bias that falls with the distance, with a slope for each head (Press et al. 2022, arXiv:2108.12409).
+
+    Attributes:
+        path: The parameter with the slopes, or "" for powers of two.
+        is_symmetric: Whether distances to future keys count too.
+        sign: −1, so that far keys get lower scores.
+        exponent: The exponent of the last slope: slope n of h is 2^(−exponent · n / h).
+        start: The number of the first slope.
+    """
+
+    path: str = ""
+    is_symmetric: bool = False
+    sign: int = -1
+    exponent: float = 8.0
+    start: int = 1
+
+    def compute(self, oracle: Attention) -> Tensor:
+        """Return the bias, `[h, t, s]`."""
+        i, j = oracle.positions()
+        distances = (i - j).abs() if self.is_symmetric else i - j
+        h = oracle.q.shape[1]
+        slopes = read(oracle, self.path).flatten() if self.path else self.powers(h).to(oracle.q)
+        return self.sign * slopes[:, None, None] * distances.to(oracle.q)
+
+    def powers(self, h: int) -> Tensor:
+        """Return the slopes of h heads, as in the paper if h isn't a power of two."""
+        if h & (h - 1) == 0:
+            return 2.0 ** (-self.exponent / h * torch.arange(self.start, self.start + h, dtype=torch.float64))
+        power = 1 << (h.bit_length() - 1)
+        return torch.cat((self.powers(power), self.powers(2 * power)[::2][: h - power]))
+
+    def __str__(self) -> str:
+        return f"ALiBi with {f'the slopes `{self.path}`' if self.path else 'slopes that are powers of two'}"
+
+
+# -- scores ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Softcap(Part):
+    """Scores capped smoothly: cap · tanh(score / cap)."""
+
+    cap: float
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper that caps the scores."""
+        return {"cap_scores": lambda o, step, scores: self.cap * (step(scores) / self.cap).tanh()}
+
+    def __str__(self) -> str:
+        return f"scores capped at {self.cap:g} by tanh"
+
+
+@dataclass(frozen=True)
+class Scale(Part):
+    """A scale of the scores other than 1/√d, and where it is documented."""
+
+    value: float
+    reason: str
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper of the scale."""
+        return {"default_scale": lambda o, step: self.value}
+
+    def __str__(self) -> str:
+        return f"scores multiplied by {self.value:.6g} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Temperature(Part):
+    """A learned factor of the scores, for each head or for all.
+
+    Attributes:
+        path: The parameter.
+        form: "factor", "exponential" or "divisor".
+    """
+
+    path: str
+    form: str = "factor"
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper of the scaled scores."""
+
+        def multiply(oracle: Attention, step: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
+            x = read(oracle, self.path).reshape(-1, 1, 1)
+            factor = {"factor": x, "exponential": x.exp(), "divisor": 1 / x}[self.form]
+            return step(scores) * factor
+
+        return {"cap_scores": multiply}
+
+    def __str__(self) -> str:
+        forms = {"factor": "times", "exponential": "times the exponential of", "divisor": "divided by"}
+        return f"scores {forms[self.form]} `{self.path}`"
+
+
+@dataclass(frozen=True)
+class NullKeys(Part):
+    """Learned keys and values in front of the others, or behind them, which are always visible.
+
+    Attributes:
+        path: The parameter with both, `[2, …]`, or with the keys.
+        values: The parameter with the values, or "" if `path` has both.
+    """
+
+    path: str
+    values: str = ""
+
+    def vectors(self, oracle: Attention, role: str, x: Tensor) -> Tensor:
+        """Return the learned keys or values `[b, g, n, d]` for keys or values x `[b, g, s, d]`."""
+        table = read(oracle, self.values if role == "v" and self.values else self.path)
+        table = table if self.values else table.reshape(2, -1)[int(role == "v")]
+        if table.numel() % (x.shape[1] * x.shape[-1]):  # shared by the heads
+            return table.reshape(-1, x.shape[-1]).expand(*x.shape[:2], -1, -1)
+        return table.reshape(x.shape[1], -1, x.shape[-1]).expand(x.shape[0], -1, -1, -1)
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrappers that add keys and values, and leave them out of masks and biases."""
+
+        def add(oracle: Attention, step: Callable[..., Tensor], role: str, x: Tensor) -> Tensor:
+            x = step(role, x)
+            return x if role == "q" else torch.cat((self.vectors(oracle, role, x), x), -2)
+
+        def bias(oracle: Attention, step: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
+            n = scores.shape[-1] - oracle.x.s
+            return torch.cat((scores[..., :n], step(scores[..., n:])), -1)
+
+        def show(oracle: Attention, step: Callable[[], Tensor | None]) -> Tensor | None:
+            visible, n = step(), oracle.raw_scores.shape[-1] - oracle.x.s
+            return None if visible is None else torch.nn.functional.pad(visible, (n, 0), value=True)
+
+        return {
+            "encode_heads": add,
+            "add_bias": bias,
+            "combine_masks": show,
+            "returned_weights": lambda o, step: step()[..., -o.x.s :],
+        }
+
+    def __str__(self) -> str:
+        return f"learned keys and values `{'` and `'.join(self.paths)}`, always visible"
+
+
+# -- around attention ------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "SiLU": torch.nn.functional.silu,
+    "2 · sigmoid": lambda x: 2 * x.sigmoid(),
+    "tanh": torch.tanh,
+    "ReLU": torch.relu,
+    "identity": lambda x: x,
+}
+GATES = ("sigmoid", "SiLU", "2 · sigmoid")  # activations of gates; others are bugs
+
+
+@dataclass(frozen=True)
+class Gate(Part):
+    """A gate that is computed from the queries' input and multiplies the merged heads or the output.
+
+    Attributes:
+        weight: The parameter with its weight, `[out, in]`, with an output for each column or for each head.
+        bias: The parameter with its bias, or "".
+        function: The activation, one of ACTIVATIONS.
+        place: "merged" or "output".
+    """
+
+    weight: str
+    bias: str = ""
+    function: str = "sigmoid"
+    place: str = "merged"
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper of the gated step."""
+
+        def apply(oracle: Attention, step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            gate = oracle.source("q") @ read(oracle, self.weight).mT
+            gate = ACTIVATIONS[self.function](gate + read(oracle, self.bias) if self.bias else gate)
+            return step(x) * gate.repeat_interleave(x.shape[-1] // gate.shape[-1], -1)
+
+        return {"gate" if self.place == "merged" else "finish": apply}
+
+    def __str__(self) -> str:
+        subject = "the merged heads" if self.place == "merged" else "the output"
+        return f"{subject} times the {self.function} of `{self.weight}` (a gate)"
+
+
+@dataclass(frozen=True)
+class Residual(Part):
+    """The input of the queries, added to the output."""
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper of the output."""
+        return {"finish": lambda o, step, x: step(x) + o.x.query}
+
+    def __str__(self) -> str:
+        return "residual connection around it"
+
+
+POSITIONAL = (RotaryPositions, Window, TableBias, Alibi)  # parts by which the order of tokens matters
