@@ -1,12 +1,12 @@
-"""The interactive viewer: attention maps of any length in a browser, in a notebook, or as a file to send.
+"""The interactive viewer: attention maps of any length in a browser, in a notebook, or as an HTML file.
 
-pyramid  tiles of a head at any zoom
+pyramid  tiles of a head at any zoom level
 worker   a background thread with a priority queue
-api      the data: an answer to every address that a page requests
+api      the data: the response to every address that a page requests
 assets   the page and its scripts
-server   the viewer over HTTP, for this machine alone
+server   the viewer over HTTP, accessible from this machine only
 export   the viewer as a file
-widget   the viewer in a notebook, over its own channel
+widget   the viewer in a notebook, over the notebook's connection to its kernel
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def view(*sources: Any, port: int = 0, browser: bool = True) -> Any:
     """Show recorded attention or maps in a browser, or below the cell in a notebook.
 
     Args:
-        *sources: Recorded attention, an AttentionMap or the path of a file of either; several to compare.
-        port: Port to listen on (0 picks a free one). Notebooks need none.
-        browser: Open a browser; else print the link.
+        *sources: Recordings, AttentionMaps or paths of files of either; several to compare.
+        port: Port to listen on (0 picks a free one). Not used in notebooks.
+        browser: Whether to open a browser. If not, the link is printed.
 
     Returns:
-        A server with `url`, `wait()` and `close()`; in a notebook, an object that it displays.
+        A server with `url`, `wait()` and `close()`; in a notebook, an object that the notebook displays.
 
     Raises:
-        TypeError: If a source is something else.
-        ValueError: If there is nothing to show, or a file is broken.
-        OSError: If a file can't be read, or the port is taken.
+        TypeError: If a source has the wrong type.
+        ValueError: If there is nothing to show, or a file is damaged.
+        OSError: If a file can't be read, or the port is in use.
         ImportError: If a package that the viewer needs isn't installed.
     """
     from manyheads.viewer import widget

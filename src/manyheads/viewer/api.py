@@ -1,9 +1,11 @@
-"""The viewer's data: the runs, and an answer to every address that a page requests.
+"""The viewer's data: the runs, and the response to every address that a page requests.
 
     runs                                     the runs, their layers, and the names of head scores, JSON
-    tokens/RUN/LAYER/BATCH                   labels of "queries" and "keys", lists or null, and the key at the
-                                             "first" query's position, null in cross-attention; JSON
-    scores/RUN/LAYER/BATCH                   head scores of every head, JSON
+    tokens/RUN/LAYER/BATCH                   labels of "queries" and "keys" (lists or null), as "first" the
+                                             position of the first query, null in cross-attention, and as
+                                             "text" how the keys are pieces of a text, or null; JSON
+    scores/RUN/LAYER/BATCH                   head scores of every head, and as "patterns" what each attends to
+                                             in words, or null; JSON
     tiles/RUN/LAYER/HEAD/LEVEL/X/Y/BATCH     cells of weights (`pyramid.Tile`), binary
     marginals/RUN/LAYER/HEAD/BATCH           the weight that each key receives [s], and the entropy of each
                                              query [t], binary
@@ -11,10 +13,24 @@
     weight/RUN/LAYER/HEAD/I/J/BATCH          a single weight, JSON
     row/RUN/LAYER/HEADS/I/BATCH              a query's weights, averaged over heads ("0,3" or "all"), JSON
     column/RUN/LAYER/HEADS/J/BATCH           a key's weights, likewise
+    profile/RUN/LAYER/HEAD/I/BATCH           a query's weights pooled to a chart, and the largest, JSON
+    explain/RUN/LAYER/HEAD/I/J/BATCH         the steps from q·k to a weight, JSON (see explain.py)
+    largest/RUN/LAYER/HEAD/RANK/BATCH        the weight with RANK larger ones in its head: "query", "key" and
+                                             "weight", null if there is none or the scan isn't complete; JSON
+    block/RUN/LAYER/HEADS/I0/I1/J0/J1/BATCH  the weights of heads ("0,3" or "all") from query I0 to before I1
+                                             and from key J0 to before J1, at most `BLOCK_WEIGHTS`, binary
+    heads/RUN/LAYER/I/J/BATCH                the weight of every head from query I to key J, in all layers
+                                             with the queries and keys of LAYER, JSON
+    findings/RUN/BATCH                       weights that stand out, as sentences, JSON
+    figure/RUN/LAYER/HEAD/I0/I1/J0/J1/POOLING/SCALE/FORMAT/BATCH
+                                             queries I0 to before I1 and keys J0 to before J1 as a file for
+                                             papers; "max" or "mean" of cells, "sqrt", "linear" or "log"
+                                             colours, "svg" or "pdf"
 
-Over HTTP they are below `data/`. RUN, LAYER, HEAD and BATCH count from 0. Binary answers are four
+Over HTTP they are below `data/`. RUN, LAYER, HEAD and BATCH count from 0. Binary responses are four
 little-endian uint32 (sampled, planes, rows, columns), then float16 times 2^15, or plain float32 in
-`marginals` and in exported pages; nothing follows where a tile is masked entirely, or a scan isn't complete.
+`marginals`, `block` (a plane for each head) and exported pages. Masked weights are NaN. If a tile is fully
+masked, or a scan isn't complete, no numbers follow.
 An address consists of one of these words and numbers, and is never a path.
 """
 
@@ -25,7 +41,7 @@ import json
 import math
 import struct
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -37,40 +53,66 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from manyheads import kernels, scores
+from manyheads import scores
+from manyheads.highlights import describe_head
 from manyheads.maps import AttentionMap, sequence_labels
-from manyheads.measures import SCORES, UNITS
+from manyheads.measures import UNITS
 from manyheads.observe import Recording, open_run
-from manyheads.observe.summaries import HEAD_SCORES, Reduced
-from manyheads.observe.table import COLUMNS, score_heads
+from manyheads.observe.summaries import Call, Reduced
+from manyheads.observe.table import COLUMNS
 from manyheads.shapes import kind
-from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile
+from manyheads.tokens import TokenizedText
+from manyheads.viewer import findings, pictures
+from manyheads.viewer.explain import explain_weight, profile_row
+from manyheads.viewer.head_scores import head_scores
+from manyheads.viewer.largest import Weight
+from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile, level_shifts
 from manyheads.viewer.worker import BACKGROUND, NORMAL, URGENT, Worker
 
-PYRAMID_BYTES = 192 * 2**20  # the size of the cache of heads, with the results of their scans
-TILE_BYTES = 24 * 2**20  # the size of the cache of tiles
-EXACT_WEIGHTS = 2**27  # head scores of a layer with more are estimated from some queries
-SAMPLES = 128  # the number of these queries
-SCAN_TIMEOUT = 3.0  # seconds after the last request for a scan until it stops
-LINE = 4096  # weights around a token in the answer for a row or column
-LARGEST = 12  # the largest weights of a row or column
-BARS = ("previous_token", "first_token", "induction", "entropy")  # the head scores on a card of the overview
+PYRAMID_BYTES = 96 * 2**20  # the size of the cache of heads, with the results of their scans
+TILE_BYTES = 8 * 2**20  # the size of the cache of tiles
+SCAN_TIMEOUT = 3.0  # a scan stops if it wasn't requested for this many seconds
+LINE = 4096  # the number of weights around a token in the response for a row or column
+LARGEST = 12  # the number of largest weights of a row or column
+RANKS = 10_000  # a page can step through this many of the largest weights of a head
+CAPTION = 80  # the number of characters of a text in the caption of a figure
+EXCERPT = 200  # the number of characters of a text in the page's header
+POSITIONAL_SCORES = set(COLUMNS) - {"entropy"}  # they compare positions of queries with positions of keys
+BLOCK_WEIGHTS = 2**21  # the largest number of weights in the response for a block, 8 MB
 
-Answer = bytes | str  # binary, or JSON
-Steps = Generator[None, None, Any]  # yields where other requests may be served, and returns an answer
+Response = bytes | str  # binary, or JSON
+Steps = Generator[None, None, Any]  # yields when more urgent requests may run first; returns a response
 
 
 class FileChanged(Exception):
     """The file of a run, which is mapped into memory, was removed or changed."""
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the message of an error for a page: one sentence or two, never empty."""
+    if isinstance(error, MemoryError) and not str(error):
+        return "Not enough memory for this response. Free some memory and try again."
+    text = str(error.args[0] if isinstance(error, LookupError) and error.args else error).strip()
+    if isinstance(error, LookupError | FileChanged | RuntimeError | ValueError | MemoryError) and text:
+        return text
+    return f"The viewer couldn't compute this response: {type(error).__name__}{text and f', {text}'}."
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One attention call: its map or the statistics kept of it, and its number among all calls."""
+    """One attention call.
+
+    Attributes:
+        name: The name of the layer.
+        call: The map, or the statistics that were kept.
+        number: The number among all calls.
+        finest: The finest level of tiles; 0 except in exported pages, which may lack single weights.
+    """
 
     name: str
     call: AttentionMap | Reduced
     number: int = 0
+    finest: int = 0
 
     @property
     def has_weights(self) -> bool:
@@ -109,8 +151,8 @@ class ViewedRun:
             The run, with all numbers on the CPU.
 
         Raises:
-            TypeError: If the source is something else.
-            ValueError: If it has nothing to show, or the file is broken.
+            TypeError: If the source has the wrong type.
+            ValueError: If there is nothing to show, or the file is damaged.
             OSError: If the file can't be read.
         """
         path, title = None, "attention"
@@ -139,12 +181,12 @@ class ViewedRun:
         return cls(title, layers, source.provenance, path)
 
     def check_file(self) -> None:
-        """Raise FileChanged unless the file is as it was when it was opened."""
+        """Raise FileChanged if the file was changed or removed since it was opened."""
         if self.path is not None and _stamp(self.path) != self._stamp:
             raise FileChanged(f"{self.path.name} was removed or changed since it was opened. Open it again.")
 
     def ids(self, amap: AttentionMap) -> Tensor | None:
-        """Return the token ids of one sequence, `[s]`: as recorded, else from labels; None if unknown."""
+        """Return the token ids `[s]` of one sequence: recorded ones, or numbers of labels; None without."""
         ids, s = self.provenance.get("ids"), amap.shape[3]
         if isinstance(ids, list | tuple) and len(ids) == s and all(isinstance(n, int) for n in ids):
             return torch.tensor(ids)
@@ -155,8 +197,20 @@ class ViewedRun:
         return torch.tensor([numbers.setdefault(label, len(numbers)) for label in keys])
 
 
+def _distinguish(runs: Sequence[ViewedRun]) -> None:
+    """Add the name of its file to each title that several runs have, and a number if that isn't enough."""
+    titles = [run.title for run in runs]
+    for run in runs:
+        if titles.count(run.title) > 1 and run.path is not None and run.path.stem != run.title:
+            run.title = f"{run.title}: {run.path.stem}"
+    titles = [run.title for run in runs]
+    for n, run in enumerate(runs):
+        if titles.count(run.title) > 1:
+            run.title = f"{run.title} ({n})"
+
+
 def _stamp(path: Path | None) -> tuple[int, ...] | None:
-    """Return numbers that change with a file; None if there is no file."""
+    """Return numbers that change if a file is changed or replaced; None if there is no file."""
     try:
         status = None if path is None else path.stat()
     except OSError:
@@ -164,17 +218,20 @@ def _stamp(path: Path | None) -> tuple[int, ...] | None:
     return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def first_position(amap: AttentionMap, batch: int) -> int | None:
-    """Return the key at the first query's position; None in cross-attention."""
-    *_, t, s = amap.shape
-    mask, offset = amap.problem.mask, amap.problem.offset
+def first_position(call: Call, batch: int) -> int | None:
+    """Return the position of the first query, as a key; None in cross-attention.
+
+    The mask of statistics wasn't recorded, so that they count as cross-attention unless t = s.
+    """
+    *_, t, s = call.shape
+    mask, offset = (call.problem.mask, call.problem.offset) if isinstance(call, AttentionMap) else (None, 0)
     if t != s and (mask is None or mask.normal().band[1] != 0):
         return None
     return offset if isinstance(offset, int) else int(offset[batch])
 
 
 class Api:
-    """Answers the addresses that pages request; one worker computes all answers.
+    """Respond to the addresses that pages request. One worker computes all responses.
 
     Args:
         *sources: Recordings, maps or paths of files, at least one.
@@ -187,32 +244,36 @@ class Api:
         if not sources:
             raise ValueError("Expected a Recording, an AttentionMap or a path, got nothing to show.")
         self.runs = [x if isinstance(x, ViewedRun) else ViewedRun.of(x) for x in sources]
-        titles = [run.title for run in self.runs]
-        for n, run in enumerate(self.runs):
-            if titles.count(run.title) > 1:
-                file = "" if run.path is None or run.path.stem == run.title else f": {run.path.stem}"
-                run.title = f"{run.title}{file} ({n})"
+        _distinguish(self.runs)
         self.worker = Worker()
-        # `min` allows an entry that is larger than its cache, as the only one.
+        # With `min`, a pyramid that is larger than the cache can be its only entry.
         self._pyramids: LRUCache[tuple[int, ...], Pyramid] = LRUCache(
             PYRAMID_BYTES, lambda pyramid: min(pyramid.nbytes, PYRAMID_BYTES)
         )
         self._tiles: LRUCache[tuple[str, ...], bytes] = LRUCache(TILE_BYTES, len)
+        self._scores_by_layer: dict[tuple[int, ...], str] = {}  # by run, layer and sequence
         self._scans: dict[tuple[int, ...], float] = {}  # by head: time of the last request
-        self._handlers: dict[str, tuple[Callable[..., Answer | Steps], int]] = {
+        self._handlers: dict[str, tuple[Callable[..., Response | Steps], int]] = {
             "runs": (self._runs, URGENT),
             "tokens": (self._tokens, URGENT),
             "weight": (self._weight, URGENT),
             "row": (partial(self._line, "query"), URGENT),
             "column": (partial(self._line, "key"), URGENT),
+            "profile": (self._profile, URGENT),
+            "explain": (self._explain, URGENT),
+            "largest": (self._largest, URGENT),
+            "block": (self._block, NORMAL),
+            "heads": (self._heads, URGENT),
             "scan": (self._scan, URGENT),
             "marginals": (self._marginals, URGENT),
             "tiles": (self._tile, NORMAL),
             "scores": (self._scores, BACKGROUND),
+            "findings": (self._findings, BACKGROUND),
+            "figure": (self._figure, NORMAL),
         }
 
-    def request(self, address: str) -> Future[Answer]:
-        """Request the answer to an address.
+    def request(self, address: str) -> Future[Response]:
+        """Request the response to an address.
 
         Args:
             address: One of those listed above.
@@ -224,12 +285,12 @@ class Api:
         word, *parts = address.split("/")
         handler, priority = self._handlers.get(word, (None, URGENT))
 
-        def answer() -> Answer | Steps:
+        def respond() -> Response | Steps:
             if handler is None or len(parts) != len(inspect.signature(handler).parameters):
                 raise LookupError(f"Unknown address {address[:80]!r}.")
             return handler(*parts)
 
-        return self.worker.submit(answer, priority)
+        return self.worker.submit(respond, priority)
 
     def close(self) -> None:
         """Stop computing."""
@@ -264,18 +325,24 @@ class Api:
             runs.append(
                 {
                     "title": run.title,
+                    "texts": [_excerpt(run, b) for b in range(run.layers[0].call.shape[0])],
                     "layers": [_describe(layer) for layer in run.layers],
                     "extrapolated_from": trained if isinstance(trained, int) else None,
                 }
             )
-        viridis = colormaps["viridis"](range(256), bytes=True)[:, :3]  # legible without colour vision
+
+        def colors(name: str) -> str:
+            return bytes(colormaps[name](range(256), bytes=True)[:, :3]).hex()
+
         info = {
             "runs": runs,
             "side": SIDE,
             "max_weights": MAX_WEIGHTS,
-            "colors": bytes(viridis).hex(),
+            "block_weights": BLOCK_WEIGHTS,
+            # These maps are legible without colour vision.
+            "colors": colors("viridis"),
+            "differences": {"light": colors("RdBu_r"), "dark": colors("berlin")},
             "scores": {name: UNITS.get(name, "") for name in COLUMNS},
-            "bars": BARS,
         }
         return json.dumps(info)
 
@@ -283,22 +350,33 @@ class Api:
         layer, b = self._layer(run, number, batch)
         call = layer.call
         keys, queries = sequence_labels(call.tokens, b), None
+        labels = None if keys is None else list(keys)
         first = first_position(call, b) if isinstance(call, AttentionMap) else None
-        if keys is not None and first is not None:
+        if labels is not None and first is not None:
             positions = range(first, first + call.shape[2])
-            queries = [keys[n] if 0 <= n < len(keys) else "" for n in positions]
-        return json.dumps({"queries": queries, "keys": keys, "first": first})
+            queries = [labels[n] if 0 <= n < len(labels) else "" for n in positions]
+        text = _describe_text(keys) if isinstance(keys, TokenizedText) else None
+        return json.dumps({"queries": queries, "keys": labels, "first": first, "text": text})
 
     def _scores(self, run: str, number: str, batch: str) -> Steps:
         layer, b = self._layer(run, number, batch)
-        call = layer.call
+        key = int(run), int(number), b
+        if key not in self._scores_by_layer:
+            self._scores_by_layer[key] = yield from self._compute_scores(layer.call, int(run), b)
+        return self._scores_by_layer[key]
+
+    def _compute_scores(self, call: Call, run: int, b: int) -> Generator[None, None, str]:
         if isinstance(call, AttentionMap):
             amap = call if call.shape[0] == 1 else call.only(batch=b)
-            columns, sampled = yield from head_scores(amap, self.runs[int(run)].ids(amap))
+            columns, sampled = yield from head_scores(amap, self.runs[run].ids(amap))
         else:
             columns, sampled = {name: x[b] for name, x in call.columns().items() if name in COLUMNS}, 1
+        if first_position(call, b) is None:  # a query and a key with the same number aren't the same token
+            columns = {name: x for name, x in columns.items() if name not in POSITIONAL_SCORES}
         plain = {name: [None if x != x else x for x in column.tolist()] for name, column in columns.items()}
-        return json.dumps({"scores": plain, "sampled": sampled})
+        heads = [dict(zip(plain, row, strict=True)) for row in zip(*plain.values(), strict=True)]
+        patterns = [describe_head(head) for head in heads]
+        return json.dumps({"scores": plain, "sampled": sampled, "patterns": patterns})
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -328,7 +406,7 @@ class Api:
         return json.dumps({"progress": pyramid.progress, "complete": pyramid.is_complete})
 
     def _scan_steps(self, key: tuple[int, ...], pyramid: Pyramid) -> Steps:
-        """Scan a head for as long as pages request its progress."""
+        """Scan a head while pages request its progress."""
         steps = pyramid.scan()
         while time.monotonic() - self._scans[key] <= SCAN_TIMEOUT:
             self.runs[key[0]].check_file()
@@ -344,25 +422,168 @@ class Api:
         weight = pyramid.weight(parse_index(i, pyramid.t, "query"), parse_index(j, pyramid.s, "key"))
         return json.dumps({"weight": None if math.isnan(weight) else weight})
 
+    def _profile(self, run: str, number: str, head: str, i: str, batch: str) -> str:
+        layer, b = self._layer(run, number, batch)
+        _, h, t, _ = layer.map.shape
+        return json.dumps(profile_row(layer.map, b, parse_index(head, h, "head"), parse_index(i, t, "query")))
+
+    def _explain(self, run: str, number: str, head: str, i: str, j: str, batch: str) -> str:
+        layer, b = self._layer(run, number, batch)
+        sizes = zip((head, i, j), layer.map.shape[1:], ("head", "query", "key"), strict=True)
+        return json.dumps(explain_weight(layer.map, b, *(parse_index(*size) for size in sizes)))
+
+    def _largest(self, run: str, layer: str, head: str, rank: str, batch: str) -> str:
+        found = self._pyramid(run, layer, head, batch).largest(parse_index(rank, RANKS, "rank"))
+        return json.dumps(dict.fromkeys(Weight._fields) if found is None else found._asdict())
+
     def _line(self, axis: str, run: str, number: str, heads: str, index: str, batch: str) -> str:
         """Return the weights of a query or key, averaged over heads: those around it, and the largest."""
         layer, b = self._layer(run, number, batch)
         amap, is_row = layer.map, axis == "query"
         _, h, t, s = amap.shape
-        chosen = range(h) if heads == "all" else [parse_index(text, h, "head") for text in heads.split(",")]
+        chosen = parse_heads(heads, h)
         n = parse_index(index, t if is_row else s, axis)
         weights = torch.zeros(s if is_row else t)
-        for head in chosen:  # all at once may take much memory
+        for head in chosen:  # one at a time, to save memory
             weights += (amap[b, head, n] if is_row else amap[b, head, :, n]) / len(chosen)
         start, first = 0, first_position(amap, b)
         if first is not None:
-            n += first if is_row else -first  # the same position along the other axis
+            n += first if is_row else -first  # the index of the same position on the other axis
         if len(weights) > LINE:
             start = max(0, min(n - LINE // 2, len(weights) - LINE))
         top = weights.topk(min(LARGEST, len(weights)))
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         largest = [[n, weight] for n, weight in pairs if weight]
         return json.dumps({"first": start, "weights": weights[start : start + LINE].tolist(), "top": largest})
+
+    def _block(
+        self, run: str, number: str, heads: str, i0: str, i1: str, j0: str, j1: str, batch: str
+    ) -> Steps:
+        layer, _ = self._layer(run, number, batch)
+        _, h, t, s = layer.map.shape
+        chosen, rows, cols = (
+            parse_heads(heads, h),
+            parse_range(i0, i1, t, "query"),
+            parse_range(j0, j1, s, "key"),
+        )
+        size = len(chosen) * len(rows) * len(cols)
+        if size > BLOCK_WEIGHTS:
+            raise LookupError(f"Expected a block of at most {BLOCK_WEIGHTS:,} weights, got {size:,}.")
+        planes = []
+        for head in chosen:
+            planes.append(self._pyramid(run, number, str(head), batch).weights(rows, cols))
+            yield
+        header = struct.pack("<4I", 1, len(chosen), len(rows), len(cols))
+        return header + torch.stack(planes).numpy().tobytes()
+
+    def _heads(self, run: str, number: str, i: str, j: str, batch: str) -> Steps:
+        """Return the weights of one query and key in every layer, null if masked or over other tokens."""
+        reference, b = self._layer(run, number, batch)
+        *_, t, s = reference.map.shape
+        query, key = parse_index(i, t, "query"), parse_index(j, s, "key")
+        layers: list[list[float | None] | None] = []
+        for layer in self._run(run).layers:
+            if not _have_same_tokens(layer, reference, b):
+                layers.append(None)
+                continue
+            place = slice(query, query + 1), slice(key, key + 1), slice(b, b + 1)
+            visible = scores.visible(layer.map.problem, *place)[0, :, 0, 0]  # [h or 1]
+            weights = layer.map[b, :, query, key].masked_fill(~visible, math.nan).tolist()
+            layers.append([None if math.isnan(weight) else weight for weight in weights])
+            yield
+        return json.dumps({"layers": layers})
+
+    def _figure(
+        self,
+        run: str,
+        number: str,
+        head: str,
+        i0: str,
+        i1: str,
+        j0: str,
+        j1: str,
+        pooling: str,
+        scale: str,
+        format: str,
+        batch: str,
+    ) -> Steps:
+        pyramid = self._pyramid(run, number, head, batch)
+        layer, b = self._layer(run, number, batch)
+        found = json.loads((yield from self._scores(run, number, batch)))
+        title, pattern = (
+            f"layer {layer.number}, head {layer.map.heads[int(head)]}",
+            found["patterns"][int(head)],
+        )
+        return (
+            yield from pictures.draw_view(
+                pyramid,
+                parse_range(i0, i1, pyramid.t, "query"),
+                parse_range(j0, j1, pyramid.s, "key"),
+                pooling=parse_word(pooling, pictures.POOLINGS, "pooling"),
+                scale=parse_word(scale, pictures.SCALES, "scale"),
+                format=parse_word(format, pictures.FORMATS, "format"),
+                first=first_position(layer.map, b),
+                title=f"{title} — {pattern}" if pattern else title,
+                source=_name_source(self._run(run), layer, b),
+            )
+        )
+
+    def _findings(self, run: str, batch: str) -> Steps:
+        viewed = self._run(run)
+        most = max(layer.call.shape[0] for layer in viewed.layers)
+        found = yield from findings.find(viewed, parse_index(batch, most, "batch entry"))
+        return json.dumps(found)
+
+
+def _have_same_tokens(layer: Layer, other: Layer, batch: int) -> bool:
+    """Return True if the maps of two layers have the same queries and keys."""
+    if not isinstance(layer.call, AttentionMap) or layer.call.shape[2:] != other.map.shape[2:]:
+        return False
+    return (
+        batch < layer.call.shape[0]
+        and first_position(layer.call, batch) == first_position(other.map, batch)
+        and sequence_labels(layer.call.tokens, batch) == sequence_labels(other.map.tokens, batch)
+    )
+
+
+def _excerpt(run: ViewedRun, batch: int) -> str | None:
+    """Return the beginning of the text of a sequence for a header, on one line; None without labels."""
+    labels = sequence_labels(run.layers[0].call.tokens, batch)
+    if labels is None:
+        return None
+    if isinstance(labels, TokenizedText):
+        special = set(labels.special)
+        text = "".join(piece for n, piece in enumerate(labels.pieces) if n not in special)
+    else:
+        text = " ".join(labels)
+    start = " ".join(text[: 2 * EXCERPT].split())
+    is_whole = len(text) <= 2 * EXCERPT and len(start) <= EXCERPT
+    return start if is_whole else f"{start[:EXCERPT].rstrip()}…"
+
+
+def _name_source(run: ViewedRun, layer: Layer, batch: int) -> str:
+    """Return the model, the layer and the beginning of the text for the caption of a figure."""
+    text = _excerpt(run, min(batch, run.layers[0].call.shape[0] - 1))
+    if text is not None and len(text) > CAPTION:
+        start = text[:CAPTION].rpartition(" ")[0] or text[:CAPTION]
+        text = f"{start.rstrip(' .,:;')}…"
+    names = dict.fromkeys([run.title, layer.name])  # equal for a single map
+    return " · ".join([*names, *([] if text is None else [f"“{text}”"])])
+
+
+def _describe_text(tokens: TokenizedText) -> dict[str, Any]:
+    """Return the pieces of a text for a page, and where a token continues the one before.
+
+    Tokens are "special" if they aren't in the text, "shared" if they continue the characters of the token
+    before, and "joined" if they continue its word.
+    """
+    positions = range(len(tokens))
+    return {
+        "pieces": tokens.pieces,
+        "special": tokens.special,
+        "shared": [n for n in positions if n > tokens.units[n][0]],
+        "joined": [n for n in positions if n > tokens.words[n][0] and n == tokens.units[n][0]],
+    }
 
 
 def _describe(layer: Layer) -> dict[str, Any]:
@@ -374,13 +595,15 @@ def _describe(layer: Layer) -> dict[str, Any]:
         "number": layer.number,
         "heads": list(call.heads),
         "shape": list(call.shape),
+        "shifts": level_shifts(*call.shape[2:]),
         "mask": "no mask" if mask is None else str(mask),
         "has_weights": layer.has_weights,
+        "finest": layer.finest,
     }
 
 
 def pack_tile(tile: Tile, exact: bool = False) -> bytes:
-    """Return a tile as it is sent, in float32 if exact; without cells if all of them are masked."""
+    """Return a tile as bytes, in float32 if exact; without cells if all of them are masked."""
     header = struct.pack("<4I", tile.sampled, *tile.cells.shape)
     if bool(tile.cells.isnan().all()):
         return header
@@ -388,10 +611,10 @@ def pack_tile(tile: Tile, exact: bool = False) -> bytes:
 
 
 def pack_marginals(pyramid: Pyramid) -> bytes:
-    """Return the weights that keys receive [s], and entropies [t], as they are sent; none before a scan."""
-    if pyramid.received is None or pyramid.entropy is None:
+    """Return the weights that keys receive [s] and the entropies [t] as bytes; no numbers before a scan."""
+    if pyramid.marginals is None:
         return struct.pack("<4I", 0, 0, pyramid.t, pyramid.s)
-    numbers = torch.cat((pyramid.received, pyramid.entropy)).float().numpy()
+    numbers = torch.cat((pyramid.marginals.received, pyramid.marginals.entropy)).float().numpy()
     return struct.pack("<4I", 1, 1, pyramid.t, pyramid.s) + numbers.tobytes()
 
 
@@ -402,31 +625,21 @@ def parse_index(text: str, size: int, name: str) -> int:
     return int(text)
 
 
-def head_scores(
-    amap: AttentionMap, ids: Tensor | None
-) -> Generator[None, None, tuple[dict[str, Tensor], int]]:
-    """Compute the scores of every head of one sequence in steps: `[h]` by name, and a number n.
+def parse_range(start: str, stop: str, size: int, name: str) -> range:
+    """Return a range of indices below a size; raise LookupError if it is empty or the text isn't one."""
+    indices = range(parse_index(start, size, name), parse_index(stop, size + 1, f"end of {name}"))
+    if not indices:
+        raise LookupError(f"Expected a {name} and a later end, got {start} and {stop}.")
+    return indices
 
-    In a large layer, the scores are computed from 1 query in n; else n is 1.
-    """
-    _, h, t, s = amap.shape
-    problem = amap.problem
-    if h * t * s <= (EXACT_WEIGHTS if kernels.fuses(problem) else EXACT_WEIGHTS // 16):
-        return {name: x[0] for name, x in score_heads(amap, ids).items()}, 1
-    stride = -(-t // SAMPLES)
-    chosen = HEAD_SCORES if ids is None else (*HEAD_SCORES, "induction")
-    masks = {name: SCORES[name].mask(amap, ids).bind(problem.offset, s) for name in chosen}
-    names = (*masks, "entropy")
-    total, count = ({name: torch.zeros(h) for name in names} for _ in range(2))
-    for row in range(stride // 2, t, stride):
-        index = torch.tensor([row])
-        weights = torch.stack([amap[0, head, row] for head in range(h)])  # [h, s]
-        visible = scores.visible(problem, index)[0, :, 0]  # [h or 1, s]
-        for name, mask in masks.items():
-            keep = problem.keep(mask, index, slice(None))[0, :, 0] & visible
-            total[name] += (weights * keep).sum(-1)
-            count[name] += keep.any(-1)
-        total["entropy"] -= torch.special.xlogy(weights, weights).sum(-1)
-        count["entropy"] += visible.any(-1)
-        yield
-    return {name: total[name] / count[name].clamp(min=1) for name in names}, stride
+
+def parse_word(text: str, words: Sequence[str], name: str) -> str:
+    """Return one of some words; raise LookupError if the text is a different one."""
+    if text not in words:
+        raise LookupError(f"Expected {name} to be one of {', '.join(words)}, got {text[:20]!r}.")
+    return text
+
+
+def parse_heads(text: str, size: int) -> Sequence[int]:
+    """Return the heads that are listed in an address; raise LookupError if one isn't a head."""
+    return range(size) if text == "all" else [parse_index(head, size, "head") for head in text.split(",")]

@@ -1,8 +1,8 @@
-"""The viewer over HTTP, for this machine alone.
+"""The viewer over HTTP, accessible from this machine only.
 
 It listens on the loopback address. The link has a random token, which becomes a cookie; every other request
-needs that cookie. The Host header must name the loopback address, so that no foreign page can read answers
-under a host name of its own (DNS rebinding). Paths are looked up in a table and never on a disk.
+needs that cookie. The Host header must name the loopback address, to prevent a page of a different site from
+reading responses by DNS rebinding. Paths are looked up in a table, never on the disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manyheads.viewer import assets
-from manyheads.viewer.api import Api, FileChanged
+from manyheads.viewer.api import Api, FileChanged, describe_error
 
 HOST = "127.0.0.1"
 CLIENT_CLOSED = 499  # the status if the browser has disconnected
@@ -46,7 +46,7 @@ SECURITY_HEADERS = {
 
 
 class TokenMiddleware:
-    """Answers 403 without the token's cookie, and adds security headers to every response."""
+    """Respond with 403 to requests without the token's cookie, and add security headers to all responses."""
 
     def __init__(self, app: ASGIApp, cookie: str, token: str) -> None:
         self.app, self.cookie, self.token = app, cookie, token
@@ -77,7 +77,7 @@ class TokenMiddleware:
 
 
 def create_app(api: Api, port: int, token: str) -> Starlette:
-    """Return the application that serves the page and the answers of an API."""
+    """Return the application that serves the page and the data of an API."""
 
     async def serve_asset(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
@@ -87,17 +87,15 @@ def create_app(api: Api, port: int, token: str) -> Starlette:
 
     async def serve_data(request: Request) -> Response:
         try:
-            answer = await _unless_disconnected(request, api.request(request.path_params["address"]))
-        except LookupError as error:
-            return PlainTextResponse(f"{error.args[0] if error.args else error}\n", 404)
-        except FileChanged as error:
-            return PlainTextResponse(f"{error}\n", 410)
-        except (RuntimeError, ValueError, MemoryError) as error:
-            return PlainTextResponse(f"{error}\n", 500)
-        if answer is None:
+            data = await _unless_disconnected(request, api.request(request.path_params["address"]))
+        except Exception as error:
+            statuses = {LookupError: 404, FileChanged: 410}
+            status = next((code for kind, code in statuses.items() if isinstance(error, kind)), 500)
+            return PlainTextResponse(f"{describe_error(error)}\n", status)
+        if data is None:
             return Response(status_code=CLIENT_CLOSED)
-        media_type = "application/json" if isinstance(answer, str) else "application/octet-stream"
-        return Response(answer, media_type=media_type)
+        media_type = "application/json" if isinstance(data, str) else "application/octet-stream"
+        return Response(data, media_type=media_type)
 
     return Starlette(
         routes=[
@@ -113,30 +111,30 @@ def create_app(api: Api, port: int, token: str) -> Starlette:
 
 
 async def _unless_disconnected(request: Request, future: Future[Any]) -> Any:
-    """Return the result; or cancel the work and return None if the browser disconnects before."""
+    """Return the result of a future. If the browser disconnects first, cancel the future and return None."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answer, disconnected = asyncio.wrap_future(future), asyncio.ensure_future(wait_for_disconnect())
-    await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-    if not answer.done():
-        answer.cancel()  # this cancels the future too
+    response, disconnected = asyncio.wrap_future(future), asyncio.ensure_future(wait_for_disconnect())
+    await asyncio.wait({response, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+    if not response.done():
+        response.cancel()  # this cancels the future too
         return None
     disconnected.cancel()
-    return None if answer.cancelled() else answer.result()
+    return None if response.cancelled() else response.result()
 
 
 class Server:
-    """A viewer that is open: serves `url` in a thread of its own until `close()` or the process ends.
+    """A running viewer. It serves `url` in a background thread until `close()` or the process ends.
 
     Args:
         api: The API to serve; closing the server closes it.
         port: Port to listen on (0 picks a free one).
 
     Raises:
-        OSError: If the port is taken or out of range.
+        OSError: If the port is in use or out of range.
         TypeError: If the port isn't an int.
     """
 
@@ -146,18 +144,18 @@ class Server:
             raise TypeError(f"Expected port to be an int between 0 and 65535, got {port!r}.")
         try:
             if not 0 <= port <= 65535:  # Python's sockets would raise OverflowError
-                raise OSError(None, "it must lie between 0 and 65535")
-            listening = socket.create_server((HOST, port))
+                raise OSError(None, "it must be between 0 and 65535")
+            listener = socket.create_server((HOST, port))
         except OSError as error:
             reason = os.strerror(error.errno).lower() if error.errno else error.strerror
             raise OSError(
-                f"Can't listen on port {port}: {reason}. Pass another port, or 0 for any free one."
+                f"Can't listen on port {port}: {reason}. Pass a different port, or 0 for any free one."
             ) from None
-        self.port = listening.getsockname()[1]
+        self.port = listener.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}/?token={token}"
         config = uvicorn.Config(
             create_app(api, self.port, token),
-            log_level="critical",  # the user can't do anything about malformed requests
+            log_level="critical",  # warnings about malformed requests wouldn't help the user
             ws="none",
             access_log=False,
             lifespan="off",
@@ -166,7 +164,7 @@ class Server:
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
-            target=self._server.run, args=([listening],), name="manyheads server", daemon=True
+            target=self._server.run, args=([listener],), name="manyheads server", daemon=True
         )
         self._thread.start()
         while not self._server.started:
@@ -180,13 +178,13 @@ class Server:
             return False
 
     def wait(self) -> None:
-        """Wait until it is closed or interrupted, so that a script doesn't end before."""
+        """Wait until the server is closed or interrupted. A script that ends would stop it."""
         while self._thread.is_alive():
             self._thread.join(0.2)  # Ctrl-C interrupts short waits
 
     def close(self) -> None:
         """Stop serving."""
-        self.api.close()  # before the server stops, because this cancels all pending answers
+        self.api.close()  # before the server stops, because this cancels all pending responses
         self._server.should_exit = True
         self._thread.join()
 

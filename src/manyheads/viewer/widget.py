@@ -1,6 +1,7 @@
-"""The viewer below a notebook's cell: a page for small runs, a widget on the kernel's own channel for others.
+"""The viewer below a notebook's cell: an embedded page for small runs, and a widget for larger ones.
 
-No port is opened, so it works wherever the notebook does: JupyterLab, VS Code, Colab, a remote hub.
+The widget uses the notebook's connection to its kernel and opens no port, so it works wherever the notebook
+does: JupyterLab, VS Code, Colab, a remote hub.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 
 from manyheads import extras
 from manyheads.viewer import assets
-from manyheads.viewer.api import Answer, Api, ViewedRun
+from manyheads.viewer.api import Api, Response, ViewedRun, describe_error
 from manyheads.viewer.export import plan_export
 
-EMBEDDED_BYTES = 6e6  # of weights in the notebook itself; if there are more, a widget sends them
+EMBEDDED_BYTES = 6e6  # the largest size of an embedded page; a widget is used for more
 HEIGHT = 640  # pixels
-PICTURE_WEIGHTS = 2**26  # if there are more, no picture is drawn, because it would take long
-# A page in a frame can't read the notebook's theme. It receives the text colour around the frame when the
-# frame becomes visible, and when attributes of the document change, as they do with every notebook's theme.
+PICTURE_WEIGHTS = 2**26  # no picture is drawn of more weights, because it would take long
+# A page in a frame can't read the notebook's theme. It is sent the colour of the text around the frame when
+# the frame becomes visible, and when attributes of the document change, as they do if the theme changes.
 SEND_THEME = (
     "const send = () => this.isConnected ? "
     "this.contentWindow.postMessage({ color: getComputedStyle(this).color }, '*') : changes.disconnect(), "
@@ -45,13 +46,10 @@ def in_notebook() -> bool:
 
 def display(api: Api) -> Any:
     """Close an API, and return its runs as a page, or as a widget if they are large."""
-    api.close()  # a page needs none, and a widget opens its own while it is visible
+    api.close()  # a page doesn't need it, and a widget creates one while it is visible
+    plan = plan_export(api, Path("page.html"), full=True)
     try:
-        plan = plan_export(api, Path("page.html"))
-    except ValueError:  # too much for a page
-        return _widget_class()(api.runs)
-    try:
-        if plan.weight_bytes > EMBEDDED_BYTES:
+        if plan.size > EMBEDDED_BYTES:
             return _widget_class()(api.runs)
         picture = draw_heads(api.runs[0])
         return EmbeddedPage(plan.page(picture), picture, describe(api.runs))
@@ -60,12 +58,12 @@ def display(api: Api) -> Any:
 
 
 def describe(runs: Sequence[ViewedRun]) -> str:
-    """Return the plain text of a viewer."""
+    """Return a description of a viewer, for displays of plain text."""
     return f"a viewer of {', '.join(run.title for run in runs)}"
 
 
 class EmbeddedPage:
-    """A whole page in a frame, which works without a kernel too."""
+    """A whole page in a frame. It also works without a kernel."""
 
     def __init__(self, page: str, picture: bytes | None, description: str) -> None:
         self.page, self.picture, self.description = page, picture, description
@@ -79,7 +77,7 @@ class EmbeddedPage:
             f'title="{html.escape(self.description)}" onload="{html.escape(SEND_THEME)}" style="position: '
             'absolute; inset: 0; width: 100%; height: 100%; border: 0"></iframe>'
         )
-        picture = ""  # it is behind the frame, because notebooks that aren't trusted remove frames
+        picture = ""  # shown behind the frame, because notebooks that aren't trusted remove frames
         if self.picture is not None:
             data = base64.b64encode(self.picture).decode()
             picture = f'<img alt="{html.escape(self.description)}" src="data:image/png;base64,{data}">'
@@ -95,7 +93,7 @@ def _png(picture: bytes | None) -> dict[str, bytes]:
 
 
 def draw_heads(run: ViewedRun) -> bytes | None:
-    """Return every head of a run as a PNG, for where scripts can't run; None if drawing takes long."""
+    """Draw every head of a run as a PNG, which is shown if scripts can't run; None if it would take long."""
     from manyheads import figures
 
     maps = {f"{layer.number}: {layer.name}": layer.map for layer in run.layers if layer.has_weights}
@@ -116,9 +114,9 @@ def _widget_class() -> Any:
         raise extras.missing("Showing a map this large in a notebook", "anywidget", "view") from None
 
     class Widget(anywidget.AnyWidget):
-        """A viewer whose answers are sent over the notebook's own channel.
+        """A viewer whose data is sent over the notebook's connection to its kernel.
 
-        It has an API, and with it a worker, only while a page shows it.
+        It has an API, and thus a worker, only while it is displayed.
         """
 
         _esm = assets.script() + (
@@ -130,7 +128,7 @@ def _widget_class() -> Any:
             super().__init__()
             self._runs = runs
             self._api: Api | None = None
-            self._pending: dict[str, dict[int, Future[Answer]]] = {}  # by view, then by number
+            self._pending: dict[str, dict[int, Future[Response]]] = {}  # by view, then by number
             self.on_msg(self._receive)
 
         def close(self) -> None:
@@ -159,24 +157,23 @@ def _widget_class() -> Any:
                 self._api = Api(*self._runs)
             future = self._api.request(address)
             self._pending.setdefault(view, {})[number] = future
-            future.add_done_callback(lambda future: self._send_answer(view, number, future))
+            future.add_done_callback(lambda future: self._send_response(view, number, future))
 
-        def _send_answer(self, view: str, number: int, future: Future[Answer]) -> None:
-            """Send an answer from the worker's thread: a kernel's messages may come from any."""
+        def _send_response(self, view: str, number: int, future: Future[Response]) -> None:
+            """Send a response, from the worker's thread: a kernel's messages may be sent from any thread."""
             self._pending.get(view, {}).pop(number, None)
             if future.cancelled():
                 return
             error = future.exception()
             if error is not None:
-                text = str(error.args[0] if error.args else error) or type(error).__name__
-                self.send({"view": view, "number": number, "error": text})
+                self.send({"view": view, "number": number, "error": describe_error(error)})
                 return
-            answer = future.result()
-            data = answer.encode() if isinstance(answer, str) else answer
+            response = future.result()
+            data = response.encode() if isinstance(response, str) else response
             self.send({"view": view, "number": number}, [data])
 
         def _close_api(self) -> None:
-            """End the worker, and empty the caches."""
+            """Close the API: end its worker and free its caches."""
             api, self._api = self._api, None
             if api is not None:
                 api.close()

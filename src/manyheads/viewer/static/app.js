@@ -1,28 +1,17 @@
-// The viewer's app: state (also stored in the URL, so that a link restores it), buttons, keyboard shortcuts, themes, images.
+// The viewer's app: the header, the toolbar, the state that pages share, keyboard shortcuts, themes and messages.
 
-// The initial state. The URL omits values that are equal to these.
-const DEFAULTS = {
-  page: "overview", run: 0, layer: 0, head: 0, batch: 0, pooling: "max", scale: "linear", theme: null, view: null, pin: null,
-  second: null, heads: "all", token: null, sort: "", score: "", minimum: 0,
-};
-const PAGES = { overview: "Overview", head: "Head", text: "Text" };
-const CHOICES = { page: Object.keys(PAGES), pooling: ["max", "mean"], scale: ["linear", "log"] }; // the first is the default
-const THEMES = {
-  light: { background: "#ffffff", loading: "#f3f5f7", text: "#1b1f24", muted: "#5b6570", line: "#c9d1d9", outline: "#00000088", accent: "#b3261e", bars: "#4a6fa5", hatch: ["#eef0f2", "#d5dade"] },
-  dark: { background: "#14171a", loading: "#1b1f23", text: "#e8eaed", muted: "#9aa4af", line: "#3a4149", outline: "#ffffff88", accent: "#ff9e80", bars: "#8ab4f8", hatch: ["#24282d", "#343a41"] },
-};
-const KEYS = [
-  ["arrows", "move"], ["shift + arrows", "move the crosshair by one weight"], ["+  −", "zoom"], ["0", "fit the matrix"],
-  ["1", "single weights"], ["[  ]", "previous, next head"], ["{  }", "previous, next layer"], ["m", "mean or maximum"],
-  ["l", "linear or logarithmic"], ["c", "compare with another head"], ["o  h  x", "overview, head, text"],
-  ["p", "save as PNG"], ["k", "copy the link"], ["t", "light or dark theme"], ["esc", "unpin the crosshair"], ["?", "show these keys"],
+const KEYS = [ // of all pages
+  ["[  ]", "previous, next head"], ["{  }", "previous, next layer"], ["m", "cells: max or mean"], ["l", "colours: √, linear or log"],
+  ...Object.values(PAGES).map(({ key, title }) => [key, `page: ${title}`]),
+  ["/", "find a word"], ["f", "findings"], ["w", "which heads attend from a token to another"], ["k", "copy the link"], ["t", "light or dark theme"], ["esc", "close the search, the panel"], ["?", "show these keys"],
 ];
 
 class App {
   // root: the element to fill. client: see clients.js. linked: store the state in the URL.
   constructor(root, client, linked) {
-    Object.assign(this, { root, client, linked, panes: [], labels: new Map(), hovered: null, hatches: {} });
-    this.state = { ...DEFAULTS, ...(linked ? this.fromHash() : {}) };
+    Object.assign(this, { root, client, linked, page: null, hovered: null, hatches: {} });
+    this.responses = new Map(); // of `load`, by address
+    this.state = { ...DEFAULTS, ...(linked ? parseHash() : {}) };
     this.abortController = new AbortController();
   }
 
@@ -32,13 +21,13 @@ class App {
     this.root.replaceChildren(make("p", { class: "muted opening" }, "Loading …"));
     const info = await json(this.client, "runs"), { signal } = this.abortController;
     if (signal.aborted) return;
-    this.info = info, this.colors = new ColorScale(info.colors);
+    this.info = info;
+    this.colors = new ColorScale(info.colors);
+    this.differences = { light: new DifferenceColors(info.differences.light), dark: new DifferenceColors(info.differences.dark) };
     this.build();
     if (this.linked) {
-      this.state = { ...DEFAULTS, ...this.fromHash() }; // it may have changed while loading
-      window.addEventListener("hashchange", () => {
-        if (location.hash.slice(1) !== this.toHash()) this.state = { ...DEFAULTS, ...this.fromHash() }, this.show();
-      }, { signal });
+      this.readState(); // it may have changed while loading
+      window.addEventListener("hashchange", () => this.readHash(), { signal });
     } else {
       this.root.tabIndex = -1; // so that a click anywhere in the viewer gives it the keyboard focus
     }
@@ -49,71 +38,43 @@ class App {
 
   remove() {
     this.abortController.abort();
-    this.shown?.remove(), this.panes.forEach((pane) => pane.remove());
-    this.shown = null, this.panes = [];
-    clearTimeout(this.saving), clearTimeout(this.hiding);
+    this.page?.remove();
+    this.page = null;
+    clearTimeout(this.hiding);
     this.root.replaceChildren();
   }
 
   // -- state ------------------------------------------------------------------------------------
 
-  fromHash() {
-    const params = new URLSearchParams(location.hash.slice(1)), state = {};
-    for (const name of ["page", "pooling", "scale", "theme", "heads", "sort", "score"]) if (params.has(name)) state[name] = params.get(name);
-    for (const name of ["run", "layer", "head", "batch", "token", "minimum"]) if (params.has(name)) state[name] = Number(params.get(name)) || 0;
-    const numbers = (name, size) => {
-      const parts = params.get(name)?.split(",").map(Number);
-      return parts?.length === size && parts.every(Number.isFinite) ? parts : null;
-    };
-    const view = numbers("view", 3), pin = numbers("pin", 2), second = numbers("second", 3);
-    if (view && view[2] > 0) state.view = { x: view[0], y: view[1], k: view[2] };
-    if (pin && Math.min(...pin) >= 0) state.pin = pin.map(Math.floor);
-    if (second) state.second = { run: second[0], layer: second[1], head: second[2] };
-    return state;
-  }
-
-  toHash() {
-    const params = new URLSearchParams(), { view, pin, second } = this.state;
-    for (const [name, value] of Object.entries(this.state)) {
-      if (value === null || typeof value === "object" || value === DEFAULTS[name]) continue;
-      params.set(name, value);
-    }
-    if (view) params.set("view", [view.x.toFixed(6), view.y.toFixed(6), view.k.toPrecision(12)].join(","));
-    if (pin) params.set("pin", pin.join(","));
-    if (second) params.set("second", [second.run, second.layer, second.head].join(","));
-    return params.toString().replaceAll("%2C", ",");
-  }
-
   saveState() {
-    if (this.linked) history.replaceState(null, "", `#${this.toHash()}`);
+    if (this.linked) history.replaceState(null, "", `#${formatHash(this.state)}`);
+    this.drawer.update(); // it shows the selected weight
   }
 
-  // Replace invalid values, which the URL may contain if it was edited by hand.
-  sanitizeState() {
-    const { runs } = this.info, clampIndex = (n, size) => Math.max(0, Math.min(Math.floor(n) || 0, size - 1));
-    const clampPlace = (place) => {
-      place.run = clampIndex(place.run, runs.length);
-      place.layer = clampIndex(place.layer, runs[place.run].layers.length);
-      place.head = clampIndex(place.head, runs[place.run].layers[place.layer].heads.length);
-    };
-    const { state } = this;
-    for (const [name, values] of Object.entries(CHOICES)) if (!values.includes(state[name])) state[name] = values[0];
-    if (!Object.hasOwn(THEMES, state.theme)) state.theme = null;
-    for (const name of ["sort", "score"]) if (!Object.hasOwn(this.info.scores, state[name])) state[name] = "";
-    if (!Number.isFinite(state.minimum)) state.minimum = 0;
-    clampPlace(state);
-    if (state.second) clampPlace((state.second = { ...state.second }));
-    const [, h, , s] = this.layer(state).shape;
-    state.batch = clampIndex(state.batch, Math.max(...runs.flatMap(({ layers }) => layers.map(({ shape }) => shape[0]))));
-    if (state.token !== null) state.token = clampIndex(state.token, s);
-    if (state.heads !== "all" && !state.heads.split(",").every((head) => /^\d{1,5}$/.test(head) && Number(head) < h)) state.heads = "all";
+  readHash() {
+    if (location.hash.slice(1) === formatHash(this.state)) return;
+    this.clearHover();
+    this.readState();
+    this.show();
+  }
+
+  // Read the state of a link. If it names what the runs don't have, correct it and say so.
+  readState() {
+    this.state = { ...DEFAULTS, ...parseHash() };
+    sanitize(this.state, this.info);
+    const wrong = wrongParts(this.state).map((name) => (name === "second" ? "compared head" : name));
+    if (!wrong.length) return;
+    const names = wrong.length > 1 ? `${wrong.slice(0, -1).join(", ")} and ${wrong.at(-1)}` : wrong[0];
+    const pin = wrong.includes("pin") ? ", and no weight is pinned" : "";
+    this.showMessage(`This link names a ${names} that ${this.info.runs.length > 1 ? "these runs don't" : "this run doesn't"} have. ${this.short(this.state)} is shown${pin}.`.replace(". l", ". L"));
   }
 
   // Change the state. A change of page or head adds an entry to the browser's history.
   change(changes) {
     const isNavigation = ["page", "run", "layer", "head", "second"].some((name) => name in changes);
     if (this.linked && isNavigation) history.pushState(null, "", location.href);
-    Object.assign(this.state, changes);
+    if (["page", "view", "pin", "token"].some((name) => name in changes)) this.clearHover(); // the crosshair moves elsewhere
+    Object.assign(this.state, carryHeads(this.state, changes), changes);
     if (this.banner.classList.contains("bad")) this.banner.hidden = true;
     this.show();
   }
@@ -127,114 +88,157 @@ class App {
     return this.info.runs[run].layers[layer];
   }
 
-  layerName({ run, layer }) {
-    const title = this.info.runs.length > 1 ? `${this.info.runs[run].title}, ` : "";
-    const { number, name } = this.layer({ run, layer });
-    return `${title}layer ${number}: ${name}`;
-  }
-
+  // The name of a head: its numbers first, then its run if there are several, and its module.
   name(place) {
-    return `${this.layerName(place)}, head ${this.layer(place).heads[place.head]}`;
+    const { number, name, heads } = this.layer(place), { runs } = this.info;
+    return `layer ${number}, head ${heads[place.head]} · ${runs.length > 1 ? `${runs[place.run].title} · ` : ""}${name}`;
   }
 
   short(place) {
     return `layer ${this.layer(place).number} · head ${this.layer(place).heads[place.head]}`;
   }
 
-  tokens({ run, layer, batch }) {
-    const address = `tokens/${run}/${layer}/${batch}`;
-    if (!this.labels.has(address)) this.labels.set(address, json(this.client, address));
-    return this.labels.get(address).catch((error) => (this.showError(error), { queries: null, keys: null, first: null }));
+  // -- data -------------------------------------------------------------------------------------
+
+  // Return a promise of the response to an address, which is requested once.
+  load(address, convert = (response) => response) {
+    if (!this.responses.has(address)) {
+      const loading = json(this.client, address, this.abortController.signal).then(convert);
+      loading.catch(() => this.responses.delete(address)); // so that it can be requested again
+      this.responses.set(address, loading);
+    }
+    return this.responses.get(address);
   }
 
-  // -- the page ---------------------------------------------------------------------------------
+  async tokens({ run, layer, batch }) {
+    try {
+      return await this.load(`tokens/${run}/${layer}/${batch}`, (response) => new Tokens(response));
+    } catch (error) {
+      this.showError(error);
+      return new Tokens({ queries: null, keys: null, first: null });
+    }
+  }
+
+  // -- header and toolbar -----------------------------------------------------------------------
 
   build() {
-    const button = (id, text, title, onclick) => make("button", { type: "button", id, title, onclick }, text);
-    const pages = Object.entries(PAGES).map(([page, text]) => button(`page-${page}`, text, "", () => this.change({ page })));
-    this.choices = make("span", { class: "choices" });
-    this.options = make("span", { class: "options" },
-      button("pooling", "", "mean or maximum of pooled cells (m)", () => this.toggle("pooling")),
-      button("scale", "", "linear or logarithmic colours (l)", () => this.toggle("scale")),
-      button("compare", "compare", "compare with another head; both zoom together (c)", () => this.compare()),
-      button("fit", "fit", "fit the matrix (0)", () => this.fit()),
-      button("png", "PNG", "save as PNG (p)", () => this.savePng()));
+    const tabs = Object.entries(PAGES).map(([page, { title, key }]) => button(`page-${page}`, title, `${title} (${key})`, () => this.change({ page })));
+    this.subject = make("div", { class: "subject" });
+    this.controls = {
+      place: make("span", { class: "group" }), second: make("span", { class: "group" }), sequence: make("span", { class: "group" }),
+      pooling: this.choice("pooling", "cells", { max: "max", mean: "mean" }, "how cells of several weights are pooled (m)"),
+      scale: this.choice("scale", "colours", SCALES, "scale of colours (l)"),
+    };
+    this.tools = make("span", { class: "group page-tools" }); // of the page
+    this.heading = make("h1", { class: "visually-hidden" });
+    this.body = make(this.linked ? "main" : "div", { class: "body", tabindex: -1 }); // a notebook has a <main> already
     this.banner = make("div", { class: "banner", role: "alert", hidden: true });
-    this.keys = make("dialog", { class: "keys" }, make("h2", {}, "Keys"),
-      make("dl", {}, ...KEYS.filter(([key]) => this.linked || key !== "k").flatMap(([key, what]) => [make("dt", {}, key), make("dd", {}, what)])),
-      make("form", { method: "dialog" }, make("button", {}, "close")));
-    this.body = make("div", { class: "body" });
+    this.search = new Search(this);
+    this.drawer = new Drawer(this);
+    this.keys = make("dialog", { class: "keys", "aria-labelledby": "keys-title" });
     this.root.replaceChildren(
-      make("header", {}, make("nav", {}, ...pages), this.choices, this.options,
-        make("span", { class: "tail" },
-          this.linked ? button("link", "link", "copy a link to this view (k)", () => this.copyLink()) : "",
+      make("header", { class: "header" }, this.heading, make("nav", { class: "tabs", "aria-label": "pages" }, ...tabs), this.subject,
+        this.search.element,
+        make("span", { class: "group" },
+          this.linked ? button("link", "copy link", "copy a link to this view (k)", () => this.copyLink()) : "",
           button("theme", "theme", "light or dark theme (t)", () => this.toggleTheme()),
-          button("help", "?", "keys (?)", () => this.keys.showModal()))),
-      this.banner, this.body, this.keys);
+          button("help", "?", "keys (?)", () => this.showKeys()))),
+      make("section", { class: "toolbar", "aria-label": "settings" }, ...Object.values(this.controls), this.tools,
+        make("span", { class: "group tail" }, ...Object.values(this.drawer.buttons))),
+      make("div", { class: "middle" }, this.body, this.drawer.element), this.banner, this.keys);
+  }
+
+  // Return a group of radio buttons that set a part of the state. options: labels by value.
+  choice(name, label, options, title = "") {
+    const group = `${name}-${Math.random().toString(36).slice(2)}`; // several viewers may share a notebook
+    const inputs = Object.entries(options).map(([value, text]) => make("label", {},
+      make("input", { type: "radio", name: group, value, onchange: () => this.change({ [name]: value }) }), make("span", {}, text)));
+    return make("fieldset", { id: name, class: "choice", title }, make("legend", {}, label), make("span", { class: "segments" }, ...inputs));
   }
 
   show() {
-    // In a notebook, keep the keyboard focus in the viewer when the focused element is replaced.
-    const refocus = !this.linked && this.root.matches(":focus-within") && (() => this.root.matches(":focus-within") || this.root.focus({ preventScroll: true }));
-    if (refocus) requestAnimationFrame(refocus);
-    this.sanitizeState();
-    const { state } = this;
-    this.root.dataset.theme = this.themeName();
-    for (const page of CHOICES.page) this.root.querySelector(`#page-${page}`).setAttribute("aria-pressed", state.page === page);
-    this.root.querySelector("#pooling").textContent = state.pooling === "max" ? "maximum" : "mean";
-    this.root.querySelector("#scale").textContent = state.scale === "log" ? "logarithmic" : "linear";
-    this.root.querySelector("#compare").setAttribute("aria-pressed", !!state.second);
-    this.options.className = `options for-${state.page}`;
+    if (this.root.matches(":focus-within")) this.keepFocus();
+    sanitize(this.state, this.info);
+    const { state, root } = this;
+    root.dataset.theme = this.themeName();
+    for (const page of CHOICES.page) root.querySelector(`#page-${page}`).setAttribute("aria-current", state.page === page ? "page" : "false");
+    this.heading.textContent = `${PAGES[state.page].title}: ${state.page === "overview" ? this.info.runs[0].title : this.name(state)}`;
     if (this.linked) document.title = `${state.page === "overview" ? this.info.runs[0].title : this.name(state)} · manyheads`;
-    this.buildChoices();
+    this.describeSubject();
+    this.updateControls();
     this.saveState();
-    if (this.page !== state.page) this.shown?.remove(), this.panes.forEach((pane) => pane.remove()), (this.panes = []), (this.shown = null), this.body.replaceChildren();
-    this.page = state.page;
-    if (state.page === "head") return this.showHeads();
-    const key = state.page === "overview" ? `${state.pooling} ${state.scale} ${state.batch}` : "text";
-    if (state.page === "overview" && this.shown?.key === key) return this.shown.arrange();
-    if (!this.shown || state.page === "overview") {
-      this.shown?.remove();
-      this.shown = state.page === "overview" ? new Overview(this.body, this) : new TextPage(this.body, this);
-      this.shown.key = key;
+    this.showPage();
+    for (const name of Object.keys(CHOICES)) {
+      const input = root.querySelector(`#${name} input[value="${state[name]}"]`);
+      if (input) input.checked = true;
     }
-    this.shown.open();
   }
 
-  showHeads() {
-    const { state } = this, places = [state, ...(state.second ? [state.second] : [])];
-    while (this.panes.length > places.length) this.panes.pop().remove();
-    for (const [n, { run, layer, head }] of places.entries()) {
-      const place = { run, layer, head, batch: this.batchOf({ run, layer }) }, pane = (this.panes[n] ??= new HeadPane(this.body, this));
-      if (JSON.stringify(pane.place) !== JSON.stringify(place)) pane.open(place);
-      else if (state.view && !same(state.view, pane.view)) pane.setView(state.view);
-      pane.update();
-    }
-    this.body.classList.toggle("two", places.length > 1);
+  // Keep the keyboard focus in the viewer if the focused element is replaced.
+  keepFocus() {
+    const { activeElement } = this.root.getRootNode(), select = activeElement?.matches("select") && `select.${activeElement.className}`;
+    requestAnimationFrame(() => {
+      if (this.root.matches(":focus-within")) return;
+      const element = (select && this.root.querySelector(select)) || this.body.querySelector("canvas.map") || this.body;
+      element.focus({ preventScroll: true });
+    });
   }
 
-  // Build the <select> elements for run, layer, head and sequence.
-  buildChoices() {
-    const { state, info } = this, parts = [];
-    const select = (label, options, value, choose) => {
-      if (options.length < 2) return "";
-      const box = make("select", { "aria-label": label, title: label, class: `choose-${label.replaceAll(" ", "-")}`, onchange: () => choose(Number(box.value)) },
-        ...options.map((text, n) => make("option", { value: n }, text)));
-      box.value = value;
-      return box;
-    };
-    if (state.page !== "overview") {
-      const group = (place, change, suffix) => make("span", { class: "place" },
-        select(`run${suffix}`, info.runs.map(({ title }) => title), place.run, (run) => change({ run, layer: 0, head: 0 })),
-        select(`layer${suffix}`, info.runs[place.run].layers.map(({ number, name }) => `${number}: ${name}`), place.layer, (layer) => change({ layer })),
-        state.page === "head" ? select(`head${suffix}`, this.layer(place).heads.map((name) => `head ${name}`), place.head, (head) => change({ head })) : "");
-      parts.push(group(state, (changes) => this.change({ ...changes, ...this.resetView(changes) }), ""));
-      if (state.page === "head" && state.second) parts.push(group(state.second, (changes) => this.change({ second: { ...state.second, ...changes } }), " beside"));
+  showPage() {
+    const { page: name } = this.state;
+    if (this.pageName !== name) {
+      this.page?.remove();
+      this.hideMessage(); // it was about the page before
+      this.body.replaceChildren();
+      this.tools.replaceChildren();
+      this.page = PAGES[name].open(this.body, this, this.tools);
+      this.pageName = name;
     }
-    const maxBatch = Math.max(...info.runs.flatMap(({ layers }) => layers.map(({ shape }) => shape[0])));
-    const labels = Array.from({ length: maxBatch }, (_, n) => `sequence ${n}`);
-    parts.push(select("sequence", labels, state.batch, (batch) => this.change({ batch })));
-    this.choices.replaceChildren(...parts);
+    this.page.open();
+  }
+
+  // Write the model, the beginning of its text, and the numbers of tokens, layers and heads.
+  describeSubject() {
+    const { state, info } = this, runs = state.page === "overview" ? info.runs : [info.runs[state.run]];
+    if (runs.length > 1) {
+      this.subject.replaceChildren(make("strong", {}, runs.map(({ title }) => title).join(" · ")), make("span", { class: "muted" }, plural(runs.length, "run")));
+      return;
+    }
+    const [run] = runs;
+    this.subject.replaceChildren(make("strong", {}, run.title), ...describeText(run, state.batch), make("span", { class: "muted" }, describeHeads(run)));
+  }
+
+  // Show the controls of the page, and fill the selects of run, layer, head and sequence.
+  updateControls() {
+    const { state, info, controls } = this, used = PAGES[state.page].controls, hasHead = used.includes("head");
+    for (const [name, control] of Object.entries(controls)) control.hidden = !used.includes(name) || (name === "second" && !state.second);
+    if (used.includes("place")) controls.place.replaceChildren(...this.selectPlace(state, hasHead, "", (changes) => this.change({ ...changes, ...this.resetView(changes) })));
+    if (used.includes("second") && state.second) {
+      const choose = (changes) => this.change({ second: { ...state.second, ...changes } });
+      controls.second.replaceChildren(make("span", { class: "muted" }, "with"), ...this.selectPlace(state.second, hasHead, " beside", choose));
+    }
+    const count = Math.max(...info.runs.flatMap(({ layers }) => layers.map(({ shape }) => shape[0])));
+    const sequences = Array.from({ length: count }, (_, n) => String(n));
+    controls.sequence.replaceChildren(this.select("sequence", "sequence", sequences, state.batch, (batch) => this.change({ batch })));
+  }
+
+  // Return the selects of a run, a layer and, if `hasHead`, a head. suffix: what distinguishes their names from others.
+  selectPlace(place, hasHead, suffix, choose) {
+    const { runs } = this.info, { layers } = runs[place.run];
+    return [
+      this.select("run", `run${suffix}`, runs.map(({ title }) => title), place.run, (run) => choose({ run, layer: 0, head: 0 })),
+      this.select("layer", `layer${suffix}`, layers.map(({ number, name }) => `${number}: ${name}`), place.layer, (layer) => choose({ layer })),
+      hasHead ? this.select("head", `head${suffix}`, this.layer(place).heads.map(String), place.head, (head) => choose({ head })) : "",
+    ];
+  }
+
+  // Return a labelled <select>, or "" if there is nothing to choose.
+  select(label, name, options, value, choose) {
+    if (options.length < 2) return "";
+    const box = make("select", { "aria-label": name, class: `choose-${name.replaceAll(" ", "-")}`, onchange: () => choose(Number(box.value)) },
+      ...options.map((text, n) => make("option", { value: n }, text)));
+    box.value = value;
+    return make("label", { class: "field" }, make("span", {}, label), box);
   }
 
   // Return the changes that reset view and pin, or none if the new layer has the same shape.
@@ -244,7 +248,7 @@ class App {
     return before[2] === after[2] && before[3] === after[3] ? {} : { view: null, pin: null };
   }
 
-  // -- state shared by panes --------------------------------------------------------------------
+  // -- the crosshair ----------------------------------------------------------------------------
 
   // The cell of the crosshair: the one under the pointer, else the pinned one.
   cell() {
@@ -254,32 +258,20 @@ class App {
   hover(cell) {
     if (String(cell) === String(this.hovered)) return;
     this.hovered = cell;
-    for (const pane of this.panes) pane.update();
+    this.page.update?.();
+  }
+
+  // Forget the cell under the pointer, so that the pinned one is shown until the pointer moves.
+  clearHover() {
+    this.hovered = null;
+    this.page?.clearPointer?.();
   }
 
   pin(cell) {
-    this.state.pin = cell && String(cell) === String(this.state.pin) ? null : cell;
+    const isPinned = cell && String(cell) === String(this.state.pin);
+    Object.assign(this.state, pinning(isPinned ? null : cell));
     this.saveState();
-    for (const pane of this.panes) pane.update();
-  }
-
-  viewChanged(from, view = from.view) {
-    this.state.view = { ...view };
-    for (const pane of this.panes) if (pane !== from && pane.tiles) pane.setView(view);
-    clearTimeout(this.saving);
-    this.saving = setTimeout(() => this.saveState(), 150);
-  }
-
-  fit() {
-    this.state.view = null;
-    this.saveState();
-    for (const pane of this.panes) pane.setView(pane.fit, true);
-  }
-
-  compare() {
-    const { run, layer, head } = this.state, { length } = this.layer(this.state).heads;
-    const other = this.info.runs.length > 1 ? { run: (run + 1) % this.info.runs.length, layer, head } : { run, layer, head: (head + 1) % length };
-    this.change({ page: "head", second: this.state.second ? null : other });
+    this.page.update?.();
   }
 
   // -- theme ------------------------------------------------------------------------------------
@@ -293,7 +285,8 @@ class App {
     const parts = String(color).match(/[\d.]+/g)?.slice(0, 3).map(Number);
     const theme = parts?.length === 3 ? (parts[0] + parts[1] + parts[2] > 383 ? "dark" : "light") : this.notebookTheme;
     if (theme === this.notebookTheme) return;
-    this.notebookTheme = theme, this.root.dataset.theme = this.themeName();
+    this.notebookTheme = theme;
+    this.root.dataset.theme = this.themeName();
     if (this.info) this.show();
   }
 
@@ -301,46 +294,27 @@ class App {
     return THEMES[this.themeName()];
   }
 
+  get differenceColors() {
+    return this.differences[this.themeName()];
+  }
+
   toggleTheme() {
     this.change({ theme: this.themeName() === "dark" ? "light" : "dark" });
   }
 
+  // Choose the next value of a part of the state.
   toggle(name) {
-    this.change({ [name]: CHOICES[name].find((value) => value !== this.state[name]) });
+    const values = CHOICES[name];
+    this.change({ [name]: values[(values.indexOf(this.state[name]) + 1) % values.length] });
   }
 
   // The pattern that fills masked cells.
   hatch(context) {
     const name = this.themeName();
-    if (!this.hatches[name]) {
-      const tile = document.createElement("canvas"), [background, line] = THEMES[name].hatch;
-      tile.width = tile.height = 8;
-      const pattern = tile.getContext("2d");
-      pattern.fillStyle = background, pattern.fillRect(0, 0, 8, 8);
-      pattern.strokeStyle = line, pattern.lineWidth = 1.5;
-      pattern.beginPath();
-      for (const shift of [-8, 0, 8]) pattern.moveTo(shift, 8), pattern.lineTo(shift + 8, 0);
-      pattern.stroke();
-      this.hatches[name] = context.createPattern(tile, "repeat");
-    }
-    return this.hatches[name];
+    return (this.hatches[name] ??= makeHatch(context, THEMES[name].hatch));
   }
 
-  // -- images, links and messages ---------------------------------------------------------------
-
-  savePng() {
-    if (!this.panes.length) return;
-    const images = this.panes.map((pane) => pane.toImage()), canvas = document.createElement("canvas");
-    canvas.width = images.reduce((sum, { width }) => sum + width, 0), canvas.height = Math.max(...images.map(({ height }) => height));
-    const context = canvas.getContext("2d");
-    let x = 0;
-    for (const image of images) context.drawImage(image, x, 0), (x += image.width);
-    canvas.toBlob((blob) => {
-      const url = URL.createObjectURL(blob), name = this.short(this.state).replaceAll(/[^a-z0-9]+/g, "-");
-      make("a", { href: url, download: `${name}.png` }).click();
-      setTimeout(() => URL.revokeObjectURL(url), 1000);
-    });
-  }
+  // -- links and messages -----------------------------------------------------------------------
 
   async copyLink() {
     this.saveState();
@@ -352,75 +326,101 @@ class App {
     }
   }
 
+  // Show a message for a few seconds.
   showMessage(text) {
-    this.banner.textContent = text, this.banner.hidden = false, this.banner.classList.remove("bad");
-    clearTimeout(this.hiding);
+    this.writeBanner(text, false);
     this.hiding = setTimeout(() => (this.banner.hidden = true), 4000);
   }
 
+  // Hide the message, unless it is an error. text: only if it is this one.
+  hideMessage(text = null) {
+    const isShown = text === null || this.banner.textContent.startsWith(text);
+    if (isShown && !this.banner.classList.contains("bad")) this.banner.hidden = true;
+  }
+
+  // Show an error until it is dismissed.
   showError(error) {
     if (!(error instanceof ViewerError)) console.error(error);
+    this.writeBanner(error.message, true);
+  }
+
+  writeBanner(text, isError) {
     clearTimeout(this.hiding);
-    this.banner.textContent = error.message, this.banner.hidden = false, this.banner.classList.add("bad");
+    this.banner.replaceChildren(make("span", {}, text),
+      make("button", { type: "button", class: "dismiss", "aria-label": "dismiss", onclick: () => (this.banner.hidden = true) }, "×"));
+    this.banner.classList.toggle("bad", isError);
+    this.banner.hidden = false;
   }
 
   // -- keys -------------------------------------------------------------------------------------
 
+  showKeys() {
+    const list = (title, keys) => (keys.length ? make("section", {}, make("h3", {}, title),
+      make("dl", {}, ...keys.flatMap(([key, what]) => [make("dt", {}, key), make("dd", {}, what)]))) : "");
+    const { title, keys } = PAGES[this.state.page];
+    this.keys.replaceChildren(
+      make("h2", { id: "keys-title" }, "Keys"),
+      make("div", { class: "sections" }, list(`${title} page`, keys), list("All pages", KEYS.filter(([key]) => this.linked || key !== "k"))),
+      make("form", { method: "dialog" }, make("button", {}, "close")));
+    this.keys.showModal();
+  }
+
   pressKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (!this.linked) event.stopPropagation(); // otherwise the notebook would handle the key too
-    if (this.keys.open) return;
-    if (event.target.closest?.("input, select, textarea") && event.key !== "Escape") return;
-    const { state } = this, pane = this.panes[0], { heads } = this.layer(state), { layers } = this.info.runs[state.run];
-    const cycle = (n, by, size) => (n + by + size) % size;
-    const arrows = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
-    const action = {
-      "+": () => pane && this.zoomBy(2), "=": () => pane && this.zoomBy(2), "-": () => pane && this.zoomBy(0.5),
-      "0": () => pane && this.fit(), "1": () => pane && this.zoomBy(48 / Math.min(pane.at.k, pane.at.v)),
-      "[": () => this.change({ head: cycle(state.head, -1, heads.length) }),
-      "]": () => this.change({ head: cycle(state.head, 1, heads.length) }),
-      "{": () => this.changeLayer(cycle(state.layer, -1, layers.length)),
-      "}": () => this.changeLayer(cycle(state.layer, 1, layers.length)),
-      m: () => this.toggle("pooling"), l: () => this.toggle("scale"), c: () => this.compare(),
-      o: () => this.change({ page: "overview" }), h: () => this.change({ page: "head" }), x: () => this.change({ page: "text" }),
-      p: () => this.savePng(), k: () => this.linked && this.copyLink(), t: () => this.toggleTheme(), "?": () => this.keys.showModal(),
-      Escape: () => (state.page === "text" ? this.change({ token: null }) : this.pin(null)),
-    }[event.key];
-    if (arrows && pane) {
-      event.preventDefault();
-      if (event.shiftKey) this.moveCrosshair(pane, arrows);
-      else pane.setView({ x: pane.view.x + (arrows[0] * 80) / pane.at.k, y: pane.view.y + (arrows[1] * 80) / pane.at.v, k: pane.at.k }), this.viewChanged(pane);
-    } else if (action) {
-      event.preventDefault();
-      action();
-    }
+    if (this.keys.open || isForControl(event)) return;
+    if (event.key === "Escape" && (this.search.close() || this.drawer.close())) return event.preventDefault();
+    if (this.page.pressKey?.(event) || this.pressSharedKey(event.key)) event.preventDefault();
   }
 
-  changeLayer(layer) {
+  // Handle a key that all pages have; return false if it isn't one.
+  pressSharedKey(key) {
+    const page = Object.keys(PAGES).find((name) => PAGES[name].key === key);
+    const action = page ? () => this.change({ page }) : {
+      "[": () => this.moveHead(-1), "]": () => this.moveHead(1), "{": () => this.moveLayer(-1), "}": () => this.moveLayer(1),
+      m: () => this.toggle("pooling"), l: () => this.toggle("scale"), k: () => this.linked && this.copyLink(),
+      t: () => this.toggleTheme(), "?": () => this.showKeys(), "/": () => this.search.input.select(),
+      f: () => this.drawer.toggle("findings"), w: () => this.drawer.toggle("pair"),
+    }[key];
+    action?.();
+    return action !== undefined;
+  }
+
+  moveHead(by) {
+    const { length } = this.layer(this.state).heads, head = (this.state.head + by + length) % length;
+    this.change({ head, ...(showsHeads(this.state.page) ? { heads: String(head) } : {}) });
+  }
+
+  moveLayer(by) {
+    const { length } = this.info.runs[this.state.run].layers, layer = (this.state.layer + by + length) % length;
     this.change({ layer, ...this.resetView({ layer }) });
-  }
-
-  // Zoom in or out around the pinned crosshair, or around the middle if none is pinned.
-  zoomBy(factor) {
-    const pane = this.panes[0], cell = this.state.pin, { x, y, k } = pane.view, [min, max] = pane.zoom.scaleExtent();
-    const newK = Math.max(min, Math.min(max, k * factor));
-    pane.setView(cell ? { x: cell[1] + 0.5, y: cell[0] + 0.5, k: newK } : { x, y, k: newK });
-    this.viewChanged(pane);
-  }
-
-  // Move the crosshair by one weight, and the view if the crosshair would leave it.
-  moveCrosshair(pane, [dx, dy]) {
-    const [i, j] = this.state.pin ?? [Math.floor(pane.view.y), Math.floor(pane.view.x)];
-    this.hovered = null;
-    this.state.pin = [Math.max(0, Math.min(pane.t - 1, i + dy)), Math.max(0, Math.min(pane.s - 1, j + dx))];
-    this.saveState();
-    const [y, x] = this.state.pin, { k, v } = pane.at;
-    if (Math.abs(x - pane.view.x) > pane.wide / k / 2 - 1 || Math.abs(y - pane.view.y) > pane.high / v / 2 - 1) pane.setView({ x, y, k: pane.at.k }), this.viewChanged(pane);
-    for (const other of this.panes) other.update();
   }
 }
 
-const same = (a, b) => b && Math.abs(a.x - b.x) < 1e-4 && Math.abs(a.y - b.y) < 1e-4 && Math.abs(a.k / b.k - 1) < 1e-6;
+const button = (id, text, title, onclick) => make("button", { type: "button", id, title, onclick }, text);
+
+// Return true if a key is meant for the focused control: letters for a text field, arrows for radio buttons.
+function isForControl({ target, key }) {
+  const control = target.closest?.("input, select, textarea");
+  if (!control || key === "Escape") return false;
+  const isToggle = control.matches("input[type=radio], input[type=checkbox]");
+  return !isToggle || key.startsWith("Arrow") || key === " ";
+}
+
+// The beginning of a run's text, and its number of tokens (of queries and keys where they differ), as elements. batch: the sequence.
+function describeText({ texts, layers }, batch) {
+  const text = texts[Math.min(batch, texts.length - 1)], { shape } = layers[0];
+  const size = shape[2] === shape[3] ? plural(shape[3], "token") : matrixSize(shape);
+  const excerpt = text ? make("span", { class: "excerpt", dir: "auto", title: text }, `“${text}”`) : "";
+  return [excerpt, make("span", { class: "muted" }, size)];
+}
+
+// The numbers of layers and heads of a run, such as "4 layers × 6 heads".
+function describeHeads({ layers }) {
+  const heads = layers.map(({ shape }) => shape[1]), most = Math.max(...heads);
+  const isEqual = heads.every((count) => count === most);
+  return `${plural(layers.length, "layer")} × ${isEqual ? plural(most, "head") : `${Math.min(...heads)} to ${most} heads`}`;
+}
 
 // Start the viewer in an element. linked: store the state in the URL.
 function show(root, client, linked = true) {

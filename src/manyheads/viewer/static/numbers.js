@@ -29,14 +29,28 @@ function decodeMarginals(buffer) {
 
 const DECADES = 4; // the length of a logarithmic scale, in powers of ten
 
-// 256 colours. `place` maps a weight to a place among them, from 0 to 1, on a linear or logarithmic scale that ends at `top`.
+// The scales of colours: their names on buttons. The square root shows small weights without hiding which are large.
+const SCALES = { sqrt: "√", linear: "linear", log: "log" };
+
+// 256 colours. `place` maps a weight to a place among them, from 0 to 1, on a scale that ends at `top`.
 class ColorScale {
   constructor(colors) {
     this.rgb = Uint8ClampedArray.from({ length: 768 }, (_, n) => parseInt(colors.slice(2 * n, 2 * n + 2), 16));
   }
 
   static place(weight, top, scale) {
-    return scale === "log" ? (weight > 0 ? 1 + Math.log10(weight / top) / DECADES : 0) : weight / top;
+    if (scale === "sqrt") return Math.sqrt(weight / top);
+    if (scale === "log") return weight > 0 ? 1 + Math.log10(weight / top) / DECADES : 0;
+    return weight / top;
+  }
+
+  place(weight, top, scale) {
+    return ColorScale.place(weight, top, scale);
+  }
+
+  // The weights to label on a colour bar.
+  ticks(top, scale) {
+    return colorTicks(top, scale);
   }
 
   css(place) {
@@ -59,7 +73,7 @@ class ColorScale {
     for (let n = 0; n < weights.length; n++) {
       const weight = weights[n];
       if (weight !== weight) continue;
-      const at = 3 * Math.round(255 * Math.min(1, Math.max(0, ColorScale.place(weight, top, scale))));
+      const at = 3 * Math.round(255 * Math.min(1, Math.max(0, this.place(weight, top, scale))));
       pixels[4 * n] = this.rgb[at], pixels[4 * n + 1] = this.rgb[at + 1], pixels[4 * n + 2] = this.rgb[at + 2];
       pixels[4 * n + 3] = 255;
     }
@@ -75,11 +89,14 @@ function roundUp(x) {
   return ten * [1, 2, 5, 10].find((n) => n * ten >= x * (1 - 1e-6));
 }
 
-// Enclose a token in Unicode isolates: otherwise a right-to-left token would reorder the text around it.
-const isolated = (name) => `\u2068${name}\u2069`;
+// Format a number that may be negative, with a minus sign.
+const number = (x, digits = 3) => (x === null ? "not finite" : x < 0 ? `−${format(-x, digits)}` : format(x, digits));
 
 const count = (n) => n.toLocaleString("en-US");
 const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
+
+// The size of a matrix, such as "20,000 queries × 3 keys".
+const matrixSize = ([, , t, s]) => `${count(t)} ${t === 1 ? "query" : "queries"} × ${plural(s, "key")}`;
 
 // Format a weight with a number of significant digits.
 function format(weight, digits = 3) {

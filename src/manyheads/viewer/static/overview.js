@@ -1,130 +1,297 @@
-// The overview: a card for every head of every layer, with a thumbnail and head scores. Cards can be sorted, filtered and opened.
+// The overview: a matrix of thumbnails with a row for each layer and a column for each head, all in the colours of one scale. The
+// cells can show a head score, and be sorted by it.
 
 class Overview {
-  constructor(root, app) {
-    this.app = app, this.cards = [], this.control = new AbortController(), this.queue = [], this.running = 0;
-    this.element = make("main", { class: "overview" });
-    root.append(this.element);
-    this.visible = new IntersectionObserver((entries) => entries.forEach((entry) => {
-      const card = this.cards.find(({ element }) => element === entry.target);
-      if (entry.isIntersecting && card && !card.requested) card.requested = true, this.queue.push(card), this.drawNext();
-    }), { rootMargin: "200px" });
-    const select = (name, defaultLabel) => make("select", { id: name, onchange: (event) => app.change({ [name]: event.target.value }) },
-      make("option", { value: "" }, defaultLabel), ...Object.keys(app.info.scores).map((value) => make("option", { value }, this.label(value))));
-    this.sort = select("sort", "layer and head"), this.score = select("score", "all heads");
-    this.minimum = make("input", { id: "minimum", type: "number", min: 0, step: 0.05, value: app.state.minimum, oninput: () => app.change({ minimum: Number(this.minimum.value) || 0 }) });
-    this.summary = make("span", { class: "muted" });
-    this.list = make("div", { class: "cards" });
-    this.element.append(
-      make("form", { class: "tools", onsubmit: (event) => event.preventDefault() },
-        make("label", {}, "sort by ", this.sort), make("label", {}, "show ", this.score),
-        make("label", {}, " of at least ", this.minimum), this.summary),
-      this.list);
+  constructor(body, app, tools) {
+    this.app = app;
+    this.cells = new Map(); // by "run/layer/head"
+    this.thumbnails = app.thumbnails ??= new Thumbnails(app.client, app.info.side);
+    this.scores = new HeadScores(app, () => this.scoresArrived());
+    this.preview = new Preview(app, this.scores, this.thumbnails);
+    this.list = make("div", { class: "matrices" });
+    this.element = make("div", { class: "overview" }, this.list, this.preview.element);
+    body.append(this.element);
+    this.addTools(tools);
+    this.visible = new IntersectionObserver((entries) => this.cellsVisible(entries), { rootMargin: "100px" });
+    this.resizing = new ResizeObserver(() => this.resize());
+    this.resizing.observe(this.list);
+    this.list.addEventListener("pointerover", ({ target }) => this.point(target));
+    this.list.addEventListener("pointerleave", () => this.showPreview(this.focused));
+    this.list.addEventListener("focusin", ({ target }) => this.focus(target));
   }
 
-  // The name of a head score, with its unit.
-  label(score) {
-    return [score.replaceAll("_", " "), this.app.info.scores[score]].filter(Boolean).join(", ");
+  // Add the controls: which score to show, how to order heads, and the progress of the scores.
+  addTools(tools) {
+    const { app } = this, names = Object.keys(app.info.scores), label = (name) => [scoreName(name), app.info.scores[name]].filter(Boolean).join(", ");
+    this.hasWeights = app.info.runs.some(({ layers }) => layers.some((layer) => layer.has_weights));
+    this.select = make("select", { id: "score", onchange: () => app.change({ score: this.select.value }) },
+      this.hasWeights ? make("option", { value: "" }, "none") : "", ...names.map((value) => make("option", { value }, label(value))));
+    this.order = app.choice("order", "order", { layer: "layer and head", score: "by score" }, "order of the heads");
+    this.progress = make("span", { class: "muted progress", role: "status" });
+    tools.append(make("label", { class: "field" }, make("span", {}, "score"), this.select), this.order, this.progress);
+  }
+
+  // The score that cells show, "" for none.
+  get score() {
+    return this.app.state.score || (this.hasWeights ? "" : this.select.value);
+  }
+
+  get isSorted() {
+    return this.app.state.order === "score" && this.score !== "" && this.scores.isComplete;
   }
 
   open() {
-    for (const [run, { layers }] of this.app.info.runs.entries()) {
-      for (const [layer, { heads }] of layers.entries()) heads.forEach((_, head) => this.addCard(run, layer, head));
+    const { state } = this.app;
+    if (state.score || this.hasWeights) this.select.value = state.score;
+    this.focused = { run: state.run, layer: state.layer, head: state.head };
+    if (this.scores.batch !== state.batch) {
+      this.cells.clear();
+      this.laidOut = null;
+      this.scores.request();
     }
-    this.arrange();
-    this.requestScores();
+    this.showProgress();
+    this.layOut();
+    this.redraw();
   }
 
   remove() {
-    this.control.abort(), this.visible.disconnect(), this.element.remove();
+    this.scores.close();
+    this.thumbnails.cancel();
+    this.visible.disconnect();
+    this.resizing.disconnect();
+    cancelAnimationFrame(this.drawing);
   }
 
-  addCard(run, layer, head) {
-    const place = { run, layer, head, batch: this.app.batchOf({ run, layer }) }, { runs } = this.app.info;
-    const name = `${runs.length > 1 ? `${runs[run].title} · ` : ""}${this.app.short(place)}`;
-    const canvas = make("canvas", { width: 8, height: 8 }), bars = make("dl", { class: "bars" });
+  // -- layout -----------------------------------------------------------------------------------
+
+  resize() {
+    this.layOut();
+    this.redraw();
+  }
+
+  // Arrange the cells in matrices or, sorted by a score, in a list, as large as they fit.
+  layOut() {
+    const { clientWidth, clientHeight } = this.list, width = clientWidth - 24, height = clientHeight - 20;
+    if (width <= 0) return;
+    const extra = this.score ? STRIP_HEIGHT : 0;
+    const layout = this.isSorted ? this.planList(width, height) : this.planMatrices(width, height, extra);
+    const key = JSON.stringify([layout.key, layout.cell, layout.across, extra]);
+    if (key === this.laidOut) return;
+    this.laidOut = key;
+    this.cell = layout.cell;
+    this.isTinted = extra > 0 && layout.cell < STRIPPED;
+    this.list.style.setProperty("--cell", `${layout.cell}px`);
+    this.list.style.setProperty("--gap", `${gapOf(layout.cell)}px`);
+    this.list.style.setProperty("--across", layout.across);
+    this.list.classList.toggle("tinted", this.isTinted);
+    this.list.classList.toggle("stripped", extra > 0 && !this.isTinted);
+    this.list.classList.toggle("sorted", this.isSorted);
+    this.visible.disconnect();
+    this.build(layout);
+    for (const cell of this.cells.values()) this.visible.observe(cell.element);
+  }
+
+  planMatrices(width, height, extra) {
+    const { runs } = this.app.info, groups = runs.flatMap(({ layers }, run) => groupLayers(run, layers));
+    const sizes = groups.map(({ run, layers }) => ({
+      rows: layers.length, columns: Math.max(...layers.map((layer) => runs[run].layers[layer].heads.length)),
+    }));
+    return { key: "layers", groups, ...fitMatrices(sizes, width, height, extra, groups.length > 1) };
+  }
+
+  planList(width, height) {
+    const { score, scores } = this, places = this.places();
+    const rank = (place) => scores.value(place, score) ?? -Infinity;
+    places.sort((a, b) => rank(b) - rank(a));
+    const { cell, columns } = fitList(places.length, width, height, STRIP_HEIGHT);
+    return { key: `${score} ${columns}`, places, columns, cell, across: 1 };
+  }
+
+  // All heads, in order.
+  places() {
+    return this.app.info.runs.flatMap(({ layers }, run) => layers.flatMap(({ heads }, layer) => heads.map((_, head) => ({ run, layer, head }))));
+  }
+
+  // Fill the page with rows of cells, and remember them for the arrow keys.
+  build({ groups, places, columns }) {
+    const hadFocus = this.list.matches(":focus-within");
+    this.rows = [];
+    if (groups) this.list.replaceChildren(...groups.map((group) => this.buildMatrix(group, groups.length > 1)));
+    else this.list.replaceChildren(this.buildList(places, columns));
+    this.setTabStop(hadFocus);
+  }
+
+  buildMatrix({ run, title, layers }, hasTitle) {
+    const { runs } = this.app.info, all = layers.map((layer) => runs[run].layers[layer]);
+    const longest = all.reduce((most, { heads }) => (heads.length > most.length ? heads : most), []);
+    const areAlike = all.every(({ heads }) => heads.every((name, n) => name === longest[n]));
+    const name = [runs.length > 1 ? runs[run].title : "", title].filter(Boolean).join(" · ");
+    const header = make("div", { class: "row heads", role: "row" }, make("span", { class: "row-head", role: "columnheader" }, "layer"),
+      ...longest.map((head, n) => make("span", { class: "column-head", role: "columnheader" }, areAlike ? this.headLabel(head, n) : "")));
+    const rows = layers.map((layer) => {
+      const { number, heads, name } = runs[run].layers[layer], cells = heads.map((_, head) => this.cellOf({ run, layer, head }));
+      this.rows.push(cells);
+      return make("div", { class: "row", role: "row" },
+        make("span", { class: "row-head", role: "rowheader", title: `layer ${number}: ${name}` }, String(number)), ...cells.map(({ box }) => box));
+    });
+    const heading = hasTitle ? make("h2", { title: name }, name || runs[run].title, ...(runs.length > 1 && !title ? this.textOf(run) : [])) : "";
+    return make("section", {}, heading, make("div", { class: "matrix", role: "grid", "aria-label": `heads of ${name || runs[run].title}` }, header, ...rows));
+  }
+
+  // The number of a head; the first one says what is counted.
+  headLabel(head, n) {
+    return n === 0 && this.cell >= 48 ? `head ${head}` : String(head);
+  }
+
+  textOf(run) {
+    return describeText(this.app.info.runs[run], this.app.state.batch);
+  }
+
+  buildList(places, columns) {
+    const rows = [], { runs } = this.app.info;
+    for (const place of places) {
+      const title = runs.length > 1 ? `${runs[place.run].title} · ` : "", { number, heads } = this.app.layer(place);
+      this.cellOf(place).name.textContent = title + (this.cell >= 120 ? this.app.short(place) : `${number}·${heads[place.head]}`);
+    }
+    for (let n = 0; n < places.length; n += columns) {
+      const cells = places.slice(n, n + columns).map((place) => this.cellOf(place));
+      this.rows.push(cells);
+      rows.push(make("div", { class: "row", role: "row" }, ...cells.map(({ box }) => box)));
+    }
+    return make("div", { class: "matrix", role: "grid", "aria-label": `heads, sorted by ${scoreName(this.score)}` }, ...rows);
+  }
+
+  // The cell of a head, which is made once.
+  cellOf(place) {
+    const key = `${place.run}/${place.layer}/${place.head}`;
+    if (!this.cells.has(key)) this.cells.set(key, this.makeCell(place, key));
+    return this.cells.get(key);
+  }
+
+  makeCell({ run, layer, head }, key) {
+    const place = { run, layer, head, batch: this.app.batchOf({ run, layer }) }, { has_weights } = this.app.layer(place);
+    const canvas = make("canvas", { class: "thumbnail", width: 1, height: 1 }), number = make("b"), bar = make("i"), name = make("span", { class: "name" });
     const element = make("button", {
-      class: "card", type: "button", "data-place": `${run}/${layer}/${head}`, title: this.app.name(place),
-      disabled: !this.app.layer(place).has_weights,
-      onclick: () => this.app.change({ run, layer, head, page: "head", view: null, pin: null }),
-    }, canvas, make("span", { class: "card-name" }, name), bars);
-    this.cards.push({ place, element, canvas, bars, scores: {} });
+      class: `card${has_weights ? "" : " no-weights"}`, type: "button", tabindex: -1, "data-place": key, "aria-disabled": !has_weights && "true",
+      onclick: () => this.preview.open(place),
+    }, canvas, make("span", { class: "strip", "aria-hidden": "true" }, bar, name, number));
+    return { place, element, canvas, number, bar, name, box: make("span", { class: "cell-box", role: "gridcell" }, element) };
   }
 
-  // Draw thumbnails, a few at a time.
-  drawNext() {
-    while (this.running < PARALLEL && this.queue.length) {
-      this.running++;
-      this.drawThumbnail(this.queue.shift()).finally(() => (this.running--, this.drawNext()));
+  // -- thumbnails and scores --------------------------------------------------------------------
+
+  cellsVisible(entries) {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) this.requestThumbnail(this.cells.get(target.dataset.place));
     }
   }
 
-  async drawThumbnail(card) {
-    const { run, layer, head, batch } = card.place, { shape, has_weights } = this.app.layer(card.place);
-    if (!has_weights) return card.canvas.replaceWith(make("span", { class: "muted nothing" }, "statistics only"));
-    const size = Math.max(shape[2], shape[3]), { side } = this.app.info, { pooling, scale } = this.app.state;
-    const level = size <= side ? 0 : Math.ceil(Math.log2(size / 64));
+  async requestThumbnail(cell) {
+    const layer = this.app.layer(cell.place), pixels = Math.round(this.cell * (window.devicePixelRatio || 1));
+    if (!layer.has_weights || cell.pixels >= pixels) return;
+    cell.pixels = pixels;
     try {
-      const tile = decode(await this.app.client.bytes(`tiles/${run}/${layer}/${head}/${level}/0/0/${batch}`, this.control.signal));
-      const image = this.app.colors.paint(tile, pooling, Math.min(1, roundUp(Tiles.largest(tile, pooling))), scale);
-      Object.assign(card.canvas, { width: tile.cols, height: tile.rows });
-      card.canvas.getContext("2d").drawImage(image, 0, 0);
-      card.element.dataset.sampled = tile.sampled, card.canvas.classList.add("drawn");
-      if (tile.sampled > 1) card.element.title = `${this.app.name(card.place)}: estimated from 1 query in ${count(tile.sampled)}`;
+      cell.thumbnail = await this.thumbnails.get(cell.place, layer.shape, pixels);
+      this.redraw();
     } catch (error) {
+      cell.pixels = 0;
       if (error.name !== "AbortError") this.app.showError(error);
     }
   }
 
-  // Request head scores one layer at a time: a browser opens at most six connections to a server, and thumbnails need some.
-  async requestScores() {
-    for (const [run, { layers }] of this.app.info.runs.entries()) {
-      for (const layer of layers.keys()) await this.showScores(run, layer);
+  scoresArrived() {
+    this.showProgress();
+    this.layOut();
+    this.redraw();
+  }
+
+  showProgress() {
+    const { layers, count: all, isComplete } = this.scores, done = layers.size, radio = this.order.querySelector("[value=score]");
+    const isEstimated = [...layers.values()].some(({ sampled }) => sampled > 1);
+    radio.disabled = !this.score || !isComplete;
+    this.order.title = !this.score ? "choose a score to sort by it" : isComplete ? "order of the heads" : "available when all scores are computed";
+    this.progress.textContent = !isComplete ? `scores: ${done} of ${plural(all, "layer")}` : isEstimated && this.score ? "≈ estimated from some of the queries" : "";
+    if (isComplete) for (const option of this.select.options) option.disabled = option.value !== "" && !this.scores.values(option.value).length;
+  }
+
+  // Draw all cells in the next frame.
+  redraw() {
+    this.drawing ??= requestAnimationFrame(() => {
+      this.drawing = null;
+      this.draw();
+    });
+  }
+
+  draw() {
+    const { pooling } = this.app.state, drawn = [...this.cells.values()].filter(({ thumbnail }) => thumbnail);
+    this.scale = sharedScale(drawn.map(({ thumbnail }) => thumbnail), pooling);
+    const key = `${pooling} ${this.app.state.scale} ${this.scale.top} ${this.cell}`;
+    for (const cell of drawn) {
+      if (cell.drawn === key + cell.thumbnail.cols) continue;
+      cell.drawn = key + cell.thumbnail.cols;
+      drawThumbnail(cell.canvas, cell.thumbnail, this.cell, this.app, this.scale.top);
+      cell.element.dataset.sampled = cell.thumbnail.sampled;
+    }
+    this.drawScores();
+    this.preview.showScoreScale(this.score, this.isTinted);
+    this.showPreview(this.pointed ?? this.focused);
+  }
+
+  drawScores() {
+    const { scores, score } = this, threshold = score ? scores.threshold(score) : Infinity, top = score ? scores.top(score) : 1;
+    for (const { place, element, bar, number } of this.cells.values()) {
+      const value = score ? scores.value(place, score) : null, share = Math.max(0, Math.min(1, (value ?? 0) / top));
+      number.textContent = value === undefined ? "…" : this.isTinted ? shortScore(value) : formatScore(value);
+      bar.style.width = `${100 * share}%`;
+      element.style.setProperty("--score", `${(100 * share).toFixed(1)}%`);
+      element.classList.toggle("marked", value !== null && value >= threshold);
+      element.dataset.value = value ?? "";
+      const words = score && value !== undefined ? `, ${scoreName(score)} ${formatScore(value)}` : "";
+      element.setAttribute("aria-label", `${this.app.name(place)}${words}`);
     }
   }
 
-  async showScores(run, layer) {
-    try {
-      const address = `scores/${run}/${layer}/${this.app.batchOf({ run, layer })}`;
-      const { scores, sampled } = await json(this.app.client, address, this.control.signal);
-      for (const card of this.cards.filter(({ place }) => place.run === run && place.layer === layer)) {
-        card.scores = Object.fromEntries(Object.entries(scores).map(([name, column]) => [name, column[card.place.head]]));
-        card.bars.replaceChildren(...this.app.info.bars.filter((name) => card.scores[name] != null).flatMap((name) => {
-          const value = card.scores[name], bar = make("i");
-          const most = name === "entropy" ? Math.log(Math.max(2, this.app.layer(card.place).shape[3])) : 1;
-          bar.style.width = `calc(${Math.min(1, value / most)} * (100% - 2.7rem))`;
-          return [make("dt", {}, this.label(name)), make("dd", { "data-score": name, "data-value": value }, bar, value.toFixed(2))];
-        }));
-        if (sampled > 1) card.bars.title = `estimated from 1 query in ${count(sampled)}`;
-      }
-      this.arrange();
-    } catch (error) {
-      if (error.name !== "AbortError") this.app.showError(error);
-    }
+  // -- pointer and keyboard ---------------------------------------------------------------------
+
+  point(target) {
+    const key = target.closest?.(".card")?.dataset.place;
+    if (key) this.showPreview((this.pointed = this.cells.get(key).place));
   }
 
-  // Sort and filter the cards.
-  arrange() {
-    const { sort, score, minimum } = this.app.state, value = (card, name) => card.scores[name] ?? -Infinity;
-    this.sort.value = sort, this.score.value = score, this.minimum.disabled = !score;
-    if (Number(this.minimum.value) !== minimum) this.minimum.value = minimum; // if they are equal, keep the text, which may be being typed ("0.")
-    let cards = score ? this.cards.filter((card) => value(card, score) >= minimum) : [...this.cards];
-    if (sort) cards.sort((a, b) => value(b, sort) - value(a, sort));
-    const pooled = this.app.info.runs.some(({ layers }) => layers.some(({ shape }) => Math.max(shape[2], shape[3]) > this.app.info.side));
-    const note = pooled ? ` · large matrices are pooled: each cell shows the ${this.app.state.pooling === "max" ? "largest" : "mean"} weight` : "";
-    this.summary.textContent = (cards.length < this.cards.length ? `${count(cards.length)} of ` : "") + plural(this.cards.length, "head") + note;
-    const rows = [];
-    let previous = "";
-    for (const card of cards) {
-      const { run, layer } = card.place, row = `${run}/${layer}`;
-      if (!sort && row !== previous) rows.push(make("h2", {}, this.app.layerName(card.place)));
-      previous = row;
-      rows.push(card.element);
+  showPreview(place) {
+    if (place === this.focused) this.pointed = null;
+    if (place && this.scale) this.preview.show(this.cellOf(place).place, this.scale);
+  }
+
+  // The focused head is the one that other pages show.
+  focus(target) {
+    const key = target.closest?.(".card")?.dataset.place;
+    if (!key) return;
+    const { run, layer, head } = this.cells.get(key).place, { app } = this;
+    Object.assign(app.state, app.resetView({ run, layer }), { run, layer, head });
+    app.saveState();
+    this.focused = { run, layer, head };
+    this.setTabStop(false);
+    this.showPreview(this.focused);
+  }
+
+  // Let the tab key reach one cell, the focused one; arrow keys reach the others.
+  setTabStop(takesFocus) {
+    const chosen = this.cellOf(this.focused);
+    for (const { element } of this.cells.values()) {
+      element.tabIndex = element === chosen.element ? 0 : -1;
+      element.classList.toggle("selected", element === chosen.element);
     }
-    const order = [sort, ...cards.map((card) => card.element.dataset.place)].join(" ");
-    if (order === this.order) return; // or a card that is being clicked would be replaced
-    this.order = order;
-    this.list.replaceChildren(...rows);
-    for (const card of cards) if (!card.requested) this.visible.observe(card.element);
+    if (takesFocus) chosen.element.focus({ preventScroll: true });
+  }
+
+  pressKey({ key, shiftKey }) {
+    const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -Infinity], End: [0, Infinity] };
+    if (shiftKey || !moves[key] || !this.rows) return false;
+    const current = this.cellOf(this.focused), [down, across] = moves[key];
+    const row = this.rows.findIndex((cells) => cells.includes(current)), column = this.rows[row].indexOf(current);
+    const cells = this.rows[Math.max(0, Math.min(this.rows.length - 1, row + down))];
+    cells[Math.max(0, Math.min(cells.length - 1, column + across))].element.focus();
+    return true;
   }
 }

@@ -1,5 +1,5 @@
-// Show the viewer below a notebook cell, in a shadow root, so that the notebook's style sheets don't apply to it and its element
-// ids can't collide with others. Returns a function that removes it.
+// Show the viewer below a notebook cell, in a shadow root: the notebook's style sheets don't apply to it, and its element ids
+// can't conflict with others. Returns a function that removes it.
 function showBelow(model, el, style, height) {
   const host = make("div"), root = make("div"), sheet = new CSSStyleSheet(), client = new WidgetClient(model);
   const tree = host.attachShadow({ mode: "open" });

@@ -1,0 +1,127 @@
+"""The coarse levels of a head, collected while it is scanned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyheads.problem import Problem
+from manyheads.viewer.cells import SCALE, Cell, areas, count_cells, pool_max, pool_sum, ratio, write_corner
+
+
+class Strip(NamedTuple):
+    """Cells of one row of tiles, from the first to the last column with visible cells.
+
+    Attributes:
+        first: The column of the first cell.
+        cells: The cells, `[2, r, c]`.
+    """
+
+    first: int
+    cells: Tensor
+
+
+class CoarseLevels:
+    """The means and maxima of the cells of several levels of a head, in float16 times 2^15, NaN if masked.
+
+    The first level is stored in strips, because they need half of the memory if the mask is causal. The
+    others are computed from sums and maxima of the second level.
+
+    Args:
+        problem: The problem of one sequence and one head.
+        cells: The cells of the first level and all that are coarser, the finest first.
+        side: The number of cells along each side of a tile.
+    """
+
+    def __init__(self, problem: Problem, cells: Sequence[Cell], side: int) -> None:
+        self.problem, self.cells, self.side = problem, cells, side
+        self.queries, self.keys = range(problem.shape.t), range(problem.shape.s)
+        self._strips: dict[int, Strip] = {}  # by row of tiles
+        second = count_cells(self.queries, self.keys, cells[1])
+        self._sums = torch.zeros(second)
+        self._largest = torch.zeros(second, dtype=torch.float16)
+        self._visible = torch.zeros(second, dtype=torch.bool)
+        self._levels: list[Tensor] = []  # from the second on, [2, r, c]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all levels."""
+        return sum(x.nbytes for x in (*(strip.cells for strip in self._strips.values()), *self._levels))
+
+    def visible_keys(self, rows: range) -> range:
+        """Return a range of whole cells of the second level with all keys that queries may attend to."""
+        unit = self.cells[1].cols
+        low, high = self.problem.span(rows.start, rows.stop)[0]
+        return self.keys[low // unit * unit : -(-high // unit) * unit]
+
+    def add(self, rows: range, cols: range, cells: Tensor, masked: Tensor) -> None:
+        """Add cells of the first level.
+
+        Args:
+            rows: The queries, which are whole cells of the second level within one row of tiles.
+            cols: The keys, whole cells of the second level.
+            cells: The means and maxima of these cells, `[2, r, c]`.
+            masked: True where a cell has no visible weight, `[r, c]`.
+        """
+        fine, coarse = self.cells[:2]
+        packed = (cells * SCALE).masked_fill_(masked, math.nan).half()
+        y, row = divmod(rows.start // fine.rows, self.side)
+        if y not in self._strips:
+            self._strips[y] = self._empty_strip(y)
+        first, strip = self._strips[y]
+        write_corner(strip[:, row:, cols.start // fine.cols - first :], packed)
+        i, j = rows.start // coarse.rows, cols.start // coarse.cols
+        size = ratio(coarse, fine)
+        write_corner(self._sums[i:, j:], pool_sum(cells[0] * areas(rows, cols, fine), *size))
+        write_corner(self._largest[i:, j:], pool_max(packed[1].float().nan_to_num_(), *size).half())
+        write_corner(self._visible[i:, j:], pool_max((~masked).float(), *size) > 0)
+
+    def _empty_strip(self, y: int) -> Strip:
+        """Return a strip for all cells of a row of tiles that a query may attend to."""
+        height = self.side * self.cells[0].rows
+        rows = self.queries[y * height : (y + 1) * height]
+        cols = self.visible_keys(rows)
+        shape = count_cells(rows, cols, self.cells[0])
+        return Strip(cols.start // self.cells[0].cols, torch.full((2, *shape), math.nan, dtype=torch.float16))
+
+    def finish(self) -> None:
+        """Compute the levels after the first."""
+        sums, largest, visible = self._sums, self._largest, self._visible
+        for n, cell in enumerate(self.cells[1:], 1):
+            mean = (sums / areas(self.queries, self.keys, cell)).mul_(SCALE).half()
+            self._levels.append(torch.stack((mean, largest)).masked_fill_(~visible, math.nan))
+            if n + 1 < len(self.cells):
+                size = ratio(self.cells[n + 1], cell)
+                sums = pool_sum(sums, *size)
+                largest = pool_max(largest.float(), *size).half()
+                visible = pool_max(visible.float(), *size) > 0
+        del self._sums, self._largest, self._visible
+
+    def tile(self, level: int, x: int, y: int) -> Tensor:
+        """Return the cells of a tile in column x and row y, `[2, r, c]`.
+
+        Args:
+            level: The level, where 0 is the first of these levels.
+            x: The column of the tile.
+            y: The row of the tile.
+
+        Returns:
+            The cells.
+        """
+        left, right = x * self.side, (x + 1) * self.side
+        if level:
+            cells = self._levels[level - 1][:, y * self.side : (y + 1) * self.side, left:right]
+            return cells.float() / SCALE
+        cell = self.cells[0]
+        rows = self.queries[y * self.side * cell.rows : (y + 1) * self.side * cell.rows]
+        cols = self.keys[left * cell.cols : right * cell.cols]
+        tile = torch.full((2, *count_cells(rows, cols, cell)), math.nan)
+        if y in self._strips:
+            first, strip = self._strips[y]
+            part = strip[:, :, max(0, left - first) : max(0, right - first)]
+            write_corner(tile[:, :, max(0, first - left) :], part.float() / SCALE)
+        return tile

@@ -1,0 +1,191 @@
+"""The view of a head as an SVG or PDF file for papers, drawn by matplotlib; text is text."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyheads.maps import sequence_labels
+from manyheads.tokens import TokenizedText
+from manyheads.viewer.pyramid import SIDE, Pyramid
+
+if TYPE_CHECKING:
+    from manyheads.figures.cells import AxisLabels
+    from manyheads.figures.strips import Strips
+
+FORMATS = ("svg", "pdf")
+SCALES = ("sqrt", "linear", "log")
+POOLINGS = ("mean", "max")  # in the order of a tile's planes
+MOST = 800  # the largest number of cells along each axis
+DECADES = 4  # the length of a logarithmic scale, in powers of ten
+# Weights to label on a square-root scale, by the first digit of its end, in units of the end's power of ten.
+SQRT_TICKS = {1: (0.01, 0.1, 0.25, 0.5), 2: (0.02, 0.2, 0.5, 1), 5: (0.05, 0.5, 1, 2)}
+
+
+def draw_view(
+    pyramid: Pyramid,
+    rows: range,
+    cols: range,
+    *,
+    pooling: str = "max",
+    scale: str = "sqrt",
+    first: int | None = 0,
+    title: str = "",
+    source: str = "",
+    format: str = "svg",
+) -> Generator[None, None, bytes]:
+    """Draw some queries and keys of a head, and yield between the steps.
+
+    Args:
+        pyramid: The head.
+        rows: The queries.
+        cols: The keys.
+        pooling: "max" or "mean" of the weights of a cell, if there are too many for a cell each.
+        scale: The scale of the colours: "sqrt", "linear" or "log".
+        first: The position of query 0 among the keys; None in cross-attention.
+        title: The title.
+        source: What the head belongs to: model, layer and text, for the lines below the title.
+        format: "svg" or "pdf".
+
+    Returns:
+        The file.
+    """
+    if not pyramid.is_complete:  # for the strips
+        for _ in pyramid.scan():
+            yield
+    assert pyramid.marginals is not None
+    level = find_level(pyramid, rows, cols)
+    cell = pyramid.cell(level)
+    rows, cols = _align(rows, cell.rows, pyramid.t), _align(cols, cell.cols, pyramid.s)
+    cells = yield from _collect(pyramid, level, rows, cols)
+    plane = POOLINGS.index(pooling) if len(cells) == 2 else 0
+    from manyheads.figures.strips import Strips
+
+    received, entropy = pyramid.marginals.received, pyramid.marginals.entropy
+    strips = Strips(received[cols.start : cols.stop].numpy(), entropy[rows.start : rows.stop].numpy())
+    keys = sequence_labels(pyramid.amap.tokens)
+    labels: AxisLabels = None, None
+    if keys is not None:
+        queries = None if first is None else range(rows.start + first, rows.stop + first)
+        labels = None if queries is None else _part(keys, queries), _part(keys, cols)
+    parts = [source] if source else []
+    if (len(rows), len(cols)) != (pyramid.t, pyramid.s):
+        parts.append(f"queries {rows.start:,} to {rows[-1]:,}, keys {cols.start:,} to {cols[-1]:,}")
+    return _render(
+        cells[plane], rows, cols, labels, strips, pooling, scale, (title, "\n".join(parts)), format
+    )
+
+
+def find_level(pyramid: Pyramid, rows: range, cols: range) -> int:
+    """Return the finest level at which a part of a head has at most `MOST` cells along each axis."""
+    for level in range(pyramid.highest):
+        cell = pyramid.cell(level)
+        if max(len(rows) / cell.rows, len(cols) / cell.cols) <= MOST:
+            return level
+    return pyramid.highest
+
+
+def _align(indices: range, side: int, size: int) -> range:
+    """Return the range of whole cells that covers some indices."""
+    return range(size)[indices.start // side * side : -(-indices.stop // side) * side]
+
+
+def _collect(pyramid: Pyramid, level: int, rows: range, cols: range) -> Generator[None, None, Tensor]:
+    """Return the cells of a part of a head, `[1 or 2, r, c]`, and yield between tiles."""
+    cell = pyramid.cell(level)
+    down = range(rows.start // cell.rows, -(-rows.stop // cell.rows))
+    across = range(cols.start // cell.cols, -(-cols.stop // cell.cols))
+    lines = []
+    for y in range(down.start // SIDE, -(-down.stop // SIDE)):
+        tiles = []
+        for x in range(across.start // SIDE, -(-across.stop // SIDE)):
+            tiles.append(pyramid.tile(level, x, y).cells)
+            yield
+        lines.append(torch.cat(tiles, 2))
+    cells = torch.cat(lines, 1)
+    top, left = down.start // SIDE * SIDE, across.start // SIDE * SIDE
+    return cells[:, down.start - top : down.stop - top, across.start - left : across.stop - left]
+
+
+def _part(labels: TokenizedText | tuple[str, ...], indices: range) -> TokenizedText | list[str]:
+    """Return the labels of some tokens; those outside of the text are empty."""
+    if isinstance(labels, TokenizedText) and indices.start >= 0 and indices.stop <= len(labels):
+        return labels[indices.start : indices.stop]
+    names = labels.names if isinstance(labels, TokenizedText) else labels
+    return [names[n] if 0 <= n < len(names) else "" for n in indices]
+
+
+def _render(
+    cells: Tensor,
+    rows: range,
+    cols: range,
+    labels: AxisLabels,
+    strips: Strips,
+    pooling: str,
+    scale: str,
+    titles: tuple[str, str],
+    format: str,
+) -> bytes:
+    """Return a figure of cells `[r, c]`, where NaN is masked, as a file."""
+    from matplotlib.colors import LogNorm, Normalize, PowerNorm
+
+    from manyheads.figures import heatmaps
+    from manyheads.figures.cells import Panel
+
+    panel = Panel(np.ma.masked_invalid(cells.double().numpy()), len(rows), len(cols))
+    top = _round_up(float(panel.cells.max()) if panel.cells.count() else 1.0)
+    norm = {
+        "sqrt": PowerNorm(0.5, 0.0, top),
+        "linear": Normalize(0.0, top),
+        "log": LogNorm(top * 10.0**-DECADES, top, clip=True),
+    }[scale]
+    figure = heatmaps.draw_row(
+        [[panel]],
+        [heatmaps.weight_label(pooling, [panel])],
+        labels,
+        titles[:1],
+        None,
+        norm=norm,
+        first=(rows.start, cols.start),
+        subtitle=titles[1],
+        strips=strips,
+        bar_ticks=color_ticks(top, scale),
+    )
+    file = BytesIO()
+    figure.savefig(file, format=format, bbox_inches="tight")
+    return file.getvalue()
+
+
+def color_ticks(top: float, scale: str) -> list[tuple[float, str]]:
+    """Return the ticks of a scale that ends at `top`, as (weight, label): the same as in colorbar.js."""
+    end = top, _format(top, 2)
+    if scale == "log":
+        decades = [top / 10**n for n in range(DECADES, 0, -1)]
+        (least, name), *others = [(weight, _format(weight, 1)) for weight in decades]
+        return [(least, f"≤ {name}"), *others, end]
+    if scale == "linear":
+        return [*((share * top, _format(share * top, 3)) for share in (0, 0.25, 0.5, 0.75)), end]
+    ten = 10.0 ** np.floor(np.log10(top) + 1e-9)
+    inner = [weight * ten for weight in SQRT_TICKS[round(top / ten)]]
+    return [*((weight, _format(weight, 2)) for weight in (0, *inner)), end]
+
+
+def _format(weight: float, digits: int) -> str:
+    """Return a weight with a number of significant digits, as the page does."""
+    if weight and weight < 0.001:
+        number, exponent = f"{weight:.{digits - 1}e}".split("e")
+        return f"{number}e{int(exponent)}"
+    return f"{float(f'{weight:.{digits}g}'):g}"
+
+
+def _round_up(x: float) -> float:
+    """Round up to 1, 2 or 5 times a power of ten, at most 1, as the page does."""
+    if x <= 0:
+        return 1.0
+    ten = 10.0 ** np.floor(np.log10(x) + 1e-9)
+    return min(1.0, ten * next(n for n in (1, 2, 5, 10) if n * ten >= x * (1 - 1e-6)))

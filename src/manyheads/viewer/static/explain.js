@@ -1,0 +1,68 @@
+// Why a weight is what it is: the steps from q·k to the weight as equations, and q·k by dimension.
+
+const PRODUCTS = 64; // pixels: the height of the chart of products
+
+// Return elements that explain a weight. steps: the API's response to "explain".
+function explainSteps(steps, app) {
+  const chart = make("canvas", { class: "products", role: "img", "aria-label": `products of query and key in ${plural(steps.products.length, "dimension")}` });
+  requestAnimationFrame(() => chart.isConnected && drawProducts(chart, steps.products, app.theme())); // its width is known then
+  return [
+    make("dl", { class: "steps" }, ...stepsOf(steps).flatMap(([name, value, className]) => [
+      make("dt", { class: className }, name), make("dd", { class: className }, value)])),
+    steps.value_norm === null ? make("p", { class: "muted" }, "How much the key contributes to the output (weight × norm of its value) isn't known: the run has no values.") : "",
+    make("p", { class: "chart-title" }, `q·k is the sum of these products, one per dimension (${count(steps.products.length)})`),
+    chart,
+  ];
+}
+
+// The steps as [what, value, class].
+function stepsOf(steps) {
+  const rows = [["q·k", number(steps.dot), ""], [`× scale ${number(steps.scale)}`, `= ${number(steps.scaled)}`, ""]];
+  if (steps.softcap !== null) rows.push([`softcap: ${number(steps.softcap)} · tanh(${number(steps.scaled)} / ${number(steps.softcap)})`, `= ${number(steps.capped)}`, ""]);
+  const before = steps.capped ?? steps.scaled;
+  if (steps.bias !== null) {
+    const sum = before === null ? null : before + steps.bias;
+    rows.push([`${steps.bias < 0 ? "−" : "+"} bias ${number(Math.abs(steps.bias))}`, `= ${number(steps.score ?? sum)}`, ""]);
+  }
+  if (steps.is_masked) {
+    rows.push([`masked by ${steps.mask ?? "the bias"}: score`, "= −∞", "result"], ["weight = exp(−∞)", "= 0", "result"]);
+    return rows;
+  }
+  rows.push(["score", `= ${number(steps.score)}`, "result"]);
+  rows.push([`log-sum-exp of all scores of this query${steps.sink === null ? "" : `, with the sink's ${number(steps.sink)}`}`, number(steps.lse), ""]);
+  rows.push([`weight = exp(${number(steps.score)} − ${inBrackets(steps.lse)})`, `= ${number(steps.weight)}`, "result"]);
+  if (steps.value_norm !== null) rows.push([`× norm of the value ${number(steps.value_norm)}`, `= ${number(steps.contribution)}`, ""]);
+  if (steps.sink_weight !== null) rows.push(["weight of the sink", number(steps.sink_weight), ""]);
+  return rows;
+}
+
+
+const inBrackets = (x) => (x < 0 ? `(${number(x)})` : number(x));
+
+// Draw the products of query and key as bars, up for positive ones and down for negative ones.
+function drawProducts(canvas, products, theme) {
+  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, left = 44, wide = width - left - 12;
+  canvas.width = width * ratio;
+  canvas.height = (PRODUCTS + 22) * ratio;
+  const context = canvas.getContext("2d");
+  context.scale(ratio, ratio);
+  const numbers = products.map((product) => product ?? 0), high = Math.max(0, ...numbers), low = Math.min(0, ...numbers);
+  const y = (product) => 6 + ((high - product) / (high - low || 1)) * (PRODUCTS - 8), size = wide / numbers.length;
+  for (const [n, product] of numbers.entries()) {
+    context.fillStyle = product < 0 ? theme.accent : theme.bars;
+    const [from, to] = [y(Math.max(0, product)), y(Math.min(0, product))];
+    context.fillRect(left + n * size, from, Math.max(1, size - (size > 3 ? 1 : 0)), Math.max(product ? 1 : 0, to - from));
+  }
+  context.fillStyle = theme.muted;
+  context.fillRect(left, Math.round(y(0)), wide, 1);
+  context.font = "11px system-ui, sans-serif";
+  context.textBaseline = "middle";
+  context.textAlign = "right";
+  const labels = [high, 0, low].filter((value, n, all) => n === 0 || Math.abs(y(value) - y(all[n - 1])) > 11);
+  for (const value of labels) context.fillText(number(value), left - 5, y(value));
+  context.textBaseline = "top";
+  context.textAlign = "left";
+  context.fillText("dimension 0", left, PRODUCTS + 6);
+  context.textAlign = "right";
+  context.fillText(count(numbers.length - 1), left + wide, PRODUCTS + 6);
+}

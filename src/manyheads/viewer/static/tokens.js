@@ -1,0 +1,77 @@
+// Tokens as people read them: labels, the words that they are pieces of, and names that fit.
+
+const letters = new Intl.Segmenter(undefined, { granularity: "grapheme" }); // what people see as one character
+
+// Enclose a token in Unicode isolates: otherwise a right-to-left token would reorder the text around it.
+const isolated = (name) => `\u2068${name}\u2069`;
+
+// Shorten a name to a number of characters.
+function short(name, length) {
+  if (name.length <= length) return name;
+  const all = Array.from(letters.segment(name), ({ segment }) => segment);
+  return all.length > length ? `${all.slice(0, length - 1).join("")}…` : name;
+}
+
+// Shorten a name to a number of pixels.
+function fitting(context, name, width) {
+  if (context.measureText(name).width <= width) return name;
+  let length = 24;
+  while (length > 1 && context.measureText(short(name, length)).width > width) length--;
+  return short(name, length);
+}
+
+// The tokens of the keys and queries of a layer, from the API's response. Positions are those of keys; the query at a position
+// has the index `position - first`.
+class Tokens {
+  constructor({ queries, keys, first, text }) {
+    Object.assign(this, { queries, keys, first, pieces: text?.pieces ?? null });
+    for (const name of ["special", "shared", "joined"]) this[name] = new Set(text?.[name]);
+  }
+
+  // The first token of those that share a token's characters, and the one after the last.
+  unit(n) {
+    return this.run(n, (m) => this.shared.has(m));
+  }
+
+  // The first token of a token's word, and the one after the last.
+  word(n) {
+    return this.run(n, (m) => this.shared.has(m) || this.joined.has(m));
+  }
+
+  run(n, continues) {
+    let start = n, stop = n + 1;
+    while (start > 0 && continues(start)) start--;
+    while (continues(stop)) stop++;
+    return [start, stop];
+  }
+
+  // The text of some tokens.
+  text(start, stop) {
+    return this.pieces.slice(start, stop).join("");
+  }
+
+  // The word that a token is a piece of, null if it isn't a piece of one.
+  whole(n) {
+    const [start, stop] = this.word(n), [first, last] = this.unit(n);
+    return this.pieces === null || stop - start === last - first ? null : this.text(start, stop).trim();
+  }
+
+  // A token in quotation marks, with its word if it is a piece of one.
+  quoted(n) {
+    const word = this.whole(n), name = isolated(`“${this.keys[n] ?? ""}”`);
+    return word === null ? name : `${name} of ${isolated(`“${word}”`)}`;
+  }
+
+  // The name of a token and its position, as the children of an element.
+  titled(n, length) {
+    return this.keys ? [this.nameElement(n, length), ` ${count(n)}`] : [`token ${count(n)}`];
+  }
+
+  // The name of a token as an element, with the rest of its word if it is a piece of one. length: the longest part, in characters.
+  nameElement(n, length) {
+    const [start, stop] = this.unit(n), [from, to] = this.word(n), name = short(this.keys?.[n] ?? count(n), length);
+    if (!this.pieces || to - from === stop - start) return make("bdi", {}, name);
+    const rest = (text) => make("span", { class: "rest" }, short(text.trim(), length));
+    return make("bdi", {}, rest(this.text(from, start)), name, rest(this.text(stop, to)));
+  }
+}

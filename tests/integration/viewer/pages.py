@@ -1,0 +1,82 @@
+"""What tests of the viewer's pages share: maps to show, and how to open, wait, point and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from playwright.sync_api import Locator, Page, expect
+
+import manyheads as mh
+from manyheads.viewer.api import Api
+from manyheads.viewer.server import Server
+from tests.chromium import CHROMIUM, MISSING, wait_until_painted
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "<script>alert(1)</script>", "&amp;", "dog"]
+
+in_a_browser = [
+    pytest.mark.full,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(CHROMIUM is None, reason=MISSING),
+]
+
+
+def a_map(t: int, heads: int = 2, mask: mh.Mask | None = None) -> mh.AttentionMap:
+    torch.manual_seed(t)
+    q, k = (torch.randn(1, heads, t, 16) for _ in range(2))
+    amap = mh.attention_with_map(q, k, k, mask=mh.Causal() if mask is None else mask)[1]
+    return amap.labelled([WORDS[n % len(WORDS)] for n in range(t)])
+
+
+def opened(page: Page, served: list[Server], *maps: mh.AttentionMap, at: str = "") -> str:
+    """Open maps at a place in the viewer and return its address without the token."""
+    served.append(Server(Api(*maps)))
+    page.goto(served[-1].url + at)
+    page.wait_for_selector("nav")
+    return served[-1].url.partition("?")[0]
+
+
+def loaded(page: Page) -> None:
+    """Wait until every head in view is scanned and drawn."""
+    wait_until_painted(page)
+    panes = page.locator(".pane .note").count()
+    expect(page.locator('.pane .note[data-missing="0"][data-complete="true"]')).to_have_count(panes)
+
+
+def box_of(canvas: Locator) -> Any:
+    box = canvas.bounding_box()
+    assert box is not None
+    return box
+
+
+def weight(element: Locator) -> float:
+    return float(element.get_attribute("data-weight") or "nan")
+
+
+def pair(reading: Locator) -> tuple[int, int]:
+    """Return the query and the key that a reading names."""
+    return int(reading.get_attribute("data-query") or -1), int(reading.get_attribute("data-key") or -1)
+
+
+def area_of(canvas: Locator) -> tuple[float, float, float, float]:
+    """Return the left and upper edges of the matrix on the page, its width and its height."""
+    box = box_of(canvas)
+    left, above, wide, high = map(float, (canvas.get_attribute("data-area") or "").split(","))
+    return box["x"] + left, box["y"] + above, wide, high
+
+
+def hover(page: Page, row: float, col: float) -> tuple[int, int]:
+    """Point at a place of the visible matrix and return the query and key that the page names."""
+    left, above, wide, high = area_of(page.locator("canvas.map").first)
+    page.mouse.move(left + col * wide, above + row * high)
+    reading = page.locator(".reading").first
+    expect(reading).not_to_have_attribute("data-weight", "")
+    return pair(reading)
+
+
+def exact(page: Page) -> float:
+    """Return the exact weight under the pointer, once the page has it."""
+    reading = page.locator(".reading").first
+    expect(reading).to_have_attribute("data-exact", "true")
+    return weight(reading)

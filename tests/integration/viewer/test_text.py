@@ -1,0 +1,110 @@
+"""The text page in a browser."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from playwright.sync_api import Page, expect
+
+import manyheads as mh
+from manyheads.viewer.server import Server
+from tests.integration.viewer.pages import (
+    a_map,
+    box_of,
+    hover,
+    in_a_browser,
+    loaded,
+    opened,
+    weight,
+)
+
+pytestmark = in_a_browser
+
+
+def test_the_text_shows_the_weights_from_and_to_a_token(page: Page, served: list[Server]) -> None:
+    amap = a_map(30)
+    opened(page, served, amap, at="#page=text")
+    page.locator(".token[data-token='9']").hover()
+    expect(page.locator("aside")).to_have_attribute("data-token", "9")
+    row, column = amap[0, :, 9].mean(0), amap[0, :, :, 9].mean(0)
+    shown = [weight(element) for element in page.locator("aside li .value").all()]
+    wanted = [*row.topk(10).values.tolist(), *column.topk(12).values.tolist()]
+    assert shown == pytest.approx(wanted, rel=1e-6)
+    assert page.locator("svg.lines path").count() > 0
+    page.locator(".chip", has_text="1").dblclick()
+    page.locator(".token[data-token='9']").hover()
+    first = "document.querySelector('aside li .value').dataset.weight"  # of both heads before
+    page.wait_for_function(f"wanted => Math.abs({first} / wanted - 1) < 1e-6", arg=float(amap[0, 1, 9].max()))
+
+
+def test_a_token_is_shown_as_text_and_never_run(page: Page, served: list[Server]) -> None:
+    opened(page, served, a_map(24), at="#page=text&token=7")
+    expect(page.locator("aside[data-token='7'] h2")).to_have_text("<script>alert(1)</script> 7")
+    expect(page.locator(".token[data-token='7']")).to_have_text("<script>alert(1)</script>")
+    expect(page.locator(".token[data-token='8']")).to_have_text("&amp;")
+    page.keyboard.press("h")
+    loaded(page)
+    hover(page, 0.6, 0.5)
+
+
+WRITTEN = "She said:  “naïve” السلام عليكم, 机器学习.\n\n\tdef f(x):\n\t\treturn x  # नमस्ते 👩‍👧"
+PIECE = re.compile(r"\s*.", re.DOTALL)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_text_reads_as_it_was_written(page: Page, served: list[Server], theme: str) -> None:
+    """Tokens of one character, or of several bytes of one, and special tokens, which aren't in the text."""
+    pieces = ["[CLS]"]
+    for piece in PIECE.findall(WRITTEN):
+        pieces += [piece] if piece.isascii() else [piece, ""]
+    text = mh.TokenizedText((*pieces, "[SEP]"), (0, len(pieces)))
+    assert text.text == WRITTEN
+    q, k = (torch.randn(1, 2, len(text), 8) for _ in range(2))
+    amap = mh.attention_with_map(q, k, k, mask=mh.Causal())[1].labelled(text)
+    opened(page, served, amap, at=f"#page=text&theme={theme}")
+    expect(page.locator(".token").first).to_have_attribute("data-mark", "[CLS]")
+    assert page.locator(".words").evaluate("words => words.textContent") == WRITTEN
+    # A word is one run of letters: there is no space between its pieces, and a hairline.
+    place = list(text).index("i")
+    before, after = (page.locator(f".token[data-token='{place + n}']") for n in (-1, 0))
+    assert "joined" in (after.get_attribute("class") or "")
+    left, right = box_of(before), box_of(after)
+    assert abs(left["x"] + left["width"] - right["x"]) < 1
+    # The tokens of one character have one span; each of them can be chosen.
+    place = list(text).index("机")
+    page.locator(f".token[data-token='{place}']").click()
+    expect(page.locator("aside h2")).to_have_text(f"机 {place}")
+    page.locator("aside .shared button").nth(1).click()
+    expect(page.locator("aside")).to_have_attribute("data-token", str(place + 1))
+    weights = [weight(element) for element in page.locator("aside ol").first.locator(".value").all()]
+    assert weights == pytest.approx(amap[0, :, place + 1].mean(0).topk(12).values.tolist(), rel=1e-6)
+    page.keyboard.press("h")
+    loaded(page)
+    i, j = hover(page, 0.5, 0.4)
+    for n in (i, j):
+        named = f"“{text[n]}”" if text.word(n) is None else f"“{text[n]}” of “{text.word(n)}”"
+        assert named in re.sub("[\u2068\u2069]", "", page.locator(".reading").inner_text())
+
+
+def test_cross_attention_selects_the_key_of_the_pinned_weight(page: Page, served: list[Server]) -> None:
+    q, k = torch.randn(1, 2, 12, 8), torch.randn(1, 2, 9, 8)
+    cross = mh.attention_with_map(q, k, k)[1].labelled([*"abcdefghi"])
+    opened(page, served, cross, at="#page=head&pin=5,7")
+    page.keyboard.press("x")
+    expect(page.locator("aside.beside")).to_have_attribute("data-token", "7")
+    expect(page.locator(".token.selected")).to_have_text("h")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("aside.beside")).to_have_attribute("data-token", "6")
+    page.keyboard.press("b")
+    page.locator(".column.query li").nth(5).click()
+    page.keyboard.press("x")
+    expect(page.locator("aside.beside")).to_have_attribute("data-token", "0")  # no key is selected
+
+
+def test_tokens_without_labels_have_numbers(page: Page, served: list[Server]) -> None:
+    opened(page, served, a_map(12).labelled(None), at="#page=text&token=5")
+    aside = page.locator("aside.beside")
+    expect(aside.locator("h2")).to_have_text("token 5")
+    expect(aside.locator("li button").first).to_have_text(re.compile(r"^token \d+$"))

@@ -1,0 +1,127 @@
+"""The viewer on a phone, emulated by Chromium: pinch, drag and tap, and no page is wider than the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from manyheads.viewer.server import Server
+from tests.chromium import wait_until_painted
+from tests.integration.viewer.pages import (
+    a_map,
+    area_of,
+    box_of,
+    exact,
+    in_a_browser,
+    loaded,
+    opened,
+    pair,
+    weight,
+)
+from tests.waiting import HANG
+
+pytestmark = in_a_browser
+
+
+@pytest.fixture
+def phone(browser: Browser, served: list[Server]) -> Iterator[Page]:
+    context = browser.new_context(
+        viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, device_scale_factor=2
+    )
+    context.set_default_timeout(1000 * HANG)
+    page, wrong = context.new_page(), []
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    yield page
+    context.close()
+    assert wrong == []
+
+
+def touch(page: Page, *paths: tuple[tuple[float, float], tuple[float, float]], steps: int = 8) -> None:
+    """Move fingers, each from a place to another."""
+    session = page.context.new_cdp_session(page)
+
+    def fingers(share: float) -> list[dict[str, Any]]:
+        return [
+            {"id": n, "x": x + share * (to_x - x), "y": y + share * (to_y - y)}
+            for n, ((x, y), (to_x, to_y)) in enumerate(paths)
+        ]
+
+    def send(kind: str, points: list[dict[str, Any]]) -> None:
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    send("touchStart", fingers(0))
+    for step in range(1, steps + 1):
+        send("touchMove", fingers(step / steps))
+    send("touchEnd", [])
+    session.detach()
+    wait_until_painted(page)
+
+
+def view(page: Page) -> tuple[float, float, float]:
+    """Return the key and query in the middle of the matrix, and how many tokens are in view."""
+    value = page.evaluate("() => new URLSearchParams(location.hash.slice(1)).get('view')")
+    x, y, tokens = map(float, value.split(","))
+    return x, y, tokens
+
+
+def test_pinch_zooms_and_a_finger_moves(phone: Page, served: list[Server]) -> None:
+    opened(phone, served, a_map(500), at="#page=head&view=250,250,100")
+    loaded(phone)
+    left, above, wide, high = area_of(phone.locator("canvas.map").first)
+    x, y = left + wide / 2, above + high / 2
+    touch(phone, ((x - 25, y), (x - 50, y)), ((x + 25, y), (x + 50, y)))
+    phone.wait_for_function("() => !location.hash.includes('250,250,100')")
+    loaded(phone)
+    pinched = view(phone)
+    assert pinched[2] == pytest.approx(50, rel=0.1)  # the fingers are twice as far apart
+    assert pinched[:2] == pytest.approx((250, 250), abs=2)
+    before = phone.evaluate("() => location.hash")
+    touch(phone, ((x, y), (x - 40, y - 20)))
+    phone.wait_for_function("before => location.hash !== before", arg=before)
+    moved = view(phone)
+    assert moved[2] == pytest.approx(pinched[2])
+    pixels = wide / pinched[2]  # per token
+    assert (moved[0] - pinched[0]) * pixels == pytest.approx(40, abs=12)  # a tap may move by some pixels
+    assert (moved[1] - pinched[1]) * pixels == pytest.approx(20, abs=12)
+
+
+def test_a_tap_reads_a_weight(phone: Page, served: list[Server]) -> None:
+    amap = a_map(7)
+    opened(phone, served, amap, at="#page=head&head=1")
+    loaded(phone)
+    left, above, wide, high = area_of(phone.locator("canvas.map").first)
+    phone.touchscreen.tap(left + 0.3 * wide, above + 0.7 * high)
+    reading = phone.locator(".reading").first
+    expect(reading).not_to_have_attribute("data-weight", "")
+    i, j = pair(reading)
+    assert exact(phone) == float(amap[0, 1, i, j])
+    assert f"pin={i},{j}" in phone.url
+
+
+def test_a_tap_selects_a_token(phone: Page, served: list[Server]) -> None:
+    amap = a_map(20)
+    opened(phone, served, amap, at="#page=text&heads=1")
+    phone.locator("[data-token='9']").first.tap()
+    expect(phone.locator("aside.beside")).to_have_attribute("data-token", "9")
+    shown = weight(phone.locator("aside.beside li .value").first)
+    assert shown == pytest.approx(float(amap[0, 1, 9].max()), rel=1e-5)
+    assert "token=9" in phone.url
+
+
+@pytest.mark.parametrize("name", ["overview", "head", "head&second=0,0,1", "text&token=3", "lines&token=3"])
+def test_a_page_is_as_wide_as_the_phone(phone: Page, served: list[Server], name: str) -> None:
+    opened(phone, served, a_map(200, heads=12), at=f"#page={name}")
+    loaded(phone)
+    widths = [
+        phone.evaluate(f"() => {element}.scrollWidth")
+        for element in ("document.documentElement", "document.querySelector('main')")
+    ]
+    assert max(widths) <= 390
+    for canvas in phone.locator("canvas.map").all():
+        box = box_of(canvas)
+        assert box["width"] > 300
+        assert box["height"] > 150
