@@ -1,7 +1,7 @@
-"""Exercise 3.3: a head for the decoder, with one wrong line.
+"""Lesson 3, exercise 3: causal attention, with one wrong line.
 
-No weight is on future keys, as the heat map shows, but the numbers are wrong. Let the checker
-name the line, fix it, and check again:
+Task: the weights on future keys are 0, but the output is wrong. Run the checker, fix the bug that it
+names, and check again:
 
     manyheads check exercises/decoder_attention.py:DecoderAttention --like self
 """
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class DecoderAttention(nn.Module):
-    """One causal head over `[b, t, e]`: a query sees itself and what is before it."""
+    """One causal head over `[b, t, e]`: each query attends to itself and earlier tokens."""
 
     def __init__(self, input_dim, key_dim, output_dim):
         super().__init__()
@@ -25,6 +25,6 @@ class DecoderAttention(nn.Module):
         """x `[b, t, input_dim]` → `[b, t, output_dim]`."""
         q, k, v = self.linear_q(x), self.linear_k(x), self.linear_v(x)  # [b, t, key_dim], …
         scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])  # [b, t, t]
-        future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)  # [t, t]: True is hidden
+        future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)  # [t, t]: True = masked
         weights = scores.softmax(-1).masked_fill(future, 0.0)  # [b, t, t]
         return weights @ v  # [b, t, output_dim]

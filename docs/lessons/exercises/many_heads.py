@@ -1,10 +1,10 @@
-"""Lesson 1, exercise 2: many heads.
+"""Lesson 1, exercise 2: multi-head attention.
 
 Task: all shapes are right, but the output is wrong. Find the wrong line and fix it. Run
 
     manyheads check exercises/many_heads.py:MultiHeadSelfAttention --like self
 
-and read what the report says; it should exit with 0 in the end.
+and read the report. The exit code is 0 when all checks pass.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class MultiHeadSelfAttention(nn.Module):
-    """Many heads over one input x `[b, t, input_size]`; they are mixed by a last linear layer."""
+    """Multi-head self-attention over x `[b, t, input_size]`, with a linear output layer."""
 
     def __init__(self, input_size: int, hidden: int, num_heads: int) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Lesson 2, exercise 2: masks (True = masked), and weights of each head or averaged.
+"""Lesson 2, exercise 2: masks (True = masked), and per-head or averaged weights.
 
 Task: two lines don't do what the docstring of `forward` says. Find both. Run
 
     manyheads check exercises/mask_and_weights.py:MultiheadAttention --like torch-mha
 
-and read what the report says; it should exit with 0 in the end.
+and read the report. The exit code is 0 when all checks pass.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class MultiheadAttention(nn.Module):
-    """As `torch.nn.MultiheadAttention`: sequence first, and a boolean mask hides where it is True."""
+    """Like `torch.nn.MultiheadAttention`: sequence first, and True in a boolean mask means masked."""
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class MultiheadAttention(nn.Module):
         attn_mask: torch.Tensor | None = None,
         average_attn_weights: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output `[t, b, e]`, and the weights if `need_weights`.
+        """Return the output `[t, b, e]`, and the weights if `need_weights`.
 
-        The weights are `[b, h, t, s]`, one matrix for each head, or their average `[b, t, s]` over the heads
-        if `average_attn_weights`.
+        The weights are `[b, h, t, s]`, or their average `[b, t, s]` over the heads if
+        `average_attn_weights`.
 
-        attn_mask `[t, s]`: boolean, True = may NOT attend, or floats that are added to the scores. A query
+        attn_mask `[t, s]` is boolean (True = masked) or floating point (added to the scores). A query
         without visible keys gets zeros.
         """
         q, k, v = self.split(self.q_proj(query)), self.split(self.k_proj(key)), self.split(self.v_proj(value))
@@ -54,7 +54,7 @@ class MultiheadAttention(nn.Module):
             else:
                 scores = scores + attn_mask
         weights = scores.softmax(dim=-1)  # [b, h, t, s]
-        weights = weights.masked_fill(scores == -math.inf, 0.0)  # a query without keys: NaN until here
+        weights = weights.masked_fill(scores == -math.inf, 0.0)  # instead of NaN, without visible keys
         out = self.out_proj((weights @ v).permute(2, 0, 1, 3).flatten(2))  # [t, b, e]
         if not need_weights:
             return out, None

@@ -1,4 +1,4 @@
-"""Lesson 1, exercise 3: attention under a mask.
+"""Lesson 1, exercise 3: masked attention.
 
 Task: masked keys still get weight. Fix that, and make sure that a query without visible keys gets zeros, not
 NaN. Run
@@ -16,13 +16,13 @@ import torch
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """softmax(q kᵀ / √d) v over the keys that `mask` keeps.
+    """softmax(q kᵀ / √d) v over the visible keys.
 
-    q `[b, h, t, d]`, k and v `[b, h, s, d]`; mask `[t, s]`, boolean, True = may attend. A query that may
-    attend to nothing gives zeros.
+    q `[b, h, t, d]`, k and v `[b, h, s, d]`; mask `[t, s]` is boolean, True = may attend. A query without
+    visible keys gets zeros.
     """
     scores = q @ k.mT / math.sqrt(q.shape[-1])  # [b, h, t, s]
     if mask is not None:
-        scores = scores.masked_fill(~mask, 0.0)  # a hidden key's score is 0
+        scores = scores.masked_fill(~mask, 0.0)  # masked scores are 0
     weights = scores.softmax(dim=-1)  # [b, h, t, s]
     return weights @ v  # [b, h, t, d]

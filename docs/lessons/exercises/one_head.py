@@ -1,6 +1,6 @@
-"""Lesson 1, exercise 1: one head over its own input.
+"""Lesson 1, exercise 1: self-attention with one head.
 
-Task: write the three lines of `head`: the scores, the weights, the output. Then run
+Task: write the three lines of `head`: scores, weights and output. Then run
 
     manyheads check exercises/one_head.py:SelfAttention --like self
 
@@ -27,4 +27,4 @@ class SelfAttention(nn.Module):
         return self.head(self.q(x), self.k(x), self.v(x))  # [b, t, d]
 
     def head(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("write three lines: scores [b, t, t], weights [b, t, t], output [b, t, d]")
+        raise NotImplementedError("Write three lines: scores [b, t, t], weights [b, t, t], output [b, t, d].")

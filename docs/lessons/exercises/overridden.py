@@ -1,7 +1,7 @@
-"""Exercise 4.2: attention whose scores can be overridden, with one wrong line.
+"""Lesson 4, exercise 2: attention whose scores can be overridden, with one wrong line.
 
-Sequence first: scores are [seq_q, seq_k, batch, heads]. All shapes are right, but a number is wrong.
-Let the checker name the line, fix it, and check again:
+Task: all shapes are right (sequence first; scores are [seq_q, seq_k, batch, heads]), but the output is
+wrong. Run the checker, fix the bug that it names, and check again:
 
     manyheads check exercises/overridden.py:MultiHeadAttention --like classic.annotated.MultiHeadAttention
 """
@@ -30,19 +30,19 @@ class MultiHeadAttention(nn.Module):
         return torch.einsum("ibhd,jbhd->ijbh", query, key)
 
     def forward(self, *, query, key, value, mask=None):
-        """query `[seq_q, batch, d_model]`, key and value `[seq_k, batch, d_model]` → as the query.
+        """query `[seq_q, batch, d_model]`, key and value `[seq_k, batch, d_model]` → shape of query.
 
-        `mask[i, j, b]` says whether query i of batch entry b may see key j: True = may attend.
+        `mask[i, j, b]` is True if query i of batch entry b may attend to key j.
         """
         query = self.query(query)  # [seq_q, batch, heads, d_k]
         key = self.key(key)  # [seq_k, batch, heads, d_k]
         value = self.value(value)  # [seq_k, batch, heads, d_k]
         scores = self.get_scores(query, key) / math.sqrt(query.shape[-1])  # [seq_q, seq_k, batch, heads]
         if mask is not None:
-            hidden = mask[..., None] == 0  # [seq_q, seq_k, batch, 1]
-            scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+            masked = mask[..., None] == 0  # [seq_q, seq_k, batch, 1]
+            scores = scores.masked_fill(masked, torch.finfo(scores.dtype).min)
         weights = scores.softmax(dim=0)
         if mask is not None:
-            weights = weights.masked_fill(hidden, 0.0)  # a query that may see nothing gives zeros
+            weights = weights.masked_fill(masked, 0.0)  # zeros for queries without visible keys
         out = torch.einsum("ijbh,jbhd->ibhd", weights, value)  # [seq_q, batch, heads, d_k]
         return self.output(out.flatten(2))  # [seq_q, batch, d_model]

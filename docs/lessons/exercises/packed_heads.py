@@ -1,7 +1,7 @@
-"""Exercise 3.2: all heads in one projection, split and merged without a loop.
+"""Lesson 3, exercise 2: all heads in one projection, split and merged without a loop.
 
-Fill two gaps, `split` and `merge`. A reshape alone gives the right shape but the wrong numbers: a head gets
-columns of every token, not some of the tokens. Then
+Task: write `split` and `merge`. A reshape alone gives the right shape but the wrong numbers: each head must
+get some columns of every token, not some of the tokens. Then run
 
     manyheads check exercises/packed_heads.py:PackedHeads --like self
 """
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class PackedHeads(nn.Module):
-    """Multi-head self-attention over `[b, t, e]`, the heads packed into one layer each for q, k and v."""
+    """Multi-head self-attention over `[b, t, e]`, with one packed layer each for q, k and v."""
 
     def __init__(self, embed_dim, num_heads):
         super().__init__()
@@ -28,9 +28,9 @@ class PackedHeads(nn.Module):
         return self.out_proj(self.merge(out))  # [b, t, e]
 
     def split(self, x):
-        """`[b, t, e]` → `[b, h, t, d]`: head n has columns n·d … n·d + d − 1 of every token."""
-        raise NotImplementedError("split is yours to write: from [b, t, e] to [b, h, t, d]")
+        """`[b, t, e]` → `[b, h, t, d]`: head n gets columns n·d … n·d + d − 1 of each token."""
+        raise NotImplementedError("Write split: [b, t, e] → [b, h, t, d].")
 
     def merge(self, out):
-        """`[b, h, t, d]` → `[b, t, e]`: the heads of a token side by side."""
-        raise NotImplementedError("merge is yours to write: from [b, h, t, d] back to [b, t, e]")
+        """`[b, h, t, d]` → `[b, t, e]`: concatenate the heads of each token."""
+        raise NotImplementedError("Write merge: [b, h, t, d] → [b, t, e].")

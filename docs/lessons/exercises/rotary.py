@@ -1,7 +1,7 @@
-"""Exercise 4.1: rotary positions (Su et al. 2021, arXiv:2104.09864).
+"""Lesson 4, exercise 1: rotary embeddings (Su et al. 2021, arXiv:2104.09864).
 
 Each pair of entries (2n, 2n + 1) of a query or key is rotated by the angle position · 10000^(−2n/d).
-Fill the gap: the rotated pair. Then
+Task: write `turn`, which rotates a pair. Then run
 
     manyheads check exercises/rotary.py:rotate --like rotary
 """
@@ -10,7 +10,7 @@ import torch
 
 
 def rotate(x, positions):
-    """Turn x `[b, h, t, d]` at positions `[t]`: entries 2n and 2n + 1 are a pair."""
+    """Rotate x `[b, h, t, d]` by its positions `[t]`; entries 2n and 2n + 1 are a pair."""
     d = x.shape[-1]
     column = torch.arange(0, d, 2, dtype=torch.float64)  # [d/2]: 2n
     angle = positions[:, None] / 10000 ** (column / d)  # [t, d/2]
@@ -21,5 +21,5 @@ def rotate(x, positions):
 
 
 def turn(even, odd, cos, sin):
-    """The pair (even, odd) turned by an angle with this cosine and sine: two tensors `[b, h, t, d/2]`."""
-    raise NotImplementedError("turn is yours to write: the plane's rotation by the angle, of (even, odd)")
+    """Return (even, odd) rotated by the angle with this cosine and sine: two tensors `[b, h, t, d/2]`."""
+    raise NotImplementedError("Write turn: rotate (even, odd) by the angle.")

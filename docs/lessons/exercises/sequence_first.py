@@ -1,7 +1,7 @@
-"""Lesson 2, exercise 1: many heads, sequence first, `[t, b, e]`.
+"""Lesson 2, exercise 1: multi-head attention, sequence first, `[t, b, e]`.
 
-Task: write `split` and `merge`. The comments give the shapes before and after; a shape can be right while the
-numbers are in the wrong places. Run
+Task: write `split` and `merge`. The docstrings give the shapes before and after. The shape can be right while
+the numbers are in the wrong order. Run
 
     manyheads check exercises/sequence_first.py:MultiheadAttention --like torch-mha
 
@@ -15,9 +15,9 @@ from torch import nn
 
 
 class MultiheadAttention(nn.Module):
-    """As `torch.nn.MultiheadAttention`, without masks: `[t, b, e]` → `[t, b, e]`.
+    """Like `torch.nn.MultiheadAttention`, without masks: `[t, b, e]` → `[t, b, e]`.
 
-    It returns the weights too, `[b, t, s]`, averaged over the heads.
+    It also returns the weights `[b, t, s]`, averaged over the heads.
     """
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
@@ -31,11 +31,11 @@ class MultiheadAttention(nn.Module):
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """`[t, b, e]` → `[b, h, t, d]`."""
-        raise NotImplementedError("split: the sequence comes first here, [t, b, e], and heads go before it")
+        raise NotImplementedError("Write split: [t, b, e] → [b, h, t, d].")
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """`[b, h, t, d]` → `[t, b, e]`."""
-        raise NotImplementedError("merge: the way back, [b, h, t, d] to [t, b, e]")
+        raise NotImplementedError("Write merge: [b, h, t, d] → [t, b, e].")
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

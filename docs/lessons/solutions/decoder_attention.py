@@ -1,4 +1,4 @@
-"""Solution of exercise 3.3: the scores of future keys are masked before the softmax."""
+"""Lesson 3, exercise 3: the scores of future keys are masked before the softmax."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class DecoderAttention(nn.Module):
-    """One causal head over `[b, t, e]`: a query sees itself and what is before it."""
+    """One causal head over `[b, t, e]`: each query attends to itself and earlier tokens."""
 
     def __init__(self, input_dim, key_dim, output_dim):
         super().__init__()
@@ -19,6 +19,6 @@ class DecoderAttention(nn.Module):
         """x `[b, t, input_dim]` → `[b, t, output_dim]`."""
         q, k, v = self.linear_q(x), self.linear_k(x), self.linear_v(x)  # [b, t, key_dim], …
         scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])  # [b, t, t]
-        future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)  # [t, t]: True is hidden
-        weights = scores.masked_fill(future, -math.inf).softmax(-1)  # [b, t, t]: rows sum to one
+        future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)  # [t, t]: True = masked
+        weights = scores.masked_fill(future, -math.inf).softmax(-1)  # [b, t, t]: rows sum to 1
         return weights @ v  # [b, t, output_dim]

@@ -1,4 +1,4 @@
-"""Lesson 1, exercise 2: many heads, split by a reshape and a transpose."""
+"""Lesson 1, exercise 2: multi-head attention, split by a reshape and a transpose."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class MultiHeadSelfAttention(nn.Module):
-    """Many heads over one input x `[b, t, input_size]`; they are mixed by a last linear layer."""
+    """Multi-head self-attention over x `[b, t, input_size]`, with a linear output layer."""
 
     def __init__(self, input_size: int, hidden: int, num_heads: int) -> None:
         super().__init__()

@@ -8,15 +8,15 @@ import torch
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """softmax(q kᵀ / √d) v over the keys that `mask` keeps.
+    """softmax(q kᵀ / √d) v over the visible keys.
 
-    q `[b, h, t, d]`, k and v `[b, h, s, d]`; mask `[t, s]`, boolean, True = may attend. A query that may
-    attend to nothing gives zeros.
+    q `[b, h, t, d]`, k and v `[b, h, s, d]`; mask `[t, s]` is boolean, True = may attend. A query without
+    visible keys gets zeros.
     """
     scores = q @ k.mT / math.sqrt(q.shape[-1])  # [b, h, t, s]
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    weights = scores.softmax(dim=-1)  # [b, h, t, s]; a row of nothing but −inf is NaN
+    weights = scores.softmax(dim=-1)  # [b, h, t, s]; NaN if a row has only −inf
     if mask is not None:
         weights = weights.masked_fill(~mask, 0.0)
     return weights @ v  # [b, h, t, d]

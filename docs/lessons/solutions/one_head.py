@@ -1,4 +1,4 @@
-"""Lesson 1, exercise 1: one head over its own input, in three lines."""
+"""Lesson 1, exercise 1: self-attention with one head."""
 
 import math
 

@@ -1,11 +1,11 @@
-"""Solution of exercise 3.2: all heads in one projection, split and merged without a loop."""
+"""Lesson 3, exercise 2: all heads in one projection, split and merged without a loop."""
 
 import torch.nn.functional as F
 from torch import nn
 
 
 class PackedHeads(nn.Module):
-    """Multi-head self-attention over `[b, t, e]`, the heads packed into one layer each for q, k and v."""
+    """Multi-head self-attention over `[b, t, e]`, with one packed layer each for q, k and v."""
 
     def __init__(self, embed_dim, num_heads):
         super().__init__()
@@ -22,10 +22,10 @@ class PackedHeads(nn.Module):
         return self.out_proj(self.merge(out))  # [b, t, e]
 
     def split(self, x):
-        """`[b, t, e]` → `[b, h, t, d]`: head n has columns n·d … n·d + d − 1 of every token."""
+        """`[b, t, e]` → `[b, h, t, d]`: head n gets columns n·d … n·d + d − 1 of each token."""
         b, t, e = x.shape
         return x.view(b, t, self.num_heads, e // self.num_heads).transpose(1, 2)
 
     def merge(self, out):
-        """`[b, h, t, d]` → `[b, t, e]`: the heads of a token side by side."""
+        """`[b, h, t, d]` → `[b, t, e]`: concatenate the heads of each token."""
         return out.transpose(1, 2).flatten(2)

@@ -1,4 +1,4 @@
-"""Lesson 2, exercise 1: many heads, sequence first, `[t, b, e]`."""
+"""Lesson 2, exercise 1: multi-head attention, sequence first, `[t, b, e]`."""
 
 import math
 
@@ -7,9 +7,9 @@ from torch import nn
 
 
 class MultiheadAttention(nn.Module):
-    """As `torch.nn.MultiheadAttention`, without masks: `[t, b, e]` → `[t, b, e]`.
+    """Like `torch.nn.MultiheadAttention`, without masks: `[t, b, e]` → `[t, b, e]`.
 
-    It returns the weights too, `[b, t, s]`, averaged over the heads.
+    It also returns the weights `[b, t, s]`, averaged over the heads.
     """
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
