@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import typer
 
 from manyheads import Causal, attention
-from manyheads.bench import timed
+from manyheads.bench import measure_seconds
 
 HEADS, SIZE = 8, 64
 
@@ -31,7 +31,7 @@ def main(
 ) -> None:
     kind = getattr(torch, dtype)
     a = torch.randn(2048, 2048, dtype=kind)
-    peak = 2 * 2048**3 / min(timed(lambda: a @ a) for _ in range(9))
+    peak = 2 * 2048**3 / min(measure_seconds(lambda: a @ a) for _ in range(9))
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, causal, "
         f"{HEADS} heads of {SIZE}; matrix product {peak / 1e9:.0f} GFLOP/s"
@@ -52,7 +52,7 @@ def main(
         times: dict[str, list[float]] = {name: [] for name in runs}
         for n in range(rounds + 1):
             for name, run in runs.items():
-                spent = timed(run)
+                spent = measure_seconds(run)
                 if n:  # the first round warms up
                     times[name].append(spent)
         # Two products over half the square; backward has five more.

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import typer
 
 from manyheads import AttentionMap, Causal
-from manyheads.bench import timed
+from manyheads.bench import measure_seconds
 from manyheads.problem import Problem
 
 HEADS, SIZE = 8, 64
@@ -44,12 +44,12 @@ def reset_peak() -> None:
 def measure(tokens: int, kind: torch.dtype, rounds: int, peer: bool) -> None:
     q, k, v = (torch.randn(1, HEADS, tokens, SIZE, dtype=kind) for _ in range(3))
     amap = AttentionMap.of(Problem.of(q, k, v, mask=Causal()))
-    print(f"{tokens:>7} {'log-sum-exp, computed for the map':<38}{timed(lambda: amap.lse):9.2f} s")
+    print(f"{tokens:>7} {'log-sum-exp, computed for the map':<38}{measure_seconds(lambda: amap.lse):9.2f} s")
     at = tokens // 2
     rows, cols = slice(at, at + 256), slice(at - 256, at)
     for what, tile in (("one head", lambda: amap[0, 3, rows, cols]), ("all", lambda: amap[0, :, rows, cols])):
         tile()
-        median = statistics.median(timed(tile) for _ in range(101))
+        median = statistics.median(measure_seconds(tile) for _ in range(101))
         print(f"{tokens:>7} {f'a 256 × 256 tile, {what}':<38}{median * 1e3:9.2f} ms")
     before = resident("VmRSS")
     results: list[Any] = []
@@ -65,7 +65,7 @@ def measure(tokens: int, kind: torch.dtype, rounds: int, peer: bool) -> None:
         for name, run in runs.items():
             results.clear()
             reset_peak()
-            times[name].append(timed(run))
+            times[name].append(measure_seconds(run))
             if name == "all statistics":
                 found = [results[0][name] for name in PER_ROW] + [*results[0]["top"], *results[0]["pooled"]]
                 peak = max(peak, resident("VmHWM") - before - sum(x.nbytes for x in found))

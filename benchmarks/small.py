@@ -19,7 +19,7 @@ import typer
 from torch import Tensor
 
 from manyheads import Causal, attention
-from manyheads.bench import timed
+from manyheads.bench import measure_seconds
 
 HEADS, SIZE = 8, 64
 SAMPLE = 3e-4  # the least seconds of a measurement
@@ -40,11 +40,11 @@ def measure(tokens: int, dtype: torch.dtype, causal: bool, kind: str, rounds: in
         through(lambda: attention(q, k, v, mask=mask)),
     )
     times: tuple[list[float], list[float]] = ([], [])
-    calls = [max(1, round(SAMPLE / min(timed(run) for _ in range(5)))) for run in runs]
+    calls = [max(1, round(SAMPLE / min(measure_seconds(run) for _ in range(5)))) for run in runs]
     for _ in range(rounds):
         for run, spent, number in zip(runs, times, calls, strict=True):
             run()  # refills the caches after the other run
-            spent.append(timed(run, number))
+            spent.append(measure_seconds(run, number))
     return statistics.median(times[0]), statistics.median(times[1])
 
 

@@ -178,7 +178,7 @@ def card(run: Run, result: Result) -> str:
 A causal transformer on this library's own attention, small enough to inspect every head. It demonstrates what
 attention does; its text isn't reliable.
 
-Made by `python scripts/make_shipped_model.py --out DIR`; nothing was downloaded.
+Made by `python scripts/make_shipped_model.py --out DIR`, without any downloads.
 
 ## Architecture
 
@@ -193,19 +193,19 @@ context {config.context} tokens, vocabulary {config.vocab}
 {platform.python_version()} on {platform.system()}; SHA-256 of all documents: \
 `{facts["documents_sha256"]}`
 - training: {facts[TRAINING]["documents"]} documents, {facts[TRAINING]["bytes"]:,} bytes, \
-{facts[TRAINING]["tokens"]:,} tokens; held out: {facts[HELD_OUT]["documents"]} documents, \
+{facts[TRAINING]["tokens"]:,} tokens; held-out: {facts[HELD_OUT]["documents"]} documents, \
 {facts[HELD_OUT]["bytes"]:,} bytes, {facts[HELD_OUT]["tokens"]:,} tokens. The split is by document; \
-the tokenizer saw the training documents only.
-- {share:.0%} of the training tokens are synthetic: repeated runs of random tokens, from which heads \
+the tokenizer was trained on the training documents only.
+- {share:.0%} of the training tokens are synthetic: repeated sequences of random tokens, from which heads \
 learn to copy. The loss on them counts only repeated tokens.
 
 ## Training
 
 - {options.steps:,} steps of {options.batch_size * options.context:,} tokens ({tokens:,} in all, \
 {tokens * (1 - share) / facts[TRAINING]["tokens"]:.0f} passes over the text), seed {options.seed}, \
-AdamW, rate {options.learning_rate}, weight decay {options.decay}, dropout {options.dropout}; the sequences \
-were cut into eight in the first quarter of the steps, then into four, into two, not at all
-- {run.seconds / 60:.0f} minutes of wall clock, whatever else the machine was doing, in \
+AdamW, learning rate {options.learning_rate}, weight decay {options.decay}, dropout {options.dropout}
+- Sequences were split into 8 parts in the first quarter of the steps, then into 4, into 2, and not at all
+- {run.seconds / 60:.0f} minutes of wall-clock time, in \
 {"bfloat16 autocast" if run.dtype else "float32"} on {processor()}, {os.cpu_count()} cores, \
 {torch.get_num_threads()} threads, PyTorch {torch.__version__.split("+")[0]}
 - all options: `{asdict(options)}`
@@ -219,15 +219,15 @@ the documents.
 |---|---|
 | this model | {result.model:.3f} |
 | `xz` (preset 9e) on the held-out text alone | {result.xz:.3f} |
-| `xz`, what the held-out text adds after the training text | {result.xz_after_training:.3f} |
+| `xz`, increase if the held-out text is appended to the training text | {result.xz_after_training:.3f} |
 | bigram model of tokens, fitted on the training text (Kneser-Ney) | {result.token_bigram:.3f} |
-| bigram model of bytes, likewise | {result.byte_bigram:.3f} |
+| bigram model of bytes, fitted on the training text | {result.byte_bigram:.3f} |
 
 ## Head scores
 
-Previous token: the mean weight on the token just before, over {TEXTS} held-out texts of {LENGTH} \
-tokens. Induction: the mean weight on tokens that followed the query's own token, over {TEXTS} \
-repeated sequences of {LENGTH // 2} random tokens (seed {SEED}, which training doesn't use).
+Previous token: the mean weight on the previous token, over {TEXTS} held-out texts of {LENGTH} \
+tokens. Induction: the mean weight on tokens that followed earlier occurrences of the query's token, over \
+{TEXTS} repeated sequences of {LENGTH // 2} random tokens (seed {SEED}, not used in training).
 
 | layer | head | previous token | induction |
 |---|---|---|---|

@@ -39,7 +39,8 @@ def main(sanitizer: str) -> int:
     found = subprocess.run(
         [compiler, f"-print-file-name={LIBRARIES[sanitizer]}"], capture_output=True, text=True
     )
-    for tiles, widths in (("", library.runs), ("emulated", ["amx"] if "avx2" in library.runs else [])):
+    emulated = ["amx"] if "avx2" in library.supported else []
+    for tiles, widths in (("", library.supported), ("emulated", emulated)):
         os.environ["MANYHEADS_TILES"] = tiles
         with tempfile.TemporaryDirectory() as folder:
             built = Path(folder) / "native.so"

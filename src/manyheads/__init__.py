@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from manyheads.observe import open_run as open_run
     from manyheads.positions import Rotary as Rotary
     from manyheads.positions import Sinusoidal as Sinusoidal
+    from manyheads.tokens import TokenizedText as TokenizedText
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ _MODULES = {
                   "Lengths", "Mask", "Prefix", "Rule", "SameToken", "Window"],
         "observe": ["observe", "open_run"],
         "positions": ["Rotary", "Sinusoidal"],
+        "tokens": ["TokenizedText"],
     }.items()
     for name in names
 }  # fmt: skip

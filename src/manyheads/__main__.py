@@ -1,7 +1,7 @@
-"""The process of the command `manyheads` (or `python -m manyheads`): Ctrl-C, pipes and encodings.
+"""The entry point of `manyheads` (or `python -m manyheads`): handling of Ctrl-C, pipes and encodings.
 
-Ctrl-C ends the command quietly with exit code 130, whenever it is pressed. The handler is installed before
-any slow import, so this module imports nothing heavy.
+Ctrl-C ends the command quietly with exit code 130, whenever it is pressed, and SIGTERM with 143; temporary
+files are removed. The handler is installed before any slow import, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 
-TYPE_CHECKING = False  # to import this constant from typing would take 10 ms, in which Ctrl-C isn't handled
+TYPE_CHECKING = False  # importing this constant from typing takes 10 ms, in which Ctrl-C isn't handled
 if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def finish(code: int) -> NoReturn:
-    """End the process as Python does, but skip the last step, in which SIGINT would change the exit code."""
+    """End the process as Python does, but without the last step, in which SIGINT changes the exit code."""
     if signal.getsignal(signal.SIGINT) is interrupt:
         signal.signal(signal.SIGINT, leave)
     for thread in threading.enumerate():
@@ -56,10 +56,12 @@ def finish(code: int) -> NoReturn:
 
 
 def handle_interrupts() -> None:
-    """End the process quietly on Ctrl-C, unless it was started with SIGINT ignored, as nohup does."""
+    """End the process quietly on Ctrl-C and SIGTERM, unless it was started with SIGINT ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
         sys.unraisablehook = leave_if_interrupted
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -76,6 +78,12 @@ def interrupt(number: int, frame: FrameType | None) -> None:
         importing = frame.f_code.co_filename.startswith("<frozen importlib")
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    """Raise SystemExit, so that files and processes are cleaned up; a second signal doesn't wait."""
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
 
 
 def leave(*_: object) -> NoReturn:

@@ -1,8 +1,8 @@
 """Biases that are added to scores: ALiBi, learned relative biases, and any tensor.
 
 A bias defines `add(b, h, i, j)`, the numbers to add for queries at positions i and keys j, and `collect`,
-which adds the gradient of a tile's scores to the gradient of its tensor. Where `Dense` is −inf, the key is
-masked.
+which adds the gradient of a tile's scores to the gradient of the bias's tensor. An entry of −inf in `Dense`
+masks the key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.masks import picked, spread
+from manyheads.masks import check_indices, scatter_positions
 from manyheads.shapes import Shape, can_read, kind, real, sizes, whole
 from manyheads.trees import Value, bound
 
@@ -22,7 +22,7 @@ Index = Any
 
 
 class Bias(Value):
-    """A bias of the scores. Each subclass has one tensor, which can require a gradient."""
+    """A bias that is added to the scores. Each subclass has one tensor, which can require a gradient."""
 
     @property
     def can_mask(self) -> bool:
@@ -72,7 +72,7 @@ class Bias(Value):
         """Return the bias of any range of rows and columns, which are renumbered from 0.
 
         Returns:
-            The bias itself if it depends on j − i only, else None: that isn't supported.
+            The bias itself if it depends on j − i only, else None (not supported).
         """
         return None
 
@@ -99,17 +99,18 @@ class OnlyBias(Bias):
         return self.bias.add(self.batch[b], self.heads[h], i, j, dtype)
 
     def check(self, shape: Shape) -> None:
-        picked(self.batch, self.heads, shape)
+        check_indices(self.batch, self.heads, shape)
 
     def bind(self, first: int | Tensor) -> Bias:
-        return self.but(bias=self.bias.bind(spread(first, self.batch)))
+        return self.but(bias=self.bias.bind(scatter_positions(first, self.batch)))
 
 
 def alibi_slopes(heads: int) -> Tensor:
     """Return the slopes of the ALiBi paper (Press et al. 2022, arXiv:2108.12409).
 
-    For a power of two n they are 2^(−8/n), 2^(−16/n), …; for another number those of the power below, then
-    every other slope of the power above, as in the authors' code.
+    If the number n of heads is a power of two, they are 2^(−8/n), 2^(−16/n), …, 2^(−8). If not, they are the
+    slopes for the next lower power of two, followed by every other slope for the next higher one, as in the
+    authors' code.
 
     Args:
         heads: The number of heads h.
@@ -129,11 +130,11 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 class ALiBi(Bias):
-    """A penalty that is linear in the distance: −slope · |i − j| (Press et al. 2022, arXiv:2108.12409).
+    """A penalty that is linear in the distance, `−slope · |i − j|` (Press et al. 2022, arXiv:2108.12409).
 
     Args:
-        slopes: The slopes `[h]` or `[1]`, as a tensor or list, in units of the scores per position. A number
-            of heads stands for the slopes of the paper.
+        slopes: The slopes `[h]` or `[1]`, as a tensor or list, in units of the scores per position; or the
+            number of heads, for the slopes of the paper.
 
     Raises:
         TypeError: If the slopes aren't floats.
@@ -181,7 +182,7 @@ class Relative(Bias):
 
     Raises:
         TypeError: If the table isn't a tensor of floats.
-        ValueError: If it has another shape, or a number isn't finite.
+        ValueError: If it has the wrong shape, or a number isn't finite.
     """
 
     table: Tensor
@@ -266,7 +267,7 @@ class Dense(Bias):
 
     def _indices(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, ...]:
         """Return the indices of a tile in the tensor, whose axes of size 1 are broadcast."""
-        # Positions may differ between sequences; rows don't.
+        # Positions may differ between sequences, but rows are the same in all.
         row = i - self.first if isinstance(self.first, int) else (i - self.first[b])[:1]
         shape = _with_four_axes(self.values).shape
         return tuple(0 if n == 1 else index for n, index in zip(shape, (b, h, row, j), strict=True))
@@ -284,11 +285,11 @@ class Dense(Bias):
         into.index_put_(tuple(indices), grad, accumulate=True)
 
     def check(self, shape: Shape) -> None:
-        wanted = (shape.b, shape.h, shape.t, shape.s)
+        expected = (shape.b, shape.h, shape.t, shape.s)
         got = _with_four_axes(self.values).shape
-        if any(n not in (1, size) for n, size in zip(got, wanted, strict=True)):
+        if any(n not in (1, size) for n, size in zip(got, expected, strict=True)):
             raise ValueError(
-                f"Expected Dense to broadcast to [b, h, t, s] = {list(wanted)}, got {sizes(self.values)}."
+                f"Expected Dense to broadcast to [b, h, t, s] = {list(expected)}, got {sizes(self.values)}."
             )
 
     def bind(self, first: int | Tensor) -> Dense:

@@ -18,8 +18,9 @@ class Cache:
             the cache grows.
         mask: The mask between new queries and all keys, `Causal()` if None. A mask that is given to the layer
             is combined with it by `&`.
-        votes: The number of last queries whose weights are kept too. From them `received` computes the
-            attention that each key gets, which decides what keys to evict (Li et al. 2024, arXiv:2404.14469).
+        votes: The number of last queries whose weights are kept too. From these, `received` computes the
+            attention that each key received, for deciding which keys to evict (Li et al. 2024,
+            arXiv:2404.14469).
 
     Attributes:
         offset: The number of tokens in the cache, which is the position of the next query.
@@ -40,7 +41,7 @@ class Cache:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all tokens. Maps of earlier steps stay readable."""
+        """Remove all tokens. Maps of earlier steps can still be read."""
         self.offset = 0
         self._k: Tensor | None = None  # [b, g, capacity, d]
         self._v: Tensor | None = None  # [b, g, capacity, w]
@@ -66,7 +67,7 @@ class Cache:
         return k, v
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values, but don't advance `offset`: the caller does if its step succeeds.
+        """Append keys and values without advancing `offset`. The caller advances it if the step succeeds.
 
         Args:
             k: New keys `[b, g, n, d]`.
@@ -109,8 +110,8 @@ class Cache:
             capacity = self.length or max(end, 0 if self._k is None else 2 * self._k.shape[2])
             self._k = _enlarge(self._k, (*k.shape[:2], capacity, k.shape[3]), k)
             self._v = _enlarge(self._v, (*v.shape[:2], capacity, v.shape[3]), v)
-        # Writing to .data doesn't increase the version counter: maps of earlier steps share this memory, but
-        # only read what is before `offset`, which never changes.
+        # Writing to .data doesn't increase the version counter, by which maps detect changes. Maps of earlier
+        # steps share this memory, but only read keys before `offset`, which never change.
         self._k.data[:, :, self.offset : end] = k
         self._v.data[:, :, self.offset : end] = v
         return self._k[:, :, :end], self._v[:, :, :end]
@@ -123,7 +124,7 @@ class Cache:
 
         Raises:
             TypeError: If it isn't a map.
-            ValueError: If it is a map of other keys, sequences or heads, or the cache keeps no votes.
+            ValueError: If the map doesn't fit the cache's keys, sequences or heads, or it keeps no votes.
         """
         if not isinstance(amap, AttentionMap):
             raise TypeError(f"Expected an AttentionMap, got {kind(amap)}.")
@@ -141,7 +142,7 @@ class Cache:
                 f"h = {h}."
             )
         count = min(t, votes)
-        # A key receives its weight from a single query. The kernel may have computed this sum already.
+        # With a single query, the column sums are its weights. The kernel may have computed them already.
         rows = amap.received()[:, :, None] if t == 1 else amap[:, :, t - count :]  # [b, h, count, s]
         if earlier is None or earlier.shape[3] < s:
             self._rows = _enlarge(earlier, (b, h, min(votes, capacity), capacity), rows)
@@ -177,7 +178,7 @@ class Cache:
         if missing:
             raise ValueError(
                 f"Of the last {len(rows)} queries {len(missing)} have no votes in the Cache, the first at "
-                f"position {missing[0]}. Reduce `last`, or append keys through a layer, which votes."
+                f"position {missing[0]}. Reduce `last`, or append keys with a layer, which records votes."
             )
         return self._rows[:, :, [i % size for i in rows], : self.offset].sum(2)
 

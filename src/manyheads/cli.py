@@ -1,4 +1,4 @@
-"""The commands. Each calls functions that can be called from Python too.
+"""The command line. Each command calls functions that are also available in Python.
 
 Exit codes: 0 success, 1 a check failed, 2 invalid use or input, 130 interrupted. A command imports its
 modules when it runs, so that `manyheads --help` is fast.
@@ -18,6 +18,7 @@ from manyheads import __version__
 
 if TYPE_CHECKING:
     from manyheads.viewer.api import Api
+    from manyheads.viewer.export import Export
 
 app = typer.Typer(
     name="manyheads",
@@ -29,7 +30,7 @@ app = typer.Typer(
 )
 
 
-def path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     """Parse a path. An empty text is an error, because Path("") would be the current folder."""
     if not text:
         raise typer.BadParameter("Expected a path, got ''. Use . for the current folder.")
@@ -37,16 +38,16 @@ def path(text: str) -> Path:
 
 
 def option(metavar: str, help: str, default: str | bool = True, **more: Any) -> Any:
-    """Return an option. A text as `default` is shown in the help in place of the default."""
+    """Return an option. If `default` is a text, the help shows it instead of the default."""
     return typer.Option(metavar=metavar, help=help, show_default=default, **more)
 
 
 def file_option(metavar: str, help: str) -> Any:
     """Return an option whose value is a path."""
-    return typer.Option(metavar=metavar, parser=path, help=help)
+    return typer.Option(metavar=metavar, parser=parse_path, help=help)
 
 
-def utf8(text: str) -> str:
+def parse_utf8(text: str) -> str:
     """Decode an argument as UTF-8, because Python decodes it as ASCII in the C locale."""
     try:
         return os.fsencode(text).decode()
@@ -54,9 +55,9 @@ def utf8(text: str) -> str:
         raise typer.BadParameter("Expected UTF-8 text.") from None
 
 
-def print_version(wanted: bool) -> None:
+def print_version(requested: bool) -> None:
     """Print the version and exit if --version is given."""
-    if wanted:
+    if requested:
         print(f"manyheads {__version__}")
         raise typer.Exit
 
@@ -92,6 +93,9 @@ def show(
         bool, typer.Option("--no-mask", help="Also show the head with the same q and k and no mask.")
     ] = False,
     format: Annotated[str, option("png|svg|pdf", "Format of the pictures.")] = "png",
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also print the scores of every head and a heat map of one head.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print only JSON: findings and head scores.")] = False,
     truncate: Annotated[
         bool,
@@ -111,7 +115,7 @@ def show(
 ) -> None:
     """Show what each head of a language model attends to.
 
-    Prints findings as sentences, a table of head scores and a heat map, and draws pictures.
+    Prints findings as sentences, and draws a picture of every head; with --layer or --head, of that head.
     """
     from manyheads.storage import file_for, folder_for
     from manyheads.text import report, terminal
@@ -131,17 +135,31 @@ def show(
     folder = folder_for(out, "--out")
     if run is not None:
         report.save(reading, run)
-    with terminal.busy("measuring"):
-        _ = reading.scores, reading.uniform  # computed here and kept
+    has_detail = everything or no_mask or layer is not None or head is not None
+    with terminal.show_spinner("measuring"):
+        _ = reading.patterns  # a cached property: computed while the spinner is shown
+        if everything or json:
+            _ = reading.uniform
     if not json:
-        terminal.show(reading, *chosen, masked=not no_mask)
-    with terminal.busy("drawing"):
-        files = report.write(report.draw(reading, *chosen, masked=not no_mask), folder, format)
+        terminal.show(reading)
+        if everything:
+            terminal.show_scores(reading)
+        if has_detail:
+            terminal.show_head(reading, *chosen, masked=not no_mask)
+    with terminal.show_spinner("drawing"):
+        pictures: dict[str, Any] = {}
+        if everything or json or not has_detail:
+            pictures |= report.draw_overview(reading)
+        if json or has_detail:
+            pictures |= report.draw_head(reading, *chosen, masked=not no_mask)
+        files = report.write(pictures, folder, format)
     files += [] if run is None else [run]
     if json:
         print(report.to_json(reading, *chosen, files, masked=not no_mask))
     else:
         terminal.list_files(files)
+        if not has_detail:
+            terminal.suggest_more(*chosen)
     if browser:
         from manyheads.viewer.api import Api
 
@@ -154,7 +172,7 @@ def view(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            parser=path,
+            parser=parse_path,
             help="Saved maps (of Recording.save or show --save); several to compare.",
         ),
     ],
@@ -168,15 +186,21 @@ def view(
         list[int] | None,
         option("N", "Head to export, counted from 0. Repeatable. The default is all."),
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Export single weights, also of heads that are large.")
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Export without a question, also more than 200 MB.")
+    ] = False,
 ) -> None:
     """Open saved attention maps in the interactive viewer."""
-    from rich.progress import Progress
-
     from manyheads import viewer
     from manyheads.viewer.api import Api
 
-    if export is None and (layer is not None or head):
-        raise ValueError("Expected --layer and --head with --export only: the viewer shows every head.")
+    if export is None and (layer is not None or head or full or yes):
+        raise ValueError(
+            "Expected --layer, --head, --full and --yes with --export only: the viewer shows every head."
+        )
     if export is None:
         viewer.require_server()  # before files are read
         serve(Api(*runs), port, browser)
@@ -184,10 +208,24 @@ def view(
     from manyheads.storage import file_for
     from manyheads.viewer.export import plan_export
 
-    plan = plan_export(Api(*runs), export, layer, head)
+    plan = plan_export(Api(*runs), export, layer, head, full=full)
     file_for(export, "--export")
+    write_page(plan, yes)
+
+
+def write_page(plan: Export, yes: bool) -> None:
+    """Write an exported page with a progress bar. Large ones are confirmed in a terminal."""
+    from manyheads.text import terminal
+    from manyheads.viewer.export import CONFIRM_BYTES
+
+    plan.check_space()
     print(plan.description, flush=True)
-    with Progress(transient=True) as progress:
+    if plan.size > CONFIRM_BYTES and not yes:
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise ValueError("Expected --yes for an export of more than 200 MB without a terminal.")
+        if not typer.confirm("write it?"):
+            raise typer.Exit(1)
+    with terminal.progress() as progress:
         task = progress.add_task("exporting", total=1.0)
         files = plan.write(lambda share: progress.update(task, completed=share))
     print(f"wrote {' and '.join(map(str, files))}")
@@ -248,7 +286,7 @@ def train(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(parser=utf8, help="Text to continue.")],
+    prompt: Annotated[str, typer.Argument(parser=parse_utf8, help="Text to continue.")],
     model: Annotated[
         Path | None,
         file_option("DIR", "Folder of a checkpoint. The default is the model that ships with manyheads."),
@@ -295,9 +333,24 @@ def check(
     weights: Annotated[
         str | None, option("ROLES", "Names of the projection layers: q=a,k=b,v=c,o=d.")
     ] = None,
+    arg: Annotated[
+        list[str] | None,
+        option("NAME=ROLE", "Role of an argument of the call, e.g. segments=mask-of-keys. May be repeated."),
+    ] = None,
+    heads: Annotated[int | None, option("N", "Number of heads.")] = None,
+    setup: Annotated[
+        Path | None,
+        file_option(
+            "FILE", "TOML file with like, init, args, heads, weights and layout. Options replace its values."
+        ),
+    ] = None,
     layout: Annotated[
         str | None,
         option("batch|sequence", "Layout of the inputs: batch is [b, t, e], sequence is [t, b, e]."),
+    ] = None,
+    strict: Annotated[
+        list[str] | None,
+        option("NAME", "Convention that counts as a failure, e.g. empty-rows, or all. Can be repeated."),
     ] = None,
     out: Annotated[Path | None, file_option("DIR", "Folder for a picture of the difference.")] = None,
     json: Annotated[Path | None, file_option("FILE", "Write the report as JSON.")] = None,
@@ -307,22 +360,24 @@ def check(
 ) -> None:
     """Check an attention implementation, and name its bugs.
 
-    The code is run in a separate process with limits on time and memory, but with your files, your network
-    and your permissions: it is not sandboxed. Exit code 0: every check passed. 1: a check failed. 2: the code
-    can't be imported, constructed or understood, or no check failed but a mask argument couldn't be judged.
+    The code runs in a separate process with limits on time and memory, but it is not sandboxed: it has your
+    permissions and can use your files and network. Exit code 0: every check passed. 1: a check failed. 2: the
+    code can't be imported, constructed or understood, or no check failed but a mask argument couldn't be
+    judged.
     """
     from manyheads.checker import command
 
-    report = command.run(target, weights, timeout, memory, like=like, init=init, layout=layout)
-    command.deliver(report, out, json, junit)
+    options = {"like": like, "init": init, "heads": heads, "layout": layout, "setup": setup}
+    report = command.run(target, arg or [], timeout, memory, weights=weights, strict=strict, **options)
+    command.write_report(report, out, json, junit)
     raise typer.Exit(command.EXIT_CODES[report.verdict])
 
 
 @app.command()
 def lessons(
-    out: Annotated[Path, typer.Argument(metavar="DIR", parser=path, help="Folder for the notebooks.")] = Path(
-        "manyheads-lessons"
-    ),
+    out: Annotated[
+        Path, typer.Argument(metavar="DIR", parser=parse_path, help="Folder for the notebooks.")
+    ] = Path("manyheads-lessons"),
     start: Annotated[bool, typer.Option("--start/--no-start", help="Start JupyterLab in the folder.")] = True,
 ) -> None:
     """Copy the four lessons to a folder and open them in JupyterLab. Existing files are kept."""
@@ -367,7 +422,7 @@ def bench(
     rounds: Annotated[int, option("N", "Measured runs of each, after a warm-up run.", min=1)] = 7,
     seed: Annotated[
         int | None,
-        option("N", "Random seed of the cases of choice. The default is another in each run.", min=0),
+        option("N", "Random seed of the cases of choice. By default, each run draws new cases.", min=0),
     ] = None,
     out: Annotated[Path, file_option("DIR", "Folder for the table and the plot.")] = Path("manyheads-bench"),
 ) -> None:

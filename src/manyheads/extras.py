@@ -1,7 +1,7 @@
-"""The optional extras: calls of packages that need them, and the error that says what to install.
+"""Functions that need optional extras, and the error that says what to install.
 
-A subpackage that needs an optional extra is imported when it is called. Such an import points upward, and
-`tests/unit/test_imports.py` lists each of them.
+A subpackage that needs an optional extra is imported when it is called. Such an import is from a higher layer
+of the code; `tests/unit/test_imports.py` lists each of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def view(*sources: Any, port: int = 0, browser: bool = True) -> Any:
 
 
 def missing(use: str, package: str | None, extra: str) -> ImportError:
-    """Return the error for a use of an extra whose package isn't installed."""
+    """Return the error for a feature whose package isn't installed."""
     return ImportError(
         f"{use} needs {package}, which isn't installed. Run pip install '.[{extra}]' in a clone of manyheads."
     )

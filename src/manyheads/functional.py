@@ -18,7 +18,7 @@ from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
 from manyheads.problem import Problem
 from manyheads.shapes import kind
-from manyheads.statistics import Pass, Reduction, named
+from manyheads.statistics import Pass, Reduction, make_reductions
 
 
 def attention(
@@ -60,7 +60,7 @@ def attention(
         The output `[b, h, t, w]`, in the dtype of q. A query without visible keys gets zeros.
 
     Raises:
-        TypeError: If an argument has another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If shapes, dtypes, devices or numbers don't fit each other, or the kernel doesn't support
             the problem.
     """
@@ -100,7 +100,7 @@ def attention_with_map(
 
     The map recomputes weights from q, k and the log-sum-exp of each row (Dao et al. 2022, arXiv:2205.14135).
     The output equals that of `attention`, but if t is small, its last bits may differ if statistics or
-    gradients are needed: the kernel then sums the scores in another order.
+    gradients are needed: the kernel then sums the scores in a different order.
 
     Args:
         q: The queries `[b, h, t, d]`.
@@ -124,7 +124,7 @@ def attention_with_map(
         The output `[b, h, t, w]` and the map `[b, h, t, s]`.
 
     Raises:
-        TypeError: If an argument has another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If shapes, dtypes, devices or numbers don't fit each other, or the kernel doesn't support
             the problem, or a statistic is unknown or can't be computed in the same pass.
     """
@@ -145,7 +145,7 @@ def attention_with_map(
     lse, computed = result.lse_of_map(problem), {}
     if fused_pass is not None:
         lse = kernels.statistics(problem).lse if lse is None else lse.detach()
-        computed = dict(zip(reductions, fused_pass.results(lse, result.found or {}), strict=True))
+        computed = dict(zip(reductions, fused_pass.results(lse, result.fused or {}), strict=True))
     amap = AttentionMap.of(problem, lse)
     if not compiling and (problem.q.is_inference() or problem.k.is_inference()):
         # In inference mode, PyTorch doesn't track in-place changes, so the map needs copies of q and k.
@@ -187,7 +187,7 @@ def explain(
         By the name of each kernel, the reasons why it doesn't support the problem; an empty list if it does.
 
     Raises:
-        TypeError: If an argument has another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If shapes, dtypes, devices or numbers don't fit each other, or the kernel is unknown.
     """
     q, k, v = autocast(q, k, v)
@@ -211,7 +211,7 @@ def _reductions(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], R
                 f"{name} takes a mask or tensor, which may change later, so it can't be computed in the same "
                 f"pass. Call amap.{name}(…)."
             )
-    reductions = chain.from_iterable(named(statistics or {}).values())
+    reductions = chain.from_iterable(make_reductions(statistics or {}).values())
     return {reduction.key(): reduction for reduction in reductions}
 
 

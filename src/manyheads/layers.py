@@ -89,7 +89,7 @@ class CrossAttention(nn.Module):
         return q[:, None], k[:, None], v[:, None]  # [b, 1, t, d], [b, 1, s, d], [b, 1, s, d]
 
     def extra_repr(self) -> str:
-        """Describe the module."""
+        """Return the options that `repr` shows."""
         return _kernel_repr(self.kernel).removeprefix(", ")
 
 
@@ -138,17 +138,17 @@ class MultiHeadAttention(nn.Module):
             2023, arXiv:2305.13245); h if None.
         head_dim: The size d of a head, e / h if None.
         context_dim: The width c of the context, e if None.
-        position: `Rotary(...)`, which rotates q and k. A query's position is its row plus the offset.
+        position: `Rotary(...)`, which rotates q and k by their positions.
         bias: `ALiBi(...)`, `Relative.learned(...)` or `Dense(...)`, added to the scores. Its parameters
             become parameters of the layer.
-        qk_norm: The norm of q and k over d, before the position (Henry et al. 2020, arXiv:2010.04245): a
-            function of d that makes a module (`torch.nn.RMSNorm`), or a module, which is copied for k.
+        qk_norm: The norm of q and k over d, applied before `position` (Henry et al. 2020, arXiv:2010.04245):
+            a function of d that returns a module (`torch.nn.RMSNorm`), or a module, which is copied for k.
         dropout: The dropout probability of weights, in training.
         projection_bias: Give the projections `q`, `k`, `v` and `o` a bias (False in Llama).
         kernel: The kernel, as `attention` takes it.
 
     Raises:
-        TypeError: If an argument has another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If sizes are less than 1 or don't fit each other, dropout isn't a probability, or the
             kernel is unknown.
     """
@@ -216,7 +216,7 @@ class MultiHeadAttention(nn.Module):
             x: The input `[b, t, e]`. With a cache, it continues the tokens in the cache.
             context: The input of keys and values `[b, s, c]`, x if None.
             mask: The mask.
-            cache: The cache of this layer. Its mask, causal by default, applies too.
+            cache: The cache of this layer. Its mask, causal by default, is combined with `mask`.
 
         Returns:
             The output `[b, t, e]`.
@@ -227,7 +227,7 @@ class MultiHeadAttention(nn.Module):
                 full.
         """
         if isinstance(cache, Cache) and cache.votes is not None:
-            return self.attend(x, context, mask=mask, cache=cache)[0]  # votes are weights of the map
+            return self.attend(x, context, mask=mask, cache=cache)[0]  # votes are read from the map
         q, k, v, options = self._inputs(x, context, mask, cache)
         return self._merge(attention(q, k, v, **options), cache, k)
 
@@ -253,7 +253,7 @@ class MultiHeadAttention(nn.Module):
             try:
                 cache.vote(amap)
             except BaseException:
-                cache.offset = offset  # a step that fails leaves the cache as it was
+                cache.offset = offset  # undo the step that failed
                 raise
         return out, amap
 
@@ -285,12 +285,12 @@ class MultiHeadAttention(nn.Module):
         return q, k, v, options
 
     def _merge(self, out: Tensor, cache: Cache | None, k: Tensor) -> Tensor:
-        if cache is not None:  # attention has succeeded, so that the step counts
+        if cache is not None:  # the new keys count only after attention has succeeded
             cache.offset = k.shape[2]
         return self.o(merge_heads(out))  # [b, t, e]
 
     def extra_repr(self) -> str:
-        """Describe the module."""
+        """Return the sizes and options that `repr` shows."""
         groups = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
         position = f", position={self.position}" if self.position is not None else ""
         biases = "" if self.projection_bias else ", projection_bias=False"
@@ -315,7 +315,7 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             TypeError: If a value isn't a tensor.
-            ValueError: If a tensor is missing, unknown or of another shape. The layer stays as it was.
+            ValueError: If a tensor is missing, unknown or has the wrong shape. The layer doesn't change.
         """
         if not isinstance(tensors, Mapping):
             raise TypeError(f"Expected a state dict, tensors by their names, got {kind(tensors)}.")
@@ -390,7 +390,7 @@ def _norms(qk_norm: Callable[[int], nn.Module] | nn.Module | None, d: int) -> tu
         return qk_norm, deepcopy(qk_norm)
     if not callable(qk_norm):
         raise TypeError(
-            f"Expected qk_norm to be a module or a function of d that makes a module, got {kind(qk_norm)}."
+            f"Expected qk_norm to be a module or a function of d that returns one, got {kind(qk_norm)}."
         )
     return qk_norm(d), qk_norm(d)
 

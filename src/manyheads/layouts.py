@@ -13,7 +13,7 @@ from torch import Tensor
 from manyheads.shapes import sizes
 
 WEIGHTS = frozenset(f"{part}.weight" for part in "qkvo")  # the names in "separate"
-REQUIREMENTS = {  # the layers that have a layout
+REQUIREMENTS = {  # by layout: the layers that it supports
     "packed": "one input for q, k and v (context_dim = embed)",
     "torch": "kv_heads = heads and head_dim = embed / heads",
     "heads": "kv_heads = heads",
@@ -55,11 +55,11 @@ def read_weights(tensors: Mapping[str, Tensor], layout: str, layer: LayerSizes) 
         The weights by their names in "separate". Biases can be absent.
 
     Raises:
-        ValueError: If the layer doesn't have this layout, or a name is unknown or missing.
+        ValueError: If the layout doesn't support the layer, or a name is unknown or missing.
     """
     names = _names(layout, layer, packed="q_proj_weight" not in tensors)
     present = {name: parts for name, parts in names.items() if name in tensors}  # in the order of the heads
-    required = WEIGHTS.union(*present.values())  # a bias is complete or absent
+    required = WEIGHTS.union(*present.values())  # if a part of a bias is present, all parts are required
     unknown = sorted(tensors.keys() - names.keys())
     missing = [name for name, parts in names.items() if name not in tensors and required & {*parts}]
     if unknown or missing:
@@ -90,7 +90,7 @@ def write_weights(separate: Mapping[str, Tensor], layout: str, layer: LayerSizes
         Copies of the weights by their names in the layout.
 
     Raises:
-        ValueError: If the layer doesn't have this layout.
+        ValueError: If the layout doesn't support the layer.
     """
     names = _names(layout, layer, packed=layer.context_dim == layer.embed)
     counts = Counter(part for parts in names.values() for part in parts)
@@ -103,10 +103,10 @@ def write_weights(separate: Mapping[str, Tensor], layout: str, layer: LayerSizes
 
 
 def _names(layout: str, layer: LayerSizes, packed: bool) -> dict[str, list[str]]:
-    """Return the names of a layout's tensors, and for each the names of tensors of "separate".
+    """Return the names of a layout's tensors, each with the names of the corresponding tensors of "separate".
 
-    A tensor of the layout concatenates the rows of several tensors of "separate", or has an equal part of the
-    rows of a single tensor. `packed` chooses between the two forms of "torch".
+    A tensor of the layout concatenates the rows of several tensors of "separate", or contains an equal share
+    of the rows of one. `packed` selects the form of "torch" with `in_proj_weight`, not three weights.
     """
     ungrouped = layer.kv_heads == layer.heads
     supported = {
@@ -149,7 +149,7 @@ def project_inputs(
     return [F.linear(*parts) for parts in zip(inputs, weights, biases, strict=True)]
 
 
-def spread_masks(
+def reshape_masks(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, heads: int, b: int, t: int, s: int
 ) -> dict[str, Tensor]:
     """Reshape the masks that aren't None, so that they broadcast to `[b, h, t, s]`.

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from manyheads.masks import Lengths, Mask, Rule
 from manyheads.problem import Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
 from manyheads.statistics import Reduction, TopKeys
-from manyheads.storage import Tokens, labels_of
+from manyheads.storage import Labels, Tokens, labels_of
 
 AXES = (("batch entry", "b"), ("head", "h"), ("query", "t"), ("key", "s"))
 
@@ -30,22 +30,24 @@ AXES = (("batch entry", "b"), ("head", "h"), ("query", "t"), ("key", "s"))
 class AttentionMap:
     """The weights of one attention call, per head and before dropout, without the matrix.
 
-    `amap[b, h, rows, cols]` is that tile of the weights, exactly: indices are ints (also negative), slices,
-    index tensors (rows × columns) and an ellipsis. `dense()` is the whole matrix. Weights are float32, or
-    float64 if q is.
+    `amap[b, h, rows, cols]` computes a tile of the exact weights: indices are ints (also negative), slices,
+    index tensors (rows × columns) and an ellipsis. `dense()` returns the whole matrix. Weights are float32,
+    or float64 if q is.
 
-    Statistics cover all heads and are streamed: each takes O(L) memory and one pass over the scores, or one
-    pass for several with `statistics`. Nothing is renormalized: with a sink, the weights of a row sum to
+    Statistics cover all heads. Each takes O(L) memory and one pass over the scores; `statistics` computes
+    several in one pass. Nothing is renormalized: with a sink, the weights of a row sum to
     1 − `sink_weight()`. A query without visible keys has weights of 0.
 
     A map keeps detached tensors. If q or k is changed in place, reading the map raises RuntimeError. Weights
-    are computed from the log-sum-exp as in Dao et al. 2022 (arXiv:2205.14135). The log-sum-exp is summed tile
-    by tile as in Milakov & Gimelshein 2018 (arXiv:1805.02867).
+    are computed from the log-sum-exp as in Dao et al. 2022 (arXiv:2205.14135), and the log-sum-exp is
+    computed tile by tile as in Milakov & Gimelshein 2018 (arXiv:1805.02867).
 
     Attributes:
         problem: q, k and everything else that scores are computed from.
         tokens: The labels of the keys: one list, or one for each batch entry.
-        provenance: Where the map comes from.
+        provenance: JSON data about the origin of the map, such as the name of the model.
+        value_norm: The Euclidean norms ‖v‖ of the values, `[b, g, s]` float32. `observe` records them; maps
+            of `attention_with_map` have None.
         shape: `(b, h, t, s)`.
         lse: The log-sum-exp `[b, h, t]`, natural log, sinks included.
     """
@@ -53,6 +55,7 @@ class AttentionMap:
     problem: Problem
     tokens: Tokens | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    value_norm: Tensor | None = None
     _versions: tuple[int, ...] | None = None  # versions of the tensors when the map was made
     _lse: Tensor | None = None
     _kept: Mapping[tuple[Any, ...], Any] = field(default_factory=dict)  # statistics computed with the output
@@ -64,41 +67,45 @@ class AttentionMap:
         lse: Tensor | None = None,
         tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
         provenance: Mapping[str, Any] | None = None,
+        value_norm: Tensor | None = None,
     ) -> AttentionMap:
         """Return the map of a problem.
 
         Args:
             problem: The problem. Its values aren't used.
-            lse: The log-sum-exp `[b, h, t]`, computed when needed if None. It should be that of
-                `kernels.statistics` or of a kernel's `Result.lse_of_map`: with another one, rows of huge
-                scores don't sum to 1.
-            tokens: The labels of the keys: s strings, or b lists of them.
-            provenance: Where the map comes from.
+            lse: The log-sum-exp `[b, h, t]`, computed when needed if None. Take it from `kernels.statistics`
+                or `Result.lse_of_map`. With a log-sum-exp that was rounded differently, the weights of a row
+                with huge scores don't sum to 1.
+            tokens: The labels of the keys: s strings or a `TokenizedText`, or b of them.
+            provenance: JSON data about the origin of the map.
+            value_norm: The Euclidean norms of the values, floats `[b, g, s]`, None if unknown.
 
         Returns:
             The map, with detached tensors.
 
         Raises:
-            TypeError: If an argument has another type.
-            ValueError: If lse is on another device or has another shape, or the labels are too many or few.
+            TypeError: If an argument has the wrong type.
+            ValueError: If the device or shape of lse or value_norm, or the number of labels, is wrong.
         """
         if not isinstance(problem, Problem):
             raise TypeError(f"Expected a Problem for a map, got {kind(problem)}. Use attention_with_map.")
         if not isinstance(provenance or {}, Mapping):
             raise TypeError(f"Expected provenance to be a dict, got {kind(provenance)}.")
-        n = problem.shape
+        b, h, _, t, s, _, _ = problem.shape
         if lse is not None and not isinstance(lse, Tensor):
             raise TypeError(f"Expected lse to be a tensor [b, h, t], got {kind(lse)}.")
         if lse is not None and lse.device != problem.q.device:
             raise ValueError(f"q is on {problem.q.device} and lse is on {lse.device}: move them together.")
-        if lse is not None and tuple(lse.shape) != (n.b, n.h, n.t):
-            raise ValueError(f"Expected lse to be [b, h, t] = [{n.b}, {n.h}, {n.t}], got {sizes(lse)}.")
+        if lse is not None and tuple(lse.shape) != (b, h, t):
+            raise ValueError(f"Expected lse to be [b, h, t] = [{b}, {h}, {t}], got {sizes(lse)}.")
+        if value_norm is not None:
+            value_norm = _check_value_norm(value_norm, problem)
         problem = problem.detach().without_values()
-        labels = None if tokens is None else labels_of(tokens, n.b, n.s)
+        labels = None if tokens is None else labels_of(tokens, b, s)
         if lse is None and torch.compiler.is_compiling():  # it can't be computed after the graph has run
             lse = kernels.statistics(problem).lse
         lse = None if lse is None else lse.detach().to(problem.dtype)
-        return cls(problem, labels, dict(provenance or {}), _versions(problem), lse)
+        return cls(problem, labels, dict(provenance or {}), value_norm, _versions(problem), lse)
 
     @property
     def lse(self) -> Tensor:
@@ -112,8 +119,8 @@ class AttentionMap:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """`(b, h, t, s)`."""
-        n = self.problem.shape
-        return n.b, n.h, n.t, n.s
+        shape = self.problem.shape
+        return shape.b, shape.h, shape.t, shape.s
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -122,23 +129,24 @@ class AttentionMap:
 
     @property
     def knows_lse(self) -> bool:
-        """Whether the log-sum-exp is known. Otherwise it is computed in a pass over the keys when needed."""
+        """Whether the log-sum-exp is known. If not, it is computed in a pass over the keys when needed."""
         return self._lse is not None
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the map: q, k, mask, bias, and the log-sum-exp once it is known."""
+        """The bytes of the map: q, k, mask, bias, norms of values, and the log-sum-exp once it is known."""
         return sum(x.nbytes for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors: q `[b, h, t, d]`, k `[b, g, s, d]`, lse `[b, h, t]` if known, …."""
+        """Return all tensors: q `[b, h, t, d]`, k `[b, g, s, d]`, …, and lse `[b, h, t]` if it is known."""
         kept = chain.from_iterable([x] if isinstance(x, Tensor) else x for x in self._kept.values())
-        return [*_tensors(self.problem), *([] if self._lse is None else [self._lse]), *kept]
+        known = [x for x in (self._lse, self.value_norm) if x is not None]
+        return [*_tensors(self.problem), *known, *kept]
 
     # -- related maps ------------------------------------------------------------------------------
 
     def under(self, mask: Mask | None) -> AttentionMap:
-        """Return the map of the same q and k under another mask: a counterfactual.
+        """Return the map of the same q and k under a different mask: a counterfactual.
 
         Args:
             mask: The mask, or None for no mask.
@@ -148,7 +156,7 @@ class AttentionMap:
 
         Raises:
             TypeError: If it isn't a mask.
-            ValueError: If the mask has another shape.
+            ValueError: If the mask has the wrong shape.
         """
         self._check_unchanged()
         return self.again(self.problem.under(mask))
@@ -173,20 +181,23 @@ class AttentionMap:
         h = _indices(heads, self.shape[1], AXES[1])
         tokens = self.tokens
         if tokens and not isinstance(tokens[0], str):
-            tokens = tuple(tokens[n] for n in b)
+            tokens = tuple(cast(Labels, tokens[n]) for n in b)
         problem = self.problem.only(b, h)
         lse = self.lse[b][:, h] if self._keeps_lse(problem) else None
         provenance = {**self.provenance, "heads": [self.heads[n] for n in h]}
-        return AttentionMap.of(problem, lse, tokens, provenance)
+        shape, value_norm = self.problem.shape, self.value_norm
+        if value_norm is not None:
+            value_norm = value_norm[b][:, [n // (shape.h // shape.g) for n in h]]  # the key head of each head
+        return AttentionMap.of(problem, lse, tokens, provenance, value_norm)
 
     def compact(self, always: bool = False) -> AttentionMap:
         """Return the map with copies of q and k.
 
         Args:
-            always: Whether to copy them even if they aren't views of larger tensors.
+            always: If False, copy them only if they are views of larger tensors.
 
         Returns:
-            The map, or this map if nothing is copied.
+            The map; this map itself if nothing is copied.
         """
         q, k = self.problem.q, self.problem.k
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (q, k)}
@@ -197,8 +208,8 @@ class AttentionMap:
     def to(self, place: torch.device | str | torch.dtype) -> AttentionMap:
         """Return the map with q and k on another device, or stored in another floating-point dtype.
 
-        In another dtype the log-sum-exp is computed from the stored numbers when needed, so that rows still
-        sum to one.
+        After a change of dtype, the log-sum-exp is computed again from the rounded q and k, so that the
+        weights of a row still sum to 1.
 
         Args:
             place: The device or dtype.
@@ -229,22 +240,24 @@ class AttentionMap:
         """Return the map with labels of its keys.
 
         Args:
-            tokens: s strings, b lists of them, or None for no labels.
+            tokens: s strings or a `TokenizedText`, b of them, or None for no labels.
 
         Returns:
             The map.
 
         Raises:
             TypeError: If a label isn't a string.
-            ValueError: If there are more or fewer labels.
+            ValueError: If the number of labels is wrong.
         """
         self._check_unchanged()
-        return replace(AttentionMap.of(self.problem, self._lse, tokens, self.provenance), _kept=self._kept)
+        amap = AttentionMap.of(self.problem, self._lse, tokens, self.provenance, self.value_norm)
+        return replace(amap, _kept=self._kept)
 
     def again(self, problem: Problem, lse: Tensor | None = None) -> AttentionMap:
-        """Return the map of another problem, with the provenance of this map.
+        """Return the map of the given problem, with the provenance of this map.
 
-        The tokens are kept if the number of keys is the same.
+        It has the tokens of this map if the number of keys is the same, and its norms of values if the
+        batch size and the number of key heads are the same too.
 
         Args:
             problem: The problem.
@@ -255,14 +268,19 @@ class AttentionMap:
 
         Raises:
             TypeError: If lse isn't a tensor.
-            ValueError: If lse has another shape.
+            ValueError: If lse has the wrong shape.
         """
         tokens = self.tokens if problem.shape.s == self.shape[3] else None
-        return AttentionMap.of(problem, lse, tokens, self.provenance)
+        value_norm = self.value_norm
+        if value_norm is not None:
+            has_same_keys = problem.k.shape[:3] == value_norm.shape
+            value_norm = value_norm.to(problem.q.device) if has_same_keys else None
+        return AttentionMap.of(problem, lse, tokens, self.provenance, value_norm)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_unchanged()
-        return AttentionMap.of, (self.problem, self._lse, self.tokens, dict(self.provenance))
+        fields = self.problem, self._lse, self.tokens, dict(self.provenance), self.value_norm
+        return AttentionMap.of, fields
 
     # -- the matrix --------------------------------------------------------------------------------
 
@@ -277,7 +295,7 @@ class AttentionMap:
             The weights.
 
         Raises:
-            IndexError: If an index is out of range or has another type.
+            IndexError: If an index is out of range or has the wrong type.
         """
         self._check_unchanged()
         indices = [
@@ -294,14 +312,14 @@ class AttentionMap:
         """Return all weights.
 
         Args:
-            max_bytes: The most bytes that they may take.
+            max_bytes: The largest allowed size.
 
         Returns:
             The weights `[b, h, t, s]`.
 
         Raises:
             TypeError: If max_bytes isn't a number of bytes.
-            ValueError: If they would take more bytes.
+            ValueError: If the weights would take more bytes.
         """
         size = math.prod(self.shape) * self.problem.dtype.itemsize
         if size > most_bytes(max_bytes):
@@ -317,7 +335,7 @@ class AttentionMap:
         """Return the entropy of each query's weights: −Σ w·ln w over the keys (Shannon 1948).
 
         It is 0 if one key has all the weight, and ln n if n keys have equal weights. With a sink it isn't
-        renormalised.
+        renormalized.
 
         Returns:
             The entropy in nats, `[b, h, t]`.
@@ -325,7 +343,7 @@ class AttentionMap:
         return self._compute(statistics.Entropy())
 
     def distance(self) -> Tensor:
-        """Return the mean distance that each query attends over: Σ w·|i − j|.
+        """Return the mean distance that each query attends over, `Σ w·|i − j|`.
 
         This is the mean attention distance of Dosovitskiy et al. 2021 (arXiv:2010.11929), over the positions
         of a sequence. A sink has no position: divide by 1 − `sink_weight()` for the mean over keys.
@@ -352,31 +370,30 @@ class AttentionMap:
         2024 (arXiv:2404.14469) by those over the last queries.
 
         Args:
-            last: How many of the last queries are summed, None for all.
-            normalize: "age" to divide each sum by the number of these queries that see the key, as more
-                queries see early keys; 0 if none sees it.
+            last: The number of last queries to sum, None for all.
+            normalize: "age" to divide each sum by the number of these queries to which the key is visible,
+                because early keys are visible to more queries; 0 if it is visible to none.
 
         Returns:
             The sums `[b, h, s]`, between 0 and t.
 
         Raises:
             TypeError: If last isn't an integer.
-            ValueError: If last is less than 1, or normalize is another value.
+            ValueError: If last is less than 1, or normalize is neither None nor "age".
         """
         return self._compute(statistics.Received(last, normalize))
 
     def top(self, k: int) -> TopKeys:
         """Return the k largest weights of each query and their keys.
 
-        Of equal weights the first keys are returned. Weights are equal if they were computed as equal: the
-        scores of two identical keys may differ in the last bit.
+        Among equal weights, the first keys are returned. Weights of identical keys may differ by rounding.
 
         Args:
             k: The number of weights.
 
         Returns:
-            `(weights, keys)`, both `[b, h, t, k]`, the largest weight first. If a query sees fewer than k
-            keys, the weight is 0 and the key −1.
+            `(weights, keys)`, both `[b, h, t, k]`, the largest weight first. If fewer than k keys are visible
+            to a query, the missing weights are 0 and the missing keys −1.
 
         Raises:
             TypeError: If k isn't an integer.
@@ -391,20 +408,20 @@ class AttentionMap:
 
         Args:
             mask: The mask.
-            mean: Whether to average over the queries that see a key in the mask; 0 if none does.
+            mean: Whether to average over the queries that have a visible key in the mask; 0 if none has.
 
         Returns:
             The sums `[b, h, t]`, or their means `[b, h]`, between 0 and 1.
 
         Raises:
             TypeError: If it isn't a mask, or mean isn't a bool.
-            ValueError: If the mask has another shape.
+            ValueError: If the mask has the wrong shape.
         """
         self._check_unchanged()
         return statistics.mass(self.problem, self.lse, mask, mean)
 
     def masses(self, mask: Mask) -> tuple[Tensor, Tensor]:
-        """Return the sum of each query's weights inside a mask, and whether the query sees a key in the mask.
+        """Return each query's sum of weights inside a mask, and whether it has a visible key there.
 
         Args:
             mask: The mask.
@@ -414,7 +431,7 @@ class AttentionMap:
 
         Raises:
             TypeError: If it isn't a mask.
-            ValueError: If the mask has another shape.
+            ValueError: If the mask has the wrong shape.
         """
         self._check_unchanged()
         return statistics.masses(self.problem, self.lse, mask)
@@ -436,7 +453,7 @@ class AttentionMap:
 
         Raises:
             TypeError: If a number of cells isn't an integer.
-            ValueError: If a number of cells is out of range, or reduce is another value.
+            ValueError: If a number of cells is out of range, or reduce is neither "mean" nor "max".
         """
         return self._compute(statistics.Pooled(rows, cols, reduce))
 
@@ -456,18 +473,18 @@ class AttentionMap:
 
         Raises:
             TypeError: If an argument isn't a tensor of floats.
-            ValueError: If a tensor has another shape.
+            ValueError: If a tensor has the wrong shape.
         """
         return self._compute(statistics.ValueNorms(v, w_o))
 
     def logits_max(self) -> Tensor:
         """Return the largest score that enters a head's softmax.
 
-        It grows before training diverges (Dehghani et al. 2023, arXiv:2302.05442). Scores are scaled,
-        softcapped and biased, and are those of visible pairs; the sink isn't counted.
+        It grows before training diverges (Dehghani et al. 2023, arXiv:2302.05442). The scores include scale,
+        softcap and bias. Masked scores and the sink don't count.
 
         Returns:
-            The scores `[b, h]`, natural logarithms of unnormalized weights; −inf if no key is visible.
+            The scores `[b, h]`; −inf if no key is visible.
         """
         return self._compute(statistics.LogitsMax())
 
@@ -475,15 +492,15 @@ class AttentionMap:
         """Return the weight of the sink: 1 − Σ w (Xiao et al. 2024, arXiv:2309.17453).
 
         Returns:
-            The weights `[b, h, t]`, between 0 and 1: 0 without a sink, 1 if a query sees no keys.
+            The weights `[b, h, t]`, between 0 and 1: 0 without a sink, 1 for a query without visible keys.
         """
         return self._compute(statistics.SinkWeight())
 
     def divergence(self, other: AttentionMap | None = None) -> Tensor:
         """Return the Jensen–Shannon divergence (Lin 1991) of rows of weights, averaged over queries.
 
-        It is 0 for equal weights and ln 2 for weights on different keys. It is summed over keys: for two rows
-        with sinks it is at most ln 2 times the weight of the keys.
+        It is 0 for equal weights and ln 2 for weights on different keys. The sink isn't counted as a key: for
+        rows with sinks it is at most ln 2 times the weight of the keys.
 
         Args:
             other: A map of the same shape, to compare each head with the same head of that map. None compares
@@ -494,12 +511,12 @@ class AttentionMap:
 
         Raises:
             TypeError: If other isn't a map.
-            ValueError: If other has another shape.
+            ValueError: If other has the wrong shape.
         """
         if other is None:
             return self._compute(statistics.Divergence())
         if not isinstance(other, AttentionMap):
-            raise TypeError(f"Expected another AttentionMap for divergence, got {kind(other)}.")
+            raise TypeError(f"Expected an AttentionMap for divergence, got {kind(other)}.")
         self._check_unchanged()
         other._check_unchanged()
         if self.shape != other.shape:
@@ -513,25 +530,25 @@ class AttentionMap:
 
             amap.statistics("entropy", "received", top=8, pooled=[(64, 64), (64, 64, "max")])
 
-        `mass` takes a pass of its own, over the keys that its mask keeps.
+        `mass` needs a pass of its own, over the keys inside its mask.
 
         Args:
-            *names: Statistics without arguments.
-            **arguments: Statistics with arguments: one argument, a tuple or a dict of them, or a list of
-                these for a list of results.
+            *names: The names of statistics without arguments.
+            **arguments: For statistics with arguments: one argument, or a tuple or dict of arguments, or a
+                list of these for a list of results.
 
         Returns:
             The results by name.
 
         Raises:
             TypeError: If arguments don't match the statistic.
-            ValueError: If a name is unknown, or an argument has another value.
+            ValueError: If a name is unknown, or an argument has an invalid value.
         """
         for name in names:
             if not isinstance(name, str):
                 raise TypeError(f"Expected names of statistics, got {kind(name)}.")
         requested: dict[str, Any] = dict.fromkeys(names, ()) | arguments
-        reductions = statistics.named(requested)
+        reductions = statistics.make_reductions(requested)
         results = iter(self.reduce(list(chain.from_iterable(reductions.values()))))
         return {
             name: [next(results) for _ in several] if isinstance(requested[name], list) else next(results)
@@ -625,17 +642,17 @@ class AttentionMap:
             OSError: If the file can't be read.
         """
         contents = [entry.content for entry in storage.read(path).entries]
-        if len(contents) != 1 or not isinstance(contents[0], storage.Stored):
+        if len(contents) != 1 or not isinstance(contents[0], storage.StoredMap):
             raise ValueError(
                 f"Expected a file of one map, got {len(contents)} maps or statistics in {path}. "
                 "Open it with manyheads.open_run."
             )
         return cls.of(*contents[0])
 
-    def stored(self) -> storage.Stored:
+    def stored(self) -> storage.StoredMap:
         """Return the content of the map in a file."""
         self._check_unchanged()
-        return storage.Stored(self.problem, self.lse, self.tokens, self.provenance)
+        return storage.StoredMap(self.problem, self.lse, self.tokens, self.provenance, self.value_norm)
 
     def __repr__(self) -> str:
         b, h, t, s = self.shape
@@ -657,7 +674,7 @@ class AttentionMap:
         if self._versions is not None and versions is not None and self._versions != versions:
             raise RuntimeError(
                 "q, k, mask or bias was changed in place since this map was made, so its weights are lost. "
-                "Read the map before, or pass a copy to attention (q.clone())."
+                "Read the map before the change, or pass a copy to attention (q.clone())."
             )
 
 
@@ -666,11 +683,25 @@ def _copy(statistic: Any) -> Any:
     return statistic.clone() if isinstance(statistic, Tensor) else type(statistic)(*map(_copy, statistic))
 
 
-def sequence_labels(tokens: Tokens | None, batch: int = 0) -> list[str] | None:
+def _check_value_norm(value_norm: Any, problem: Problem) -> Tensor:
+    """Check the norms of the values of a problem, and return them as detached float32."""
+    if not isinstance(value_norm, Tensor) or not value_norm.is_floating_point():
+        raise TypeError(f"Expected value_norm to be a tensor of floats [b, g, s], got {kind(value_norm)}.")
+    if value_norm.device != problem.q.device:
+        raise ValueError(
+            f"q is on {problem.q.device} and value_norm is on {value_norm.device}: move them together."
+        )
+    if value_norm.shape != problem.k.shape[:3]:
+        expected = list(problem.k.shape[:3])
+        raise ValueError(f"Expected value_norm to be [b, g, s] = {expected}, got {sizes(value_norm)}.")
+    return value_norm.detach().float()
+
+
+def sequence_labels(tokens: Tokens | None, batch: int = 0) -> Labels | None:
     """Return the labels of the keys of one sequence; None without labels."""
     if not tokens or isinstance(tokens[0], str):
-        return None if tokens is None else [str(label) for label in tokens]
-    return list(tokens[batch])
+        return cast("Labels | None", tokens)
+    return cast(Labels, tokens[batch])
 
 
 def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
@@ -688,8 +719,8 @@ def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
     return replace(problem, q=q, k=k, v=v)
 
 
-def picked_rows(rows: int | Sequence[int] | slice | Tensor, t: int) -> list[int]:
-    """Return an index of rows as a list, with negative rows resolved."""
+def resolve_rows(rows: int | Sequence[int] | slice | Tensor, t: int) -> list[int]:
+    """Return an index of rows as a list, with negative numbers resolved."""
     return _indices(rows, t, AXES[2])
 
 
@@ -706,14 +737,14 @@ def _indices(
 
 
 def _versions(problem: Problem) -> tuple[int, ...] | None:
-    """Return how often each tensor was changed in place: 0 in inference mode, None while compiling."""
+    """Return how often each tensor was changed in place (0 in inference mode); None while compiling."""
     if torch.compiler.is_compiling():
         return None
     return tuple(0 if x.is_inference() else x._version for x in _tensors(problem))
 
 
 def _tensors(problem: Problem) -> list[Tensor]:
-    """Return the tensors that weights are computed from."""
+    """Return the tensors that the weights are computed from."""
     mask, bias = ([] if part is None else part.tensors() for part in (problem.mask, problem.bias))
     others = [x for x in (problem.sink, problem.offset) if isinstance(x, Tensor)]
     return [problem.q, problem.k, *others, *mask, *bias]

@@ -2,7 +2,7 @@
 
 `SCORES` is the table of all head scores that are mean weights: recordings, the viewer and `manyheads show`
 select from it by name. To add a score, add a row to it, and its name to the selections that should have it:
-`observe.summaries.HEAD_SCORES`, `observe.table.TOKEN_SCORES` or `text.highlights.SCORES`. A mean statistic,
+`observe.summaries.HEAD_SCORES`, `observe.table.TOKEN_SCORES` or `highlights.SCORES`. A mean statistic,
 such as the entropy, is a head score too; `UNITS` has the units.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manyheads import statistics
-from manyheads.maps import AttentionMap, picked_rows
+from manyheads.maps import AttentionMap, resolve_rows
 from manyheads.masks import AfterSameToken, Causal, Diagonal, Keys, Mask, SameToken, Window
 from manyheads.shapes import kind, sizes
 
@@ -34,7 +34,7 @@ class Score:
     needs_tokens: bool = False
 
     def mean_weight(self, amap: AttentionMap, ids: Tensor | None = None) -> Tensor:
-        """Return the score of every head, `[b, h]`; 0 where no query has a visible key in the mask.
+        """Return the score of every head, `[b, h]`; 0 if no query has a visible key in the mask.
 
         Args:
             amap: The map.
@@ -127,7 +127,7 @@ def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
 
     Raises:
         TypeError: If amap isn't a map, or ids aren't integers.
-        ValueError: If ids have another shape.
+        ValueError: If ids have the wrong shape.
     """
     return SCORES["duplicate_token"].mean_weight(amap, ids)
 
@@ -146,7 +146,7 @@ def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
 
     Raises:
         TypeError: If amap isn't a map, or ids aren't integers.
-        ValueError: If ids have another shape.
+        ValueError: If ids have the wrong shape.
     """
     return SCORES["induction"].mean_weight(amap, ids)
 
@@ -189,15 +189,15 @@ def _check_ids(ids: object, amap: AttentionMap) -> Tensor:
 def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Tensor | None = None) -> Tensor:
     """Return how much information each position of the input contributes to some positions of the output.
 
-    Attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928): rows of the product Π (½ W + ½ I) over all
-    layers, where W are a layer's weights averaged over heads, and ½ I is the residual connection. The
-    rows are computed from the last layer to the first, in one pass over each, without a matrix. Nothing is
-    renormalised: where a row of W sums to less than 1, because of a sink or a mask, so does the rollout.
+    This is attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928): rows of the product Π (½ W + ½ I) over
+    all layers, where W is a layer's weights averaged over heads, and ½ I is the residual connection. The rows
+    are computed from the last layer to the first, in one pass over each, without storing a matrix. Nothing is
+    renormalized: if rows of W sum to less than 1, because of a sink or a mask, so do rows of the rollout.
 
     Args:
         maps: The map of each layer, the first layer first, all `[b, h, t, t]` of one length.
-        rows: The positions, as an index of the map's rows: an int, a slice, or integers `[r]`. It is needed:
-            all rows are a dense t × t matrix, which takes t³ operations per layer.
+        rows: The positions, as an index of the map's rows: an int, a slice, or integers `[r]`. Required,
+            because all rows would be a dense t × t matrix, which takes t³ operations per layer.
 
     Returns:
         The shares `[b, r, s]`, between 0 and 1, or `[b, s]` for an int.
@@ -225,7 +225,7 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
         )
     if isinstance(rows, bool | float | str):
         raise TypeError(f"Expected rows to be positions, e.g. rows=-1 or rows=[0, 5], got {rows!r}.")
-    chosen = picked_rows(rows, t)
+    chosen = resolve_rows(rows, t)
     share = torch.zeros(b, len(chosen), s, dtype=maps[0].problem.dtype, device=maps[0].problem.q.device)
     share[:, torch.arange(len(chosen)), chosen] = 1.0  # [b, r, s]
     for amap in reversed(maps):

@@ -17,7 +17,7 @@ def _angles(positions: Tensor, width: int, base: float) -> Tensor:
     """Return position · base^(−2n/width) for each pair n, `[…, width/2]`."""
     if not isinstance(positions, Tensor):
         raise TypeError(f"Expected positions to be a tensor, got {kind(positions)}.")
-    # At large positions, float32 isn't precise enough, but MPS supports no float64.
+    # float32 isn't precise enough for large positions, but MPS doesn't support float64.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
     pair = torch.arange(0, width, 2, dtype=dtype, device=positions.device)  # [width/2]
     return positions[..., None].to(dtype) * base ** (-pair / max(width, 1))
@@ -71,7 +71,7 @@ class Sinusoidal(Value):
         return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).to(dtype)  # [..., e]
 
     def __call__(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Add the encoding of positions offset, offset + 1, … to embeddings.
+        """Add the encoding of the positions offset, offset + 1, … to embeddings.
 
         Args:
             x: The embeddings `[b, t, e]`.
@@ -81,7 +81,7 @@ class Sinusoidal(Value):
             The sum `[b, t, e]`, in the dtype of x.
 
         Raises:
-            ValueError: If x has another width.
+            ValueError: If x has the wrong width.
         """
         if x.shape[-1] != self.width:
             raise ValueError(f"Expected x to be [b, t, {self.width}], got {sizes(x)}.")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from manyheads.biases import Bias
-from manyheads.masks import FAR, Mask, extremes, opaque
+from manyheads.masks import FAR, Mask, can_read_cheaply, min_max
 from manyheads.shapes import Shape, can_read, kind, real, shape_of, sizes
 
 Rows = slice | Tensor  # an index of rows or columns: a slice, or an index tensor of one dimension
@@ -76,11 +76,11 @@ class Problem:
         if softcap is not None:
             softcap = real(softcap, "softcap", lambda cap: 0 < cap < math.inf, "a positive number or None")
         dropout_p = real(dropout_p, "dropout_p", lambda p: 0 <= p <= 1, "a number between 0 and 1")
-        offset = shape.s - shape.t if offset is None else _checked_offset(offset, shape, q.device)
+        offset = shape.s - shape.t if offset is None else _check_offset(offset, shape, q.device)
         if sink is not None:
             _check_sink(sink, shape, q.device)
         if mask is not None:
-            mask = _checked_mask(mask, shape, q.device).bind(offset, shape.s)
+            mask = _check_mask(mask, shape, q.device).bind(offset, shape.s)
         if bias is not None:
             _check_part(bias, Bias, "bias", "Dense(t)", shape, q.device)
             bias = bias.bind(offset)
@@ -118,7 +118,7 @@ class Problem:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
         """Return the same problem with `change` applied to every tensor, always in the same order."""
-        return Problem(  # `replace` would take longer than a small problem's gradient
+        return Problem(  # `replace` would take longer than the gradient of a small problem
             change(self.q),
             change(self.k),
             change(self.v),
@@ -139,16 +139,17 @@ class Problem:
     def without_values(self) -> Problem:
         """Return the same problem with values of width 0 and without dropout, for the weights alone."""
         v = self.v.new_empty(*self.v.shape[:3], 0)
-        shape = Shape(*self.shape[:-1], w=0)  # torch.compile of PyTorch 2.11 can't return what _replace makes
+        shape = Shape(*self.shape[:-1], w=0)  # torch.compile of PyTorch 2.11 doesn't support _replace here
         return replace(self, v=v, dropout_p=0.0, shape=shape)
 
     def without_masked_keys(self, keep: Tensor) -> Problem:
-        """Return the same problem with zeros for the keys and values that no query sees.
+        """Return the same problem with zeros for the keys and values that are masked for all queries.
 
-        NaN and Inf in these keys and values then don't leak from kernels whose numbers can't be checked.
+        Use this if inputs and output can't be checked for NaN and Inf: in these keys and values they then
+        have no effect.
 
         Args:
-            keep: True where the mask keeps, `[b or 1, h or 1, t, s]`.
+            keep: The mask, `[b or 1, h or 1, t, s]` (True = attend).
 
         Returns:
             The problem.
@@ -160,13 +161,13 @@ class Problem:
         return replace(self, k=torch.where(visible, self.k, 0.0), v=torch.where(visible, self.v, 0.0))
 
     def under(self, mask: Mask | None) -> Problem:
-        """Return the same problem under another mask."""
+        """Return the same problem under a different mask."""
         if mask is not None:
-            mask = _checked_mask(mask, self.shape, self.q.device).bind(self.offset, self.shape.s)
+            mask = _check_mask(mask, self.shape, self.q.device).bind(self.offset, self.shape.s)
         return replace(self, mask=mask)
 
     def within(self, mask: Mask) -> Problem:
-        """Return the same problem under its own mask and another one."""
+        """Return the same problem with its mask restricted by `mask` (the intersection of both)."""
         inside = self.under(mask)
         if self.mask is None or inside.mask is None:
             return inside
@@ -175,13 +176,14 @@ class Problem:
     def only(self, batch: Sequence[int], heads: Sequence[int]) -> Problem:
         """Return the same problem for some batch entries and query heads, which are renumbered from 0.
 
-        For consecutive ones, q, k and v are views.
+        If the indices are consecutive, q, k and v are views.
         """
-        n, device = self.shape, self.q.device
+        shape, device = self.shape, self.q.device
         b = torch.tensor(batch, dtype=torch.int64, device=device)
         h = torch.tensor(heads, dtype=torch.int64, device=device)
-        group = h // max(n.h // max(n.g, 1), 1)  # the key head of each query head
-        q, k, v = (_some(_some(x, 0, b), 1, n) for x, n in ((self.q, h), (self.k, group), (self.v, group)))
+        group = h // max(shape.h // max(shape.g, 1), 1)  # the key head of each query head
+        parts = ((self.q, h), (self.k, group), (self.v, group))
+        q, k, v = (_select(_select(x, 0, b), 1, index) for x, index in parts)
         return replace(
             self,
             q=q,
@@ -218,28 +220,28 @@ class Problem:
         Args:
             rows: The rows.
             cols: The columns.
-            batch: The batch entries, None for all: torch.compile of PyTorch 2.11 can't read a slice as a
-                default.
+            batch: The batch entries. The default is None, not a slice, because torch.compile of PyTorch 2.11
+                doesn't support slices as defaults.
             heads: The heads, likewise.
 
         Returns:
             The batch entries, the heads, the positions of the queries, and the keys.
         """
-        n, device = self.shape, self.q.device
+        shape, device = self.shape, self.q.device
 
         def expand(size: int, index: Rows | None) -> Tensor:
             if index is None:
                 return torch.arange(size, device=device)
-            # A compiled graph must not depend on the size, so it has the whole range.
+            # A compiled graph must not depend on the size, so it indexes the whole range.
             if torch.compiler.is_compiling() or isinstance(index, Tensor):
                 return torch.arange(size, device=device)[index]
             start, stop, step = index.indices(size)
             return torch.arange(start, max(start, stop), step, device=device)
 
-        b = expand(n.b, batch)[:, None, None, None]
-        h = expand(n.h, heads)[None, :, None, None]
-        i = expand(n.t, rows)[None, None, :, None]
-        j = expand(n.s, cols)[None, None, None, :]
+        b = expand(shape.b, batch)[:, None, None, None]
+        h = expand(shape.h, heads)[None, :, None, None]
+        i = expand(shape.t, rows)[None, None, :, None]
+        j = expand(shape.s, cols)[None, None, None, :]
         i = i + (self.offset if isinstance(self.offset, int) else self.offset.to(device)[b])
         return b, h, i, j
 
@@ -261,11 +263,11 @@ class Problem:
         """Return a tile of a mask that is bound to this problem: it broadcasts to `[b, h, r, c]`."""
         b, h, i, j = self.at(rows, cols, batch, heads)
         kept = torch.as_tensor(mask.keep(b, h, i, j), device=self.q.device)
-        wanted = (b.shape[0], h.shape[1], i.shape[2], j.shape[3])
+        expected = (b.shape[0], h.shape[1], i.shape[2], j.shape[3])
         got = (1,) * (4 - kept.dim()) + tuple(kept.shape)
-        if len(got) > 4 or any(n not in (1, size) for n, size in zip(got, wanted, strict=True)):
+        if len(got) > 4 or any(n not in (1, size) for n, size in zip(got, expected, strict=True)):
             raise ValueError(
-                f"Expected a mask that broadcasts to [b, h, t, s] = {list(wanted)}, "
+                f"Expected a mask that broadcasts to [b, h, t, s] = {list(expected)}, "
                 f"got {sizes(kept)} from {mask}."
             )
         return kept.reshape(got)
@@ -277,12 +279,12 @@ class Problem:
             return (0, s), (0, s)
         if not can_read(self.q):  # then the numbers of the mask can't be read either
             return (0, s), (0, 0)
-        low, high = extremes(self.offset)
+        low, high = min_max(self.offset)
         some, every = self.mask.span(range(start + low, stop + high))
         return (some[0], min(some[1], s)), (every[0], min(every[1], s))
 
 
-def _some(x: Tensor, axis: int, index: Tensor) -> Tensor:
+def _select(x: Tensor, axis: int, index: Tensor) -> Tensor:
     """Return some entries of an axis; a view if they are consecutive."""
     first, n = (int(index[0]), len(index)) if len(index) else (0, 0)
     if torch.equal(index, torch.arange(first, first + n, device=index.device)):
@@ -290,8 +292,8 @@ def _some(x: Tensor, axis: int, index: Tensor) -> Tensor:
     return x.index_select(axis, index)
 
 
-def _checked_offset(offset: Any, shape: Shape, device: torch.device) -> Any:
-    """Return the offset, an int or int64 `[b]`."""
+def _check_offset(offset: Any, shape: Shape, device: torch.device) -> Any:
+    """Check the offset, and return it as an int or int64 `[b]`."""
     if isinstance(offset, Tensor):
         if offset.dtype not in INTEGERS or tuple(offset.shape) != (shape.b,):
             raise ValueError(
@@ -305,9 +307,9 @@ def _checked_offset(offset: Any, shape: Shape, device: torch.device) -> Any:
         offset = int(offset)
     elif isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
         raise TypeError(f"Expected offset to be an int, integers [b], or None for s - t, got {offset!r}.")
-    if torch.compiler.is_compiling() or (isinstance(offset, Tensor) and opaque(offset)):
+    if torch.compiler.is_compiling() or (isinstance(offset, Tensor) and not can_read_cheaply(offset)):
         return offset
-    low, high = extremes(offset)
+    low, high = min_max(offset)
     if low < -FARTHEST or high > FARTHEST:
         raise ValueError(f"Expected offset between -2**58 and 2**58, got {low if low < -FARTHEST else high}.")
     return offset
@@ -324,7 +326,7 @@ def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
         raise ValueError(f"Expected finite logits or -inf (no sink) in sink, got {sink.tolist()}.")
 
 
-def _checked_mask(mask: Any, shape: Shape, device: torch.device) -> Mask:
+def _check_mask(mask: Any, shape: Shape, device: torch.device) -> Mask:
     _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", shape, device)
     return mask
 

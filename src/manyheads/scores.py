@@ -22,7 +22,7 @@ from manyheads.shapes import can_read
 _NOTHING = nullcontext()
 
 
-def exactly(device: torch.device) -> AbstractContextManager[Any]:
+def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast: scores and weights stay in their own dtype."""
     if not torch._C._is_any_autocast_enabled():
         return _NOTHING
@@ -36,8 +36,8 @@ def finite(x: Tensor) -> bool:
     if not can_read(x) or x.numel() == 0:
         return True
     x = x.detach()
-    # A sum that includes NaN or Inf is never finite. A sum of finite numbers may overflow: then the smallest
-    # and the largest decide, which are NaN if a number is.
+    # A sum that includes NaN or Inf is never finite. A sum of finite numbers may overflow, so if it isn't
+    # finite, the smallest and the largest number are checked. (They are NaN if a number is NaN.)
     return math.isfinite(x.sum()) or all(bool(end.isfinite()) for end in x.aminmax())
 
 
@@ -70,7 +70,7 @@ def products(problem: Problem, *index: Rows) -> Tensor:
     q, k = operands(problem, *index)
     q = q.to(problem.dtype) * problem.scale  # [b, h, r, d]
     k = k.to(problem.dtype)  # [b, g, c, d]
-    with exactly(q.device):
+    with disable_autocast(q.device):
         return unfold(_dot(fold(q, k.shape[1]), k), q.shape[1])  # [b, h, r, c]
 
 
@@ -81,7 +81,7 @@ def logits(problem: Problem, *index: Rows) -> Tensor:
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """Return x `[…, r, d]` · y `[…, c, d]`, with gradients that NaN and Inf in a masked pair don't change.
+    """Return x `[…, r, d]` · y `[…, c, d]`. NaN and Inf in a masked pair don't affect the gradients.
 
     The gradient of a masked pair is 0, and 0 · NaN is NaN in a plain product. So pairs that aren't finite are
     computed separately, without a gradient.
@@ -114,7 +114,7 @@ def tile(
         cols: The columns, likewise.
         batch: The batch entries, likewise.
         heads: The heads, likewise.
-        compute: A function in place of `logits`, for a kernel that sums q·k in another order.
+        compute: A function to use instead of `logits`, for a kernel that sums q·k in a different order.
 
     Returns:
         The scores `[b, h, r, c]`, −inf where masked, float32 or float64 (for float64).
@@ -167,9 +167,9 @@ def weights(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def mix(weight: Tensor, keep: Tensor, x: Tensor) -> Tensor:
-    """Return weight `[…, r, c]` · x `[…, c, d]`. NaN and Inf in x change only the rows that keep them.
+    """Return weight `[…, r, c]` · x `[…, c, d]`. NaN and Inf in x affect only rows to which they are visible.
 
-    In a plain product a weight of 0 times NaN is NaN.
+    In a plain product they affect all rows, because a weight of 0 times NaN is NaN.
     """
     finite = x.isfinite()
     mixed = weight @ torch.where(finite, x, 0.0)  # […, r, d]

@@ -35,6 +35,10 @@ class Shape(NamedTuple):
     d: int
     w: int
 
+    def zeros(self) -> str:
+        """Return the letters of the sizes that are 0, as errors print them: `t, s`."""
+        return ", ".join(letter for letter, size in self._asdict().items() if size == 0)
+
 
 def sizes(tensor: Tensor) -> str:
     """Return a tensor's shape as errors print it: `[2, 8, 5, 64]`."""
@@ -50,9 +54,9 @@ def kind(value: object) -> str:
 
 
 def can_read(*tensors: Tensor | None) -> bool:
-    """Return True if the tensors' numbers can be read by Python.
+    """Return True if Python can read the tensors' numbers.
 
-    They can't be read while torch.compile traces, under vmap, and in meta and fake tensors.
+    It can't while torch.compile traces, under vmap, or if they are meta or fake tensors.
     """
     if torch.compiler.is_compiling() or "vmap" in transforms():
         return False
@@ -150,37 +154,37 @@ def amount(size: float) -> str:
 
 
 def divide(whole: int, parts: int, what: str, into: str) -> int:
-    """Return whole / parts, or raise ValueError if parts doesn't divide whole. Errors use both names."""
+    """Return whole / parts; raise ValueError if parts doesn't divide whole. Errors contain both names."""
     if parts < 1 or whole % parts:
         raise ValueError(f"Expected {into} to divide {what}, got {into} = {parts}, {what} = {whole}.")
     return whole // parts
 
 
-def real(value: object, name: str, fits: Callable[[float], bool], must: str) -> float:
-    """Return a number as a float.
+def real(value: object, name: str, fits: Callable[[float], bool], allowed: str) -> float:
+    """Check a number, and return it as a float.
 
     Args:
         value: The number.
         name: The name of the argument in errors.
         fits: A function that returns True for allowed numbers.
-        must: The allowed numbers in words, for errors.
+        allowed: The allowed numbers in words, for errors.
 
     Returns:
         The number.
 
     Raises:
-        TypeError: If it isn't a number; bools and tensors aren't.
+        TypeError: If it isn't a number, for example a bool or a tensor.
         ValueError: If it isn't allowed.
     """
     if isinstance(value, bool) or not isinstance(value, REALS):
-        raise TypeError(f"Expected {name} to be {must}, got {value!r}.")
+        raise TypeError(f"Expected {name} to be {allowed}, got {value!r}.")
     if not torch.compiler.is_compiling() and not fits(float(value)):
-        raise ValueError(f"Expected {name} to be {must}, got {value!r}.")
+        raise ValueError(f"Expected {name} to be {allowed}, got {value!r}.")
     return float(value)
 
 
 def whole(value: object, name: str, least: int = 0, most: int | None = None) -> int:
-    """Return an int.
+    """Check an int, and return it.
 
     Args:
         value: The int.
@@ -192,7 +196,7 @@ def whole(value: object, name: str, least: int = 0, most: int | None = None) -> 
         The int.
 
     Raises:
-        TypeError: If it isn't an int; True and 3.0 aren't.
+        TypeError: If it isn't an int, for example True or 3.0.
         ValueError: If it isn't allowed.
     """
     if isinstance(value, bool) or not isinstance(value, int):
@@ -205,7 +209,7 @@ def whole(value: object, name: str, least: int = 0, most: int | None = None) -> 
 
 
 def check_seed(seed: object) -> int:
-    """Return a random seed, or raise an error unless it fits the 64 bits of PyTorch's generators."""
+    """Check that a random seed fits the 64 bits of PyTorch's generators, and return it."""
     number = whole(seed, "seed")
     if number >= 1 << 64:
         raise ValueError(f"Expected seed to be below 2^64, got {number}.")
@@ -213,5 +217,5 @@ def check_seed(seed: object) -> int:
 
 
 def most_bytes(value: object) -> int:
-    """Return the argument `max_bytes` as an int; floats such as 2e9 are allowed."""
+    """Check the argument `max_bytes`, and return it as an int. Floats such as 2e9 are allowed."""
     return whole(int(value) if isinstance(value, float) and value.is_integer() else value, "max_bytes")

@@ -8,8 +8,8 @@ problem, are accumulated tile by tile (`Reduction.add`). A `Tile` computes the n
 need only once. The methods of `maps.AttentionMap` define each statistic and cite its source. Nothing is
 renormalized: with a sink, the weights of a row sum to less than one.
 
-To add a statistic, write a `Reduction`, name it in `BY_NAME`, and give `AttentionMap` a method of that name.
-Then add an oracle to `EXACT` and a test to `tests/unit/test_statistics.py`, and name it in README and
+To add a statistic, write a `Reduction`, add it to `BY_NAME`, and add a method of that name to `AttentionMap`.
+Then add an oracle to `EXACT` and a test in `tests/unit/test_statistics.py`, and list it in README and
 CHANGELOG. `attention_with_map(statistics=...)`, `observe(keep=...)` and files need no change.
 """
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from manyheads import kernels, scores
-from manyheads.kernels.fused import MAX_TOP, Found, Spec
+from manyheads.kernels.fused import MAX_TOP, FusedStatistics, Spec
 from manyheads.masks import FAR, AfterSameToken, Causal, Diagonal, Documents, Full, Mask, Not, SameToken
 from manyheads.problem import Problem
 from manyheads.shapes import amount, kind, sizes, whole
@@ -36,7 +36,7 @@ LEAST = -1e30  # in place of −inf, so that its product with a weight of 0 is 0
 
 
 class Tile:
-    """The scores, weights and sums of a tile. Each is computed when it is first used, and kept."""
+    """The scores, weights and sums of a tile. Each is computed when it is first used, and then cached."""
 
     def __init__(self, problem: Problem, lse: Tensor, rows: slice, cols: slice) -> None:
         self.problem, self.lse = problem, lse  # [b, h, t]
@@ -107,7 +107,7 @@ class Reduction:
         """Return which fused statistics `read` needs, or None if the statistic isn't computed from them."""
         return None
 
-    def read(self, fused: Found) -> None:
+    def read(self, fused: FusedStatistics) -> None:
         """Set the accumulators from fused statistics, in place of `allocate` and `add`.
 
         Several reductions share the tensors, so don't change them in place.
@@ -115,7 +115,7 @@ class Reduction:
         raise NotImplementedError
 
     def allocate(self) -> None:
-        """Allocate the accumulators for `add`."""
+        """Allocate the accumulators of `add`."""
 
     def add(self, tile: Tile) -> None:
         """Accumulate a tile."""
@@ -136,40 +136,40 @@ class Pass:
 
     def __init__(self, problem: Problem, reductions: Sequence[Reduction]) -> None:
         self.problem, self.reductions = problem, reductions
-        self.fused: dict[int, Spec] = {}  # by the first row that is included
+        self.specs: dict[int, Spec] = {}  # by the first row that is included
         self.fused_reductions: list[Reduction] = []
-        with torch.no_grad(), scores.exactly(problem.q.device):
+        with torch.no_grad(), scores.disable_autocast(problem.q.device):
             for reduction in reductions:
                 reduction.begin(problem)
         for reduction in reductions if kernels.fuses(problem) else ():
             spec = reduction.spec() if reduction.start < problem.shape.t else None
             if spec is not None:
-                first = self.fused.get(reduction.start, Spec(first=reduction.start))
-                self.fused[reduction.start] = first | spec
+                first = self.specs.get(reduction.start, Spec(first=reduction.start))
+                self.specs[reduction.start] = first | spec
                 self.fused_reductions.append(reduction)
 
     @property
     def spec(self) -> Spec | None:
         """The fused statistics to compute together with the log-sum-exp, or None."""
-        return self.fused[min(self.fused)] if self.fused else None
+        return self.specs[min(self.specs)] if self.specs else None
 
-    def results(self, lse: Tensor, found: Found) -> list[Any]:
+    def results(self, lse: Tensor, fused: FusedStatistics) -> list[Any]:
         """Return the results of the reductions.
 
         Args:
             lse: The log-sum-exp `[b, h, t]`.
-            found: The fused statistics of `spec`, or {} if they aren't computed yet.
+            fused: The fused statistics of `spec`, or {} if they aren't computed yet.
 
         Returns:
             The results, in the order of the reductions.
         """
-        with torch.no_grad(), scores.exactly(lse.device):
-            # Fused statistics need finite rows; tiles handle infinity and NaN.
-            from_fused = self.fused_reductions if self.fused and bool(lse.amax() < math.inf) else []
-            known = {self.spec.first: found} if self.spec is not None and found else {}
-            for start, spec in self.fused.items() if from_fused else ():
+        with torch.no_grad(), scores.disable_autocast(lse.device):
+            # Fused statistics are used only if all log-sum-exps are finite; tiles also handle Inf and NaN.
+            from_fused = self.fused_reductions if self.specs and bool(lse.amax() < math.inf) else []
+            known = {self.spec.first: fused} if self.spec is not None and fused else {}
+            for start, spec in self.specs.items() if from_fused else ():
                 if start not in known:
-                    known[start] = kernels.statistics(self.problem, spec, lse).found
+                    known[start] = kernels.statistics(self.problem, spec, lse).fused
             tiled = []
             for reduction in self.reductions:
                 reduction.lse = lse
@@ -190,7 +190,7 @@ class Pass:
 
 
 class RowStatistic(Reduction):
-    """A statistic of each row, `[b, h, t]`: a sum over the keys, unless a subclass overrides more."""
+    """A statistic of each row, `[b, h, t]`: a sum over the keys, unless a subclass overrides `result`."""
 
     per_query = True
     fused_name: ClassVar[str]
@@ -201,7 +201,7 @@ class RowStatistic(Reduction):
     def spec(self) -> Spec:
         return Spec(rows=True)
 
-    def read(self, fused: Found) -> None:
+    def read(self, fused: FusedStatistics) -> None:
         self.total = fused[self.fused_name]
 
     def result(self) -> Tensor:
@@ -254,7 +254,7 @@ class RowMax(RowStatistic):
         rows = self.top[:, :, tile.rows]
         torch.maximum(rows, tile.row_max, out=rows)
 
-    def read(self, fused: Found) -> None:
+    def read(self, fused: FusedStatistics) -> None:
         self.top = _log_weights(fused["max_score"], self.lse)
 
     def result(self) -> Tensor:
@@ -288,8 +288,8 @@ class Top(Reduction):
         self.k = whole(k, "k, the number of keys in top,", least=1)
 
     def begin(self, problem: Problem) -> None:
-        n, s = problem.shape, problem.shape.s
-        size = n.b * n.h * n.t * self.k * (problem.dtype.itemsize + 8)
+        shape, s = problem.shape, problem.shape.s
+        size = shape.b * shape.h * shape.t * self.k * (problem.dtype.itemsize + 8)
         if self.k > s and size > MAX_BYTES:
             raise ValueError(
                 f"top({self.k}) would take {amount(size)}, and there are only {s} keys. Use top({s})."
@@ -313,7 +313,8 @@ class Top(Reduction):
             logs = logs.masked_fill(~tile.visible.expand(tile.log_weights.shape)[rows], -math.inf)
         better = ~(logs <= best[rows][:, -1:])
         widest = int(better.sum(-1).max())
-        values, columns = _packed(logs, better, widest) if widest <= 16 else _largest(logs, self.k)  # [n, …]
+        # Both results are [n, …].
+        values, columns = _left_align(logs, better, widest) if widest <= 16 else _largest(logs, self.k)
         columns = torch.where(values == -math.inf, -1, columns + tile.cols.start)
         # Earlier keys are first, and a stable sort keeps ties in this order.
         merged = torch.cat((best[rows], values), -1).sort(dim=-1, descending=True, stable=True)
@@ -323,7 +324,7 @@ class Top(Reduction):
     def spec(self) -> Spec | None:
         return Spec(top=self.k) if self.k <= MAX_TOP else None
 
-    def read(self, fused: Found) -> None:
+    def read(self, fused: FusedStatistics) -> None:
         self.keys = fused["top_keys"][..., : self.k].contiguous()
         self.best = fused["top_scores"][..., : self.k] - self.lse[..., None]
         self.best.masked_fill_(self.keys < 0, -math.inf)
@@ -332,8 +333,8 @@ class Top(Reduction):
         return TopKeys(self.best.exp_().clamp_(max=1.0), self.keys)
 
 
-def _packed(x: Tensor, chosen: Tensor, widest: int) -> tuple[Tensor, Tensor]:
-    """Return the chosen entries of each row of x `[n, c]`, left-aligned, and their columns: `[n, widest]`."""
+def _left_align(x: Tensor, chosen: Tensor, widest: int) -> tuple[Tensor, Tensor]:
+    """Move the chosen entries of each row of x `[n, c]` to the left; return them and their columns."""
     rows, columns = chosen.nonzero(as_tuple=True)
     target = rows, chosen.cumsum(-1)[rows, columns] - 1
     values = x.new_full((len(x), widest), -math.inf).index_put_(target, x[rows, columns])
@@ -359,16 +360,16 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class Received(Reduction):
-    """Column sums over all queries, or the last ones.
+    """Column sums over all queries, or over the last ones.
 
-    With normalize="age" they are divided by the number of queries that see the key.
+    With normalize="age" they are divided by the number of these queries to which the key is visible.
     """
 
     def __init__(self, last: int | None = None, normalize: str | None = None) -> None:
-        self.last = None if last is None else whole(last, "last, the number of queries that count,", least=1)
+        self.last = None if last is None else whole(last, "last, the number of last queries to sum,", least=1)
         if normalize not in (None, "age"):
             raise ValueError(
-                f'Expected normalize to be None or "age" (the mean over queries that see the key), got '
+                f'Expected normalize to be None or "age" (the mean over queries that may attend), got '
                 f"{normalize!r}."
             )
         self.normalize = normalize
@@ -378,8 +379,8 @@ class Received(Reduction):
         self.start = 0 if self.last is None else max(problem.shape.t - self.last, 0)
 
     def allocate(self) -> None:
-        n = self.problem.shape
-        self.total, self.queries = self.lse.new_zeros(2, n.b, n.h, n.s)
+        shape = self.problem.shape
+        self.total, self.queries = self.lse.new_zeros(2, shape.b, shape.h, shape.s)
 
     def add(self, tile: Tile) -> None:
         weights, visible = tile.weights, tile.visible
@@ -398,7 +399,7 @@ class Received(Reduction):
             self.queries = queries
         return Spec(received=True)
 
-    def read(self, fused: Found) -> None:
+    def read(self, fused: FusedStatistics) -> None:
         self.total = fused["received"]
 
     def result(self) -> Tensor:
@@ -406,16 +407,16 @@ class Received(Reduction):
 
 
 def _count_queries(problem: Problem, start: int) -> Tensor | None:
-    """Return how many queries from row `start` on see each key, `[b or 1, 1, s]`.
+    """Return the number of queries, from row `start` on, to which each key is visible: `[b or 1, 1, s]`.
 
     Return None for masks other than a band and lengths.
     """
-    n, normal = problem.shape, (Full() if problem.mask is None else problem.mask).normal()
+    shape, normal = problem.shape, (Full() if problem.mask is None else problem.mask).normal()
     if normal.segments or normal.rest or (problem.bias is not None and problem.bias.can_mask):
         return None
     b, h, i, j = problem.at(slice(start, start + 1), slice(None))
     low, high = (far if side is None else side for side, far in zip(normal.band, (-FAR, FAR), strict=True))
-    last = torch.minimum(i + n.t - start - 1, j - low)  # [b or 1, 1, 1, s]
+    last = torch.minimum(i + shape.t - start - 1, j - low)  # [b or 1, 1, 1, s]
     counted = (last - torch.maximum(i, j - high) + 1).clamp(min=0)
     for lengths in normal.lengths:
         counted = counted * torch.as_tensor(lengths.keep(b, h, i, j))
@@ -434,24 +435,24 @@ class ValueNorms(Received):
 
     def begin(self, problem: Problem) -> None:
         super().begin(problem)
-        n, device, dtype = problem.shape, problem.q.device, problem.dtype
+        (b, h, g, _, s, _, _), device, dtype = problem.shape, problem.q.device, problem.dtype
         v = self.v.detach().to(device, dtype)
-        if v.dim() != 4 or v.shape[:3] != (n.b, n.g, n.s):
-            raise ValueError(f"Expected v to be [b, g, s, w] = [{n.b}, {n.g}, {n.s}, w], got {sizes(v)}.")
-        width = n.h * v.shape[3]
+        if v.dim() != 4 or v.shape[:3] != (b, g, s):
+            raise ValueError(f"Expected v to be [b, g, s, w] = [{b}, {g}, {s}, w], got {sizes(v)}.")
+        width = h * v.shape[3]
         if self.w_o.dim() != 2 or self.w_o.shape[1] != width:
             raise ValueError(
                 f"Expected w_o to be [e, h·w] = [e, {width}], the weight of the nn.Linear after the heads, "
                 f"got {sizes(self.w_o)}."
             )
         w_o = self.w_o.detach().to(device, dtype)
-        w_o = w_o.reshape(w_o.shape[0], n.h, v.shape[3]).movedim(1, 0)  # [h, e, w]
-        # ‖v W‖² = v (WᵀW) vᵀ would be cheaper where e > w, but lose half of the digits.
-        self.norms = v.new_empty(n.b, n.h, n.s)
-        for head in range(n.h):
-            for start in range(0, n.s, 4096):
+        w_o = w_o.reshape(w_o.shape[0], h, v.shape[3]).movedim(1, 0)  # [h, e, w]
+        # ‖v W‖² = v (WᵀW) vᵀ would be faster if e > w, but would lose half of the digits.
+        self.norms = v.new_empty(b, h, s)
+        for head in range(h):
+            for start in range(0, s, 4096):
                 keys = slice(start, start + 4096)
-                self.norms[:, head, keys] = (v[:, head * n.g // n.h, keys] @ w_o[head].mT).norm(dim=-1)
+                self.norms[:, head, keys] = (v[:, head * g // h, keys] @ w_o[head].mT).norm(dim=-1)
 
     def result(self) -> Tensor:
         return torch.where(self.total == 0, 0.0, self.total * self.norms)  # NaN values without weight add 0
@@ -474,14 +475,14 @@ class Pooled(Reduction):
         self.how = "sum" if self.mean else "max"
 
     def begin(self, problem: Problem) -> None:
-        n = problem.shape
-        for count, size, name, letter in zip(self.cells, (n.t, n.s), ("rows", "cols"), "ts", strict=True):
+        t, s = problem.shape.t, problem.shape.s
+        for count, size, name, letter in zip(self.cells, (t, s), ("rows", "cols"), "ts", strict=True):
             if count > size:
                 raise ValueError(
                     f"Expected pooled to have at most {size} {name}, as {letter} = {size}, got {count}: "
                     "no cell may be empty."
                 )
-        self.down, self.across = edges(n.t, self.cells[0]), edges(n.s, self.cells[1])
+        self.down, self.across = edges(t, self.cells[0]), edges(s, self.cells[1])
         super().begin(problem)
 
     def allocate(self) -> None:
@@ -500,7 +501,7 @@ class Pooled(Reduction):
     def spec(self) -> Spec:
         return Spec(cells=frozenset({(*self.cells, self.how)}))
 
-    def read(self, fused: Found) -> None:
+    def read(self, fused: FusedStatistics) -> None:
         self.cell = fused[*self.cells, self.how]
 
     def result(self) -> Tensor:
@@ -556,7 +557,7 @@ class LogitsMax(Reduction):
     def spec(self) -> Spec:
         return Spec(rows=True)
 
-    def read(self, fused: Found) -> None:
+    def read(self, fused: FusedStatistics) -> None:
         self.top = fused["max_score"].amax(-1)
 
     def result(self) -> Tensor:
@@ -570,8 +571,8 @@ class Divergence(Reduction):
     """
 
     def allocate(self) -> None:
-        n = self.problem.shape
-        self.total = torch.zeros(n.b, n.h, n.h, dtype=torch.float64, device=self.lse.device)
+        shape = self.problem.shape
+        self.total = torch.zeros(shape.b, shape.h, shape.h, dtype=torch.float64, device=self.lse.device)
 
     def add(self, tile: Tile) -> None:
         w = tile.weights
@@ -597,24 +598,24 @@ def divergence_between(first: tuple[Problem, Tensor], second: tuple[Problem, Ten
     Each argument is a problem and its log-sum-exp; the problems have the same shape.
     """
     problem, lse = first
-    n = problem.shape
-    total = torch.zeros(n.b, n.h, dtype=torch.float64, device=lse.device)
-    with torch.no_grad(), scores.exactly(lse.device):
+    shape = problem.shape
+    total = torch.zeros(shape.b, shape.h, dtype=torch.float64, device=lse.device)
+    with torch.no_grad(), scores.disable_autocast(lse.device):
         for rows, columns in kernels.blocks(problem.under(None)):
             spans = [each.span(rows.start, rows.stop)[0] for each, _ in (first, second)]
             for cols in columns:
                 if any(cols.start < right and left < cols.stop for left, right in spans):
                     p, q = (Tile(*pair, rows, cols).weights.to(lse) for pair in (first, second))
                     total += jensen_shannon(p, q).sum((-2, -1))
-    return (total.clamp_(min=0.0) / max(n.t, 1)).to(lse.dtype)
+    return (total.clamp_(min=0.0) / max(shape.t, 1)).to(lse.dtype)
 
 
 def mix_heads(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
-    """Return the product of share `[b, r, t]` and the mean weights of the heads `[b, t, s]`: `[b, r, s]`."""
+    """Multiply share `[b, r, t]` by the mean of the heads' weights `[b, t, s]`, and return `[b, r, s]`."""
     product = share.new_zeros(*share.shape[:2], problem.shape.s)
-    with torch.no_grad(), scores.exactly(lse.device):
+    with torch.no_grad(), scores.disable_autocast(lse.device):
         for tile in tiles(problem, lse):
-            rows = share[:, :, tile.rows]  # where it is 0, weights of NaN add nothing
+            rows = share[:, :, tile.rows]  # `mix` ignores weights of NaN if the share is 0
             product[:, :, tile.cols] += scores.mix(rows, rows != 0, tile.weights.mean(1).to(share))
     return product
 
@@ -623,7 +624,7 @@ def mix_heads(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:
 
 
 def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Return the sum of each row's weights inside a mask, and which rows see keys there: both `[b, h, t]`."""
+    """Return each row's sum of weights inside a mask, and whether it has visible keys there: `[b, h, t]`."""
     if mask is None:
         raise TypeError("Expected a mask for mass, got None. Use Full() for the sum of all weights.")
     both = replace(problem.within(mask), sink=None)
@@ -636,7 +637,7 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     inside = problem.under(mask)
     total = torch.zeros_like(lse)  # [b, h, t]
     has_keys = torch.zeros_like(lse, dtype=torch.bool)
-    with torch.no_grad(), scores.exactly(lse.device):
+    with torch.no_grad(), scores.disable_autocast(lse.device):
         for tile in tiles(problem, lse):
             left, right = inside.span(tile.rows.start, tile.rows.stop)[0]
             if tile.cols.start < right and left < tile.cols.stop:
@@ -647,8 +648,8 @@ def masses(problem: Problem, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
 
 
 def _row_sums(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of each row's weights, and which rows see a key, from fused statistics."""
-    fused = kernels.statistics(problem, Spec(rows=True), lse).found
+    """Return each row's sum of weights, and whether it has a visible key, from fused statistics."""
+    fused = kernels.statistics(problem, Spec(rows=True), lse).fused
     return fused["row_sum"].clamp_(max=1.0), fused["max_score"] != -math.inf
 
 
@@ -660,19 +661,19 @@ def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tens
     all pairs in different documents: for 32,768 tokens of English it computes about one score in a hundred.
     """
     assert both.mask is not None
-    n, normal = problem.shape, both.mask.normal()
+    shape, normal = problem.shape, both.mask.normal()
     token_masks = [part for part in normal.rest if isinstance(part, SameToken | AfterSameToken)]
     others = [part for part in normal.rest if part not in token_masks]
     is_plain = normal.band in ((None, None), (None, 0)) and not normal.segments and not normal.lengths
-    is_square = n.t == n.s and isinstance(problem.offset, int) and problem.offset == 0
-    if len(token_masks) != 1 or not is_plain or not is_square or problem.bias is not None or n.t < 2:
+    is_square = shape.t == shape.s and isinstance(problem.offset, int) and problem.offset == 0
+    if len(token_masks) != 1 or not is_plain or not is_square or problem.bias is not None or shape.t < 2:
         return None
     (token,) = token_masks
-    after = isinstance(token, AfterSameToken)  # the keys are one position later
+    after = isinstance(token, AfterSameToken)  # its keys are one position later
     without_own_key = [
         isinstance(part, Not) and isinstance(part.mask, Diagonal) and part.mask.k == 0 for part in others
     ]
-    if token.ids.shape != (n.s,) or token.queries is not None:
+    if token.ids.shape != (shape.s,) or token.queries is not None:
         return None
     if not all(without_own_key) or after == bool(others):
         return None
@@ -684,7 +685,7 @@ def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tens
     for direction in [order] if after or normal.band[1] == 0 else [order, order.flip(0)]:
         queries, keys = direction[1:], direction[:-1]
         documents = Documents(token.ids[keys], queries=token.ids[queries])
-        k = problem.k[:, :, (keys + 1).clamp(max=n.s - 1) if after else keys]  # [b, g, t - 1, d]
+        k = problem.k[:, :, (keys + 1).clamp(max=shape.s - 1) if after else keys]  # [b, g, t - 1, d]
         by_token = Problem.of(
             problem.q[:, :, queries], k, k, mask=Causal() & documents, scale=problem.scale,
             softcap=problem.softcap, offset=0,
@@ -698,7 +699,7 @@ def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tens
 
 
 def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
-    """Return the weight inside a mask: by row, `[b, h, t]`, or the mean of rows that see keys, `[b, h]`."""
+    """Return the weight inside a mask, `[b, h, t]`, or its mean over rows with keys there, `[b, h]`."""
     if not isinstance(mean, bool):
         raise TypeError(f"Expected mean to be True or False, got {mean!r}.")
     total, has_keys = masses(problem, lse, mask)
@@ -708,16 +709,16 @@ def mass(problem: Problem, lse: Tensor, mask: Mask, mean: bool) -> Tensor:
 
 
 def first_keys(problem: Problem) -> Tensor:
-    """Return the first visible key of each query, `[b, h, t]`; s if it sees none. No score is computed."""
-    n = problem.shape
-    first = torch.full((n.b, n.h, n.t), n.s, device=problem.q.device)
+    """Return each query's first visible key, `[b, h, t]`; s if there is none. No score is computed."""
+    shape = problem.shape
+    first = torch.full((shape.b, shape.h, shape.t), shape.s, device=problem.q.device)
     for rows, columns in kernels.blocks(problem):
         in_rows = first[:, :, rows]  # a view
         for cols in columns:
             visible = scores.visible(problem, rows, cols)  # [b or 1, h or 1, r, c]
-            in_tile = torch.where(visible.any(-1), cols.start + visible.to(torch.uint8).argmax(-1), n.s)
+            in_tile = torch.where(visible.any(-1), cols.start + visible.to(torch.uint8).argmax(-1), shape.s)
             torch.minimum(in_rows, in_tile, out=in_rows)
-            if bool((in_rows < n.s).all()):
+            if bool((in_rows < shape.s).all()):
                 break
     return first
 
@@ -726,7 +727,7 @@ def first_keys(problem: Problem) -> Tensor:
 
 
 class Mass(Reduction):
-    """The function `mass` as a reduction, which reads no tiles of the pass."""
+    """The function `mass` as a reduction, which computes its own tiles."""
 
     uses_tiles = False
 
@@ -752,8 +753,8 @@ BY_NAME: dict[str, type[Reduction]] = {
 }
 
 
-def named(requested: Mapping[str, Any]) -> dict[str, list[Reduction]]:
-    """Return reductions by name.
+def make_reductions(requested: Mapping[str, Any]) -> dict[str, list[Reduction]]:
+    """Create the reductions for statistics that are requested by name.
 
     Args:
         requested: The arguments of each statistic by its name, as for `arguments`, or a list of them to

@@ -28,12 +28,13 @@ from torch import Tensor
 
 from manyheads import biases, masks
 from manyheads.biases import Bias
-from manyheads.masks import FAR, Mask, extremes
+from manyheads.masks import FAR, Mask, min_max
 from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes, whole
+from manyheads.tokens import TokenizedText
 from manyheads.trees import Value
 
-FORMAT, VERSION = "manyheads", 1
+FORMAT, VERSIONS = "manyheads", (1, 2, 3)
 
 # Limits of a file: enough for a million tokens and a thousand layers, but too small to exhaust the memory.
 HEADER = 2**25  # bytes of the header
@@ -55,7 +56,8 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-Tokens = tuple[str, ...] | tuple[tuple[str, ...], ...]  # of the s keys: one tuple, or one per sequence
+Labels = tuple[str, ...] | TokenizedText  # of the keys of one sequence
+Tokens = Labels | tuple[Labels, ...]  # of the s keys: one list, or one per sequence
 Schema = dict[str, tuple[type, ...]]  # the fields of a JSON object, and the types of each
 Selected = tuple[Tensor, Tensor] | None  # indices of batch entries and heads; None for all
 
@@ -96,6 +98,7 @@ LETTERS = {
     "values": "bhts",
 }
 
+TEXT: Schema = {"pieces": (list,), "special": (list,)}
 RUN: Schema = {"entries": (list,), "labels": (list,), "tokens": (int, NONE), "provenance": (dict,)}
 CALL: Schema = {"name": (str,), "call": (int,)}
 MAP: Schema = CALL | {"map": (dict,), "tokens": (int, NONE), "provenance": (dict,)}
@@ -112,17 +115,18 @@ PROBLEM: Schema = {
 }
 
 
-class Stored(NamedTuple):
+class StoredMap(NamedTuple):
     """The content of a map: `AttentionMap.of(*stored)`."""
 
     problem: Problem
     lse: Tensor  # [b, h, t]
     tokens: Tokens | None
     provenance: Mapping[str, Any]
+    value_norm: Tensor | None = None  # [b, g, s] float32
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class StoredStatistics:
     """Statistics of one call: tensors by name, and JSON data."""
 
     tensors: Mapping[str, Tensor]
@@ -135,10 +139,10 @@ class Entry(NamedTuple):
 
     name: str
     call: int
-    content: Stored | Kept
+    content: StoredMap | StoredStatistics
 
 
-class Run(NamedTuple):
+class FileContent(NamedTuple):
     """The content of a file."""
 
     entries: tuple[Entry, ...]
@@ -184,14 +188,14 @@ def write(
     label = writer.label(tokens)
     run = {
         "entries": written,
-        "labels": list(writer.labels),
+        "labels": [_plain_labels(labels) for labels in writer.labels],
         "tokens": label,
         "provenance": _json_object(provenance or {}, "provenance"),
     }
     # Tensors with larger elements come first, and the data starts at a multiple of 64 bytes, so that every
     # tensor is aligned.
     tensors = dict(sorted(writer.tensors.items(), key=lambda item: -item[1].element_size()))
-    header = _header(json.dumps(run, separators=(",", ":")), tensors)
+    header = _header(json.dumps(run, separators=(",", ":")), tensors, writer.version)
     with replacing(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
@@ -205,14 +209,22 @@ class _Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.labels: dict[Tokens, int] = {}
+        self.has_value_norms = False
         self._names: dict[Any, str] = {}  # names of tensors by address, shape, strides, dtype and device
+
+    @property
+    def version(self) -> int:
+        """The oldest version of the format that has everything that was written."""
+        if self.has_value_norms:
+            return 3
+        return 2 if any(map(_has_text, self.labels)) else 1
 
     def entry(self, prefix: str, entry: Entry) -> dict[str, Any]:
         """Return an entry as JSON data. The names of its tensors begin with the prefix."""
         written: dict[str, Any] = {"name": entry.name, "call": entry.call}
         content = entry.content
         try:
-            if isinstance(content, Kept):
+            if isinstance(content, StoredStatistics):
                 _check_names(content.tensors)
                 return written | {
                     "statistics": {
@@ -222,11 +234,15 @@ class _Writer:
                     "tokens": self.label(content.tokens),
                     "plain": _json_object(content.plain, "plain"),
                 }
-            problem, lse, tokens, provenance = content
-            _check_map(problem, lse)
+            problem, lse, tokens, provenance, value_norm = content
+            _check_map(problem, lse, value_norm)
             fields = {name: self.value(getattr(problem, name), f"{prefix}.{name}") for name in PROBLEM}
+            fields["lse"] = self.tensor(lse, f"{prefix}.lse")
+            if value_norm is not None:
+                fields["value_norm"] = self.tensor(value_norm, f"{prefix}.value_norm")
+                self.has_value_norms = True
             return written | {
-                "map": fields | {"lse": self.tensor(lse, f"{prefix}.lse")},
+                "map": fields,
                 "tokens": self.label(tokens, problem.shape.b, problem.shape.s),
                 "provenance": _json_object(provenance, "provenance"),
             }
@@ -303,9 +319,21 @@ def _select(tensor: Tensor, letters: str, selected: tuple[Tensor, Tensor]) -> Te
     return tensor
 
 
-def _header(run: str, tensors: Mapping[str, Tensor]) -> bytes:
+def _has_text(tokens: Tokens) -> bool:
+    """Return True if tokens have a text."""
+    return isinstance(tokens, TokenizedText) or any(isinstance(each, TokenizedText) for each in tokens)
+
+
+def _plain_labels(tokens: Tokens) -> Any:
+    """Return tokens as JSON data."""
+    if isinstance(tokens, TokenizedText):
+        return {"pieces": tokens.pieces, "special": tokens.special}
+    return [each if isinstance(each, str) else _plain_labels(each) for each in tokens]
+
+
+def _header(run: str, tensors: Mapping[str, Tensor], version: int) -> bytes:
     """Return the header of a safetensors file, padded so that the tensors are aligned."""
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": str(VERSION), "run": run}}
+    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": str(version), "run": run}}
     stop = 0
     for name, tensor in tensors.items():
         start, stop = stop, stop + tensor.numel() * tensor.element_size()
@@ -370,7 +398,7 @@ def file_for(path: Path, name: str) -> Path:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read(path: str | os.PathLike[str]) -> Run:
+def read(path: str | os.PathLike[str]) -> FileContent:
     """Read a file that `write` has written. Its tensors are memory-mapped.
 
     While its tensors are in use, the file may be replaced (as `write` does), but not truncated. Changing a
@@ -415,10 +443,10 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
             f"{path} is a safetensors file, but not a manyheads file. Expected format '{FORMAT}', got "
             f"{brief(dict(metadata)) if metadata else 'none'}."
         )
-    if version != str(VERSION):
+    if version not in map(str, VERSIONS):
         raise ValueError(
             f"{path} has format version {version[:9]}, but this manyheads reads versions up to "
-            f"{VERSION}. Upgrade manyheads."
+            f"{VERSIONS[-1]}. Upgrade manyheads."
         )
     return metadata["run"]
 
@@ -432,7 +460,7 @@ class _Reader:
         self.tensors: dict[str, Tensor] = {}
         self.labels: list[Tokens] = []
 
-    def run(self, text: str) -> Run:
+    def run(self, text: str) -> FileContent:
         try:
             tree = json.loads(text)
         except RecursionError:
@@ -440,7 +468,7 @@ class _Reader:
         except ValueError as error:
             raise ValueError(f"its JSON can't be read: {error}.") from None
         run = _fields(tree, RUN, "a run")
-        self.labels = [labels_of(labels) for labels in run["labels"]]
+        self.labels = [labels_of(_read_labels(labels)) for labels in run["labels"]]
         entries = []
         for number, entry in enumerate(run["entries"]):
             try:
@@ -450,7 +478,8 @@ class _Reader:
         _check_calls(entries)
         if unused := sorted(self.names - self.tensors.keys()):
             raise ValueError(f"its tensor {brief(unused[0])} belongs to no entry.")
-        return Run(tuple(entries), self.label(run["tokens"]), _json_object(run["provenance"], "provenance"))
+        provenance = _json_object(run["provenance"], "provenance")
+        return FileContent(tuple(entries), self.label(run["tokens"]), provenance)
 
     def entry(self, tree: Any) -> Entry:
         if isinstance(tree, dict) and "statistics" in tree:
@@ -458,15 +487,19 @@ class _Reader:
             schema: Schema = dict.fromkeys(entry["statistics"], (Tensor,))
             tensors = _fields(entry["statistics"], schema, "statistics", self.value)
             _check_names(tensors)
-            kept = Kept(tensors, _json_object(entry["plain"], "plain"), self.label(entry["tokens"]))
-            return Entry(entry["name"], entry["call"], kept)
+            plain, tokens = _json_object(entry["plain"], "plain"), self.label(entry["tokens"])
+            return Entry(entry["name"], entry["call"], StoredStatistics(tensors, plain, tokens))
         entry = _fields(tree, MAP, "a map")
-        fields = _fields(entry["map"], PROBLEM | {"lse": (Tensor,)}, "a map", self.value)
-        lse, k = fields.pop("lse"), fields["k"]
+        expected: Schema = PROBLEM | {"lse": (Tensor,)}
+        if "value_norm" in entry["map"]:
+            expected |= {"value_norm": (Tensor,)}
+        fields = _fields(entry["map"], expected, "a map", self.value)
+        lse, value_norm, k = fields.pop("lse"), fields.pop("value_norm", None), fields["k"]
         problem = Problem.of(v=k.new_empty(*k.shape[:3], 0), **fields)
-        _check_map(problem, lse)
+        _check_map(problem, lse, value_norm)
         tokens = self.label(entry["tokens"], problem.shape.b, problem.shape.s)
-        stored = Stored(problem, lse, tokens, _json_object(entry["provenance"], "provenance"))
+        provenance = _json_object(entry["provenance"], "provenance")
+        stored = StoredMap(problem, lse, tokens, provenance, value_norm)
         return Entry(entry["name"], entry["call"], stored)
 
     def value(self, tree: Any, depth: int = 0) -> Any:
@@ -513,6 +546,17 @@ class _Reader:
                 f"it refers to list of tokens {number}, but the file has {len(self.labels)} lists."
             )
         return labels_of(self.labels[number], b, s)
+
+
+def _read_labels(tree: Any) -> Any:
+    """Return JSON data with objects replaced by the texts that they describe."""
+    if isinstance(tree, dict):
+        return TokenizedText(**{name: tuple(x) for name, x in _fields(tree, TEXT, "a text").items()})
+    return (
+        [_read_labels(each) if isinstance(each, dict) else each for each in tree]
+        if isinstance(tree, list)
+        else tree
+    )
 
 
 def _fields(
@@ -565,14 +609,20 @@ def _check_tensor(name: str, code: str, shape: Sequence[int]) -> None:
         )
 
 
-def _check_map(problem: Problem, lse: Tensor) -> None:
-    for position in extremes(problem.offset):
+def _check_map(problem: Problem, lse: Tensor, value_norm: Tensor | None) -> None:
+    for position in min_max(problem.offset):
         _bounded(position)
     expected = problem.shape[:2] + problem.shape[3:4]
     if tuple(lse.shape) != expected or lse.dtype != problem.dtype:
         raise ValueError(
             f"Expected lse to be {problem.dtype}, [b, h, t] = {list(expected)}, got {lse.dtype}, "
             f"{sizes(lse)}."
+        )
+    keys = problem.k.shape[:3]
+    if value_norm is not None and (value_norm.shape != keys or value_norm.dtype != torch.float32):
+        raise ValueError(
+            f"Expected value_norm to be torch.float32, [b, g, s] = {list(keys)}, got {value_norm.dtype}, "
+            f"{sizes(value_norm)}."
         )
 
 
@@ -587,7 +637,7 @@ def labels_of(tokens: Any, b: int | None = None, s: int | None = None) -> Tokens
     """Return labels of the keys as tuples.
 
     Args:
-        tokens: A list of s strings, or b such lists.
+        tokens: A list of s strings or a `TokenizedText`, or b of them.
         b: The number of sequences.
         s: The number of keys. If None, no numbers are checked.
 
@@ -612,7 +662,8 @@ def labels_of(tokens: Any, b: int | None = None, s: int | None = None) -> Tokens
     if s is not None and (any(count != s for count in counts) or (has_lists and len(lists) != b)):
         got = f"{len(lists)} with {brief(counts)} strings" if has_lists else f"{counts[0]} strings"
         raise ValueError(f"{expected}, got {got}.")
-    return tuple(map(tuple, tokens)) if has_lists else tuple(tokens)
+    frozen = [each if isinstance(each, TokenizedText) else tuple(each) for each in lists]
+    return tuple(frozen) if has_lists else frozen[0]
 
 
 def _is_list(value: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Trees of plain values, tensors and records, and the codec that turns them into plain data.
+"""Trees of plain values, tensors and records, and their conversion to JSON data.
 
 A tree is a tensor, None, a bool, int, float, str or torch.dtype, a list, tuple or dict (with str keys) of
-trees, or a record: an object of a known class whose fields are trees. `pack` turns a tree into JSON data that
-refers to its tensors by number, and `unpack` turns that back into a tree. Custom operators take masks and
-biases in this form (`kernels.operator`), and processes send messages in it (`checker.isolation`).
+trees, or a record: an object of a known class whose fields are trees. `pack` converts a tree to JSON data
+that refers to its tensors by number, and `unpack` converts it back. Custom operators take masks and biases in
+this form (`kernels.operator`), and processes send messages in it (`checker.isolation`).
 
 A `Value`, the base class of masks and biases, is a record of this library: a frozen dataclass that may
 contain tensors, compares by identity and moves to another device with `.to`.
@@ -39,15 +39,15 @@ _FUNCTIONS: WeakValueDictionary[int, Callable[..., Any]] = WeakValueDictionary()
 
 
 def bound(*, default: Any) -> Any:
-    """Declare a field that a problem sets when it binds the value. A packed value has the default."""
+    """Declare a field that is set by binding the value to a problem. It is packed as its default."""
     return field(default=default, metadata={"bound": True})
 
 
 _numbers = count()
 
 
-def number(function: Callable[..., Any]) -> int:
-    """Return a number that identifies a function in packed trees, as long as the function exists."""
+def register_function(function: Callable[..., Any]) -> int:
+    """Register a function, and return the number that identifies it in packed trees while it exists."""
     number = next(_numbers)
     _FUNCTIONS[number] = function
     return number
@@ -60,8 +60,8 @@ class Value:
     Every subclass becomes a dataclass without a decorator.
     """
 
-    # The fields, and the defaults of those that are bound, in a form that torch.compile can trace
-    # (`dataclasses.fields` isn't). `record` is the name in packed trees.
+    # The name of the class in packed trees, the names of its fields, and the defaults of bound fields.
+    # torch.compile can trace these, but not `dataclasses.fields`.
     record: ClassVar[str] = ""
     names: ClassVar[tuple[str, ...]] = ()
     unbound: ClassVar[dict[str, Any]] = {}
@@ -82,7 +82,7 @@ class Value:
         return new
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return a copy with `change` applied to every tensor `[...]`, also those of values in fields."""
+        """Return a copy with `change` applied to every tensor `[...]`, including those of nested values."""
         changed: dict[str, Any] = {}
         for name in self.names:
             part = getattr(self, name)
@@ -101,7 +101,7 @@ class Value:
         return self.map(lambda tensor: tensor.detach())
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors `[...]` in the fields and in their values, in order, without bound fields."""
+        """Return the tensors `[...]` of the value and of nested values, in order, except bound fields."""
         tensors: list[Tensor] = []
         for name in self.names:
             part = None if name in self.unbound else getattr(self, name)
@@ -165,7 +165,7 @@ def unpack(
         node: The result of `pack`.
         tensors: The tensors by number.
         records: The classes that records may have, by name; their fields must have the declared types.
-        depth: How deeply the tree may be nested.
+        depth: The deepest allowed nesting.
 
     Returns:
         The tree.
@@ -203,7 +203,7 @@ def unpack(
 
 
 def functions(node: Any) -> list[Callable[..., Any]]:
-    """Return the functions in packed data. They must exist until the data is unpacked."""
+    """Return the functions in packed data. Keep references to them until the data is unpacked."""
     if not isinstance(node, dict | list):
         return []
     if isinstance(node, dict) and "function" in node:
@@ -220,7 +220,7 @@ def expect(kind: type, value: Any) -> Any:
 
 
 def _make_record(record: type, fields: dict[str, Any]) -> Any:
-    """Return a record; raise ValueError unless its fields have the types that its class declares."""
+    """Create a record; raise ValueError unless its fields have the types that its class declares."""
     if issubclass(record, Value):  # values are packed in this process only, so they aren't checked
         value = object.__new__(record)
         for name in record.names:

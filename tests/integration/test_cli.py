@@ -166,6 +166,26 @@ def test_a_reader_that_leaves_doesnt_stop_the_work(tmp_path: Path) -> None:
     with open(writer, "w") as gone:
         done = run("show", TEXT, cwd=tmp_path, capture_output=False, stdout=gone, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(tmp_path.glob("manyheads-out/*.png"))) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes")
+def test_a_reader_of_one_line_gets_it_and_the_files_are_written(tmp_path: Path) -> None:
+    """As in `manyheads show … --all | head -1`."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "manyheads", "show", TEXT, "--all"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline().startswith("Layer ")
+    process.stdout.close()
+    with process.stderr:
+        errors = process.stderr.read()
+    assert (process.wait(HANG), errors) == (0, "")
     assert len(list(tmp_path.glob("manyheads-out/*.png"))) == 2
 
 

@@ -18,15 +18,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
 
 import manyheads
 from manyheads.lm.checkpoint import SHIPPED
+from manyheads.observe.recording import Recording
 from tests.chromium import CHROMIUM, MISSING
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+PAGES += GUIDES
 PEERS = ("x_transformers", "labml_nn", "keras", "jax")  # the extra `findings`
 
 
@@ -78,11 +84,33 @@ def test_token_by_token_gives_the_same_output(names):
     assert (torch.cat(names["steps"], 1) - whole).abs().max().item() < 1e-5
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in GUIDES if page.stem != "index"], ids=lambda page: page.stem
+)
+def test_the_examples_of_a_guide_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a guide's blocks one after the other, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    left: dict = {}
+    for block in blocks(page):
+        exec(compile(block, page.name, "exec"), left)
+
+
 def test_ci_runs_the_commands_of_the_readme():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for words in re.findall(r"^(?:.*\()?.*readme \w+ '(.*?)'", script, re.M):
         assert words in README
     assert "readme tests 'python -m pytest'" in script
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_of_the_examples_runs(path: Path, tmp_path: Path) -> None:
+    """It ends without an error, prints something, and writes the picture that it names."""
+    done = run([sys.executable, str(path)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    for name in re.findall(r"wrote (\S+)", done.stdout):
+        assert (tmp_path / name).stat().st_size > 10_000
 
 
 PAGE = ROOT / "docs" / "findings.md"
@@ -140,12 +168,33 @@ class Groups(nn.Module):
     def forward(self, x):
         return self.attention(x)
 '''
+RENAMED = '''
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    """Cross-attention."""
+
+    def __init__(self, dim, h):
+        super().__init__()
+        self.h = h
+        self.a, self.b, self.c, self.d = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x, cond, segments):
+        q, k, v = self.a(x), self.b(cond), self.c(cond)
+        q, k, v = (one.unflatten(-1, (self.h, -1)).transpose(1, 2) for one in (q, k, v))
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(~segments, torch.finfo(scores.dtype).min)
+        return self.d((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+'''
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     used, keras, jax = blocks(ROOT / "docs" / "checker.md")
-    files = {"attention": LATE, "groups": GROUPS, "keras_attention": keras, "jax_attention": jax}
+    files = {"attention": LATE, "groups": GROUPS, "mine": RENAMED}
+    files |= {"keras_attention": keras, "jax_attention": jax}
     files["used"] = f"from manyheads import SelfAttention as MyAttention\n{used}"
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
@@ -160,17 +209,18 @@ def test_the_python_examples_of_the_checker_run(folder: Path) -> None:
 
 
 # What each of the pages' commands finds, as their prose says: the checks that fail, and the name.
-NAN, UNIFORM = ({"empty rows"}, ["empty-rows-nan"]), ({"empty rows"}, ["empty-rows-uniform"])
+RIGHT: tuple[set[str], list[str]] = (set(), [])
 FOUND: dict[str, tuple[set[str], list[str]]] = {
     "attention.py:MyAttention": ({"values", "causality"}, ["causal-late"]),
     "groups.py:Groups": ({"values"}, ["key-heads-tiled"]),
-    "jax_attention.py:attention": UNIFORM,
-    "keras_attention.py:KerasAttention": UNIFORM,
-    "labml_nn.transformers.mha:MultiHeadAttention": NAN,
-    "torch.nn.functional:scaled_dot_product_attention": (set(), []),
-    "torch.nn:MultiheadAttention": NAN,
-    "transformers.models.llama.modeling_llama:eager_attention_forward": NAN,
-    "x_transformers:Attention": ({"empty rows"}, []),
+    "jax_attention.py:attention": RIGHT,
+    "keras_attention.py:KerasAttention": RIGHT,
+    "labml_nn.transformers.mha:MultiHeadAttention": RIGHT,
+    "mine.py:Attention": RIGHT,
+    "torch.nn.functional:scaled_dot_product_attention": RIGHT,
+    "torch.nn:MultiheadAttention": RIGHT,
+    "transformers.models.llama.modeling_llama:eager_attention_forward": RIGHT,
+    "x_transformers:Attention": RIGHT,
 }
 COMMANDS = sorted({command for page in PAGES for command in commands(page) if " check " in command})
 
@@ -189,6 +239,26 @@ def test_a_check_reports_what_its_page_shows(command: str, folder: Path) -> None
     assert done.returncode == bool(failed)
 
 
+def test_a_recording_is_labelled_as_the_viewers_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list = []
+    monkeypatch.setattr(Recording, "view", lambda recording: shown.append(recording))
+    text = "the train, the trains"
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learned.train_from_iterator([text], BpeTrainer(show_progress=False))
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=16, n_head=2, vocab_size=99, bos_token_id=0, eos_token_id=0
+    )
+    left: dict = {"manyheads": manyheads, "text": text, "model": transformers.GPT2Model(config).eval()}
+    left["tokenizer"] = transformers.PreTrainedTokenizerFast(tokenizer_object=learned)
+    [block] = blocks(ROOT / "docs" / "viewer.md")
+    exec(compile(block, "viewer.md", "exec"), left)
+    [recording] = shown
+    labels = recording[0].tokens
+    assert isinstance(labels, manyheads.TokenizedText)
+    assert labels.text == text
+
+
 VIEWS = sorted(
     {command for page in PAGES for command in commands(page) if re.search(r" view |--open", command)}
 )
@@ -202,7 +272,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, _ = manyheads.lm.load()
     with manyheads.observe(model) as recording:
         model(torch.arange(300)[None])
-    for name in ("run", "one", "other"):
+    for name in ("run", "one", "other", "head"):
         recording.save(folder / f"{name}.safetensors")
     return folder
 
@@ -251,12 +321,17 @@ def test_a_benchmark_runs(command: str) -> None:
 
 def test_no_example_is_left_out() -> None:
     """What a page gains is run here too: Python only where it is run, and no command of another kind."""
-    run_here = {ROOT / "README.md", *(ROOT / "docs" / name for name in ("checker.md", "findings.md"))}
+    pages = ("checker.md", "findings.md", "viewer.md")
+    run_here = {ROOT / "README.md", *GUIDES, *(ROOT / "docs" / name for name in pages)} - {
+        ROOT / "docs/guides/index.md"
+    }
     assert {page for page in PAGES if blocks(page)} == run_here
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for page in PAGES:
         for line in shell(page):
-            in_ci = any(words in line for words in re.findall(r"readme \w+ '(.*?)'", script))
+            in_ci = line in script or any(
+                words in line for words in re.findall(r"readme \w+ '(.*?)'", script)
+            )
             here = line in COMMANDS + VIEWS or "--model" in line or "[lessons]" in line
             assert in_ci or here or "venv" in line or line.endswith("'.[view]'"), line
     assert BENCHMARKS

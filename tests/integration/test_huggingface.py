@@ -524,8 +524,20 @@ def test_the_steps_of_a_generation_are_one_map(
     mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))
     mask = torch.cat((mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])), 1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # as generate counts them
+    values: dict[str, Tensor] = {}
+    for layer in recording if name == "llama" else ():
+
+        def keep_values(module: Any, args: Any, out: Tensor, layer: str = layer) -> None:
+            values[layer] = out.unflatten(-1, (2, -1)).transpose(1, 2)  # [b, g, s, w]
+
+        model.get_submodule(f"{layer}.v_proj").register_forward_hook(keep_values)
     with torch.no_grad(), observe(model, heads=heads) as once:
         model(ids, attention_mask=mask, position_ids=positions)
+    for layer, v in values.items():
+        norms = v.norm(dim=-1) if heads is None else v.norm(dim=-1)[:, [n // 2 for n in heads]]
+        torch.testing.assert_close(once[layer].value_norm, norms, rtol=1e-6, atol=0)
+        found = recording[layer].value_norm[:, :, : norms.shape[2]]  # a static cache is longer
+        torch.testing.assert_close(found, norms, rtol=1e-4, atol=1e-6)
     for layer, one in once.items():
         assert len(recording.calls(layer)) == 1
         torch.testing.assert_close(recording[layer].dense(), one.dense(), rtol=0, atol=1e-5)
@@ -625,7 +637,7 @@ def test_unknown_options_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         model(**given, leaning=3)
     assert len(recording) == 2
     with (
-        pytest.raises(ValueError, match="its kernel gets tilt, which manyheads doesn't support"),
+        pytest.raises(ValueError, match="its kernel is called with tilt, which manyheads doesn't support"),
         observe(model),
     ):
         model(**given, tilt=3)
@@ -653,7 +665,7 @@ def call(name: str = "eager", **options: Any) -> calls.Call:
             call("flash", mask=torch.ones(2, 1, 6, 9)),
             r"expected its flash kernel's mask to be padding \[b, s\], got a Tensor of torch.float32",
         ),
-        (call("flash", cu_seq_lens_q=torch.tensor([0, 6])), "its kernel gets cu_seq_lens_q"),
+        (call("flash", cu_seq_lens_q=torch.tensor([0, 6])), "its kernel is called with cu_seq_lens_q"),
     ],
 )
 def test_unsupported_calls(made: calls.Call, expected: str) -> None:
@@ -852,9 +864,9 @@ def test_threads() -> None:
 
 
 def test_is_present() -> None:
-    assert transformers.is_present(build("llama", "sdpa"))
-    assert transformers.is_present(nn.Sequential(build("llama", "sdpa").model.layers[0].self_attn))
-    assert not transformers.is_present(nn.TransformerEncoderLayer(8, 2))
+    assert transformers.is_from_transformers(build("llama", "sdpa"))
+    assert transformers.is_from_transformers(nn.Sequential(build("llama", "sdpa").model.layers[0].self_attn))
+    assert not transformers.is_from_transformers(nn.TransformerEncoderLayer(8, 2))
 
 
 def test_a_part_of_a_model() -> None:

@@ -65,12 +65,12 @@ LEADS = {
     "many_heads": "split-without-transpose",
     "mask_and_weights": "polarity-swapped + weights-averaged",
     "masked_attention": "masked-zero",
-    "one_head": "write three lines",
+    "one_head": "Write three lines",
     "overridden": "softmax-over-queries",
-    "packed_heads": "split is yours to write",
-    "positions": "the_angles is yours to write",
-    "rotary": "turn is yours to write",
-    "sequence_first": "the sequence comes first here",
+    "packed_heads": "Write split",
+    "positions": "Write the_angles",
+    "rotary": "Write turn",
+    "sequence_first": "Write split",
 }
 
 
@@ -140,7 +140,7 @@ def test_a_file_in_the_way_is_named_and_nothing_is_copied(blocked: str, tmp_path
     file = tmp_path / blocked.removesuffix("/mine")
     file.parent.mkdir(exist_ok=True)
     file.write_text("something")
-    with pytest.raises(NotADirectoryError, match="where a file is in its path"):
+    with pytest.raises(NotADirectoryError, match="whose path contains a file"):
         lessons.copy(tmp_path / ("above/mine" if blocked.startswith("above") else "mine"))
     assert not list(tmp_path.rglob("*.ipynb"))
     assert file.read_text() == "something"

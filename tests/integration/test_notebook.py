@@ -220,7 +220,7 @@ with mh.observe(model) as recording:
 recording.view()""",
     "large.only(heads=[2, 3]).view()",
     """print("workers:", sum(one.name == "manyheads viewer" for one in threading.enumerate()))
-print("weights:", [small[0, 1].flatten().tolist(), large[0, 1, 2000:2020, 850:880].tolist()])""",
+print("weights:", small[0, 1].flatten().tolist())""",
 ]
 
 
@@ -343,6 +343,14 @@ def book(lab: str) -> Iterator[Book]:
     assert not wrong
 
 
+def large_map() -> mh.AttentionMap:
+    """Return the notebook's map of 3,000 tokens, from the same random numbers."""
+    torch.manual_seed(0)
+    torch.randn(3, 1, 3, 12, 8)
+    q, k, v = torch.randn(3, 1, 4, 3000, 16).unbind()
+    return mh.attention_with_map(q, k, v, mask=mh.Causal())[1]
+
+
 @pytest.mark.full
 def test_viewers_in_jupyterlab_read_weights_take_keys_and_follow_the_theme(book: Book) -> None:
     small, large = book.output(0).frame_locator("iframe"), book.output(1).locator(".manyheads")
@@ -350,11 +358,10 @@ def test_viewers_in_jupyterlab_read_weights_take_keys_and_follow_the_theme(book:
 
     result = book.run()
     assert result["workers"] <= 2  # of the two widgets; pages have none
-    little, big = result["weights"]
     i, j, weight = book.read(small)
-    assert weight == little[i * 12 + j]
+    assert weight == result["weights"][i * 12 + j]
     i, j, weight = book.read(large)
-    assert weight == big[i - 2000][j - 850]
+    assert weight == pytest.approx(float(large_map()[0, 1, i, j]), rel=1e-6)
 
     # The viewer takes the keys, not the notebook, also when the focused element was replaced.
     large.locator(".map").click()
@@ -362,8 +369,8 @@ def test_viewers_in_jupyterlab_read_weights_take_keys_and_follow_the_theme(book:
         book.page.keyboard.press(key)
         wait_until_painted(book.page)
     assert book.cells.count() == len(CELLS)
-    assert large.locator("#pooling").inner_text() == "mean"
-    assert large.locator("#scale").inner_text() == "logarithmic"
+    assert large.locator("#pooling input:checked").input_value() == "mean"
+    assert large.locator("#scale input:checked").input_value() == "linear"
     large.locator("#page-head").click()
     assert large.locator(".choose-head").input_value() == "2"
     large.locator(".choose-head").select_option("3")
@@ -374,8 +381,8 @@ def test_viewers_in_jupyterlab_read_weights_take_keys_and_follow_the_theme(book:
 
     # Other viewers are unchanged.
     other.scroll_into_view_if_needed()
-    assert other.locator("#pooling").inner_text() == "maximum"
-    assert other.locator("#page-overview").get_attribute("aria-pressed") == "true"
+    assert other.locator("#pooling input:checked").input_value() == "max"
+    assert other.locator("#page-overview").get_attribute("aria-current") == "page"
     seen.locator("#page-text").click()
     seen.locator(".token").nth(3).wait_for()
 

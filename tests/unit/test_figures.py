@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from io import BytesIO
-from itertools import pairwise
+from itertools import combinations
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
+from fontTools.fontBuilder import FontBuilder
+from fontTools.ttLib.tables._g_l_y_f import Glyph
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, PowerNorm, to_hex
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.text import Text
 
 from manyheads import (
@@ -32,6 +38,7 @@ from manyheads import (
     Lengths,
     Rule,
     Sinusoidal,
+    TokenizedText,
     Window,
     attention_with_map,
     figures,
@@ -39,7 +46,7 @@ from manyheads import (
 )
 from manyheads.classic.components import PositionalEncoder
 from manyheads.classic.modeling_attention import MultiHeadSelfAttention
-from manyheads.figures import cells
+from manyheads.figures import cells, fonts
 from manyheads.kernels import chunked
 from tests.cases import CASES, Case, bias_numbers, make, oracle
 from tests.errors import raises
@@ -125,12 +132,29 @@ def test_a_weight_rounded_above_one_does_not_set_the_scale() -> None:
     assert figures.head(torch.eye(3) * 1.00002).axes[0].get_images()[0].get_clim() == (0.0, 1.0)
 
 
-def test_few_tokens_get_numbers_and_many_a_square_root_scale() -> None:
+def test_few_tokens_get_numbers() -> None:
     weights = made_map().dense()[0, 0]
     assert f"{weights[6, 2]:.2f}" in words(figures.head(weights))
-    figure = figures.head(made_map(t=64), [str(n) for n in range(64)])
-    assert isinstance(figure.axes[0].get_images()[0].norm, PowerNorm)
-    assert "square-root" in figure.axes[-1].get_ylabel()
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 900])
+def test_weights_have_the_viewers_colours_on_a_scale_of_square_roots(tokens: int) -> None:
+    amap = made_map(t=tokens)
+    for figure in (figures.head(amap), figures.grid([amap]), figures.beside(amap, amap.under(None))):
+        image = figure.axes[0].get_images()[0]
+        assert isinstance(image.norm, PowerNorm)
+        assert (image.norm.gamma, image.norm.vmin, image.cmap.name) == (0.5, 0, "viridis")
+
+
+def test_the_ticks_of_a_colour_bar_are_round_numbers() -> None:
+    def bar(largest: float) -> list[str]:
+        figure = figures.head(torch.full((7, 7), largest, dtype=torch.float64))
+        return ticks(figure.axes[-1].yaxis)
+
+    assert bar(1.0) == ["0", "0.02", "0.05", "0.1", "0.2", "0.5", "1"]
+    assert bar(0.3) == ["0", "0.005", "0.02", "0.05", "0.1", "0.2", "0.3"]
+    assert bar(0.0037) == ["0", "0.00005", "0.0002", "0.0005", "0.001", "0.002", "0.0037"]
+    assert bar(3e-7)[-2:] == ["2e-07", "3e-07"]
 
 
 def test_queries_and_keys_may_differ() -> None:
@@ -259,11 +283,15 @@ def test_a_figure_of_many_heads_fits_a_page_and_names_what_fits() -> None:
     named = [axes.get_title() for axes in wide.axes if axes.get_title()]
     assert wide.get_figwidth() < 30
     assert named[:2] == ["head 0", "head 2"]
-    maps = {f"model.layers.{n}.self_attention": made_map(h=1, t=30) for n in range(25)}
-    tall = figures.grid(maps)
+    amap = made_map(h=1, t=30)
+    tall = figures.grid({f"model.layers.{n}.self_attention": amap for n in range(25)})
     assert tall.get_figheight() < 25
+    assert [axes.get_ylabel() for axes in tall.axes[:-1]] == [f"layer {n}" for n in range(25)]
+    names = [f"{part}.layers.{n}.self_attention" for part in ("encoder", "decoder") for n in range(12)]
+    tall = figures.grid(dict.fromkeys(names, amap))
     assert tall.axes[0].yaxis.label.get_rotation() == 0  # a long name beside a small panel
-    assert [axes.get_ylabel() for axes in tall.axes[:-1]] == list(maps)
+    assert [axes.get_ylabel() for axes in tall.axes[:-1]] == names
+    assert [axes.get_ylabel() for axes in figures.grid({"a.0.b.1": amap}).axes[:-1]] == ["a.0.b.1"]
 
 
 # -- any length ------------------------------------------------------------------------------------
@@ -370,9 +398,7 @@ def test_the_colour_bar_tells_how_cells_are_pooled(reduce: str) -> None:
         bar = figure.axes[-1]
         rows, cols = drawn(figure).shape
         assert np.allclose(drawn(figure).filled(0), amap.pooled(rows, cols, reduce)[0, 0], atol=1e-7)
-        assert f"{word} attention weight of each cell, square-root scale" in bar.get_ylabel().replace(
-            "\n", " "
-        )
+        assert f"{word} attention weight of each cell" in bar.get_ylabel().replace("\n", " ")
         assert f"key, up to {-(-900 // cols)} in a cell" in words(figure)
 
 
@@ -550,62 +576,221 @@ UNUSUAL = ["$x$", "a_b^c", "漢字", "🙂", "é", "\x1b[31m", "\u202e", "\\frac
 
 @pytest.mark.parametrize("format", ["png", "svg", "pdf"])
 def test_any_token_can_be_drawn(format: str) -> None:
-    """matplotlib warns about a glyph that the font lacks, and warnings are errors."""
+    """matplotlib warns about a glyph that no font has, and warnings are errors."""
     amap = made_map(t=len(UNUSUAL))
     for figure in (figures.head(amap, UNUSUAL, title=" ".join(UNUSUAL)), figures.grid([amap], UNUSUAL)):
         figure.savefig(BytesIO(), format=format)
         shown = ticks(figure.axes[0].xaxis)
-        assert shown[:3] == ["$x$", "a_b^c", r"\u6f22\u5b57"]
-        assert shown[5] == r"\x1b[31m"
-        assert shown[-1] == "x" * 19 + "…"
+        assert shown[:5] == UNUSUAL[:5]
+        assert shown[5:7] == [r"\x1b[31m", r"\u202e"]
+        assert shown[-1].startswith("xxxxxxxxxxxxxxxx")
+        assert shown[-1].endswith("x…")
         assert not any(label.get_parse_math() for label in figure.axes[0].get_xticklabels())
 
 
+@pytest.fixture
+def only_default_font(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take away all fonts but those that matplotlib brings."""
+    own = [entry for entry in fontManager.ttflist if "matplotlib" in str(entry.fname)]
+    monkeypatch.setattr(fontManager, "ttflist", own)
+    fonts._choose.cache_clear()
+    yield
+    fonts._choose.cache_clear()
+
+
+@pytest.mark.usefixtures("only_default_font")
+def test_a_figure_says_that_no_font_has_a_character() -> None:
+    note = "has the characters drawn as boxes, such as U+6F22 (cjk unified ideograph-6f22); Noto's"
+    amap, names = made_map(t=2), ["漢字", "a"]
+    for figure in (
+        figures.head(amap, names),
+        figures.grid([amap], names),
+        figures.grid([amap], title="漢字"),
+    ):
+        assert note in words(figure).replace("\n", " ")
+        figure.savefig(BytesIO(), format="png")  # without a warning
+    for names in (["é", "السلام"], ["a\u200db", "❤\ufe0f"]):  # in matplotlib's own font
+        assert "No installed" not in words(figures.head(amap, names))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, glyphs: dict[str, str]) -> None:
+    """Install fonts by their names, each with some characters, in place of the others."""
+    own = [entry for entry in fontManager.ttflist if "matplotlib" in str(entry.fname)]
+    monkeypatch.setattr(fontManager, "ttflist", own)
+    for name, characters in glyphs.items():
+        names = [".notdef", *(f"uni{ord(c):04X}" for c in characters)]
+        font = FontBuilder(1000)
+        font.setupGlyphOrder(names)
+        font.setupCharacterMap({ord(c): f"uni{ord(c):04X}" for c in characters})
+        font.setupGlyf(dict.fromkeys(names, Glyph()))
+        font.setupHorizontalMetrics(dict.fromkeys(names, (900, 0)))
+        font.setupHorizontalHeader(ascent=800, descent=-200)
+        font.setupNameTable({"familyName": name, "styleName": "Regular"})
+        font.setupOS2()
+        font.setupPost()
+        font.save(folder / f"{name}.ttf")
+        fontManager.addfont(folder / f"{name}.ttf")
+
+
+@pytest.mark.usefixtures("only_default_font")
+def test_fonts_are_chosen_by_their_characters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    default = fonts.families("a")
+    assert fonts.families("é b") == default
+    names = ["Some Serif", "Kanji Sans JP", "Kanji Sans SC", "Some Sans", "Last Resort", "All Mono"]
+    glyphs = dict.fromkeys(names, "ल") | dict.fromkeys(names[1:3], "漢字か") | {"All Mono": "漢字かल"}
+    install(monkeypatch, tmp_path, glyphs)
+    chosen = {
+        "漢字": ["Kanji Sans SC"],
+        "漢字か": ["Kanji Sans JP"],
+        "ल": ["Some Sans"],
+        "漢ल": ["All Mono"],
+        "漢🙂": ["Kanji Sans SC"],
+    }
+    assert {text: fonts.families(text)[len(default) :] for text in chosen} == chosen
+    assert fonts.lacking("漢字ल") is None
+    assert "U+1F642 (slightly smiling face)" in (fonts.lacking("漢🙂") or "")
+    # A label has those fonts of all labels that it needs.
+    context = {"漢字": ["Kanji Sans JP"], "か": ["Kanji Sans JP"], "a": [], "漢a": ["Kanji Sans JP"]}
+    assert {text: fonts.families(text, "".join(context))[len(default) :] for text in context} == context
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
+@pytest.mark.usefixtures("only_default_font")
+def test_pictures_keep_few_files_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """matplotlib keeps the last 64 lists of fonts open, with a file for every font of each."""
+    letters = [chr(0x4E00 + n) for n in range(10)]  # a font for each
+    install(monkeypatch, tmp_path, {f"Font {n}": letter for n, letter in enumerate(letters)})
+    amap, before = made_map(t=6), len(os.listdir("/proc/self/fd"))
+    for n, chosen in zip(range(100), combinations(letters, 5), strict=False):
+        figure = figures.head(amap, ["a", *chosen], title=f"{n} {chosen[0]}")
+        figure.savefig(BytesIO(), format="png", dpi=20)
+    lists = 1 + len(letters)  # of the default font, and each with another; matplotlib appends one for boxes
+    assert len(os.listdir("/proc/self/fd")) - before <= 3 * lists
+
+
+def test_text_in_files_is_text() -> None:
+    title, names = "Why “naïve” 漢 > $x$?", ["naïve", "السلام", "<b>", "&", "é"]
+    figure = figures.head(made_map(t=5), names, title=title)
+    svg, pdf = BytesIO(), BytesIO()
+    figure.savefig(svg, format="svg")
+    root = ElementTree.fromstring(svg.getvalue())
+    shown = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert shown[:5] == names
+    assert title in shown
+    figure.savefig(pdf, format="pdf")
+    assert b"/Type3" not in pdf.getvalue()
+    assert b"/FontFile2" in pdf.getvalue()  # TrueType
+    assert rcParams["svg.fonttype"] == "path"  # matplotlib's own setting isn't changed
+
+
+def test_tokens_of_one_character_have_one_label() -> None:
+    text = TokenizedText(("n", "é", "", " 漢字漢字漢字漢字漢字漢字", "", " tail", "or"))
+    axes = figures.head(made_map(t=7).labelled(text)).axes[0]
+    assert ticks(axes.xaxis) == ["n", "é", "", "漢字漢字漢字漢字漢字…", "", "tail", "or"]
+    axes = figures.grid([made_map(t=40, h=1)], TokenizedText((" tail", "or") * 20)).axes[0]
+    assert ticks(axes.xaxis)[1] == "tailor  2"  # where not all pieces have labels, words do
+    figure = figures.head(made_map(t=60), TokenizedText((" tail", "or") * 30))
+    assert ticks(figure.axes[0].xaxis)[:3] == ["tail", "or", "tail"]
+
+
+def test_labels_that_say_where_they_are_have_no_positions() -> None:
+    def labels(names: list[str]) -> list[str]:
+        return ticks(figures.grid([made_map(t=40, h=1)], names).axes[0].xaxis)
+
+    assert labels([f"{20 * n} ms" for n in range(40)])[:3] == ["0 ms", "40 ms", "80 ms"]
+    assert labels([f"frame {n}" for n in range(40)])[1] == "frame 2"
+    assert labels([str(n // 4) for n in range(40)])[:3] == ["0", "0", "1"]
+    assert labels(["a", "b", "c", "a"] * 10)[:2] == ["a  0", "c  2"]
+
+
+SCRIPTS = {
+    "english": ("the", "station", "internationally", "."),
+    "long": ("donaudampfschifffahrtsgesellschaft", "a" * 60, "x"),
+    "chinese": ("機械学習", "を", "愛する", "。"),
+    "arabic": ("السلام", "عليكم", "يا", "عالم"),
+    "mixed": ("the", "機械学習", "السلام", "नमस्ते", "🙂", "👩\u200d👧", "W" * 20, "i"),
+}
+SENTENCES = 'The second "the" attends to "t" of "train" (0.97), the token that followed the first "the".'
+
+
 @cache
-def page(kind: str, tokens: int) -> Figure:
-    """Return a figure of a number of tokens, laid out."""
-    amap = made_map(t=tokens, mask=Causal() & Window(left=50))
-    names = [("the", "station", "internationally", ".")[n % 4] for n in range(tokens)]
-    title = 'layer 0 head 1: the second "the" attends to "station" (0.71), the token after it'
-    layers = {f"layers.{n}.attention": amap for n in range(min(tokens, 60))}
+def page(kind: str, t: int, s: int, script: str = "english") -> Figure:
+    """Return a figure of a number of queries and keys, laid out."""
+    names = [SCRIPTS[script][n % len(SCRIPTS[script])] for n in range(max(t, s))]
+    torch.manual_seed(0)
+    q, k = 2 * torch.randn(1, 3, t, 8), torch.randn(1, 3, s, 8)
+    mask = Causal() & Window(left=50) if t == s else None
+    amap = attention_with_map(q, k, k, mask=mask)[1].labelled(names[:s])
+    other = amap.under(Window(left=3, right=3))
+    layers = {f"layers.{n}.attention": amap for n in range(min(t, 60))}
+    labels: dict[str, Any] = {"tokens": names[:t], "keys": names[:s], "title": SENTENCES}
+    captions = [["previous token 1.00", "", "induction 0.81"]] * 2
     draw: dict[str, Callable[[], Figure]] = {
-        "head": lambda: figures.head(amap, names, title=title),
-        "beside": lambda: figures.beside(amap, amap.under(None), names, title=title),
-        "grid": lambda: figures.grid([amap, amap], names, title=title),
-        "received": lambda: figures.received({"blocks.0.attention": amap, "b": amap}, names, title=title),
-        "entropy": lambda: figures.entropy(layers, title=title),
+        "head": lambda: figures.head(amap, **labels),
+        "beside": lambda: figures.beside(amap, other, **labels),
+        "grid": lambda: figures.grid([amap, other], title=SENTENCES),
+        "captions": lambda: figures.grid([amap, other], captions=captions),
+        "named": lambda: figures.grid({"encoder.attention": amap, names[0]: amap}),
+        "wide": lambda: figures.grid([amap.only(heads=[0, 1, 2] * 4)] * 3, title=SENTENCES),
+        "received": lambda: figures.received({"blocks.0.attention": amap, "b": amap}, title=SENTENCES),
+        "entropy": lambda: figures.entropy(layers, title=SENTENCES),
+        "difference": lambda: figures.difference(amap[0, 0], other[0, 0], title=SENTENCES),
     }
     figure = draw[kind]()
     FigureCanvasAgg(figure).draw()
     return figure
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("tokens", [1, 2, 7, 26, 60, 300, 2000])
-@pytest.mark.parametrize("kind", ["head", "beside", "grid", "received", "entropy"])
-def test_labels_never_overlap_nor_leave_the_page(kind: str, tokens: int) -> None:
-    figure = page(kind, tokens)
-    paper = figure.bbox.padded(2)
+def drawn_texts(figure: Figure) -> dict[str, Any]:
+    """Return the box of every text that a figure shows, by a name."""
+    found = [*figure.texts]
+    for legend in figure.legends:
+        found += legend.get_texts()
     for axes in figure.axes:
+        legend = axes.get_legend()
+        found += [axes.title, *axes.texts, *(legend.get_texts() if legend else [])]
         for axis in (axes.xaxis, axes.yaxis):
-            shown = axis.get_ticklabels() if axis.get_visible() else []
-            labels = [label for label in shown if label.get_visible() and label.get_text()]
-            boxes = [label.get_window_extent() for label in labels]
-            for one, other in pairwise(boxes):
-                assert not one.padded(-0.5).overlaps(other.padded(-0.5)), (kind, tokens)
-            for box in boxes:
-                assert paper.x0 <= box.x0
-                assert box.x1 <= paper.x1
-                assert paper.y0 <= box.y0
-                assert box.y1 <= paper.y1
+            if axis.get_visible():
+                found.append(axis.label)
+                found += [label for tick in axis._update_ticks() for label in (tick.label1, tick.label2)]
+    shown = [text for text in found if text.get_visible() and text.get_text()]
+    return {f"{n}: {text.get_text()}": text.get_window_extent() for n, text in enumerate(shown)}
+
+
+SHAPES = [(1, 1), (1, 7), (7, 1), (7, 7), (26, 26), (60, 60), (5, 300), (300, 5), (300, 300), (2000, 2000)]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    ["head", "beside", "grid", "captions", "named", "wide", "received", "entropy", "difference"],
+)
+def test_no_two_texts_overlap_and_none_is_cut(kind: str, shape: tuple[int, int], script: str) -> None:
+    figure = page(kind, *shape, script)
+    paper, boxes = figure.bbox, drawn_texts(figure)
+    for name, box in boxes.items():
+        assert paper.x0 - 1 <= box.x0 <= box.x1 <= paper.x1 + 1, name
+        assert paper.y0 - 1 <= box.y0 <= box.y1 <= paper.y1 + 1, name
+    for (name, box), (other, its) in combinations(boxes.items(), 2):
+        assert not box.padded(-0.5).overlaps(its.padded(-0.5)), (name, other)
+    for axes in figure.axes:
         panel = axes.get_window_extent()
         assert min(panel.width, panel.height) > 20  # nothing is squeezed away
+
+
+@pytest.mark.full
+def test_labels_of_a_very_long_text() -> None:
+    """As above, for a text that is drawn in a second or two."""
+    test_no_two_texts_overlap_and_none_is_cut("grid", (30_000, 30_000), "mixed")
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 60, 300, 2000])
 @pytest.mark.parametrize("kind", ["head", "beside", "grid", "received"])
 def test_every_cell_has_two_pixels(kind: str, tokens: int) -> None:
-    *panels, _ = page(kind, tokens).axes
+    *panels, _ = page(kind, tokens, tokens).axes
     for axes in panels:
         for image in axes.get_images():
             rows, cols = image.get_array().shape
@@ -614,7 +799,7 @@ def test_every_cell_has_two_pixels(kind: str, tokens: int) -> None:
             assert box.height >= 1.9 * rows
             left, right, bottom, top = image.get_extent()
             assert (left, top) == (-0.5, -0.5)
-            assert (right, bottom) == (tokens - 0.5, (2 if kind == "received" else tokens) - 0.5)
+            assert (right, bottom) == (tokens - 0.5, (3 if kind == "received" else tokens) - 0.5)
 
 
 # -- errors and global state -----------------------------------------------------------------------
@@ -700,6 +885,8 @@ EYE = torch.eye(3)
         (lambda: figures.grid(None), "got a NoneType"),  # type: ignore[arg-type]
         (lambda: figures.grid(made_map(), keep=EYE.bool()), "no keep for a map"),
         (lambda: figures.grid(made_map(), rows=["a", "b"]), "1 sequences, got 2"),
+        (lambda: figures.grid(made_map(), captions=[]), "captions for each of 1 sequences, got 0"),
+        (lambda: figures.grid(made_map(), captions=[["a"]]), "each of 2 heads, got 1"),
         (lambda: figures.grid(made_map(), [["a"], ["b"]]), "one per row, got 2"),
         (lambda: figures.curves(EYE, [3]), "between 0 and 2, got 3"),
         (lambda: figures.curves(EYE, [0], counted_from=1), "between 1 and 3, got 0"),

@@ -19,11 +19,11 @@ ROOT = Path(manyheads.__file__).parent
 # From the lowest layer up. A module may import from lower layers and from what is listed before it in its
 # layer. An entry is a module, or a package with everything in it.
 LAYERS = (
-    ("startup", "shapes", "trees", "extras"),
+    ("startup", "shapes", "tokens", "trees", "extras"),
     ("layouts", "masks", "biases", "positions"),
     ("problem", "scores"),
     ("kernels",),
-    ("storage", "statistics", "maps", "measures", "cache"),
+    ("storage", "statistics", "maps", "measures", "highlights", "cache"),
     ("functional", "layers", "classic", "figures"),
     ("observe", "lm"),
     ("viewer", "checker", "text", "bench"),
@@ -271,7 +271,7 @@ def test_importing_manyheads_prints_nothing_and_changes_nothing() -> None:
 PUBLIC = """
     attention attention_with_map AttentionMap explain Cache MultiHeadAttention SelfAttention CrossAttention
     Full Causal Window Prefix Documents Lengths Diagonal Keys SameToken AfterSameToken Keep Drop Rule Mask
-    ALiBi Relative Dense Sinusoidal Rotary measures observe open_run
+    ALiBi Relative Dense Sinusoidal Rotary measures observe open_run TokenizedText
 """
 
 

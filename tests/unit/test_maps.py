@@ -566,6 +566,45 @@ def test_the_repr_and_size_of_a_map() -> None:
     assert "640 kB" in repr(half), "weights are float32 still"
 
 
+def test_related_maps_have_the_norms_of_the_values() -> None:
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
+    norm = torch.rand(2, 2, 7)
+    amap = mh.AttentionMap.of(Problem.of(q, k, k), value_norm=norm.clone().requires_grad_())
+    bare = mh.AttentionMap.of(amap.problem)
+    assert amap.nbytes == bare.nbytes + norm.nbytes
+    related = (
+        amap,
+        amap.under(mh.Causal()),
+        amap.compact(always=True),
+        amap.to("cpu"),
+        amap.to(torch.float16),
+        amap.labelled(list("abcdefg")),
+        copy.deepcopy(amap),
+        pickle.loads(pickle.dumps(amap)),
+    )
+    for other in related:
+        assert other.value_norm is not None
+        assert not other.value_norm.requires_grad
+        assert torch.equal(other.value_norm, norm)
+    some = amap.only([1], [3, 0, 1]).value_norm
+    assert some is not None
+    assert torch.equal(some, norm[[1]][:, [1, 0, 0]])  # heads 0 and 1 use key head 0
+    assert bare.only([1], [3]).value_norm is None
+    fewer = Problem.of(q[:1], k[:1], k[:1])
+    assert amap.again(fewer).value_norm is None
+
+
+def test_norms_of_values_are_checked() -> None:
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
+    problem = Problem.of(q, k, k)
+    with pytest.raises(ValueError, match=r"value_norm to be \[b, g, s\] = \[2, 2, 7\], got \[2, 4, 7\]"):
+        mh.AttentionMap.of(problem, value_norm=torch.rand(2, 4, 7))
+    with pytest.raises(TypeError, match="value_norm to be a tensor of floats"):
+        mh.AttentionMap.of(problem, value_norm=torch.ones(2, 2, 7, dtype=torch.int64))
+    with pytest.raises(ValueError, match="move them together"):
+        mh.AttentionMap.of(problem, value_norm=torch.rand(2, 2, 7, device="meta"))
+
+
 @pytest.mark.parametrize("max_bytes", [1e9 + 0.5, "2 GB", None, True])
 def test_max_bytes_is_a_number_of_bytes(max_bytes: Any) -> None:
     amap, _ = one("bare")

@@ -200,7 +200,7 @@ INVALID: list[tuple[type[Exception], Callable[[], Any]]] = [
     (TypeError, lambda: Reduced.of(amap(), {"entropy": ()}).labelled(BAD)),
     (ValueError, lambda: Reduced.of(amap(), {"entropy": ()}).labelled(["a"])),
     (ValueError, lambda: Reduced.of(amap(), {"mass": mh.Causal()}).stored()),
-    (ValueError, lambda: Reduced.restored(storage.Kept({}, {}))),
+    (ValueError, lambda: Reduced.restored(storage.StoredStatistics({}, {}))),
     (ValueError, lambda: attending(Q.to("meta"), K.to("meta"))),
     (MemoryError, lambda: attending(Q, K, max_bytes=10)),
     # figures

@@ -59,8 +59,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     """Statistics by the native kernel where it supports them, and by tiles."""
     if request.param == "tiles":
         monkeypatch.setattr(native, "fuses", lambda *_: False)
-    elif native.library.missing is not None:
-        pytest.skip(native.library.missing)
+    elif native.library.load_error is not None:
+        pytest.skip(native.library.load_error)
 
 
 both_ways = pytest.mark.usefixtures("way")

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import manyheads as mh
-from manyheads import AttentionMap, biases, masks, scores, storage
+from manyheads import AttentionMap, TokenizedText, biases, masks, scores, storage
 from manyheads.problem import Problem
-from manyheads.storage import Entry, Kept, Run, Stored
+from manyheads.storage import Entry, FileContent, StoredMap, StoredStatistics
 from tests.cases import CASES, Case, build, make, specs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,9 +33,9 @@ DATA = Path(__file__).parents[1] / "data"
 SPECS = specs(2, 4, 5, 7, rules=False)
 
 
-def stored(problem: Problem, tokens: Any = None, provenance: Any = None) -> Stored:
+def stored(problem: Problem, tokens: Any = None, provenance: Any = None) -> StoredMap:
     amap = AttentionMap.of(problem, None, tokens, provenance)
-    return Stored(amap.problem, amap.lse, amap.tokens, amap.provenance)
+    return StoredMap(amap.problem, amap.lse, amap.tokens, amap.provenance)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -44,7 +44,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def simple(
     mask: Any = None, t: int = 5, s: int = 5, dtype: torch.dtype = torch.float32, **more: Any
-) -> Stored:
+) -> StoredMap:
     q, k = randn(2, 4, t, 8, dtype=dtype), randn(2, 2, s, 8, dtype=dtype)
     return stored(Problem.of(q, k, k, mask=mask, **more))
 
@@ -56,7 +56,7 @@ def there_and_back(content: Any, path: Path) -> Any:
     return entry.content
 
 
-def weights(content: Stored) -> Tensor:
+def weights(content: StoredMap) -> Tensor:
     return AttentionMap.of(*content).dense()
 
 
@@ -161,7 +161,7 @@ def test_statistics_come_back(tmp_path: Path) -> None:
     }
     tensors |= {"a scalar": torch.tensor(0.1), "nothing": torch.zeros(0, 3), "nan": torch.tensor([math.nan])}
     plain = {"top": 8, "names": ["a", "b"], "inner": {"é\n": None, "x": [True, 0.1, -(2**60)]}, "": "\ud800"}
-    after = there_and_back(Kept(tensors, plain, ("a", "é")), tmp_path / "run.safetensors")
+    after = there_and_back(StoredStatistics(tensors, plain, ("a", "é")), tmp_path / "run.safetensors")
     assert (after.plain, after.tokens) == (plain, ("a", "é"))
     assert list(after.tensors) == list(tensors)
     assert all(same(after.tensors[name], tensor) for name, tensor in tensors.items())
@@ -175,7 +175,7 @@ def test_a_run_comes_back_in_order(tmp_path: Path) -> None:
         Entry("layers.1.attn", 0, maps[0]._replace(tokens=labels, provenance={"model": "x", "n": (1, 2)})),
         Entry("layers.0/attn", 0, maps[1]._replace(tokens=several)),
         Entry("layers.1.attn", 1, maps[2]._replace(tokens=labels)),
-        Entry("", 0, Kept({"entropy": torch.ones(2, 4, 5)}, {"tokens": 5})),
+        Entry("", 0, StoredStatistics({"entropy": torch.ones(2, 4, 5)}, {"tokens": 5})),
     ]
     path = tmp_path / "run.safetensors"
     storage.write(path, entries, tokens=labels, provenance={"made by": "a test"})
@@ -191,7 +191,7 @@ def test_a_run_comes_back_in_order(tmp_path: Path) -> None:
 
 def test_no_entries_is_a_run_too(tmp_path: Path) -> None:
     storage.write(tmp_path / "run", [])
-    assert storage.read(tmp_path / "run") == Run((), None, {})
+    assert storage.read(tmp_path / "run") == FileContent((), None, {})
 
 
 def test_a_map_saves_and_opens(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_views_are_stored_compactly_and_shared_tensors_once(tmp_path: Path) -> N
     assert sorted(header) == ["0.lse", "0.mask.left.tensor", "0.q", "1.lse", "2.lse", "__metadata__"]
     assert header["0.q"]["data_offsets"][1] - header["0.q"]["data_offsets"][0] == 2 * 10 * 8 * 4
     for entry in storage.read(path).entries:
-        assert isinstance(entry.content, Stored)
+        assert isinstance(entry.content, StoredMap)
         assert same(entry.content.problem.q, q.contiguous())
         assert entry.content.problem.q is entry.content.problem.k
 
@@ -256,7 +256,7 @@ def test_views_are_stored_compactly_and_shared_tensors_once(tmp_path: Path) -> N
 def test_other_views_of_the_same_memory_are_stored_too(tmp_path: Path) -> None:
     x = randn(3, 3)
     views = {"rows": x, "columns": x.T, "first": x[:1], "bits": x.view(torch.int32)}
-    after = there_and_back(Kept(views, {}), tmp_path / "run")
+    after = there_and_back(StoredStatistics(views, {}), tmp_path / "run")
     assert all(same(after.tensors[name], view) for name, view in views.items())
 
 
@@ -276,7 +276,7 @@ def test_tensors_of_every_sort_are_stored_by_their_numbers(tmp_path: Path) -> No
         "expanded": randn(1).expand(4, 3),
         "transposed": randn(4, 3).T,
     }
-    after = there_and_back(Kept(tensors, {}), tmp_path / "run.safetensors")
+    after = there_and_back(StoredStatistics(tensors, {}), tmp_path / "run.safetensors")
     for name, tensor in tensors.items():
         numbers = torch.tensor(tensor.tolist())
         assert same(after.tensors[name], numbers), name
@@ -298,10 +298,10 @@ def test_opening_reads_no_tensor(tmp_path: Path) -> None:
     path = tmp_path / "map.safetensors"
     q = torch.zeros(1, 1, 2**17, 64)  # 32 MB
     storage.write(
-        path, [Entry("layer", 0, Stored(Problem.of(q, q.clone(), q), torch.zeros(1, 1, 2**17), None, {}))]
+        path, [Entry("layer", 0, StoredMap(Problem.of(q, q.clone(), q), torch.zeros(1, 1, 2**17), None, {}))]
     )
     (entry,) = storage.read(path).entries
-    assert isinstance(entry.content, Stored)
+    assert isinstance(entry.content, StoredMap)
     amap = AttentionMap.of(*entry.content)
     assert resident() < 2e6
     assert amap[0, 0, 1000:1004, 2000:2004].shape == (4, 4)
@@ -369,7 +369,7 @@ def nested(times: int) -> Any:
 
 
 def kept(**tensors: Any) -> Entry:
-    return Entry("layer", 0, Kept(tensors, {}))
+    return Entry("layer", 0, StoredStatistics(tensors, {}))
 
 
 class Own(masks.Mask):
@@ -424,7 +424,7 @@ REFUSED: list[tuple[str, Callable[[], Any], list[str]]] = [
     ("a statistic's name", lambda: kept(**{"a\tb": torch.ones(1)}), ["printable", "'a\\tb'"]),
     ("a call", lambda: Entry("layer", -1, simple()), ["call", "-1"]),
     ("a call", lambda: Entry("layer", True, simple()), ["call", "True"]),
-    ("much text", lambda: Entry("layer", 0, Kept({}, {"text": "x" * 2**25})), ["MB", "fewer calls"]),
+    ("much text", lambda: Entry("", 0, StoredStatistics({}, {"text": "x" * 2**25})), ["MB", "fewer calls"]),
 ]  # fmt: skip
 
 
@@ -445,7 +445,7 @@ def test_the_deepest_masks_that_are_written_are_read(tmp_path: Path) -> None:
     before = simple(deep(100))
     assert same(weights(there_and_back(before, tmp_path / "map")), weights(before))
     plain = {"a": nested(98)}
-    assert there_and_back(Kept({}, plain), tmp_path / "run").plain == plain
+    assert there_and_back(StoredStatistics({}, plain), tmp_path / "run").plain == plain
 
 
 def test_a_header_as_large_as_can_be(tmp_path: Path) -> None:
@@ -453,11 +453,11 @@ def test_a_header_as_large_as_can_be(tmp_path: Path) -> None:
     frame = 400
     for size in (storage.HEADER - frame, storage.HEADER - 64):
         try:
-            storage.write(tmp_path / "run", [Entry("a", 0, Kept({}, {"text": "x" * size}))])
+            storage.write(tmp_path / "run", [Entry("a", 0, StoredStatistics({}, {"text": "x" * size}))])
         except ValueError:
             continue
         (entry,) = storage.read(tmp_path / "run").entries
-        assert isinstance(entry.content, Kept)
+        assert isinstance(entry.content, StoredStatistics)
         assert len(entry.content.plain["text"]) == size
     assert (tmp_path / "run").stat().st_size > storage.HEADER - frame
 
@@ -514,7 +514,7 @@ def sample() -> list[Entry]:
         content = stored(problem, ["the", "train", "left", "on"] if n % 2 else None, {"number": n})
         entries.append(Entry(f"layers.{n}.attn", n % 2, content))
     tensors = {"entropy": torch.arange(12.0).reshape(2, 2, 3), "keys": torch.tensor([[-1, 0]]).long()}
-    kept = Kept(tensors, {"top": 8, "of": ["a", None, 0.5]}, ("the", "train"))
+    kept = StoredStatistics(tensors, {"top": 8, "of": ["a", None, 0.5]}, ("the", "train"))
     return [*entries, Entry("layers.0.attn", 5, kept)]
 
 
@@ -606,8 +606,8 @@ def test_files_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         refuses(path, save({}, ours | wrong), not_ours)
     for missing in ours:
         refuses(path, save({}, {name: text for name, text in ours.items() if name != missing}), not_ours)
-    for version in ("2", "10", "9" * 5000):
-        refuses(path, save({}, ours | {"version": version}), [f"version {version[:9]}", "up to 1", "Upgrade"])
+    for version in ("4", "10", "9" * 5000):
+        refuses(path, save({}, ours | {"version": version}), [f"version {version[:9]}", "up to 3", "Upgrade"])
     refuses(path, (2**63).to_bytes(8, "little") + b"{}", ["header has 9,223,372,036,854,775,808"])
     refuses(path, (2**25 + 1).to_bytes(8, "little") + bytes(2**25 + 1), ["header has 33,554,433"])
 
@@ -718,6 +718,10 @@ HOSTILE: list[tuple[str, Callable[[Any, Any], None], list[str]]] = [
     # tokens
     ("labels", top("labels", to=[["a", 1]]), ["tokens", "strings", "1"]),
     ("labels", top("labels", to=["abc"]), ["tokens", "strings", "a str"]),
+    ("a text", top("labels", 0, to={"pieces": ["a"]}), ["a text to have pieces, special", "['pieces']"]),
+    ("a text", top("labels", 0, to={"pieces": [1], "special": []}), ["pieces to have only str", "an int"]),
+    ("a text", top("labels", 0, to={"pieces": ["a"], "special": [3]}), ["special", "(3,)"]),
+    ("a text", top("labels", 0, to={"pieces": ["a"], "special": []}), ["entry 1", "s = 4", "1"]),
     ("tokens of the run", top("tokens", to=7), ["tokens 7", "has 3 lists"]),
     ("tokens of the run", top("tokens", to="a"), ["tokens", "int or null", "'a'"]),
     ("tokens too few", top("labels", 0, to=["a"]), ["entry 1", "tokens", "s = 4", "1"]),
@@ -842,10 +846,10 @@ def test_a_misplaced_tensor(tmp_path: Path) -> None:
 # -- at random -------------------------------------------------------------------------------------
 
 
-def usable(run: Run) -> None:
+def usable(run: FileContent) -> None:
     """Everything in it can be computed."""
     for entry in run.entries:
-        if isinstance(entry.content, Kept):
+        if isinstance(entry.content, StoredStatistics):
             assert all(tensor.numel() == 0 or str(tensor.sum()) for tensor in entry.content.tensors.values())
             continue
         amap = AttentionMap.of(*entry.content)
@@ -953,9 +957,9 @@ def test_version_1_is_read_for_ever() -> None:
     assert (run.tokens, run.provenance) == (("a", "b"), {"made by": "manyheads"})
     assert [entry[:2] for entry in run.entries] == [entry[:2] for entry in made]
     for after, before in zip(run.entries, made, strict=True):
-        if isinstance(after.content, Kept) or isinstance(before.content, Kept):
-            assert isinstance(after.content, Kept)
-            assert isinstance(before.content, Kept)
+        if isinstance(after.content, StoredStatistics) or isinstance(before.content, StoredStatistics):
+            assert isinstance(after.content, StoredStatistics)
+            assert isinstance(before.content, StoredStatistics)
             assert after.content.plain == before.content.plain
             assert after.content.tokens == before.content.tokens
             assert all(same(after.content.tensors[name], x) for name, x in before.content.tensors.items())
@@ -978,6 +982,63 @@ def test_a_map_of_version_1_is_read_for_ever() -> None:
     torch.testing.assert_close(amap.dense()[0, 0], expected)
 
 
+def test_a_map_of_version_2_is_read_for_ever() -> None:
+    amap = AttentionMap.open(DATA / "map-2.safetensors")
+    assert amap.tokens == TokenizedText(("[CLS]", "né", " 机", "", "[SEP]"), (0, 4))
+    assert amap.shape == (1, 1, 5, 5)
+
+
+def test_a_map_of_version_3_is_read_for_ever() -> None:
+    amap = AttentionMap.open(DATA / "map-3.safetensors")
+    assert amap.shape == (1, 2, 3, 3)
+    assert amap.value_norm is not None
+    assert amap.value_norm.tolist() == [[[5.0, 13.0, 0.0]]]  # of the values [3, 4], [5, 12] and [0, 0]
+
+
+@pytest.mark.parametrize("name", ["map-1", "map-2"])
+def test_maps_of_earlier_versions_have_no_norms_of_values(name: str) -> None:
+    assert AttentionMap.open(DATA / f"{name}.safetensors").value_norm is None
+
+
+def test_norms_of_values_come_back(tmp_path: Path) -> None:
+    problem = simple(mh.Causal()).problem
+    norm = torch.rand(4, 2, 5)[::2]  # not contiguous
+    AttentionMap.of(problem, value_norm=norm).save(tmp_path / "map")
+    assert _header(tmp_path / "map")["__metadata__"]["version"] == "3"
+    after = AttentionMap.open(tmp_path / "map").value_norm
+    assert after is not None
+    assert same(after, norm.contiguous())
+    AttentionMap.of(problem).save(tmp_path / "map")  # older versions read files without norms
+    assert _header(tmp_path / "map")["__metadata__"]["version"] == "1"
+    assert AttentionMap.open(tmp_path / "map").value_norm is None
+
+
+@pytest.mark.parametrize("wrong", [torch.rand(2, 4, 5), torch.rand(2, 2, 5).double(), torch.rand(2, 5)])
+def test_norms_of_values_of_another_shape_or_dtype_are_refused(tmp_path: Path, wrong: Tensor) -> None:
+    from safetensors.torch import load_file, save
+
+    path = tmp_path / "map.safetensors"
+    with pytest.raises(ValueError, match=r"Expected value_norm to be torch.float32, \[b, g, s\]"):
+        storage.write(path, [Entry("layer", 0, simple()._replace(value_norm=wrong))])
+    storage.write(path, [Entry("layer", 0, simple()._replace(value_norm=torch.rand(2, 2, 5)))])
+    tensors = load_file(path) | {"0.value_norm": wrong}
+    refuses(path, save(tensors, _header(path)["__metadata__"]), ["Expected value_norm to be torch.float32"])
+
+
+def test_tokens_with_their_text(tmp_path: Path) -> None:
+    text, other = TokenizedText(("[CLS]", "né", " 机", "", '\n"\ud800'), (0,)), TokenizedText(tuple("abcde"))
+    amap = AttentionMap.of(Problem.of(*(randn(2, 1, 5, 4) for _ in range(3))))
+    for tokens in (text, (text, other), (text, tuple("abcde")), tuple("abcde")):
+        amap.labelled(tokens).save(tmp_path / "map")
+        version = _header(tmp_path / "map")["__metadata__"]["version"]
+        assert version == (
+            "1" if tokens == tuple("abcde") else "2"
+        )  # older versions read files without texts
+        assert AttentionMap.open(tmp_path / "map").tokens == tokens
+    with pytest.raises(ValueError, match="s = 5"):
+        amap.labelled(other[:4])
+
+
 def test_the_page_on_the_format_is_right(tmp_path: Path) -> None:
     """Its example can be read, and it has every word."""
     from safetensors.torch import save
@@ -989,7 +1050,7 @@ def test_the_page_on_the_format_is_right(tmp_path: Path) -> None:
     (tmp_path / "run").write_bytes(save(tensors, {"format": "manyheads", "version": "1", "run": run}))
     found = storage.read(tmp_path / "run")
     usable(found)
-    assert isinstance(found.entries[0].content, Stored)
+    assert isinstance(found.entries[0].content, StoredMap)
     assert str(found.entries[0].content.problem.mask) == "Causal() & Window(left=255, right=None)"
     table = page.split("## Masks and biases")[1].split("## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]

@@ -1,8 +1,8 @@
 """The speed of attention on this machine: kernels of manyheads, other libraries, and the hardware's limits.
 
-Runs are interleaved (A B C A B C …), so that disturbances affect all contestants; medians and quartiles are
-reported. The limits, the speed of multiply-adds on registers and of reading memory, are measured before and
-after the contestants.
+Runs are interleaved (A B C A B C …), so that disturbances affect all contestants. Medians and quartiles are
+reported. The hardware's limits (multiply-adds per second on registers, bytes read per second) are measured
+before and after the contestants.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ LENGTHS = (64, 256, 1024, 2048, 4096, 8192, 16384)
 KINDS = ("forward", "causal", "training", "statistics", "decode", "layer")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PACKAGES = ("torch", "manyheads", "x-transformers", "transformers")
-ROOM = 4e9  # bytes: a contestant that builds more weights is left out
+MAX_WEIGHT_BYTES = 4e9  # a contestant that would store larger weights is left out
 SAMPLE = 0.02  # the shortest measurement in seconds: short runs are repeated
 LIMITS = Path(__file__).with_name("limits.cpp")
 ROUNDS = 10_000_000  # the rounds of `LIMITS` in a measurement, about 20 ms in float32
-SAVED = 10.0  # the shortest time between two writes of a report, in seconds
-IMPOSSIBLE = 1.05  # a contestant above this share of the peak shows that the peak is wrong
+SAVE_INTERVAL = 10.0  # the shortest time between two writes of a report, in seconds
+MAX_SHARE = 1.05  # a contestant with a larger share of the peak shows that the peak is wrong
 
-Run = Callable[[], object]
+Contestant = Callable[[], object]
 Forward = Callable[[], Tensor]
 Track = Callable[..., Iterable[Any]]  # `rich.progress.Progress.track`, which shows the progress of a loop
 
@@ -115,14 +115,14 @@ class Result:
 
 @dataclass
 class BaseReport:
-    """The measurements of a run, with the machine that it ran on.
+    """The measurements of a benchmark, with the machine.
 
     Attributes:
         machine: What `describe_machine` returns.
     """
 
     machine: dict[str, Any]
-    name: ClassVar[str]  # of the files
+    name: ClassVar[str]  # the name of the files, without a suffix
 
     def __post_init__(self) -> None:
         self.saved = -math.inf  # the time of the last write, by time.monotonic()
@@ -136,8 +136,8 @@ class BaseReport:
         raise NotImplementedError
 
     def keep(self, folder: Path) -> None:
-        """Write the results so far, at most every `SAVED` seconds, so that a killed run doesn't lose them."""
-        if time.monotonic() > self.saved + SAVED:
+        """Write the results so far, in case the process is killed; at most every `SAVE_INTERVAL` seconds."""
+        if time.monotonic() > self.saved + SAVE_INTERVAL:
             BaseReport.save(self, folder)
 
     def save(self, folder: Path) -> list[Path]:
@@ -217,14 +217,14 @@ class Report(BaseReport):
         return "\n".join(lines) + "\n"
 
     def _unknown(self) -> dict[str, str]:
-        """Return the dtypes without a known peak and the reasons: it can't be measured, or was exceeded."""
+        """Return why the peak of a dtype isn't known: it can't be measured, or a contestant exceeds it."""
         reasons: dict[str, str] = dict(self.machine.get("unknown", {}))
         for result in self.results:
             dtype = result.problem.dtype
             peak = self.machine["peak"].get(dtype)
             if result.problem.kind == "decode" or not peak:  # decoding may read from a cache
                 continue
-            if any(result.problem.work / timing.median > IMPOSSIBLE * peak for timing in result.timings):
+            if any(result.problem.work / timing.median > MAX_SHARE * peak for timing in result.timings):
                 reasons[dtype] = (
                     f"a contestant is faster than {limit(self.machine, dtype)}, which was measured while the "
                     "machine was disturbed, or without its matrix units. Run again on a quiet machine"
@@ -323,8 +323,8 @@ def describe_time(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def timed(run: Run, times: int = 1) -> float:
-    """Return the mean seconds of several runs in a row."""
+def measure_seconds(run: Contestant, times: int = 1) -> float:
+    """Run a function several times, and return the mean time in seconds."""
     start = time.perf_counter()
     for _ in range(times):
         run()
@@ -360,8 +360,8 @@ def multiplications() -> dict[str, Callable[[int], float] | str]:
     """Compile limits.cpp for this processor.
 
     Returns:
-        By dtype, a function that multiplies and adds on registers or tiles for a number of rounds and returns
-        the number of operations, or the reason why there is no function.
+        By dtype, a function that multiplies and adds for a number of rounds on registers or tiles and returns
+        the number of operations; or the reason why there is no such function.
     """
     compiler = os.environ.get("CXX") or "c++"
     native = ["-march=native"] if platform.machine().lower() in ("x86_64", "amd64") else []
@@ -389,8 +389,8 @@ def multiplications() -> dict[str, Callable[[int], float] | str]:
 def unknown() -> dict[str, str]:
     """Return the dtypes whose peak can't be measured, with the reasons.
 
-    A processor with AMX tiles multiplies bfloat16 many times as fast as its vector registers do, so that
-    their rate isn't reported where the tiles can't be used.
+    AMX tiles multiply bfloat16 many times as fast as vector registers. So if the processor has tiles but they
+    can't be used, the rate of the registers isn't reported as the peak.
     """
     return {name: why for name, why in multiplications().items() if isinstance(why, str)}
 
@@ -416,14 +416,14 @@ def limits() -> tuple[dict[str, float], float]:
             if max(rates):
                 peak[name] = max(rates)
     numbers = torch.ones(1 << 26)
-    return peak, max(numbers.nbytes / timed(numbers.sum) for _ in range(5))
+    return peak, max(numbers.nbytes / measure_seconds(numbers.sum) for _ in range(5))
 
 
 # -- the contestants ---------------------------------------------------------------------------------
 
 
-def contestants(problem: Problem) -> dict[str, Run | str]:
-    """Return the contestants of a problem, PyTorch's attention first, or the reasons to leave them out."""
+def contestants(problem: Problem) -> dict[str, Contestant | str]:
+    """Return the contestants of a problem, PyTorch's attention first; a text is a reason to leave one out."""
     dtype = DTYPES[problem.dtype]
     if problem.kind == "layer":
         return layers(problem, torch.randn(1, problem.tokens, HEADS * problem.size, dtype=dtype))
@@ -458,8 +458,8 @@ def run_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) 
     return "; ".join(reasons) or (lambda: attention(q, k, v, mask=mask, kernel=kernel))
 
 
-def with_backward(forwards: Mapping[str, Forward | str], *leaves: Tensor) -> dict[str, Run | str]:
-    """Return the contestants with their backward passes, which give gradients of the leaves."""
+def with_backward(forwards: Mapping[str, Forward | str], *leaves: Tensor) -> dict[str, Contestant | str]:
+    """Return contestants that also compute the gradients of the leaves."""
     for leaf in leaves:
         leaf.requires_grad_()
 
@@ -470,7 +470,7 @@ def with_backward(forwards: Mapping[str, Forward | str], *leaves: Tensor) -> dic
     return {name: run if isinstance(run, str) else partial(step, run) for name, run in forwards.items()}
 
 
-def with_statistics(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
+def with_statistics(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Contestant | str]:
     """Return contestants that compute attention with statistics of every head.
 
     The statistics are entropy, distance, largest weight, received attention, and pooled maps of 512 × 512
@@ -482,13 +482,13 @@ def with_statistics(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
         v: The values `[1, h, t, d]`.
 
     Returns:
-        Functions by the names of the contestants, or the reasons to leave them out.
+        The contestants by name; a text is a reason to leave one out.
     """
     cells = min(512, q.shape[2])
     requested: dict[str, Any] = dict.fromkeys(("entropy", "distance", "row_max", "received"), ())
     requested["pooled"] = [(cells, cells), (cells, cells, "max")]
 
-    def fused(**more: int) -> Run:
+    def fused(**more: int) -> Contestant:
         return lambda: attention_with_map(q, k, v, kernel="native", statistics=requested | more)
 
     def after() -> object:
@@ -516,8 +516,8 @@ def with_statistics(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run | str]:
     }
 
 
-def layers(problem: Problem, x: Tensor) -> dict[str, Run | str]:
-    """Return self-attention modules with their projections, on x `[1, t, e]`."""
+def layers(problem: Problem, x: Tensor) -> dict[str, Contestant | str]:
+    """Return contestants that run self-attention modules, with their projections, on x `[1, t, e]`."""
     width = HEADS * problem.size
     of_torch = torch.nn.MultiheadAttention(width, HEADS, batch_first=True, dtype=x.dtype).eval()
     ours = MultiHeadAttention(width, HEADS).to(x.dtype).eval()
@@ -531,9 +531,9 @@ def layers(problem: Problem, x: Tensor) -> dict[str, Run | str]:
 
 
 def _too_large(tokens: int, dtype: torch.dtype) -> str | None:
-    """Return the reason why the weights of so many tokens aren't built, or None."""
+    """Return the reason why the weights of this number of tokens aren't computed, or None."""
     size = HEADS * tokens**2 * dtype.itemsize
-    return f"at {tokens:,} tokens its weights would take {amount(size)}" if size > ROOM else None
+    return f"at {tokens:,} tokens its weights would take {amount(size)}" if size > MAX_WEIGHT_BYTES else None
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward | str:
@@ -543,7 +543,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Forward | str:
     if t < 128:
         return "it is compiled for lengths from 128"
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, t, t, device="cpu") if causal else None
-    torch.compiler.reset()  # PyTorch compiles a function for eight shapes, and runs a ninth uncompiled
+    torch.compiler.reset()  # PyTorch compiles a function for at most eight shapes, and runs others uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda: compiled(q, k, v, block_mask=blocks)
 
@@ -578,10 +578,10 @@ def measure(problem: Problem, rounds: int) -> Result:
 
     Args:
         problem: The problem.
-        rounds: The measurements of each contestant. A measurement repeats short runs for `SAMPLE` seconds.
+        rounds: The number of measurements of each contestant. Short runs are repeated for `SAMPLE` seconds.
 
     Returns:
-        The timings. Contestants that don't support the problem, or fail at the warm-up, are left out.
+        The timings. Contestants that don't support the problem or fail in the warm-up are left out.
     """
     with torch.set_grad_enabled(problem.kind == "training"):
         running, left_out = split(contestants(problem))
@@ -592,27 +592,27 @@ def measure(problem: Problem, rounds: int) -> Result:
             except (ValueError, RuntimeError) as error:  # for example without a compiler, or out of memory
                 result.left_out[name] = shorten(str(error), 200, placeholder=" …").rstrip(".")
                 del running[name]
-        seconds = {name: timed(run) for name, run in running.items()}
+        seconds = {name: measure_seconds(run) for name, run in running.items()}
         for name, times in interleave(running, seconds, SAMPLE, rounds).items():
             low, _, high = statistics.quantiles(times, n=4, method="inclusive") if rounds > 1 else times * 3
             result.timings.append(Timing(name, statistics.median(times), low, high, rounds))
     return result
 
 
-def split(runs: dict[str, Run | str]) -> tuple[dict[str, Run], dict[str, str]]:
+def split(runs: dict[str, Contestant | str]) -> tuple[dict[str, Contestant], dict[str, str]]:
     """Return the contestants that run, and the reasons why others are left out."""
     running = {name: run for name, run in runs.items() if not isinstance(run, str)}
     return running, {name: why for name, why in runs.items() if isinstance(why, str)}
 
 
 def interleave(
-    running: Mapping[str, Run], seconds: Mapping[str, float], sample: float, rounds: int
+    running: Mapping[str, Contestant], seconds: Mapping[str, float], sample: float, rounds: int
 ) -> dict[str, list[float]]:
     """Return the seconds of each contestant in each round.
 
     Args:
         running: The contestants.
-        seconds: The approximate duration of a run of each contestant that is measured.
+        seconds: By the name of each contestant to measure, the approximate duration of a run.
         sample: The shortest measurement in seconds: short runs are repeated.
         rounds: The number of rounds.
 
@@ -623,7 +623,7 @@ def interleave(
     times: dict[str, list[float]] = {name: [] for name in seconds}
     for _ in range(rounds):
         for name in seconds:
-            times[name].append(timed(running[name], repeats[name]))
+            times[name].append(measure_seconds(running[name], repeats[name]))
     return times
 
 

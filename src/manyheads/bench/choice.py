@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads import bench
-from manyheads.bench import ROOM, Forward, Run, describe_time, describe_versions, timed
+from manyheads.bench import MAX_WEIGHT_BYTES, Contestant, Forward, describe_time, measure_seconds
 from manyheads.functional import attention
 from manyheads.kernels import ORDER, choose
 from manyheads.masks import Causal, Lengths, Mask, Window
@@ -32,17 +32,17 @@ SIZES = (64, 32, 80, 128)  # head sizes; some cases have only the first
 LENGTHS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MASKS = ("full", "causal", "window", "padding")
 QUERIES = (1, 4, 16)  # the numbers of queries when decoding
-RANDOM = 200  # random cases
+RANDOM = 200  # the number of random cases
 LARGEST = 1 << 26  # the most scores of a random case: 4 heads of 4,096 tokens
 
-# `auto` is slower if it takes more than `SLOWER` times as long as the fastest, and `LATER` seconds longer.
-SLOWER, LATER = 1.05, 15e-6
+# `auto` counts as slower if it takes more than `MIN_RATIO` times the fastest time, and `MIN_DELAY` s longer.
+MIN_RATIO, MIN_DELAY = 1.05, 15e-6
 SAMPLE = 1e-3  # the shortest measurement in seconds, less than the time slice of a process
-LONG = 5.0  # seconds: cases that take longer have two rounds
-HOPELESS = 3.0  # above this ratio to the fastest time, a contestant isn't run again
-AGAIN = 5  # the number of times that the cases in which `auto` seems slower are measured again
-THOROUGH = 3  # the factor of the rounds of such a measurement
-COPIES = 5  # the number of copies of all weights that the reference kernel has at once
+LONG_CASE = 5.0  # cases that take longer than this many seconds are measured in two rounds
+MAX_RATIO = 3.0  # a contestant whose first run takes more than this times the fastest isn't run again
+REPEATS = 5  # how often the cases in which `auto` seems slower are measured again
+ROUNDS_FACTOR = 3  # each of these measurements has this many times as many rounds
+WEIGHT_COPIES = 5  # the number of tensors of the size of all weights that the reference kernel needs at once
 AUTO = "auto"
 
 
@@ -52,17 +52,17 @@ class Case:
 
     Attributes:
         dtype: The name of the dtype.
-        mask: "full"; "causal", where the last query has the position of the last key; "window", causal with
-            `visible` keys; or "padding", where lengths fall from `keys` in the first sequence to `visible` in
-            the last.
-        training: Measure forward and backward.
+        mask: "full"; "causal" (the last query has the position of the last key); "window" (causal with
+            `visible` keys); or "padding" (lengths fall from `keys` in the first sequence to `visible` in the
+            last).
+        training: Whether to measure forward and backward, not forward alone.
         batch: The number of sequences.
         heads: The number of query heads.
         groups: The number of key/value heads.
         queries: The number of queries.
         keys: The number of keys.
         size: The head size.
-        visible: The keys of a window, or of the shortest sequence.
+        visible: The number of keys of a window, or of the shortest sequence.
     """
 
     dtype: str
@@ -152,12 +152,12 @@ class Outcome:
 
     @property
     def is_slower(self) -> bool:
-        """Return True if `auto` is slower than the fastest by more than `SLOWER` and `LATER`."""
+        """Return True if `auto` is slower than the fastest by more than `MIN_RATIO` and `MIN_DELAY`."""
         best = self.times[self.fastest]
-        return self.times[AUTO] > SLOWER * best and self.times[AUTO] > best + LATER
+        return self.times[AUTO] > MIN_RATIO * best and self.times[AUTO] > best + MIN_DELAY
 
     def improve(self, other: Outcome) -> None:
-        """Keep the smaller times of this outcome and another outcome of the case."""
+        """Keep the smaller time of each contestant, from this outcome or a repeated measurement."""
         for name, seconds in other.times.items():
             self.times[name] = min(self.times.get(name, seconds), seconds)
             self.left_out.pop(name, None)
@@ -189,14 +189,14 @@ class Report(bench.BaseReport):
 
     def finish(self, rounds: int, track: bench.Track) -> bool:
         """Measure the slower cases again; return True if none stays slower."""
-        for _ in range(AGAIN):
+        for _ in range(REPEATS):
             for outcome in track(self.slower, description="measuring slower ones again"):
-                outcome.improve(measure(outcome.case, rounds * THOROUGH))
+                outcome.improve(measure(outcome.case, rounds * ROUNDS_FACTOR))
         return not self.slower
 
     def text(self) -> str:
         """Return a line for each case in which `auto` is slower, and a sentence about all cases."""
-        threshold = f"{SLOWER - 1:.0%} and {LATER * 1e6:.0f} µs"
+        threshold = f"{MIN_RATIO - 1:.0%} and {MIN_DELAY * 1e6:.0f} µs"
         count = f"In {len(self.slower):,}" if self.slower else "In none"
         lines = [str(outcome) for outcome in self.slower] + [""] * bool(self.slower)
         lines.append(
@@ -208,7 +208,7 @@ class Report(bench.BaseReport):
     def markdown(self) -> str:
         """Return the machine and the text."""
         text = self.text().replace("\n", "\n\n").rstrip()
-        return f"{describe_versions(self.machine)}\n\n{text}\n"
+        return f"{bench.describe_versions(self.machine)}\n\n{text}\n"
 
 
 # -- the cases ---------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def cases(dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, .
 
 
 def grid(dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]) -> Iterator[Case]:
-    """Yield every combination with a short length, and those with a long length that take only minutes."""
+    """Yield all combinations with short lengths, and those with long lengths that take at most minutes."""
     for tokens, mask, training, dtype in itertools.product(lengths, MASKS, (False, True), dtypes):
         common = (dtype, mask, training, tokens)
         for size in sizes if tokens <= 512 else sizes[:1]:
@@ -266,7 +266,7 @@ def _case(
     size: int,
     queries: int | None = None,
 ) -> Case:
-    """Return a case of the grid. A window has a quarter of the keys, the shortest padded sequence three."""
+    """Return a case of the grid. A window has 1/4 of the keys, the shortest padded sequence 3/4."""
     visible = max({"window": tokens // 4, "padding": 3 * tokens // 4}.get(mask, tokens), 1)
     batch = 2 if mask == "padding" else 1
     return Case(dtype, mask, training, batch, heads, groups, queries or tokens, tokens, size, visible)
@@ -275,7 +275,7 @@ def _case(
 def draw(
     random: random.Random, dtypes: tuple[str, ...], sizes: tuple[int, ...], lengths: tuple[int, ...]
 ) -> Iterator[Case]:
-    """Yield random cases without end. If sizes or lengths are given, they are chosen from these."""
+    """Yield random cases forever, with head sizes and lengths from those given, or any if none are."""
     while True:
         keys = random.choice(lengths) if lengths else _log_uniform(random, 8192)
         queries = keys if random.random() < 0.7 else min(_log_uniform(random, 64), keys)
@@ -305,8 +305,8 @@ def _log_uniform(random: random.Random, largest: int) -> int:
 # -- running -----------------------------------------------------------------------------------------
 
 
-def contestants(case: Case) -> dict[str, Run | str]:
-    """Return the contestants of a case (`auto`, PyTorch, each kernel), or the reasons to leave them out."""
+def contestants(case: Case) -> dict[str, Contestant | str]:
+    """Return the contestants: `auto`, PyTorch and each kernel; a text is a reason to leave one out."""
     q, k, v = case.tensors()
     mask, options = case.mask_value(), case.options()
     forwards: dict[str, Forward | str] = {
@@ -314,8 +314,8 @@ def contestants(case: Case) -> dict[str, Run | str]:
         "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, **options),
         **{kernel: bench.run_kernel(kernel, q, k, v, mask) for kernel in ORDER},
     }
-    size = COPIES * case.scores * torch.float32.itemsize
-    if size > ROOM:
+    size = WEIGHT_COPIES * case.scores * torch.float32.itemsize
+    if size > MAX_WEIGHT_BYTES:
         forwards["reference"] = f"its weights would take {amount(size)}"
     return bench.with_backward(forwards, q, k, v) if case.training else dict(forwards)
 
@@ -334,10 +334,10 @@ def measure(case: Case, rounds: int) -> Outcome:
                     raise
                 outcome.left_out[name] = str(error).partition("\n")[0]
         for name, seconds in list(first.items()):
-            if name != AUTO and seconds > HOPELESS * min(first.values()):
+            if name != AUTO and seconds > MAX_RATIO * min(first.values()):
                 outcome.left_out[name] = f"its first run took {describe_time(seconds)}"
                 del first[name]
-        affordable = int(LONG / max(sum(first.values()), SAMPLE))  # rounds
+        affordable = int(LONG_CASE / max(sum(first.values()), SAMPLE))  # rounds
         times = bench.interleave(running, first, SAMPLE, min(rounds, max(affordable, 2)))
     outcome.times = {name: statistics.median(seconds) for name, seconds in times.items()}
     return outcome
@@ -350,9 +350,9 @@ def _chosen(case: Case) -> str:
     return name
 
 
-def _first(run: Run) -> float:
+def _first(run: Contestant) -> float:
     """Warm up, and return the approximate seconds of a run."""
-    seconds = timed(run)
+    seconds = measure_seconds(run)
     if seconds < 10 * SAMPLE:  # the first run may include loading or allocation
-        seconds = min(timed(run) for _ in range(3))
+        seconds = min(measure_seconds(run) for _ in range(3))
     return seconds

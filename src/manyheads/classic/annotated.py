@@ -30,7 +30,7 @@ class PrepareForMultiHeadAttention(nn.Module):
         d_model: The width of x.
         heads: The number of heads.
         d_k: The width of a head.
-        bias: Give the layer a bias.
+        bias: Whether the layer has a bias.
 
     Raises:
         TypeError: If a size isn't an integer.
@@ -60,11 +60,11 @@ class MultiHeadAttention(nn.Module):
         heads: The number of heads, a divisor of d_model.
         d_model: The width of queries, keys, values and the output.
         dropout_prob: The dropout probability of weights.
-        bias: Give the query and key projections a bias. The value projection always has one.
+        bias: Whether the query and key projections have a bias. The value projection always has one.
 
     Attributes:
-        softmax: The softmax over the keys of scores `[seq_q, seq_k, batch, heads]`. It is there for reading
-            and not called, because a query without visible keys gets zeros, which it wouldn't return.
+        softmax: The softmax over the keys of scores `[seq_q, seq_k, batch, heads]`. It exists for readers of
+            the model and isn't called, because it doesn't return zeros for a query without visible keys.
         scale: The factor of the scores, 1/√d_k.
         attn: The weights `[seq_q, seq_k, batch, heads]` of the last call, detached, after dropout.
         tracker: A function that is called with "attn" and the weights before dropout.
@@ -102,7 +102,7 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             TypeError: If an input isn't a tensor of floats.
-            ValueError: If an input has another shape.
+            ValueError: If an input has the wrong shape.
         """
         check(query, "query", "seq_q", "batch", "heads", self.d_k)
         check(key, "key", "seq_k", "batch", "heads", self.d_k)
@@ -122,7 +122,7 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             TypeError: If the mask isn't a tensor.
-            ValueError: If the mask has another shape.
+            ValueError: If the mask has the wrong shape.
         """
         if not isinstance(mask, Tensor):
             raise TypeError(f"Expected mask to be a tensor [seq_q, seq_k, batch], got {kind(mask)}.")
@@ -142,14 +142,14 @@ class MultiHeadAttention(nn.Module):
             query: The queries `[seq_q, batch, d_model]`.
             key: The keys `[seq_k, batch, d_model]`.
             value: The values `[seq_k, batch, d_model]`.
-            mask: The mask `[seq_q, seq_k, batch]`: 0 masks key j for query i of batch entry b.
+            mask: The mask `[seq_q, seq_k, batch]`. An entry of 0 masks the key for the query.
 
         Returns:
             The output `[seq_q, batch, d_model]`.
 
         Raises:
             TypeError: If an input isn't a tensor of floats.
-            ValueError: If shapes don't fit each other, or an overridden method returns another shape.
+            ValueError: If shapes don't fit each other, or an overridden method returns the wrong shape.
         """
         q, k, v, options = self._inputs(query, key, value, mask)
         weights = weigh(q, k, v, **options)  # [b, h, t, s]
@@ -175,7 +175,7 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             TypeError: If an input isn't a tensor of floats.
-            ValueError: If shapes don't fit each other, or an overridden method returns another shape.
+            ValueError: If shapes don't fit each other, or an overridden method returns the wrong shape.
         """
         q, k, v, options = self._inputs(query, key, value, mask)
         dropout_p = self.dropout.p if self.training else 0.0
@@ -198,7 +198,7 @@ class MultiHeadAttention(nn.Module):
         options: dict[str, Any] = {"mask": keep, "scale": self.scale}
         if getattr(self.get_scores, "__func__", None) is not MultiHeadAttention.get_scores:
             options["bias"] = self._overridden_scores(projected[0], projected[1], keep)
-            q, k = q[..., :0], k[..., :0]  # q and k of width 0 have scores of 0, to which the bias is added
+            q, k = q[..., :0], k[..., :0]  # with width 0, q·k is 0, so that the bias gives the scores
         return q, k, v, options
 
     def _keep(self, mask: Tensor, query: Tensor, key: Tensor) -> Keep:
@@ -227,8 +227,8 @@ class MultiHeadAttention(nn.Module):
             return Dense(scores if keep is None else torch.where(keep.tensor, scores, -math.inf))
         except ValueError:
             raise ValueError(
-                "Expected numbers or -inf (masked) from get_scores, got NaN or +inf. Fix get_scores, or mask "
-                "these keys."
+                "Expected finite scores or -inf (masked) from get_scores, got NaN or +inf. Fix get_scores, "
+                "or mask these keys."
             ) from None
 
     def _merge(self, out: Tensor) -> Tensor:

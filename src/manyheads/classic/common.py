@@ -1,7 +1,7 @@
 """Functions that the presentations share: checks of inputs, and differentiable weights.
 
-An `AttentionMap` is detached, and its weights are before dropout. A presentation whose original returns the
-weights that produced its output calls `weigh`, its own dropout, and `mix` instead.
+An `AttentionMap` is detached, and has the weights before dropout. Some originals return the weights that
+produced the output. Their presentations call `weigh`, apply dropout, and call `mix`.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ def check(x: Any, name: str, *letters: str | int) -> None:
 
 
 def weigh(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Return the differentiable weights `[b, h, t, s]` before dropout, in the dtype of scores.
+    """Return differentiable weights `[b, h, t, s]` before dropout, in the dtype of the scores.
 
     The arguments are those of `manyheads.attention`.
     """
     if has_torch_function_variadic(q, k, v):
         return handle_torch_function(weigh, (q, k, v), q, k, v, **options)
-    with scores.exactly(q.device):
+    with scores.disable_autocast(q.device):
         return reference.weights(Problem.of(q, k, v, **options))[0]
 
 
 def mix(weights: Tensor, v: Tensor) -> Tensor:
-    """Return weights `[b, h, t, s]` times v `[b, h, s, w]` as `[b, h, t, w]`, in the dtype of v.
+    """Return weights `[b, h, t, s]` · v `[b, h, s, w]` as `[b, h, t, w]`, in the dtype of v.
 
-    A value that isn't finite doesn't affect queries whose weight for it is 0.
+    A non-finite value doesn't affect queries that give it a weight of 0.
     """
     if has_torch_function_variadic(weights, v):
         return handle_torch_function(mix, (weights, v), weights, v)
-    with scores.exactly(v.device):
+    with scores.disable_autocast(v.device):
         wide = v.to(weights.dtype)
         out = weights @ wide if scores.finite(wide) else scores.mix(weights, weights != 0, wide)
         return out.to(v.dtype)

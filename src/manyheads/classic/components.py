@@ -67,7 +67,7 @@ class PositionalEncoder(nn.Module):
 
         Raises:
             TypeError: If x isn't a tensor of floats.
-            ValueError: If x has another shape, or is longer than max_seq_len.
+            ValueError: If x has the wrong shape, or is longer than max_seq_len.
         """
         check(x, "x", "N", "L", self.d_model)
         length, longest = x.shape[1], self.pe.shape[1]

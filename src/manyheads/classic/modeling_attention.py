@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
 
         Raises:
             TypeError: If x isn't a tensor of floats, or the mask isn't a `Mask`.
-            ValueError: If x has another shape.
+            ValueError: If x has the wrong shape.
         """
         q, k, v, options = self._inputs(x, mask)
         out, amap = attention_with_map(q, k, v, **options)
@@ -78,7 +78,7 @@ class MultiHeadSelfAttention(nn.Module):
         input_size: The width of x.
         hidden: The width of q, k, v and the output.
         num_heads: The number of heads, each of width head_size = hidden / num_heads.
-        causal: Mask the keys after each query.
+        causal: Whether to mask the keys after each query.
         dropout: The dropout probability of weights.
 
     Raises:
@@ -113,7 +113,7 @@ class MultiHeadSelfAttention(nn.Module):
 
         Args:
             x: The input `[batch, seq, input_size]`.
-            return_attention: Also return the weights.
+            return_attention: Whether to also return the weights.
 
         Returns:
             The output `[batch, seq, hidden]`, and the weights `[batch * num_heads, seq, seq]` after dropout,
@@ -121,7 +121,7 @@ class MultiHeadSelfAttention(nn.Module):
 
         Raises:
             TypeError: If x isn't a tensor of floats.
-            ValueError: If x has another shape.
+            ValueError: If x has the wrong shape.
         """
         q, k, v, options = self._inputs(x, None)
         if not return_attention:
@@ -141,7 +141,7 @@ class MultiHeadSelfAttention(nn.Module):
 
         Raises:
             TypeError: If x isn't a tensor of floats, or the mask isn't a `Mask`.
-            ValueError: If x has another shape.
+            ValueError: If x has the wrong shape.
         """
         q, k, v, options = self._inputs(x, mask)
         out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **options)
@@ -149,9 +149,8 @@ class MultiHeadSelfAttention(nn.Module):
 
     def _inputs(self, x: Tensor, mask: Mask | None) -> Inputs:
         check(x, "x", "batch", "seq", self.q.in_features)
-        q, k, v = (
-            split_heads(layer(x), self.num_heads) for layer in (self.q, self.k, self.v)
-        )  # [b, h, t, d]
+        layers = self.q, self.k, self.v
+        q, k, v = (split_heads(layer(x), self.num_heads) for layer in layers)  # [b, h, t, d]
         if self.causal:
             mask = Causal() if mask is None else Causal() & mask
         return q, k, v, {"mask": mask, "scale": 1 / self.scale}
@@ -163,5 +162,5 @@ class MultiHeadSelfAttention(nn.Module):
         return self.mix(merge_heads(out))  # [b, t, hidden]
 
     def extra_repr(self) -> str:
-        """Describe the module."""
+        """Return the sizes and options that `repr` shows."""
         return f"num_heads={self.num_heads}, head_size={self.head_size}, causal={self.causal}"

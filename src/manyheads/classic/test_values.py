@@ -1,11 +1,11 @@
-"""Fixed values to test a self-attention with: assign the weights, compare the output.
+"""Fixed values to test self-attention modules with: assign the weights, and compare the output.
 
     model = SelfAttention(input_size=7, hidden=9)
     model.q.weight.data = SelfAttentionTestValues.q_weight
     ...
     torch.allclose(model(SelfAttentionTestValues.x), SelfAttentionTestValues.output, atol=1e-6)
 
-`scripts/make_test_values.py` writes them, from the formula of Vaswani et al. 2017 (arXiv:1706.03762).
+`scripts/make_test_values.py` computed them by the formula of Vaswani et al. 2017 (arXiv:1706.03762).
 """
 
 from pathlib import Path

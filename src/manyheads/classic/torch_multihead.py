@@ -6,9 +6,9 @@
 As in PyTorch, True in a boolean mask means masked, and a float mask is added to the scores. Differences:
 
 - A query without visible keys gets zeros (and zero weights), not NaN.
-- `attn_mask` is always used: the hint `is_causal` is verified, and a wrong hint has no effect. (In PyTorch a
-  wrong hint gives different outputs with and without `need_weights`.)
-- This `forward` always runs. PyTorch's transformer layers, in evaluation without gradients, would bypass it.
+- `attn_mask` is always used: the hint `is_causal` is verified, and a wrong hint has no effect. (In PyTorch,
+  outputs with a wrong hint depend on `need_weights`.)
+- `forward` always runs. PyTorch's transformer layers would bypass it in evaluation without gradients.
 
 It subclasses nn.MultiheadAttention so that parameters have the same names and random values, and `isinstance`
 checks (in initializers, adapters and converters) succeed.
@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from manyheads.biases import Dense
 from manyheads.classic.common import Inputs, mix, weigh
 from manyheads.functional import attention, attention_with_map
-from manyheads.layouts import merge_heads, project_inputs, split_heads, spread_masks
+from manyheads.layouts import merge_heads, project_inputs, reshape_masks, split_heads
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Drop, Mask
 from manyheads.shapes import can_read, kind, sizes, whole
@@ -35,8 +35,8 @@ from manyheads.shapes import can_read, kind, sizes, whole
 class Refused(ValueError, AssertionError, RuntimeError):
     """An error about inputs that don't fit each other.
 
-    PyTorch's class raises AssertionError for some of them and RuntimeError for others. This class is both, so
-    that code which catches them works as before.
+    PyTorch's class raises AssertionError for some of them and RuntimeError for others. This class is derived
+    from both, so that code that catches either still works.
     """
 
 
@@ -47,12 +47,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         embed_dim: The width e of queries and of the output.
         num_heads: The number of heads, a divisor of embed_dim.
         dropout: The dropout probability of weights.
-        bias: Give the projections a bias.
-        add_bias_kv: Append a learned key and value that are visible to every query.
-        add_zero_attn: Append a key and value of zeros that are visible to every query.
+        bias: Whether the projections have a bias.
+        add_bias_kv: Whether to append a learned key and value that are visible to every query.
+        add_zero_attn: Whether to append a key and value of zeros that are visible to every query.
         kdim: The width of keys, e if None.
         vdim: The width of values, e if None.
-        batch_first: Use `[batch, length, width]` instead of `[length, batch, width]`.
+        batch_first: Whether inputs are `[batch, length, width]`, not `[length, batch, width]`.
         device: The device of the parameters.
         dtype: The dtype of the parameters.
 
@@ -121,9 +121,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             key: The keys `[s, b, kdim]`, likewise.
             value: The values `[s, b, vdim]`, likewise.
             key_padding_mask: A mask `[b, s]` (`[s]` unbatched) of booleans, True = masked, or floats to add.
-            need_weights: Return the weights. Without them the fastest kernel runs.
+            need_weights: Whether to return the weights. If not, the fastest kernel is used.
             attn_mask: A mask `[t, s]` or `[b · heads, t, s]` of booleans, True = masked, or floats to add.
-            average_attn_weights: Average the weights over the heads.
+            average_attn_weights: Whether to average the weights over the heads.
             is_causal: A hint that attn_mask is the causal mask (key ≤ query, both counted from 0).
 
         Returns:
@@ -185,7 +185,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         out, amap = attention_with_map(q, k, v, dropout_p=self._dropout_p(), **options)
         return self._merge(out, query), amap
 
-    # -- from the caller's layout to heads, and back -------------------------------------------------
+    # -- conversion of inputs to heads, and of heads to the output -----------------------------------
 
     def _inputs(
         self,
@@ -203,7 +203,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             _check_mask(key_padding_mask, "key_padding_mask", [b, s] if query.dim() == 3 else [s])
         if attn_mask is not None:
             _check_mask(attn_mask, "attn_mask", [t, s], [b * self.num_heads, t, s])
-        masks = spread_masks(key_padding_mask, attn_mask, self.num_heads, b, t, s)
+        masks = reshape_masks(key_padding_mask, attn_mask, self.num_heads, b, t, s)
         if is_causal and attn_mask is None:
             raise Refused(
                 "Expected an attn_mask with is_causal=True, which is only a hint about it, got none. Pass "
@@ -251,7 +251,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return q, k and v `[b, length, e]`, by one product if all inputs are the same tensor."""
+        """Return q, k and v `[b, length, e]`, computed in one product if all inputs are the same tensor."""
         if query is key and key is value and self.in_proj_weight is not None:
             packed = F.linear(self._batch_first(query), self.in_proj_weight, self.in_proj_bias)
             return list(packed.chunk(3, -1))
@@ -331,10 +331,10 @@ def replace(model: nn.Module) -> nn.Module:
 
 
 def _prevent_bypass(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Do nothing, as a hook that keeps PyTorch from bypassing `forward`.
+    """Do nothing: a hook whose presence keeps PyTorch from bypassing `forward`.
 
-    nn.TransformerEncoderLayer, in evaluation without gradients, computes attention from the parameters of
-    self_attn unless one of its modules has a hook.
+    In evaluation without gradients, nn.TransformerEncoderLayer computes attention from the parameters of
+    self_attn, unless one of its modules has a hook.
     """
 
 
@@ -343,7 +343,7 @@ def _is_nested(*inputs: Any) -> bool:
 
 
 def _pad_nested(x: Tensor, width: int) -> Tensor:
-    """Return a nested tensor padded with zeros, `[b, length, width]`. PyTorch raises for an empty one."""
+    """Return a nested tensor padded with zeros, `[b, length, width]`. PyTorch raises if it is empty."""
     sequences = x.unbind()
     if not sequences:
         return torch.zeros(0, 0, width, dtype=x.dtype, device=x.device)
@@ -387,8 +387,9 @@ def _options(masks: dict[str, Tensor], causal: bool) -> dict[str, Any]:
 def _is_triangle(mask: Tensor | None) -> bool:
     """Return True if a mask is known to be the causal mask.
 
-    Visible entries of a float mask can have any common value, which cancels in the softmax. A mask on a GPU,
-    or while compiling, isn't read, because that would wait or fail; it is used like any other mask.
+    The visible entries of a float mask may be any constant, which cancels in the softmax. A mask isn't read
+    on a GPU, because that would wait for the device, or during compilation, because that would fail. It is
+    then used like any other mask.
     """
     if mask is None or mask.dim() != 2 or mask.device.type != "cpu" or mask.requires_grad:
         return False

@@ -13,8 +13,8 @@ Texts of any length can be drawn. Long texts are pooled into cells of several to
 and without building the matrix, and a label of the figure says so. A weight of 0 has the darkest colour;
 masked weights are grey and hatched. Panels that can be compared share one colour scale. The functions don't
 use pyplot, so they need no display and change no global state, and a notebook displays the figures that they
-return. Tokens are drawn literally: `$` starts no formula, and a character that the font lacks is written as
-its escape.
+return. Tokens are drawn literally: `$` starts no formula. Fonts that have the characters of the text are
+chosen from those that are installed, and a figure says if none has some. Text in SVG and PDF files is text.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from manyheads import scores
 from manyheads.figures import cells, heatmaps
 from manyheads.figures.cells import AxisLabels, Labels, Layers, Panel, Visible, Weights
 from manyheads.figures.difference import difference
+from manyheads.figures.fonts import legible
 from manyheads.figures.heatmaps import MOST, WEIGHT, Picture, Strip
 from manyheads.figures.positions import curves, image
 from manyheads.maps import AttentionMap
@@ -74,14 +75,15 @@ def head(
     head: int = 0,
     title: str | None = None,
 ) -> Figure:
-    """Draw one head in full: a row per query, a column per key, and numbers where they fit.
+    """Draw one head in full: a row per query, a column per key, and numbers if they fit.
 
-    Above `MOST` queries or keys, a panel of the largest weight of each cell and a panel of the mean weight
-    (where masked weights count as 0) are drawn side by side, each on its own scale.
+    If there are more than `MOST` queries or keys, they are pooled into cells. Two panels are then drawn side
+    by side, each on its own scale: the largest and the mean weight of each cell (masked weights are 0).
 
     Args:
         weights: An AttentionMap or a tensor `[t, s]`.
-        tokens: Labels of the queries, and of the keys if `keys` is None. Default: the map's, or positions.
+        tokens: Labels of the queries (or a `TokenizedText`), and of the keys if `keys` is None. Default: the
+            map's, or positions.
         keys: Labels of the keys.
         keep: Mask `[t, s]` of a tensor (True = may attend). A map has its own mask.
         batch: The map's batch entry.
@@ -169,6 +171,7 @@ def grid(
     reduce: str = "max",
     rows: Labels | None = None,
     columns: Labels | None = None,
+    captions: Sequence[Sequence[str]] | None = None,
     title: str | None = None,
 ) -> Figure:
     """Draw all layers and heads as small multiples on one colour scale.
@@ -182,6 +185,7 @@ def grid(
         reduce: "max" or "mean" of the weights of a cell, for long texts.
         rows: Names of the rows.
         columns: Names of the columns.
+        captions: A short text for each head of each row, such as what it attends to; "" for none.
         title: Title of the figure.
 
     Returns:
@@ -195,16 +199,22 @@ def grid(
     numbers = [cells.head_numbers(heads) for heads in selected.values()]
     row_count, column_count = len(selected), max(map(len, numbers))
     unit = "sequence" if isinstance(weights, AttentionMap | Tensor) else "layer"
-    rows = list(selected) if rows is None else cells.check_names(rows, row_count, unit)
+    rows = cells.short_names(list(selected)) if rows is None else cells.check_names(rows, row_count, unit)
     columns = None if columns is None else cells.check_names(columns, column_count, "head")
+    if captions is not None and len(captions) != row_count:
+        raise ValueError(f"Expected captions for each of {row_count} {unit}s, got {len(captions)}.")
     row_tokens = cells.labels_of_rows(tokens, row_count)
     labels = [cells.axis_labels(*pair) for pair in zip(selected.values(), row_tokens, strict=True)]
     t, s = (max(sides) for sides in zip(*map(cells.size, selected.values()), strict=True))
     box = heatmaps.small_panel_size(t, s, row_count, column_count)
     strips = []
-    for name, heads, shown, names in zip(rows, selected.values(), numbers, labels, strict=True):
-        titles = (columns or [f"head {n}" for n in shown])[: len(shown)]
-        strips.append(Strip(name, titles, cells.pool_heads(heads, box, [reduce])[0], names, box[0]))
+    for n, (name, heads, shown, names) in enumerate(
+        zip(rows, selected.values(), numbers, labels, strict=True)
+    ):
+        titles = (columns or [f"head {head}" for head in shown])[: len(shown)]
+        panels = cells.pool_heads(heads, box, [reduce])[0]
+        written = None if captions is None else cells.check_names(captions[n], len(shown), "head")
+        strips.append(Strip(name, titles, panels, names, box[0], written))
     panels = [panel for strip in strips for panel in strip.panels]
     norm, bar_label = heatmaps.weight_scale(panels), heatmaps.weight_label(reduce, panels)
     return heatmaps.draw_sheet(strips, box[1], norm, bar_label, "query", title)
@@ -219,7 +229,7 @@ def visible(amap: AttentionMap, batch: int, head: int) -> Tensor:
         head: The head.
 
     Returns:
-        A boolean tensor `[t, s]` (True = may attend).
+        The mask, a boolean tensor `[t, s]` (True = may attend).
 
     Raises:
         TypeError: If amap isn't an AttentionMap.
@@ -245,7 +255,7 @@ def received(
     """Draw the weight that each key receives along the text: a strip per layer, with a row per head.
 
     A key's colour is the weight that it receives, the sum of its column: 1 is the average if there are as
-    many queries as keys. In long texts a cell has the colour of its largest key.
+    many queries as keys. In long texts a cell has the colour of the key in it with the largest sum.
 
     Args:
         maps: An AttentionMap, a list of them or a dict by name.
@@ -284,8 +294,8 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
     """Draw the entropy of each head's weights, layer by layer, in nats.
 
     A dot is a head's mean over the queries, in the order of the heads; the line through it spans the middle
-    half of the queries. The bar over a layer is the entropy of uniform attention to all visible keys, the
-    mean of ln(keys). Queries without a visible key don't count.
+    half of the queries. The bar across a layer is the entropy of uniform attention to all visible keys, the
+    mean of ln(keys). Queries without a visible key are excluded.
 
     Args:
         maps: An AttentionMap, a list of them or a dict by name.
@@ -318,10 +328,10 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
         positions = x + (np.arange(h) - (h - 1) / 2) * 0.8 / h
         numbers |= dict(zip(positions.tolist(), amap.heads, strict=True))
         dot = float(np.clip(40 * inches / h, 2, 5))
-        for at, values in zip(positions, (row.compressed() for row in entropies), strict=True):
+        for center, values in zip(positions, (row.compressed() for row in entropies), strict=True):
             if len(values):
-                axes.vlines(at, *np.quantile(values, (0.25, 0.75)), color=HEAD, linewidth=0.7, alpha=0.6)
-                axes.plot(at, values.mean(), "o", color=HEAD, markersize=dot, clip_on=False)
+                axes.vlines(center, *np.quantile(values, (0.25, 0.75)), color=HEAD, linewidth=0.7, alpha=0.6)
+                axes.plot(center, values.mean(), "o", color=HEAD, markersize=dot, clip_on=False)
     heatmaps.set_ticks(axes.xaxis, ticks)
     axes.tick_params(labelsize=8)
     if 0.8 * inches * len(layers) / len(numbers) >= heatmaps.LINE:  # a number fits under each dot
@@ -343,7 +353,7 @@ def entropy(maps: Layers, *, batch: int = 0, title: str | None = None) -> Figure
         frameon=False,
     )
     if title:
-        heatmaps.set_text(axes.set_title, title, 11, figure.get_figwidth())
+        heatmaps.set_text(axes.set_title, title, heatmaps.TITLE, figure.get_figwidth() - 1.3)
     return figure
 
 
@@ -356,7 +366,7 @@ def measures(
 
     Args:
         rows: Named tuples or mappings as in `Recording.table()`: `layer`, `head` and scores by name. A score
-            is a weight, an entropy in nats, a distance in positions, or None if there is nothing to measure.
+            is a weight, an entropy in nats, a distance in positions, or None if it doesn't exist.
         by: The score to sort by. Default: the first one.
         most: The largest number of heads to show.
         title: Title of the figure.
@@ -365,7 +375,7 @@ def measures(
         The figure.
 
     Raises:
-        ValueError: If the rows have different scores, or none of this name.
+        ValueError: If the rows have different scores, or no score of this name.
         TypeError: If a score isn't a number.
     """
     table = _table(rows)
@@ -381,10 +391,10 @@ def measures(
     shares = (numbers[order] - low) / np.where(high > low, high - low, 1)  # [shown, scores]
     digits = [0 if top >= 100 else 1 if top >= 10 else 2 for top in np.maximum(-low, high)]
 
-    labels = [heatmaps.legible(f"{table[n]['layer']}   head {table[n]['head']}") for n in order]
+    labels = [legible(f"{table[n]['layer']}   head {table[n]['head']}") for n in order]
     units = {name: f", {unit}" for name, unit in UNITS.items()}
-    columns = [heatmaps.legible(name.replace("_", " ") + units.get(name, "")) for name in names]
-    width = 0.7 * len(names) + heatmaps.LETTER * max(map(len, labels)) + 0.5
+    columns = [legible(name.replace("_", " ") + units.get(name, "")) for name in names]
+    width = 0.7 * len(names) + max(heatmaps.measure(label, 8) for label in labels) + 0.6
     figure = Picture(figsize=(width, 0.22 * len(order) + 1.4), dpi=cells.DPI, layout="constrained")
     axes = figure.subplots()
     image = heatmaps.draw_heatmap(axes, Panel(shares, *shares.shape), Normalize(0, 1), (0, 0))
@@ -393,6 +403,7 @@ def measures(
     axes.set_yticks(range(len(order)), labels, parse_math=False)
     axes.set_xticks(range(len(names)), columns, parse_math=False, rotation=40, ha="left")
     axes.tick_params(labelsize=8, length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+    heatmaps.set_families([*axes.get_xticklabels(), *axes.get_yticklabels()])
     axes.get_xticklabels()[names.index(by)].set_fontweight("bold")
     count = f"{len(order):,} of {len(table):,} heads" if len(order) < len(table) else f"{len(order):,} heads"
     note = f"{count}, by {by.replace('_', ' ')}; colours: 0 to the column's largest"

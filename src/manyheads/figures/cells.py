@@ -1,10 +1,11 @@
-"""The cells of a heat map: weights, or pooled weights if there are more than fit a panel.
+"""The cells of a heat map: weights, or pooled weights if the weights don't all fit into a panel.
 
 Maps are pooled in one pass over their tiles, without building the matrix; tensors are pooled the same way.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -16,21 +17,22 @@ from manyheads.maps import AttentionMap, sequence_labels
 from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes, whole
 from manyheads.statistics import Bins, Pooled, Reduction, Tile, edges
+from manyheads.tokens import TokenizedText
 
 Weights = AttentionMap | Tensor
 Layers = AttentionMap | Sequence[AttentionMap] | Mapping[str, AttentionMap]
 Labels = Sequence[str]
-AxisLabels = tuple[list[str] | None, list[str] | None]  # of queries, of keys
-Cells = Any  # a numpy masked array [rows, cols]; masked: all weights of the cell are masked
+AxisLabels = tuple[Labels | None, Labels | None]  # of queries, of keys
+Cells = Any  # a numpy masked array [rows, cols]; a cell is masked if all of its weights are
 Heads = AttentionMap | list[Cells]  # the heads of one sequence: a map of b = 1, or the weights of each
 
 DPI = 150
-SHARP, POOLED = DPI // 2, DPI // 3  # the most cells per inch if each is a token, and if tokens are pooled
+SHARP, POOLED = DPI // 2, DPI // 3  # most cells per inch: with a token in each, and with pooled tokens
 POOLING = {"max": "largest", "mean": "mean"}
 
 
 class Panel(NamedTuple):
-    """A heat map, and its numbers of queries and keys, of which it has fewer cells if it is pooled."""
+    """A heat map, and its numbers of queries and keys. If it is pooled, it has fewer cells than these."""
 
     cells: Cells
     t: int
@@ -45,9 +47,9 @@ class Visible(Reduction):
 
     def begin(self, problem: Problem) -> None:
         """Compute the edges of the cells."""
-        n = problem.shape
-        self.down, self.across = edges(n.t, self.rows), edges(n.s, self.cols)
-        self.count = problem.q.new_zeros(n.b, n.h, self.rows, self.cols, dtype=torch.int64)
+        shape = problem.shape
+        self.down, self.across = edges(shape.t, self.rows), edges(shape.s, self.cols)
+        self.count = problem.q.new_zeros(shape.b, shape.h, self.rows, self.cols, dtype=torch.int64)
 
     def add(self, tile: Tile) -> None:
         """Add the visible pairs of a tile."""
@@ -67,7 +69,7 @@ class Visible(Reduction):
 
 
 def select_head(weights: Weights, batch: int, head: int, keep: Tensor | None) -> Heads:
-    """Return one head: a map of it alone, or its weights."""
+    """Return one head, as a map of this head or as its weights."""
     if isinstance(weights, AttentionMap):
         _check_no_mask(keep)
         whole(batch, "batch", 0, weights.shape[0] - 1)
@@ -137,7 +139,7 @@ def _weights_array(weights: Tensor, keep: Tensor | None, shape: str) -> Cells:
 
 def _check_no_mask(keep: Tensor | None) -> None:
     if keep is not None:
-        raise ValueError("Expected no keep for a map, which has a mask. Use amap.under(mask) for another.")
+        raise ValueError("Expected no keep for a map, which has a mask. To change it, use amap.under(mask).")
 
 
 def _expand(keep: Tensor, weights: Tensor) -> Tensor:
@@ -169,7 +171,7 @@ def pool_heads(heads: Heads, box: tuple[float, float], reduces: Sequence[str]) -
     """Return the panels by reduction and head, with as many cells as fit a box of inches."""
     t, s = size(heads)
     shape = count_cells(t, box[0]), count_cells(s, box[1])
-    reductions = [Pooled(*shape, reduce) for reduce in reduces]  # an unknown one raises an error
+    reductions = [Pooled(*shape, reduce) for reduce in reduces]  # raises an error for an unknown name
     if not isinstance(heads, AttentionMap):
         return [[pool(weights, shape, reduce) for weights in heads] for reduce in reduces]
     visible, *pooled = heads.reduce([Visible(*shape), *reductions])
@@ -180,7 +182,7 @@ def pool_heads(heads: Heads, box: tuple[float, float], reduces: Sequence[str]) -
 
 
 def count_cells(size: int, inches: float) -> int:
-    """Return the number of cells for so many tokens and inches: one for each, or equal ones but the last."""
+    """Return the number of cells for `size` tokens: one per token if they fit, else one per several."""
     if size <= int(SHARP * inches + 1e-6):
         return size
     step = -(-size // max(1, int(POOLED * inches)))
@@ -204,7 +206,7 @@ def pool(weights: Cells, shape: tuple[int, int], reduce: str) -> Panel:
 
 
 def masked_array(values: Tensor, visible: Tensor | None) -> Cells:
-    """Return numbers `[rows, cols]` as a masked array, checked to be finite where visible."""
+    """Return numbers `[rows, cols]` as a masked array; raise ValueError if a visible one isn't finite."""
     numbers = values.detach().to("cpu", torch.float64).numpy()
     masked = np.zeros(numbers.shape, bool) if visible is None else ~visible.cpu().numpy()
     if not np.isfinite(numbers[~masked]).all():
@@ -226,20 +228,29 @@ def axis_labels(heads: Heads, tokens: Labels | None, keys: Labels | None = None)
     for name, labels, n in (("tokens", tokens, t), ("keys", keys, s)):
         if labels is not None and len(labels) != n:
             raise ValueError(f"Expected {name} to be {n} labels, got {len(labels)}.")
-    return (None if tokens is None else list(tokens), None if keys is None else list(keys))
+    return tokens, keys
 
 
 def labels_of_rows(tokens: Labels | Sequence[Labels] | None, count: int) -> list[Labels | None]:
     """Return the labels of each row of a grid."""
     if tokens is None:
         return [None] * count
-    if all(isinstance(name, str) for name in tokens):
+    if isinstance(tokens, TokenizedText) or all(isinstance(name, str) for name in tokens):
         return [cast(Labels, tokens)] * count
     if len(tokens) != count:
         raise ValueError(
             f"Expected tokens to be a list of labels or {count} lists, one per row, got {len(tokens)}."
         )
     return list(tokens)
+
+
+def short_names(names: list[str]) -> list[str]:
+    """Return `layer 0`, `layer 1`, … for paths that differ only in one number; other names as they are."""
+    numbers = [re.findall(r"(?<=\.)\d+(?=\.|$)", name) for name in names]
+    around = {re.sub(r"(?<=\.)\d+(?=\.|$)", "0", name) for name in names}
+    if len(around) == 1 and all(len(found) == 1 for found in numbers):
+        return [f"layer {number}" for (number,) in numbers]
+    return names
 
 
 def check_names(names: Labels, count: int, unit: str) -> list[str]:

@@ -14,7 +14,7 @@ DIGITS = 12  # the most rows and columns with a number in each cell
 
 
 def difference(want: Tensor, got: Tensor, *, what: str = "weights", title: str | None = None) -> Figure:
-    """Draw the expected map, the given map on the same scale, and given − expected on another scale.
+    """Draw the expected map, the given map on the same scale, and given − expected on its own scale.
 
     Differences above 0 are red, those below 0 blue; NaN and infinity are black.
 
@@ -37,7 +37,7 @@ def difference(want: Tensor, got: Tensor, *, what: str = "weights", title: str |
     t, s = expected.shape
     is_weights = what == "weights"
     width = float(np.clip(3.6 * max(1.0, s / max(t, 1)), 3.0, 6.5))
-    figure = Figure(figsize=(3 * width + 2.4, 4.5), dpi=heatmaps.DPI, layout="constrained")
+    figure = heatmaps.Picture(figsize=(3 * width + 2.4, 4.5), dpi=heatmaps.DPI, layout="constrained")
     panels = figure.subplots(1, 3, squeeze=False)[0].tolist()
     finite = np.concatenate([x[np.isfinite(x)] for x in (expected, given)])
     largest = float(np.abs(finite).max()) if finite.size else 1.0

@@ -1,46 +1,90 @@
-"""From panels to figures: heat maps, their colour scales and bars, and labels that fit and are legible."""
+"""Draw panels as figures: heat maps, colour scales and bars, and labels that fit and are legible."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache, partial
 from io import BytesIO
 from itertools import count
-from textwrap import fill
+from threading import Lock
 from typing import Any, NamedTuple, cast
+from warnings import catch_warnings, filterwarnings
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.image import AxesImage
 from matplotlib.patches import Patch
+from matplotlib.text import Text
 from matplotlib.ticker import NullLocator
 
-from manyheads.figures.cells import DPI, POOLING, SHARP, AxisLabels, Panel
+from manyheads.figures.cells import DPI, POOLING, SHARP, AxisLabels, Labels, Panel
+from manyheads.figures.fonts import families, lacking, legible
+from manyheads.figures.strips import GAP as STRIP_GAP
+from manyheads.figures.strips import SIZE as STRIP_SIZE
+from manyheads.figures.strips import Strips, draw_strips
+from manyheads.tokens import TokenizedText, is_boundary
+
+BarTicks = Sequence[tuple[float, str]]  # weights of a colour bar, with labels
 
 WEIGHT = "viridis"  # sequential, and legible without colour vision
-MASKED: dict[str, Any] = {"facecolor": "#e8e8e8", "edgecolor": "#cccccc", "hatch": "////", "linewidth": 0.0}
+MASKED: dict[str, Any] = {  # quiet, but not a weight in print without colours
+    "facecolor": "#f1f1f1",
+    "edgecolor": "#dedede",
+    "hatch": "///",
+    "hatch_linewidth": 0.6,
+    "linewidth": 0.0,
+}
 
 # Lengths are in inches.
 FULL, HALF = 11.0, 7.0  # the longest side of a panel with a cell for each token, and of a pooled panel
-PAGE = 20.0  # the largest width and height of all small multiples together
+PAGE = 16.0  # the largest width and height of all small multiples together
 GAP = 0.1  # the distance between small multiples
 LINE = 0.125  # the height of a line of tick labels
-LETTER = 0.07  # the width of a character of a label
+TICK = 0.1  # the distance of a tick label from its panel, and room after it
+TICK_GAP = 0.3  # the least distance between two ticks of a colour bar
 # Numbers of tokens.
 MOST = int(FULL * SHARP)  # the most queries or keys with a cell each; more are pooled
 FEW = 12  # the most queries or keys with a number in each cell
-LONG = 40  # above it the colour scale is that of square roots, because many weights are small
-SPARSE = 5  # the most tokens per label; positions are shown if labels would be rarer
-LONGEST = 20  # the most characters of a tick label
+SPARSE = 5  # the most tokens per label; if fewer labels fit, positions are shown instead
+# Lengths of text in inches.
+LONGEST = 1.5  # the width of a tick label
+CAPTION = 0.16  # the height of a caption of a panel
+# Sizes of text in points.
+TICKS, TITLES, TITLE = 8, 9, 11  # of tick labels, of titles of panels and axes, of the title of a figure
+CAPTIONS = 7.5  # of captions of panels
+SUBTITLES, LEADING = 8.5, 1.3  # of the line below a title, and the height of its lines as a multiple
+CAPTION_STYLE: Any = {"fontsize": CAPTIONS, "color": "#555555", "ha": "center", "va": "bottom"}
+
+RULER = Lock()  # held while a text is measured
+
+# In files for papers, text is text: it can be searched and edited.
+TEXT: Any = {"svg.fonttype": "none", "pdf.fonttype": 42}
 
 
 class Picture(Figure):
-    """A matplotlib Figure that a notebook displays even if pyplot isn't used."""
+    """A matplotlib Figure that a notebook displays even if pyplot isn't used.
+
+    It says itself which characters no font has, so that matplotlib's warnings aren't needed.
+    """
+
+    def draw(self, renderer: Any) -> None:
+        """Draw the figure."""
+        with _no_warnings_of_glyphs():
+            super().draw(renderer)
+
+    def savefig(self, fname: Any, **options: Any) -> None:
+        """Save the figure. Text in SVG and PDF files is text, not outlines."""
+        with _no_warnings_of_glyphs(), rc_context(TEXT):
+            super().savefig(fname, **options)
 
     def _repr_png_(self) -> bytes:
         file = BytesIO()
@@ -48,14 +92,25 @@ class Picture(Figure):
         return file.getvalue()
 
 
+@contextmanager
+def _no_warnings_of_glyphs() -> Iterator[None]:
+    with catch_warnings():
+        filterwarnings("ignore", "Glyph .* missing from")
+        yield
+
+
 class Strip(NamedTuple):
-    """A row of panels: its name, the titles and axis labels of the panels, and their height in inches."""
+    """A row of panels: its name, the titles and axis labels of the panels, and their height in inches.
+
+    Captions are drawn above the panels, each next to its own; None for a strip without them.
+    """
 
     name: str
     titles: list[str]
     panels: list[Panel]
     labels: AxisLabels
     height: float
+    captions: Sequence[str] | None = None
 
 
 class Ticks(NamedTuple):
@@ -68,12 +123,12 @@ class Ticks(NamedTuple):
     @property
     def width(self) -> float:
         """Return the width of the longest label in inches."""
-        return LETTER * max(map(len, self.labels)) + 0.1
+        return max(measure(label, TICKS) for label in self.labels) + TICK
 
     @property
     def are_vertical(self) -> bool:
         """Return True if the labels must be vertical below a panel."""
-        return self.width - 0.1 > 0.9 * self.distance
+        return self.width - TICK > 0.9 * self.distance
 
     @property
     def height(self) -> float:
@@ -90,28 +145,68 @@ def draw_row(
     labels: AxisLabels,
     titles: Sequence[str],
     title: str | None,
+    *,
+    norm: Normalize | None = None,
+    first: tuple[int, int] = (0, 0),
+    subtitle: str = "",
+    strips: Strips | None = None,
+    bar_ticks: BarTicks | None = None,
 ) -> Figure:
-    """Draw panels of one shape side by side, with a colour scale and bar for each group of them."""
+    """Draw panels of one shape side by side, with a colour scale and bar for each group of them.
+
+    Args:
+        groups: The panels.
+        bar_labels: The label of each group's colour bar.
+        labels: The labels of queries and keys.
+        titles: The title of each panel.
+        title: The title of the figure.
+        norm: The scale of all groups. Default: `weight_scale` of each.
+        first: The positions of the first query and of the first key.
+        subtitle: Lines below the titles, in a smaller size.
+        strips: The numbers at the edges of a single panel.
+        bar_ticks: The ticks of the colour bars. Default: a few round weights.
+
+    Returns:
+        The figure.
+    """
     panels = sum(groups, [])
     height, width = inches = panel_size(panels[0].t, panels[0].s)
-    y_ticks, x_ticks = make_ticks(labels[0], panels[0].t, height), make_ticks(labels[1], panels[0].s, width)
+    y_ticks = make_ticks(labels[0], panels[0].t, height, first[0])
+    x_ticks = make_ticks(labels[1], panels[0].s, width, first[1])
+    room = width if len(panels) > 1 else max(width + 0.6, 3.6)
+    subtitle = _wrap(subtitle, SUBTITLES, room)
+    above = 0.0 if strips is None else STRIP_SIZE + STRIP_GAP  # inches between panels and titles
+    below = above + (subtitle.count("\n") + 1) * SUBTITLES * LEADING / 72 if subtitle else above
     size = len(panels) * (width + 0.15) + 1.7 * len(groups) + y_ticks.width, height + 1.3 + x_ticks.height
+    size = size[0] + above, size[1] + below
     figure = Picture(figsize=size, dpi=DPI, layout="constrained")
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0].tolist()
     remaining = iter(all_axes)
     for group, bar_label in zip(groups, bar_labels, strict=True):
-        norm, group_axes = weight_scale(group), [next(remaining) for _ in group]
+        scale, group_axes = norm or weight_scale(group), [next(remaining) for _ in group]
         for axes, panel in zip(group_axes, group, strict=True):
-            image = draw_heatmap(axes, panel, norm, inches)
-        _add_weight_bar(image, group, height, bar_label, ax=group_axes, pad=0.02, aspect=height / 0.16)
+            image = draw_heatmap(axes, panel, scale, inches)
+        bar = {"ax": group_axes, "pad": 0.02, "aspect": height / 0.16}
+        _add_weight_bar(image, group, height, bar_label, bar_ticks, **bar)
     for axes, name in zip(all_axes, titles, strict=True):
         axes.yaxis.set_visible(axes is all_axes[0])
         set_ticks(axes.yaxis, y_ticks)
         set_ticks(axes.xaxis, x_ticks)
-        set_text(axes.set_title, name, 11, width if len(panels) > 1 else max(width, 3.6))
+        pad = 10 + 72 * below  # above the label of the bar's end
+        set_text(partial(axes.set_title, pad=pad), name, TITLE, room)
+        if strips is not None:
+            draw_strips(axes, strips, panels[0].cells.shape)
+        if subtitle:
+            place: Any = ((0.5, 1), (0, 7 + 72 * above), "axes fraction", "offset points")
+            family = families(subtitle)
+            axes.annotate(
+                subtitle, *place, **CAPTION_STYLE | {"fontsize": SUBTITLES}, family=family, parse_math=False
+            )
         axes.set_xlabel(_axis_label("key", 1, panels), fontsize=10)
     all_axes[0].set_ylabel(_axis_label("query", 0, panels), fontsize=10)
     set_title(figure, title, 12)
+    if note := lacking("".join([*y_ticks.labels, *x_ticks.labels, *titles, subtitle, title or ""])):
+        set_text(figure.supxlabel, note, 8, size[0])
     return figure
 
 
@@ -132,18 +227,22 @@ def draw_sheet(
     x_ticks = [make_ticks(names, s, width) for s, names in keys]
 
     # The size of the figure in inches, and the upper edge of each strip.
-    name_width = LETTER * max(len(strip.name) for strip in strips)
+    name_width = max(measure(legible(strip.name), TITLES) for strip in strips)
     are_horizontal = name_width > min(strip.height for strip in strips) + GAP  # too long for vertical names
     ticks_width = max(ticks.width for ticks in y_ticks)
-    left = 0.25 + (name_width if are_horizontal else 0.2) + ticks_width
+    left = 0.3 + (name_width if are_horizontal else 0.2) + ticks_width
     panels_width = max(map(len, titles)) * (width + GAP)
-    title = _wrap(title or "", 11, left + panels_width + 1)
-    y = 0.2 * (title.count("\n") + 1) if title else 0.0
+    center, w = left + panels_width / 2, left + panels_width + 1.4
+    room = 2 * min(center, w - center) - 0.1  # for centered text
+    title = _wrap(title or "", TITLE, room)
+    y = 0.2 * (title.count("\n") + 1) + 0.05 if title else 0.0
     tops = []
     for strip, titled, ticked, ticks in zip(strips, has_titles, has_x_ticks, x_ticks, strict=True):
-        tops.append(y + (0.25 if titled and any(strip.titles) else 0.05))
-        y = tops[-1] + strip.height + GAP + (ticks.height if ticked else 0)
-    w, h = left + panels_width + 1.4, y + 0.35
+        tops.append(y + (0.25 if titled and any(strip.titles) else 0.1) + (CAPTION if strip.captions else 0))
+        y = tops[-1] + strip.height + (ticks.height if ticked else 0)
+    shown = [label for ticks in (*y_ticks, *x_ticks) for label in ticks.labels]
+    note = _wrap(lacking("".join([*shown, *(strip.name for strip in strips), title])) or "", TICKS, room)
+    h = y + 0.4 + (0.15 * (note.count("\n") + 1) if note else 0)
     figure = Picture(figsize=(w, h), dpi=DPI)
 
     def place(x: float, y: float, width: float, height: float) -> Axes:
@@ -151,7 +250,8 @@ def draw_sheet(
         return figure.add_axes((x / w, 1 - (y + height) / h, width / w, height / h))
 
     for r, (strip, y) in enumerate(zip(strips, tops, strict=True)):
-        step = int(np.ceil(LETTER * max(map(len, strip.titles)) / (width + GAP))) or 1
+        longest = max(measure(legible(name), TITLES) for name in strip.titles)
+        step = int(np.ceil((longest + 0.05) / (width + GAP))) or 1
         for c, panel in enumerate(strip.panels):
             axes = place(left + c * (width + GAP), y, width, strip.height)
             image = draw_heatmap(axes, panel, norm, (strip.height, width))
@@ -161,21 +261,28 @@ def draw_sheet(
                 set_ticks(axes.xaxis, x_ticks[r])
             if c == 0:
                 set_ticks(axes.yaxis, y_ticks[r])
-                set_text(axes.set_ylabel, strip.name, 9)
+                set_text(axes.set_ylabel, strip.name, TITLES)
                 axes.yaxis.set_label_coords(-(ticks_width + 0.05) / width, 0.5)
                 if are_horizontal:
                     axes.yaxis.label.set(rotation=0, ha="right", va="center")
             if has_titles[r] and c % step == 0:  # if not all titles fit, every second or third, …
-                set_text(axes.set_title, strip.titles[c], 9)
+                pad = 6 + (72 * CAPTION if strip.captions else 0)
+                set_text(partial(axes.set_title, pad=pad), strip.titles[c], TITLES)
+            if strip.captions and strip.captions[c]:
+                caption = _shorten(strip.captions[c], CAPTIONS, width + GAP / 2)
+                axes.annotate(caption, (0.5, 1), (0, 3), "axes fraction", "offset points", **CAPTION_STYLE)
     bottom = tops[-1] + strips[-1].height
     height = bottom - tops[0]
     bar_axes = place(left + panels_width + 0.05, tops[0], 0.16, height)
     _add_weight_bar(image, panels, height, bar_label, cax=bar_axes)
-    figure.supylabel(_axis_label(rows, 0, panels), x=0.05 / w, y=1 - (tops[0] + height / 2) / h, fontsize=9)
-    x, y = (left + panels_width / 2) / w, 1 - (bottom + x_ticks[-1].height + 0.1) / h
-    figure.supxlabel(_axis_label("key", 1, panels), x=x, y=y, va="top", fontsize=9)
+    middle = 1 - (tops[0] + height / 2) / h
+    figure.supylabel(_axis_label(rows, 0, panels), x=0.05 / w, y=middle, fontsize=TITLES)
+    x, y = center / w, 1 - (bottom + x_ticks[-1].height + 0.1) / h
+    figure.supxlabel(_axis_label("key", 1, panels), x=x, y=y, va="top", fontsize=TITLES)
+    if note:
+        figure.text(x, 0.05 / h, note, ha="center", va="bottom", fontsize=TICKS)
     if title:
-        set_text(partial(figure.suptitle, x=x, y=1 - 0.05 / h, va="top"), title, 11)
+        set_text(partial(figure.suptitle, x=x, y=1 - 0.05 / h, va="top"), title, TITLE)
     return figure
 
 
@@ -240,19 +347,19 @@ def write_numbers(image: AxesImage, numbers: Mapping[Any, str]) -> None:
 
 
 def weight_scale(panels: list[Panel]) -> Normalize:
-    """Return a colour scale from 0 to the largest weight of a query with some choice of keys.
+    """Return a colour scale from 0 to the largest weight of the queries with many visible keys.
 
-    The first queries of a causal text share their weight among few keys, and would set the scale for all
-    others. So a query counts only if it has more than one visible key, and more than an eighth of the largest
-    number of visible keys. Long texts have many small weights, for which the scale is that of square roots.
+    The scale is that of square roots, as in the viewer: most weights are small. The first queries of a causal
+    text have large weights, because few keys are visible to them. These would determine the scale. So a query
+    counts only if it has more than one visible key, and more than an eighth of the largest number of visible
+    keys.
     """
     visible = [panel.cells.count(axis=1) for panel in panels]
     counted = [panel.cells[n > max(1, n.max() / 8)] for panel, n in zip(panels, visible, strict=True)]
     top = max((float(rows.max()) for rows in counted if rows.count()), default=1.0) or 1.0
     step = 0.1 if top > 0.5 else 10.0 ** (np.floor(np.log10(top)) - 1)
-    top = float(np.ceil(top / step - 1e-3) * step)  # rounded up, except for a rounding error
-    is_long = max(max(panel.t, panel.s) for panel in panels) > LONG
-    return PowerNorm(0.5, 0.0, top) if is_long else Normalize(0.0, top)
+    # Rounded up, unless the excess is a rounding error.
+    return PowerNorm(0.5, 0.0, float(np.ceil(top / step - 1e-3) * step))
 
 
 def log_scale(panels: list[Panel], mean: float) -> Normalize:
@@ -271,20 +378,29 @@ def add_colorbar(image: AxesImage, label: str, **options: Any) -> Colorbar:
     return bar
 
 
-def _add_weight_bar(image: AxesImage, panels: list[Panel], inches: float, label: str, **options: Any) -> None:
+def _add_weight_bar(
+    image: AxesImage,
+    panels: list[Panel],
+    inches: float,
+    label: str,
+    ticks: BarTicks | None = None,
+    **options: Any,
+) -> None:
     """Add a colour bar for panels, `inches` long, and a legend for masked cells if there are any."""
     low, top = image.get_clim()
     values = [panel.cells for panel in panels if panel.cells.count()]
     under = any(cells.min() < low for cells in values)
     over = any(cells.max() > top * (1 + 1e-6) for cells in values)
     extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get((under, over), "neither")
-    scale = {PowerNorm: ", square-root scale", LogNorm: ", logarithmic scale"}.get(type(image.norm), "")
-    label = _wrap(label + scale, 9, inches)
+    label += ", logarithmic scale" if isinstance(image.norm, LogNorm) else ""
+    label = _wrap(label, TITLES, inches)
     bar = add_colorbar(image, label, extend=extend, extendfrac=0.1 / inches, **options)
-    if isinstance(image.norm, PowerNorm):
-        bar.set_ticks([top * n * n / 25 for n in range(6)], minor=False)
-        bar.ax.yaxis.set_major_formatter("{x:.2g}")
-    if isinstance(image.norm, LogNorm):
+    if ticks is not None:
+        bar.set_ticks([value for value, _ in ticks], labels=[name for _, name in ticks], minor=False)
+    elif isinstance(image.norm, PowerNorm):
+        values = _weight_ticks(top, inches)
+        bar.set_ticks(values, labels=[_format_weight(value) for value in values], minor=False)
+    elif isinstance(image.norm, LogNorm):
         first, last = round(np.log10(low)), int(np.floor(np.log10(top) + 1e-9))
         step = _round_up((last - first) * 0.2 / inches)
         bar.set_ticks([10.0**n for n in range(first, last + 1, step)])
@@ -304,6 +420,22 @@ def _add_weight_bar(image: AxesImage, panels: list[Panel], inches: float, label:
         )
 
 
+def _weight_ticks(top: float, inches: float) -> list[float]:
+    """Return the ticks of a bar of weights on a scale of square roots: 0, …, 0.1, 0.2, 0.5 and the top."""
+    ticks, place = [top], inches
+    digits = int(np.floor(np.log10(top)))
+    for value in (n * 10.0**k for k in range(digits, digits - 5, -1) for n in (5, 2, 1)):
+        at = inches * np.sqrt(value / top)
+        if value < top and place - at >= TICK_GAP <= at:
+            ticks, place = [value, *ticks], at
+    return [0.0, *ticks]
+
+
+def _format_weight(value: float) -> str:
+    """Return a weight without rounding: `0.05`, and `2e-07` if it has many zeros."""
+    return np.format_float_positional(value, 6, trim="-", fractional=False) if value > 1e-6 else f"{value:g}"
+
+
 # -- ticks -----------------------------------------------------------------------------------------
 
 
@@ -312,17 +444,38 @@ def set_ticks(axis: XAxis | YAxis, ticks: Ticks) -> None:
     rotation = "vertical" if ticks.are_vertical and isinstance(axis, XAxis) else "horizontal"
     axis.set_ticks(ticks.positions, ticks.labels, parse_math=False, rotation=rotation)
     axis.set_tick_params(labelsize=8, length=2)
+    set_families(axis.get_majorticklabels())
 
 
-def make_ticks(names: list[str] | None, size: int, inches: float) -> Ticks:
-    """Label as many tokens as fit, at equal distances, or round positions if few labels of tokens fit."""
+def make_ticks(names: Labels | None, size: int, inches: float, first: int = 0) -> Ticks:
+    """Return ticks with as many token labels as fit, at equal distances, or with positions if few fit.
+
+    Args:
+        names: The labels of the tokens, or None.
+        size: The number of tokens.
+        inches: The length of the axis.
+        first: The position of the first token.
+
+    Returns:
+        The ticks.
+    """
     step = _round_up(LINE * size / inches)
     if names is None or step > SPARSE:
-        step = _round_up(max(0.25, 0.15 + 0.075 * len(f"{size:,}")) * size / inches - 1e-6)
-        labels = [f"{i:,}" for i in range(0, size, step)]
-    else:  # if not every token has a label, a label also has its position
-        labels = [_shorten(names[i]) + (f"  {i}" if step > 1 else "") for i in range(0, size, step)]
-    return Ticks(range(0, size, step), labels, step * inches / size)
+        step = _round_up(max(0.25, 0.15 + 0.075 * len(f"{first + size:,}")) * size / inches - 1e-6)
+        positions = range(-first % step, size, step)
+        labels = [f"{first + i:,}" for i in positions]
+    else:  # if not every token has a label, repeated ones also have positions, and pieces of words the words
+        if isinstance(names, TokenizedText):
+            names = names.names if step == 1 else [names.word(i) or names[i] for i in range(size)]
+        positions = range(-first % step, size, step)
+        is_numbered = step > 1 and not _are_places(names)
+        labels = [_shorten(names[i]) + (f"  {first + i}" if is_numbered else "") for i in positions]
+    return Ticks(positions, labels, step * inches / size)
+
+
+def _are_places(names: Labels) -> bool:
+    """Return True if labels need no positions: no two are equal, or all are numbers, such as `20 ms`."""
+    return len(set(names)) == len(names) or all(re.match(r"[-+−]?\.?\d", name) for name in names)
 
 
 def _round_up(least: float) -> int:
@@ -333,6 +486,13 @@ def _round_up(least: float) -> int:
 # -- text ------------------------------------------------------------------------------------------
 
 
+def set_families(texts: Sequence[Text]) -> None:
+    """Give each of these texts the fonts that it needs, chosen for all of them together."""
+    context = "".join(text.get_text() for text in texts)
+    for text in texts:
+        text.set_fontfamily(families(text.get_text(), context))
+
+
 def set_title(figure: Figure, title: str | None, size: float) -> None:
     """Set the title of a figure, if there is a title."""
     if title:
@@ -341,7 +501,7 @@ def set_title(figure: Figure, title: str | None, size: float) -> None:
 
 def set_text(setter: Callable[..., object], text: str, size: float, inches: float | None = None) -> None:
     """Call `setter` with a title or label that is legible, has no formulas, and is at most `inches` wide."""
-    setter(_wrap(text, size, inches), fontsize=size, parse_math=False)
+    setter(_wrap(text, size, inches), fontsize=size, parse_math=False, fontfamily=families(text))
 
 
 def _wrap(text: str, size: float, inches: float | None) -> str:
@@ -350,26 +510,45 @@ def _wrap(text: str, size: float, inches: float | None) -> str:
         raise TypeError(f"Expected title to be a string, got {text!r}.")
     lines = [legible(line) for line in text.split("\n")]
     if inches is not None:
-        lines = [fill(line, max(12, int(inches / (size * 0.0085)))) for line in lines]
+        lines = [part for line in lines for part in _break_line(line, size, inches)]
     return "\n".join(lines)
 
 
-def _shorten(name: str) -> str:
-    """Return a legible tick label, cut to `LONGEST` characters."""
+def _break_line(line: str, size: float, inches: float) -> list[str]:
+    """Return a line as lines of at most `inches`, broken at spaces, or within words that are longer."""
+    lines, start = [], 0
+    while measure(line[start:], size) > inches:
+        stops = [n for n in range(start + 1, len(line)) if is_boundary(line, n)]
+        fitting = bisect_right(stops, inches, key=lambda stop: measure(line[start:stop], size))
+        stop = stops[max(0, fitting - 1)] if stops else len(line)
+        space = line.rfind(" ", start + 1, stop + 1)
+        stop = stop if space < 0 else space
+        lines.append(line[start:stop])
+        start = stop + (line[stop : stop + 1] == " ")
+    return [*lines, line[start:]]
+
+
+def _shorten(name: str, size: float = TICKS, inches: float = LONGEST) -> str:
+    """Return a legible label, cut to a width between two characters."""
     name = legible(name)
-    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+    if measure(name, size) <= inches:
+        return name
+    cuts = [n for n in range(len(name)) if is_boundary(name, n)]
+    fitting = bisect_right(cuts, inches, key=lambda cut: measure(name[:cut] + "…", size))
+    return name[: cuts[max(0, fitting - 1)]] + "…"
 
 
-def legible(text: str) -> str:
-    """Replace each character that the font lacks by its escape."""
-    drawable = _characters(tuple(FontProperties().get_family()))
-    return "".join(
-        c if ord(c) in drawable and c.isprintable() else c.encode("unicode_escape").decode() for c in text
-    )
+@lru_cache(maxsize=4096)
+def measure(text: str, size: float) -> float:
+    """Return the width of a line of text in inches, in its fonts, at a size in points."""
+    drawn, canvas = _ruler()
+    with RULER, _no_warnings_of_glyphs():
+        drawn.set(text=text, fontsize=size, fontfamily=families(text))
+        return drawn.get_window_extent(canvas.get_renderer()).width / DPI
 
 
-@lru_cache(maxsize=8)
-def _characters(families: tuple[str, ...]) -> frozenset[int]:
-    """Return the characters that the fonts of these families have."""
-    fonts = (get_font(findfont(FontProperties(family=[family]))) for family in families)
-    return frozenset[int]().union(*(font.get_charmap() for font in fonts))
+@cache
+def _ruler() -> tuple[Text, FigureCanvasAgg]:
+    """Return a text that is drawn nowhere, and a canvas to measure it."""
+    canvas = FigureCanvasAgg(Figure(dpi=DPI))
+    return canvas.figure.text(0, 0, "", parse_math=False), canvas

@@ -31,7 +31,7 @@ def curves(encoding: Tensor, dimensions: Sequence[int], *, counted_from: int = 0
         The figure.
 
     Raises:
-        ValueError: If a dimension is out of range, there are none, or the encoding has another shape.
+        ValueError: If a dimension is out of range, there are none, or the encoding has the wrong shape.
         TypeError: If the encoding isn't a tensor.
     """
     values = _as_array(encoding)
@@ -77,7 +77,7 @@ def image(encoding: Tensor, *, counted_from: int = 0, title: str = "positional e
 
     Raises:
         TypeError: If the encoding isn't a tensor.
-        ValueError: If the encoding has another shape.
+        ValueError: If the encoding has the wrong shape.
     """
     values = _as_array(encoding)
     length, d = values.shape

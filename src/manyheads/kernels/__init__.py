@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manyheads.kernels.fused import Found, Spec
+from manyheads.kernels.fused import FusedStatistics, Spec
 from manyheads.problem import ALL, Problem, Rows
-from manyheads.scores import exactly, finite
+from manyheads.scores import disable_autocast, finite
 from manyheads.shapes import can_read
 
 ORDER = ("native", "sdpa", "flex", "chunked", "reference")
@@ -75,7 +75,7 @@ def load(name: str) -> Any:
 
 
 def verdicts(problem: Problem) -> dict[str, list[str]]:
-    """Return the names of all kernels, in order, each with the reasons why it is unsupported."""
+    """Return the reasons why each kernel doesn't support a problem, by the kernels' names, in order."""
     return {name: load(name).why_unsupported(problem) for name in ORDER}
 
 
@@ -119,7 +119,7 @@ class Result(NamedTuple):
     kernel: str
     out: Tensor  # [b, h, t, w]
     lse: Tensor | None  # [b, h, t]
-    found: Found | None = None  # fused statistics
+    fused: FusedStatistics | None = None
 
     def lse_of_map(self, problem: Problem) -> Tensor | None:
         """Return the log-sum-exp if the kernel that a map uses computed it (see `reader`), else None."""
@@ -131,7 +131,7 @@ class Statistics(NamedTuple):
     """The log-sum-exp and the fused statistics of a problem."""
 
     lse: Tensor  # [b, h, t]
-    found: Found  # fused statistics, empty if none were computed
+    fused: FusedStatistics  # empty if none were computed
 
 
 def statistics(problem: Problem, spec: Spec | None = None, lse: Tensor | None = None) -> Statistics:
@@ -143,7 +143,7 @@ def statistics(problem: Problem, spec: Spec | None = None, lse: Tensor | None = 
         lse: The log-sum-exp if it is known already; each entry is finite or −inf.
 
     Returns:
-        The log-sum-exp, and the fused statistics by name (see `fused.Found`), empty without a spec.
+        The log-sum-exp, and the fused statistics by name (see `FusedStatistics`), empty without a spec.
     """
     return Statistics(*reader(problem).statistics(problem, spec, lse))
 
@@ -191,7 +191,7 @@ def run(problem: Problem, kernel: str = "auto", spec: Spec | None = None) -> Res
 def compute(problem: Problem, chosen: Any, kernel: str, spec: Spec | None = None) -> Result:
     """Compute a problem as `run` does. `chosen` is the kernel, `kernel` the name that it was chosen by."""
     is_checked = not chosen.SHIELDS and problem.q.device.type == "cpu" and can_read(problem.q)
-    with exactly(problem.q.device):
+    with disable_autocast(problem.q.device):
         if spec is not None and hasattr(chosen, "FUSES"):
             return Result(chosen.NAME, *chosen.run(problem, spec))
         if not is_checked:
@@ -209,8 +209,8 @@ def compute(problem: Problem, chosen: Any, kernel: str, spec: Spec | None = None
         if problem.mask is None and problem.bias is None:
             return Result(chosen.NAME, *chosen.run(problem))
         raise ValueError(
-            f'Expected finite numbers for kernel="{kernel}", through which masked NaN can leak, got NaN '
-            'or Inf. Use kernel="auto" or "chunked", or fix the input.'
+            f'Expected finite numbers for kernel="{kernel}", in which masked NaN can affect the output, got '
+            'NaN or Inf. Use kernel="auto" or "chunked", or fix the input.'
         )
 
 
@@ -233,7 +233,7 @@ def _largest(x: Tensor) -> float:
 
 
 def processor() -> str:
-    """Return the processor's name, or its architecture if the system doesn't tell the name."""
+    """Return the processor's name, or its architecture if the system doesn't report the name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -257,12 +257,10 @@ def machine() -> str:
 
 
 def table(problem: Problem) -> str:
-    """Return the choice as text: for each kernel why it is unsupported, or yes and the cost of a map."""
+    """Return the choice as text: for each kernel "no" and the reasons, or "yes" and the cost of a map."""
     chosen = choose(problem).NAME
-    n = problem.shape
-    lines = [
-        f"q [{n.b}, {n.h}, {n.t}, {n.d}]  k [{n.b}, {n.g}, {n.s}, {n.d}]  v width {n.w}  {problem.q.dtype}"
-    ]
+    b, h, g, t, s, d, w = problem.shape
+    lines = [f"q [{b}, {h}, {t}, {d}]  k [{b}, {g}, {s}, {d}]  v width {w}  {problem.q.dtype}"]
     for name, reasons in verdicts(problem).items():
         kernel = load(name)
         if reasons:
@@ -270,7 +268,7 @@ def table(problem: Problem) -> str:
             continue
         free = _gives_lse_of_map(kernel, problem)
         cost = "a map is free" if free else "a map costs one more pass over the keys"
-        shield = "" if kernel.SHIELDS else f"; {_leaks(problem)}"
+        shield = "" if kernel.SHIELDS else f"; {_describe_shield(problem)}"
         slower = why_slower(kernel, problem)
         mark = "  ← auto" if name == chosen else f"; not auto: {'; '.join(slower)}" if slower else ""
         lines.append(f"  {name:<10} yes: {cost}{shield}{mark}")
@@ -283,8 +281,8 @@ def _gives_lse_of_map(kernel: Any, problem: Problem) -> bool:
     return gives and load("native").reads(problem) == (kernel.NAME == "native")
 
 
-def _leaks(problem: Problem) -> str:
-    """Describe how a kernel without SHIELDS is kept from leaking masked NaN and Inf."""
+def _describe_shield(problem: Problem) -> str:
+    """Describe the protection against masked NaN and Inf for a kernel without SHIELDS."""
     if problem.q.device.type == "cpu":
         return "NaN, Inf and huge scores are detected (not while compiling)"
-    return "NaN and Inf in a key can leak, unless the key is masked for all queries"
+    return "NaN and Inf in a key can affect the output, unless the key is masked for all queries"

@@ -22,7 +22,7 @@ from manyheads.shapes import transforms
 Backward = Callable[[Tensor, Tensor | None], Sequence[Tensor]]
 
 
-def one_by_one(backward: Backward, d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
+def differentiate_unbatched(backward: Backward, d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
     """Call a backward pass once for each entry of gradients that vmap has batched, and batch the results.
 
     Args:
@@ -35,10 +35,10 @@ def one_by_one(backward: Backward, d_out: Tensor, d_lse: Tensor | None) -> Seque
     """
     legacy = _functorch.is_legacy_batchedtensor
     if legacy(d_out) or (d_lse is not None and legacy(d_lse)):
-        # Outside of the innermost vmap, which forbids random numbers.
+        # Leave the innermost vmap, which forbids random numbers.
         level = torch._C._vmapmode_decrement_nesting() + 1
         try:
-            return _stacked(backward, d_out, d_lse, level, legacy, torch)
+            return _differentiate_each(backward, d_out, d_lse, level, legacy, torch)
         finally:
             torch._C._vmapmode_increment_nesting()
     if torch.compiler.is_compiling() or not transforms():
@@ -51,10 +51,10 @@ def one_by_one(backward: Backward, d_out: Tensor, d_lse: Tensor | None) -> Seque
         return _functorch.is_batchedtensor(x) and _functorch.maybe_get_level(x) == level
 
     with temporarily_pop_interpreter_stack():
-        return _stacked(backward, d_out, d_lse, level, is_batched, _functorch)
+        return _differentiate_each(backward, d_out, d_lse, level, is_batched, _functorch)
 
 
-def _stacked(
+def _differentiate_each(
     backward: Backward,
     d_out: Tensor,
     d_lse: Tensor | None,
@@ -62,9 +62,9 @@ def _stacked(
     is_batched: Callable[[Tensor], bool],
     api: Any,
 ) -> Sequence[Tensor]:
-    """Unbatch the tensors that are batched at this level of vmap, and call backward for each entry."""
+    """Call backward for each entry of the tensors that are batched at this level of vmap."""
     if not any(x is not None and is_batched(x) for x in (d_out, d_lse)):
-        return one_by_one(backward, d_out, d_lse)
+        return differentiate_unbatched(backward, d_out, d_lse)
     entries = zip(
         *(
             api._remove_batch_dim(x, level, 1, 0).unbind() if x is not None and is_batched(x) else repeat(x)
@@ -72,7 +72,7 @@ def _stacked(
         ),
         strict=False,  # a tensor that isn't batched is the same for every entry
     )
-    grads = [one_by_one(backward, *entry) for entry in entries]
+    grads = [differentiate_unbatched(backward, *entry) for entry in entries]
     return [api._add_batch_dim(torch.stack(several), 0, level) for several in zip(*grads, strict=True)]
 
 
@@ -85,8 +85,8 @@ def raise_second_gradient(ctx: Any = None, *grads: Any) -> Any:
     )
 
 
-class Once(torch.autograd.Function):
-    """Compute gradients as a node of a graph (`create_graph=True`), which raises an error in its backward."""
+class OnceDifferentiable(torch.autograd.Function):
+    """Compute gradients that are recorded in a graph (`create_graph=True`); its backward raises an error."""
 
     @staticmethod
     def forward(ctx: Any, backward: Callable[..., Sequence[Tensor]], *args: Any) -> tuple[Tensor, ...]:

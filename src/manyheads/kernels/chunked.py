@@ -1,4 +1,4 @@
-"""Online softmax in plain PyTorch: O(L) memory, any device, any mask and bias, gradients too.
+"""Online softmax in plain PyTorch: linear memory, any device, mask and bias, with gradients.
 
 Scores are computed in blocks. A running maximum and sum per row make the softmax exact (Milakov & Gimelshein
 2018, arXiv:1805.02867; Rabe & Staats 2021, arXiv:2112.05682), and the gradient computes each block again from
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from manyheads import scores
 from manyheads.kernels import operator, reference
-from manyheads.kernels.fused import Found, Spec
+from manyheads.kernels.fused import FusedStatistics, Spec
 from manyheads.problem import ALL, Problem, Rows
 from manyheads.scores import fold, unfold
 from manyheads.shapes import transforms
 
 NAME = "chunked"
 GIVES_LSE = True
-SHIELDS = True  # masked NaN and Inf can't leak
+SHIELDS = True  # masked NaN and Inf can't affect results
 
 BLOCK = 1 << 19  # scores in a block, over all heads: 2 MiB in float32, which fit a core's caches
 
@@ -38,7 +38,7 @@ def why_unsupported(problem: Problem) -> list[str]:
     if problem.forward_mode():
         return ["it has no forward-mode derivative"]
     if transforms():
-        return ["torch.func's transforms (grad, vmap, …) don't see through it"]
+        return ["it doesn't support torch.func's transforms (grad, vmap, …)"]
     return []
 
 
@@ -47,7 +47,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor]:
     return torch.ops.manyheads.chunked(*operator.arguments(problem))
 
 
-def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None = None) -> tuple[Tensor, Found]:
+def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None) -> tuple[Tensor, FusedStatistics]:
     """Return the log-sum-exp `[b, h, t]`, computed in one pass over the keys, and no fused statistics."""
     problem = problem.detach().without_values()
     if lse is not None:
@@ -57,7 +57,7 @@ def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None = None) -
     if "vmap" in transforms():
         return reference.weights(problem)[1], {}
     # The operator isn't used, because its first call is slow.
-    with torch.no_grad(), scores.exactly(problem.q.device):
+    with torch.no_grad(), scores.disable_autocast(problem.q.device):
         return forward(problem)[1], {}
 
 
@@ -92,10 +92,10 @@ def _consecutive(index: Rows, size: int) -> range | None:
     return range(*index.indices(size))
 
 
-def _overlap(block: slice, wanted: range) -> tuple[slice, slice]:
-    """Return the overlap of a block and the wanted rows or columns, as a slice of each."""
-    start, stop = max(block.start, wanted.start), min(block.stop, wanted.stop)
-    return slice(start - block.start, stop - block.start), slice(start - wanted.start, stop - wanted.start)
+def _overlap(block: slice, indices: range) -> tuple[slice, slice]:
+    """Return the overlap of a block and the given rows or columns, as a slice of each."""
+    start, stop = max(block.start, indices.start), min(block.stop, indices.stop)
+    return slice(start - block.start, stop - block.start), slice(start - indices.start, stop - indices.start)
 
 
 # -- the loops -------------------------------------------------------------------------------------
@@ -112,13 +112,13 @@ def blocks(problem: Problem, first: int = 0, last: int | None = None) -> Iterato
     Yields:
         A slice of rows, and slices of columns.
     """
-    n = problem.shape
+    shape = problem.shape
     budget = BLOCK if problem.q.device.type == "cpu" else 16 * BLOCK
-    per_head = max(budget // max(n.b * n.h, 1), 1024)
-    rows = min(max(math.isqrt(per_head) // 32 * 32, 32), max(n.t, 1))
+    per_head = max(budget // max(shape.b * shape.h, 1), 1024)
+    rows = min(max(math.isqrt(per_head) // 32 * 32, 32), max(shape.t, 1))
     columns = max(per_head // rows // 32 * 32, 32)
-    for start in range(first // rows * rows, n.t if last is None else last, rows):
-        stop = min(start + rows, n.t)
+    for start in range(first // rows * rows, shape.t if last is None else last, rows):
+        stop = min(start + rows, shape.t)
         (left, right), _ = problem.span(start, stop)
         yield slice(start, stop), [slice(c, min(c + columns, right)) for c in range(left, right, columns)]
 
@@ -209,7 +209,7 @@ def backward(
 
 
 def sink_gradient(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return the gradient of the sink, to which no value belongs.
+    """Return the gradient of the sink, which has a weight but no value.
 
     Args:
         problem: The problem.
@@ -227,22 +227,22 @@ def sink_gradient(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor:
 
 def _start(problem: Problem, r: int) -> tuple[Tensor, Tensor]:
     """Return the running maximum and sum before the first key, with the sink: both `[b, h, r]`."""
-    n, dtype = problem.shape, problem.dtype
+    shape, dtype = problem.shape, problem.dtype
     if problem.sink is None:
-        top = problem.q.new_full((n.b, n.h, r), -math.inf, dtype=dtype)
+        top = problem.q.new_full((shape.b, shape.h, r), -math.inf, dtype=dtype)
     else:
-        top = problem.sink.to(dtype)[None, :, None].expand(n.b, n.h, r)
+        top = problem.sink.to(dtype)[None, :, None].expand(shape.b, shape.h, r)
     return top, (top != -math.inf).to(dtype)
 
 
 def _dropout(problem: Problem, seed: Tensor, rows: slice, cols: slice) -> Tensor:
-    """Return the factors of a block's weights under dropout, 0 or 1/(1 − p): the same in every call."""
-    n, p, device = problem.shape, problem.dropout_p, problem.q.device
+    """Return the dropout factors of a block's weights, 0 or 1/(1 − p). Every call returns the same ones."""
+    shape, p, device = problem.shape, problem.dropout_p, problem.q.device
     if p == 1:
         return problem.q.new_zeros((), dtype=problem.dtype)
-    seed_of_block = (int(seed) + rows.start * n.s + cols.start) % (1 << 63)
+    seed_of_block = (int(seed) + rows.start * shape.s + cols.start) % (1 << 63)
     generator = torch.Generator(device).manual_seed(seed_of_block)
-    size = (n.b, n.h, rows.stop - rows.start, cols.stop - cols.start)
+    size = (shape.b, shape.h, rows.stop - rows.start, cols.stop - cols.start)
     kept = torch.rand(size, generator=generator, device=device) >= p
     return kept.to(problem.dtype) / (1 - p)
 

@@ -2,10 +2,11 @@
 
 A mask becomes a `mask_mod`, softcap and bias a `score_mod`: functions of one query and one key, which are
 compiled into the kernel (Dong et al. 2024, arXiv:2412.05496). The kernel returns the log-sum-exp, has all
-gradients, and never waits for the device. Masked NaN and Inf can leak, except from keys that no query sees.
+gradients, and never waits for the device. NaN and Inf in a masked key can affect the output, unless the key
+is masked for all queries.
 
 The kernel is compiled for each kind of problem, which takes seconds. Problems that differ only in numbers and
-lengths are of one kind.
+lengths are of the same kind.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ TRITON = find_spec("triton") is not None
 CAPABILITY = (8, 0)  # compute capability of the oldest GPUs that multiply bfloat16
 NARROW, WIDE = 16, 256  # the smallest and largest head size that PyTorch's Triton kernel has blocks for
 FAR = 1 << 30  # positions are 32-bit integers in the kernel
-RUNS = 64  # most runs of adjacent keys in `Keys`; each is a comparison in the kernel
-KINDS = 256  # most kinds of problems that are compiled; PyTorch's default of 8 is enough for one model only
+MAX_RUNS = 64  # runs of adjacent keys in `Keys`; each is a comparison in the kernel
+MAX_KINDS = 256  # kinds of problems that are compiled; PyTorch's default of 8 is enough for one model only
 
 Index = Any  # an index of one pair: a tensor without dimensions
 
 
 def why_unsupported(problem: Problem) -> list[str]:
     """Return why FlexAttention doesn't support this problem with a fused kernel; empty if it does."""
-    n, device = problem.shape, problem.q.device
+    shape, device = problem.shape, problem.q.device
     reasons = _why_machine_unsupported(device)
     if problem.q.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"it computes in float16 and bfloat16, and q is {problem.q.dtype}")
@@ -56,10 +57,9 @@ def why_unsupported(problem: Problem) -> list[str]:
         reasons.append("it doesn't support vmap")
     if problem.dropout_p:
         reasons.append("it has no dropout")
-    if 0 in n:
-        empty = ", ".join(letter for letter, size in n._asdict().items() if size == 0)
-        reasons.append(f"a size is 0 ({empty}), for which PyTorch has no fused kernel")
-    for name, size in (("head size", n.d), ("width of values", n.w)):
+    if 0 in shape:
+        reasons.append(f"a size is 0 ({shape.zeros()}), for which PyTorch has no fused kernel")
+    for name, size in (("head size", shape.d), ("width of values", shape.w)):
         if size and not NARROW <= size <= WIDE:
             reasons.append(f"{name} {size} is not between {NARROW} and {WIDE}")
     for value in (problem.mask, problem.bias, problem.offset):
@@ -67,8 +67,8 @@ def why_unsupported(problem: Problem) -> list[str]:
             reasons.append(f"its positions are 32-bit integers, and {value} needs more")
     leaves = _leaves(problem.mask)
     for count in (len(_runs(leaf)) for leaf in leaves if isinstance(leaf, Keys)):
-        if count > RUNS:
-            reasons.append(f"it compares with each run of keys, and Keys has {count} (at most {RUNS})")
+        if count > MAX_RUNS:
+            reasons.append(f"it compares with each run of keys, and Keys has {count} (at most {MAX_RUNS})")
     if not reasons and not torch.compiler.is_compiling():  # last, because it calls the caller's code
         for rule in (leaf for leaf in leaves if isinstance(leaf, Rule)):
             reasons += _why_rule_unsupported(rule, device)
@@ -81,7 +81,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         return _attend(problem)
     try:
-        with torch.compiler.config.patch(recompile_limit=KINDS):  # type: ignore[attr-defined]
+        with torch.compiler.config.patch(recompile_limit=MAX_KINDS):  # type: ignore[attr-defined]
             return _compiled()(problem)
     except Exception as error:
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -100,13 +100,14 @@ def _compiled() -> Callable[[Problem], tuple[Tensor, Tensor]]:
 
 def _attend(problem: Problem) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp. Uncompiled, as in tests on the CPU, PyTorch computes all weights."""
-    n = problem.shape
+    shape = problem.shape
     blocks = None
     if problem.mask is not None:
-        # Compiled in one graph with the mask, so that the `[t, s]` booleans, of which blocks are counted, are
-        # never stored, and nothing is read back from the device.
+        # The block mask is compiled in one graph with the mask, so that the `[t, s]` booleans that it counts
+        # are never stored, and nothing is read back from the device.
         b, h = problem.keep(problem.mask, slice(0, 1), slice(0, 1)).shape[:2]  # 1 if all have the same mask
-        blocks = create_block_mask(_mask_mod(problem, problem.mask), b, h, n.t, n.s, device=problem.q.device)
+        mask_mod, device = _mask_mod(problem, problem.mask), problem.q.device
+        blocks = create_block_mask(mask_mod, b, h, shape.t, shape.s, device=device)
     keep = None if problem.mask is None else problem.keep(problem.mask, ALL, ALL)
     if isinstance(problem.bias, Dense):
         finite = problem.bias.values != -math.inf
@@ -120,7 +121,7 @@ def _attend(problem: Problem) -> tuple[Tensor, Tensor]:
         score_mod=_score_mod(problem),
         block_mask=blocks,
         scale=_constant(problem.scale),
-        enable_gqa=n.h != n.g,
+        enable_gqa=shape.h != shape.g,
         kernel_options={"num_stages": 1} if _reads_tiles(problem) else None,
         return_aux=AuxRequest(lse=True),
     )
@@ -183,7 +184,7 @@ def _per_pair(problem: Problem) -> Problem:
 
 
 def _without_lists(mask: Mask, s: int) -> Mask:
-    """Return the same mask with comparisons in place of lists of keys, which would have to be searched."""
+    """Return the same mask with lists of keys, which the kernel can't search, replaced by comparisons."""
     if isinstance(mask, Keys):
         keys: Mask = Prefix(0)
         for start, stop in _runs(mask):
@@ -207,7 +208,7 @@ def _runs(keys: Keys) -> list[tuple[int, int]]:
 
 
 def _constant(number: float) -> float:
-    """Return a number as a constant: the compiler turns one that changes between calls into an input."""
+    """Return a copy of a number that compiles to a constant, even if the number changes between calls."""
     return float.fromhex(number.hex())
 
 
@@ -217,7 +218,7 @@ def _constant(number: float) -> float:
 def _reads_tiles(problem: Problem) -> bool:
     """Return True if the kernel loads a number for each pair, and needs shared memory for tiles of them.
 
-    PyTorch loads three tiles in advance. With a float32 bias and head size 64 these don't fit on an H100.
+    PyTorch loads three tiles in advance, which for a float32 bias and head size 64 don't fit on an H100.
     """
     leaves, bias = _leaves(problem.mask), problem.bias
     tables = [leaf.tensor for leaf in leaves if isinstance(leaf, Keep)]

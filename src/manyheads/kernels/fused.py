@@ -10,7 +10,7 @@ from torch import Tensor
 MAX_TOP = 64  # the most weights of a query that a kernel keeps in order; sorting is faster for more
 ROW_STATISTICS = ("row_sum", "entropy", "distance", "max_score")  # each [b, h, t]
 
-Found = dict[Any, Tensor]
+FusedStatistics = dict[Any, Tensor]
 """Fused statistics by name.
 
     "row_sum", "entropy", "distance", "max_score"   of each row of weights, `[b, h, t]`

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from manyheads import trees
-from manyheads.kernels.batched import one_by_one, raise_second_gradient
+from manyheads.kernels.batched import differentiate_unbatched, raise_second_gradient
 from manyheads.problem import Problem
-from manyheads.scores import exactly
+from manyheads.scores import disable_autocast
 
 PROBLEM = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] tensors, Tensor? offsets, Tensor? seed, str text, "
@@ -40,18 +40,18 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
         forward: Takes a problem and its dropout seed; returns the output `[b, h, t, w]` and log-sum-exp
             `[b, h, t]`.
         backward: Takes a problem, the results of forward, their gradients, five bools (whether q, k, v, sink
-            and bias need a gradient) and the seed; returns the five gradients, None where not needed.
+            and bias need a gradient) and the seed; returns the five gradients, None for those not needed.
         key: PyTorch's dispatch key, for the devices that the operator supports.
     """
 
     def attend(*args: Any) -> tuple[Tensor, Tensor]:
-        with exactly(args[0].device):
+        with disable_autocast(args[0].device):
             return forward(_problem_of(*args), args[SEED])
 
     def attend_backward(
         out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *args: Any
     ) -> list[Tensor]:
-        with exactly(out.device):
+        with disable_autocast(out.device):
             grads = backward(_problem_of(*args), out, lse, d_out, d_lse, needs, args[SEED])
         return [out.new_empty(0) if grad is None else grad for grad in grads]
 
@@ -61,7 +61,7 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
         needs_bias = [x.requires_grad for x in tensors]  # only the tensor of a bias can require a gradient
         needs = [True, True, True, sink is not None, any(needs_bias)]
         operator = getattr(torch.ops.manyheads, f"{name}_backward")
-        dq, dk, dv, d_sink, d_bias = one_by_one(
+        dq, dk, dv, d_sink, d_bias = differentiate_unbatched(
             lambda d_out, d_lse: operator(out, lse, d_out, d_lse, needs, *args), d_out, d_lse
         )
         d_tensors = [d_bias if needed else None for needed in needs_bias]
@@ -130,7 +130,8 @@ def _problem_of(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the inputs and outputs that the gradient needs."""
     q, k, v, sink, tensors, offsets, seed, *ctx.numbers = inputs
-    ctx.functions = trees.functions(_parse(ctx.numbers[0]))  # keep them alive: the text only refers to them
+    # The text refers to functions by number, so they must be kept alive.
+    ctx.functions = trees.functions(_parse(ctx.numbers[0]))
     ctx.save_for_backward(*output, q, k, v, sink, offsets, seed, *tensors)
 
 

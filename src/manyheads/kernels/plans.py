@@ -53,7 +53,7 @@ def layout(
         or torch._C._get_tracing_state() is not None
     ):
         return None
-    # Other types raise errors, but True == 1.0 would find the plan of 1.0.
+    # The types are checked because True == 1.0: True must raise an error, and not use the plan for 1.0.
     if not (
         bias is None
         and sink is None
@@ -79,7 +79,7 @@ def layout(
 
 
 def _describe(mask: Any) -> Layout | None:
-    """Return a mask as a part of a layout, without the values of lengths; None if it isn't supported."""
+    """Return the part of a layout for a mask, without the values of lengths; None if it isn't supported."""
     if isinstance(mask, Band):
         return mask.band()
     if type(mask) is Lengths:
@@ -120,7 +120,7 @@ def _plan(problem: Problem, kernel: str) -> Call:
     call = chosen.plan(problem) if hasattr(chosen, "plan") else None
     if call is not None:
         return call
-    # `compute` must not refer to the problem, which would keep its tensors in memory.
+    # `compute` must not refer to the problem, because that would keep its tensors in memory.
     _, *options = problem.options
     offset, s = problem.offset, problem.shape.s
 

@@ -1,4 +1,4 @@
-"""The formula of textbooks: all scores, a softmax, a product. Tests compare the other kernels with it.
+"""The textbook formula: all scores, a softmax, a product. Tests compare the other kernels with it.
 
 It computes all weights `[b, h, t, s]` in float32 (float64 for float64), and autograd differentiates it.
 """
@@ -16,7 +16,7 @@ from manyheads.shapes import can_read
 
 NAME = "reference"
 GIVES_LSE = False  # its log-sum-exp is rounded differently from the scores that maps compute in blocks
-SHIELDS = True  # masked NaN and Inf can't leak
+SHIELDS = True  # masked NaN and Inf can't affect results
 
 
 def why_unsupported(problem: Problem) -> list[str]:
@@ -32,7 +32,7 @@ def weights(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def run(problem: Problem) -> tuple[Tensor, None]:
     """Return the output `[b, h, t, w]`; no log-sum-exp."""
-    if problem.mask is not None and not can_read(problem.q):  # then NaN and Inf can't be found
+    if problem.mask is not None and not can_read(problem.q):  # then numbers can't be checked for NaN and Inf
         problem = problem.without_masked_keys(problem.keep(problem.mask, ALL, ALL))
     weight, _, keep = _softmax(problem)
     if problem.dropout_p:

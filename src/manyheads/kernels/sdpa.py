@@ -1,8 +1,8 @@
 """PyTorch's fused attention, for the problems that it computes exactly.
 
 For some problems, `F.scaled_dot_product_attention` silently uses its math path, which stores all weights.
-This kernel doesn't support these problems. It returns no log-sum-exp. NaN in masked keys and values can leak
-into the output, so `kernels.run` checks inputs and output.
+This kernel doesn't support these problems. It returns no log-sum-exp. NaN in masked keys and values can
+change the output, so `kernels.run` checks inputs and output.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ LIMIT = 64 * 2**20  # maximum bytes of a tensor that is made of the mask and bia
 
 def why_unsupported(problem: Problem) -> list[str]:
     """Return why PyTorch's fused kernels don't support this problem; empty if they do."""
-    p, n = problem, problem.shape
+    shape = problem.shape
     reasons = []
-    if p.forward_mode():
+    if problem.forward_mode():
         reasons.append("it has no forward-mode derivative")
     if not torch.compiler.is_compiling():
         active = transforms()
@@ -40,66 +40,67 @@ def why_unsupported(problem: Problem) -> list[str]:
             reasons.append("under vmap its output can't be checked for NaN and Inf")
         if active.count("grad") > 1:
             reasons.append("PyTorch's fused kernels have no second gradient")
-    if 0 in n:
-        reasons.append(f"a size is 0 ({_zero_sizes(p)}), for which PyTorch has no fused kernel")
-    if p.softcap is not None:
+    if 0 in shape:
+        reasons.append(f"a size is 0 ({shape.zeros()}), for which PyTorch has no fused kernel")
+    if problem.softcap is not None:
         reasons.append("it has no softcap")
-    if p.sink is not None:
+    if problem.sink is not None:
         reasons.append("it has no sinks")
-    if p.dropout_p:
+    if problem.dropout_p:
         reasons.append("with dropout PyTorch uses its math path, which stores all weights")
-    if n.w != n.d:
-        reasons.append(f"PyTorch uses its math path for values of width {n.w} with keys of width {n.d}")
-    if any(x.stride(-1) != 1 for x in (p.q, p.k, p.v)):
+    if shape.w != shape.d:
+        reasons.append(f"PyTorch uses its math path for values of width {shape.w}, keys of width {shape.d}")
+    if any(x.stride(-1) != 1 for x in (problem.q, problem.k, problem.v)):
         reasons.append("PyTorch uses its math path if the last dimension of q, k or v isn't contiguous")
-    if p.bias is not None:
-        if torch.is_grad_enabled() and p.bias.tensor().requires_grad:
+    if problem.bias is not None:
+        if torch.is_grad_enabled() and problem.bias.tensor().requires_grad:
             reasons.append("it computes no gradient of a bias")
-        if p.q.dtype in (torch.float16, torch.bfloat16) and not _has_bias_of_same_dtype(p):
-            reasons.append(f"it would round the bias to {p.q.dtype}")
-    if needs_tensor(p) and not _given_as_tensor(p):
-        size = _mask_bytes(p)
+        if problem.q.dtype in (torch.float16, torch.bfloat16) and not _has_bias_of_same_dtype(problem):
+            reasons.append(f"it would round the bias to {problem.q.dtype}")
+    if needs_tensor(problem) and not _given_as_tensor(problem):
+        size = _mask_bytes(problem)
         if size > LIMIT:
             reasons.append(
                 f"the mask and bias would have to be stored as a tensor of {size / 2**20:,.0f} MiB "
                 f"(at most {LIMIT // 2**20})"
             )
-    if p.q.device.type == "cuda":
-        reasons += _why_unsupported_on_cuda(p)
+    if problem.q.device.type == "cuda":
+        reasons += _why_unsupported_on_cuda(problem)
     return reasons
 
 
-def _why_unsupported_on_cuda(p: Problem) -> list[str]:
+def _why_unsupported_on_cuda(problem: Problem) -> list[str]:
     """Return why PyTorch's CUDA kernels don't support this problem.
 
     The one that supports float32 and mask tensors doesn't support grouped heads.
     """
     reasons = []
-    if p.q.dtype == torch.float64:
+    if problem.q.dtype == torch.float64:
         reasons.append("PyTorch has no fused kernel for float64 on CUDA")
-    if p.shape.d > 256:
-        reasons.append(f"head size {p.shape.d} is above 256")
-    if p.shape.h != p.shape.g and (p.q.dtype == torch.float32 or needs_tensor(p)):
+    if problem.shape.d > 256:
+        reasons.append(f"head size {problem.shape.d} is above 256")
+    if problem.shape.h != problem.shape.g and (problem.q.dtype == torch.float32 or needs_tensor(problem)):
         reasons.append("with grouped heads PyTorch fuses only 16-bit problems without a mask tensor on CUDA")
     return reasons
 
 
 def run(problem: Problem) -> tuple[Tensor, None]:
     """Return the output `[b, h, t, w]`; no log-sum-exp."""
-    p, n = problem, problem.shape
+    shape = problem.shape
     tensor, causal = None, False
-    if needs_tensor(p):
-        tensor = _build_tensor(p)
-        if not can_read(p.q) or p.q.device.type != "cpu":
-            p = p.without_masked_keys(tensor if p.bias is None else tensor != -math.inf)
-    elif not _is_fully_visible(p):
+    if needs_tensor(problem):
+        tensor = _build_tensor(problem)
+        if not can_read(problem.q) or problem.q.device.type != "cpu":
+            problem = problem.without_masked_keys(tensor if problem.bias is None else tensor != -math.inf)
+    elif not _is_fully_visible(problem):
         causal = True  # queries attend to the first t keys at most, so the other keys are left out
-        p = replace(p, k=p.k[:, :, : n.t], v=p.v[:, :, : n.t])
+        problem = replace(problem, k=problem.k[:, :, : shape.t], v=problem.v[:, :, : shape.t])
     grouped = False
-    if n.h != n.g:  # while tracing, the comparison is symbolic; the branch makes it a bool
+    if shape.h != shape.g:  # while tracing, the comparison is symbolic; the branch makes it a bool
         grouped = True
+    q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
     out = F.scaled_dot_product_attention(
-        p.q, p.k, p.v, attn_mask=tensor, is_causal=causal, scale=p.scale, enable_gqa=grouped
+        q, k, v, attn_mask=tensor, is_causal=causal, scale=scale, enable_gqa=grouped
     )
     if not (torch.compiler.is_compiling() or transforms()):
         _forbid_second_gradient(out)
@@ -121,68 +122,65 @@ def _forbid_gradients_of(grads: tuple[Tensor | None, ...], _: Any) -> None:
             grad.grad_fn.register_prehook(raise_second_gradient)
 
 
-def _is_causal(p: Problem) -> bool:
+def _is_causal(problem: Problem) -> bool:
     """Return True if the mask is the top-left triangle, which PyTorch calls causal."""
-    if p.mask is None or not isinstance(p.offset, int | torch.SymInt) or p.offset != 0:
+    if problem.mask is None or not isinstance(problem.offset, int | torch.SymInt) or problem.offset != 0:
         return False
-    if p.scale <= 0:  # PyTorch multiplies the −inf of its own causal mask by the scale: NaN (2.13, CPU)
+    if problem.scale <= 0:  # PyTorch multiplies the −inf of its own causal mask by the scale: NaN (2.13, CPU)
         return False
-    band, segments, lengths, rest = p.mask.normal()
+    band, segments, lengths, rest = problem.mask.normal()
     return band == (None, 0) and len(segments) + len(lengths) + len(rest) == 0
 
 
-def _is_fully_visible(p: Problem) -> bool:
+def _is_fully_visible(problem: Problem) -> bool:
     """Return True if the mask is a band that contains all keys of all rows, as Causal for one last query."""
-    if p.mask is None:
+    if problem.mask is None:
         return True
-    (low, high), segments, lengths, rest = p.mask.normal()
+    (low, high), segments, lengths, rest = problem.mask.normal()
     if len(segments) + len(lengths) + len(rest) > 0:
         return False
     if low is None and high is None:
         return True
-    if not isinstance(p.offset, int | torch.SymInt):
+    if not isinstance(problem.offset, int | torch.SymInt):
         return False
-    top, bottom = p.offset, p.offset + p.shape.t - 1
-    return (low is None or bottom + low <= 0) and (high is None or top + high >= p.shape.s - 1)
+    top, bottom = problem.offset, problem.offset + problem.shape.t - 1
+    return (low is None or bottom + low <= 0) and (high is None or top + high >= problem.shape.s - 1)
 
 
-def needs_tensor(p: Problem) -> bool:
+def needs_tensor(problem: Problem) -> bool:
     """Return True if the mask and bias have to be passed to PyTorch as a tensor."""
-    return p.bias is not None or not (_is_fully_visible(p) or _is_causal(p))
+    return problem.bias is not None or not (_is_fully_visible(problem) or _is_causal(problem))
 
 
-def _given_as_tensor(p: Problem) -> bool:
+def _given_as_tensor(problem: Problem) -> bool:
     """Return True if the caller passed the mask as a tensor."""
-    return p.bias is None and isinstance(p.mask, Keep)  # Drop is a subclass
+    return problem.bias is None and isinstance(problem.mask, Keep)  # Drop is a subclass
 
 
-def _mask_bytes(p: Problem) -> int:
+def _mask_bytes(problem: Problem) -> int:
     """Return the most bytes that `_build_tensor` needs; a mask may turn out to broadcast over b or h."""
     b, h = 1, 1
-    for part in (p.mask, p.bias):
+    for part in (problem.mask, problem.bias):
         if part is not None:
-            part_b, part_h = p.broadcast_sizes(part)
+            part_b, part_h = problem.broadcast_sizes(part)
             b, h = max(b, part_b), max(h, part_h)
-    return b * h * p.shape.t * p.shape.s * p.q.element_size()  # PyTorch converts masks to q's dtype
+    # PyTorch converts masks to q's dtype.
+    return b * h * problem.shape.t * problem.shape.s * problem.q.element_size()
 
 
-def _has_bias_of_same_dtype(p: Problem) -> bool:
+def _has_bias_of_same_dtype(problem: Problem) -> bool:
     """Return True if the bias is a tensor of the queries' own dtype."""
-    return isinstance(p.bias, Dense) and p.bias.values.dtype == p.q.dtype
+    return isinstance(problem.bias, Dense) and problem.bias.values.dtype == problem.q.dtype
 
 
-def _build_tensor(p: Problem) -> Tensor:
+def _build_tensor(problem: Problem) -> Tensor:
     """Return `attn_mask`: a boolean mask, or a bias to add to the scores, with −inf where masked."""
-    n = p.shape
-    keep = None if p.mask is None else p.keep(p.mask, ALL, ALL)
-    if p.bias is None:
+    shape = problem.shape
+    keep = None if problem.mask is None else problem.keep(problem.mask, ALL, ALL)
+    if problem.bias is None:
         assert keep is not None
-        return keep.expand(keep.shape[0], keep.shape[1], n.t, n.s)
-    added = p.bias.add(*p.at(ALL, ALL), p.dtype)
+        return keep.expand(keep.shape[0], keep.shape[1], shape.t, shape.s)
+    added = problem.bias.add(*problem.at(ALL, ALL), problem.dtype)
     if keep is not None:
         added = torch.where(keep, added, -math.inf)
-    return added.expand(*added.shape[:2], n.t, n.s).to(p.q.dtype)
-
-
-def _zero_sizes(p: Problem) -> str:
-    return ", ".join(letter for letter, size in p.shape._asdict().items() if size == 0)
+    return added.expand(*added.shape[:2], shape.t, shape.s).to(problem.q.dtype)

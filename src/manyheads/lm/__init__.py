@@ -1,4 +1,4 @@
-"""A small causal language model on this library's own attention: data, model, training, generation.
+"""A small causal language model that uses this library's attention: data, model, training, generation.
 
 from manyheads import lm
 

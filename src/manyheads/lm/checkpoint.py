@@ -2,17 +2,16 @@
 
 The folder of a training run also has `optimizer.safetensors, state.json`, the token files and the log.
 
-The files of a checkpoint fit each other even if the process is killed while it writes them: they are written
+The files of a checkpoint are consistent even if the process is killed while it writes them: they are written
 to a temporary folder, the complete folder is renamed, and then the files are moved to their places. If the
-process is killed before all are moved, the next process that opens the checkpoint moves the others.
+process is killed before all are moved, the next process that opens the checkpoint moves the rest.
 
 The header of each safetensors file has checksums of its tensors and of the model's config, to detect damaged
-weights and the config of another model. `state.json` has the checksum of every other file, so that no run is
-resumed with a file of another run. Files of earlier versions have no checksums, and are read without these
-checks.
+weights and mismatched configs. `state.json` has the checksum of every other file, to prevent resuming a run
+with a file of a different run. Files of earlier versions have no checksums, and are read without checks.
 
-Training overwrites no files unless it resumes their run. A lock, which the operating system releases when the
-process ends, excludes a second process.
+Training doesn't overwrite files, except those of a run that it resumes. A lock prevents a second process from
+training in the folder. The operating system releases it when the process ends.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ RUN_FILES = (*FILES, TRAINING, HELD_OUT)  # the files that are needed to resume 
 # Folders inside the folder of a checkpoint. Their names are reserved: files inside them may be deleted.
 WRITING, WRITTEN = ".manyheads-writing", ".manyheads-written"
 LOCK = ".manyheads-lock"
-RESTORE = "Restore it from a copy, or start a new run in another --out."
+RESTORE = "Restore it from a copy, or start a new run in a different --out."
 
 
 def save(
@@ -71,14 +70,14 @@ def save(
     """Save a model and its tokenizer: all files or none, even if the process is killed.
 
     Args:
-        folder: The folder, whose earlier checkpoint is replaced.
+        folder: The folder. An earlier checkpoint in it is replaced.
         model: The model.
         tokenizer: Its tokenizer.
         optimizer: Tensors to resume training with, `[...]` by name, together with `state`.
         state: Plain values to resume training with.
 
     Raises:
-        OSError: If a file can't be written. The earlier checkpoint stays.
+        OSError: If a file can't be written. The earlier checkpoint is kept.
     """
     with writing(folder) as staging:
         write_model(staging, folder, model, tokenizer, optimizer, state)
@@ -110,7 +109,7 @@ def write_model(
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
     """Yield an empty folder. If the block succeeds, its files replace those in `folder`, all or none."""
-    settle(folder)
+    finish_write(folder)
     staging = folder / WRITING
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -121,11 +120,11 @@ def writing(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)  # frees the space if the disk is full
         raise
-    settle(folder)
+    finish_write(folder)
 
 
-def settle(folder: Path) -> None:
-    """Move the files of a complete checkpoint to their places, if a killed process left some unmoved."""
+def finish_write(folder: Path) -> None:
+    """Move the files of a complete checkpoint to their places if a process was killed before moving them."""
     written = folder / WRITTEN
     if written.is_dir():
         for name in RUN_FILES:
@@ -169,8 +168,8 @@ def read_config(folder: Path) -> tuple[Config, Tokenizer]:
         The config and the tokenizer.
 
     Raises:
-        ValueError: If the two don't fit each other, or describe a model that is larger than the file with
-            its weights. No model is built before this check.
+        ValueError: If the two don't fit each other, or describe a model that is larger than its weights'
+            file. This is checked before a model is built, to use no memory for invalid sizes.
     """
     config, tokenizer = _read_config(folder / "config.json"), read_tokenizer(folder / "tokenizer.json")
     if tokenizer.get_vocab_size() != config.vocab:
@@ -183,13 +182,13 @@ def read_config(folder: Path) -> tuple[Config, Tokenizer]:
     if config.parameter_count > size:  # a parameter takes at least one byte
         raise ValueError(
             f"{folder / 'config.json'} describes a model of {config.parameter_count:,} parameters, but "
-            f"{weights} has only {size:,} bytes: one of them is damaged or belongs to another model."
+            f"{weights} has only {size:,} bytes: one of them is damaged or belongs to a different model."
         )
     return config, tokenizer
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer, and let it encode the names of special tokens in a text as ordinary text."""
+    """Read a tokenizer. It encodes the names of special tokens in a text as ordinary text."""
     from tokenizers import Tokenizer
 
     try:
@@ -220,18 +219,18 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor], config: Config) -> 
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise ValueError(
-            f"{path} can't be read as safetensors: {error}. It may be truncated or of another format."
+            f"{path} can't be read as safetensors: {error}. It may be truncated or have a different format."
         ) from None
     of_tensors, _, of_config = header.get(CHECKSUMS, header.get(CHECKSUM, "")).partition(" ")
     if of_tensors and of_tensors != _checksum(tensors):
         raise ValueError(f"{path} is damaged: its tensors don't match its checksum. Restore it from a copy.")
     for name, tensor in expected.items():
         if name not in tensors:
-            raise ValueError(f"{path} has no tensor {name}: it belongs to another model.")
+            raise ValueError(f"{path} has no tensor {name}: it belongs to a different model.")
         if tensors[name].shape != tensor.shape:
             raise ValueError(
                 f"Expected {name} in {path} to be {sizes(tensor)}, got {sizes(tensors[name])}: it belongs to "
-                "a model of another size."
+                "a model of a different size."
             )
         if not torch.isfinite(tensors[name]).all():
             raise ValueError(f"{path}: {name} has NaN or infinite entries.")
@@ -239,8 +238,8 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor], config: Config) -> 
         raise ValueError(f"{path} has a tensor {unexpected[0]}, which the model doesn't have.")
     if of_config and of_config != _config_checksum(config):
         raise ValueError(
-            f"{path} belongs to a model with another config than {path.with_name('config.json')}. Restore "
-            "both from the same copy."
+            f"{path} belongs to a model with a different config than {path.with_name('config.json')}. "
+            "Restore both from the same copy."
         )
     return tensors
 
@@ -263,11 +262,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_digests(folder: Path, digests: Mapping[str, str]) -> None:
-    """Raise ValueError if a file of a checkpoint has another checksum than `state.json` says."""
+    """Raise ValueError if the checksum of a file of a checkpoint differs from that in `state.json`."""
     for name, digest in digests.items():
         if file_digest(folder / name) != digest:
             raise ValueError(
-                f"{folder / name} doesn't belong to this checkpoint: {folder / 'state.json'} has another "
+                f"{folder / name} doesn't belong to this checkpoint: {folder / 'state.json'} has a different "
                 f"checksum for it. {RESTORE}"
             )
 
@@ -279,7 +278,7 @@ def file_digest(path: Path) -> str:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that replaces an earlier one only when it is complete."""
+    """Write a file. It replaces an earlier file only after it has been written completely."""
     with disk_errors(path), replacing(path) as file:
         file.write(content)
 
@@ -298,7 +297,7 @@ def opened(path: Path, mode: str) -> Iterator[Callable[[bytes], None]]:
     try:
         yield append
     finally:
-        with disk_errors(path):  # closing writes again what a full disk didn't take
+        with disk_errors(path):  # closing retries the writes that failed, and may fail again
             file.close()
 
 
@@ -315,8 +314,8 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def _tensor_bytes(tensors: Mapping[str, Tensor], config: Config) -> bytes:
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    # Both checksums are in one entry, because safetensors writes several entries in random order, and equal
-    # runs must have equal files.
+    # Both checksums are in one entry. Several entries would be written in random order, but equal runs must
+    # have equal files.
     return as_bytes(dict(tensors), {CHECKSUMS: f"{_checksum(tensors)} {_config_checksum(config)}"})
 
 
@@ -357,7 +356,7 @@ def check_vacant(folder: Path) -> None:
     missing = _missing(folder)
     if present and (not missing or WRITTEN in present):
         raise FileExistsError(
-            f"{folder} already has a run ({present[0]}). Add --resume to continue it, or choose another "
+            f"{folder} already has a run ({present[0]}). Add --resume to continue it, or choose a different "
             "--out."
         )
     if present:
@@ -368,11 +367,11 @@ def check_vacant(folder: Path) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Raise FileNotFoundError if a file is missing that is needed to resume a run."""
+    """Raise FileNotFoundError if a file that is needed to resume a run is missing."""
     missing = _missing(folder)
     if set(FILES) <= set(missing):
         raise FileNotFoundError(
-            f"{folder} has no checkpoint to resume from. Start without --resume, or choose another --out."
+            f"{folder} has no checkpoint to resume from. Start without --resume, or choose a different --out."
         )
     if missing:
         raise FileNotFoundError(f"{folder} has no {missing[0]}, which --resume needs. {RESTORE}")
@@ -384,7 +383,7 @@ def _missing(folder: Path) -> list[str]:
 
 @contextmanager
 def created(folder: Path) -> Iterator[None]:
-    """Create and lock a folder. If the block fails, remove the created folders that are empty."""
+    """Create and lock a folder. If the block fails, remove those of the created folders that are empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with locked(folder_for(folder, "--out")):
@@ -393,7 +392,7 @@ def created(folder: Path) -> Iterator[None]:
             except BaseException:
                 with suppress(OSError):
                     if new and os.listdir(folder) == [LOCK]:
-                        (folder / LOCK).unlink()  # while it is locked, so that no other process loses it
+                        (folder / LOCK).unlink()  # before unlocking: later it could be another process's lock
                 raise
     except BaseException:
         with suppress(OSError):  # raised for the first folder that isn't empty
@@ -410,5 +409,5 @@ def locked(folder: Path) -> Iterator[None]:
             yield
     except Timeout:
         raise BlockingIOError(
-            f"Another process is training in {folder}. Wait until it ends, or choose another --out."
+            f"Another process is training in {folder}. Wait until it ends, or choose a different --out."
         ) from None

@@ -50,8 +50,8 @@ def python_documents() -> list[Document]:
     """Return the text that comes with Python: `pydoc_data.topics` and the docstrings of the standard library.
 
     A document is a topic, or all docstrings of a module. The sources are parsed and not imported. Tests and
-    repeated docstrings are left out. Names, not texts, decide the split, so that it is the same in every
-    version of Python.
+    repeated docstrings are left out. The split depends on the names of documents, not on their texts, so that
+    it is the same in every version of Python.
     """
     from pydoc_data.topics import topics  # a dictionary of strings
 
@@ -71,7 +71,7 @@ def python_documents() -> list[Document]:
 def _unique(documents: Iterable[Document]) -> dict[int, str]:
     """Return the names of the documents by their positions, without blank and repeated documents.
 
-    A text that is repeated has the name of its first document and the position of its last.
+    A repeated text has the name of its first document and the position of its last.
     """
     names: dict[bytes, str] = {}
     positions: dict[bytes, int] = {}
@@ -97,10 +97,10 @@ class TextFiles:
     """The documents of text files. Long files are cut into passages, preferably at a blank line.
 
     Every iteration reads the files again, so that memory doesn't grow with their size. It raises ValueError
-    for a file that isn't UTF-8 text or changes while it is read, and if there is no text at all.
+    if a file isn't UTF-8 text or changes while it is read, or if there is no text at all.
 
     Args:
-        paths: Files, or folders of which all files are read except hidden ones.
+        paths: Files, or folders, in which all files except hidden ones are read.
 
     Attributes:
         size: The bytes of all files.
@@ -173,7 +173,7 @@ def _signature(file: Path) -> tuple[int, int]:
 
 
 def _cut(chunks: Iterable[str]) -> Iterator[str]:
-    """Yield the passages of a text, which don't depend on the chunks in which it is read."""
+    """Yield the passages of a text that is read in chunks. The passages don't depend on the chunks."""
     text = ""
     # `_cut_after` reads up to 2 * PASSAGE characters, so shorter texts are cut only at the end.
     for chunk, shortest in chain(((chunk, 2 * PASSAGE) for chunk in chunks), [("", PASSAGE + 1)]):
@@ -207,7 +207,7 @@ def digest(documents: Iterable[Document]) -> str:
 
 
 def held_out_positions(names: Sequence[str]) -> set[int]:
-    """Return the positions of the documents that are held out: about a tenth, by their hashes, at least one.
+    """Return the positions of the held-out documents: about a tenth, chosen by hashes, and at least one.
 
     Args:
         names: The names of all documents.
@@ -252,7 +252,7 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
 
 
-def encoded(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
+def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
     """Yield each document with its ids `[n]`, of which the last is END."""
     dtype, remaining = token_dtype(tokenizer), iter(documents)
     while batch := list(islice(remaining, BATCH)):
@@ -298,10 +298,10 @@ def read_tokens(path: Path) -> Tokens:
 def repeats(length: int, tokens: Tokens, vocab: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:
     """Return runs of random tokens that are repeated, from which heads learn to copy.
 
-    The sequence is cut into segments of 64 or 128 tokens, or is a single segment. Each segment repeats a run,
-    which is as likely to be short (from 3 tokens) as long (up to a quarter of the segment, or 256 tokens of a
-    single one): from short runs heads learn to copy, from long ones to attend to distant tokens. Two fifths
-    of the runs are drawn from the vocabulary with equal probabilities, the others from the text.
+    The sequence is cut into segments of 64 or 128 tokens, or is a single segment. Each segment repeats a run
+    of tokens, whose length is log-uniform between 3 and a quarter of the segment (256 tokens in a single
+    segment). From short runs heads learn to copy, from long ones to attend to distant tokens. Two fifths of
+    the runs are drawn uniformly from the vocabulary, the others from the text.
 
     Args:
         length: The number of tokens.

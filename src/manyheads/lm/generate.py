@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings with which a token is drawn from logits.
+    """The settings for drawing a token from logits.
 
     Attributes:
-        temperature: The number that divides the logits. 0 takes the most likely token (greedy).
+        temperature: The number by which logits are divided. 0 takes the most likely token (greedy).
         top_k: The number of most likely tokens to draw from (Fan et al. 2018, arXiv:1805.04833), all if None.
         top_p: The probability p: of these tokens, draw from the most likely ones whose probabilities sum to p
             (Holtzman et al. 2019, arXiv:1904.09751).
@@ -55,7 +55,7 @@ class Sampling:
         """
         if self.temperature == 0:
             return int(logits.argmax())
-        logits = logits.double() - logits.max()  # so that no temperature overflows
+        logits = logits.double() - logits.max()  # at most 0, so that dividing can't overflow
         ordered, ids = (logits / self.temperature).sort(descending=True, stable=True)  # [vocab]
         if self.top_k is not None:
             ordered, ids = ordered[: self.top_k], ids[: self.top_k]
@@ -82,15 +82,15 @@ def generate(
         tokens: The largest number of tokens to generate.
         sampling: The settings for drawing tokens, `Sampling()` if None.
         seed: The random seed of the draws.
-        cached: Keep keys and values in a cache. Without it, the model reads the whole text for each token,
-            which is slower and gives the same ids.
+        cached: Whether to keep keys and values in a cache. If not, the model reads the whole text for each
+            token, which is slower and gives the same ids.
 
     Returns:
         An iterator over the ids. The arguments are checked before it is returned.
 
     Raises:
         TypeError: If ids isn't a tensor, or tokens or seed isn't an integer.
-        ValueError: If ids isn't a prompt, or prompt and tokens exceed the context.
+        ValueError: If ids has the wrong shape or is empty, or prompt and tokens exceed the context.
     """
     whole(tokens, "tokens", 1)
     check_seed(seed)
@@ -135,9 +135,9 @@ class Text:
 
     Attributes:
         text: The text after the prompt.
-        end: The reason for the end: "tokens" (there are as many as requested), "stop" (the stop text was
-            generated), "end" (an end-of-text token was generated) or "context" (it is full). Empty for all
-            pieces of `stream` but the last.
+        end: Why generation ended: "tokens" (the requested number was generated), "stop" (the stop text was
+            generated), "end" (an end-of-text token was generated) or "context" (the context is full). Empty
+            for all pieces of `stream` but the last.
     """
 
     text: str
@@ -169,11 +169,11 @@ def stream(
     stop: str | None = None,
     seed: int = 0,
 ) -> Iterator[Text]:
-    """Continue a prompt until there are `tokens` tokens, `stop` is generated, or the context is full.
+    """Continue a prompt until `tokens` tokens or `stop` are generated, or the context is full.
 
-    The text is returned in pieces, each as soon as no later token can change it. No character is split over
-    two pieces, and no piece contains a part of `stop`. The last piece has the `end`, and its text may be
-    empty.
+    The text is returned in pieces, each as soon as no later token can change it. No character is split
+    between two pieces, and no piece contains a part of `stop`. The last piece has the `end`, and its text may
+    be empty.
 
     Args:
         model: The model, as `load` returns it.
@@ -193,7 +193,7 @@ def stream(
     """
     whole(tokens, "tokens", 1)
     if stop == "":
-        raise ValueError("Expected stop to be a text, got an empty one. Leave it out to stop at no text.")
+        raise ValueError("Expected stop to be a text, got an empty one. Leave it out if you need none.")
     if not prompt:
         raise ValueError("Expected a prompt of at least one character, got an empty one.")
     ids = torch.tensor([tokenizer.encode(prompt).ids], dtype=torch.int64)  # [1, t]
@@ -229,5 +229,5 @@ def _pieces(
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that is a beginning of `stop`."""
+    """Return the length of the longest suffix of a text that is a prefix of `stop`."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

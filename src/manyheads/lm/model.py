@@ -1,4 +1,4 @@
-"""The language model: a pre-norm causal transformer on this library's own attention.
+"""The language model: a pre-norm causal transformer that uses this library's attention.
 
     ids → embedding → (x + attention(norm(x)), x + feed-forward(norm(x))) × layers → norm → logits
 
@@ -25,7 +25,7 @@ from manyheads.masks import Causal
 from manyheads.positions import Rotary
 from manyheads.shapes import can_read, kind, real, sizes, whole
 
-ROTARY_BASE = 1000.0  # below the usual 10,000: the contexts are short
+ROTARY_BASE = 1000.0  # less than the usual 10,000, because the contexts are short
 LONGEST_CONTEXT = 2**20  # the largest number of tokens in a context
 
 
@@ -65,7 +65,7 @@ class Config:
 
     @property
     def parameter_count(self) -> int:
-        """Return the number of parameters of a model of these sizes."""
+        """Return the number of parameters of a model with these sizes."""
         attention = 4 * self.embed * (self.embed + 1)
         feed_forward = 3 * self.embed * self.hidden
         norms = self.embed * (2 * self.layers + 1)
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, dropout: float) -> None:
         super().__init__()
-        # Half of a head's entries rotate with the position. The other half compares tokens at any distance.
+        # Half of a head's entries rotate with the position. The others compare tokens at any distance.
         rotary = Rotary(config.embed // config.heads // 2, base=ROTARY_BASE)
         self.attention_norm = nn.RMSNorm(config.embed, eps=1e-6)
         self.attention = MultiHeadAttention(config.embed, config.heads, position=rotary)
@@ -120,7 +120,7 @@ class LanguageModel(nn.Module):
 
     Args:
         config: The sizes.
-        dropout: The dropout probability, which belongs to training and isn't saved with the weights.
+        dropout: The dropout probability in training. It isn't saved with the weights.
 
     Attributes:
         context: The longest sequence that the model reads, in tokens.
@@ -144,11 +144,11 @@ class LanguageModel(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Draw weights with deviation 0.02, smaller in layers that write to the residual stream.
+        """Draw weights with standard deviation 0.02, smaller in layers that write to the residual stream.
 
         The biases of q and k start as a random preference for distances: they rotate with the position, so
         their contribution to a score depends on the distance of two tokens. If both started at zero, they
-        would stay near it for long, because the gradient of each is a multiple of the other.
+        would stay near zero for long, because the gradient of each is a multiple of the other.
         """
         for name, parameter in self.named_parameters():
             if name.endswith(("q.bias", "k.bias")):
@@ -172,7 +172,7 @@ class LanguageModel(nn.Module):
 
         Raises:
             TypeError: If ids isn't a tensor.
-            ValueError: If ids has another shape, or exceeds the vocabulary or the context.
+            ValueError: If ids has the wrong shape, or exceeds the vocabulary or the context.
         """
         self.check(ids, caches)
         x = self.embed(ids)  # [b, t, e]
@@ -191,7 +191,7 @@ class LanguageModel(nn.Module):
 
         Raises:
             TypeError: If ids isn't a tensor.
-            ValueError: If ids has another shape, or exceeds the vocabulary or the context.
+            ValueError: If ids has the wrong shape, or exceeds the vocabulary or the context.
         """
         self.check(ids, None)
         x = self.embed(ids)  # [b, t, e]
@@ -270,7 +270,7 @@ class LanguageModel(nn.Module):
 
         Raises:
             TypeError: If ids isn't a tensor.
-            ValueError: If ids has another shape, or exceeds the vocabulary or the context.
+            ValueError: If ids has the wrong shape, or exceeds the vocabulary or the context.
         """
         if not isinstance(ids, Tensor):
             raise TypeError(f"Expected ids to be integers [b, t], got {kind(ids)}.")
@@ -283,8 +283,8 @@ class LanguageModel(nn.Module):
             raise ValueError(
                 f"Expected at most {self.context} tokens, the model's context, got {total}. Shorten the text."
             )
-        # To read the values would wait for a GPU at every step, and break a compiled graph in two. On a GPU,
-        # and in a compiled or exported model, the embedding itself checks the bounds.
+        # Reading the values would wait for a GPU at every step, and cause a graph break under torch.compile.
+        # On a GPU, and in a compiled or exported model, the embedding itself checks the bounds.
         if ids.device.type == "cpu" and can_read(ids) and ids.numel():
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.config.vocab:

@@ -1,9 +1,9 @@
-"""Train the language model, in a run that can be interrupted at any time and resumed.
+"""Train the language model. A run can be interrupted at any time and resumed.
 
 The optimizer is AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with warm-up and a cosine schedule. Each
 step is a pure function of the seed, the step number and the state before it: the random numbers of the batch
-and of dropout are seeded by (seed, step). So on the CPU of one machine, a resumed run ends bit for bit as an
-uninterrupted run does.
+and of dropout are seeded by (seed, step). So on the CPU of one machine, a resumed run gives the same bits as
+an uninterrupted run.
 
 `checkpoint` describes the files of a run's folder. If TensorBoard is installed, its files are written too.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 EVALUATION_ROWS = 8  # the number of windows in a batch of an evaluation
 TOKENIZER_TEXT = 2**26  # bytes to train the tokenizer on; of longer texts, every n-th document is used
 SMALLEST_VOCAB = 257  # the 256 bytes and the end-of-text token
-LARGEST_VOCAB = 2**20  # for sizes that don't fit into memory, the tokenizers library aborts the process
+LARGEST_VOCAB = 2**20  # the tokenizers library aborts the process if a size doesn't fit into memory
 MOST_STEPS = 10**9
 # Options that were renamed: the name in earlier versions, and the current name.
 RENAMED = {"rows": "batch_size", "rate": "learning_rate", "vocab": "vocab_size"}
@@ -76,7 +76,7 @@ class Options:
         save_every: The number of steps between checkpoints.
 
     Raises:
-        TypeError: If an option has another type.
+        TypeError: If an option has the wrong type.
         ValueError: If an option is out of range, or the device isn't available.
     """
 
@@ -242,28 +242,28 @@ class Run:
 
     @classmethod
     def resume(cls, out: Path, changes: Mapping[str, Any], paths: Sequence[Path]) -> Run:
-        """Resume a run. `changes` are options as given; only `steps` may differ from the run's."""
-        checkpoint.settle(out)
+        """Resume a run. `changes` are the given options, of which only `steps` may differ from the run's."""
+        checkpoint.finish_write(out)
         checkpoint.check_complete(out)
         options, facts, step, seconds, digests = _read_state(out / "state.json")
         for name, value in changes.items():
             if name != "steps" and getattr(options, name) != value:
                 raise ValueError(
                     f"Expected --{name.replace('_', '-')} {getattr(options, name)}, with which the run in "
-                    f"{out} was started, got {value}. Leave the option out to resume, or choose another "
+                    f"{out} was started, got {value}. Leave the option out to resume, or choose a different "
                     "--out."
                 )
         options = _with_steps(out, options, step, changes.get("steps", options.steps))
         if paths and data.digest(data.TextFiles(paths)) != facts["documents_sha256"]:
             raise ValueError(
-                f"The run in {out} was started with other text than --data. Leave --data out to resume, "
-                "or choose another --out."
+                f"The run in {out} was started with a different text than --data. Leave --data out to "
+                "resume, or choose a different --out."
             )
         config, tokenizer = checkpoint.read_config(out)
         if config != options.config(config.vocab):
             raise ValueError(
                 f"{out / 'config.json'} and {out / 'state.json'} describe models of different sizes: one "
-                "of them is damaged or belongs to another run."
+                "of them is damaged or belongs to a different run."
             )
         options.check_memory(config.vocab)
         run = cls(out, options, tokenizer, facts)
@@ -326,7 +326,7 @@ class Run:
             if moments[f"{name}/step"] != self.step:
                 raise ValueError(
                     f"Expected step {self.step} in {path}, as in state.json, got "
-                    f"{moments[f'{name}/step']:g}: one of the two belongs to another checkpoint."
+                    f"{moments[f'{name}/step']:g}: one of them belongs to a different checkpoint."
                 )
             state = {key: moments[f"{name}/{key}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": moments[f"{name}/step"], **state}
@@ -437,14 +437,14 @@ def train(
         out: The folder of the run.
         given: Options by name, as in `Options`.
         paths: Text files, or folders of them. By default, the text is Python's own documentation.
-        resume: Continue the run in `out`.
+        resume: Whether to continue the run in `out`.
 
     Returns:
         The finished run.
 
     Raises:
         ValueError: If an option, the text or the run in the folder is invalid.
-        TypeError: If an option has another type.
+        TypeError: If an option has the wrong type.
         OSError: If the folder already has a run, or a file can't be read or written.
     """
     out, given = Path(out), _rename_options(given or {})
@@ -467,7 +467,7 @@ def train(
         size = files.size if files is not None else options.vocab_size
         options.check_memory(min(options.vocab_size, SMALLEST_VOCAB + size))
         with checkpoint.created(out):
-            checkpoint.check_vacant(out)  # again, because another process may have written a run
+            checkpoint.check_vacant(out)  # again: a different process may have written a run before the lock
             run = Run.begin(out, options, files)
             _train_steps(run)
     return run
@@ -549,7 +549,7 @@ def _prepare_text(
                 writers[name] = stack.enter_context(file)
                 writers[name](np.array([data.END_ID]))
                 facts[name] = {"documents": 0, "bytes": 0, "tokens": 1}
-            for i, (document, ids) in enumerate(data.encoded(tokenizer, documents)):
+            for i, (document, ids) in enumerate(data.encode(tokenizer, documents)):
                 name = HELD_OUT if i in held_out else TRAINING
                 writers[name](ids)
                 facts[name]["documents"] += 1
@@ -564,7 +564,7 @@ def _prepare_text(
 
 @contextmanager
 def _show_stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
-    """Show a progress bar; yield a function of a stage's name and number of passes over the files."""
+    """Show a progress bar; yield a function that starts a stage, given its name and passes over the files."""
     from rich.progress import Progress
 
     console = _console()
@@ -595,7 +595,7 @@ def _train_steps(run: Run) -> None:
     options, first_step, earlier_seconds = run.options, run.step, run.seconds
     tokens_per_step = options.batch_size * options.context
     console = _console()
-    # The suggested prompt is a single letter, because that fits into any context.
+    # The suggested prompt is a single letter, which fits into any context.
     suggestion = f"try it with: manyheads generate A --model {shlex.quote(str(run.out))}"
     if run.step >= options.steps:
         console.print(
@@ -614,9 +614,9 @@ def _train_steps(run: Run) -> None:
             bar.update(task, completed=run.step, description=progress)
             if not math.isfinite(loss):
                 raise ValueError(
-                    f"The loss became {loss} at step {run.step}. Start again in another --out with a lower "
-                    f"--learning-rate than {options.learning_rate:g}, or with other --data. The last "
-                    f"checkpoint in {run.out} is unchanged."
+                    f"The loss became {loss} at step {run.step}. Start again in a different --out with a "
+                    f"lower --learning-rate than {options.learning_rate:g}, or with different --data. The "
+                    f"last checkpoint in {run.out} is unchanged."
                 )
             last = run.step == options.steps
             evaluate = run.step % options.evaluate_every == 0 or last

@@ -2,13 +2,14 @@
 
     mask = Causal() & Window(left=255) & Documents(ids)
 
-To add a mask, write a subclass of `Mask` in `leaves.py` with `keep` and the fields of a dataclass. Override
-`span`, `check`, `bind`, `only`, `cut`, `extent`, `normal` and `__str__` if the defaults are too weak: a mask
-of j − i alone returns itself from `only` and `cut`. Without `cut` the viewer is slower. Masks in the `rest`
-of `normal` become a tensor in `native` and `sdpa`, or are computed by `chunked` if the tensor would exceed
-64 MB. Then name the mask here, in `manyheads.__init__`, in `storage.PARTS` and docs/format.md, in the tests
-(`PUBLIC` in test_imports.py; `build`, `sees` and `MASKS` in tests/cases.py; `leaves` and `EVERY` in
-test_masks.py), and in the lists of README and docs/architecture.md.
+To add a mask, write a subclass of `Mask` in `leaves.py` with `keep` and the fields of a dataclass. The other
+methods (`span`, `check`, `bind`, `only`, `cut`, `extent`, `normal`, `__str__`) have defaults. Override those
+that the mask can answer better; for example, a mask that depends on j − i alone returns itself from `only`
+and `cut`. Without `cut` the viewer is slower. A mask in the `rest` of `normal`, the default, becomes a tensor
+in `native` and `sdpa`; if that tensor would exceed 64 MB, `chunked` computes the mask instead. Then add the
+name here, to `manyheads.__init__`, to `storage.PARTS` and docs/format.md, to the tests (`PUBLIC` in
+test_imports.py; `build`, `sees` and `MASKS` in tests/cases.py; `leaves` and `EVERY` in test_masks.py), and to
+the lists in README and docs/architecture.md.
 """
 
 from manyheads.masks.algebra import (
@@ -19,10 +20,10 @@ from manyheads.masks.algebra import (
     Not,
     Only,
     Or,
-    extremes,
-    opaque,
-    picked,
-    spread,
+    can_read_cheaply,
+    check_indices,
+    min_max,
+    scatter_positions,
 )  # fmt: skip
 from manyheads.masks.leaves import (
     AfterSameToken,
@@ -40,10 +41,11 @@ from manyheads.masks.leaves import (
     Rule,
     SameToken,
     Window,
+    band_mask,
 )  # fmt: skip
 
 __all__ = [
     "FAR", "AfterSameToken", "And", "Band", "Causal", "Diagonal", "Documents", "Drop", "Full", "Ids", "Keep",
     "Keys", "Lengths", "Mask", "Normal", "Not", "Only", "Or", "Prefix", "Rule", "SameToken", "Window",
-    "extremes", "opaque", "picked", "spread",
+    "band_mask", "can_read_cheaply", "check_indices", "min_max", "scatter_positions",
 ]  # fmt: skip

@@ -255,7 +255,7 @@ class Or(Pair):
 
 
 class Not(Mask):
-    """A mask that is True where another mask is False."""
+    """A mask that is True where the given mask is False."""
 
     mask: Mask
 
@@ -302,16 +302,16 @@ class Only(Mask):
         return (self.mask,)
 
     def check(self, shape: Shape) -> None:
-        picked(self.batch, self.heads, shape)
+        check_indices(self.batch, self.heads, shape)
 
     def bind(self, first: int | Tensor, s: int) -> Mask:
-        return self.but(mask=self.mask.bind(spread(first, self.batch), s))
+        return self.but(mask=self.mask.bind(scatter_positions(first, self.batch), s))
 
     def __str__(self) -> str:
         return f"Only({self.mask})"
 
 
-def picked(batch: Tensor, heads: Tensor, shape: Shape) -> None:
+def check_indices(batch: Tensor, heads: Tensor, shape: Shape) -> None:
     """Raise ValueError unless these are indices of batch entries `[b]` and heads `[h]`."""
     for name, index, size in (("batch", batch, shape.b), ("heads", heads, shape.h)):
         if not isinstance(index, Tensor) or not is_integer(index) or tuple(index.shape) != (size,):
@@ -319,8 +319,8 @@ def picked(batch: Tensor, heads: Tensor, shape: Shape) -> None:
             raise ValueError(f"Expected Only's {name} to be integers [{size}], got {kind(index)}{got_shape}.")
 
 
-def spread(first: int | Tensor, batch: Tensor) -> int | Tensor:
-    """Return the positions `[b]` of selected batch entries, at the indices before the selection."""
+def scatter_positions(first: int | Tensor, batch: Tensor) -> int | Tensor:
+    """Undo the selection of positions `[b]`: return a tensor that has them at the indices `batch`, else 0."""
     if isinstance(first, int) or not batch.numel():
         return first
     return first.new_zeros(int(batch.max()) + 1).index_copy_(0, batch, first)
@@ -353,16 +353,16 @@ def _complement(interval: Interval) -> list[Interval]:
     return [side for side in ((0, start), (stop, FAR)) if side[0] < side[1]]
 
 
-def opaque(tensor: Tensor) -> bool:
-    """Return True if a tensor's numbers can't be read, or only after waiting for its device."""
-    return not can_read(tensor) or tensor.device.type != "cpu"
+def can_read_cheaply(tensor: Tensor) -> bool:
+    """Return True if a tensor's numbers can be read without waiting for its device."""
+    return can_read(tensor) and tensor.device.type == "cpu"
 
 
 def summarize(value: object) -> str:
     """Return a field as text: the entries of a small tensor, the size of a large one."""
     if not isinstance(value, Tensor):
         return str(value)
-    return str(value.tolist()) if value.numel() <= 8 and not opaque(value) else sizes(value)
+    return str(value.tolist()) if value.numel() <= 8 and can_read_cheaply(value) else sizes(value)
 
 
 def is_integer(tensor: Tensor) -> bool:
@@ -370,8 +370,8 @@ def is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def extremes(n: int | Tensor) -> tuple[int, int]:
-    """Return the smallest and the largest of the numbers: an int, or a tensor `[b]` (0 if it is empty)."""
+def min_max(n: int | Tensor) -> tuple[int, int]:
+    """Return the smallest and the largest number of a tensor `[b]` (0 and 0 if it is empty) or of an int."""
     if isinstance(n, int):
         return n, n
     return (int(n.min()), int(n.max())) if n.numel() else (0, 0)

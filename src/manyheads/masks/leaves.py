@@ -19,14 +19,14 @@ from manyheads.masks.algebra import (
     Mask,
     Normal,
     Span,
-    extremes,
+    can_read_cheaply,
     intersect,
     is_integer,
-    opaque,
+    min_max,
     summarize,
 )
 from manyheads.shapes import Shape, kind, sizes, whole
-from manyheads.trees import bound, number
+from manyheads.trees import bound, register_function
 
 # -- positions -------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ class Band(Mask):
     """A mask with bounds low ≤ j − i ≤ high: the base class of Full, Causal, Window and Diagonal."""
 
     def band(self) -> tuple[int, int]:
-        """Return low and high, ±FAR where there is no bound."""
+        """Return low and high; −FAR and FAR mean no bound."""
         raise NotImplementedError
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -106,7 +106,7 @@ class Window(Band):
     def __post_init__(self) -> None:
         for name, side in (("left", self.left), ("right", self.right)):
             if side is not None:
-                whole(side, f"Window's {name}, which counts keys beside the query's own,")
+                whole(side, f"Window's {name}, the number of keys on that side,")
 
     def band(self) -> tuple[int, int]:
         return -FAR if self.left is None else -self.left, FAR if self.right is None else self.right
@@ -140,6 +140,11 @@ class Diagonal(Band):
         return self.k, self.k
 
 
+def band_mask(low: int | None, high: int | None) -> Mask:
+    """Return the mask low ≤ j − i ≤ high as `Causal` or `Window`; None means no bound."""
+    return Causal() if (low, high) == (None, 0) else Window(None if low is None else -low, high)
+
+
 class Counted(Mask):
     """A mask of the first n keys, j < n: the base class of Prefix and Lengths."""
 
@@ -153,7 +158,7 @@ class Counted(Mask):
             raise TypeError(
                 f"Expected an int or an integer tensor [b] for {name}, got {kind(self.n)} {sizes(self.n)}."
             )
-        elif not opaque(self.n) and bool((self.n < 0).any()):
+        elif can_read_cheaply(self.n) and bool((self.n < 0).any()):
             raise ValueError(
                 f"Expected the numbers of keys in {name} to be at least 0, got {self.n.tolist()}."
             )
@@ -162,7 +167,7 @@ class Counted(Mask):
         return j < _per_batch(self.n, b)
 
     def span(self, rows: range) -> Span:
-        least, most = extremes(self.n)
+        least, most = min_max(self.n)
         return Span((0, most), (0, least))
 
     def check(self, shape: Shape) -> None:
@@ -188,7 +193,7 @@ class Prefix(Counted):
 
 
 class Lengths(Counted):
-    """Padding: only the first n keys are visible, j < n; with `left=True` the last n, j ≥ s − n.
+    """Padding: only the first n keys are visible, j < n; with `left=True` only the last n, j ≥ s − n.
 
     Only keys are masked, as with the key_padding_mask of `torch.nn.MultiheadAttention`: padded queries still
     attend.
@@ -220,7 +225,7 @@ class Lengths(Counted):
     def span(self, rows: range) -> Span:
         if not self.left:
             return super().span(rows)
-        least, most = extremes(self.n)
+        least, most = min_max(self.n)
         s = self._columns()
         return Span((max(s - most, 0), FAR), (max(s - least, 0), FAR))
 
@@ -334,7 +339,7 @@ class Ids(Mask):
         return _look_up(self.queries, b, i - _per_batch(self.first, b))
 
     def at(self, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids of queries and keys; a position without an id gets a number that matches nothing.
+        """Return the ids of queries and keys, in which a position without an id has one that matches nothing.
 
         Args:
             i: The positions of the queries, `[b or 1, t]`.
@@ -348,7 +353,8 @@ class Ids(Mask):
         (queries, has_query), (keys, has_key) = self.query(b, i), self.key(b, j)
         queries, keys = queries.to(torch.int64), keys.to(torch.int64)
         least = torch.iinfo(torch.int64).min
-        if any(x.numel() and x.min() <= least + 1 for x in (queries, keys)):  # number the ids instead
+        # `least` and `least + 1` mark positions without an id. If they are ids too, the ids are renumbered.
+        if any(x.numel() and x.min() <= least + 1 for x in (queries, keys)):
             ids = torch.cat((queries.flatten(), keys.flatten())).unique(return_inverse=True)[1]
             queries, keys = ids[: queries.numel()].view_as(queries), ids[queries.numel() :].view_as(keys)
         return torch.where(has_query, queries, least), torch.where(has_key, keys, least + 1)
@@ -364,7 +370,7 @@ class Ids(Mask):
         interval if the rows and all keys in the interval have one id, else empty.
         """
         n = self.ids.shape[-1]
-        low, high = extremes(self.first) if self.queries is not None else (0, 0)
+        low, high = min_max(self.first) if self.queries is not None else (0, 0)
         of_queries = self.ids if self.queries is None else self.queries
         start, stop = rows.start - high, rows.stop - low
         ids = of_queries[..., max(start, 0) : max(stop, 0)].unique()
@@ -403,7 +409,7 @@ class Ids(Mask):
 
 
 def _look_up(ids: Tensor, b: Index, position: Index) -> tuple[Any, Any]:
-    """Return the id at a position of batch entry b, and whether the position is inside of the ids."""
+    """Return the id at a position of batch entry b, and whether there is an id at this position."""
     n = ids.shape[-1]
     position = torch.as_tensor(position, device=ids.device)
     if n == 0 or (ids.dim() == 2 and ids.shape[0] == 0 and not isinstance(b, Tensor)):
@@ -491,7 +497,7 @@ class Keep(Mask):
 
     Raises:
         TypeError: If it isn't a boolean tensor.
-        ValueError: If it has another number of dimensions.
+        ValueError: If it doesn't have two or four dimensions.
     """
 
     tensor: Tensor
@@ -533,17 +539,17 @@ class Keep(Mask):
         return entry & inside
 
     def check(self, shape: Shape) -> None:
-        name, wanted = type(self).__name__, (shape.b, shape.h, shape.t, shape.s)
+        name, expected = type(self).__name__, (shape.b, shape.h, shape.t, shape.s)
         got = tuple(self.tensor.shape)
-        if len(got) == 2 and got != wanted[2:]:
+        if len(got) == 2 and got != expected[2:]:
             raise ValueError(
                 f"Expected the tensor of {name} to be [t, s] = [{shape.t}, {shape.s}], got "
                 f"{sizes(self.tensor)}. For a mask of padding [b, s] use Lengths(n), or four dimensions "
                 "[b, 1, 1, s]."
             )
-        if len(got) == 4 and any(n not in (1, size) for n, size in zip(got, wanted, strict=True)):
+        if len(got) == 4 and any(n not in (1, size) for n, size in zip(got, expected, strict=True)):
             raise ValueError(
-                f"Expected the tensor of {name} to broadcast to [b, h, t, s] = {list(wanted)}, got "
+                f"Expected the tensor of {name} to broadcast to [b, h, t, s] = {list(expected)}, got "
                 f"{sizes(self.tensor)}."
             )
 
@@ -558,7 +564,7 @@ class Keep(Mask):
 
 
 class Drop(Keep):
-    """A boolean tensor with the other polarity, True = may NOT attend.
+    """A boolean tensor with the opposite polarity of `Keep`, True = may NOT attend.
 
     The polarity is that of `torch.nn.MultiheadAttention`.
 
@@ -568,7 +574,7 @@ class Drop(Keep):
 
     Raises:
         TypeError: If it isn't a boolean tensor.
-        ValueError: If it has another number of dimensions.
+        ValueError: If it doesn't have two or four dimensions.
     """
 
     def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
@@ -586,10 +592,10 @@ class Rule(Mask):
         fn: A function of integer tensors b, h, i, j (i and j are positions) that broadcast to `[b, h, t, s]`.
             It returns a boolean tensor, as a mask_mod of PyTorch's FlexAttention does (Dong et al. 2024,
             arXiv:2412.05496).
-        number: The number of the function in packed trees.
+        number: The number that identifies the function in packed trees (`manyheads.trees`).
 
     Raises:
-        TypeError: If fn takes other arguments.
+        TypeError: If fn isn't a function of four arguments.
     """
 
     fn: Callable[[Any, Any, Any, Any], Any]
@@ -609,7 +615,7 @@ class Rule(Mask):
         except ValueError:  # a function that is written in C may have no signature
             pass
         try:
-            object.__setattr__(self, "number", number(self.fn))
+            object.__setattr__(self, "number", register_function(self.fn))
         except TypeError:  # e.g. an object with __slots__
             raise TypeError(
                 f"Expected a function that supports weak references for Rule, got {kind(self.fn)}: "

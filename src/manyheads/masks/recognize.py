@@ -104,7 +104,7 @@ def recognize_mask(keep: Tensor, offset: int = 0, t: int | None = None) -> Mask 
         if torch.equal(keep, torch.ones_like(keep).tril(offset) & keys):
             padding = recognize_mask(keys)
             return Causal() if padding is None else Causal() & padding
-    if h == rows == 1:  # all queries see the same keys: it may be padding on the right or on the left
+    if h == rows == 1:  # the same keys are visible to all queries: it may be padding on the right or left
         n = keep.sum(-1).reshape(b)
         j = torch.arange(s, device=keep.device)
         if torch.equal(keep.reshape(b, s), j < n[:, None]):

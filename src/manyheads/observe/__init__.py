@@ -4,8 +4,9 @@
         model(**inputs)
     recording["layers.3.attn"].entropy()
 
-Hooks on every module note when it runs (`recorder`), attention calls are intercepted before PyTorch computes
-them (`intercept`, `transformers`), and each is recorded under the path of the innermost module (`recording`).
+Hooks track which modules are running (`recorder`), attention calls are intercepted before PyTorch computes
+them (`intercept`, `transformers`), and each is recorded under the path of the innermost running module
+(`recording`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from manyheads.observe.recording import NoSuchLayer, Recording, open_run
 from manyheads.observe.summaries import HEAD_SCORES, STANDARD, Reduced
 from manyheads.observe.table import Table
 from manyheads.shapes import DTYPES, kind, most_bytes, whole
-from manyheads.statistics import BY_NAME, named
+from manyheads.statistics import BY_NAME, make_reductions
 
 __all__ = ["NoSuchLayer", "Recording", "Reduced", "Table", "observe", "open_run", "record_attention"]
 
@@ -48,16 +49,16 @@ def observe(
 
     Args:
         model: The model, or a part of it.
-        keep: "maps" keeps q and k of every call. "statistics" keeps only statistics, which are computed at
-            once: entropy, distance, row_max, received, and the head scores that need no tokens. Name others,
-            or pass a mapping from names to arguments of `AttentionMap.statistics`:
-            `keep={"entropy": (), "top": 8}`.
+        keep: "maps" keeps q and k of every call. "statistics" computes statistics during the call and keeps
+            only these: entropy, distance, row_max, received, and the head scores that need no tokens. To
+            choose the statistics, pass a list of names, or a mapping from names to arguments of
+            `AttentionMap.statistics`: `keep={"entropy": (), "top": 8}`.
         layers: Which modules to record: paths, parts of paths, or numbers in order of first call.
         heads: Which query heads to record.
         max_bytes: The largest size of the recording, in bytes.
         device: The device to keep q and k on, e.g. "cpu".
         dtype: The precision to keep them in, e.g. torch.float16.
-        ablate: Pairs (layer, head) whose output is replaced by zeros, to see what the head contributes.
+        ablate: Pairs (layer, head). The output of these heads is replaced by zeros.
 
     Yields:
         The `Recording`, an ordered mapping from paths of attention modules to maps.
@@ -65,7 +66,7 @@ def observe(
     Raises:
         TypeError, ValueError: If an argument doesn't fit the model, a call can't be recorded, or, at the end
             of the block, no forward ran or no attention was called.
-        MemoryError: In the model's call by which the recording exceeds max_bytes.
+        MemoryError: If the recording exceeds max_bytes. It is raised inside the model's forward.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected observe to get a torch.nn.Module, got {kind(model)}.")
@@ -120,8 +121,8 @@ def _check_statistics(keep: Any) -> dict[str, Any]:
             )
         if name in HEAD_SCORES and arguments != ():
             raise TypeError(f"{name} takes no arguments, got {arguments!r}.")
-    # `named` raises an error for arguments that don't fit.
-    named({name: arguments for name, arguments in statistics.items() if name in BY_NAME})
+    # Raises an error for arguments that don't match the statistic.
+    make_reductions({name: arguments for name, arguments in statistics.items() if name in BY_NAME})
     return statistics
 
 

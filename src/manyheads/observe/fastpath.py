@@ -1,9 +1,9 @@
 """The fast path of PyTorch's own transformer layers, in evaluation without gradients.
 
-On the fast path, attention is part of a fused kernel that can't be intercepted. PyTorch doesn't take it if a
-layer has hooks. An encoder's fast path also skips padding, and returns zeros for it, or the norm of zeros. So
-that an observed model returns the same outputs, they are computed a second time, by the same modules without
-hooks.
+On the fast path, attention is part of a fused kernel that can't be intercepted. PyTorch doesn't take the fast
+path if a layer has hooks. An encoder's fast path also skips padding, and returns zeros for it, or the norm of
+zeros. To return the same outputs when the model is observed, they are computed a second time by the same
+modules without hooks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def has_fastpath(module: nn.Module) -> bool:
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Return True if PyTorch would now take a module's fast path if it had no hooks."""
+    """Return True if PyTorch would take a module's fast path in its current state, but for its hooks."""
     if not has_fastpath(module):
         return False
     layer = next(iter(module.layers), module) if isinstance(module, nn.TransformerEncoder) else module

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from manyheads.biases import ALiBi, Bias, Relative
 from manyheads.maps import AttentionMap
-from manyheads.masks import Causal, Drop, Full, Keep, Keys, Lengths, Mask, Only, Window
+from manyheads.masks import Drop, Full, Keep, Keys, Lengths, Mask, Only, band_mask
 from manyheads.observe.summaries import Call, Reduced
 from manyheads.problem import Problem
 
@@ -15,7 +15,7 @@ Band = tuple[int | None, int | None]  # low ≤ j − i ≤ high; None: no bound
 
 
 def checksums(k: Tensor, end: int) -> Tensor:
-    """Return a checksum of each key up to `end`, `[b, g, end]`, to find out if a later call repeats the keys.
+    """Return a checksum of each key up to `end`, `[b, g, end]`, to detect if a later call has the same keys.
 
     It is the sum of the key's bits, read as integers, times random odd numbers, modulo 2^64.
     """
@@ -32,7 +32,7 @@ def reached_keys(call: Call, s: int) -> int:
 
 
 def join(old: Call, new: Call) -> Call | None:
-    """Return two calls as one if the keys of the second continue those of the first; else None."""
+    """Join two calls into one if the keys of the second continue those of the first; else return None."""
     if isinstance(old, Reduced) and isinstance(new, Reduced):
         return old.followed_by(new) if _continues(old.shape, old.offset, new.shape, new.offset) else None
     if isinstance(old, AttentionMap) and isinstance(new, AttentionMap):
@@ -67,11 +67,11 @@ def _join_maps(old: AttentionMap, new: AttentionMap) -> AttentionMap | None:
 
 
 def _join_masks(before: Problem, after: Problem) -> Mask | None:
-    """Return the mask of both steps' queries over the later keys; None unless it is a band and some keys."""
+    """Return the mask of the queries of both steps; None if it isn't a band combined with visible keys."""
     (old_band, old_keys), (new_band, new_keys) = _band_and_keys(before), _band_and_keys(after)
     if old_keys is None or new_keys is None or not isinstance(before.offset, int):
         return None
-    # For a single query at the last key, no band is the same as a causal band.
+    # For a single query at the last key, no band and a causal band are the same mask.
     causal: Band = (None, 0)
     old_is_last, new_is_last = _is_last_key(before, old_band), _is_last_key(after, new_band)
     if old_is_last and (new_is_last or new_band == causal):
@@ -85,7 +85,7 @@ def _join_masks(before: Problem, after: Problem) -> Mask | None:
     reach = last + high + 1  # the number of keys that the band keeps for the old queries
     if not torch.equal(old_keys[:, :reach], new_keys[:, :reach].expand(old_keys[:, :reach].shape)):
         return None
-    band: Mask = Causal() if (low, high) == causal else Window(None if low is None else -low, high)
+    band = band_mask(low, high)
     return band if bool(new_keys.all()) else band & Keep(new_keys[:, None, None])
 
 
@@ -95,9 +95,9 @@ def _is_last_key(problem: Problem, band: Band) -> bool:
 
 
 def _band_and_keys(problem: Problem) -> tuple[Band, Tensor | None]:
-    """Return a mask as a band and the visible keys `[b, s]`; None if these differ between queries."""
-    n = problem.shape
-    keys = torch.ones(n.b, n.s, dtype=torch.bool, device=problem.q.device)
+    """Return a mask as a band and visible keys `[b, s]`; None for keys that differ between queries."""
+    shape = problem.shape
+    keys = torch.ones(shape.b, shape.s, dtype=torch.bool, device=problem.q.device)
     band, segments, lengths, others = (Full() if problem.mask is None else problem.mask).normal()
     if segments or not all(map(_same_for_all_queries, others)):
         return band, None
@@ -120,7 +120,7 @@ def _equal(x: Tensor | None, y: Tensor | None) -> bool:
 
 
 def _equal_biases(x: Bias | None, y: Bias | None) -> bool:
-    """Return True for equal biases that depend on positions alone; a dense one has no further columns."""
+    """Return True for equal biases that depend on positions only (a dense one lacks columns for new keys)."""
     if x is None or y is None:
         return x is y
     return type(x) is type(y) and isinstance(x, ALiBi | Relative) and _equal(x.tensor(), y.tensor())

@@ -37,7 +37,7 @@ from manyheads import kernels
 from manyheads.biases import Dense
 from manyheads.classic import common
 from manyheads.functional import attention, attention_with_map, autocast
-from manyheads.layouts import project_inputs, spread_masks
+from manyheads.layouts import project_inputs, reshape_masks
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Rule
 from manyheads.masks.recognize import collapse, first_position, split_masks, visible
@@ -55,8 +55,8 @@ SDPA, COMPILE = F.scaled_dot_product_attention, torch.compile
 class Observer(Protocol):
     """The part of a `Recorder` that this module uses."""
 
-    active: int  # how many of its modules run now, on all threads
-    strays: int  # how many attention calls were made on threads where no observed module runs
+    active: int  # the number of its modules that are running, on all threads
+    strays: int  # the number of attention calls on threads on which no observed module was running
     closed: bool  # True if it no longer records
 
     def record(self, path: str, problem: Problem, lse: Tensor | None) -> None:
@@ -66,11 +66,11 @@ class Observer(Protocol):
         """Note a softmax outside of attention calls."""
 
     def ablated(self, path: str, h: int) -> list[int]:
-        """Return the heads of a module, of h, that are ablated."""
+        """Return the ablated heads of a module that has h heads."""
         ...
 
 
-# -- which modules run -----------------------------------------------------------------------------
+# -- running modules -------------------------------------------------------------------------------
 
 # (observer, path) of each running module, the innermost last. `dict(running)` therefore maps each observer to
 # the path of its innermost module.
@@ -88,7 +88,7 @@ _lock = threading.Lock()
 
 
 def enter(observer: Observer, path: str) -> None:
-    """Add a module of an observed model to the modules that run on this thread."""
+    """Add a module of an observed model to the running modules of this thread."""
     with _lock:
         observer.active += 1
     if _thread.mode is None:
@@ -98,7 +98,7 @@ def enter(observer: Observer, path: str) -> None:
 
 
 def leave(observer: Observer, path: str) -> None:
-    """Remove a module from those that run, together with inner modules that an exception interrupted."""
+    """Remove a module from the running modules, together with inner modules that an exception interrupted."""
     running = _thread.running
     if (observer, path) in running:
         last = max(n for n, pair in enumerate(running) if pair == (observer, path))
@@ -133,7 +133,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def paused(device: torch.device | None = None) -> Iterator[None]:
-    """Intercept no calls on this thread in a `with` block, in which a kernel computes on `device`."""
+    """Don't intercept calls on this thread in the block, in which a kernel computes on `device`."""
     before, _thread.paused = _thread.paused, True
     on_top = _thread.mode is not None and _get_current_function_mode() is _thread.mode
     compiles = device is not None and device.type != "cpu"
@@ -148,14 +148,14 @@ def paused(device: torch.device | None = None) -> Iterator[None]:
 
 
 def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis: int | None = 1) -> Tensor:
-    """Compute attention, and record the call in the innermost observed module that runs on this thread.
+    """Compute attention, and record the call under the innermost running observed module of this thread.
 
-    If no observed module runs, nothing is recorded. Attention calls inside `compute` aren't recorded, nor are
-    calls that activation checkpointing repeats during backward.
+    If no observed module is running, nothing is recorded. Attention calls inside `compute` aren't recorded,
+    and neither are calls that activation checkpointing repeats during backward.
 
     Args:
         problem: The inputs of the call: q `[b, h, t, d]`, k `[b, g, s, d]`, the mask and the other options.
-        compute: Computes the output `[...]` with the model's own kernel.
+        compute: A function that computes the output `[...]` with the model's own kernel.
         head_axis: The axis of query heads in the output, along which ablated heads are zeroed; None if the
             output has no such axis.
 
@@ -163,7 +163,7 @@ def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis:
         The output `[...]` of `compute`, with zeros for ablated heads.
 
     Raises:
-        ValueError: If q or k have no numbers, as on the meta device.
+        ValueError: If q or k has no numbers, as on the meta device.
         MemoryError: If the recording would exceed its max_bytes.
     """
     if not is_recording():
@@ -185,7 +185,7 @@ def record(problem: Problem, lse: Tensor | None = None) -> None:
 
 
 def ablate(x: Tensor, head_axis: int = 1) -> Tensor:
-    """Return x with zeros for the ablated heads of the innermost module that runs on this thread."""
+    """Return x with zeros for the ablated heads of the innermost running module of this thread."""
     for observer, path in dict(_thread.running).items():
         heads = observer.ablated(path, x.shape[head_axis])
         if heads:
@@ -211,21 +211,21 @@ def check_readable(owner: str, **inputs: Any) -> None:
             raise ValueError(f"Expected {owner}'s {name} to be [..., length, width], got {sizes(x)}.")
 
 
-# -- while any model is observed -------------------------------------------------------------------
+# -- changes to PyTorch while a model is observed --------------------------------------------------
 
-_open: list[Observer] = []  # the observers of all threads whose `with` block is open
-# PyTorch's stance while a model is observed: compiled code runs no hooks, so it has to run eagerly.
+_open: list[Observer] = []  # the observers, on all threads, whose `with` block is open
+# The stance of torch.compiler while a model is observed. Compiled code runs no hooks, so it is run eagerly.
 _stance: Any = None
 
 
 @contextmanager
-def listening(observer: Observer) -> Iterator[None]:
-    """Run compiled code eagerly, and count attention calls on threads where no observed module runs."""
+def intercepting(observer: Observer) -> Iterator[None]:
+    """Run compiled code eagerly, and count attention calls on threads without a running observed module."""
     global _stance
     with _lock:
         if not _open:
             F.scaled_dot_product_attention, torch.compile = _count_strays, _compile
-            # Nothing is compiled before torch._dynamo is imported, which takes a second.
+            # Before torch._dynamo is imported there is no compiled code, and importing it takes a second.
             if "torch._dynamo" in sys.modules:
                 _run_eagerly()
         _open.append(observer)
@@ -249,15 +249,15 @@ def _run_eagerly() -> None:
 
 @contextmanager
 def _compiled() -> Iterator[None]:
-    """Run compiled code as compiled in this block, because FlexAttention needs it on a GPU."""
+    """Run compiled code normally in this block, because FlexAttention needs to be compiled on a GPU."""
     with _lock:
-        _run_eagerly()  # else the first torch.compile in the block would do it, and undo "default"
+        _run_eagerly()  # if not done here, the first torch.compile in the block does it, and undoes "default"
     with torch.compiler.set_stance("default"):
         yield
 
 
 def _compile(*args: Any, **kwargs: Any) -> Any:
-    """Compile as `torch.compile` does; the result runs eagerly while a model is observed."""
+    """Compile as `torch.compile` does, but make compiled code run eagerly while a model is observed."""
     compiled = COMPILE(*args, **kwargs)
     with _lock:
         if _open:
@@ -266,11 +266,11 @@ def _compile(*args: Any, **kwargs: Any) -> Any:
 
 
 def _count_strays(*args: Any, **kwargs: Any) -> Tensor:
-    """Call scaled_dot_product_attention, and count the call if no observed module of this thread makes it."""
-    # Code that was imported while a model was observed may keep this function, and call it later.
-    counts = _open and not torch.compiler.is_compiling() and not _thread.running and not _thread.paused
-    # A module on the call stack belongs to a model that isn't observed.
-    if counts and not any(
+    """Call scaled_dot_product_attention, and count the call if this thread has no running observed module."""
+    # Code that was imported while a model was observed may keep a reference to this function.
+    is_stray = _open and not torch.compiler.is_compiling() and not _thread.running and not _thread.paused
+    # If a module is on the call stack, the call belongs to a model that isn't observed.
+    if is_stray and not any(
         frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_stack(sys._getframe())
     ):
         for observer in list(_open):
@@ -278,11 +278,11 @@ def _count_strays(*args: Any, **kwargs: Any) -> Tensor:
     return SDPA(*args, **kwargs)
 
 
-# -- the mode --------------------------------------------------------------------------------------
+# -- the mode that intercepts calls ----------------------------------------------------------------
 
 
 class Intercept(TorchFunctionMode):
-    """Calls the handlers of intercepted functions, and every other function unchanged."""
+    """Call the handler in place of an intercepted function, and any other function itself."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -295,7 +295,7 @@ class Intercept(TorchFunctionMode):
 
 @lru_cache(maxsize=4096)
 def _handler(func: Any) -> Callable[..., Any] | None:
-    """Return the handler of a function, which is looked up by identity or by name (without overload)."""
+    """Return the handler of a function, found by identity or by its name without the overload."""
     if func in HANDLERS:
         return HANDLERS[func]
     name = getattr(func, "__name__", "").partition(".")[0]
@@ -307,7 +307,7 @@ def _handler(func: Any) -> Callable[..., Any] | None:
 
 
 def _softmax(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Report the input to the observers, then call the softmax."""
+    """Report the input of a softmax to the observers, then compute it."""
     scores = args[0] if args else kwargs.get("input")
     if isinstance(scores, Tensor):
         for observer, path in dict(_thread.running).items():
@@ -397,9 +397,10 @@ def _scaled_dot_product_attention(
     if k.shape[1] != v.shape[1]:
         k, v = (x.repeat_interleave(h // max(x.shape[1], 1), 1) for x in (k, v))
     masks = {}
-    # PyTorch's is_causal puts the first query at the first key. Without is_causal, more keys than queries are
-    # taken for a cache: the position of the first query is that of a triangular mask, and without such a mask
-    # the last query is at the last key. (In cross-attention, positions have no effect.)
+    # PyTorch's is_causal gives the first query the position of the first key. Without is_causal, more keys
+    # than queries are assumed to be a cache: the position of the first query follows from a triangular mask;
+    # without such a mask the last query has the position of the last key. (In cross-attention, positions have
+    # no effect.)
     offset = 0 if is_causal else max(k.shape[2] - q.shape[2], 0)
     if attn_mask is not None:
         entries = collapse(_four_axes(attn_mask, batch, dims))
@@ -469,9 +470,9 @@ def _multi_head_problem(options: dict[str, Any]) -> Problem:
     q, k, v = project_inputs((query, key, value), weights, options["in_proj_bias"])
     (t, b, _), s, h = q.shape, k.shape[0], options["num_heads"]  # q [t, b, e]
     padding, attn_mask = options["key_padding_mask"], options["attn_mask"]
-    # With is_causal, PyTorch ignores attn_mask, unless it needs a mask tensor for another reason.
+    # With is_causal, PyTorch ignores attn_mask, unless padding or returned weights require a mask tensor.
     uses_is_causal = options["is_causal"] and padding is None and not options["need_weights"]
-    masks = spread_masks(padding, None if uses_is_causal else attn_mask, h, b, t, s)
+    masks = reshape_masks(padding, None if uses_is_causal else attn_mask, h, b, t, s)
     if options["bias_k"] is not None:
         k = torch.cat((k, options["bias_k"].expand(1, b, -1)))  # [s + 1, b, e]
         v = torch.cat((v, options["bias_v"].expand(1, b, -1)))

@@ -97,7 +97,8 @@ class Recorder:
                 # inference mode have no version counter by which this could be detected.
                 problem = replace(problem, q=problem.q.clone(), k=problem.k.clone())
             provenance = {"model": type(self.model).__name__, "layer": path}
-            amap = AttentionMap.of(problem, lse, provenance=provenance)
+            value_norm = _value_norm(problem.v) if self.keep is None else None
+            amap = AttentionMap.of(problem, lse, provenance=provenance, value_norm=value_norm)
             amap = amap if self.heads is None else amap.only(heads=self.heads)
             k = amap.problem.k
             if self.keep is None:
@@ -127,9 +128,9 @@ class Recorder:
     def attached(self) -> Iterator[None]:
         """Attach hooks to every module, and intercept the attention functions of transformers' models."""
         with ExitStack() as stack:
-            if "transformers" in sys.modules and transformers.is_present(self.model):
+            if "transformers" in sys.modules and transformers.is_from_transformers(self.model):
                 stack.enter_context(transformers.attached(self.model))
-            stack.enter_context(intercept.listening(self))
+            stack.enter_context(intercept.intercepting(self))
             stack.callback(self._close)
             for path, module in self.modules.items():
                 for handle in self._hooks(path, module):
@@ -241,6 +242,14 @@ class Recorder:
                         f"{option} names {layer!r}, which made no attention call"
                         f"{close_matches(str(layer), self.attended)}."
                     )
+
+
+def _value_norm(v: Tensor) -> Tensor | None:
+    """Return the norms `[b, g, s]` of values `[b, g, s, w]` as float32; None for values of width 0."""
+    if not v.shape[-1]:
+        return None
+    dtype = v.dtype if v.dtype == torch.float64 else torch.float32  # the sum would overflow in float16
+    return torch.linalg.vector_norm(v, dim=-1, dtype=dtype).float()
 
 
 def _is_named_like_attention(module: nn.Module) -> bool:

@@ -124,7 +124,7 @@ class Recording(Mapping[Any, Any]):
         """Label the keys of every layer that has as many keys as there are tokens.
 
         Args:
-            tokens: s strings, or b lists of them.
+            tokens: s strings or a `TokenizedText`, or b of them.
 
         Raises:
             ValueError: If no layer has as many keys as there are tokens.
@@ -132,7 +132,8 @@ class Recording(Mapping[Any, Any]):
         """
         if isinstance(tokens, str) or not isinstance(tokens, Sequence):
             raise TypeError(f"Expected tokens to be a list of strings, got {kind(tokens)}.")
-        n = len(tokens[0] if tokens and isinstance(tokens[0], list | tuple) else tokens)
+        several = len(tokens) > 0 and not isinstance(tokens[0], str) and isinstance(tokens[0], Sequence)
+        n = len(tokens[0] if several else tokens)
         lengths = sorted({call.shape[3] for calls in self._calls.values() for call in calls})
         if n not in lengths:
             raise ValueError(
@@ -250,10 +251,9 @@ def open_run(path: str | os.PathLike[str]) -> Recording:
     """
     run = storage.read(path)
     recording = Recording(run.provenance)
-    for entry in run.entries:
-        content = entry.content
-        call = Reduced.restored(content) if isinstance(content, storage.Kept) else AttentionMap.of(*content)
-        recording._calls.setdefault(entry.name, []).append(call)
+    for name, _, stored in run.entries:
+        call = AttentionMap.of(*stored) if isinstance(stored, storage.StoredMap) else Reduced.restored(stored)
+        recording._calls.setdefault(name, []).append(call)
     return recording
 
 

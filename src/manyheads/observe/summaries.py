@@ -24,7 +24,7 @@ class Reduced:
     """Statistics of one attention call, without its weights.
 
     It has the methods of `AttentionMap` whose statistics were kept: `entropy()`, `received()`, `top(8)`, …,
-    with results of the same shapes (`[b, h, t]`, …). The error of any other statistic lists those.
+    with results of the same shapes (`[b, h, t]`, …). Calling any other raises an error that lists those kept.
 
     Attributes:
         shape: `(b, h, t, s)` of the call.
@@ -33,7 +33,7 @@ class Reduced:
         arguments: The statistics by name, with their arguments.
         values: Their results, by name.
         has_keys: Whether a query may attend to any key, `[b, h, t]`.
-        shares_keys: For each head score, whether a query may attend to a key of its mask, `[b, h, t]`.
+        has_score_keys: For each head score, whether a query has a visible key in its mask, `[b, h, t]`.
         tokens, provenance: Those of the map.
     """
 
@@ -43,7 +43,7 @@ class Reduced:
     arguments: Mapping[str, Any]
     values: Mapping[str, Any]
     has_keys: Tensor
-    shares_keys: Mapping[str, Tensor]
+    has_score_keys: Mapping[str, Tensor]
     tokens: Tokens | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -60,10 +60,10 @@ class Reduced:
         """
         streamed = {name: value for name, value in arguments.items() if name not in HEAD_SCORES}
         values: dict[str, Any] = amap.statistics(**streamed)
-        shares_keys: dict[str, Tensor] = {}
+        has_score_keys: dict[str, Tensor] = {}
         for name in arguments:
             if name in HEAD_SCORES:
-                values[name], shares_keys[name] = amap.masses(SCORES[name].mask(amap, None))
+                values[name], has_score_keys[name] = amap.masses(SCORES[name].mask(amap, None))
         return cls(
             amap.shape,
             amap.heads,
@@ -71,7 +71,7 @@ class Reduced:
             dict(arguments),
             values,
             statistics.first_keys(amap.problem) < amap.shape[3],
-            shares_keys,
+            has_score_keys,
             amap.tokens,
             amap.provenance,
         )
@@ -81,13 +81,13 @@ class Reduced:
             raise AttributeError(f"Reduced has no attribute {name!r}.")
         if name not in self.values:
             raise ValueError(
-                f"{name} of {self._layer()} wasn't kept, but {', '.join(self.values)}. Use "
+                f"{name} of {self._layer()} wasn't kept (kept are {', '.join(self.values)}). Use "
                 f'observe(..., keep=[..., "{name}"]) or keep="maps".'
             )
         return lambda *args, **kwargs: self._value(name, args or kwargs or ())
 
     def _value(self, name: str, requested: Any) -> Any:
-        """Return a statistic; ValueError if it was kept with other arguments than the requested ones."""
+        """Return a statistic; raise ValueError if it was kept with different arguments."""
         if name in HEAD_SCORES:
             return self.columns()[name]
         kept = self.arguments[name]
@@ -104,7 +104,7 @@ class Reduced:
     def columns(self) -> dict[str, Tensor]:
         """Return the columns of a table, each `[b, h]`: head scores, then statistics of heads and queries.
 
-        Those of queries are averaged over the queries that have a visible key.
+        Statistics of queries are averaged over the queries that have a visible key.
         """
         columns: dict[str, Tensor] = {}
         for name in sorted(self.values, key=lambda name: name not in HEAD_SCORES):
@@ -112,7 +112,7 @@ class Reduced:
             if not isinstance(value, Tensor):
                 continue
             if name in HEAD_SCORES or statistics.BY_NAME[name].per_query:  # [b, h, t]
-                counts = self.shares_keys.get(name, self.has_keys)
+                counts = self.has_score_keys.get(name, self.has_keys)
                 columns[name] = torch.where(counts, value, 0.0).sum(-1) / counts.sum(-1).clamp(min=1)
             elif value.dim() == 2:  # [b, h]
                 columns[name] = value
@@ -133,7 +133,7 @@ class Reduced:
         return replace(self, tokens=None if tokens is None else labels_of(tokens, b, s))
 
     def followed_by(self, later: Reduced) -> Reduced | None:
-        """Return this step and a later one as one call, or None if a statistic can't be joined."""
+        """Join this step and the next into one call; return None if a statistic can't be joined."""
         if later.arguments != self.arguments or later.heads != self.heads:
             return None
         values: dict[str, Any] = {}
@@ -155,8 +155,8 @@ class Reduced:
             shape=(b, h, t + later.shape[2], later.shape[3]),
             values=values,
             has_keys=torch.cat((self.has_keys, later.has_keys), 2),
-            shares_keys={
-                name: torch.cat((x, later.shares_keys[name]), 2) for name, x in self.shares_keys.items()
+            has_score_keys={
+                name: torch.cat((x, later.has_score_keys[name]), 2) for name, x in self.has_score_keys.items()
             },
             tokens=None,
         )
@@ -175,11 +175,11 @@ class Reduced:
                     tensors |= {f"{key}.weights": result.weights, f"{key}.keys": result.keys}
                 else:
                     tensors[key] = result
-        tensors |= {f"{name}.could": x for name, x in self.shares_keys.items()}
+        tensors |= {f"{name}.could": x for name, x in self.has_score_keys.items()}
         return tensors | {"sees": self.has_keys}
 
-    def stored(self) -> storage.Kept:
-        """Return the content of a file; ValueError if an argument, such as a mask, can't be saved."""
+    def stored(self) -> storage.StoredStatistics:
+        """Return the content for a file; raise ValueError if an argument, such as a mask, can't be saved."""
         if not isinstance(self.offset, int):
             raise ValueError(
                 'Statistics of a call with one offset per sequence can\'t be saved. Use keep="maps".'
@@ -191,11 +191,11 @@ class Reduced:
             "arguments": {name: _pack(name, arguments) for name, arguments in self.arguments.items()},
             "provenance": dict(self.provenance),
         }
-        return storage.Kept(self._tensors(), plain, self.tokens)
+        return storage.StoredStatistics(self._tensors(), plain, self.tokens)
 
     @classmethod
-    def restored(cls, kept: storage.Kept) -> Reduced:
-        """Return the statistics in a file; ValueError if they are broken."""
+    def restored(cls, kept: storage.StoredStatistics) -> Reduced:
+        """Return the statistics in a file; raise ValueError if they are invalid."""
         tensors = dict(kept.tensors)
         try:
             plain = kept.plain
@@ -208,7 +208,7 @@ class Reduced:
                 arguments = {
                     name: trees.unpack(packed, (), {}) for name, packed in plain["arguments"].items()
                 }
-            shares_keys = {name: tensors.pop(f"{name}.could") for name in arguments if name in HEAD_SCORES}
+            has_score_keys = {name: tensors.pop(f"{name}.could") for name in arguments if name in HEAD_SCORES}
             values = {name: _take(name, value, tensors) for name, value in arguments.items()}
             heads = tuple(whole(n, "a head") for n in plain["heads"])
             tokens = None if kept.tokens is None else labels_of(kept.tokens, b, s)
@@ -217,7 +217,7 @@ class Reduced:
                 raise ValueError("its tensors don't fit its sizes")
             provenance = dict(plain["provenance"])
             return cls(
-                (b, h, t, s), heads, offset, arguments, values, has_keys, shares_keys, tokens, provenance
+                (b, h, t, s), heads, offset, arguments, values, has_keys, has_score_keys, tokens, provenance
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"The statistics in the file can't be read: {error}.") from None
@@ -234,7 +234,7 @@ Call = AttentionMap | Reduced
 
 
 def _pack(name: str, arguments: Any) -> Any:
-    """Return the arguments of a statistic as plain data, which has no tensors or masks."""
+    """Return the arguments of a statistic as JSON data; raise ValueError for tensors and masks."""
 
     def reject(tensor: Tensor) -> int:
         raise TypeError
@@ -248,7 +248,7 @@ def _pack(name: str, arguments: Any) -> Any:
 
 
 def _decode(packed: Mapping[str, Any]) -> Any:
-    """Return the arguments of a statistic in an early file of version 1."""
+    """Return the arguments of a statistic from an early file of version 1."""
     if "several" in packed:
         return [_decode(each) for each in packed["several"]]
     if "named" in packed:

@@ -68,14 +68,14 @@ class Table(Sequence[Any]):
         return cls(rows, row._fields)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the row of an index, or a table of the rows of a slice."""
+        """Return a row, or for a slice a table of its rows."""
         return Table(self.rows[index], self.columns) if isinstance(index, slice) else self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def sorted(self, by: str) -> Table:
-        """Return the same rows sorted by a column, largest first; ValueError for an unknown column."""
+        """Return the table sorted by a column, largest first; raise ValueError for an unknown column."""
         if by not in self.columns:
             raise ValueError(f"Expected one of the columns {', '.join(self.columns)}, got {by!r}.")
 
@@ -86,7 +86,7 @@ class Table(Sequence[Any]):
         return Table(sorted(self.rows, key=rank), self.columns)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a pandas DataFrame; ImportError if pandas isn't installed."""
+        """Return a pandas DataFrame; raise ImportError if pandas isn't installed."""
         try:
             import pandas
         except ImportError:

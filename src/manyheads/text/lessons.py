@@ -29,10 +29,10 @@ def source() -> Path:
 
 
 def copy(folder: Path) -> list[Path]:
-    """Copy the files of the lessons that a folder doesn't have yet.
+    """Copy those files of the lessons that a folder doesn't have yet.
 
     Args:
-        folder: The folder, which is created. Its files are kept.
+        folder: The folder, which is created if necessary. Existing files are kept.
 
     Returns:
         The files that were copied.
@@ -46,18 +46,18 @@ def copy(folder: Path) -> list[Path]:
             parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise NotADirectoryError(
-                f"Expected a folder for the lessons, got {parent}, where a file is in its path. Choose "
-                "another one."
+                f"Expected a folder for the lessons, got {parent}, whose path contains a file. Choose a "
+                "different folder."
             ) from None
-    made = []
+    copied = []
     for path in paths:
-        to = folder / path.relative_to(source())
-        if to.exists():
+        target = folder / path.relative_to(source())
+        if target.exists():
             continue
-        with replacing(to) as file:
+        with replacing(target) as file:
             file.write(path.read_bytes())
-        made.append(to)
-    return made
+        copied.append(target)
+    return copied
 
 
 def command(folder: Path) -> list[str]:
@@ -67,7 +67,7 @@ def command(folder: Path) -> list[str]:
 
 
 def start(folder: Path) -> int:
-    """Open a folder in JupyterLab, wait until that is closed, and return its exit code."""
+    """Open a folder in JupyterLab, wait until JupyterLab is closed, and return its exit code."""
     # With this PATH, notebooks and terminals find `manyheads` even if the environment isn't activated.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     words = [sys.executable, "-m", "jupyterlab", *command(folder)[2:]]

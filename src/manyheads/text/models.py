@@ -26,10 +26,10 @@ from torch import nn
 from manyheads import extras, lm
 from manyheads.lm.checkpoint import is_ours
 from manyheads.observe import Recording, observe
-from manyheads.text.tokens import Token, align, printable
+from manyheads.tokens import TokenizedText
 
 SHIPPED = "shipped"  # the name of the model that comes with the package
-# The names of the longest text that a model reads, in configurations.
+# Names that configurations use for the length of the longest text that a model reads.
 CONTEXTS = ("max_position_embeddings", "max_encoder_position_embeddings", "n_positions", "max_seq_len")
 
 
@@ -40,20 +40,21 @@ class Model:
     Attributes:
         name: The name that the caller used.
         module: The model.
-        reader: The part of it that reads text, called with ids `[1, t]`.
+        reader: The part of the model that reads text. It is called with ids `[1, t]`.
         context: The largest number of tokens that it reads; None if there is no limit.
-        encode: A function of a text and the largest number of tokens (None: no limit), which returns tokens.
+        encode: A function of a text and the largest number of tokens (None: no limit) that returns the ids of
+            its tokens, and the text with its tokens.
         notes: Sentences to show with its maps.
-        scaled: A function of a number of tokens beyond the context, which returns the model with its rotary
-            frequencies scaled for so many; None if the model has no such variant.
-        layers: The modules that run one after another, if they are known.
+        scaled: A function that returns the model with its rotary frequencies scaled for a number of tokens
+            beyond the context; None if the model doesn't support this.
+        layers: The modules of the layers, in order, if they are known.
     """
 
     name: str
     module: nn.Module
     reader: Callable[[torch.Tensor], object]
     context: int | None
-    encode: Callable[[str, int | None], list[Token]]
+    encode: Callable[[str, int | None], tuple[list[int], TokenizedText]]
     notes: tuple[str, ...] = ()
     scaled: Callable[[int], Model] | None = None
     layers: tuple[nn.Module, ...] = ()
@@ -84,10 +85,10 @@ class Model:
                 with _quiet():
                     self.reader(torch.tensor([ids]))
             except Exception as error:  # a Hugging Face model may raise any
-                raise ValueError(f"{self.name} can't read a text alone: {_first_sentence(error)}.") from None
+                raise ValueError(f"{self.name} can't read a plain text: {_first_sentence(error)}.") from None
         for layer in recording:
             if any(bool((call.lse.isnan() | call.lse.isposinf()).any()) for call in recording.calls(layer)):
-                raise ValueError(f"{self.name} computes NaN or infinity in {layer}: its weights are broken.")
+                raise ValueError(f"{self.name} computes NaN or infinity in {layer}: its weights are damaged.")
         return recording
 
 
@@ -149,10 +150,13 @@ def _is_hugging_face(folder: Path) -> bool:
 def _load_checkpoint(name: str, folder: Path | None) -> Model:
     model, tokenizer = lm.load(folder)
 
-    def encode(text: str, limit: int | None) -> list[Token]:
-        # With a space before it, a first "the" is the same token as a later one.
-        text = text if text[:1].isspace() else f" {text}"
-        return align(text, tokenizer.encode(text))[:limit]
+    def encode(text: str, limit: int | None) -> tuple[list[int], TokenizedText]:
+        # A space is added, so that a "the" at the start is the same token as later ones.
+        added = 0 if text[:1].isspace() else 1
+        encoding = tokenizer.encode(" " * added + text)
+        spans = [(max(0, start - added), stop - added) for start, stop in encoding.offsets]
+        tokens = TokenizedText.from_spans(text, spans, encoding.tokens)
+        return encoding.ids[:limit], tokens[:limit]
 
     def wrap(model: lm.LanguageModel) -> Model:
         return Model(
@@ -183,16 +187,16 @@ def _load_hugging_face(name: str, folder: Path) -> Model:
     with suppress(AttributeError, NotImplementedError):  # some models have no input embeddings
         vocabulary = len(model.get_input_embeddings().weight)
 
-    def encode(text: str, limit: int | None) -> list[Token]:
+    def encode(text: str, limit: int | None) -> tuple[list[int], TokenizedText]:
         with _quiet():
-            tokens = _encode(tokenizer, text, limit)
-        largest = max((token.id for token in tokens), default=0)
+            ids, tokens = _encode(tokenizer, text, limit)
+        largest = max(ids, default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise ValueError(
                 f"{name}: the tokenizer returned the id {largest}, and the model has {vocabulary} tokens. "
                 "They belong to different models."
             )
-        return tokens
+        return ids, tokens
 
     notes = () if reader is model else ("the encoder of an encoder-decoder model is shown",)
     return Model(name, model, reader, _find_context(reader, tokenizer), encode, notes)
@@ -215,8 +219,8 @@ def _load_weights(name: str, folder: Path) -> Any:
         raise ValueError(f"{name} can't be loaded by transformers: {_first_sentence(error)}.") from None
     if model.main_input_name != "input_ids":
         raise ValueError(f"Expected a model of text, got {name}, which reads {model.main_input_name}.")
-    # transformers initializes missing weights at random. That does no harm in a decoder, in a pooler after
-    # the last layer, and to sinusoidal tables.
+    # transformers initializes missing weights at random. This is harmless in a decoder and in a pooler after
+    # the last layer, which aren't used, and for sinusoidal tables, which aren't random.
     reads = {id(x) for x in _find_reader(model).parameters()}
     absent = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
     random = [
@@ -227,19 +231,19 @@ def _load_weights(name: str, folder: Path) -> Any:
     ]
     if random:
         raise ValueError(
-            f"{name}: {len(random)} of the weights that config.json describes are missing or of another "
+            f"{name}: {len(random)} of the weights that config.json describes are missing or have the wrong "
             f"size, the first is {random[0]}. The files belong to different models."
         )
     return model.eval()
 
 
 def _find_reader(model: Any) -> Any:
-    """Return the part that reads a text: the encoder, if the decoder needs a text of its own."""
+    """Return the part that reads a text: the encoder, if the decoder needs a separate input."""
     return model.get_encoder() if "decoder_input_ids" in signature(model.forward).parameters else model
 
 
 def _load_tokenizer(name: str, folder: Path) -> Any:
-    """Return the tokenizer of a folder; without its files transformers would create an empty one."""
+    """Return the tokenizer of a folder. If its files are missing, transformers creates an empty one."""
     from transformers import AutoTokenizer
 
     try:
@@ -254,20 +258,17 @@ def _load_tokenizer(name: str, folder: Path) -> Any:
     return tokenizer
 
 
-def _encode(tokenizer: Any, text: str, limit: int | None) -> list[Token]:
-    """Return a text as the tokens that its model reads, special tokens included."""
-    encoded = tokenizer(text, truncation=limit is not None, max_length=limit, return_special_tokens_mask=True)
+def _encode(tokenizer: Any, text: str, limit: int | None) -> tuple[list[int], TokenizedText]:
+    """Return the tokens of a text as the model reads them, including special tokens."""
+    encoded = tokenizer(text, truncation=limit is not None, max_length=limit)
+    ids = encoded["input_ids"]
     if encoded.is_fast:
-        return align(text, encoded.encodings[0], own_spelling=True)
-    tokens = []  # a tokenizer in Python reports no offsets
-    for i, special in zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
-        label = printable(tokenizer.convert_ids_to_tokens(i))
-        tokens.append(Token(i, "" if special else tokenizer.decode([i]) or label, label, None))
-    return tokens
+        return ids, TokenizedText.from_encoding(text, encoded)
+    return ids, TokenizedText.from_ids(ids, tokenizer)  # a tokenizer in Python reports no offsets
 
 
 def _find_context(reader: Any, tokenizer: Any) -> int | None:
-    """Return the largest number of tokens by the config or the position embeddings, else by the tokenizer."""
+    """Return the context length from the config or the position embeddings, else from the tokenizer."""
     config = reader.config.get_text_config()
     limits = [getattr(config, name) for name in CONTEXTS if isinstance(getattr(config, name, None), int)]
     for path, part in reader.named_modules():
@@ -300,6 +301,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence of another library's error, without its full stop."""
+    """Return the first sentence of an error message, without its full stop."""
     message = shorten(str(error), 300, placeholder=" …") or type(error).__name__
     return re.split(r"(?<=[.!]) ", message)[0].rstrip(".! ")

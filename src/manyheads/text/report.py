@@ -2,8 +2,8 @@
 
     text → tokens → maps, one per layer → head scores and findings → pictures, JSON, or `terminal`
 
-Each step can be called from Python. `read_text`, `read`, `choose_head` and `check_format` raise the errors of
-wrong inputs, before the first line is printed.
+Each step can be called from Python. `read_text`, `read`, `choose_head` and `check_format` raise errors for
+invalid inputs, before anything is printed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,27 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from manyheads import figures, scores
+from manyheads import figures, highlights, scores
+from manyheads.highlights import Finding, HeadScores, Pattern
 from manyheads.maps import AttentionMap
 from manyheads.observe import Recording
-from manyheads.text import highlights, models
-from manyheads.text.highlights import Finding, HeadScores
-from manyheads.text.tokens import Token
+from manyheads.text import models
+from manyheads.tokens import TokenizedText
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 FORMATS = ("png", "svg", "pdf")
 COUNTERFACTUAL = "what if nothing were masked"
-AHEAD = {"next_token", "last_token"}  # scores of the weight on later keys, which a causal mask excludes
+AHEAD = {"next_token", "last_token"}  # scores on later keys, which are masked by a causal mask
 LONGEST = 32_768  # the largest number of tokens that --long reads
+FINDINGS = 4  # the most findings to show, beside the summary of all heads
+SHORT = 128  # tokens; in longer texts, scores of uniform heads are near 0, and findings have no outline
+OUTLINE = "#ff5a36"  # of a finding's weight in a picture, and of the end of the trained context
 CELLS = 128  # approximate number of cells along each side of a small picture
 
 
@@ -46,7 +51,8 @@ class Reading:
 
     Attributes:
         model: The name of the model.
-        tokens: The tokens that it read.
+        tokens: The text with the tokens that it read.
+        ids: The ids of the tokens.
         left_out: The number of tokens that were cut off at the end.
         recording: All recorded attention, with labels.
         layers: The paths of the layers with self-attention.
@@ -56,7 +62,8 @@ class Reading:
     """
 
     model: str
-    tokens: list[Token]
+    tokens: TokenizedText
+    ids: list[int]
     left_out: int
     recording: Recording
     layers: list[str]
@@ -67,33 +74,44 @@ class Reading:
     @property
     def findings(self) -> list[Finding]:
         """Return the few findings to show, the largest weight first."""
-        return highlights.select_findings(self.candidates)
+        return highlights.select_findings(self.candidates, FINDINGS)
 
     @property
     def trained(self) -> int | None:
         """Return the trained context if the text is longer (the rest is extrapolated), else None."""
         return self.recording.provenance.get("extrapolated_from")
 
-    @property
-    def ids(self) -> list[int]:
-        """Return the ids of the tokens."""
-        return [token.id for token in self.tokens]
-
-    @property
-    def labels(self) -> list[str]:
-        """Return the labels of the tokens."""
-        return [token.label for token in self.tokens]
-
     def describe(self, finding: Finding) -> str:
         """Return a finding as a sentence."""
         return highlights.describe(finding, self.tokens)
 
     def title(self, layer: int, head: int) -> str:
-        """Return a title for a head: its most interesting finding if that is worth showing, else its name."""
+        """Return a title for a head: its most interesting finding, else what it attends to, else its name."""
         best = next(finding for finding in self.candidates if (finding.layer, finding.head) == (layer, head))
-        return (
-            self.describe(best) if highlights.select_findings([best]) else highlights.name_head(layer, head)
-        )
+        if highlights.select_findings([best]):
+            return self.describe(best)
+        name, pattern = highlights.name_head(layer, head), self.patterns[layer][head]
+        return name if pattern is None else f"{name} {pattern.phrase}"
+
+    @cached_property
+    def patterns(self) -> list[list[Pattern | None]]:
+        """Return what every head attends to, layer by layer; None for heads without a clear pattern."""
+        repeats = len(self.ids) - len(set(self.ids))
+        is_short = len(self.ids) <= SHORT
+        return [
+            [
+                highlights.find_pattern(
+                    _rename(head), _rename(self.uniform[layer][n]) if is_short else None, repeats
+                )
+                for n, head in enumerate(heads)
+            ]
+            for layer, heads in enumerate(self.scores)
+        ]
+
+    @property
+    def summary(self) -> str | None:
+        """Return a sentence about what all heads attend to, if any has a clear pattern."""
+        return highlights.summarize([pattern for heads in self.patterns for pattern in heads])
 
     @cached_property
     def scores(self) -> list[list[HeadScores]]:
@@ -102,7 +120,7 @@ class Reading:
 
     @cached_property
     def uniform(self) -> list[list[HeadScores]]:
-        """Return the scores that heads with uniform weights have under the same masks, layer by layer."""
+        """Return the scores of heads with uniform weights and the same masks, layer by layer."""
         return [
             highlights.score_heads(highlights.uniform(amap), torch.tensor(self.ids)) for amap in self.maps
         ]
@@ -116,7 +134,7 @@ class Reading:
 
     @property
     def columns(self) -> list[str]:
-        """Return the names of the scores that heads under these masks can have."""
+        """Return the names of the scores to show: those that are possible with these masks."""
         has_later_keys = any(scores["next_token"] is not None for heads in self.uniform for scores in heads)
         return [name for name in (*highlights.SCORES, "entropy") if has_later_keys or name not in AHEAD]
 
@@ -182,9 +200,9 @@ def read(
     Args:
         text: The text.
         model: The model, see `models.load`. None loads the model that ships with manyheads.
-        truncate: If True, cut off the end of a text that is too long, instead of raising.
-        long: Read up to `LONGEST` tokens with a manyheads model. If the text is longer than the model's
-            context, its rotary frequencies are scaled for that length (`lm.LanguageModel.scaled`).
+        truncate: If True, cut off the end of a text that is too long. If False, raise an error.
+        long: If True, read up to `LONGEST` tokens with a manyheads model. If the text is longer than the
+            model's context, rotary frequencies are scaled for its length (`lm.LanguageModel.scaled`).
         progress: A progress bar that counts the layers. If the text is longer than the context, the expected
             time is printed above it.
 
@@ -199,25 +217,26 @@ def read(
     if long and reader.scaled is None:
         raise ValueError(
             f"Expected a manyheads model for --long, which scales rotary frequencies, got the Hugging Face "
-            f"model {reader.name}. Leave --long out."
+            f"model {reader.name}. Remove --long."
         )
     notes = list(reader.notes)
-    tokens = all_tokens = reader.encode(text, None)
-    if not tokens:
+    ids, tokens = reader.encode(text, None)
+    if not ids:
         raise ValueError(f"Expected a text with tokens, got one without any for {reader.name}.")
     trained = reader.context
+    total = len(ids)
     limit = max(LONGEST, trained) if long and trained is not None else trained
-    if limit is not None and len(all_tokens) > limit:
+    if limit is not None and total > limit:
         if not truncate:
             can_scale = not long and reader.scaled is not None
             longer = f"Read up to {LONGEST} tokens with --long, shorten it," if can_scale else "Shorten it,"
             raise ValueError(
-                f"Expected a text of at most {limit} tokens, got {len(all_tokens)}. {longer} or keep the "
+                f"Expected a text of at most {limit} tokens, got {total}. {longer} or keep the "
                 f"first {limit} tokens with --truncate."
             )
-        tokens = reader.encode(text, limit)
-        notes.append(f"--truncate: only the first {len(tokens)} of {len(all_tokens)} tokens are read")
-    ids, t = [token.id for token in tokens], len(tokens)
+        ids, tokens = reader.encode(text, limit)
+        notes.append(f"--truncate: only the first {len(ids)} of {total} tokens are read")
+    t = len(ids)
     extrapolated = trained is not None and t > trained
     if extrapolated:
         assert reader.scaled is not None
@@ -240,7 +259,7 @@ def read(
             f"Expected self-attention over the {t} tokens of the text, got {queries} queries and {keys} keys "
             f"in the first layer of {reader.name}."
         )
-    recording.label([token.label for token in tokens])
+    recording.label(tokens)
     square = [(layer, amap) for layer, amap in _list_calls(recording) if amap.shape[2:] == (t, t)]
     if len(square) < len(calls):
         notes.append(
@@ -254,9 +273,8 @@ def read(
     renumbered = next((n for n, layer in enumerate(layers) if str(n) not in layer.split(".")), None)
     if renumbered is not None:  # some layers have no attention, or several layers share a module
         notes.append(f"layers are numbered by their calls: layer {renumbered} is {layers[renumbered]}")
-    special = {n for n, token in enumerate(tokens) if not token.text}
-    candidates = highlights.find_candidates(maps, ids, special)
-    return Reading(reader.name, tokens, len(all_tokens) - t, recording, layers, maps, candidates, notes)
+    candidates = highlights.find_candidates(maps, ids, tokens.special)
+    return Reading(reader.name, tokens, ids, total - t, recording, layers, maps, candidates, notes)
 
 
 def estimate_time(reader: models.Model, ids: Sequence[int]) -> float:
@@ -264,7 +282,7 @@ def estimate_time(reader: models.Model, ids: Sequence[int]) -> float:
 
     Args:
         reader: The model.
-        ids: The token ids. The time is taken to be a quadratic function of their number.
+        ids: The token ids. The time is modelled as a quadratic function of their number.
 
     Returns:
         The seconds that reading, head scores and a small picture take together.
@@ -343,29 +361,91 @@ def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dic
     Returns:
         The figures, keyed by the names of their files.
     """
-    amap, labels, trained = reading.maps[layer], reading.labels, reading.trained
-    note = ""
-    if trained is not None:
-        note = f"\nbelow the line, tokens from {trained} on are beyond the trained context (extrapolated)"
-    title = reading.title(layer, head) + note
+    return draw_overview(reading) | draw_head(reading, layer, head, masked=masked)
+
+
+def draw_overview(reading: Reading) -> dict[str, Figure]:
+    """Draw all heads, with what each of them attends to, and outlines around the weights of the findings.
+
+    Args:
+        reading: The text and its maps.
+
+    Returns:
+        The figure, keyed by the name of its file.
+    """
+    captions = [["" if pattern is None else pattern.label for pattern in heads] for heads in reading.patterns]
+    title = reading.summary or "What each head attends to"
+    figure = figures.grid(reading.maps, reading.tokens, captions=captions, title=title + _note(reading))
+    if len(reading.ids) <= SHORT:
+        panels = iter(figure.axes)
+        by_head = {
+            (layer, head): next(panels)
+            for layer, amap in enumerate(reading.maps)
+            for head in range(amap.shape[1])
+        }
+        for finding in reading.findings:
+            _outline(by_head[finding.layer, finding.head], finding)
+    return {"overview": _with_context(figure, reading)}
+
+
+def draw_head(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dict[str, Figure]:
+    """Draw one head in detail.
+
+    Args:
+        reading: The text and its maps.
+        layer: The layer.
+        head: The head.
+        masked: If False, also draw the head as it would be without a mask.
+
+    Returns:
+        The figure, keyed by the name of its file.
+    """
+    amap, tokens = reading.maps[layer], reading.tokens
+    title = reading.title(layer, head) + _note(reading)
     if masked or not has_masked_keys(amap):
-        detail = figures.head(amap, labels, head=head, title=title)
+        figure = figures.head(amap, tokens, head=head, title=title)
     else:
         causal = amap.problem.mask is not None and amap.problem.mask.normal().band[1] == 0
-        detail = figures.beside(
+        figure = figures.beside(
             amap,
             amap.under(None),
-            labels,
+            tokens,
             head=head,
             titles=(f"{'causal, ' * causal}as the model computes it", COUNTERFACTUAL),
             title=title,
         )
-    overview = figures.grid(reading.maps, labels, title=f"what each head attends to{note}")
-    if trained is not None:
-        for axes in (*detail.axes, *overview.axes):
+    if len(reading.ids) <= SHORT:
+        for finding in reading.findings:
+            if (finding.layer, finding.head) == (layer, head):
+                _outline(figure.axes[0], finding)
+    return {f"layer{layer}-head{head}": _with_context(figure, reading)}
+
+
+def _rename(scores: HeadScores) -> HeadScores:
+    """Return scores by their names in `measures.SCORES`."""
+    return {highlights.SCORES.get(name, name): value for name, value in scores.items()}
+
+
+def _note(reading: Reading) -> str:
+    """Return the line of a title about tokens beyond the trained context, if there are any."""
+    if reading.trained is None:
+        return ""
+    return f"\nbelow the line, tokens from {reading.trained} on are beyond the trained context (extrapolated)"
+
+
+def _outline(axes: Axes, finding: Finding) -> None:
+    """Draw an outline around the weight of a finding."""
+    corner = finding.key - 0.5, finding.query - 0.5
+    axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=OUTLINE, linewidth=1.5, clip_on=False))
+
+
+def _with_context(figure: Figure, reading: Reading) -> Figure:
+    """Draw a line where the trained context ends into the heat maps of a figure; return the figure."""
+    if reading.trained is not None:
+        for axes in figure.axes:
             if axes.images:
-                axes.axhline(trained - 0.5, color="#ff5a36", linewidth=0.8)
-    return {"overview": overview, f"layer{layer}-head{head}": detail}
+                axes.axhline(reading.trained - 0.5, color=OUTLINE, linewidth=0.8)
+    return figure
 
 
 def has_masked_keys(amap: AttentionMap) -> bool:
@@ -381,7 +461,7 @@ def check_format(name: str) -> str:
 
 
 def write(figures: Mapping[str, Figure], folder: Path, format: str = "png") -> list[Path]:
-    """Write figures into a folder. Existing files are replaced only when all figures are drawn.
+    """Write figures into a folder. Existing files are replaced only after all figures have been drawn.
 
     Args:
         figures: The figures, keyed by the names of their files.
@@ -432,8 +512,8 @@ def to_json(reading: Reading, layer: int, head: int, files: list[Path], *, maske
 
     Args:
         reading: The text and its maps.
-        layer: The layer that is shown in detail.
-        head: The head that is shown in detail.
+        layer: The layer that was shown in detail.
+        head: The head that was shown in detail.
         files: The files that were written.
         masked: If False, add the head scores without a mask.
 
@@ -442,17 +522,21 @@ def to_json(reading: Reading, layer: int, head: int, files: list[Path], *, maske
     """
     columns, plain = reading.columns, _head_rows(reading)
     names = [name for layer_names in reading.characteristic for name in layer_names]
-    for row, name in zip(plain["measures"], names, strict=True):
+    patterns = [pattern for heads in reading.patterns for pattern in heads]
+    for row, name, pattern in zip(plain["measures"], names, patterns, strict=True):
         row["characteristic"] = name
+        row["description"] = None if pattern is None else pattern.phrase
     content: dict[str, Any] = {
         "model": reading.model,
         "notes": reading.notes,
-        "tokens": [{"position": n, **asdict(token)} for n, token in enumerate(reading.tokens)],
+        "text": reading.tokens.text,
+        "tokens": _token_rows(reading),
         "tokens_left_out": reading.left_out,
         "layers": [
             {"name": name, "heads": len(heads), "even": _select_columns(heads[0], columns)}
             for name, heads in zip(reading.layers, reading.uniform, strict=True)
         ],
+        "summary": reading.summary,
         "findings": [
             {**asdict(finding), "surprise": finding.surprise, "sentence": reading.describe(finding)}
             for finding in reading.findings
@@ -466,8 +550,24 @@ def to_json(reading: Reading, layer: int, head: int, files: list[Path], *, maske
     return json.dumps(content, indent=2, allow_nan=False)
 
 
+def _token_rows(reading: Reading) -> list[dict[str, Any]]:
+    """Return every token as in the JSON output. The texts of the tokens, joined, are the text."""
+    tokens = reading.tokens
+    return [
+        {
+            "position": n,
+            "id": reading.ids[n],
+            "text": tokens.piece(n),
+            "label": tokens[n],
+            "word": tokens.word(n),
+            "special": n in tokens.special,
+        }
+        for n in range(len(tokens))
+    ]
+
+
 def _head_rows(reading: Reading) -> dict[str, Any]:
-    """Return the scores of every head, and of a uniform head of layer 0, in the form of the JSON output."""
+    """Return the scores of every head, and of a uniform head of layer 0, as in the JSON output."""
     columns = reading.columns
     rows = [
         {"layer": layer, "head": head, **_select_columns(scores, columns)}

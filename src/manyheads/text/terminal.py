@@ -17,10 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from manyheads import figures
+from manyheads.highlights import HeadScores, name_head
 from manyheads.maps import AttentionMap
 from manyheads.statistics import Pooled, edges
-from manyheads.text.highlights import HeadScores, name_head
 from manyheads.text.report import COUNTERFACTUAL, Reading, has_masked_keys
+from manyheads.tokens import TokenizedText
 
 SHADES, ASCII = "·░▒▓█", ".-+*#"  # for weights of about 0, ¼, ½, ¾ and 1
 
@@ -38,38 +39,70 @@ def progress() -> Progress:
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
-def busy(activity: str) -> Status:
+def show_spinner(activity: str) -> Status:
     """Return a context manager that shows a spinner on standard error if it is a terminal."""
     return Console(stderr=True).status(f"{activity} …")
 
 
-def show(reading: Reading, layer: int, head: int, *, masked: bool = True) -> None:
-    """Print findings, the table of head scores, and a heat map of one head.
+def show(reading: Reading) -> None:
+    """Print findings, a sentence about all heads, and notes.
 
     Args:
         reading: The maps.
-        layer: The layer of the heat map.
-        head: The head of the heat map.
-        masked: If False, print a second heat map, without the mask.
     """
     console = open_console()
-    amap, notes = reading.maps[layer], list(reading.notes)
+    sentences = [reading.describe(finding) for finding in reading.findings] or [explain_no_findings(reading)]
+    if reading.summary is not None:
+        sentences.append(reading.summary)
+    for sentence in sentences:
+        _print_sentence(console, Text(sentence))
+    for note in reading.notes:
+        _print_sentence(console, Text(f"({note})", style="dim"))
+    console.print()
+
+
+def show_scores(reading: Reading) -> None:
+    """Print the table of the scores of every head.
+
+    Args:
+        reading: The maps.
+    """
+    console = open_console()
+    for table in make_tables(reading, console):
+        console.print(table)
+    console.print()
+
+
+def show_head(reading: Reading, layer: int, head: int, *, masked: bool = True) -> None:
+    """Print a heat map of one head.
+
+    Args:
+        reading: The maps.
+        layer: The layer.
+        head: The head.
+        masked: If False, print a second heat map, without the mask.
+    """
+    console, amap = open_console(), reading.maps[layer]
     heat_maps = {reading.title(layer, head): amap}
     if not masked and has_masked_keys(amap):
         heat_maps[f"{name_head(layer, head)}: {COUNTERFACTUAL}"] = amap.under(None)
     elif not masked:
-        notes.append(f"--no-mask has no effect: layer {layer} masks no keys")
-    sentences = [reading.describe(finding) for finding in reading.findings] or [explain_no_findings(reading)]
-    for line in (*sentences, *(f"({note})" for note in notes)):
-        console.print(Text(line), soft_wrap=True)
-    console.print()
-    for table in make_tables(reading, console):
-        console.print(table)
+        console.print(f"(--no-mask has no effect: layer {layer} masks no keys)\n", soft_wrap=True)
     for title, heat_map in heat_maps.items():
+        _print_sentence(console, Text(title, style="bold"))
+        console.print(draw_heat_map(heat_map, head, reading.tokens, console), soft_wrap=True)
         console.print()
-        console.print(Text(title, style="bold"), soft_wrap=True)
-        console.print(draw_heat_map(heat_map, head, reading.labels, console), soft_wrap=True)
-    console.print()
+
+
+def _print_sentence(console: Console, sentence: Text) -> None:
+    """Print a sentence: in lines of the terminal, with the name of its head in bold, or else as one line."""
+    if not console.is_terminal:
+        console.print(sentence, soft_wrap=True)
+        return
+    sentence.highlight_regex(r"^Layer \d+, head \d+", "bold")
+    lines = sentence.wrap(console, max(20, console.width - 2))
+    for n, line in enumerate(lines):
+        console.print(Text("  " if n else "").append_text(line))
 
 
 def explain_no_findings(reading: Reading) -> str:
@@ -82,7 +115,14 @@ def explain_no_findings(reading: Reading) -> str:
 def list_files(files: list[Path]) -> None:
     """Print the files that were written."""
     *names, last = map(str, files)
-    open_console().print(Text(f"wrote {', '.join(names)} and {last}"), soft_wrap=True)
+    written = f"{', '.join(names)} and {last}" if names else last
+    open_console().print(Text(f"wrote {written}"), soft_wrap=True)
+
+
+def suggest_more(layer: int, head: int) -> None:
+    """Print which options show more."""
+    more = f"More: --layer {layer} --head {head} (one head), --all (every score and picture), --open (viewer)"
+    open_console().print(Text(more, style="dim"), soft_wrap=True)
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -134,22 +174,25 @@ def make_table(reading: Reading, columns: Sequence[str]) -> Table:
 # -- the heat map ----------------------------------------------------------------------------------
 
 
-def draw_heat_map(amap: AttentionMap, head: int, labels: list[str], console: Console) -> Text:
+def draw_heat_map(amap: AttentionMap, head: int, tokens: TokenizedText, console: Console) -> Text:
     """Draw one head as a heat map, in colours, or in shading characters if the terminal has no colours.
 
     Args:
         amap: The map of the layer.
         head: The head.
-        labels: The labels of the tokens.
+        tokens: The tokens.
         console: The terminal. If it is too narrow, each cell shows the largest weight of several tokens.
 
     Returns:
         The lines of the heat map.
     """
-    names = [Text(f"{label} {n}") for n, label in enumerate(labels)]
-    width = min(20, max(name.cell_len for name in names))
-    step = -(-len(labels) // max(4, min(32, (console.width - width - 1) // 3)))
-    starts = edges(len(labels), -(-len(labels) // step))[:-1].tolist()  # the first token of each cell
+    # If not every token has a row, a piece of a word is named by its word.
+    for names in (tokens.names, [tokens.word(n) or label for n, label in enumerate(tokens)]):
+        width = min(20, max(Text(f"{name} {n}").cell_len for n, name in enumerate(names)))
+        step = -(-len(tokens) // max(4, min(32, (console.width - width - 1) // 3)))
+        if step == 1:
+            break
+    starts = edges(len(tokens), -(-len(tokens) // step))[:-1].tolist()  # the first token of each cell
     cells = len(starts), len(starts)
     reductions = [figures.cells.Visible(*cells), Pooled(*cells, "max")]
     visible, largest = amap.only(batch=0, heads=head).reduce(reductions)  # [1, 1, r, c]
@@ -158,14 +201,16 @@ def draw_heat_map(amap: AttentionMap, head: int, labels: list[str], console: Con
     shades = None if coloured else ASCII if console.options.ascii_only else SHADES
     drawing = Text()
     for start, row in zip(starts, weights, strict=True):
-        name = names[start]
+        name, number = Text(names[start]), f" {start}"
+        name.truncate(width - len(number), overflow="ellipsis")
+        name.append(number if name else number.lstrip())
         name.align("right", width)
         drawing.append_text(name).append(" ")
         for weight in row:
             drawing.append_text(draw_cell(weight, shades)).append(" ")
         drawing.append("\n")
     # A cell is 3 characters wide, so only every n-th cell has its position below it.
-    label_every = -(-(len(str(len(labels) - 1)) + 1) // 3)
+    label_every = -(-(len(str(len(tokens) - 1)) + 1) // 3)
     positions = "".join(f"{n:<{3 * label_every}}" for n in starts[::label_every])
     drawing.append(" " * (width + 1) + positions + "\n0 ")
     for weight in (0.0, 0.25, 0.5, 0.75, 1.0):

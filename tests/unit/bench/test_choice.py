@@ -122,7 +122,7 @@ def test_contestants_that_fail_or_are_far_slower_are_left_out(monkeypatch: pytes
     seconds = {"auto": 1.0, "PyTorch": 0.5, "native": 1.5, "chunked": 1.6}
     runs = dict.fromkeys(seconds, 0)
 
-    def runner(name: str) -> bench.Run:
+    def runner(name: str) -> bench.Contestant:
         def run() -> None:
             runs[name] += 1
             if name == "native":
@@ -135,7 +135,7 @@ def test_contestants_that_fail_or_are_far_slower_are_left_out(monkeypatch: pytes
         choice, "contestants", lambda case: {n: r for r, n in named.items()} | {"flex": "no GPU"}
     )
     for module in (bench, choice):
-        monkeypatch.setattr(module, "timed", lambda run, times=1: run() or seconds[named[run]])
+        monkeypatch.setattr(module, "measure_seconds", lambda run, times=1: run() or seconds[named[run]])
     found = choice.measure(GRID[0], 4)
     assert found.times == {"auto": 1.0, "PyTorch": 0.5}
     assert found.left_out == {"flex": "no GPU", "native": "no memory", "chunked": "its first run took 1.6 s"}
@@ -143,7 +143,7 @@ def test_contestants_that_fail_or_are_far_slower_are_left_out(monkeypatch: pytes
 
 
 def test_contestants_with_too_many_weights_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "ROOM", 1000)
+    monkeypatch.setattr(choice, "MAX_WEIGHT_BYTES", 1000)
     case = choice.Case("float32", "full", False, 1, 1, 1, 8, 8, 8, 8)
     assert choice.contestants(case)["reference"] == "its weights would take 1.28 kB"
 
@@ -184,7 +184,7 @@ def test_the_command_prints_the_slower_choices(
     assert slower
     assert all(" 9 tokens: auto" in line for line in slower)
     nines = {case for case in timings if case.keys == 9}
-    assert [timings.count(case) for case in nines] == [1 + choice.AGAIN] * len(nines)
+    assert [timings.count(case) for case in nines] == [1 + choice.REPEATS] * len(nines)
     assert {timings.count(case) for case in timings if case.keys == 8} == {2}
     assert out[-1] == "written to here: choice.json, choice.md"
     assert f"In {len(slower)} of " in out[-3]
@@ -226,7 +226,7 @@ def test_results_are_kept_when_interrupted(
 def test_the_command_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With real measurements."""
     monkeypatch.setattr(choice, "RANDOM", 1)
-    monkeypatch.setattr(choice, "AGAIN", 1)
+    monkeypatch.setattr(choice, "REPEATS", 1)
     monkeypatch.chdir(tmp_path)
     assert command(*NARROW, "--length", "1", "--rounds", "1") in (0, 1)
     written = json.loads(Path("here/choice.json").read_text())

@@ -253,7 +253,7 @@ def overriding(name, returned):
         ),
         (
             lambda: call(overriding("get_scores", torch.full((4, 4, 2, 3), INF))),
-            "numbers or -inf .* from get_scores, got NaN or .inf",
+            "scores or -inf .* from get_scores, got NaN or .inf",
         ),
         (
             lambda: PrepareForMultiHeadAttention(12, 3, 4, True)(X[..., :8]),

@@ -111,7 +111,7 @@ def test_it_refuses_a_machine_without_cuda_triton_or_too_old(monkeypatch: pytest
 
 def test_auto_prefers_sdpa_to_flex_and_flex_to_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_why_machine_unsupported", lambda device: [])
-    monkeypatch.setattr(native.library, "missing", "it isn't for the CPU")
+    monkeypatch.setattr(native.library, "load_error", "it isn't for the CPU")
     for dtype in HALF:
         q, k, v = heads(dtype=dtype)
         assert flex.why_unsupported(Problem.of(q, k, v)) == []

@@ -187,7 +187,7 @@ def flat(x: Any) -> list[Tensor]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("width", library.runs)
+@pytest.mark.parametrize("width", library.supported)
 def test_every_width_on_the_table(width: str) -> None:
     code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE[::3]); print(t.native.built())"
     assert python(code, MANYHEADS_WIDTH=width, OMP_NUM_THREADS="2").startswith(f"{width} (available builds: ")
@@ -196,7 +196,7 @@ def test_every_width_on_the_table(width: str) -> None:
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a library whose tiles are plain loops: the build for AMX on any processor."""
-    if "avx2" not in library.runs:
+    if "avx2" not in library.supported:
         pytest.skip("the build for AMX needs vectors of AVX2")
     folder = tmp_path_factory.mktemp("emulated")
     with pytest.MonkeyPatch.context() as patch:
@@ -243,19 +243,18 @@ def test_tiles_that_linux_does_not_allow(tmp_path: Path, monkeypatch: pytest.Mon
     file = str(tmp_path / "none.so")
     subprocess.run(["c++", "-shared", "-fPIC", str(tmp_path / "none.cpp"), "-o", file], check=True)
     usual = loaded(monkeypatch, LIBRARY=file, WIDTH="")
-    assert usual["missing"] is None
+    assert usual["load_error"] is None
     assert usual["WIDTHS"][usual["width"]] == "avx512bf16"
     assert usual["has_tiles"]
-    why = usual["left_out"]["amx"]
+    why = usual["unavailable"]["amx"]
     assert why == "the system doesn't permit AMX tiles (Linux supports them since version 5.16)"
-    assert (
-        loaded(monkeypatch, LIBRARY=file, WIDTH="amx")["missing"] == f"MANYHEADS_WIDTH=amx is set, but {why}"
-    )
+    error = loaded(monkeypatch, LIBRARY=file, WIDTH="amx")["load_error"]
+    assert error == f"MANYHEADS_WIDTH=amx is set, but {why}"
 
 
-@pytest.mark.skipif("amx" in library.runs, reason="this processor has tiles")
+@pytest.mark.skipif("amx" in library.supported, reason="this processor has tiles")
 def test_a_width_that_this_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = loaded(monkeypatch, WIDTH="amx")["missing"]
+    missing = loaded(monkeypatch, WIDTH="amx")["load_error"]
     assert missing.startswith("MANYHEADS_WIDTH=amx is set, but ")
 
 
@@ -285,7 +284,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, Any
     ],
 )
 def test_an_invalid_library_is_named(file: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = loaded(monkeypatch, LIBRARY=file)["missing"]
+    missing = loaded(monkeypatch, LIBRARY=file)["load_error"]
     assert missing.startswith(
         f"expected MANYHEADS_LIBRARY to name a library that manyheads built, but {file!r} {what}"
     )
@@ -294,13 +293,13 @@ def test_an_invalid_library_is_named(file: str, what: str, monkeypatch: pytest.M
 
 def test_an_invalid_choice_of_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = "expected MANYHEADS_THREADS to be 'own' or unset, got 'banana'"
-    assert loaded(monkeypatch, THREADS="banana")["missing"] == expected
+    assert loaded(monkeypatch, THREADS="banana")["load_error"] == expected
 
 
 def test_an_empty_environment_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = loaded(monkeypatch, WIDTH="", THREADS="", LIBRARY="")
-    assert empty["missing"] is None
-    assert empty["width"] == len(library.runs) - 1
+    assert empty["load_error"] is None
+    assert empty["width"] == len(library.supported) - 1
     assert empty["FILE"] == library.FOLDER / "native.so"
 
 
@@ -347,7 +346,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.full
-@pytest.mark.skipif("avx2" not in library.runs, reason="it has one width")
+@pytest.mark.skipif("avx2" not in library.supported, reason="it has one width")
 def test_a_width_that_does_not_compile_is_left_out(
     installed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,11 +356,12 @@ def test_a_width_that_does_not_compile_is_left_out(
         "from manyheads.kernels import native; print(native.__file__, native.built())",
         PYTHONPATH=str(installed[0]),
     )
-    runs = [name for name in library.runs if name not in ("avx512bf16", "amx")]  # which needs that flag too
+    # amx needs the flag of avx512bf16 too.
+    runs = [name for name in library.supported if name not in ("avx512bf16", "amx")]
     assert str(installed[0]) in printed
     assert f"{runs[-1]} (available builds: {', '.join(runs)}; avx512bf16 isn't available: {why}" in printed
     (file,) = installed[0].rglob("native.so")
-    missing = loaded(monkeypatch, LIBRARY=str(file), WIDTH="avx512bf16")["missing"]
+    missing = loaded(monkeypatch, LIBRARY=str(file), WIDTH="avx512bf16")["load_error"]
     assert missing.startswith(f"MANYHEADS_WIDTH=avx512bf16 is set, but that build is missing: {why}")
 
 
@@ -481,7 +481,7 @@ def test_bfloat16_goes_to_pytorch_where_the_build_leaves_tiles_unused(
     monkeypatch.setattr(library, "has_tiles", True)
     monkeypatch.setattr(library, "WIDTHS", ("portable", "amx"))
     monkeypatch.setattr(library, "width", 0)
-    monkeypatch.setattr(library, "runs", ["portable"])
+    monkeypatch.setattr(library, "supported", ["portable"])
     q, k = torch.randn(1, 4, 64, 32).bfloat16(), torch.randn(1, 2, 64, 32).bfloat16()
     for more in ({}, {"mask": mh.Causal()}, {"mask": mh.Window(left=5)}):
         assert chosen(q, k, **more) == "sdpa"
@@ -505,9 +505,9 @@ def test_bfloat16_goes_to_pytorch_where_the_build_leaves_tiles_unused(
     )
     lacks = "this processor lacks other instructions that it needs"
     assert reason() == f"{words}, and this kernel doesn't: its amx build isn't available ({lacks})"
-    monkeypatch.setattr(library, "left_out", {"amx": "too old"})
+    monkeypatch.setattr(library, "unavailable", {"amx": "too old"})
     assert reason() == f"{words}, and this kernel doesn't: its amx build isn't available (too old)"
-    monkeypatch.setattr(library, "runs", ["portable", "amx"])
+    monkeypatch.setattr(library, "supported", ["portable", "amx"])
     assert reason() == f"{words}, and this kernel doesn't: MANYHEADS_WIDTH chooses portable"
     monkeypatch.setattr(library, "width", 1)
     assert reason().endswith("← auto")
@@ -524,11 +524,11 @@ def test_every_build_has_its_rules() -> None:
 # -- huge scores -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=library.runs or ["no build"])
+@pytest.fixture(params=library.supported or ["no build"])
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each build that this processor runs."""
-    if library.missing is not None:
-        pytest.skip(library.missing)
+    if library.load_error is not None:
+        pytest.skip(library.load_error)
     monkeypatch.setattr(library, "width", library.WIDTHS.index(request.param))
 
 
@@ -655,7 +655,7 @@ def test_auto_has_gradients_of_huge_scores(
 ) -> None:
     """PyTorch's backward sums scores in another order than its forward; it is faster for short texts."""
     if without:
-        monkeypatch.setattr(library, "missing", "it isn't there")
+        monkeypatch.setattr(library, "load_error", "it isn't there")
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, d, generator=random) for n in (t, s, s))
     q, v = (size * q).requires_grad_(), v.requires_grad_()
@@ -927,7 +927,7 @@ def test_any_sizes_and_layout(
     q, k, v = (laid(x) for x in heads(t=t, s=s, d=d, w=w))
     with torch.no_grad():
         problem = Problem.of(q, k, v, mask=mask)
-        out, lse = native.run(problem)[0], native.statistics(problem, None)[0]
+        out, lse = native.run(problem)[0], native.statistics(problem, None, None)[0]
         exact, amap = mh.attention_with_map(q.double(), k.double(), v.double(), mask=mask, kernel="reference")
     close = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(out.double(), exact, rtol=close, atol=2 * close)

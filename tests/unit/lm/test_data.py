@@ -77,7 +77,7 @@ def test_tokenizer_is_deterministic_and_keeps_its_size() -> None:
 
 
 def test_encoded_documents_end_with_an_end_token() -> None:
-    for document, ids in data.encoded(TOKENIZER, DOCUMENTS[:3]):
+    for document, ids in data.encode(TOKENIZER, DOCUMENTS[:3]):
         assert ids.dtype == np.uint16
         assert (ids == data.END_ID).sum() == 1
         assert ids[-1] == data.END_ID
@@ -121,7 +121,7 @@ def test_most_repeats_are_predictable() -> None:
 
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:
-    tokens = np.concatenate([ids for _, ids in data.encoded(TOKENIZER, DOCUMENTS)])
+    tokens = np.concatenate([ids for _, ids in data.encode(TOKENIZER, DOCUMENTS)])
 
     def draw(seed: int, step: int) -> tuple[data.Tokens, data.Tokens]:
         return data.batch(tokens, rows=6, context=32, repeated=2, vocab=300, seed=seed, step=step)

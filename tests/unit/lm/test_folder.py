@@ -81,7 +81,7 @@ def test_a_missing_file_is_named(run: Path, text: Path, command: Command, name: 
         code, _, err = command("train", "--out", run, *words)
         assert (code, err.count("\n")) == (2, 1), err
         assert f"has no {name}" in err
-        assert "another --out" in err
+        assert "a different --out" in err
         assert "add --resume" not in err
         assert "without --resume" not in err
     assert contents(run) == before
@@ -374,7 +374,7 @@ def test_a_loss_of_nan_suggests_a_lower_learning_rate(
     monkeypatch.setattr(training.Run, "advance", lambda run: (float("nan"), 1.0))
     code, _, err = command("train", "--out", tmp_path / "run", "--data", text, "--context", 32)
     assert code == 2
-    assert "became nan at step 0. Start again in another --out with a lower --learning-rate than 0.002" in err
+    assert "at step 0. Start again in a different --out with a lower --learning-rate than 0.002" in err
 
 
 def test_sizes_are_options(text: Path, tmp_path: Path, command: Command) -> None:

@@ -269,7 +269,7 @@ def test_load_raises_for_a_truncated_file(saved: Path, name: str, keep: float) -
     ("change", "said"),
     [
         ({"kind": "bert"}, "didn.t write this file"),
-        ({"embed": 64}, "of another size"),
+        ({"embed": 64}, "of a different size"),
         ({"layers": 3}, "has no tensor"),
         ({"layers": 1}, "which the model doesn't have"),
         ({"heads": 5}, "Expected embed to be a multiple"),
@@ -438,7 +438,7 @@ def test_save_survives_a_crash_before_every_change_of_the_disk(
             except Killed:
                 died = True
         lm.load(folder)  # at any moment what is there can be read
-        checkpoint.settle(folder)
+        checkpoint.finish_write(folder)
         assert len(generation(folder)) == 1
         outcomes.append(generation(folder).pop())
         save(folder, 3.0)

@@ -33,7 +33,7 @@ def held_out() -> list[data.Document]:
 
 @pytest.fixture(scope="module")
 def held_ids(held_out: list[data.Document]) -> data.Tokens:
-    return np.concatenate([[data.END_ID], *(ids for _, ids in data.encoded(lm.load()[1], held_out))])
+    return np.concatenate([[data.END_ID], *(ids for _, ids in data.encode(lm.load()[1], held_out))])
 
 
 def test_it_is_small_and_has_no_pickle() -> None:

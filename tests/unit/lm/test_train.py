@@ -226,7 +226,7 @@ def test_tensorboard_if_it_is_installed(text: Path, tmp_path: Path, monkeypatch:
         (["--resume", "--steps", 8], "Expected --steps to be at least 9"),
         (["--resume", "--context", 64], "Expected --context 32,"),
         (["--resume", "--seed", 4], "Expected --seed 3,"),
-        (["--resume", "--data", __file__], "other text"),
+        (["--resume", "--data", __file__], "a different text"),
     ],
 )
 def test_train_raises_if_the_folder_has_a_run(

@@ -126,9 +126,35 @@ def test_values_are_freed_and_only_q_and_k_are_kept():
     assert kept[0]() is None
     problem = recording[0].problem
     storages = {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in (problem.q, problem.k)}
-    assert sum(storages.values()) == problem.q.nbytes + problem.k.nbytes == recording.nbytes
+    norms = 4 * 2 * H * 5  # of the values, float32 [b, g, s]
+    assert sum(storages.values()) == problem.q.nbytes + problem.k.nbytes == recording.nbytes - norms
     recording[0].entropy()
-    assert recording.nbytes == problem.q.nbytes + problem.k.nbytes + recording[0].lse.nbytes
+    assert recording.nbytes == problem.q.nbytes + problem.k.nbytes + norms + recording[0].lse.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_maps_have_the_norms_of_the_values(dtype: torch.dtype, tmp_path: Path):
+    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 7, 8), randn(2, 2, 7, 3) * 300  # squares overflow in float16
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
+    recording = record(Call(), q, k, v, enable_gqa=True)
+    norms = v.detach().double().norm(dim=-1)
+    amap = recording[0]
+    assert amap.value_norm.dtype == torch.float32
+    assert not amap.value_norm.requires_grad
+    torch.testing.assert_close(amap.value_norm.double(), norms, rtol=1e-6, atol=0)
+    recording.save(tmp_path / "run")
+    assert torch.equal(open_run(tmp_path / "run")[0].value_norm, amap.value_norm)
+    v.detach().zero_()  # the norms don't depend on the values any longer
+    torch.testing.assert_close(amap.value_norm.double(), norms, rtol=1e-6, atol=0)
+
+
+def test_statistics_and_maps_of_attention_have_no_norms_of_values():
+    q = randn(1, H, 5, 8)
+    assert mh.attention_with_map(q, q, q)[1].value_norm is None
+    assert record(Call(), q, q, randn(1, H, 5, 0))[0].value_norm is None
+    reduced = record(Call(), q, q, q, observing={"keep": ["entropy"]})[0]
+    assert all(x.dim() == 3 and x.shape[2] == 5 for x in reduced.tensors())
+    assert not hasattr(reduced, "value_norm")
 
 
 TOKENS = ("previous_token", "current_token", "first_token")
@@ -178,7 +204,7 @@ def test_the_usual_statistics_and_names_of_statistics():
     table = usual.table()
     assert table.columns == (*maps.table().columns, "row_max")
     assert_agree([list(row[2:-1]) for row in table], [list(row[2:]) for row in maps.table()])
-    with raises(ValueError, "entropy of layers.0.attn wasn't kept, but row_max, first_token. … keep="):
+    with raises(ValueError, "entropy of layers.0.attn wasn't kept (kept are row_max, first_token). … keep="):
         named[0].entropy()
     with raises(ValueError, "top of layers.0.attn was kept with the arguments 3, got … 4"):
         record(model, x, observing={"keep": {"top": 3}})[0].top(4)
@@ -227,11 +253,13 @@ def test_max_bytes_bounds_the_size_of_the_recording():
     model, x = GPT(), randn(2, 5, E)
     enough = record(model, x).nbytes
     assert record(model, x, observing={"max_bytes": enough}).nbytes == enough
-    with raises(MemoryError, "layers.1.attn … 2.56 kB, and max_bytes is 2.56 kB. Record fewer"):
+    with raises(MemoryError, "layers.1.attn … 2.88 kB, and max_bytes is 2.88 kB. Record fewer"):
         record(model, x, observing={"max_bytes": enough - 1})
     assert not any(hooks(model))
     record(model, x, observing={"max_bytes": enough // 2, "layers": [1]})
-    record(model, x, observing={"max_bytes": enough // 2, "dtype": torch.float16})
+    norms = 4 * 2 * H * 5 * 2  # of the values of both layers, always float32
+    half = (enough - norms) // 2 + norms
+    assert record(model, x, observing={"max_bytes": half, "dtype": torch.float16}).nbytes == half
     with raises(MemoryError, "layers.0.attn … , and max_bytes is 0 bytes"):
         record(model, x, observing={"max_bytes": 0})
 
@@ -471,16 +499,20 @@ def test_steps_of_a_generation_are_one_map(chunks: Sequence[int], explicit: bool
         with observe(model, dtype=torch.float64, heads=[1, 3]) as stored:
             continued(model, x, chunks, explicit)
     assert [len(found.calls(0)) for found in (recording, reduced, stored)] == [1, 1, 1]
-    q, k, _ = model.heads(x)
-    assert recording.nbytes == q.nbytes + k.nbytes
+    q, k, v = model.heads(x)
+    norms = v.norm(dim=-1)
+    assert recording.nbytes == q.nbytes + k.nbytes + norms.nbytes
     assert_weights(recording[0], q, k, causal=True)
+    assert_agree(recording[0].value_norm, norms)
+    assert stored[0].value_norm.dtype == torch.float32
+    assert_agree(stored[0].value_norm, norms[:, [1, 3]])
     assert_agree(stored[0].dense().float(), recording[0].dense()[:, [1, 3]])
     for name in ("entropy", "distance", "row_max", "received"):
         assert_agree(getattr(recording[0], name)(), getattr(whole_, name)())
         assert_agree(getattr(reduced[0], name)(), getattr(whole_, name)())
     for name in TOKENS:
         assert_agree(getattr(reduced[0], name)(), getattr(measures, name)(whole_))
-    with mode(), observe(model, max_bytes=q.nbytes + k.nbytes):
+    with mode(), observe(model, max_bytes=recording.nbytes):
         continued(model, x, chunks, explicit)
 
 

@@ -12,18 +12,16 @@ from io import BytesIO, TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.text import Text
-from tokenizers import Tokenizer
 
 from manyheads import AttentionMap, Causal, attention_with_map, lm, open_run
-from manyheads.lm.data import Document, train_tokenizer
-from manyheads.text import report, terminal
-from manyheads.text.highlights import (
+from manyheads.highlights import (
     Finding,
     describe,
     expected_weights,
@@ -35,7 +33,9 @@ from manyheads.text.highlights import (
     select_findings,
     uniform,
 )
-from manyheads.text.tokens import Token, align, group_words
+from manyheads.lm.data import Document, train_tokenizer
+from manyheads.text import report, terminal
+from manyheads.tokens import TokenizedText
 from tests.conftest import Ran
 
 SENTENCE = "the train left the station on time"
@@ -79,56 +79,6 @@ def map_of(*heads: list[list[float]], causal: bool = True) -> AttentionMap:
     return attention_with_map(q, k, k, mask=Causal() if causal else None, scale=1.0)[1]
 
 
-# -- tokens ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer([Document("one", f"{SENTENCE} the stations the station time\n\n  times")], 290)
-
-
-@given(st.text())
-def test_tokens_cover_the_text_and_their_labels_are_printable(tokenizer: Tokenizer, text: str) -> None:
-    said = align(text, tokenizer.encode(text))
-    if all(tokenizer.decode([token.id]) == token.text for token in said):  # no character is cut in two
-        assert "".join(token.text for token in said) == text
-    for token in said:
-        assert token.label
-        assert token.label.isprintable()
-        assert " " not in token.label
-
-
-def test_each_piece_of_a_character_is_labelled_with_it(tokenizer: Tokenizer) -> None:
-    labels = [token.label for token in align("漢", tokenizer.encode("漢"))]
-    assert labels == ["漢…", "…漢…", "…漢"]
-    labels = [token.label for token in align("né on", tokenizer.encode("né on"))]
-    assert labels == ["n…", "…é…", "…é", "on"]
-
-
-def test_words_are_adjacent_letters_within_one_part() -> None:
-    text = "The stations, 漢字"
-    spans = [(0, 0), (0, 3), (4, 9), (9, 12), (12, 13), (14, 15), (15, 16), (0, 0)]
-    runs = [[0], [1], [2, 3], [2, 3], [4], [5, 6], [5, 6], [7]]
-    assert [list(run) for run in group_words(text, spans)] == runs
-    parts = [None, 0, 1, 1, 2, 3, 4, None]  # a tokenizer that takes each character of 漢字 by itself
-    apart = [list(run) for run in group_words(text, spans, parts)]
-    assert apart == [*runs[:5], [5], [6], [7]]
-    assert group_words("", []) == []
-
-
-def test_blanks_are_visible_and_pieces_of_a_word_are_marked(tokenizer: Tokenizer) -> None:
-    def labels(text: str) -> list[str]:
-        return [token.label for token in align(text, tokenizer.encode(text))]
-
-    assert labels(" the station") == ["the", "station"]
-    assert labels(" ") == ["␣"]
-    assert labels("\n") == ["⏎"]
-    assert labels("\t") == ["⇥"]
-    assert labels("zq x") == ["z…", "…q", "␣", "x"]
-    words = [token.word for token in align(" zq the", tokenizer.encode(" zq the"))]
-    assert words == [None, "zq", "zq", None]
-
-
 # -- findings --------------------------------------------------------------------------------------
 
 
@@ -158,7 +108,7 @@ def test_findings_are_exceptions_to_what_a_head_usually_does() -> None:
 
 
 IDS = [3, 5, 0, 3, 2, 1, 4]  # of the sentence
-WORDS = [Token(i, f" {word}", word, None) for i, word in zip(IDS, SENTENCE.split(), strict=True)]
+WORDS = TokenizedText(tuple(re.split("(?= )", SENTENCE)))
 
 
 def both_ways(t: int, ahead: int, share: float = 0.9) -> list[list[float]]:
@@ -204,7 +154,7 @@ def test_in_a_long_text_findings_are_searched_at_the_start(monkeypatch: pytest.M
     ids = [n % 7 for n in range(30)]
     short = attention_with_map(q[:, :, :20], k[:, :, :20], k[:, :, :20], mask=Causal())[1]
     alone = find_candidates([short], ids[:20])
-    monkeypatch.setattr("manyheads.text.highlights.SEARCHED", 20)
+    monkeypatch.setattr("manyheads.highlights.SEARCHED", 20)
     within = find_candidates([attention_with_map(q, k, k, mask=Causal())[1]], ids)
     assert [(one.head, one.query, one.key, one.reason) for one in within] == [
         (one.head, one.query, one.key, one.reason) for one in alone
@@ -369,21 +319,81 @@ def test_findings_as_sentences() -> None:
     assert say(4, 5) == 'Layer 2, head 1: "station" attends to "on" (0.71), the token after it.'
     assert say(4, 6) == 'Layer 2, head 1: "station" attends to "time" (0.71), the last token.'
     assert say(0, 3) == 'Layer 2, head 1: the first "the" attends to the second "the" (0.71).'
-    quote, piece = Token(0, '"', '"', None), Token(1, " a", "a…", "ab")
-    said = describe(Finding(0, 0, 1, 0, 0.5, 0.1, None), [quote, piece])
-    assert said == 'Layer 0, head 0: "a…" of "ab" attends to \'"\' (0.50), the token before it.'
 
 
-def test_in_a_long_text_a_token_is_named_by_its_position() -> None:
-    long = [*WORDS, *WORDS * 80]
-    said = describe(Finding(0, 0, 21, 15, 0.5, 0.1, "after the same token"), long)
-    assert said == (
-        'Layer 0, head 0 — induction: "the" at 21 attends to "train" at 15 (0.50), the token that followed '
-        '"the" at 14.'
+def name(position: int, *pieces: str, special: tuple[int, ...] = ()) -> str:
+    """Return a token's name in a finding: the query of one that attends to itself."""
+    finding = Finding(0, 0, position, position, 0.5, 0.1, None)
+    said = describe(finding, TokenizedText(pieces, special))
+    return said.removeprefix("Layer 0, head 0: ").removesuffix(" attends to itself (0.50).")
+
+
+def test_readers_find_a_token_by_words_and_not_by_pieces() -> None:
+    pieces = "the", " the", "me", " of", " the", " rea", "ding", ", rea", "ding"
+    assert name(4, *pieces) == 'the second "the"'  # the first half of "theme" isn't one
+    assert name(1, *pieces) == '"the" of "theme"'
+    assert name(6, *pieces) == '"ding" of the first "reading"'
+    assert name(8, "a ", "rea", "ding", " and", " rea", "ding", "s", " rea", "ding") == (
+        '"ding" of the second "reading"'  # "readings" is another word
     )
-    (once,) = [Token(99, "once", "once", None)]
-    said = describe(Finding(0, 0, 567, 3, 0.5, 0.1, None), [*long, once])
-    assert said == 'Layer 0, head 0: "once" attends to "the" at 3 (0.50).'
+    assert name(2, *pieces) == '"me" of "theme"'
+    assert name(0, '"', "a") == "'\"'"
+    assert (
+        name(2, "a", ",", "b,", ",") == 'the second "b,"' or name(3, "a", ",", "b,", ",") == 'the third ","'
+    )
+    assert name(0, "[CLS]", "[", "CLS", "]", special=(0,)) == '"[CLS]"'
+    assert name(2, "CLS", " CLS", " CLS") == 'the third "CLS"'
+    assert name(1, "机", "", "", "机", "", "") == 'the first "机"'
+    assert name(3, "n", "é", "", " x") == '"x"'
+    assert name(2, "n", "é", "", " x") == '"é" of "né"'
+    assert name(1, "a", "\n", "b", "\n") == 'the first "⏎"'
+
+
+def say(query: int, key: int, tokens: TokenizedText, reason: Any = None) -> str:
+    """Return the sentence of a finding without its head."""
+    return describe(Finding(0, 0, query, key, 0.5, 0.1, reason), tokens).removeprefix("Layer 0, head 0")
+
+
+def test_pieces_of_a_character_are_numbered_only_where_two_of_them_are_named() -> None:
+    text = TokenizedText(("机", "", "", "好", "机", "", ""))
+    assert say(5, 3, text) == ': the second "机" attends to "好" (0.50).'
+    assert (
+        say(6, 4, text)
+        == ': the second "机" (token 3 of 3) attends to the second "机" (token 1 of 3) (0.50).'
+    )
+    assert say(4, 1, text, "after the same token") == (
+        ' — induction: the second "机" attends to the first "机" (0.50), which shares a token with it.'
+    )
+    assert say(6, 5, text, "after the same token") == (
+        ' — induction: the second "机" (token 3 of 3) attends to the second "机" (token 2 of 3) (0.50), '
+        "the token that followed token 1 of 3."
+    )
+
+
+def test_in_a_long_text_a_word_is_named_with_the_words_around_it() -> None:
+    before, after = (
+        (" To", " run", " the", " checks", ",", " call"),
+        (" We", "run", " on", "\n", "\n", " the", " run"),
+    )
+    long = TokenizedText((*before, *(f" w{n}" for n in range(600)), *after))
+    assert say(612, 1, long) == ': "run" in "…on the run" attends to "run" in "To run the checks…" (0.50).'
+    assert say(3, 2, long) == ': "checks" attends to "the" (0.50), the token before it.'
+    assert say(612, 2, long, "after the same token") == (
+        ' — induction: "run" in "…on the run" attends to "the" in "To run the checks…" (0.50), the token '
+        'that followed an earlier "run".'
+    )
+    assert say(607, 300, long) == ': "run" of "Werun" attends to "w294" (0.50).'
+    chinese = TokenizedText(tuple("今天天气很好。我们去公园散步,然后回家。" * 40))
+    assert say(26, 6, chinese) == (
+        ': "。" in "…今天天气很好。我们去公园散…" attends to "。" in "今天天气很好。我们去公园散…" (0.50).'
+    )
+
+
+def test_in_a_long_text_words_with_the_same_words_around_them_are_earlier_or_later() -> None:
+    ha = TokenizedText(("ha",) + (" ha",) * 600)
+    name = '"ha" in "…ha ha ha ha ha ha ha ha ha…"'
+    assert say(300, 200, ha) == f": {name} attends to an earlier {name} (0.50)."
+    assert say(200, 300, ha) == f": {name} attends to a later {name} (0.50)."
 
 
 def test_ordinals() -> None:
@@ -395,17 +405,31 @@ def test_ordinals() -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_from_a_sentence_to_words_and_pictures(run: Any) -> None:
+def test_findings_come_first_and_then_one_picture(run: Any) -> None:
     ran = run(SENTENCE)
     assert (ran.code, ran.err) == (0, "")
-    lines = ran.out.splitlines()
-    first = re.fullmatch(r"Layer (\d), head (\d)\b.*: .+ attends to .+ \(([01]\.\d\d)\).*\.", lines[0])
+    *sentences, blank, written, more = ran.out.splitlines()
+    first = re.fullmatch(r"Layer (\d), head (\d)\b.*: .+ attends to .+ \([01]\.\d\d\).*\.", sentences[0])
     assert first
-    layer, head, weight = first.groups()
-    told = lines[: lines.index("")]
-    weights = [float(re.search(r"\((\d\.\d\d)\)", line)[1]) for line in told]
+    assert len(sentences) <= 5
+    findings = [sentence for sentence in sentences if sentence.startswith("Layer")]
+    weights = [float(re.search(r"\((\d\.\d\d)\)", line)[1]) for line in findings]  # type: ignore[index]
     assert weights == sorted(weights, reverse=True)
-    assert float(weight) == weights[0]
+    assert all(re.fullmatch(r"Of 6 heads, .+\.", line) for line in sentences[len(findings) :])
+    assert (blank, written) == ("", "wrote manyheads-out/overview.png")
+    assert f"--layer {first[1]} --head {first[2]} (one head)" in more
+    assert [str(path) for path in Path().rglob("*.*")] == ["manyheads-out/overview.png"]
+    assert "\x1b" not in ran.out  # no terminal, no escape codes
+
+
+def test_all_adds_a_table_a_heat_map_and_a_picture_of_one_head(run: Any) -> None:
+    brief, ran = run(SENTENCE), run(SENTENCE, "--all")
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    told = lines[: lines.index("")]
+    assert told == brief.out.splitlines()[: len(told)]
+    first = re.match(r"Layer (\d), head (\d)", lines[0])
+    assert first
     # The table: a row per head, one value of each marked.
     rows = [line.split() for line in lines if re.match(r"\s+\d\s+\d\s+\d\.", line)]
     assert [(row[0], row[1]) for row in rows] == [(str(n), str(m)) for n in range(3) for m in range(2)]
@@ -413,11 +437,52 @@ def test_from_a_sentence_to_words_and_pictures(run: Any) -> None:
     # The heat map stands between the table and the names of the files.
     assert lines.count(lines[0]) == 2  # as a finding and over the heat map
     assert any(line.split()[:2] == ["the", "0"] for line in lines)
-    files = ["manyheads-out/overview.png", f"manyheads-out/layer{layer}-head{head}.png"]
+    files = ["manyheads-out/overview.png", f"manyheads-out/layer{first[1]}-head{first[2]}.png"]
     assert lines[-1] == f"wrote {files[0]} and {files[1]}"
     assert sorted(str(path) for path in Path().rglob("*.*")) == sorted(files)
     assert all(Path(file).read_bytes().startswith(b"\x89PNG") for file in files)
-    assert "\x1b" not in ran.out  # no terminal, no escape codes
+
+
+def test_a_chosen_head_is_drawn_alone(run: Any) -> None:
+    ran = run(SENTENCE, "--layer", "1", "--head", "0")
+    assert ran.out.splitlines()[-1] == "wrote manyheads-out/layer1-head0.png"
+    assert re.search(r"^Layer 1, head 0", ran.out, re.MULTILINE)
+    assert "uniform" not in ran.out  # the table
+
+
+def test_the_overview_says_what_heads_attend_to_and_outlines_the_findings(checkpoint: Path) -> None:
+    reading = report.read(f"{SENTENCE} {SENTENCE}", checkpoint)
+    figure = report.draw_overview(reading)["overview"]
+    panels = iter(figure.axes)
+    for layer, heads in enumerate(reading.patterns):
+        for head, pattern in enumerate(heads):
+            axes = next(panels)
+            captions = [text.get_text() for text in axes.texts]
+            assert captions == ([] if pattern is None else [pattern.label])
+            ringed = [tuple(patch.get_xy()) for patch in axes.patches]
+            assert ringed == [
+                (found.key - 0.5, found.query - 0.5)
+                for found in reading.findings
+                if (found.layer, found.head) == (layer, head)
+            ]
+    shown = {text.get_text().replace("\n", " ") for text in figure.texts}
+    assert (reading.summary or "What each head attends to") in shown
+    rows = json.loads(report.to_json(reading, 0, 0, []))["measures"]
+    patterns = [pattern for heads in reading.patterns for pattern in heads]
+    assert [row["description"] for row in rows] == [p.phrase if p else None for p in patterns]
+
+
+def test_a_terminal_has_lines_of_its_width_and_names_in_bold(checkpoint: Path) -> None:
+    paper = TextIOWrapper(BytesIO(), "utf-8")
+    console = terminal.Console(file=paper, force_terminal=True, width=60, highlight=False)
+    sentence = "Layer 2, head 5 — induction: " + "the second the attends to train " * 4
+    terminal._print_sentence(console, terminal.Text(sentence))
+    paper.flush()
+    printed = paper.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert printed.startswith("\x1b[1mLayer 2, head 5\x1b[0m — induction")
+    lines = re.sub(r"\x1b\[\d*m", "", printed).splitlines()
+    assert all(len(line.rstrip()) <= 60 for line in lines)
+    assert " ".join(" ".join(lines).split()) == sentence.strip()
 
 
 def test_the_words_agree_with_the_model(run: Any, checkpoint: Path) -> None:
@@ -425,7 +490,7 @@ def test_the_words_agree_with_the_model(run: Any, checkpoint: Path) -> None:
     model, tokenizer = lm.load(checkpoint)
     ids = tokenizer.encode(f" {SENTENCE}").ids
     assert [token["id"] for token in found["tokens"]] == ids
-    assert "".join(token["text"] for token in found["tokens"]) == f" {SENTENCE}"
+    assert "".join(token["text"] for token in found["tokens"]) == found["text"] == SENTENCE
     with torch.no_grad():  # by the kernel that showed it
         _, maps = model.attend(torch.tensor([ids]))
     for one in found["findings"]:
@@ -476,7 +541,7 @@ def test_the_unmasked_head_is_labelled_in_the_picture(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(("format", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_formats(run: Any, format: str, magic: bytes) -> None:
-    assert run(SENTENCE, "--format", format, "--layer", "0", "--head", "1").code == 0
+    assert run(SENTENCE, "--format", format, "--layer", "0", "--head", "1", "--all").code == 0
     for name in ("overview", "layer0-head1"):
         assert Path(f"manyheads-out/{name}.{format}").read_bytes().startswith(magic)
 
@@ -500,7 +565,7 @@ def test_the_default_head_has_the_most_interesting_finding(checkpoint: Path) -> 
 def test_a_file_and_standard_input(run: Any) -> None:
     Path("text.txt").write_bytes(b"\xef\xbb\xbfthe train\r\nleft\r\n")
     from_file = json.loads(run("--text-file", "text.txt", "--json").out)
-    assert "".join(token["text"] for token in from_file["tokens"]) == " the train\nleft"
+    assert "".join(token["text"] for token in from_file["tokens"]) == "the train\nleft"
     piped = json.loads(run("--text-file", "-", "--json", stdin=b"the train\nleft\n").out)
     assert piped["tokens"] == from_file["tokens"]
 
@@ -508,7 +573,7 @@ def test_a_file_and_standard_input(run: Any) -> None:
 @pytest.mark.full
 def test_truncate_keeps_the_first_tokens_with_a_note(run: Any) -> None:
     long = "the station " * 60
-    ran = run(long, "--truncate")
+    ran = run(long, "--truncate", "--all")
     assert ran.code == 0
     assert f"(--truncate: only the first {CONTEXT} of " in ran.out
     rows = [line for line in ran.out.splitlines() if re.search("[·░▒▓█]{2} ", line)]
@@ -522,7 +587,7 @@ def test_truncate_keeps_the_first_tokens_with_a_note(run: Any) -> None:
 
 
 def test_a_single_token(run: Any) -> None:
-    ran = run("the")
+    ran = run("the", "--all")
     assert ran.code == 0
     assert ran.out.splitlines()[0] == "The text has a single token, which is all that a head can attend to."
     assert "Layer 0, head 0" in ran.out.splitlines()
@@ -539,7 +604,7 @@ def test_a_single_token(run: Any) -> None:
 )
 def test_any_text_is_printed_without_markup_or_escapes(run: Any, text: str) -> None:
     Path("text.txt").write_text(text, "utf-8")
-    ran = run("--text-file", "text.txt", "--truncate")
+    ran = run("--text-file", "text.txt", "--truncate", "--all")
     assert (ran.code, ran.err) == (0, "")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e\u200b]", ran.out)
 
@@ -547,7 +612,7 @@ def test_any_text_is_printed_without_markup_or_escapes(run: Any, text: str) -> N
 def test_an_ascii_output_gets_ascii_only(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     paper = BytesIO()
     monkeypatch.setattr(sys, "stdout", TextIOWrapper(paper, encoding="ascii"))
-    assert run("the ␣ ⏎ left").code == 0
+    assert run("the ␣ ⏎ left", "--all").code == 0
     sys.stdout.flush()
     assert "## " in paper.getvalue().decode("ascii")
 
@@ -557,9 +622,45 @@ def test_a_terminal_gets_colours(checkpoint: Path) -> None:
 
     reading = report.read(SENTENCE, checkpoint)
     paper = Console(file=TextIOWrapper(BytesIO()), force_terminal=True, color_system="truecolor", width=90)
-    picture = terminal.draw_heat_map(reading.maps[0], 0, reading.labels, paper)
+    picture = terminal.draw_heat_map(reading.maps[0], 0, reading.tokens, paper)
     assert any("rgb(253,231,36)" in str(span.style) for span in picture.spans)  # a weight of 1
     assert "█" not in picture.plain
+
+
+LANGUAGES = ["我爱机器学习，机器也爱我。", "السلام عليكم يا عالم", "नमस्ते दुनिया", "a 👩‍👧 is né\n\tx"]
+
+
+@pytest.mark.parametrize("text", LANGUAGES)
+def test_people_read_what_they_wrote(text: str, checkpoint: Path) -> None:
+    """In JSON, in an SVG file, in the terminal and in a saved run."""
+    reading = report.read(text, checkpoint, truncate=True)
+    written = reading.tokens.text
+    assert text.startswith(written)
+    found = json.loads(report.to_json(reading, 0, 0, []))
+    assert "".join(token["text"] for token in found["tokens"]) == found["text"] == written
+    file = BytesIO()
+    report.draw(reading, 0, 0)["layer0-head0"].savefig(file, format="svg")
+    elements = ElementTree.fromstring(file.getvalue()).iter("{http://www.w3.org/2000/svg}text")
+    shown = [element.text for element in elements]
+    names = [name for name in reading.tokens.names if name]
+    keys = shown[: shown.index("key")]
+    queries = shown[len(keys) + 1 : shown.index("query")]
+    assert keys == queries == names
+    reading.recording.save(path := checkpoint.parent / "run.safetensors")
+    assert open_run(path)[0].tokens == reading.tokens
+
+
+def test_the_terminal_names_characters_and_words(checkpoint: Path) -> None:
+    console = terminal.Console(file=TextIOWrapper(BytesIO(), "utf-8"), width=200)
+    reading = report.read("né 机 the", checkpoint)
+    lines = terminal.draw_heat_map(reading.maps[0], 0, reading.tokens, console).plain.splitlines()
+    rows = [f"{name} {n}".strip() for n, name in enumerate(reading.tokens.names)]
+    assert rows[:3] == ["n 0", "é 1", "2"] or rows[:3] == ["␣ 0", "n 1", "é 2"]
+    assert all(line.lstrip().startswith(row) for line, row in zip(lines, rows, strict=False))
+    reading = report.read("zqzq " * 9, checkpoint)  # not all have a row: a piece is named by its word
+    lines = terminal.draw_heat_map(reading.maps[0], 0, reading.tokens, console).plain.splitlines()
+    assert len(lines) < len(reading.tokens)
+    assert {line.split()[0] for line in lines[:15]} <= {"zqzq", "␣"}
 
 
 # -- beyond the context ----------------------------------------------------------------------------
@@ -714,7 +815,7 @@ def test_invalid_models_raise(run: Any, checkpoint: Path, tmp_path: Path) -> Non
 def test_a_picture_that_cannot_be_written_leaves_the_old_ones(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(SENTENCE, "--layer", "0", "--head", "0").code == 0
+    assert run(SENTENCE, "--layer", "0", "--head", "0", "--all").code == 0
     before = {path: path.read_bytes() for path in Path("manyheads-out").iterdir()}
     real = report.Figure.savefig
 
@@ -724,7 +825,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_ones(
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report.Figure, "savefig", full)
-    ran = run("on time on time", "--layer", "0", "--head", "0")
+    ran = run("on time on time", "--layer", "0", "--head", "0", "--all")
     assert ran.code == 2
     assert ran.err.count("\n") == 1
     assert "No space left" in ran.err
@@ -750,9 +851,9 @@ def test_no_number_is_cut_on_a_narrow_terminal(
     def numbers(text: str) -> list[str]:
         return sorted(re.findall(r"\d\.\d\d\*?", text))
 
-    wide = numbers(run(SENTENCE).out)
+    wide = numbers(run(SENTENCE, "--all").out)
     monkeypatch.setenv("COLUMNS", str(columns))
-    narrow = run(SENTENCE).out
+    narrow = run(SENTENCE, "--all").out
     assert numbers(narrow) == wide
     assert "…" not in narrow.partition("what each head")[2].partition("Layer 0, head")[0].partition("*: ")[0]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manyheads import scores
 from manyheads.kernels import chunked, operator, sdpa
-from manyheads.kernels.fused import Found, Spec
+from manyheads.kernels.fused import FusedStatistics, Spec
 from manyheads.kernels.native import library, passes, rules
 from manyheads.kernels.native.autograd import Attention, Plan
 from manyheads.kernels.native.packing import DTYPES, tensor_bytes
@@ -36,24 +36,24 @@ MAX_KEYS = 1 << 15  # one pass computes output and statistics up to this s: it k
 def why_unsupported(problem: Problem, values: bool = True) -> list[str]:
     """Return why the kernel doesn't support a problem; empty if it does.
 
-    values: True if an output is needed, False for scores only.
+    values: Whether an output is needed. If False, only scores are.
     """
-    p, n = problem, problem.shape
-    if not p.q.is_cpu:
-        return [f"it runs on the CPU, and q is on {p.q.device}"]
+    shape = problem.shape
+    if not problem.q.is_cpu:
+        return [f"it runs on the CPU, and q is on {problem.q.device}"]
     reasons = []
-    if library.missing is not None:
-        reasons.append(library.missing)
-    reasons += chunked.why_unsupported(p)
-    if p.q.dtype not in DTYPES:
-        reasons.append(f"it computes in {', '.join(map(str, DTYPES))}, and q is {p.q.dtype}")
-    if p.dropout_p and values:
+    if library.load_error is not None:
+        reasons.append(library.load_error)
+    reasons += chunked.why_unsupported(problem)
+    if problem.q.dtype not in DTYPES:
+        reasons.append(f"it computes in {', '.join(map(str, DTYPES))}, and q is {problem.q.dtype}")
+    if problem.dropout_p and values:
         reasons.append("it has no dropout")
-    if 0 in (n if values else n[:-1]):
+    if 0 in (shape if values else shape[:-1]):
         reasons.append("a size is 0")
-    if n.d > WIDEST or (n.w > WIDEST and values):
-        reasons.append(f"it supports d and w up to {WIDEST}, and these are {n.d} and {n.w}")
-    size = tensor_bytes(p)
+    if shape.d > WIDEST or (shape.w > WIDEST and values):
+        reasons.append(f"it supports d and w up to {WIDEST}, and these are {shape.d} and {shape.w}")
+    size = tensor_bytes(problem)
     if size > LIMIT:
         reasons.append(
             "parts of the mask and bias would have to be stored as tensors of "
@@ -62,35 +62,33 @@ def why_unsupported(problem: Problem, values: bool = True) -> list[str]:
     return reasons
 
 
-def why_slower(problem: Problem) -> list[str]:
-    """Return why another kernel is faster for a problem; empty if none is."""
-    return rules.why_slower(problem)
+why_slower = rules.why_slower
 
 
 def built() -> str:
     """Describe the build in use and its threads, or why no build is available."""
     if library.width is None:
-        return f"not available: {library.missing}"
-    unavailable = "".join(f"; {build} isn't available: {why}" for build, why in library.left_out.items())
+        return f"not available: {library.load_error}"
+    others = "".join(f"; {build} isn't available: {why}" for build, why in library.unavailable.items())
     return (
-        f"{library.WIDTHS[library.width]} (available builds: {', '.join(library.runs)}{unavailable}), using "
+        f"{library.WIDTHS[library.width]} (available builds: {', '.join(library.supported)}{others}), using "
         f"{'the threads of PyTorch' if library.shares_threads else 'its own threads'}"
     )
 
 
-def run(problem: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor | None, Found]:
+def run(problem: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor | None, FusedStatistics]:
     """Return the output `[b, h, t, w]`, the log-sum-exp `[b, h, t]` or None, and fused statistics.
 
-    Statistics are computed only if that is faster than computing them later. For few queries, without a
-    gradient or statistics, no later pass needs the same scores. The kernel then reads keys without packing
-    them if that is faster, which sums scores in another order than `tile`. So it returns no log-sum-exp; an
-    attention map computes one when it is read.
+    Statistics are computed only if that is faster than computing them later. For few queries without a
+    gradient or statistics, the kernel may read keys without packing them, which is faster but sums scores in
+    a different order from `tile`. Then it returns no log-sum-exp, and an attention map computes one when it
+    is read.
     """
     if not _direct(problem):
         return *torch.ops.manyheads.native(*operator.arguments(problem)), {}
     if problem.wants_gradient():
-        p, table = problem, None if problem.bias is None else problem.bias.tensor()
-        return *Attention.apply(problem, p.q, p.k, p.v, p.sink, table), {}
+        table = None if problem.bias is None else problem.bias.tensor()
+        return *Attention.apply(problem, problem.q, problem.k, problem.v, problem.sink, table), {}
     if spec is not None or _many(problem):
         return passes.forward(problem, spec if problem.shape.s <= MAX_KEYS else None)
     out = problem.q.new_empty(*problem.shape[:2], problem.shape.t, problem.shape.w)
@@ -99,7 +97,7 @@ def run(problem: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor | No
 
 
 def plan(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None:
-    """Return a function of q, k, v and mask for all problems of this layout; it returns `[b, h, t, w]`.
+    """Return a function that computes the output `[b, h, t, w]` from q, k, v and mask, for this layout.
 
     Return None if the problem needs tensors other than q, k, v and the lengths of its mask.
     """
@@ -130,18 +128,18 @@ def fuses(problem: Problem, in_place: bool = False) -> bool:
     return _direct(problem) and reads(problem) and not (in_place and tensor_bytes(problem))
 
 
-def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None = None) -> tuple[Tensor, Found]:
-    """Return the log-sum-exp `[b, h, t]`, which is computed unless given, and a spec's fused statistics."""
-    p = problem.detach().without_values()
-    found: Found = {}
+def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None) -> tuple[Tensor, FusedStatistics]:
+    """Return the log-sum-exp `[b, h, t]`, computed if it isn't given, and a spec's fused statistics."""
+    problem = problem.detach().without_values()
+    fused: FusedStatistics = {}
     if lse is None:
-        if not _direct(p):
-            return torch.ops.manyheads.native(*operator.arguments(p))[1], {}
-        _, lse, found = passes.forward(p, spec if p.shape.s <= MAX_KEYS else None)
-    if spec is not None and not found:
-        out = p.q.new_empty(*lse.shape, 0)
-        found = passes.attend(p, out, lse.contiguous(), spec, known=True)
-    return lse, found
+        if not _direct(problem):
+            return torch.ops.manyheads.native(*operator.arguments(problem))[1], {}
+        _, lse, fused = passes.forward(problem, spec if problem.shape.s <= MAX_KEYS else None)
+    if spec is not None and not fused:
+        out = problem.q.new_empty(*lse.shape, 0)
+        fused = passes.attend(problem, out, lse.contiguous(), spec, known=True)
+    return lse, fused
 
 
 def tile(
@@ -152,13 +150,13 @@ def tile(
     return scores.tile(problem, rows, cols, batch, heads, compute)
 
 
-def _direct(p: Problem) -> bool:
+def _direct(problem: Problem) -> bool:
     """Return True if the custom operator can be skipped (no tracing, tensor subclass or dispatch mode).
 
     Calling the operator takes longer than a small problem.
     """
     return not (
         torch.compiler.is_compiling()
-        or not (type(p.q) in PLAIN and type(p.k) in PLAIN and type(p.v) in PLAIN)
+        or not (type(problem.q) in PLAIN and type(problem.k) in PLAIN and type(problem.v) in PLAIN)
         or torch._C._len_torch_dispatch_stack()
     )

@@ -6,7 +6,7 @@
 // by a panel keeps its sums in registers.
 //
 // If statistics are computed together with the output, the weights of a block of queries are stored until the sums of
-// its rows are known, and normalised then, so that no product is computed twice. If the log-sum-exp is given, weights
+// its rows are known, and then normalised, so that no product is computed twice. If the log-sum-exp is given, weights
 // are normalised from the start.
 #include "decode.h"
 #include "statistics.h"
@@ -58,13 +58,13 @@ template <class T, class Op> struct Call {
         lse_known = statistics && statistics->lse_known,
         keeps_rows = statistics && !lse_known && (statistics->received || statistics->maps);
         panels = round_up(problem.s, PANEL) / PANEL;
-        // If the distance of rows were a power of two, they would compete for the same sets of the cache.
+        // If the distance between rows were a power of two, they would be mapped to the same sets of the cache.
         line = (keeps_rows ? panels * PANEL : KEYS) + LANES;
         depth = round_up(problem.d, Op::DEPTH_MULTIPLE);
         across = round_up(problem.w, PANEL) / PANEL;
         threads = threads_for(problem, 2. * problem.b * problem.h * problem.t * problem.s * (problem.d + problem.w));
-        // If there are few blocks, they are made smaller, so that all threads get about the same work. The size doesn't
-        // depend on the number of threads, because it changes the last bits of results.
+        // If there are few blocks, smaller ones are used, so that all threads get about the same work. Their size must
+        // not depend on the number of threads, because it changes the last bits of results.
         rows = Op::ROWS_MULTIPLE > 1 ? 2 * Op::ROWS_MULTIPLE : second_level_cache() < (2 << 20) ? ROWS / 2 : ROWS;
         if (problem.b * problem.h * round_up(problem.t, rows) / rows < 16)
             rows = Op::ROWS_MULTIPLE > 1 ? Op::ROWS_MULTIPLE : 3 * ROW_GROUP;
@@ -224,7 +224,7 @@ template <class T, class Op> struct Call {
     }
 
     // Turns products into weights e^score; a product times the factor is a score. If not PLAIN, some scores are masked.
-    // For entropies, the largest score so far is subtracted from scores, because large numbers would cost digits.
+    // For entropies, the largest score so far is subtracted from scores, because sums of large numbers lose digits.
     template <bool PLAIN, bool STATISTICS>
     void weigh_bounded(const Block &block, int row, int64_t first, int64_t count, Real factor, Real before) const {
 #if defined(HAS_EXP)
@@ -437,8 +437,8 @@ template <class T, class Op> struct Call {
         for (int row = 0; row < block.rows; row++) weigh(block, row, first, whole, 1, false);
     }
 
-    // Computes the weights of a row if some value isn't finite. If its key is visible, the value must reach the output,
-    // even if the weight is 0.
+    // Computes the weights of a row if some value isn't finite. Such a value must be added to the output if its key is
+    // visible, even if its weight is 0.
     void weigh_infinite(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
         uint8_t visible[KEYS];
         for (int64_t j = 0; j < count; j++) visible[j] = !(scores(block, row, first)[j] == -INF);

@@ -1,4 +1,4 @@
-"""The kernel for autograd: custom operators, functions that need none, and plans of short calls."""
+"""The kernel's gradients: a custom operator, faster autograd functions, and plans for repeated calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manyheads.kernels.native.passes import CHUNKS, backward, forward, no_memory
 from manyheads.masks import And, Lengths
 from manyheads.problem import Problem
 
-# -- the operator: torch.compile and tensor subclasses see it --------------------------------------
+# -- the operator, which torch.compile and tensor subclasses need ----------------------------------
 
 operator.register(
     "native",
@@ -27,14 +27,14 @@ operator.register(
     key="CPU",
 )
 
-# -- functions: without an operator, whose call takes longer than a small problem ------------------
+# -- autograd functions, used if the operator isn't needed: its call takes longer than a small problem
 
 
 class Attention(torch.autograd.Function):
     """Attention with a gradient, of a problem and each of its tensors that may need one.
 
-    The problem is kept for the gradient, and its tensors are saved tensors: PyTorch then raises where one was
-    changed in place, and hooks on saved tensors (activation checkpointing) apply to all of them.
+    The problem is kept for the gradient, and its tensors are saved tensors: PyTorch then raises an error if
+    one was changed in place, and hooks on saved tensors (activation checkpointing) apply to all of them.
     """
 
     @staticmethod
@@ -54,7 +54,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients, None where none is needed."""
+        """Return the gradients, with None for each that isn't needed."""
         out, lse, *saved = ctx.saved_tensors
         tensors = iter(saved)
         problem = ctx.problem.map(lambda _: next(tensors))
@@ -62,19 +62,20 @@ class Attention(torch.autograd.Function):
         return _gradients(problem, out, lse, d_out, d_lse, ctx.needs_input_grad, saved)
 
 
-_SAVED = torch.empty(0)  # stands for each tensor of a problem whose tensors are saved beside it
+_SAVED = torch.empty(0)  # replaces each tensor of a problem whose tensors are stored separately
 
 
 class Plan:
     """What all problems of a layout have in common: they differ in q, k, v and the mask's lengths n."""
 
     def __init__(self, problem: Problem) -> None:
-        p, n = problem, problem.shape
-        self.shape, self.dtype = n, p.dtype
-        mask, *self.options = p.options
+        q, shape, self.dtype = problem.q, problem.shape, problem.dtype
+        self.shape = shape
+        mask, *self.options = problem.options
         self.mask = None if mask is None else mask.map(lambda _: _SAVED)
-        data, tensors = pack(p, self.new_out(p.q), None)
-        # Of these tensors the ends of the keys, [b] each, are constants unless they depend on n.
+        data, tensors = pack(problem, self.new_out(q), None)
+        # The two tensors of a mask with lengths are each sequence's first key, and the key after the last,
+        # `[b]` each. They are the same for all problems of the layout unless they depend on n.
         has_lengths = mask is not None and len(tensors) == 2
         self.first: Tensor | None = tensors[0] if has_lengths else None
         self.last: Tensor | None = tensors[1] if has_lengths else None
@@ -89,13 +90,14 @@ class Plan:
         self.rest = data[304:-16]
         self.threads = torch.get_num_threads()
         self.fill = struct.Struct(f"=64s3Q128s2Q56s2Q{len(self.rest)}s2q").pack
-        self.saved = _layout(p.q, p.k, p.v, self.new_out(p.q), p.q.new_empty(n.b, n.h, n.t, dtype=p.dtype))
-        self.chunks = max(CHUNKS // (n.b * n.g), 1)
+        lse = q.new_empty(shape.b, shape.h, shape.t, dtype=problem.dtype)
+        self.saved = _layout(q, problem.k, problem.v, self.new_out(q), lse)
+        self.chunks = max(CHUNKS // (shape.b * shape.g), 1)
 
     def new_out(self, q: Tensor) -> Tensor:
         """Return an empty output `[b, h, t, w]`."""
-        n = self.shape
-        return q.new_empty(n.b, n.h, n.t, n.w)
+        shape = self.shape
+        return q.new_empty(shape.b, shape.h, shape.t, shape.w)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None) -> Problem:
         """Return the problem of this layout with these tensors, without any check."""
@@ -103,7 +105,7 @@ class Plan:
         return Problem(q, k, v, mask, *self.options)
 
     def ends(self, n: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the first key of each sequence that isn't padding and the one after the last, `[b]` each."""
+        """Return each sequence's first key that isn't padding, and the key after the last, `[b]` each."""
         if n is None:
             return self.first, self.last
         n = n.to(torch.int64).expand(self.shape.b).contiguous()
@@ -140,10 +142,11 @@ class Plan:
     def gradients(
         self, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None, out: Tensor, lse: Tensor, d_out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the gradients of q, k and v; None where they have to be computed without the plan.
+        """Return the gradients of q, k and v; None if they have to be computed without the plan.
 
-        That is for saved tensors that a hook has changed, for gradients that are no plain tensors, where
-        gradients are recorded in turn, and where a number isn't finite or memory is short.
+        This is the case if a hook has changed the layout of a saved tensor, if the gradient of the output
+        isn't a plain tensor, if the graph of gradients is needed (`create_graph=True`), if a number isn't
+        finite, or if there isn't enough memory.
         """
         if (
             type(d_out) is not Tensor
@@ -169,12 +172,12 @@ class Plan:
 
 
 def _layout(*tensors: Tensor) -> list[Any]:
-    """Return what the addresses of tensors mean: sizes, strides, dtypes, and whether they are in memory."""
+    """Return the shapes, strides and dtypes of tensors, and whether they are on the CPU."""
     return [(x.shape, x.stride(), x.dtype, x.is_cpu) for x in tensors]
 
 
 class PlannedAttention(torch.autograd.Function):
-    """`Attention` by a plan."""
+    """`Attention` for a problem with a plan."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None) -> Tensor:
@@ -188,18 +191,18 @@ class PlannedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        """Return the gradients, None where none is needed."""
+        """Return the gradients, with None for each that isn't needed."""
         out, lse, *saved = ctx.saved_tensors
-        found = ctx.plan.gradients(*saved, out, lse, d_out)
-        if found is not None:
-            return (None, *found, None)
+        grads = ctx.plan.gradients(*saved, out, lse, d_out)
+        if grads is not None:
+            return (None, *grads, None)
         needs = (*ctx.needs_input_grad[:4], False, False)
         tensors = [x for x in saved if x is not None]
         return (*_gradients(ctx.plan.problem(*saved), out, lse, d_out, None, needs, tensors)[:4], None)
 
 
-# `PlannedAttention.apply` without its check for the transforms of torch.func, which takes 2 of 18 µs. Calls
-# under these transforms have no plan.
+# `PlannedAttention.apply` without its check for the transforms of torch.func: the check takes 2 of 18 µs, and
+# calls under these transforms have no plan.
 _record = super(torch.autograd.Function, PlannedAttention).apply
 
 
@@ -212,9 +215,10 @@ def _gradients(
     needs: Sequence[bool],
     saved: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a function's arguments: of the problem (none), q, k, v, sink and bias.
+    """Return the gradients of the arguments of a function: the problem (None), q, k, v, sink and bias.
 
-    needs: of which arguments one is needed; saved: the problem's tensors.
+    needs: For each argument, whether its gradient is needed.
+    saved: The tensors of the problem.
     """
     needs = needs[1:]
 
@@ -222,10 +226,10 @@ def _gradients(
         grads = backward(problem, out, lse, d_out, d_lse, needs)
         return [grad for grad, need in zip(grads, needs, strict=True) if need]
 
-    def gradients_in_graph(d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
-        return batched.Once.apply(gradients, d_out, d_lse, out, lse, *saved)
+    def differentiable_gradients(d_out: Tensor, d_lse: Tensor | None) -> Sequence[Tensor]:
+        return batched.OnceDifferentiable.apply(gradients, d_out, d_lse, out, lse, *saved)
 
-    # With create_graph=True a gradient of this gradient may be computed: `Once` raises our error for it.
-    compute = gradients_in_graph if torch.is_grad_enabled() else gradients
-    grads = iter(batched.one_by_one(compute, d_out, d_lse))
+    # With create_graph=True, a gradient of this gradient may be computed, which raises our error.
+    compute = differentiable_gradients if torch.is_grad_enabled() else gradients
+    grads = iter(batched.differentiate_unbatched(compute, d_out, d_lse))
     return (None, *(next(grads) if need else None for need in needs))

@@ -21,7 +21,7 @@ template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
     int64_t split_size, splits;  // keys in a split; splits of a head
     Real *partial_dq;            // [b * g, splits, rows, long_row]: gradients of queries, without the scale
     int64_t next = 0;
-    bool has_nonfinite = false;  // then the results can't be used: what is masked would leak
+    bool has_nonfinite = false;  // if true, the results can't be used: masked numbers would leak into them
 
     DecodeGradient(const Problem &problem, const Gradient &gradient) : Base(problem), gradient(gradient) {
         long_row = round_up(problem.d, MIX_VECTORS * LANES), wide_row = round_up(problem.w, MIX_VECTORS * LANES);
@@ -49,7 +49,7 @@ template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
         notice(nonfinite);
     }
 
-    // Returns non-zero bits where a number isn't finite. (Adding up the differences would wait for each addition.)
+    // Returns non-zero bits in lanes with a non-finite number. (A sum of differences would wait for each addition.)
     INLINE Integers is_nonfinite(Vector v) { return (Integers)(v - v); }
     void notice(Integers nonfinite) {
         if (bit_mask(nonfinite != 0)) __atomic_store_n(&has_nonfinite, true, __ATOMIC_RELAXED);

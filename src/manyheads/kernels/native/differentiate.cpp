@@ -1,10 +1,10 @@
 // The gradient, compiled once for each vector width (LEVEL names the build).
 //
 // Scores are computed again, and weights from them and the log-sum-exp (Dao et al. 2022, arXiv:2205.14135). A thread
-// computes blocks of keys and goes through the queries that see them. Scores are laid out [keys, queries]: that is how
-// `multiply` needs weights and gradients of scores, as its left side or as a panel, so that nothing is transposed.
-// Gradients of queries are summed per chunk, a fixed choice of blocks, and over chunks in order: the bits depend neither
-// on the number of threads nor on their timing.
+// computes blocks of keys, each with the queries to which some of its keys are visible. Scores are laid out as [keys,
+// queries]: `multiply` needs weights and gradients of scores in this layout, as its left side or as a panel, so that
+// nothing is transposed. Gradients of queries are summed in each chunk, which is a fixed set of blocks, and then over
+// chunks in order. So the bits depend neither on the number of threads nor on their timing.
 #include "decode_gradient.h"
 
 #include <cmath>
@@ -32,7 +32,7 @@ template <class T, class Op> struct Backward {
     Real *dq;                            // [b * h, chunks, lines, panels * PANEL]: without the scale
     Real unit;                           // a product times this is a score, with the bits of the forward pass
     int64_t next = 0;
-    bool has_nonfinite = false;  // then the results can't be used: what is masked would leak
+    bool has_nonfinite = false;  // if true, the results can't be used: masked numbers would leak into them
 
     Backward(const Problem &problem, const Gradient &gradient) : problem(problem), gradient(gradient) {
         panels = round_up(problem.t, PANEL) / PANEL;
@@ -96,7 +96,7 @@ template <class T, class Op> struct Backward {
         Vector *unused;                      // [KEYS]
     };
 
-    // The queries that may see key j by the band and the lengths.
+    // Returns the queries to which key j is visible by the band and the lengths.
     Interval visible_queries(const Block &block, int64_t j) const {
         if (problem.first && !(problem.first[block.b] <= j && j < problem.last[block.b])) return {0, 0};
         int64_t offset = offset_of(problem, block.b),
@@ -354,8 +354,8 @@ template <class T, class Op> struct Backward {
 
 constexpr int SOME_QUERIES = 48;  // that share a head of keys
 
-// Packs queries and keys unless only a few queries share a head of keys, or some, if they would leave half of their vectors
-// empty: then packing takes longer than it saves.
+// Computes the gradient by `Backward`, which packs queries and keys, or by `DecodeGradient`. Packing takes longer than it
+// saves if few queries share a head of keys, or up to SOME_QUERIES if these leave half of their vectors empty.
 template <class T, class Op> int differentiate(const Problem &problem, const Gradient &gradient) {
     int64_t group = problem.h / problem.g, rows = queries_per_key(problem);
     bool few = rows <= FEW_QUERIES || (rows <= SOME_QUERIES && 2 * rows <= group * round_up(problem.t, LANES));

@@ -1,8 +1,8 @@
-// The scores of a few queries: keys are read once by all queries that share them.
+// The scores of a few queries: keys are read once for all queries that share them.
 //
-// If a gradient or a map will compute the scores again, these must have the same bits, so that errors cancel those of the
-// log-sum-exp. Then keys are packed as in the other passes, which sums products in the same order. Otherwise they are
-// packed where that is faster.
+// If a gradient or a map will compute the scores again, they must have the same bits as here, so that their errors cancel
+// those of the log-sum-exp. Then keys are packed as in the other passes, which sums products in the same order.
+// Otherwise they are packed only if that is faster.
 #pragma once
 #include "products.h"
 
@@ -56,7 +56,7 @@ template <class T, class Op> struct FewQueries {
             queries.vectors[(row * units + x) / LANES] = Op::units(packed, 1, x, problem.d);
     }
 
-    // Multiplies all queries with count keys; to [rows, STEP].
+    // Multiplies all queries by count keys; the products are written to `to`, [rows, STEP].
     template <int STEP> void multiply_keys(const Queries &queries, int64_t first, int64_t count, Real *to) const {
         if (packs) return multiply_packed<STEP>(queries, first, count, to);
         bool fits = problem.k_stride[3] == 1 && problem.d % (LANES * Op::PAIR) == 0;
@@ -79,7 +79,7 @@ template <class T, class Op> struct FewQueries {
         }
     }
 
-    // The same with keys that aren't packed, for some queries, which share a key in the registers.
+    // Does the same with keys that aren't packed, for ROWS queries, which use a key while it is in the registers.
     template <int STEP, int ROWS>
     void multiply_unpacked(const Queries &queries, int64_t row, int64_t first, int64_t count, bool fits,
                            Real *to) const {

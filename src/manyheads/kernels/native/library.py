@@ -25,70 +25,69 @@ PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq 2q".replace
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
 STATISTICS = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
 POOLED_MAP = struct.Struct("=2q2Q")
-WIDTHS = (
-    "portable",
-    "avx2",
-    "avx512",
-    "avx512bf16",
-    "amx",
-)  # each requires more instructions than the one before
+# Builds by vector width; each requires more instructions than the one before.
+WIDTHS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 
 attend: ctypes._NamedFuncPointer | None = None  # (problem, statistics or None, build) → 0, or 1 (no memory)
 differentiate: ctypes._NamedFuncPointer | None = None  # (problem, gradient, build) → 0, 1, or 2 (not finite)
 scores: ctypes._NamedFuncPointer | None = None  # (problem, address of the result, build) → 0, or 1
 width: int | None = None  # the index in WIDTHS of the selected build
-runs: list[str] = []  # the builds that this processor supports
-left_out: dict[str, str] = {}  # why builds are missing: compiler errors, or no permission to use tiles
+supported: list[str] = []  # the builds that the library has and this processor supports
+unavailable: dict[
+    str, str
+] = {}  # by build, why it is missing: compiler errors, or no permission to use tiles
 shares_threads = False  # True if the kernel runs on PyTorch's thread pool
 has_tiles = False  # True if this processor has tiles for bfloat16 (AMX)
-missing: str | None = None  # why no library is loaded
+load_error: str | None = None  # why no library is loaded
 
 
 def _load() -> None:
-    global attend, differentiate, scores, width, missing, shares_threads, has_tiles
+    global attend, differentiate, scores, width, load_error, shares_threads, has_tiles
     log = LOG.read_text(encoding="utf-8", errors="replace").strip() if LOG.exists() else ""
     if not FILE.exists():
-        missing = (
+        load_error = (
             f"its library is missing: {log}" if log and not OVERRIDE else _explain_unusable("is missing")
         )
         return
     try:
         library = ctypes.CDLL(str(FILE))
     except OSError as error:
-        missing = _explain_unusable(f"can't be loaded ({error})")
+        load_error = _explain_unusable(f"can't be loaded ({error})")
         return
     if not hasattr(library, "manyheads_interface"):
-        missing = _explain_unusable("lacks the expected functions")
+        load_error = _explain_unusable("lacks the expected functions")
         return
     library.manyheads_interface.restype = ctypes.c_int64
     sizes = (STATISTICS.size * 1000 + GRADIENT.size) * 1000 + PROBLEM.size
     if library.manyheads_interface() != INTERFACE * 10**9 + sizes:
-        missing = _explain_unusable("was built from another version of manyheads")
+        load_error = _explain_unusable("was built from another version of manyheads")
         return
     threads = os.environ.get("MANYHEADS_THREADS")
     if threads and threads != "own":
-        missing = f"expected MANYHEADS_THREADS to be 'own' or unset, got {threads!r}"
+        load_error = f"expected MANYHEADS_THREADS to be 'own' or unset, got {threads!r}"
         return
     requested = os.environ.get("MANYHEADS_WIDTH")
     if requested and requested not in WIDTHS:
-        missing = f"expected MANYHEADS_WIDTH to be one of {', '.join(WIDTHS)}, got {requested!r}"
+        load_error = f"expected MANYHEADS_WIDTH to be one of {', '.join(WIDTHS)}, got {requested!r}"
         return
     reasons = (line.partition(": ") for line in log.splitlines())
-    left_out.update((build, why) for build, _, why in reasons if build in WIDTHS)
-    if requested in left_out:
-        missing = f"MANYHEADS_WIDTH={requested} is set, but that build is missing: {left_out[requested]}"
+    unavailable.update((build, why) for build, _, why in reasons if build in WIDTHS)
+    if requested in unavailable:
+        load_error = (
+            f"MANYHEADS_WIDTH={requested} is set, but that build is missing: {unavailable[requested]}"
+        )
         return
-    runs.extend(name for n, name in enumerate(WIDTHS) if library.manyheads_runs(n))
+    supported.extend(name for n, name in enumerate(WIDTHS) if library.manyheads_runs(n))
     tiles = library.manyheads_tiles()
-    if tiles == 1 and "amx" not in left_out:
-        left_out["amx"] = "the system doesn't permit AMX tiles (Linux supports them since version 5.16)"
-    if requested and requested not in runs:
-        why = left_out.get(requested, "this processor doesn't support that build, or the library lacks it")
-        missing = f"MANYHEADS_WIDTH={requested} is set, but {why}"
+    if tiles == 1 and "amx" not in unavailable:
+        unavailable["amx"] = "the system doesn't permit AMX tiles (Linux supports them since version 5.16)"
+    if requested and requested not in supported:
+        why = unavailable.get(requested, "this processor doesn't support that build, or the library lacks it")
+        load_error = f"MANYHEADS_WIDTH={requested} is set, but {why}"
         return
     shares_threads = bool(library.manyheads_begin(_needs_own_threads()))
     has_tiles = tiles > 0
-    width = WIDTHS.index(requested or runs[-1])
+    width = WIDTHS.index(requested or supported[-1])
     attend = library.manyheads_attend
     attend.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
     attend.restype = ctypes.c_int

@@ -10,45 +10,45 @@ from torch import Tensor
 from manyheads import scores
 from manyheads.biases import ALiBi, Bias, Dense
 from manyheads.kernels import chunked
-from manyheads.kernels.fused import Found, Spec
+from manyheads.kernels.fused import FusedStatistics, Spec
 from manyheads.kernels.native import library
 from manyheads.kernels.native.packing import pack
-from manyheads.kernels.native.statistics import pack_statistics
+from manyheads.kernels.native.statistics import pack_spec
 from manyheads.problem import Problem, Rows
 from manyheads.shapes import Shape, amount
 
-CHUNKS = 16  # about so many chunks of keys, over all heads, are computed in parallel in a backward pass
+CHUNKS = 16  # about this many chunks of keys, over all heads, are computed in parallel in a backward pass
 
 
-def forward(p: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor, Found]:
+def forward(problem: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor, FusedStatistics]:
     """Return the output `[b, h, t, w]`, the log-sum-exp `[b, h, t]`, and the fused statistics of a spec."""
-    b, h, _, t, _, _, w = p.shape
-    out = p.q.new_empty(b, h, t, w)
-    lse = p.q.new_empty(b, h, t, dtype=p.dtype)
-    return out, lse, attend(p, out, lse, spec)
+    b, h, _, t, _, _, w = problem.shape
+    out = problem.q.new_empty(b, h, t, w)
+    lse = problem.q.new_empty(b, h, t, dtype=problem.dtype)
+    return out, lse, attend(problem, out, lse, spec)
 
 
 def attend(
-    p: Problem, out: Tensor, lse: Tensor | None, spec: Spec | None = None, known: bool = False
-) -> Found:
+    problem: Problem, out: Tensor, lse: Tensor | None, spec: Spec | None = None, known: bool = False
+) -> FusedStatistics:
     """Write the output and the log-sum-exp; return the fused statistics of a spec.
 
     lse: The tensor to write, or to read if `known`; None if no later pass recomputes the scores.
     """
-    data, _held = pack(p, out, lse)  # tensors that must live until the call has returned
-    found: Found = {}
+    data, _held = pack(problem, out, lse)  # tensors that must live until the call has returned
+    fused: FusedStatistics = {}
     statistics = None
     if spec is not None and lse is not None:
-        statistics, _held_statistics, found = pack_statistics(spec, p, lse, known)
+        statistics, _held_statistics, fused = pack_spec(spec, problem, lse, known)
     assert library.attend is not None
     if library.attend(data, statistics, library.width):
-        raise no_memory(p.shape, p.q.element_size())
-    return found
+        raise no_memory(problem.shape, problem.q.element_size())
+    return fused
 
 
-def no_memory(n: Shape, size: int) -> MemoryError:
+def no_memory(shape: Shape, size: int) -> MemoryError:
     """Return the error for a forward pass without enough memory; size: the bytes of one element."""
-    needed = amount(n.b * n.g * n.s * (n.d + n.w) * size)
+    needed = amount(shape.b * shape.g * shape.s * (shape.d + shape.w) * size)
     return MemoryError(f"Not enough memory to pack keys and values, which needs {needed}. Free some memory.")
 
 
@@ -67,67 +67,67 @@ def logits(problem: Problem, *part: Rows) -> Tensor:
 
 
 def backward(
-    p: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Sequence[bool]
+    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Sequence[bool]
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of q, k, v, sink and the bias's tensor: None or empty where not needed.
+    """Return the gradients of q, k, v, sink and the bias's tensor; None or an empty tensor if not needed.
 
     `chunked` computes them if a number isn't finite, or if the bias needs a gradient and is neither ALiBi nor
     a dense bias with a column for each key.
     """
-    n = p.shape
-    bias = p.bias if needs[4] else None
+    shape = problem.shape
+    bias = problem.bias if needs[4] else None
     supported = (
         bias is None
         or isinstance(bias, ALiBi)
-        or (isinstance(bias, Dense) and bias.values.shape[-1:] == (n.s,))
+        or (isinstance(bias, Dense) and bias.values.shape[-1:] == (shape.s,))
     )
-    grads = _differentiate(p, out, lse, d_out, d_lse, bias) if supported else None
+    grads = _differentiate(problem, out, lse, d_out, d_lse, bias) if supported else None
     if grads is not None:
         return grads
     d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
-    # `chunked` sums scores in another order, so it needs an output and a log-sum-exp of its own.
-    with torch.no_grad(), scores.exactly(p.q.device):
-        out, lse = chunked.forward(p)
-        return chunked.backward(p, out, lse, d_out, d_lse, list(needs))
+    # `chunked` sums scores in a different order, so it needs its own output and log-sum-exp.
+    with torch.no_grad(), scores.disable_autocast(problem.q.device):
+        out, lse = chunked.forward(problem)
+        return chunked.backward(problem, out, lse, d_out, d_lse, list(needs))
 
 
 def _differentiate(
-    p: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, bias: Bias | None
+    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, bias: Bias | None
 ) -> list[Tensor | None] | None:
     """Return the gradients as computed by the library, or None if a number isn't finite."""
-    n = p.shape
+    shape = problem.shape
     for name, x, sizes, dtype in (
-        ("output", out, (n.b, n.h, n.t, n.w), p.q.dtype),
-        ("log-sum-exp", lse, (n.b, n.h, n.t), p.dtype),
-        ("gradient of the output", d_out, (n.b, n.h, n.t, n.w), p.q.dtype),
+        ("output", out, (shape.b, shape.h, shape.t, shape.w), problem.q.dtype),
+        ("log-sum-exp", lse, (shape.b, shape.h, shape.t), problem.dtype),
+        ("gradient of the output", d_out, (shape.b, shape.h, shape.t, shape.w), problem.q.dtype),
     ):
-        if tuple(x.shape) != sizes or x.dtype != dtype or not x.is_cpu or not p.q.is_cpu:
+        if tuple(x.shape) != sizes or x.dtype != dtype or not x.is_cpu or not problem.q.is_cpu:
             raise RuntimeError(
                 f"Expected the {name} to have shape {list(sizes)} and dtype {dtype} on the CPU, got shape "
                 f"{list(x.shape)} and dtype {x.dtype} on {x.device}. Saved-tensor hooks must restore what "
                 "they pack."
             )
     lse = lse.contiguous()  # a saved-tensor hook may have changed its strides
-    dq = p.q.new_empty(n.b, n.h, n.t, n.d)  # faster than passing a torch.Size
-    dk = p.q.new_empty(n.b, n.g, n.s, n.d)
-    dv = p.q.new_empty(n.b, n.g, n.s, n.w)
-    delta = None if p.sink is None else torch.empty_like(lse)
+    dq = problem.q.new_empty(shape.b, shape.h, shape.t, shape.d)  # faster than passing a torch.Size
+    dk = problem.q.new_empty(shape.b, shape.g, shape.s, shape.d)
+    dv = problem.q.new_empty(shape.b, shape.g, shape.s, shape.w)
+    delta = None if problem.sink is None else torch.empty_like(lse)
     d_bias: tuple[int, ...] = (0,) * 5
     table, slopes, shared = None, None, False
-    chunks = max(CHUNKS // (n.b * n.g), 1)
+    chunks = max(CHUNKS // (shape.b * shape.g), 1)
     if isinstance(bias, Dense):
-        table = bias.values.new_zeros(bias.values.shape, dtype=p.dtype)
-        view = table.expand(n.b, n.h, n.t, n.s)
-        shared = (view.stride(0) == 0 and n.b > 1) or (view.stride(1) == 0 and n.h > 1)
+        table = bias.values.new_zeros(bias.values.shape, dtype=problem.dtype)
+        view = table.expand(shape.b, shape.h, shape.t, shape.s)
+        shared = (view.stride(0) == 0 and shape.b > 1) or (view.stride(1) == 0 and shape.h > 1)
         d_bias = (table.data_ptr(), *view.stride())
         chunks = CHUNKS if shared else chunks
     elif isinstance(bias, ALiBi):
-        slopes = p.q.new_zeros(n.b, n.h, chunks, dtype=p.dtype)
+        slopes = problem.q.new_zeros(shape.b, shape.h, chunks, dtype=problem.dtype)
     if d_lse is not None:
-        d_lse = d_lse.to(p.dtype).contiguous()
+        d_lse = d_lse.to(problem.dtype).contiguous()
     if d_out.is_neg() or d_out._is_zerotensor():
         d_out = d_out.resolve_neg() + 0.0  # the library reads memory, so make a real copy
-    data, _held = pack(p, out, lse)
+    data, _held = pack(problem, out, lse)
     assert library.differentiate is not None
     failed = library.differentiate(
         data,
@@ -145,7 +145,7 @@ def _differentiate(
             "Not enough memory for a gradient: it packs the queries and sums gradients, which needs several "
             "times their size. Free some memory."
         )
-    d_sink = None if delta is None else chunked.sink_gradient(p, lse, delta)
+    d_sink = None if delta is None else chunked.sink_gradient(problem, lse, delta)
     d_table = None
     if table is not None and bias is not None:
         d_table = table.to(bias.tensor().dtype).reshape(bias.tensor().shape)

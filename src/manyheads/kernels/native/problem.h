@@ -35,7 +35,7 @@ struct Problem {
     int64_t threads;
 };
 
-// What the gradient needs beside a problem whose out and lse were computed, and where results are written.
+// The inputs of the gradient besides a problem with out and lse, and where the results are written.
 struct Gradient {
     const void *d_out;  // [b, h, t, w], of the problem's dtype
     int64_t d_out_stride[4];
@@ -46,7 +46,7 @@ struct Gradient {
     int64_t d_bias_stride[4];
     void *d_slopes;  // [b, h, chunks], zeros to add to, or null
     int64_t shared;  // not 0 if several heads add to the same element of d_bias
-    int64_t chunks;  // the keys of a head are split into at most so many chunks, a thread for each
+    int64_t chunks;  // the keys of a head are split into at most this many chunks, each computed by one thread
 };
 
 // A pooled map of all weights: row r covers the queries from r * t / rows (rounded down) on, columns the keys likewise.
@@ -55,24 +55,24 @@ struct PooledMap {
     void *sum, *max;  // [b, h, rows, cols], zeros to add to, or null
 };
 
-// Statistics of a problem's weights and where they are written; null where not wanted.
+// Statistics of a problem's weights and where they are written; null if not wanted.
 struct Statistics {
     int64_t lse_known;                 // not 0 if the problem's lse is given; then there are no values and no output
     int64_t first_counted;             // the first query that counts in `received`
     void *total, *entropy, *distance;  // [b, h, t]: sums of weights, entropies in nats, distances in positions
     void *max_score;                   // [b, h, t]
     void *received;                    // [b, h, s]: sums of the weights that keys receive
-    int64_t top_k;                     // the number of largest scores that are wanted of each query
+    int64_t top_k;                     // the number of largest scores to find for each query
     void *top_scores;                  // [b, h, t, top_k], descending
-    int64_t *top_keys;                 // [b, h, t, top_k]: their keys, -1 where there are fewer
+    int64_t *top_keys;                 // [b, h, t, top_k]: their keys, -1 if fewer are visible
     int64_t maps;
     const PooledMap *map;  // [maps]
-    int64_t chunks;        // queries are split into at least so many chunks over all heads, if enough
+    int64_t chunks;        // queries are split into at least this many chunks over all heads, if possible
 };
 
 }  // extern "C"
 
-// Runs work(data) on so many threads at once, the caller's included; returns when all are done.
+// Runs work(data) on this number of threads, one of which is the caller's, and returns when all are done.
 void parallel(int64_t threads, void (*work)(void *data), void *data);
 
 // The parts of a forward pass whose time is measured on one thread, in a library compiled with TIMED

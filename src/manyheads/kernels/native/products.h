@@ -1,5 +1,5 @@
-// Number formats, packing into panels, and products of a few rows by a panel, whose sums stay in registers: the parts that
-// the forward pass and the gradient are made of.
+// Number formats, packing into panels, and products of a few rows by a panel, whose sums stay in registers. The forward
+// pass and the gradient consist of these.
 #pragma once
 #include "problem.h"
 #include "tiles.h"
@@ -9,7 +9,7 @@
 
 void *scratch(int64_t bytes);       // aligned memory of this thread, valid until its next call
 void *call_storage(int64_t bytes);  // a second piece of memory of this thread
-void release_storage();             // gives back the second piece if it is large
+void release_storage();             // frees the second piece if it is large
 int64_t second_level_cache();       // bytes of the second-level cache of a core
 
 namespace {
@@ -27,7 +27,7 @@ constexpr Real INF = __builtin_inf();
 
 template <class T> INLINE T smaller(T a, T b) { return a < b ? a : b; }
 template <class T> INLINE T larger(T a, T b) { return a > b ? a : b; }
-// Calls f(j, j * step) for j < count. Steps of 1 have a loop of their own, which compilers vectorise.
+// Calls f(j, j * step) for j < count. For a step of 1 there is a separate loop, which compilers vectorise.
 template <class F> INLINE void each(int64_t count, int64_t step, F f) {
     if (step == 1)
         for (int64_t j = 0; j < count; j++) f(j, j);
@@ -480,7 +480,7 @@ INLINE int64_t offset_of(const Problem &problem, int64_t b) {
     return problem.offsets ? problem.offsets[b] : problem.offset;
 }
 
-// The keys that query t of sequence b may see by the band and the lengths; ids, keep and bias may mask more.
+// Returns the keys that are visible to query t of sequence b by the band and the lengths; ids, keep and bias may mask more.
 INLINE Interval visible_keys(const Problem &problem, int64_t b, int64_t t) {
     int64_t position = offset_of(problem, b) + t;
     int64_t begin = larger<int64_t>(0, position + problem.low),
@@ -564,7 +564,7 @@ template <class... X> INLINE void allocate(void *(*memory)(int64_t), Array<X>...
     ((arrays.place = (X *)next, next += arrays.bytes()), ...);
 }
 
-// Runs work() on so many threads at once, the caller's included; returns when all are done.
+// Runs work() on this number of threads, one of which is the caller's, and returns when all are done.
 template <class Op, class F> INLINE void run_on(int64_t threads, F work) {
     parallel(
         threads,
@@ -575,7 +575,7 @@ template <class Op, class F> INLINE void run_on(int64_t threads, F work) {
         &work);
 }
 
-// Returns the number of threads for so many operations. For few, waking the others takes longer than it saves.
+// Returns the number of threads to use for this number of operations. For few, waking threads takes longer than it saves.
 constexpr double WORTH_A_THREAD = 3e5;  // about 10 µs
 INLINE int64_t threads_for(const Problem &problem, double operations) {
     return operations < WORTH_A_THREAD * problem.threads ? 1 : problem.threads;

@@ -22,8 +22,8 @@ TILES = "amx"  # the build that multiplies bfloat16 in tiles
 
 def many_queries(problem: Problem) -> bool:
     """Return True if more than a few queries share a head of keys."""
-    n = problem.shape
-    return n.h // n.g * n.t > FEW_QUERIES
+    shape = problem.shape
+    return shape.h // shape.g * shape.t > FEW_QUERIES
 
 
 def float64(problem: Problem) -> str | None:
@@ -72,7 +72,7 @@ def _family() -> str:
 
 def _unused() -> str:
     """Return why the build in use isn't the one with tiles."""
-    if TILES in library.runs:
+    if TILES in library.supported:
         return f"MANYHEADS_WIDTH chooses {library.WIDTHS[library.width or 0]}"
-    reason = library.left_out.get(TILES, "this processor lacks other instructions that it needs")
+    reason = library.unavailable.get(TILES, "this processor lacks other instructions that it needs")
     return f"its {TILES} build isn't available ({reason})"

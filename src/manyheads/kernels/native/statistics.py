@@ -8,32 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.kernels.fused import ROW_STATISTICS, Found, Spec
+from manyheads.kernels.fused import ROW_STATISTICS, FusedStatistics, Spec
 from manyheads.kernels.native import library
 from manyheads.problem import Problem
 
 CHUNKS = 16  # of the queries, over all heads: the number of threads that have work
 
 
-def pack_statistics(spec: Spec, problem: Problem, lse: Tensor, known: bool) -> tuple[bytes, Any, Found]:
-    """Return the bytes of a spec, what must live as long as they are used, and the tensors of its results.
+def pack_spec(spec: Spec, problem: Problem, lse: Tensor, known: bool) -> tuple[bytes, Any, FusedStatistics]:
+    """Return the bytes of a spec, the memory that they point to, and the tensors for its results.
+
+    The caller must keep that memory alive until the library has returned.
 
     known: True if lse `[b, h, t]` is given, False if it is computed in the same pass.
     """
-    n = problem.shape
-    found: Found = {}
+    shape = problem.shape
+    fused: FusedStatistics = {}
     if spec.rows:
-        found |= {name: lse.new_zeros(lse.shape) for name in ROW_STATISTICS}
+        fused |= {name: lse.new_zeros(lse.shape) for name in ROW_STATISTICS}
     if spec.received:
-        found["received"] = lse.new_zeros(n.b, n.h, n.s)
+        fused["received"] = lse.new_zeros(shape.b, shape.h, shape.s)
     if spec.top:
-        found["top_scores"] = lse.new_zeros(*lse.shape, spec.top)
-        found["top_keys"] = lse.new_full((*lse.shape, spec.top), -1, dtype=torch.int64)
+        fused["top_scores"] = lse.new_zeros(*lse.shape, spec.top)
+        fused["top_keys"] = lse.new_full((*lse.shape, spec.top), -1, dtype=torch.int64)
     for rows, cols, how in spec.cells:
-        found[rows, cols, how] = lse.new_zeros(n.b, n.h, rows, cols)
+        fused[rows, cols, how] = lse.new_zeros(shape.b, shape.h, rows, cols)
 
     def address(name: Any) -> int:
-        return found[name].data_ptr() if name in found else 0
+        return fused[name].data_ptr() if name in fused else 0
 
     grids = b"".join(
         library.POOLED_MAP.pack(*size, address((*size, "sum")), address((*size, "max")))
@@ -46,4 +48,4 @@ def pack_statistics(spec: Spec, problem: Problem, lse: Tensor, known: bool) -> t
         spec.top, address("top_scores"), address("top_keys"),
         len(grids) // library.POOLED_MAP.size, ctypes.addressof(memory), CHUNKS,
     )  # fmt: skip
-    return data, memory, found
+    return data, memory, fused

@@ -1,7 +1,7 @@
 // The functions that Python calls: they choose the build for this processor, and the threads that run it.
 //
 // The threads are those of PyTorch's OpenMP. It is found in the process rather than linked, so that there is only one pool.
-// It doesn't survive a fork: in a child, and where PyTorch uses another pool, each call starts its own threads.
+// A forked child doesn't have this pool. There, and if PyTorch uses a different pool, each call starts its own threads.
 #include "problem.h"
 
 #include <cstdlib>
@@ -76,11 +76,11 @@ void release_storage() {
     if (second.size > KEPT) second.drop();
 }
 
-// -- what the machine has --------------------------------------------------------------------------
+// -- properties of the machine ---------------------------------------------------------------------
 
 namespace {
 
-int64_t second_level = 1 << 20;  // bytes of a core's cache; a common size where the system doesn't tell
+int64_t second_level = 1 << 20;  // bytes of a core's cache; a common size, for systems that don't report it
 
 void read_caches() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
@@ -89,7 +89,7 @@ void read_caches() {
 #endif
 }
 
-// Returns true if the processor converts float16 (F16C), as all with AVX2 do. Older compilers don't know its name.
+// Returns true if the processor converts float16 (F16C), as all with AVX2 do. Older compilers can't test for it by name.
 [[maybe_unused]] bool converts_float16() {
 #if defined(__x86_64__)
     unsigned a, b, c, d;
@@ -145,7 +145,7 @@ int find_pool(dl_phdr_info *info, size_t, void *found) {
     void *library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
     if (!library) return 0;
     *(Fork *)found = (Fork)dlsym(library, "GOMP_parallel");
-    return strstr(name, "torch") != nullptr;  // PyTorch's own, where there are several
+    return strstr(name, "torch") != nullptr;  // PyTorch's own, if there are several
 }
 #endif
 
@@ -158,7 +158,7 @@ void parallel(int64_t threads, void (*work)(void *), void *data) {
     try {
         for (int64_t n = 1; n < threads; n++) others.emplace_back(work, data);
     } catch (const std::system_error &) {
-        // The system starts no more threads; the work is shared by those that run.
+        // The system can't start more threads, so those that are running share the work.
     }
     work(data);
     for (std::thread &other : others) other.join();
@@ -168,11 +168,11 @@ void parallel(int64_t threads, void (*work)(void *), void *data) {
 double part_seconds[PARTS];
 #endif
 
-// -- what Python calls -----------------------------------------------------------------------------
+// -- functions that Python calls -------------------------------------------------------------------
 
 extern "C" {
 
-// Finds PyTorch's pool, unless this process mustn't use it. Returns true if it is found.
+// Finds PyTorch's pool, unless this process mustn't use it. Returns true on success.
 __attribute__((visibility("default"))) int manyheads_begin(int own_threads) {
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
     read_caches();

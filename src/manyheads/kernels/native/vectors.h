@@ -1,7 +1,7 @@
 // Vectors of the width that a file is compiled for, of float or, in the build for float64, of double (REAL).
 //
-// Arithmetic and comparisons are those of the compilers' vector types, the same source for AVX-512, AVX2 and others.
-// Instructions are written out only for what the language can't express or compilers do slowly.
+// Arithmetic and comparisons use the compilers' vector types, with the same source for AVX-512, AVX2 and others.
+// Intrinsics are used only for what these types can't express, or if compilers generate slow code.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -54,7 +54,7 @@ INLINE Vector load(const Real *x) { return read<Vector>(x); }
 INLINE void store(Real *x, Vector v) { memcpy(x, &v, BYTES); }
 INLINE Vector broadcast(Real x) { return x - Vector{}; }
 
-// Keeps the compiler from optimising with the origin of a value.
+// Hides from the compiler how a value was computed, so that it can't be simplified.
 #if defined(__x86_64__) && !defined(EMULATE_TILES)
 #define OPAQUE(v) __asm__ volatile("" : "+v"(v))
 #elif defined(__aarch64__) && !defined(EMULATE_TILES)
@@ -63,7 +63,7 @@ INLINE Vector broadcast(Real x) { return x - Vector{}; }
 #define OPAQUE(v) __asm__ volatile("" : "+m"(v))
 #endif
 
-// Returns a product rounded. Otherwise a compiler may fuse it with the addition that follows, which doesn't round it.
+// Returns a rounded product. Without this, a compiler may fuse it with the addition that follows, and not round it.
 INLINE Vector rounded(Vector product) {
     OPAQUE(product);
     return product;

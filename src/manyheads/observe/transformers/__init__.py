@@ -1,20 +1,20 @@
 """Observe models of Hugging Face transformers, through the two interfaces by which they compute attention.
 
 An attention module of transformers looks up its attention function in `ALL_ATTENTION_FUNCTIONS`, and a
-model looks up its mask function in `ALL_MASK_ATTENTION_FUNCTIONS`. While a model is attached, both return the
-same functions, wrapped: the arguments of a mask function are remembered with the mask that it made (`masks`),
+model looks up its mask function in `ALL_MASK_ATTENTION_FUNCTIONS`. While a model is attached, both look-ups
+return wrapped functions: the arguments of a mask function are stored with the mask that it made (`masks`),
 and a call of an attention function is translated into a `Problem` (`calls`). The config isn't changed,
-because models compute something else if the name of their implementation changes.
+because some models behave differently if the name of their implementation changes.
 
 Nothing is guessed. A mask becomes a value, such as `Causal() & Lengths(…)`, only if that equals the kernel's
 mask tensor in every entry; otherwise the tensor itself is the mask. A few rows of every call are also
 computed by the formula and compared with the output of the model's own kernel. If they differ, the call was
-translated wrongly, which raises an error.
+translated wrongly, and an error is raised.
 
 The model's own kernel computes its output, with one exception: models with softcaps or sinks have only an
 eager kernel, and if that would build more than 2 GiB of weights (`calls.MAX_EAGER_BYTES`), manyheads computes
-the output. A query that is fully masked, such as left padding, has weights of zero in the map, where eager
-attention gives all keys the same weight.
+the output. A query without visible keys, for example in left padding, has weights of zero in the map, whereas
+eager attention gives all keys the same weight.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _attached: Counter[nn.Module] = Counter()
 _undo: list[Callable[[], None]] = []
 
 
-def is_present(model: nn.Module) -> bool:
-    """Return True if the class of any part of the model is from transformers, without importing that."""
+def is_from_transformers(model: nn.Module) -> bool:
+    """Return True if any part of the model is from transformers, without importing transformers."""
     return any(
         base.__module__.startswith("transformers.") for part in model.modules() for base in type(part).__mro__
     )
@@ -50,9 +50,9 @@ def is_present(model: nn.Module) -> bool:
 def attached(model: nn.Module) -> Iterator[None]:
     """Record the attention calls of a model of transformers.
 
-    Blocks may be nested, with the same model or another, and run on several threads; the last exit undoes
-    every change. Models that aren't attached run as usual. ImportError is raised if transformers is older
-    than `OLDEST`.
+    Blocks may be nested, for the same model or different ones, and run on several threads. The last exit
+    undoes every change. Models that aren't attached run as usual. An ImportError is raised if transformers is
+    older than `OLDEST`.
     """
     parts = list(model.modules())
     with _lock:

@@ -24,7 +24,7 @@ from manyheads.shapes import kind, shape_of, sizes
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 
-# The names of kernels that models share, by their modules.
+# The names of kernels that models share, by the module that defines them.
 SHARED = {f"transformers.integrations.{name}_attention": name for name in ("sdpa", "flash", "flex")}
 
 FIRST = ("module", "query", "key", "value", "attention_mask")
@@ -41,7 +41,7 @@ MAX_EAGER_BYTES = 2**31
 class Kernel:
     """An attention function of transformers, with its parameters after the first five (`FIRST`).
 
-    The name is "sdpa", "flash", "flex", "eager" for a model's own function, or "" for an unknown one.
+    Its name is "sdpa", "flash", "flex", "eager" (a model's own function), or "" (unknown).
     """
 
     function: Function
@@ -56,7 +56,7 @@ class Kernel:
 
     @classmethod
     def of(cls, function: Function, name: str | None = None) -> Kernel:
-        """Return a function as a kernel. Its first five parameters are `FIRST`, by any names."""
+        """Return a function as a kernel. Its first five parameters mean `FIRST`, whatever their names."""
         if name is None:
             name = SHARED.get(getattr(function, "__module__", ""), "")
         variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -73,7 +73,7 @@ class Kernel:
 class Call:
     """One call of an attention function.
 
-    query `[b, h, t, d]`, key `[b, g, s, d]`, value `[b, g, s, w]`; the mask has its kernel's form.
+    It has query `[b, h, t, d]`, key `[b, g, s, d]`, value `[b, g, s, w]`, and a mask in the kernel's format.
     """
 
     kernel: Kernel
@@ -94,29 +94,29 @@ class Call:
         return cls(kernel, module, query, key, value, mask, options)
 
     def problem(self) -> Problem:
-        """Return the call as a problem; ValueError if a part of it isn't supported."""
+        """Return the call as a problem; raise ValueError if a part of it isn't supported."""
         for option in sorted(self.kernel.unsupported):
             if self.options.get(option) is not None:
-                raise self._error(f"its kernel gets {option}, which manyheads doesn't support")
+                raise self._error(f"its kernel is called with {option}, which manyheads doesn't support")
         check_readable(type(self.module).__name__, query=self.query, key=self.key, value=self.value)
         q, k, v = autocast(self.query, self.key, self.value)
         if q.dim() == 4 and q.shape[0] == 1:
             q = q.expand(k.shape[0], -1, -1, -1)  # learned queries, shared by the batch
-        n = shape_of(q, k, v)
-        mask, tensors, offset = self._read_mask(n.t, n.s)
+        shape = shape_of(q, k, v)
+        mask, tensors, offset = self._read_mask(shape.t, shape.s)
         position_bias = self.options.get("position_bias")
         if position_bias is not None and self.kernel.reads("position_bias"):
             tensors["position_bias"] = position_bias
         bias = None
         if tensors:
-            dense, added = split_masks(tensors, offset, n.t)
+            dense, added = split_masks(tensors, offset, shape.t)
             mask, bias = combine(mask, dense), None if added is None else Dense(added)
         sink = self.options.get("s_aux")
         if sink is not None:
-            if sink.numel() != n.h:
-                raise self._error(f"expected one sink for each of {n.h} heads, got {sizes(sink)}")
-            sink = sink.reshape(n.h) if self.kernel.reads("s_aux") else None
-        scale, softcap, dropout_p = self._numbers("scaling", "softcap", "dropout")
+            if sink.numel() != shape.h:
+                raise self._error(f"expected one sink for each of {shape.h} heads, got {sizes(sink)}")
+            sink = sink.reshape(shape.h) if self.kernel.reads("s_aux") else None
+        scale, softcap, dropout_p = self._read_numbers("scaling", "softcap", "dropout")
         if dropout_p is None or (self.kernel.name == "eager" and not self.module.training):
             dropout_p = 0.0  # the other kernels apply it in evaluation too
         return Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
@@ -125,7 +125,7 @@ class Call:
     def _error(self, reason: str) -> ValueError:
         return ValueError(f"The attention of {type(self.module).__name__} can't be observed: {reason}.")
 
-    def _numbers(self, *options: str) -> list[Any]:
+    def _read_numbers(self, *options: str) -> list[Any]:
         values = list(map(self.options.get, options))
         for n, value in enumerate(values):
             if isinstance(value, Tensor):
@@ -142,13 +142,13 @@ class Call:
         if is_causal is None:  # the kernel's default if it gets no mask
             is_causal = getattr(self.module, "is_causal", True)
         if self.kernel.name == "flash":
-            return self._flash_mask(t, s, is_causal)
+            return self._read_flash_mask(t, s, is_causal)
         if mask is None:
             if not self.kernel.name:
                 name = getattr(self.kernel.function, "__name__", self.kernel.function)
                 raise self._error(
-                    f"its kernel {name} isn't one of transformers' own and got no mask, which can mean "
-                    "causal too"
+                    f"its kernel {name} isn't one of transformers' own and got no mask, which may mean that "
+                    "nothing is masked or that it is causal"
                 )
             # sdpa then uses is_causal, which counts from the top left, unless there is a single query.
             if self.kernel.name == "sdpa" and is_causal and t > 1:
@@ -173,7 +173,7 @@ class Call:
             mask = create_mask(mask.mask_mod, b, 1, t, s, device=device)  # [b, 1, t, s]
         return None, {"attention_mask": mask}, offset
 
-    def _flash_mask(self, t: int, s: int, is_causal: bool) -> tuple[Mask | None, dict[str, Tensor], int]:
+    def _read_flash_mask(self, t: int, s: int, is_causal: bool) -> tuple[Mask | None, dict[str, Tensor], int]:
         """Read the mask of a flash kernel: padding `[b, s]`; the kernel is causal from the bottom right."""
         padding, window = self.mask, self.options.get("sliding_window")
         if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
@@ -188,12 +188,12 @@ class Call:
                 parts.append(Keep(padding.bool()[:, None, -t:, None]))
         return combine(*parts), {}, n - t if is_causal else 0
 
-    # -- large calls of eager kernels: models with a softcap or a sink have no other kernel ----------
+    # -- large calls of eager kernels, the only kernels of models with a softcap or a sink -----------
 
     def is_too_large(self, problem: Problem) -> bool:
-        """Return True if manyheads should compute the output, because eager weights would take too much."""
-        n = problem.shape
-        if n.b * n.h * n.t * n.s * problem.q.element_size() <= MAX_EAGER_BYTES:
+        """Return True if manyheads should compute the output, because eager weights need too much memory."""
+        shape = problem.shape
+        if shape.b * shape.h * shape.t * shape.s * problem.q.element_size() <= MAX_EAGER_BYTES:
             return False
         eager_only = self.kernel.name == "eager" and (problem.softcap is not None or problem.sink is not None)
         config = getattr(self.module, "config", None)
@@ -202,12 +202,12 @@ class Call:
 
     def compute(self, problem: Problem) -> Tensor:
         """Return the output `[b, t, h, w]`, in O(L) memory; a few rows are compared with the eager kernel."""
-        rows = _some_rows(problem)
+        rows = _sample_rows(problem)
         options = dict(self.options)
         if "position_bias" in options:
             options["position_bias"] = _take_rows(options["position_bias"], rows)
-        some, mask = self.query[:, :, rows], _take_rows(self.mask, rows)
-        eager, _ = self.kernel.function(self.module, some, self.key, self.value, mask, **options)
+        query, mask = self.query[:, :, rows], _take_rows(self.mask, rows)
+        eager, _ = self.kernel.function(self.module, query, self.key, self.value, mask, **options)
         self.compare(problem, eager, only_rows=True)  # [b, r, h, w]
         _, out, lse, _ = kernels.run(problem)  # [b, h, t, w], [b, h, t]
         if lse is not None:  # in fully masked rows, eager attention gives all keys the same weight
@@ -216,22 +216,22 @@ class Call:
             out = torch.where(lse[..., None] == -math.inf, mean, out)
         return out.transpose(1, 2).contiguous()
 
-    # -- the check that the call was read correctly --------------------------------------------------
+    # -- the check that the call was translated correctly --------------------------------------------
 
     @torch.no_grad()
     def compare(self, problem: Problem, out: Tensor, only_rows: bool = False) -> None:
         """Check that a few rows of the model's output equal those of the formula; raise ValueError if not.
 
-        The norm of their difference is relative to the norm of the weights times |v|. Numbers that aren't
-        finite and rows that are fully masked don't count.
+        The norm of their difference is divided by the norm of the weights times |v|. Non-finite numbers and
+        fully masked rows are excluded.
 
         Args:
             problem: The call, as it was translated.
             out: The model's output `[b, t, h, w]`.
-            only_rows: If True, out has only these rows.
+            only_rows: If True, out contains only these rows.
         """
-        n, rows = problem.shape, _some_rows(problem)
-        if not n.b * n.h * n.s * n.w * len(rows) or problem.dropout_p:
+        shape, rows = problem.shape, _sample_rows(problem)
+        if not shape.b * shape.h * shape.s * shape.w * len(rows) or problem.dropout_p:
             return
         theirs = (out if only_rows else out[:, rows]).transpose(1, 2).to(problem.dtype)  # [b, h, r, w]
         score = scores.tile(problem, rows)  # [b, h, r, s]
@@ -239,10 +239,10 @@ class Call:
         lse = score.logsumexp(-1)  # [b, h, r]
         if problem.sink is not None:
             lse = torch.logaddexp(lse, problem.sink.to(lse.dtype)[:, None])
-        weight = scores.fold(scores.weights(score, lse), n.g)  # [b, g, (h/g)·r, s]
+        weight = scores.fold(scores.weights(score, lse), shape.g)  # [b, g, (h/g)·r, s]
         v = problem.v.to(theirs.dtype)  # [b, g, s, w]
-        with scores.exactly(v.device):
-            ours, largest = scores.unfold(weight @ torch.cat((v, v.abs()), -1), n.h).chunk(2, -1)
+        with scores.disable_autocast(v.device):
+            ours, largest = scores.unfold(weight @ torch.cat((v, v.abs()), -1), shape.h).chunk(2, -1)
         counts = ours.isfinite() & theirs.isfinite() & kept.any(-1, keepdim=True)
         difference = float((theirs - ours)[counts].norm() / largest[counts].norm().clamp(min=1e-30))
         score_size = float(score[kept & score.isfinite()].abs().amax()) if counts.any() else 0.0
@@ -253,8 +253,8 @@ class Call:
             )
 
 
-def _some_rows(problem: Problem) -> Tensor:
-    """Return a few rows, from the first to the last."""
+def _sample_rows(problem: Problem) -> Tensor:
+    """Return up to five rows, evenly spaced from the first to the last."""
     t = problem.shape.t
     return torch.linspace(0, t - 1, min(t, 5), device=problem.q.device).round().long().unique()
 

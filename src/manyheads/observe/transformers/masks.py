@@ -1,4 +1,4 @@
-"""Translate masks of transformers into values, by the arguments of the functions that made them."""
+"""Translate masks of transformers into values, from the arguments of the functions that made them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from manyheads.masks import Causal, Documents, Full, Mask, Window
+from manyheads.masks import Causal, Documents, Full, Mask, Window, band_mask
 from manyheads.masks.recognize import recognize_mask
 
 _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a mask → its Origin
 
 
 def remember_origins(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a mask function that remembers its arguments for as long as the mask that it made exists."""
+    """Wrap a mask function so that its arguments are stored as long as the mask that it made exists."""
 
     @wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ class Origin:
         return int(self.row) - self.column
 
     def mask(self, made: Any) -> Mask | None:
-        """Return the mask as a value; None if it can't be expressed or differs from the one that was made."""
+        """Return the mask as a value; None if there is none that equals the mask that was made."""
         version = made._version if isinstance(made, Tensor) and not made.is_inference() else 0
         if self.version != version:
             self.version, mask = version, self._translate(self.function)
@@ -79,11 +79,11 @@ class Origin:
         return self.value
 
     def _columns(self, x: Tensor) -> Tensor:
-        """Return the entries of the mask's columns, out of `[b, n]` by position."""
+        """Return the entries of the mask's columns from a tensor `[b, n]` that is indexed by position."""
         return x[:, self.column : self.column + self.s]
 
     def _translate(self, function: Callable[..., Any]) -> Mask | None:
-        """Return a mask function as a value, by its name and its closure; None for an unknown one."""
+        """Return a mask function as a value, from its name and its closure; None for an unknown function."""
         if getattr(function, "__module__", "") != "transformers.masking_utils":
             return None
         name, closure = function.__qualname__.partition(".")[0], getclosurevars(function).nonlocals
@@ -119,7 +119,7 @@ class Origin:
         return None
 
     def _equals(self, mask: Mask, made: Any) -> bool:
-        """Return True if a mask equals the one that was made in every entry. Blocks of rows save memory."""
+        """Return True if every entry of a mask equals that of the mask that was made, compared in blocks."""
         is_tensor = isinstance(made, Tensor)  # if not, it is a BlockMask, which has a function
         b, device = made.shape[0], made.device if is_tensor else made.kv_indices.device
         mask = mask.bind(self.offset, self.s)
@@ -139,7 +139,7 @@ class Origin:
 
 
 def padding_mask(real: Tensor, s: int) -> Mask:
-    """Return padding `[b, n]`, True = real, as a mask of s keys; those beyond n are padding."""
+    """Return padding `[b, n]` (True = not padding) as a mask of s keys. Keys beyond n are padding."""
     keys = nn.functional.pad(real, (0, s - real.shape[1]))[:, None, None, :]  # [b, 1, 1, s]
     # In inference mode changes in place aren't counted, so the mask needs its own copy.
     mask = recognize_mask(keys.clone() if keys.is_inference() else keys)
@@ -150,7 +150,6 @@ def combine(*masks: Mask | None) -> Mask | None:
     """Return the intersection of masks, with their bands joined into one; None if it keeps everything."""
     present = (mask for mask in masks if mask is not None)
     (low, high), *others = reduce(and_, present, Full()).normal()
-    band: Mask = Causal() if (low, high) == (None, 0) else Window(None if low is None else -low, high)
-    bands = [] if (low, high) == (None, None) else [band]
+    bands = [] if (low, high) == (None, None) else [band_mask(low, high)]
     parts = [*bands, *chain.from_iterable(others)]
     return reduce(and_, parts) if parts else None
