@@ -48,6 +48,8 @@ def largest(weights: torch.Tensor, heads: list[int], first: int = 0) -> list[tup
 
 
 def assert_listed(page: Page, expected: list[tuple[int, int, float]]) -> None:
+    expect(page.locator("aside.beside li .value")).to_have_count(len(expected))
+    expect(page.locator(".board .note")).to_have_attribute("data-lines", re.compile(r"\d"))
     found = listed(page)
     assert [x[:2] for x in found] == [x[:2] for x in expected]
     assert [x[2] for x in found] == pytest.approx([x[2] for x in expected], rel=1e-6)

@@ -199,12 +199,13 @@ class HeadPage {
 
   // Move the crosshair to the next largest weight of the head. The first key press goes to the largest.
   async moveToNextLargest() {
-    const pane = this.panes[0], { run, layer, head, batch } = pane.place;
+    const pane = this.panes[0], { place } = pane, { run, layer, head, batch } = place;
     if (pane.other || this.app.client instanceof PageClient) return;
     if (!pane.isComplete) return this.app.showMessage("The largest weights are known when the scan of this head is complete.");
     const rank = this.rank + 1;
     try {
       const { query, key, weight } = await json(this.app.client, `largest/${run}/${layer}/${head}/${rank}/${batch}`);
+      if (pane.place !== place || !pane.tiles) return;
       if (query === null) return this.app.showMessage(`This head has ${plural(rank, "weight")} above 0.`);
       this.rank = rank;
       this.moveTo([query, key]);

@@ -65,7 +65,7 @@ class HeadPane {
   close() {
     this.tiles?.close();
     this.exact?.forEach((weights) => weights.close());
-    this.tiles = null;
+    this.tiles = this.request = null;
   }
 
   remove() {

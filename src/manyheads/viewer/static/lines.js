@@ -28,6 +28,7 @@ class LinesPage {
   }
 
   remove() {
+    this.place = null; // what `open` waits for is of no use any more
     this.request?.abort(), this.resizing.disconnect(), this.element.remove();
   }
 

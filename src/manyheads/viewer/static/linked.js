@@ -40,7 +40,7 @@ async function pinSelected(app, pane) {
   const { token, side, pin } = app.state;
   if (token === null || pin) return;
   const { place } = pane, cell = await deriveCell(app, place, await app.tokens(place));
-  const isCurrent = pane.place === place && app.state.token === token && app.state.side === side && !app.state.pin;
+  const isCurrent = pane.tiles && pane.place === place && app.state.token === token && app.state.side === side && !app.state.pin;
   if (!cell || !isCurrent) return;
   pane.page.moveTo(cell);
   Object.assign(app.state, { token, side });

@@ -23,8 +23,9 @@ class TextPage {
   async open() {
     const { state } = this.app, place = (this.place = { ...state, batch: this.app.batchOf(state) });
     const layer = (this.layer = this.app.layer(place));
-    this.tokens = await this.app.tokens(place);
+    const tokens = await this.app.tokens(place);
     if (this.place !== place) return;
+    this.tokens = tokens;
     const [, , , s] = layer.shape;
     this.names = this.tokens.keys ?? Array.from({ length: s }, (_, n) => count(n));
     deriveToken(state, this.tokens);
@@ -47,6 +48,7 @@ class TextPage {
   }
 
   remove() {
+    this.place = null; // what `open` waits for is of no use any more
     this.request?.abort(), this.element.remove();
   }
 
@@ -138,6 +140,7 @@ class TextPage {
   // Request and show the weights of a token, as a query and as a key.
   async select(token) {
     this.request?.abort();
+    if (!this.place) return; // removed; browsers may send a pointer's last events afterwards
     if (this.layer.finest) return this.showPooled(token);
     if (this.aside.dataset.token === undefined) this.aside.replaceChildren(make("p", { class: "muted" }, "Loading …"));
     const request = (this.request = new AbortController()), { run, layer, batch } = this.place, { heads } = this.app.state;
