@@ -35,19 +35,26 @@ typedef float Vector __attribute__((vector_size(BYTES)));
 
 // Runs rounds of multiply-adds, with `pairs` products per float32 lane, and returns the number of operations.
 template <class Add> double multiply_add(int64_t rounds, int pairs, Add add) {
+    // Every loop over these arrays is unrolled: compilers hold an array in registers only if all its indices are constants.
     Vector sum[ROWS][COLUMNS] = {}, a = Vector{} + 1e-3f, b[COLUMNS];
+#pragma GCC unroll 4
     for (Vector &column : b) column = a;
+#pragma GCC unroll 6
     for (auto &row : sum)
+#pragma GCC unroll 4
         for (Vector &accumulator : row) OPAQUE(accumulator);  // otherwise equal sums would be computed once
     for (int64_t round = 0; round < rounds; round++) {
         OPAQUE(a);
+#pragma GCC unroll 4
         for (Vector &column : b) OPAQUE(column);
 #pragma GCC unroll 6
         for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 4
             for (int n = 0; n < COLUMNS; n++) sum[i][n] = add(sum[i][n], a, b[n]);
     }
+#pragma GCC unroll 6
     for (auto &row : sum)
+#pragma GCC unroll 4
         for (Vector &accumulator : row) OPAQUE(accumulator);
     return 2. * pairs * ROWS * COLUMNS * (BYTES / 4) * rounds;
 }

@@ -182,6 +182,14 @@ def test_a_dtype_without_instructions_has_no_peak(monkeypatch: pytest.MonkeyPatc
     assert found["unknown"] == {}
 
 
+def test_the_peak_in_bfloat16_is_at_least_that_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that multiplies pairs of bfloat16 slowly converts them."""
+    rates = {"float32": lambda rounds: 1e12, "bfloat16": lambda rounds: 1e6}
+    monkeypatch.setattr(bench, "multiplications", lambda: rates)
+    peak, _ = bench.limits()
+    assert peak["bfloat16"] == peak["float32"]
+
+
 @pytest.mark.parametrize("compiler", ["false", "nowhere/c++", 'c++ "'])
 def test_without_a_compiler_no_peak_is_reported(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", compiler)

@@ -225,31 +225,45 @@ for dtype, size in t.HUGE:
     python(code, **emulated)
 
 
-# A library that only says that the processor has tiles, which Linux doesn't permit this process to use.
-NO_PERMISSION = """
+# A library that only says what the processor has: tiles, which Linux doesn't permit this process to use, and pairs of
+# bfloat16 that are slow or fast.
+PROCESSOR = """
 extern "C" {
 long manyheads_interface() { return %dL; }
 int manyheads_runs(int level) { return level < 4; }
 int manyheads_tiles() { return 1; }
+int manyheads_slow_pairs() { return %d; }
 int manyheads_begin(int) { return 0; }
 void manyheads_attend() {} void manyheads_differentiate() {} void manyheads_scores() {}
 }
 """
 
 
-def test_tiles_that_linux_does_not_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_slow_pairs", "fastest"), [(False, "avx512bf16"), (True, "avx512")])
+def test_tiles_that_linux_does_not_allow(
+    has_slow_pairs: bool, fastest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = (library.STATISTICS.size * 1000 + library.GRADIENT.size) * 1000 + library.PROBLEM.size
-    (tmp_path / "none.cpp").write_text(NO_PERMISSION % (library.INTERFACE * 10**9 + sizes))
+    (tmp_path / "none.cpp").write_text(PROCESSOR % (library.INTERFACE * 10**9 + sizes, has_slow_pairs))
     file = str(tmp_path / "none.so")
     subprocess.run(["c++", "-shared", "-fPIC", str(tmp_path / "none.cpp"), "-o", file], check=True)
     usual = loaded(monkeypatch, LIBRARY=file, WIDTH="")
     assert usual["load_error"] is None
-    assert usual["WIDTHS"][usual["width"]] == "avx512bf16"
+    assert usual["WIDTHS"][usual["width"]] == fastest
     assert usual["has_tiles"]
     why = usual["unavailable"]["amx"]
     assert why == "the system doesn't permit AMX tiles (Linux supports them since version 5.16)"
     error = loaded(monkeypatch, LIBRARY=file, WIDTH="amx")["load_error"]
     assert error == f"MANYHEADS_WIDTH=amx is set, but {why}"
+
+
+def test_the_default_build_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "supported", ["portable", "avx2", "avx512", "avx512bf16"])
+    monkeypatch.setattr(library, "width", library.WIDTHS.index("avx512"))
+    why = "; avx512bf16 isn't the default: this processor multiplies pairs of bfloat16 at half the rate"
+    for has_slow_pairs in (True, False):
+        monkeypatch.setattr(library, "has_slow_pairs", has_slow_pairs)
+        assert (why in native.built()) == has_slow_pairs
 
 
 @pytest.mark.skipif("amx" in library.supported, reason="this processor has tiles")
@@ -297,9 +311,12 @@ def test_an_invalid_choice_of_threads_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_empty_environment_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WIDTH", "THREADS", "LIBRARY"):
+        monkeypatch.delenv(f"MANYHEADS_{name}", raising=False)
+    unset = loaded(monkeypatch)
     empty = loaded(monkeypatch, WIDTH="", THREADS="", LIBRARY="")
     assert empty["load_error"] is None
-    assert empty["width"] == len(library.supported) - 1
+    assert empty["width"] == unset["width"]
     assert empty["FILE"] == library.FOLDER / "native.so"
 
 

@@ -70,6 +70,9 @@ def built() -> str:
     if library.width is None:
         return f"not available: {library.load_error}"
     others = "".join(f"; {build} isn't available: {why}" for build, why in library.unavailable.items())
+    if library.has_slow_pairs and library.PAIRS in library.supported:
+        why = "this processor multiplies pairs of bfloat16 at half the rate of float32"
+        others += f"; {library.PAIRS} isn't the default: {why}"
     return (
         f"{library.WIDTHS[library.width]} (available builds: {', '.join(library.supported)}{others}), using "
         f"{'the threads of PyTorch' if library.shares_threads else 'its own threads'}"

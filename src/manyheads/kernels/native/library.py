@@ -20,13 +20,14 @@ FOLDER = Path(__file__).parent
 OVERRIDE = os.environ.get("MANYHEADS_LIBRARY")  # for example a library with sanitizers
 FILE = Path(OVERRIDE or FOLDER / "native.so")
 LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, is missing
-INTERFACE = 9  # as in problem.h. The formats are those of its structs; each field has eight bytes
+INTERFACE = 10  # as in problem.h. The formats are those of its structs; each field has eight bytes
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq 2q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
 STATISTICS = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))
 POOLED_MAP = struct.Struct("=2q2Q")
 # Builds by vector width; each requires more instructions than the one before.
 WIDTHS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
+PAIRS = "avx512bf16"  # the build that multiplies pairs of bfloat16
 
 attend: ctypes._NamedFuncPointer | None = None  # (problem, statistics or None, build) → 0, or 1 (no memory)
 differentiate: ctypes._NamedFuncPointer | None = None  # (problem, gradient, build) → 0, 1, or 2 (not finite)
@@ -38,11 +39,12 @@ unavailable: dict[
 ] = {}  # by build, why it is missing: compiler errors, or no permission to use tiles
 shares_threads = False  # True if the kernel runs on PyTorch's thread pool
 has_tiles = False  # True if this processor has tiles for bfloat16 (AMX)
+has_slow_pairs = False  # True if it multiplies pairs of bfloat16 at half the rate of float32
 load_error: str | None = None  # why no library is loaded
 
 
 def _load() -> None:
-    global attend, differentiate, scores, width, load_error, shares_threads, has_tiles
+    global attend, differentiate, scores, width, load_error, shares_threads, has_tiles, has_slow_pairs
     log = LOG.read_text(encoding="utf-8", errors="replace").strip() if LOG.exists() else ""
     if not FILE.exists():
         load_error = (
@@ -86,8 +88,9 @@ def _load() -> None:
         load_error = f"MANYHEADS_WIDTH={requested} is set, but {why}"
         return
     shares_threads = bool(library.manyheads_begin(_needs_own_threads()))
-    has_tiles = tiles > 0
-    width = WIDTHS.index(requested or supported[-1])
+    has_tiles, has_slow_pairs = tiles > 0, bool(library.manyheads_slow_pairs())
+    fastest = [build for build in supported if not (build == PAIRS and has_slow_pairs)][-1]
+    width = WIDTHS.index(requested or fastest)
     attend = library.manyheads_attend
     attend.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int)
     attend.restype = ctypes.c_int

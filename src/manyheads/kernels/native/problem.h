@@ -4,7 +4,7 @@
 
 extern "C" {
 
-constexpr int64_t INTERFACE = 9;  // increased whenever a struct or function changes; Python compares it before any call
+constexpr int64_t INTERFACE = 10;  // increased whenever a struct or function changes; Python compares it before any call
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 

@@ -112,6 +112,21 @@ bool has_tiles() {
 #endif
 }
 
+// Returns true if the processor multiplies pairs of bfloat16 (vdpbf16ps) at half the rate of float32, so that converting
+// them to float32 is faster. Intel's do since Golden Cove (measured on Emerald Rapids: 86 and 174 GFLOP/s a core). Cooper
+// Lake, the first with the instruction, and AMD's multiply pairs at twice the rate.
+bool has_slow_pairs() {
+#if defined(__x86_64__)
+    constexpr unsigned COOPER_LAKE = 0x55;  // a model of family 6
+    unsigned a, b, c, d;
+    if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_INTEL_ebx || !__get_cpuid(1, &a, &b, &c, &d)) return false;
+    unsigned family = a >> 8 & 15, model = (a >> 4 & 15) | (a >> 12 & 0xf0);
+    return !(family == 6 && model == COOPER_LAKE);
+#else
+    return false;
+#endif
+}
+
 // Returns true if this process may use tiles. On Linux a process must request the permission, once.
 bool may_use_tiles() {
 #if defined(EMULATE_TILES)
@@ -207,6 +222,9 @@ __attribute__((visibility("default"))) int manyheads_runs(int level) {
 
 // Returns 0 if this processor has no tiles for bfloat16 (AMX), 1 if this process may not use them, 2 if it may.
 __attribute__((visibility("default"))) int manyheads_tiles() { return has_tiles() ? 1 + may_use_tiles() : 0; }
+
+// Returns true if the build avx512 is faster on this processor than avx512bf16.
+__attribute__((visibility("default"))) int manyheads_slow_pairs() { return has_slow_pairs(); }
 
 // Computes a problem, with statistics unless they are null. Returns 0, or 1 if there is no memory for packing.
 __attribute__((visibility("default"))) int manyheads_attend(const Problem *problem, const Statistics *statistics,
