@@ -9,8 +9,9 @@ need only once. The methods of `maps.AttentionMap` define each statistic and cit
 renormalized: with a sink, the weights of a row sum to less than one.
 
 To add a statistic, write a `Reduction`, add it to `BY_NAME`, and add a method of that name to `AttentionMap`.
-Then add an oracle to `EXACT` and a test in `tests/unit/test_statistics.py`, and list it in README and
-CHANGELOG. `attention_with_map(statistics=...)`, `observe(keep=...)` and files need no change.
+Then add an oracle to `EXACT` and a test in `tests/unit/test_statistics.py`, and list it in
+docs/reference/index.md and CHANGELOG. `attention_with_map(statistics=...)`, `observe(keep=...)` and
+files need no change.
 """
 
 from __future__ import annotations

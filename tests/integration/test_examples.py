@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,9 +31,9 @@ from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES += GUIDES
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *GUIDES]
+PAGES += sorted((ROOT / "docs" / "explanation").glob("*.md"))
 PEERS = ("x_transformers", "labml_nn", "keras", "jax")  # the extra `findings`
 
 
@@ -65,21 +66,65 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, **options)
 
 
+def execute(page: Path) -> dict:
+    """Run a page's Python blocks one after the other, and return the names that they define."""
+    names: dict = {}
+    for block in blocks(page):
+        exec(compile(block, page.name, "exec"), names)
+    return names
+
+
+def byte_level(text: str) -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer like GPT-2's, trained on a text."""
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learned.train_from_iterator([text], BpeTrainer(show_progress=False))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=learned)
+
+
+def gpt2(layers: int, tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.GPT2Model:
+    """Return a small GPT-2 with random weights."""
+    size = len(tokenizer)
+    config = transformers.GPT2Config(
+        n_layer=layers, n_embd=16, n_head=2, vocab_size=size, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2Model(config).eval()
+
+
+def test_the_example_of_the_readme_runs_on_a_gpt2_with_random_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lines that need the Hub say so, and get a small model of the same class here."""
+    fetched = [line for line in README.splitlines() if "from_pretrained" in line]
+    assert fetched
+    assert all('("gpt2")  # needs the Hugging Face Hub' in line for line in fetched)
+    tokenizer = byte_level(README)
+    model = gpt2(6, tokenizer)
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", lambda name: model)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
+    shown: list = []
+    monkeypatch.setattr(Recording, "view", lambda recording: shown.append(recording))
+
+    names = execute(ROOT / "README.md")
+    [recording] = shown
+    assert recording is names["recording"]
+    assert len(recording) == 6
+    assert recording[5].tokens.text == names["text"]
+    torch.testing.assert_close(recording[5][0, 1].sum(-1), torch.ones(names["inputs"].input_ids.shape[1]))
+
+
 @pytest.fixture(scope="module")
-def names():
-    """What the README's examples leave behind, run one after the other."""
-    left: dict = {}
-    for block in blocks(ROOT / "README.md"):
-        exec(compile(block, "README.md", "exec"), left)
-    return left
+def names() -> dict:
+    """What the blocks of the guide to the functions and layers define."""
+    return execute(ROOT / "docs" / "guides" / "attention-in-your-code.md")
 
 
-def test_the_examples_run_and_have_the_shapes_of_their_comments(names):
+def test_the_functions_and_layers_have_the_shapes_of_their_comments(names: dict) -> None:
     assert tuple(names["out"].shape) == (1, 10, 512)
     assert tuple(names["amap"].shape) == (1, 8, 10, 10)
 
 
-def test_token_by_token_gives_the_same_output(names):
+def test_token_by_token_gives_the_same_output(names: dict) -> None:
     whole = names["layer"](names["x"], mask=names["Causal"]())
     assert (torch.cat(names["steps"], 1) - whole).abs().max().item() < 1e-5
 
@@ -90,9 +135,7 @@ def test_token_by_token_gives_the_same_output(names):
 def test_the_examples_of_a_guide_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a guide's blocks one after the other, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    left: dict = {}
-    for block in blocks(page):
-        exec(compile(block, page.name, "exec"), left)
+    execute(page)
 
 
 def test_ci_runs_the_commands_of_the_readme():
@@ -100,6 +143,15 @@ def test_ci_runs_the_commands_of_the_readme():
     for words in re.findall(r"^(?:.*\()?.*readme \w+ '(.*?)'", script, re.M):
         assert words in README
     assert "readme tests 'python -m pytest'" in script
+
+
+def test_the_first_command_of_the_readme_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    [command] = re.findall(r'&& (manyheads show ".*")', README)
+    done = run([sys.executable, "-m", *shlex.split(command)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(r"^    (Layer .*)$", README, re.M)
+    assert shown
+    assert set(shown) <= set(done.stdout.splitlines())
 
 
 @pytest.mark.full
@@ -243,14 +295,8 @@ def test_a_recording_is_labelled_as_the_viewers_page_shows(monkeypatch: pytest.M
     shown: list = []
     monkeypatch.setattr(Recording, "view", lambda recording: shown.append(recording))
     text = "the train, the trains"
-    learned = Tokenizer(models.BPE())
-    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    learned.train_from_iterator([text], BpeTrainer(show_progress=False))
-    config = transformers.GPT2Config(
-        n_layer=1, n_embd=16, n_head=2, vocab_size=99, bos_token_id=0, eos_token_id=0
-    )
-    left: dict = {"manyheads": manyheads, "text": text, "model": transformers.GPT2Model(config).eval()}
-    left["tokenizer"] = transformers.PreTrainedTokenizerFast(tokenizer_object=learned)
+    tokenizer = byte_level(text)
+    left: dict = {"manyheads": manyheads, "text": text, "model": gpt2(1, tokenizer), "tokenizer": tokenizer}
     [block] = blocks(ROOT / "docs" / "viewer.md")
     exec(compile(block, "viewer.md", "exec"), left)
     [recording] = shown
@@ -321,6 +367,8 @@ def test_a_benchmark_runs(command: str) -> None:
 
 def test_no_example_is_left_out() -> None:
     """What a page gains is run here too: Python only where it is run, and no command of another kind."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].keys()
     pages = ("checker.md", "findings.md", "viewer.md")
     run_here = {ROOT / "README.md", *GUIDES, *(ROOT / "docs" / name for name in pages)} - {
         ROOT / "docs/guides/index.md"
@@ -332,15 +380,17 @@ def test_no_example_is_left_out() -> None:
             in_ci = line in script or any(
                 words in line for words in re.findall(r"readme \w+ '(.*?)'", script)
             )
-            here = line in COMMANDS + VIEWS or "--model" in line or "[lessons]" in line
-            assert in_ci or here or "venv" in line or line.endswith("'.[view]'"), line
+            here = line in COMMANDS + VIEWS or "--model" in line or "venv" in line
+            installs = re.search(r"^pip install -c constraints.txt (?:-e )?'\.\[([\w,]+)\]'", line)
+            assert in_ci or here or (installs and set(installs[1].split(",")) <= extras), line
     assert BENCHMARKS
     assert VIEWS
 
 
 @pytest.mark.full
 def test_a_model_is_shown_and_saved(tmp_path: Path) -> None:
-    [command] = [command for command in commands(ROOT / "README.md") if " --model " in command]
+    page = ROOT / "docs" / "guides" / "observe-a-model.md"
+    [command] = [command for command in commands(page) if " --model " in command]
     words = shlex.split(command.replace("NAME_OR_PATH", shlex.quote(str(SHIPPED))))
     done = run([sys.executable, "-m", "manyheads", *words[1:]], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ and `cut`. Without `cut` the viewer is slower. A mask in the `rest` of `normal`,
 in `native` and `sdpa`; if that tensor would exceed 64 MB, `chunked` computes the mask instead. Then add the
 name here, to `manyheads.__init__`, to `storage.PARTS` and docs/format.md, to the tests (`PUBLIC` in
 test_imports.py; `build`, `sees` and `MASKS` in tests/cases.py; `leaves` and `EVERY` in test_masks.py), and to
-the lists in README and docs/architecture.md.
+the lists in docs/reference/index.md and docs/architecture.md.
 """
 
 from manyheads.masks.algebra import (
