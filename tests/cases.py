@@ -566,8 +566,8 @@ def reduce_bias(inputs: Inputs, grad: np.ndarray, absolute: bool = False) -> np.
 def oracle(inputs: Inputs, fused: bool = False) -> Answer:
     """Return the formula and its gradient in longdouble, each step with its rounding.
 
-    "Error budget" in docs/architecture.md derives them. The error of `x` is named `e_x`. u is the unit
-    roundoff that scores and sums are computed with, `low` that of the case's dtype, in which outputs are
+    "The error budget" in docs/explanation/numerics.md derives them. The error of `x` is named `e_x`. u is the
+    unit roundoff that scores and sums are computed with, `low` that of the case's dtype, in which outputs are
     stored, and weights and their gradients may be.
 
     fused: by PyTorch's fused attention on the CPU, which takes exponentials that are right to 20 units in the

@@ -88,7 +88,7 @@ def weights(
     """Return softmax(scale · q·kᵀ + mask) in float64, and the error that a map may have.
 
     Of any number of dimensions; key heads are repeated for query heads; a fully masked row is 0.
-    The budget is that of docs/architecture.md, for scores in float32 (float64 for float64).
+    The budget is that of docs/explanation/numerics.md, for scores in float32 (float64 for float64).
     """
 
     def soft(dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 The matrix is the table's own oracle, in longdouble; each statistic is written out below in numpy, over
 whole rows and columns, and shares no code with the library. Each number comes with how far rounding may
-move it: the error of the weights that the oracle gives ("Error budget" in docs/architecture.md), carried
-through the statistic, and that of the statistic's own sums.
+move it: the error of the weights that the oracle gives ("The error budget" in docs/explanation/numerics.md),
+carried through the statistic, and that of the statistic's own sums.
 """
 
 from __future__ import annotations
