@@ -1,7 +1,6 @@
 """The command line. Each command calls functions that are also available in Python.
 
-Exit codes: 0 success, 1 a check failed, 2 invalid use or input, 130 interrupted. A command imports its
-modules when it runs, so that `manyheads --help` is fast.
+A command imports its modules when it runs, so that `manyheads --help` is fast.
 """
 
 from __future__ import annotations
@@ -9,25 +8,53 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from manyheads import __version__
+from manyheads.help_pages import HelpCommand, HelpGroup
 
 if TYPE_CHECKING:
     from manyheads.viewer.api import Api
     from manyheads.viewer.export import Export
 
+SHIPPED = "the model that ships with manyheads"
+EXAMPLES = """
+Examples:
+  # What do the heads of a small language model attend to in a sentence?
+  manyheads show "the file is open and the file is read"
+
+  # Is this attention correct, and if not, what is wrong?
+  manyheads check torch.nn:MultiheadAttention
+
+  # Learn how attention works, in four notebooks
+  manyheads lessons
+
+Exit codes:
+  0    Success.
+  1    A check failed (check, bench --kind choice), or an export was declined.
+  2    An option or an input is invalid.
+  130  Interrupted by Ctrl-C.
+
+Run manyheads COMMAND --help for the options and examples of a command.
+"""
+
 app = typer.Typer(
     name="manyheads",
+    cls=HelpGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # importing rich doubles the time of --help
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "color": False if os.environ.get("NO_COLOR") else None,  # None: colors in a terminal only
+    },
 )
+command = partial(app.command, cls=HelpCommand)
 
 
 def parse_path(text: str) -> Path:
@@ -37,14 +64,32 @@ def parse_path(text: str) -> Path:
     return Path(text)
 
 
-def option(metavar: str, help: str, default: str | bool = True, **more: Any) -> Any:
-    """Return an option. If `default` is a text, the help shows it instead of the default."""
-    return typer.Option(metavar=metavar, help=help, show_default=default, **more)
+def option(metavar: str, help: str, group: str | None = None, default: str | bool = True, **more: Any) -> Any:
+    """Return an option with a value.
+
+    Args:
+        metavar: The value's name in the help. If it lists choices (`png|svg|pdf`), a shell completes them.
+        help: A sentence.
+        group: The title of the group in which the help lists the option.
+        default: A text that the help shows as the default, or True for the default itself.
+        **more: Other arguments of `typer.Option`.
+
+    Returns:
+        The annotation of a parameter.
+    """
+    if "|" in metavar:
+        more["autocompletion"] = lambda: metavar.split("|")
+    return typer.Option(metavar=metavar, help=help, rich_help_panel=group, show_default=default, **more)
 
 
-def file_option(metavar: str, help: str) -> Any:
+def file_option(metavar: str, help: str, group: str | None = None, default: str | bool = True) -> Any:
     """Return an option whose value is a path."""
-    return typer.Option(metavar=metavar, parser=parse_path, help=help)
+    return option(metavar, help, group, default, parser=parse_path)
+
+
+def flag(name: str, help: str, group: str | None = None) -> Any:
+    """Return an option without a value."""
+    return typer.Option(name, help=help, rich_help_panel=group)
 
 
 def parse_utf8(text: str) -> str:
@@ -62,60 +107,81 @@ def print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(epilog=EXAMPLES)
 def manyheads(
     version: Annotated[
         bool,
         typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Multi-head attention you can see through."""
+    """Show what attention heads attend to, check attention code, and measure its speed."""
 
 
-@app.command()
+@command(
+    rich_help_panel="Attention maps",
+    epilog="""
+    Examples:
+      # Findings as sentences, and a picture of every head
+      manyheads show "the file is open and the file is read"
+
+      # One head in detail
+      manyheads show "the file is open and the file is read" --layer 2 --head 5
+
+      # Save the maps of a long text, to open them with manyheads view
+      manyheads show --text-file book.txt --long --save book.safetensors
+
+      # Scores of every head, for a script
+      manyheads show "the file is open and the file is read" --json
+    """,
+)
 def show(
-    text: Annotated[str | None, typer.Argument(help="Text to read.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Text to read.")] = None,
     text_file: Annotated[
-        str | None, option("FILE", "Read the text from a file (- for standard input).")
+        str | None, option("FILE", "Read the text from a file (- for standard input).", "Input")
     ] = None,
-    out: Annotated[Path, file_option("DIR", "Folder for the pictures.")] = Path("manyheads-out"),
-    layer: Annotated[int | None, option("N", "Layer to show in detail, counted from 0.")] = None,
-    head: Annotated[int | None, option("N", "Head to show in detail, counted from 0.")] = None,
     model: Annotated[
         str | None,
         option(
             "NAME_OR_PATH",
-            "Model: the folder of a checkpoint, or a Hugging Face model (its folder, or its name in the "
-            "local cache). The default is the model that ships with manyheads.",
+            "Folder of a checkpoint or of a Hugging Face model, or the name of one in the local cache.",
+            "Input",
+            SHIPPED,
         ),
     ] = None,
-    no_mask: Annotated[
-        bool, typer.Option("--no-mask", help="Also show the head with the same q and k and no mask.")
-    ] = False,
-    format: Annotated[str, option("png|svg|pdf", "Format of the pictures.")] = "png",
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also print the scores of every head and a heat map of one head.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print only JSON: findings and head scores.")] = False,
     truncate: Annotated[
         bool,
-        typer.Option("--truncate", help="Keep the first tokens of a text that is longer than the context."),
+        flag("--truncate", "Keep the first tokens of a text that is longer than the context.", "Input"),
     ] = False,
     long: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--long",
-            help="Read up to 32,768 tokens with a manyheads model. Beyond its context it extrapolates.",
+            "Read up to 32,768 tokens with a manyheads model, which extrapolates beyond its context.",
+            "Input",
         ),
     ] = False,
+    layer: Annotated[int | None, option("N", "Layer to show in detail, counted from 0.", "Detail")] = None,
+    head: Annotated[int | None, option("N", "Head to show in detail, counted from 0.", "Detail")] = None,
+    no_mask: Annotated[
+        bool, flag("--no-mask", "Also show the head with the same queries and keys and no mask.", "Detail")
+    ] = False,
+    everything: Annotated[
+        bool, flag("--all", "Also print the scores of every head and a heat map of one head.", "Detail")
+    ] = False,
+    out: Annotated[Path, file_option("DIR", "Folder for the pictures.", "Output")] = Path("manyheads-out"),
+    format: Annotated[str, option("png|svg|pdf", "Format of the pictures.", "Output")] = "png",
+    json: Annotated[
+        bool, flag("--json", "Print only JSON: findings and scores of every head.", "Output")
+    ] = False,
     save: Annotated[
-        Path | None, file_option("FILE", "Save the maps for `manyheads view` and manyheads.open_run.")
+        Path | None,
+        file_option("FILE", "Save the maps for manyheads view and manyheads.open_run.", "Output"),
     ] = None,
-    browser: Annotated[bool, typer.Option("--open", help="Open the maps in the interactive viewer.")] = False,
+    browser: Annotated[bool, flag("--open", "Open the maps in the interactive viewer.", "Output")] = False,
 ) -> None:
     """Show what each head of a language model attends to.
 
-    Prints findings as sentences, and draws a picture of every head; with --layer or --head, of that head.
+    Prints findings as sentences and draws a picture of every head; with --layer or --head, of that head.
     """
     from manyheads.storage import file_for, folder_for
     from manyheads.text import report, terminal
@@ -166,32 +232,46 @@ def show(
         serve(Api(reading.recording))
 
 
-@app.command()
+@command(
+    rich_help_panel="Attention maps",
+    epilog="""
+    Examples:
+      # Save the maps of a text, and open them
+      manyheads show "the file is open and the file is read" --save run.safetensors
+      manyheads view run.safetensors
+
+      # Compare two recordings
+      manyheads view run.safetensors other.safetensors
+
+      # Write one head to a page that opens without manyheads
+      manyheads view run.safetensors --export page.html --layer 2 --head 5
+    """,
+)
 def view(
     runs: Annotated[
         list[Path],
         typer.Argument(
             metavar="FILE...",
             parser=parse_path,
-            help="Saved maps (of Recording.save or show --save); several to compare.",
+            help="Saved maps, of manyheads show --save or Recording.save. Several files are compared.",
         ),
     ],
     port: Annotated[int, option("N", "Port to listen on (0 picks a free one).")] = 0,
-    browser: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
+    browser: Annotated[bool, flag("--open/--no-open", "Print the link instead of opening a browser.")] = True,
     export: Annotated[
-        Path | None, file_option("PAGE.html", "Write a page to this file instead of serving.")
+        Path | None, file_option("PAGE.html", "Write a page to this file instead of serving it.", "Export")
     ] = None,
-    layer: Annotated[int | None, option("N", "Layer to export, counted from 0. The default is all.")] = None,
+    layer: Annotated[
+        int | None, option("N", "Layer to export, counted from 0.", "Export", "all layers")
+    ] = None,
     head: Annotated[
         list[int] | None,
-        option("N", "Head to export, counted from 0. Repeatable. The default is all."),
+        option("N", "Head to export, counted from 0. Repeatable.", "Export", "all heads"),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Export single weights, also of heads that are large.")
+        bool, flag("--full", "Export single weights of large heads too, instead of pooled ones.", "Export")
     ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Export without a question, also more than 200 MB.")
-    ] = False,
+    yes: Annotated[bool, flag("--yes", "Export more than 200 MB without a question.", "Export")] = False,
 ) -> None:
     """Open saved attention maps in the interactive viewer."""
     from manyheads import viewer
@@ -246,124 +326,86 @@ def serve(api: Api, port: int = 0, browser: bool = True) -> None:
         server.close()
 
 
-@app.command()
-def train(
-    command: typer.Context,
-    out: Annotated[Path, file_option("DIR", "Folder of the run.")],
-    data: Annotated[
-        list[Path] | None, file_option("PATH", "Text file, or folder of text files. Repeatable.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    steps: Annotated[
-        int | None, option("N", "Optimizer steps; with --resume, the step to continue to.", "3000")
-    ] = None,
-    context: Annotated[int | None, option("N", "Longest sequence, in tokens.", "512")] = None,
-    layers: Annotated[int | None, option("N", "Transformer layers.", "4")] = None,
-    heads: Annotated[int | None, option("N", "Attention heads per layer.", "6")] = None,
-    embed: Annotated[
-        int | None, option("N", "Model width (embedding size), a multiple of 4 * heads.", "192")
-    ] = None,
-    hidden: Annotated[int | None, option("N", "Width of the feed-forward layers.", "7/3 of --embed")] = None,
-    vocab_size: Annotated[
-        int | None, option("N", "Largest number of tokens, 257 to 1048576.", "3072")
-    ] = None,
-    batch_size: Annotated[int | None, option("N", "Sequences per step.", "8")] = None,
-    learning_rate: Annotated[float | None, option("X", "Highest learning rate, at most 1.", "0.002")] = None,
-    seed: Annotated[int | None, option("N", "Random seed of weights, batches and dropout.", "0")] = None,
-    device: Annotated[
-        str | None,
-        option("NAME", "Device: cpu, cuda, cuda:1 or mps.", "cuda if it is available, else cpu"),
-    ] = None,
-) -> None:
-    """Train a small language model on text. The default text is Python's own documentation."""
-    from manyheads import lm
+@command(
+    rich_help_panel="Attention code",
+    epilog="""
+    Exit codes:
+      0  Every check passed.
+      1  A check failed.
+      2  The code can't be imported, constructed or understood, or an argument
+         that may be a mask couldn't be judged.
 
-    options = {name: value for name, value in command.params.items() if value is not None}
-    for name in ("out", "data", "resume"):
-        options.pop(name, None)
-    lm.train(out, options, data or (), resume=resume)
+    Examples:
+      # A class, a function or an instance in a file
+      manyheads check attention.py:MyAttention
 
+      # With constructor arguments
+      manyheads check torch.nn:MultiheadAttention --init "embed_dim=24, num_heads=4"
 
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(parser=parse_utf8, help="Text to continue.")],
-    model: Annotated[
-        Path | None,
-        file_option("DIR", "Folder of a checkpoint. The default is the model that ships with manyheads."),
-    ] = None,
-    tokens: Annotated[int, option("N", "Maximum number of tokens to generate.")] = 100,
-    temperature: Annotated[float, option("T", "Sampling temperature (0 is greedy).")] = 0.8,
-    top_k: Annotated[int | None, option("K", "Sample from the K most likely tokens.")] = None,
-    top_p: Annotated[
-        float, option("P", "Sample from the most likely tokens whose probabilities sum to P.")
-    ] = 1.0,
-    stop: Annotated[str | None, option("TEXT", "Stop before this text.")] = None,
-    seed: Annotated[int, option("N", "Random seed.")] = 0,
-) -> None:
-    """Continue a prompt with a language model."""
-    from manyheads import lm
-
-    sampling = lm.Sampling(temperature, top_k, top_p)
-    pieces = lm.stream(*lm.load(model), prompt, tokens, sampling, stop=stop, seed=seed)
-    print(prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece.text, end="", flush=True)
-    print()
-    if piece.end == "context":
-        print(f"manyheads: stopped before {tokens} tokens, the model's context is full", file=sys.stderr)
-
-
-@app.command()
+      # With the role of an argument whose name doesn't tell it, and a report for CI
+      manyheads check attention.py:Masked --arg segments=keep --junit report.xml
+    """,
+)
 def check(
     target: Annotated[
         str,
-        typer.Argument(help="Class, instance, function or factory, as module:name or path/to/file.py:name."),
+        typer.Argument(
+            metavar="TARGET",
+            help="Class, instance, function or factory, as module:name or path/to/file.py:name.",
+        ),
     ],
     like: Annotated[
         str | None,
         option(
             "KIND",
             "Kind of attention: attention, self, cross, multihead, torch-mha, sdpa, hf, positional, rotary "
-            "or classic.MODULE.CLASS. Guessed by default.",
+            "or classic.MODULE.CLASS.",
+            "Code",
+            "guessed",
         ),
     ] = None,
     init: Annotated[
-        str | None, option("ARGS", "Constructor arguments, e.g. 'hidden=16, num_heads=4'.")
+        str | None, option("ARGS", "Constructor arguments, e.g. 'hidden=16, num_heads=4'.", "Code")
+    ] = None,
+    heads: Annotated[int | None, option("N", "Number of heads.", "Code")] = None,
+    layout: Annotated[
+        str | None,
+        option("batch|sequence", "Layout of the inputs: [b, t, e] or [t, b, e].", "Code"),
     ] = None,
     weights: Annotated[
-        str | None, option("ROLES", "Names of the projection layers: q=a,k=b,v=c,o=d.")
+        str | None, option("ROLES", "Names of the projection layers: q=a,k=b,v=c,o=d.", "Code")
     ] = None,
     arg: Annotated[
         list[str] | None,
-        option("NAME=ROLE", "Role of an argument of the call, e.g. segments=mask-of-keys. May be repeated."),
+        option(
+            "NAME=ROLE", "Role of an argument of the call, e.g. segments=mask-of-keys. Repeatable.", "Code"
+        ),
     ] = None,
-    heads: Annotated[int | None, option("N", "Number of heads.")] = None,
     setup: Annotated[
         Path | None,
         file_option(
-            "FILE", "TOML file with like, init, args, heads, weights and layout. Options replace its values."
+            "FILE",
+            "TOML file with like, init, args, heads, weights and layout. Options replace its values.",
+            "Code",
         ),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        option("batch|sequence", "Layout of the inputs: batch is [b, t, e], sequence is [t, b, e]."),
     ] = None,
     strict: Annotated[
         list[str] | None,
-        option("NAME", "Convention that counts as a failure, e.g. empty-rows, or all. Can be repeated."),
+        option("NAME", "Convention that counts as a failure, e.g. empty-rows, or all. Repeatable.", "Checks"),
     ] = None,
-    out: Annotated[Path | None, file_option("DIR", "Folder for a picture of the difference.")] = None,
-    json: Annotated[Path | None, file_option("FILE", "Write the report as JSON.")] = None,
-    junit: Annotated[Path | None, file_option("FILE", "Write the report as JUnit XML.")] = None,
-    timeout: Annotated[float, option("SECONDS", "Time limit of each call.")] = 60.0,
-    memory: Annotated[str, option("SIZE", "Memory limit of the process, e.g. 500M or 4G.")] = "4G",
+    timeout: Annotated[float, option("SECONDS", "Time limit of each call.", "Checks")] = 60.0,
+    memory: Annotated[str, option("SIZE", "Memory limit of the process, e.g. 500M.", "Checks")] = "4G",
+    out: Annotated[
+        Path | None, file_option("DIR", "Write a picture of the difference to this folder.", "Reports")
+    ] = None,
+    json: Annotated[Path | None, file_option("FILE", "Write the report as JSON.", "Reports")] = None,
+    junit: Annotated[Path | None, file_option("FILE", "Write the report as JUnit XML.", "Reports")] = None,
 ) -> None:
     """Check an attention implementation, and name its bugs.
 
-    The code runs in a separate process with limits on time and memory, but it is not sandboxed: it has your
-    permissions and can use your files and network. Exit code 0: every check passed. 1: a check failed. 2: the
-    code can't be imported, constructed or understood, or no check failed but a mask argument couldn't be
-    judged.
+    Compares its output with attention in float64, and changes inputs that must not matter. The code runs in a
+    separate process with limits on time and memory, but it is not sandboxed: it has your permissions, and can
+    use your files and network.
     """
     from manyheads.checker import command
 
@@ -373,14 +415,26 @@ def check(
     raise typer.Exit(command.EXIT_CODES[report.verdict])
 
 
-@app.command()
+@command(
+    rich_help_panel="Learning",
+    epilog="""
+    Examples:
+      manyheads lessons
+
+      # Copy the notebooks only
+      manyheads lessons my-lessons --no-start
+    """,
+)
 def lessons(
     out: Annotated[
         Path, typer.Argument(metavar="DIR", parser=parse_path, help="Folder for the notebooks.")
     ] = Path("manyheads-lessons"),
-    start: Annotated[bool, typer.Option("--start/--no-start", help="Start JupyterLab in the folder.")] = True,
+    start: Annotated[bool, flag("--start/--no-start", "Copy the files without starting JupyterLab.")] = True,
 ) -> None:
-    """Copy the four lessons to a folder and open them in JupyterLab. Existing files are kept."""
+    """Copy the four lessons to a folder and open them in JupyterLab.
+
+    Files that the folder already has are kept. The exercises are graded by manyheads check.
+    """
     from manyheads.text import lessons
 
     copied = lessons.copy(out)
@@ -395,42 +449,80 @@ def lessons(
         raise typer.Exit(lessons.start(out))
 
 
-@app.command()
+@command(
+    rich_help_panel="Attention code",
+    epilog="""
+    Examples:
+      manyheads kernels
+    """,
+)
 def kernels() -> None:
-    """Print the attention kernels, in order of preference."""
+    """List the attention kernels, in order of preference."""
     from manyheads.kernels import machine
 
     print(machine())
 
 
-@app.command()
+@command(
+    rich_help_panel="Attention code",
+    epilog="""
+    Exit codes:
+      0  Success.
+      1  With --kind choice: kernel='auto' is slower than the fastest in some cases.
+
+    Examples:
+      # Causal attention of 1,024 tokens
+      manyheads bench --kind causal --size 64 --length 1024
+
+      # One token that attends to a cache
+      manyheads bench --kind decode --size 64 --length 4096
+    """,
+)
 def bench(
     kind: Annotated[
         list[str] | None,
         option(
             "forward|causal|training|statistics|decode|layer|choice",
-            "What to measure. Repeatable, except choice: it runs every kernel on a grid of cases and on 200 "
-            "random ones, and prints those in which kernel='auto' is slower than the fastest.",
+            "What to measure. Repeatable, except choice.",
+            "Cases",
+            "all but choice",
         ),
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        option("float32|bfloat16", "Number format; float16 for choice. Repeatable."),
+        option(
+            "float32|bfloat16",
+            "Number format; for choice, also float16. Repeatable.",
+            "Cases",
+            "float32 and bfloat16",
+        ),
     ] = None,
-    size: Annotated[list[int] | None, option("N", "Head size. Repeatable.")] = None,
-    length: Annotated[list[int] | None, option("N", "Sequence length. Repeatable.")] = None,
-    rounds: Annotated[int, option("N", "Measured runs of each, after a warm-up run.", min=1)] = 7,
+    size: Annotated[
+        list[int] | None, option("N", "Head size. Repeatable.", "Cases", "64 and 128; choice: more")
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        option("N", "Sequence length. Repeatable.", "Cases", "64 to 16,384; choice: 1 to 8,192"),
+    ] = None,
     seed: Annotated[
         int | None,
-        option("N", "Random seed of the cases of choice. By default, each run draws new cases.", min=0),
+        option("N", "Random seed of choice.", "Cases", "new cases in each run", min=0),
     ] = None,
-    out: Annotated[Path, file_option("DIR", "Folder for the table and the plot.")] = Path("manyheads-bench"),
+    rounds: Annotated[
+        int, option("N", "Measured runs of each case, after a warm-up run.", "Measurement", min=1)
+    ] = 7,
+    out: Annotated[Path, file_option("DIR", "Folder for the table and the plot.", "Measurement")] = Path(
+        "manyheads-bench"
+    ),
 ) -> None:
     """Measure the speed of attention on this machine.
 
-    The kernels of manyheads are compared with PyTorch's attention and other libraries. With --kind choice,
-    cases in which kernel='auto' seems slower than the fastest by more than 5 % and 15 µs are measured five
-    more times after all others, and the smallest median of each kernel counts. Exit code 1: some stay slower.
+    Compares the kernels of manyheads with PyTorch's attention, with other libraries and with the limits of
+    the hardware.
+
+    --kind choice runs every kernel on a grid of cases and on 200 random ones, and prints those in which
+    kernel='auto' is slower than the fastest by more than 5% and 15 µs. These are measured five more times
+    after all others, and the smallest median of each kernel counts.
     """
     from random import SystemRandom
 
@@ -481,6 +573,105 @@ def bench(
 def list_names(files: list[Path]) -> str:
     """Return the folder and the names of files."""
     return f"{files[0].parent}: {', '.join(file.name for file in files)}"
+
+
+@command(
+    rich_help_panel="Language models",
+    epilog="""
+    Examples:
+      # Train on the text files of a folder, and read a sentence with the model
+      manyheads train --data books --out my-model
+      manyheads show "the file is open and the file is read" --model my-model
+
+      # Continue an interrupted run
+      manyheads train --out my-model --resume
+    """,
+)
+def train(
+    command: typer.Context,
+    out: Annotated[Path, file_option("DIR", "Folder of the run: checkpoints, tokenizer and log.")],
+    data: Annotated[
+        list[Path] | None,
+        file_option(
+            "PATH",
+            "Text file, or folder of text files. Repeatable.",
+            default="Python's own documentation",
+        ),
+    ] = None,
+    resume: Annotated[bool, flag("--resume", "Continue the run in --out.")] = False,
+    device: Annotated[
+        str | None,
+        option("NAME", "Device: cpu, cuda, cuda:1 or mps.", default="cuda if available, else cpu"),
+    ] = None,
+    layers: Annotated[int | None, option("N", "Transformer layers.", "Model", "4")] = None,
+    heads: Annotated[int | None, option("N", "Attention heads per layer.", "Model", "6")] = None,
+    embed: Annotated[
+        int | None, option("N", "Model width (embedding size), a multiple of 4 * heads.", "Model", "192")
+    ] = None,
+    hidden: Annotated[
+        int | None, option("N", "Width of the feed-forward layers.", "Model", "7/3 of --embed")
+    ] = None,
+    context: Annotated[int | None, option("N", "Longest sequence, in tokens.", "Model", "512")] = None,
+    vocab_size: Annotated[
+        int | None, option("N", "Largest number of tokens, 257 to 1,048,576.", "Model", "3072")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        option("N", "Optimizer steps; with --resume, the step to continue to.", "Training", "3000"),
+    ] = None,
+    batch_size: Annotated[int | None, option("N", "Sequences per step.", "Training", "8")] = None,
+    learning_rate: Annotated[
+        float | None, option("X", "Highest learning rate, at most 1.", "Training", "0.002")
+    ] = None,
+    seed: Annotated[
+        int | None, option("N", "Random seed of weights, batches and dropout.", "Training", "0")
+    ] = None,
+) -> None:
+    """Train a small language model on text."""
+    from manyheads import lm
+
+    options = {name: value for name, value in command.params.items() if value is not None}
+    for name in ("out", "data", "resume"):
+        options.pop(name, None)
+    lm.train(out, options, data or (), resume=resume)
+
+
+@command(
+    rich_help_panel="Language models",
+    epilog="""
+    Examples:
+      manyheads generate "Return the value of" --tokens 20
+
+      # The most likely token at every step
+      manyheads generate "Return the value of" --temperature 0 --stop .
+    """,
+)
+def generate(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", parser=parse_utf8, help="Text to continue.")],
+    model: Annotated[Path | None, file_option("DIR", "Folder of a checkpoint.", default=SHIPPED)] = None,
+    tokens: Annotated[int, option("N", "Maximum number of tokens to generate.")] = 100,
+    stop: Annotated[str | None, option("TEXT", "Stop before this text.")] = None,
+    temperature: Annotated[float, option("T", "Sampling temperature (0 is greedy).", "Sampling")] = 0.8,
+    top_k: Annotated[
+        int | None, option("K", "Sample from the K most likely tokens.", "Sampling", "all tokens")
+    ] = None,
+    top_p: Annotated[
+        float,
+        option("P", "Sample from the most likely tokens whose probabilities sum to P.", "Sampling"),
+    ] = 1.0,
+    seed: Annotated[int, option("N", "Random seed.", "Sampling")] = 0,
+) -> None:
+    """Continue a text with a language model."""
+    from manyheads import lm
+
+    sampling = lm.Sampling(temperature, top_k, top_p)
+    pieces = lm.stream(*lm.load(model), prompt, tokens, sampling, stop=stop, seed=seed)
+    print(prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+    print()
+    if piece.end == "context":
+        print(f"manyheads: stopped before {tokens} tokens, the model's context is full", file=sys.stderr)
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
-"""The command as a process: help, interruption at any moment, pipes, narrow and ASCII terminals."""
+"""The command as a process: interruption at any moment, pipes, narrow and ASCII terminals."""
 
 from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import pytest
 import manyheads
 from tests.waiting import HANG
 
-COMMANDS = ("show", "view", "train", "generate", "check", "lessons", "kernels", "bench")
 TEXT = "the train left the station on time"
 # Says when the handler of SIGINT is installed: before that, Python itself handles it.
 READY = (
@@ -35,48 +33,6 @@ def execute(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 run, python = partial(execute, "-m", "manyheads"), partial(execute, "-c")
-
-
-# -- help and version ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "words", [["--version"], ["-h"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
-)
-def test_help_is_printed_without_importing_torch(words: list[str]) -> None:
-    code = (
-        "import atexit, sys; from manyheads.__main__ import main;"
-        "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()"
-    )
-    done = python(code, *words)
-    assert done.returncode == 0
-    assert done.stdout
-    loaded = done.stderr.split()
-    assert "manyheads.cli" in loaded
-    for heavy in ("torch", "numpy", "rich.console", "matplotlib"):
-        assert heavy not in loaded
-
-
-def test_version() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"manyheads {manyheads.__version__}\n", "")
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_has_a_sentence_that_is_printed_whole(name: str) -> None:
-    import typer
-
-    from manyheads.cli import app
-
-    printed = run(name, "-h").stdout
-    assert printed == run(name, "--help").stdout
-    words = " ".join(printed.split())
-    group = typer.main.get_command(app)
-    for parameter in group.commands[name].params:  # type: ignore[attr-defined]
-        assert parameter.help, parameter.name
-        assert parameter.help[0].isupper(), parameter.help
-        assert parameter.help.endswith("."), parameter.help
-        assert re.sub(r"\s", "", parameter.help) in words.replace(" ", ""), parameter.help
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ LAYERS = (
     ("functional", "layers", "classic", "figures"),
     ("observe", "lm"),
     ("viewer", "checker", "text", "bench"),
-    ("cli",),
+    ("help_pages", "cli"),
     ("__main__",),
 )
 ORDER = [entry for layer in LAYERS for entry in layer]
