@@ -19,6 +19,7 @@ import nbformat
 import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_notebook, new_output
+from playwright.sync_api import expect, sync_playwright
 
 import manyheads as mh
 from manyheads.viewer import widget as module
@@ -317,7 +318,7 @@ class Book:
         viewer.locator(".card").nth(1).scroll_into_view_if_needed()
         viewer.locator(".card").nth(1).click()
         plot, reading = viewer.locator(".map"), viewer.locator(".reading")
-        viewer.locator('.note[data-missing="0"][data-complete="true"]').wait_for()
+        viewer.locator('.note[data-missing="0"][data-complete="true"][data-labelled="true"]').wait_for()
         plot.scroll_into_view_if_needed()
         box = plot.bounding_box()
         plot.hover(position={"x": box["width"] * 0.4, "y": box["height"] * 0.7})
@@ -331,8 +332,6 @@ class Book:
 
 @pytest.fixture
 def book(lab: str) -> Iterator[Book]:
-    from playwright.sync_api import sync_playwright
-
     with sync_playwright() as tools:
         browser = tools.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page(viewport={"width": 1300, "height": 1000})
@@ -368,21 +367,21 @@ def test_viewers_in_jupyterlab_read_weights_take_keys_and_follow_the_theme(book:
     for key in "]abxmdlo":
         book.page.keyboard.press(key)
         wait_until_painted(book.page)
-    assert book.cells.count() == len(CELLS)
-    assert large.locator("#pooling input:checked").input_value() == "mean"
-    assert large.locator("#scale input:checked").input_value() == "linear"
+    expect(book.cells).to_have_count(len(CELLS))
+    expect(large.locator("#pooling input[value=mean]")).to_be_checked()
+    expect(large.locator("#scale input[value=linear]")).to_be_checked()
     large.locator("#page-head").click()
-    assert large.locator(".choose-head").input_value() == "2"
+    expect(large.locator(".choose-head")).to_have_value("2")
     large.locator(".choose-head").select_option("3")
-    assert "head 3" in large.locator(".pane-title").inner_text()
+    expect(large.locator(".pane-title")).to_contain_text("head 3")
     large.locator("#page-text").click()
     large.locator(".token").nth(40).hover()
     large.locator('.beside[data-token="40"] .value').first.wait_for()
 
     # Other viewers are unchanged.
     other.scroll_into_view_if_needed()
-    assert other.locator("#pooling input:checked").input_value() == "max"
-    assert other.locator("#page-overview").get_attribute("aria-current") == "page"
+    expect(other.locator("#pooling input[value=max]")).to_be_checked()
+    expect(other.locator("#page-overview")).to_have_attribute("aria-current", "page")
     seen.locator("#page-text").click()
     seen.locator(".token").nth(3).wait_for()
 

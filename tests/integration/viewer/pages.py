@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 import manyheads as mh
 from manyheads.viewer.api import Api
 from manyheads.viewer.server import Server
 from tests.chromium import CHROMIUM, MISSING, wait_until_painted
+from tests.waiting import HANG
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "<script>alert(1)</script>", "&amp;", "dog"]
+
+# What the note below a matrix has when its tiles, numbers, scan, tokens and description have arrived.
+LOADED = "".join(
+    f'[data-{name}="{value}"]'
+    for name, value in {
+        "missing": 0,
+        "unwritten": 0,
+        "complete": "true",
+        "labelled": "true",
+        "described": "true",
+    }.items()
+)
 
 in_a_browser = [
     pytest.mark.full,
@@ -29,6 +43,20 @@ def a_map(t: int, heads: int = 2, mask: mh.Mask | None = None) -> mh.AttentionMa
     return amap.labelled([WORDS[n % len(WORDS)] for n in range(t)])
 
 
+def new_page(browser: Browser, **options: Any) -> Page:
+    """Return a page in a context of its own, which waits until only a hang takes longer."""
+    page = browser.new_page(**options)
+    page.set_default_timeout(1000 * HANG)
+    return page
+
+
+def keep_messages(page: Page) -> None:
+    """Let pages opened from now on show a message until something hides it, not for some seconds."""
+    page.add_init_script(
+        "const start = setTimeout; window.setTimeout = (f, time = 0) => (time < 4000 ? start(f, time) : 0);"
+    )
+
+
 def opened(page: Page, served: list[Server], *maps: mh.AttentionMap, at: str = "") -> str:
     """Open maps at a place in the viewer and return its address without the token."""
     served.append(Server(Api(*maps)))
@@ -38,10 +66,10 @@ def opened(page: Page, served: list[Server], *maps: mh.AttentionMap, at: str = "
 
 
 def loaded(page: Page) -> None:
-    """Wait until every head in view is scanned and drawn."""
+    """Wait until every head in view is scanned and drawn, with all that its layout depends on."""
     wait_until_painted(page)
     panes = page.locator(".pane .note").count()
-    expect(page.locator('.pane .note[data-missing="0"][data-complete="true"]')).to_have_count(panes)
+    expect(page.locator(f".pane .note{LOADED}")).to_have_count(panes)
 
 
 def box_of(canvas: Locator) -> Any:
@@ -52,6 +80,11 @@ def box_of(canvas: Locator) -> Any:
 
 def weight(element: Locator) -> float:
     return float(element.get_attribute("data-weight") or "nan")
+
+
+def has_in_url(page: Page, part: str) -> None:
+    """Wait until the page's address has a part, a regular expression."""
+    expect(page).to_have_url(re.compile(part))
 
 
 def pair(reading: Locator) -> tuple[int, int]:
@@ -70,6 +103,7 @@ def hover(page: Page, row: float, col: float) -> tuple[int, int]:
     """Point at a place of the visible matrix and return the query and key that the page names."""
     left, above, wide, high = area_of(page.locator("canvas.map").first)
     page.mouse.move(left + col * wide, above + row * high)
+    wait_until_painted(page)
     reading = page.locator(".reading").first
     expect(reading).not_to_have_attribute("data-weight", "")
     return pair(reading)

@@ -10,7 +10,7 @@ import pytest
 from manyheads.viewer.api import Api
 from manyheads.viewer.server import Server
 from tests.firefox import FIREFOX, MISSING, Firefox
-from tests.integration.viewer.pages import a_map
+from tests.integration.viewer.pages import LOADED, a_map
 
 pytestmark = [
     pytest.mark.full,
@@ -18,9 +18,8 @@ pytestmark = [
     pytest.mark.skipif(FIREFOX is None, reason=MISSING),
 ]
 
-LOADED = """(document.querySelectorAll(".note").length > 0
-    && document.querySelectorAll(".note").length
-    === document.querySelectorAll('.note[data-missing="0"][data-complete="true"]').length)"""
+ARE_LOADED = f"""(document.querySelectorAll(".note").length > 0
+    && document.querySelectorAll(".note").length === document.querySelectorAll('.note{LOADED}').length)"""
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +38,9 @@ def test_pages_in_firefox(firefox: Firefox, served: list[Server], tmp_path: Path
     firefox.wait_until("document.querySelector('#page-overview[aria-current=page]') !== null")
     firefox.screenshot(tmp_path / "overview.png")
     firefox.evaluate("location.hash = 'page=head&head=1'")
-    firefox.wait_until(LOADED)
+    firefox.wait_until(ARE_LOADED)
     firefox.press("1")  # single weights
-    firefox.wait_until(f"{LOADED} && document.querySelector('.note').dataset.level === '0'")
+    firefox.wait_until(f"{ARE_LOADED} && document.querySelector('.note').dataset.level === '0'")
     canvas = "document.querySelector('canvas.map')"
     box = firefox.evaluate(f"{canvas}.getBoundingClientRect()")
     left, above, wide, high = map(float, firefox.evaluate(f"{canvas}.dataset.area").split(","))

@@ -14,7 +14,7 @@ import manyheads as mh
 from manyheads.viewer.api import Api
 from manyheads.viewer.export import plan_export
 from manyheads.viewer.server import Server
-from tests.integration.viewer.pages import a_map, in_a_browser, loaded, opened, weight
+from tests.integration.viewer.pages import a_map, has_in_url, in_a_browser, loaded, opened, weight
 
 pytestmark = in_a_browser
 
@@ -67,7 +67,7 @@ def test_lines_are_the_weights_of_the_chosen_heads(page: Page, served: list[Serv
     assert_listed(page, largest(amap[0, :, :, 4], [0, 1, 2]))
     page.locator("select[aria-label='least weight']").select_option("0.5")
     count_lines(page, int((amap[0] >= 0.5).sum()))
-    assert "least=0.5" in page.url
+    has_in_url(page, "least=0.5")
 
 
 def test_heads_are_chosen_by_chips(page: Page, served: list[Server]) -> None:
@@ -79,7 +79,7 @@ def test_heads_are_chosen_by_chips(page: Page, served: list[Server]) -> None:
     count_lines(page, sum(per_head))
     chip.nth(2).click()  # hides it
     count_lines(page, sum(per_head) - per_head[2])
-    assert "heads=0,1,3" in page.url
+    has_in_url(page, "heads=0,1,3")
     chip.nth(1).dblclick()  # shows only this head
     count_lines(page, per_head[1])
     page.wait_for_url(re.compile(r"heads=1(&|$)"))

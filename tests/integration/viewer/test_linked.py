@@ -16,36 +16,35 @@ from manyheads.viewer.server import Server
 from tests.integration.viewer.pages import (
     a_map,
     exact,
+    has_in_url,
     hover,
     in_a_browser,
+    keep_messages,
     loaded,
     opened,
-    pair,
     weight,
 )
 
 pytestmark = in_a_browser
 
 
-def pin_of(page: Page) -> tuple[int, int]:
-    page.wait_for_url(re.compile("pin="))
-    found = re.search(r"pin=(\d+),(\d+)", page.url)
-    assert found is not None
-    return int(found[1]), int(found[2])
+def is_pinned(page: Page, query: int, key: int) -> None:
+    has_in_url(page, rf"pin={query},{key}(&|$)")
 
 
 def test_the_pinned_weight_selects_its_query_in_text_and_lines(page: Page, served: list[Server]) -> None:
     amap = a_map(40, heads=6)
     opened(page, served, amap, at="#page=head&head=5")
     loaded(page)
-    hover(page, 0.7, 0.5)
+    i, j = hover(page, 0.7, 0.5)
     page.mouse.down(), page.mouse.up()
-    i, j = pin_of(page)
+    is_pinned(page, i, j)
     page.keyboard.press("x")
     expect(page.locator("aside.beside")).to_have_attribute("data-token", str(i))
     # The text shows the attention of this head, and all heads are a click away.
     expect(page.locator(".chip[aria-pressed=true]")).to_have_text("5")
     first = page.locator("aside.beside li .value").first
+    expect(first).to_be_visible()
     assert abs(weight(first) - float(amap[0, 5, i].max())) < 1e-6
     page.locator(".chip-all").click()
     mean = float(amap[0, :, i].mean(0).max())
@@ -57,7 +56,7 @@ def test_the_pinned_weight_selects_its_query_in_text_and_lines(page: Page, serve
     expect(page.locator(".column.query li.selected")).to_have_attribute("data-n", str(i))
     page.keyboard.press("h")
     loaded(page)
-    assert pin_of(page) == (i, j)  # nothing else was chosen since
+    is_pinned(page, i, j)  # nothing else was chosen since
 
 
 def test_a_token_of_the_text_is_the_row_of_the_crosshair(page: Page, served: list[Server]) -> None:
@@ -70,7 +69,7 @@ def test_a_token_of_the_text_is_the_row_of_the_crosshair(page: Page, served: lis
     page.wait_for_url(re.compile("token=1500"))
     page.keyboard.press("h")
     best = int(amap[0, 1, 1500].argmax())
-    assert pin_of(page) == (1500, best)
+    is_pinned(page, 1500, best)
     loaded(page)
     assert exact(page) == float(amap[0, 1, 1500, best])
     page.wait_for_url(re.compile(rf"view={best}\.5,1500\.5,"))
@@ -83,12 +82,13 @@ def test_a_key_of_lines_is_the_column_of_the_crosshair(page: Page, served: list[
     page.locator(".column.key li").nth(7).click()
     page.wait_for_url(re.compile("token=7.*side=key"))
     page.keyboard.press("h")
-    assert pin_of(page) == (int(cross[0, 0, :, 7].argmax()), 7)
+    is_pinned(page, int(cross[0, 0, :, 7].argmax()), 7)
     page.keyboard.press("Escape")
+    expect(page).not_to_have_url(re.compile("pin="))
     page.keyboard.press("b")
     page.locator(".column.query li").nth(4).click()
     page.keyboard.press("h")
-    assert pin_of(page) == (4, int(cross[0, 0, 4].argmax()))
+    is_pinned(page, 4, int(cross[0, 0, 4].argmax()))
     page.keyboard.press("b")
     expect(page.locator(".column.query li.selected")).to_have_attribute("data-n", "4")
 
@@ -142,7 +142,7 @@ def test_words_are_found_on_every_page(page: Page, served: list[Server]) -> None
     page.get_by_label("next match").click()
     expect(page.locator(".column.query li.selected")).to_have_attribute("data-n", "1")
     page.locator("#page-head").click()
-    assert pin_of(page)[0] == 1
+    has_in_url(page, "pin=1,")
     page.get_by_label("next match").click()
     page.wait_for_url(re.compile("pin=5,"))
     page.locator("#page-overview").click()
@@ -212,12 +212,13 @@ def test_findings_fly_to_their_weight(page: Page, served: list[Server]) -> None:
     card = page.locator(".finding").first
     expect(card).to_contain_text('the second "train" attends to "w121"')
     card.click()
-    assert pin_of(page) == (350, 121)
+    is_pinned(page, 350, 121)
     page.wait_for_url(re.compile(r"head=1.*view=121\.5,350\.5,"))  # the end of its way
     expect(card).to_have_attribute("aria-current", "true")
     loaded(page)
     page.mouse.move(2, 2)
-    assert pair(page.locator(".reading").first) == (350, 121)
+    expect(page.locator(".reading").first).to_have_attribute("data-query", "350")
+    expect(page.locator(".reading").first).to_have_attribute("data-key", "121")
     assert exact(page) == float(clear[0, 1, 350, 121])
 
 
@@ -257,14 +258,15 @@ def test_escape_closes_what_is_open_before_it_unpins(page: Page, served: list[Se
     page.keyboard.press("Escape")
     expect(page.locator(".drawer")).to_be_hidden()
     expect(page.locator("#pair")).to_be_focused()
-    assert "token=" in page.url or "pin=" in page.url
+    has_in_url(page, "token=|pin=")
     page.keyboard.press("Escape")
     page.wait_for_function("!/token=|pin=/.test(location.hash)")
 
 
 def test_a_message_ends_with_its_page(page: Page, served: list[Server]) -> None:
+    keep_messages(page)
     opened(page, served, a_map(30), at="#page=lines")
     page.keyboard.press("k")  # copy the link
     expect(page.locator(".banner")).to_be_visible()
     page.keyboard.press("x")
-    assert page.locator(".banner").is_hidden()  # at once, not after some seconds
+    expect(page.locator(".banner")).to_be_hidden()

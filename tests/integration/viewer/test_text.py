@@ -13,6 +13,7 @@ from manyheads.viewer.server import Server
 from tests.integration.viewer.pages import (
     a_map,
     box_of,
+    has_in_url,
     hover,
     in_a_browser,
     loaded,
@@ -45,6 +46,7 @@ def test_a_token_is_shown_as_text_and_never_run(page: Page, served: list[Server]
     expect(page.locator(".token[data-token='7']")).to_have_text("<script>alert(1)</script>")
     expect(page.locator(".token[data-token='8']")).to_have_text("&amp;")
     page.keyboard.press("h")
+    has_in_url(page, "pin=")
     loaded(page)
     hover(page, 0.6, 0.5)
 
@@ -81,6 +83,7 @@ def test_the_text_reads_as_it_was_written(page: Page, served: list[Server], them
     weights = [weight(element) for element in page.locator("aside ol").first.locator(".value").all()]
     assert weights == pytest.approx(amap[0, :, place + 1].mean(0).topk(12).values.tolist(), rel=1e-6)
     page.keyboard.press("h")
+    has_in_url(page, "pin=")  # the weight of the selected token
     loaded(page)
     i, j = hover(page, 0.5, 0.4)
     for n in (i, j):

@@ -157,6 +157,7 @@ class App {
   }
 
   show() {
+    if (this.abortController.signal.aborted) return; // removed, such as by a notebook that runs the cell again
     if (this.root.matches(":focus-within")) this.keepFocus();
     sanitize(this.state, this.info);
     const { state, root } = this;
@@ -187,8 +188,8 @@ class App {
   showPage() {
     const { page: name } = this.state;
     if (this.pageName !== name) {
+      if (this.page) this.hideMessage(); // it was about this page
       this.page?.remove();
-      this.hideMessage(); // it was about the page before
       this.body.replaceChildren();
       this.tools.replaceChildren();
       this.page = PAGES[name].open(this.body, this, this.tools);
@@ -338,8 +339,9 @@ class App {
     if (isShown && !this.banner.classList.contains("bad")) this.banner.hidden = true;
   }
 
-  // Show an error until it is dismissed.
+  // Show an error until it is dismissed. A request that was cancelled isn't an error.
   showError(error) {
+    if (error.name === "AbortError") return;
     if (!(error instanceof ViewerError)) console.error(error);
     this.writeBanner(error.message, true);
   }

@@ -38,7 +38,7 @@ class Drawer {
 
   // Show the state, which may have changed.
   update() {
-    if (this.shown) this.panels[this.shown].update().catch((error) => error.name !== "AbortError" && this.app.showError(error));
+    if (this.shown) this.panels[this.shown].update().catch((error) => this.app.showError(error));
   }
 }
 
@@ -98,7 +98,8 @@ class PairPanel {
 
   async update() {
     const { app } = this, { state } = app, { run, layer, head } = state, place = { run, layer, head, batch: app.batchOf(state) };
-    const tokens = await app.tokens(place), cell = state.pin ?? (await deriveCell(app, place, tokens));
+    const update = (this.updating = {}), tokens = await app.tokens(place), cell = state.pin ?? (await deriveCell(app, place, tokens));
+    if (update !== this.updating) return; // the state has changed, and is shown by another update
     const { shape: [, , t, s] } = app.layer(place), pair = cell && cell[0] < t && cell[1] < s ? cell : null;
     const key = JSON.stringify([run, layer, place.batch, pair]);
     if (key === this.key) return;

@@ -34,7 +34,7 @@ class ExactWeights {
       while (this.blocks.size > BLOCKS) this.blocks.delete(this.blocks.keys().next().value);
       this.changed();
     } catch (error) {
-      if (error.name !== "AbortError") this.failed(error);
+      this.failed(error);
     }
   }
 

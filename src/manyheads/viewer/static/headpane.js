@@ -30,7 +30,7 @@ class HeadPane {
   open(place, other = null) {
     this.close();
     Object.assign(this, { place, other, layer: this.app.layer(place) });
-    Object.assign(this, { marginals: null, progress: 0, isComplete: false, known: null, largest: null });
+    Object.assign(this, { marginals: null, progress: 0, isComplete: false, isLabelled: false, isDescribed: Boolean(other), known: null, largest: null });
     this.tokens = new Tokens({ queries: null, keys: null, first: null });
     this.grid = new TileGrid(this.layer, this.app.info.side);
     const changed = () => this.update(), load = (head) => new Tiles(this.app.client, head, this.grid, changed);
@@ -44,6 +44,7 @@ class HeadPane {
     this.app.tokens(place).then((tokens) => {
       if (tiles !== this.tiles) return;
       this.tokens = tokens;
+      this.isLabelled = true;
       this.measure();
       this.showValue();
     });
@@ -102,14 +103,12 @@ class HeadPane {
     this.habit.textContent = this.other ? "colours: blue where the second head has more weight, red where the first has more" : "";
     if (this.other) return;
     const { run, layer, head, batch } = this.place;
-    try {
-      const { patterns } = await this.app.load(`scores/${run}/${layer}/${batch}`);
-      if (tiles !== this.tiles) return;
-      this.habit.textContent = patterns?.[head] ?? "";
-      this.page.layOut(); // the words may need another line
-    } catch {
-      // Without scores, such as in an exported page of a part of a run, there is nothing to say.
-    }
+    // Without scores, such as in an exported page of a part of a run, there is nothing to say.
+    const { patterns } = await this.app.load(`scores/${run}/${layer}/${batch}`).catch(() => ({}));
+    if (tiles !== this.tiles) return;
+    this.habit.textContent = patterns?.[head] ?? "";
+    this.isDescribed = true;
+    this.page.layOut(); // the words may need another line
   }
 
   // -- layout and view ----------------------------------------------------------------------------
@@ -215,7 +214,7 @@ class HeadPane {
     if (!this.other) drawStrips(context, geometry, this.marginals, theme);
     this.paintBar(context, theme, visible.some(([x, y]) => hasMasked(this.tiles.get(level, x, y))));
     this.minimap.draw(geometry, theme, (small, width, height) => this.paintSmall(small, width, height));
-    this.describe(level, found.missing, found.sampled);
+    this.describe(level, found);
   }
 
   paintCells(context, theme, level, visible) {
@@ -234,11 +233,11 @@ class HeadPane {
       if (tile) sampled = Math.max(sampled, tile.sampled);
     }
     this.paintOutline(context, theme, level, visible);
-    this.paintDigits(context, level);
+    const unwritten = this.paintDigits(context, level);
     this.paintExtrapolation(context, theme);
     this.paintCrosshair(context);
     context.restore();
-    return { missing, sampled };
+    return { missing, sampled, unwritten };
   }
 
   // Paint a tile, or the same part of a coarser tile until it is loaded; return the tile that was painted, or null.
@@ -323,25 +322,28 @@ class HeadPane {
     }
   }
 
-  // Draw the weights as numbers if they fit into their cells.
+  // Draw the weights as numbers if they fit into their cells; return how many of them aren't loaded.
   paintDigits(context, level) {
     const { geometry } = this, { x: dx, y: dy, k, v, queries, keys } = geometry, { scale } = this.app.state;
-    if (level || k < 44 || v < 14) return;
+    if (level || k < 44 || v < 14) return 0;
     const hasExact = !(this.app.client instanceof PageClient), digits = k < 60 ? 2 : 3;
     if (hasExact) for (const weights of this.exact) weights.request(queries, keys);
     context.font = `${k < 60 ? 11 : 13}px system-ui, sans-serif`;
     context.textAlign = "center";
     context.textBaseline = "middle";
+    let unwritten = 0;
     for (let i = queries[0]; i < queries[1]; i++) {
       for (let j = keys[0]; j < keys[1]; j++) {
         if (!geometry.hasInView([i, j])) continue; // a number that is cut reads as another one
         const [weight, isExact] = hasExact ? [this.exactWeight([i, j]), true] : this.tileWeight([i, j]);
+        if (weight === undefined) unwritten++;
         if (weight === undefined || weight !== weight) continue;
         context.fillStyle = this.colors.textColor(this.colors.place(weight, this.top, scale));
         const text = this.other ? number(weight, 2) : formatCell(weight, digits, isExact);
         context.fillText(text, dx + k * (j + 0.5), dy + v * (i + 0.5), k - 4);
       }
     }
+    return unwritten;
   }
 
   // A single weight, or the difference of both heads' weights: exact, undefined until it is loaded.
@@ -429,7 +431,8 @@ class HeadPane {
 
   // -- text ---------------------------------------------------------------------------------------
 
-  describe(level, missing, sampled) {
+  // found: how many tiles and numbers are missing, and from one query in how many the tiles are estimated.
+  describe(level, { missing, sampled, unwritten }) {
     const [rows, cols] = this.grid.cell(level), parts = [], way = this.app.state.pooling === "mean" ? "mean" : "largest";
     const whose = this.other ? `difference of the ${way} weights` : way;
     parts.push(level ? `pooled: each cell shows the ${whose} of ${count(rows)} × ${count(cols)} weights` : "single weights");
@@ -450,7 +453,8 @@ class HeadPane {
     this.progressBar.value = this.progress;
     this.progressBar.hidden = this.isComplete;
     const { queries, keys } = this.geometry;
-    Object.assign(this.note.dataset, { level, missing, sampled, complete: this.isComplete, top: this.top, queries: queries.join(), keys: keys.join() });
+    Object.assign(this.note.dataset, { level, missing, unwritten, sampled, complete: this.isComplete, labelled: this.isLabelled, described: this.isDescribed });
+    Object.assign(this.note.dataset, { top: this.top, queries: queries.join(), keys: keys.join() });
   }
 
   // The name of a token, or of the tokens from n to last. offset: the position of token 0, null if tokens have no labels.
@@ -470,6 +474,7 @@ class HeadPane {
   // Show the value under the crosshair. A pinned weight is shown itself at every zoom, and a cell under the pointer as it is pooled.
   // Of a single weight, the tile's number is shown first, rounded to float16, and then the exact one.
   async showValue() {
+    const request = (this.request = {}); // a response to an earlier request is of no use any more
     if (!this.tiles || !this.cell) {
       this.reading.replaceChildren("Hover over a weight; click to pin it.");
       this.reading.title = "";
@@ -477,7 +482,7 @@ class HeadPane {
       return;
     }
     const { cell, level, grid } = this, [i, j] = cell, [rows, cols] = grid.cell(level), addresses = this.addresses(cell);
-    const isPin = !this.app.hovered && !this.layer.finest, request = (this.request = {});
+    const isPin = !this.app.hovered && !this.layer.finest;
     if ((isPin || !level) && this.known?.address === addresses[0]) return this.writeValue([i, i], [j, j], this.known.weights, this.known.isExact);
     const { weights, isExact } = this.readTiles(level, cell);
     if (level && !isPin) {
@@ -495,7 +500,7 @@ class HeadPane {
       this.known = known;
       this.writeValue([i, i], [j, j], known.weights, known.isExact);
     } catch (error) {
-      this.app.showError(error);
+      if (request === this.request) this.app.showError(error);
     }
   }
 

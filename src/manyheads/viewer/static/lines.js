@@ -28,16 +28,22 @@ class LinesPage {
   }
 
   remove() {
-    this.place = null; // what `open` waits for is of no use any more
-    this.request?.abort(), this.resizing.disconnect(), this.element.remove();
+    this.opening = null;
+    this.cancel(), this.resizing.disconnect(), this.element.remove();
+    cancelAnimationFrame(this.drawing);
+  }
+
+  // Cancel the request. Its response may still arrive: an exported page reads its own data to the end.
+  cancel() {
+    this.request?.abort();
+    this.request = null;
   }
 
   async open() {
-    const { state } = this.app, place = (this.place = { ...state, batch: this.app.batchOf(state) });
-    this.layer = this.app.layer(place);
+    const { state } = this.app, place = (this.opening = { ...state, batch: this.app.batchOf(state) });
     const tokens = await this.app.tokens(place);
-    if (this.place !== place) return;
-    this.tokens = tokens;
+    if (this.opening !== place) return; // another place was opened, or the page was removed
+    Object.assign(this, { place, tokens, layer: this.app.layer(place) });
     deriveToken(state, tokens);
     this.chips.update(this.layer);
     this.choose();
@@ -224,10 +230,11 @@ class LinesPage {
 
   // Request the blocks of the chosen heads that aren't loaded, several heads at a time, and draw them as they arrive.
   async load() {
-    this.request?.abort();
+    this.cancel();
     if (this.layer.finest) return (this.note.textContent = pooledFile(this.layer));
     const request = (this.request = new AbortController()), { run, layer, batch } = this.place, { rows, cols, key } = this;
     const missing = this.heads.filter((head) => !this.blocks.has(head));
+    this.draw(); // without the lines of another span
     const together = Math.max(1, Math.floor(this.app.info.block_weights / (rows.length * cols.length)));
     try {
       for (let n = 0; n < missing.length; n += together) {
@@ -239,9 +246,8 @@ class LinesPage {
         for (const [m, head] of heads.entries()) this.blocks.set(head, numbers.subarray(m * size, (m + 1) * size));
         this.draw();
       }
-      this.draw();
     } catch (error) {
-      if (error.name !== "AbortError") this.app.showError(error);
+      this.app.showError(error);
     }
   }
 

@@ -191,11 +191,13 @@ class Overview {
     if (!layer.has_weights || cell.pixels >= pixels) return;
     cell.pixels = pixels;
     try {
-      cell.thumbnail = await this.thumbnails.get(cell.place, layer.shape, pixels);
+      const thumbnail = await this.thumbnails.get(cell.place, layer.shape, pixels);
+      if (cell.pixels !== pixels) return; // a larger one was requested meanwhile
+      cell.thumbnail = thumbnail;
       this.redraw();
     } catch (error) {
-      cell.pixels = 0;
-      if (error.name !== "AbortError") this.app.showError(error);
+      if (cell.pixels === pixels) cell.pixels = 0;
+      this.app.showError(error);
     }
   }
 

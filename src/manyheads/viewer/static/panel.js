@@ -75,6 +75,7 @@ class SidePanel {
       const [profile, steps] = await Promise.all([
         isNewRow ? json(client, rowAddress, signal) : this.profile,
         canExplain ? json(client, pairAddress, signal) : null,
+        this.app.tokens(this.pane.place), // the pane has them too by now, so that keys and queries are named
       ]);
       if (signal.aborted) return;
       Object.assign(this, { profile, steps });

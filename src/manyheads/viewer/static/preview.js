@@ -44,7 +44,7 @@ class Preview {
       this.thumbnail = thumbnail;
       this.draw();
     } catch (error) {
-      if (error.name !== "AbortError") this.app.showError(error);
+      this.app.showError(error);
     }
   }
 

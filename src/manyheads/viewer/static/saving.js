@@ -42,9 +42,10 @@ class SaveButtons {
 
 // Save the panes of a page side by side as one PNG, when all of their tiles are loaded and exact.
 async function savePng(page) {
-  const { app, panes } = page;
-  if (!panes.length) return;
+  const { app } = page;
   await waitForTiles(page);
+  const { panes } = page, name = fileName(app);
+  if (!panes.length) return; // the page was left
   const ratio = Math.max(SHARPNESS, window.devicePixelRatio || 1), images = panes.map((pane) => paintImage(pane, ratio));
   const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
   canvas.width = images.reduce((sum, { width }) => sum + width, 0);
@@ -58,24 +59,24 @@ async function savePng(page) {
   }
   const blob = await new Promise((resolve) => canvas.toBlob(resolve));
   if (!blob) throw new ViewerError("The picture is too large for this browser. Make the window smaller.");
-  download(blob, `${fileName(app)}.png`);
+  download(blob, `${name}.png`);
 }
 
 // Save the queries and keys in view as an SVG or PDF file.
 async function saveFigure(page, format) {
   const { app } = page, [pane] = page.panes, { run, layer, head, batch } = pane.place, { queries, keys } = pane.geometry;
-  const { pooling, scale } = app.state;
+  const { pooling, scale } = app.state, name = fileName(app);
   const message = `Drawing the ${format.toUpperCase()} file …`;
   app.showMessage(message);
   const place = `${run}/${layer}/${head}/${queries.join("/")}/${keys.join("/")}`;
   const bytes = await app.client.bytes(`figure/${place}/${pooling}/${scale}/${format}/${batch}`);
-  download(new Blob([bytes], { type: FIGURES[format] }), `${fileName(app)}.${format}`);
+  download(new Blob([bytes], { type: FIGURES[format] }), `${name}.${format}`);
   app.hideMessage(message);
 }
 
-// Wait until the panes of a page are drawn from tiles that are loaded and exact.
+// Wait until the panes of a page are drawn from tiles that are loaded and exact, with the names of tokens, or until the page is left.
 async function waitForTiles(page) {
-  const isWaiting = (pane) => pane.note.dataset.missing !== "0" || pane.note.dataset.complete !== "true";
+  const isWaiting = ({ note: { dataset } }) => dataset.missing !== "0" || dataset.complete !== "true" || dataset.labelled !== "true";
   for (let n = 0; page.panes.length; n++) {
     await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve))); // a change of view is painted
     const waiting = page.panes.find(isWaiting);

@@ -70,12 +70,19 @@ class Search {
     else this.app.show();
   }
 
+  // The layer and the sequence that are shown.
+  place() {
+    const { state } = this.app;
+    return { run: state.run, layer: state.layer, batch: this.app.batchOf(state) };
+  }
+
   // Find the places in the text of the layer that is shown.
   async refresh() {
     clearTimeout(this.waiting);
-    const { app } = this, { state } = app, place = { run: state.run, layer: state.layer, batch: app.batchOf(state) }, key = JSON.stringify(place);
+    const { app } = this, place = this.place(), key = JSON.stringify(place);
     if (key !== this.key) {
       const tokens = await app.tokens(place);
+      if (key !== JSON.stringify(this.place())) return this.refresh(); // another layer was opened meanwhile
       Object.assign(this, { key, tokens, text: new SearchedText(tokens) });
     }
     this.places = this.text.find(this.input.value);

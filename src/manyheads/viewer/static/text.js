@@ -21,11 +21,10 @@ class TextPage {
   }
 
   async open() {
-    const { state } = this.app, place = (this.place = { ...state, batch: this.app.batchOf(state) });
-    const layer = (this.layer = this.app.layer(place));
-    const tokens = await this.app.tokens(place);
-    if (this.place !== place) return;
-    this.tokens = tokens;
+    const { state } = this.app, place = (this.opening = { ...state, batch: this.app.batchOf(state) });
+    const tokens = await this.app.tokens(place), layer = this.app.layer(place);
+    if (this.opening !== place) return; // another place was opened, or the page was removed
+    Object.assign(this, { place, layer, tokens });
     const [, , , s] = layer.shape;
     this.names = this.tokens.keys ?? Array.from({ length: s }, (_, n) => count(n));
     deriveToken(state, this.tokens);
@@ -48,8 +47,14 @@ class TextPage {
   }
 
   remove() {
-    this.place = null; // what `open` waits for is of no use any more
-    this.request?.abort(), this.element.remove();
+    this.opening = null;
+    this.cancel(), this.element.remove();
+  }
+
+  // Cancel the request. Its response may still arrive: an exported page reads its own data to the end.
+  cancel() {
+    this.request?.abort();
+    this.request = null;
   }
 
   pressKey({ key }) {
@@ -62,6 +67,7 @@ class TextPage {
 
   // Select the next or previous token, or the one that is shown if none is selected.
   move(by) {
+    if (!this.tokens) return;
     const token = this.selected;
     this.choose(token === null ? Number(this.aside.dataset.token ?? 0) : Math.max(0, Math.min(this.names.length - 1, token + by)));
   }
@@ -139,8 +145,8 @@ class TextPage {
 
   // Request and show the weights of a token, as a query and as a key.
   async select(token) {
-    this.request?.abort();
-    if (!this.place) return; // removed; browsers may send a pointer's last events afterwards
+    this.cancel();
+    if (this.place !== this.opening) return; // another place is loading, or the page was removed: events of its elements may follow
     if (this.layer.finest) return this.showPooled(token);
     if (this.aside.dataset.token === undefined) this.aside.replaceChildren(make("p", { class: "muted" }, "Loading …"));
     const request = (this.request = new AbortController()), { run, layer, batch } = this.place, { heads } = this.app.state;
@@ -151,7 +157,7 @@ class TextPage {
         first !== null && query >= 0 && query < t ? fetchLine("row", query) : null, fetchLine("column", token)]);
       if (request === this.request) this.show(token, row, column, first);
     } catch (error) {
-      if (error.name !== "AbortError") this.app.showError(error);
+      this.app.showError(error);
     }
   }
 

@@ -13,6 +13,7 @@ class Tiles {
     this.wanted = [];
     this.failed = null;
     this.retrying = null;
+    this.isScanned = false;
   }
 
   address(place) {
@@ -46,10 +47,12 @@ class Tiles {
   }
 
   async fetch(place) {
-    const control = new AbortController();
+    const control = new AbortController(), { isScanned } = this;
     this.loading.set(place, control);
     try {
-      this.ready.set(place, decode(await this.client.bytes(this.address(place), control.signal)));
+      const tile = decode(await this.client.bytes(this.address(place), control.signal));
+      const isOutdated = tile.sampled > 1 && isScanned !== this.isScanned; // it is requested again
+      if (!isOutdated) this.ready.set(place, tile);
       this.failed = null;
       while (this.ready.size > CACHED) this.ready.delete(this.ready.keys().next().value);
     } catch (error) {
@@ -69,6 +72,7 @@ class Tiles {
 
   // Remove the tiles that were estimated before the scan was complete.
   removeSampled() {
+    this.isScanned = true; // also those that are being loaded are of no use
     for (const [place, tile] of this.ready) if (tile.sampled > 1) this.ready.delete(place);
     this.changed();
   }
