@@ -351,6 +351,7 @@ def large_map() -> mh.AttentionMap:
 
 
 @pytest.mark.full
+@pytest.mark.flaky(reruns=1)
 def test_viewers_in_jupyterlab_read_weights_take_keys_and_follow_the_theme(book: Book) -> None:
     small, large = book.output(0).frame_locator("iframe"), book.output(1).locator(".manyheads")
     other, seen = book.output(3).locator(".manyheads"), book.output(2).frame_locator("iframe")

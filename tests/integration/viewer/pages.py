@@ -31,6 +31,7 @@ LOADED = "".join(
 
 in_a_browser = [
     pytest.mark.full,
+    pytest.mark.flaky(reruns=1),
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(CHROMIUM is None, reason=MISSING),
 ]

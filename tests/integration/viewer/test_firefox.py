@@ -14,6 +14,7 @@ from tests.integration.viewer.pages import LOADED, a_map
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.flaky(reruns=1),
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(FIREFOX is None, reason=MISSING),
 ]
