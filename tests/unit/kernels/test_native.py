@@ -225,8 +225,8 @@ for dtype, size in t.HUGE:
     python(code, **emulated)
 
 
-# A library that only says what the processor has: tiles, which Linux doesn't permit this process to use, and pairs of
-# bfloat16 that are slow or fast.
+# A library that only says what the processor has: tiles, which Linux doesn't permit this process to use, and
+# pairs of bfloat16 that are slow or fast.
 PROCESSOR = """
 extern "C" {
 long manyheads_interface() { return %dL; }
