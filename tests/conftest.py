@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from io import BytesIO, TextIOWrapper
-from itertools import groupby
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,10 +49,12 @@ def settings_of(item: Any) -> set[Any]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Mark as `full` what the everyday tier leaves out of a test marked `sampled`.
+    """Mark as `full` or `exhaustive` what the everyday tier leaves out of a test marked `sampled`.
 
     It runs with few of the parameters, in which every value of each occurs, chosen greedily: the same ones
     in every run. `sampled("kernel")` does so for each kernel, `sampled(kernel="auto")` for that one alone.
+    Of the others, `full` are some in which every pair of values of two parameters occurs; all of a test
+    with one parameter.
     """
     for _, group in groupby(items, lambda item: item.nodeid.partition("[")[0]):
         settings = {}
@@ -65,8 +68,13 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         while left:
             best = max(settings, key=lambda item: len(settings[item] & left))  # the first among equals
             left -= settings.pop(best)
-        for item in settings:
-            item.add_marker("full")
+        paired: set[Any] = set()
+        for item in random.Random(0).sample(list(settings), len(settings)):
+            pairs = {
+                pair for pair in combinations(sorted(settings[item], key=repr), 2) if pair[0][1] != pair[1][1]
+            }
+            item.add_marker("exhaustive" if pairs and pairs <= paired else "full")
+            paired |= pairs
 
 
 @pytest.fixture(autouse=True)
