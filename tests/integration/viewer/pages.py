@@ -73,6 +73,13 @@ def loaded(page: Page) -> None:
     expect(page.locator(f".pane .note{LOADED}")).to_have_count(panes)
 
 
+def token_shown(page: Page, n: int) -> None:
+    """Wait until Text or Lines list the weights of a token."""
+    aside = page.locator("aside.beside")
+    expect(aside).to_have_attribute("data-token", re.compile(rf"\b{n}$"))
+    expect(aside.locator("li .value").first).to_be_visible()
+
+
 def box_of(canvas: Locator) -> Any:
     box = canvas.bounding_box()
     assert box is not None

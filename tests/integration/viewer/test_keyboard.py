@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from playwright.sync_api import Page, expect
 
@@ -16,6 +14,7 @@ from tests.integration.viewer.pages import (
     loaded,
     opened,
     pair,
+    token_shown,
     weight,
 )
 
@@ -146,7 +145,7 @@ def test_focus_is_visible_and_never_trapped(page: Page, served: list[Server], na
     opened(page, served, a_map(7), at=f"#page={name}")
     loaded(page)
     if "token=" in name:
-        expect(page.locator("aside.beside")).to_have_attribute("data-token", re.compile("3$"))
+        token_shown(page, 3)
     page.locator("#page-overview").focus()  # the first element
     numbers = [page.evaluate(FOCUSED)["number"]]
     for _ in range(150):

@@ -20,6 +20,7 @@ from tests.integration.viewer.pages import (
     loaded,
     opened,
     pair,
+    token_shown,
     weight,
 )
 from tests.waiting import HANG
@@ -125,6 +126,8 @@ def test_a_tap_selects_a_token(phone: Page, served: list[Server]) -> None:
 def test_a_page_is_as_wide_as_the_phone(phone: Page, served: list[Server], name: str) -> None:
     opened(phone, served, a_map(200, heads=12), at=f"#page={name}")
     loaded(phone)
+    if "token=" in name:
+        token_shown(phone, 3)
     widths = [
         phone.evaluate(f"() => {element}.scrollWidth")
         for element in ("document.documentElement", "document.querySelector('main')")
