@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.napoleon",  # docstrings in Google's style
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "live",  # pages of the viewer; docs/live.py
 ]
 exclude_patterns = ["lessons/exercises", "lessons/solutions"]
 nitpicky = False  # docstrings name types of PyTorch, whose inventory isn't read: a build needs no network
@@ -48,6 +49,8 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = "manyheads"
 html_favicon = "../src/manyheads/viewer/static/icon.svg"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_show_copyright = False
 html_theme_options = {"sidebar_hide_name": False, "navigation_with_keys": True}
