@@ -1,9 +1,9 @@
 """Builds the native kernel, once for each vector width and once for float64, into one library that links
 to nothing of PyTorch, and puts the lessons into the package.
 
-All else is in pyproject.toml. A wider build that the compiler can't make is left out. Where there is no C++
-compiler, or it fails at what every processor needs, the installation goes on without the kernel. The reasons
-stand beside the library or in its place; `manyheads kernels` prints them.
+All else is in pyproject.toml. A build for a vector width that the compiler doesn't support is left out. If
+there is no C++ compiler, or the portable build fails, manyheads is installed without the kernel. The reasons
+are written to native.log beside the library; `manyheads kernels` prints them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ EMULATE = "-DEMULATE_TILES"  # tiles are plain loops
 EMULATED = {"float64": BUILDS["float64"], "portable": [], "amx": [*AVX2, EMULATE, "-Wno-psabi"]}
 
 NEEDED = ("float64", "portable")
-UNTOLD = ("ld returned", "linker command failed")  # what a compiler ends with when it has said why above
+SUMMARIES = (
+    "ld returned",
+    "linker command failed",
+)  # the last lines of a linker, which don't say why it failed
 
 
-def words(variable: str, usual: str = "") -> list[str]:
-    """An environment variable as the parts of a command."""
+def split_variable(variable: str, usual: str = "") -> list[str]:
+    """Return the parts of a command in an environment variable."""
     given = os.environ.get(variable, "").strip() or usual
     try:
         return shlex.split(given)
@@ -53,9 +56,9 @@ def words(variable: str, usual: str = "") -> list[str]:
         ) from None
 
 
-def told(output: str) -> str:
-    """The line of a compiler's output that says why it failed."""
-    lines = [line.strip() for line in output.splitlines() if not any(end in line for end in UNTOLD)]
+def find_error(output: str) -> str:
+    """Return the line of a compiler's output that says why it failed."""
+    lines = [line.strip() for line in output.splitlines() if not any(end in line for end in SUMMARIES)]
     for word in ("error", "cannot"):
         for line in lines:
             if word in line.lower():
@@ -64,11 +67,11 @@ def told(output: str) -> str:
 
 
 def compile_to(library: Path, work: Path) -> dict[str, str]:
-    """The library from its sources; why builds were left out of it. RuntimeError: why there is none."""
+    """Build the library; return why builds were left out of it. A RuntimeError says why there is none."""
     if sys.platform == "win32":
         raise RuntimeError("it isn't built on Windows yet")
-    compiler = words("CXX", "c++")
-    extra = words("MANYHEADS_CXXFLAGS")  # sanitizers, say
+    compiler = split_variable("CXX", "c++")
+    extra = split_variable("MANYHEADS_CXXFLAGS")  # sanitizers, say
     emulated = os.environ.get("MANYHEADS_TILES") == "emulated"  # to test that build on other processors
     work.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +94,9 @@ def compile_to(library: Path, work: Path) -> dict[str, str]:
                 "install manyheads again where there is one, or with another in the environment variable CXX"
             ) from None
         if done.returncode:
+            reason = find_error(done.stderr or done.stdout)
             raise RuntimeError(
-                f"the C++ compiler {name} ended with {done.returncode} ({told(done.stderr or done.stdout)}): "
+                f"the C++ compiler {name} ended with {done.returncode} ({reason}): "
                 "install manyheads again with another in the environment variable CXX"
             )
 

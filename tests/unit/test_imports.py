@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -181,6 +182,43 @@ def test_importing_manyheads_is_light() -> None:
         assert not any(module == name or module.startswith(name + ".") for module in loaded), name
     names = {entry(module) for module in loaded if module.startswith("manyheads.")}
     assert not names & set(ORDER[ORDER.index("observe") + 1 :])
+
+
+COMMANDS_ONLY = ("rich", "typer", "tokenizers", "matplotlib", "psutil", "cachetools")
+
+CORE = """
+import sys
+for name in sys.argv[1:]:
+    sys.modules[name] = None  # importing it raises ImportError
+import torch
+from manyheads import *
+x = torch.randn(1, 2, 40, 8)
+out, amap = attention_with_map(x, x, x, mask=Causal() & Window(left=9), statistics={"entropy": ()})
+torch.testing.assert_close(attention(x, x, x, mask=Causal() & Window(left=9)), out)
+explain(x, x, x)
+amap[0, 1, -1], amap.entropy(), amap.received(), amap.pooled(4, 4)
+measures.previous_token(amap), measures.rollout([amap], rows=-1)
+layer, tokens = MultiHeadAttention(16, 2, position=Rotary(8)), torch.randn(1, 5, 16)
+layer(tokens, mask=Causal()).sum().backward()
+with observe(layer) as recording:
+    layer(tokens)
+with torch.no_grad():
+    layer(tokens, cache=Cache())
+recording.save(sys.argv[0] + ".safetensors")
+print(len(open_run(sys.argv[0] + ".safetensors")), recording[0][0, 0].sum().round())
+"""
+
+
+def test_the_core_needs_torch_numpy_and_safetensors_only(tmp_path: Path) -> None:
+    """In a process in which the packages of the commands can't be imported."""
+    script = tmp_path / "core.py"
+    script.write_text(CORE)
+    code, printed, errors = python(str(script), *COMMANDS_ONLY)
+    assert (code, errors) == (0, "")
+    assert printed.endswith("\n1 tensor(5.)\n")
+    extras = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    needed = {re.split("[>=]", name)[0] for name in extras["dependencies"]}
+    assert needed == {"torch", "numpy", "safetensors", "filelock", *COMMANDS_ONLY}  # torch needs filelock
 
 
 def test_importing_manyheads_imports_no_torch() -> None:

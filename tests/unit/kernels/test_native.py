@@ -450,7 +450,7 @@ def test_why_nothing_was_built(
     ],
 )
 def test_the_line_that_says_why_a_compiler_failed(setup: Any, output: str, line: str) -> None:
-    assert setup["told"](output) == line
+    assert setup["find_error"](output) == line
 
 
 @pytest.mark.full
