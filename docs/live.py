@@ -14,7 +14,7 @@ from __future__ import annotations
 import pydoc
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from docutils import nodes
@@ -64,7 +64,7 @@ class Viewer(SphinxDirective):
 
     required_arguments = 1
     final_argument_whitespace = True
-    option_spec = {"caption": directives.unchanged_required, "height": directives.nonnegative_int}
+    option_spec: ClassVar = {"caption": directives.unchanged_required, "height": directives.nonnegative_int}
 
     def run(self) -> list[nodes.Node]:
         """Return the frame, and under it the caption with a link to the page alone."""
