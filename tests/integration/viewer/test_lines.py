@@ -199,11 +199,55 @@ def test_tokens_read_as_in_the_text(page: Page, served: list[Server]) -> None:
     opened(page, served, amap, at="#page=lines")
     expect(page.locator(".column.key li")).to_have_count(8)
     labels = [item.inner_text() for item in page.locator(".column.key .label").all()]
-    assert labels == ["[CLS]", "The", "sta", "tion", "机", "机", "السلام", "⏎"]
+    assert labels == ["[CLS]", "The", "sta", "tion", "机", "part 2 of 2", "السلام", "⏎"]
+    expect(token(page, "key", 5)).to_have_attribute("title", "part 2 of 2 of “机”")
+    expect(token(page, "key", 5)).to_have_attribute("aria-label", "机, part 2 of 2, 5")
     expect(token(page, "key", 3)).to_have_attribute("title", "a piece of “station”")
     for n, name in ((0, "special"), (3, "joined"), (5, "shared")):
         assert name in (token(page, "query", n).get_attribute("class") or "")
         assert name not in (token(page, "query", 1).get_attribute("class") or "")
+
+
+def test_a_column_that_begins_within_a_character_names_it(page: Page, served: list[Server]) -> None:
+    pieces = tuple(piece for _ in range(20) for piece in ("机", "", "", "x"))
+    opened(page, served, a_map(80).labelled(mh.TokenizedText(pieces)), at="#page=lines&length=25&start=5")
+    expect(page.locator(".column.key li")).to_have_count(25)
+    labels = [item.inner_text() for item in page.locator(".column.key .label").all()]
+    assert labels[:7] == ["机 part 2 of 3", "part 3 of 3", "x", "机", "part 2 of 3", "part 3 of 3", "x"]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_two_of_32_heads_look_alike(page: Page, served: list[Server], theme: str) -> None:
+    """The colour and the dashes of a head are those of its chip, of its swatch and of its line."""
+    amap = a_map(12, heads=32)
+    opened(page, served, amap, at=f"#page=lines&theme={theme}&token=1")
+    count_lines(page, int((amap[0] >= 0.02).sum()))
+    looks = [
+        (chip.evaluate("chip => chip.style.getPropertyValue('--chip')"), dashes(chip))
+        for chip in page.locator(".chip").all()
+    ]
+    assert len(set(looks)) == len(looks) == 32
+    expect(page.locator("aside.beside")).to_have_attribute("data-token", "query 1")
+    for row in page.locator("aside.beside .by-head li:not(.muted)").all():
+        head = int(row.locator(".value").get_attribute("data-head") or -1)
+        assert dashes(row) == looks[head][1]
+    drawn = page.evaluate(
+        """() => {
+            const used = [], { setLineDash } = CanvasRenderingContext2D.prototype;
+            CanvasRenderingContext2D.prototype.setLineDash = function (dashes) {
+              used.push(`${this.strokeStyle} ${dashes.join(" ")}`);
+              setLineDash.call(this, dashes);
+            };
+            document.querySelector(".column.query li:nth-child(5)").focus();
+            return used;
+        }"""
+    )
+    expected = [f"{color} {'' if pattern == 'none' else pattern}" for color, pattern in looks]
+    assert [look.strip() for look in drawn] == [look.strip() for look in expected]
+
+
+def dashes(element: Locator) -> str:
+    return element.locator(".line-sample line").get_attribute("stroke-dasharray") or ""
 
 
 @pytest.mark.parametrize("folder", [False, True])

@@ -1,13 +1,28 @@
-// The heads that the pages Text and Lines show: a row of chips to choose them, and their colours.
+// The heads that the pages Text and Lines show: a row of chips to choose them, and the colours and dashes of their lines.
 
 // Colours that differ for people with every kind of colour vision (after Okabe and Ito), by theme. Heads beyond the last one begin
-// again with the first.
+// again with the first, in other dashes.
 const HEAD_COLORS = {
   light: ["#0072b2", "#d55e00", "#009e73", "#b0558a", "#c98a00", "#3d9bd1", "#5f5f5f"],
   dark: ["#5aa9f0", "#ff8a3d", "#2fcf9f", "#e79ac6", "#f2bd3d", "#a6dcff", "#c4c4c4"],
 };
+const HEAD_DASHES = [[], [8, 4], [2, 3], [9, 3, 2, 3], [2, 8]]; // pixels of lines and gaps; with the colours, for 35 heads
+const SAMPLE = 22; // pixels: the length of a sample of a line
 
 const headColor = (theme, head) => HEAD_COLORS[theme][head % HEAD_COLORS[theme].length];
+const headDashes = (head) => HEAD_DASHES[Math.floor(head / HEAD_COLORS.light.length) % HEAD_DASHES.length];
+
+// A short line with the dashes of a head, in the colour of the text around it.
+function lineSample(head) {
+  const create = (name, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    return element;
+  };
+  const svg = create("svg", { class: "line-sample", width: SAMPLE, height: 4, "aria-hidden": "true" });
+  svg.append(create("line", { x1: 0, y1: 2, x2: SAMPLE, y2: 2, "stroke-dasharray": headDashes(head).join(" ") || "none" }));
+  return svg;
+}
 
 // The heads that a state chooses, as indices.
 function chosenHeads(heads, size) {
@@ -22,7 +37,7 @@ function formatHeads(chosen, size) {
 }
 
 class HeadChips {
-  // label: what the heads are chosen for. colored: show the colour of each head.
+  // label: what the heads are chosen for. colored: show the colour and dashes of each head.
   constructor(app, label, colored) {
     this.app = app, this.colored = colored;
     this.chips = make("span", { class: "chip-list" });
@@ -54,7 +69,7 @@ class HeadChips {
       title: `head ${name}: click to show or hide it, double-click or alt-click to show only this one`,
       onclick: (event) => (event.altKey ? this.choose(String(head)) : toggle(head)),
       ondblclick: () => this.choose(String(head)),
-    }, String(name))));
+    }, String(name), this.colored ? lineSample(head) : "")));
   }
 
   choose(heads) {

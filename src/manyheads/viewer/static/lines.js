@@ -1,5 +1,5 @@
 // The page of lines: the tokens of a span in two columns, queries at the left and keys at the right, and a line for each weight of
-// the chosen heads, in the colour of its head. The token under the pointer, else the selected one, shows only its own lines.
+// the chosen heads, in the colour and dashes of its head. The token under the pointer, else the selected one, shows only its own lines.
 
 const SPANS = [25, 50, 100, 200, 300, 400]; // numbers of tokens to choose from
 const SPAN = 50; // the default
@@ -142,14 +142,25 @@ class LinesPage {
     list.replaceChildren(...Array.from({ length: range.length }, (_, row) => {
       const n = range.start + row, position = offset === null ? null : n + offset;
       const item = make("li", { role: "option", "data-n": n, tabindex: row ? -1 : 0, "aria-selected": "false" });
-      item.append(make("bdi", { class: "label" }, name ? name(n).replaceAll("\n", "⏎") : `${list.dataset.side} ${count(n)}`), make("small", {}, count(position ?? n)));
+      const label = make("bdi", { class: "label" }, name ? name(n).replaceAll("\n", "⏎") : `${list.dataset.side} ${count(n)}`);
+      item.append(label, make("small", {}, count(position ?? n)));
       if (position === null || tokens.pieces === null) return item;
       const word = tokens.whole(position);
       item.title = word === null ? "" : `a piece of “${word}”`;
-      item.classList.toggle("special", tokens.special.has(position)), item.classList.toggle("shared", tokens.shared.has(position));
+      item.classList.toggle("special", tokens.special.has(position));
       item.classList.toggle("joined", row > 0 && (tokens.joined.has(position) || tokens.shared.has(position)));
+      if (tokens.shared.has(position)) this.markPart(item, label, position, row);
       return item;
     }));
+  }
+
+  // Mark a token that continues the characters of the one before: they are written once, at the first token in the column.
+  markPart(item, label, position, row) {
+    const [start, stop] = this.tokens.unit(position), part = `part ${position - start + 1} of ${stop - start}`;
+    item.classList.add("shared");
+    item.title = `${part} of “${label.textContent}”`;
+    item.setAttribute("aria-label", `${label.textContent}, ${part}, ${count(position)}`);
+    label.textContent = row ? part : `${label.textContent} ${part}`;
   }
 
   // Mark the words that were searched for.
@@ -309,6 +320,7 @@ class LinesPage {
         path.moveTo(0, i * row + shift), path.lineTo(wide, j * row + shift);
       }
       context.strokeStyle = headColor(theme, head);
+      context.setLineDash(headDashes(head));
       for (const [n, path] of paths.entries()) {
         const strength = ((n + 0.5) / STRENGTHS) ** 2; // the weight in the middle of these
         context.globalAlpha = 0.12 + 0.83 * Math.sqrt(strength), context.lineWidth = 0.6 + 2.6 * strength;
@@ -356,7 +368,7 @@ class LinesPage {
     this.aside.dataset.token = token ? `${token.side} ${token.n}` : "";
     if (!token) {
       this.aside.replaceChildren(
-        make("p", {}, "Each line is a weight: from a query at the left to a key at the right, in the colour of its head. Wider and darker lines are larger weights."),
+        make("p", {}, "Each line is a weight: from a query at the left to a key at the right, in the colour and dashes of its head. Wider and darker lines are larger weights."),
         make("p", { class: "muted" }, "Point at a token to see only its lines, click to keep them. Shift and click on a token of the other column selects a pair."));
       return;
     }
@@ -367,8 +379,8 @@ class LinesPage {
     };
     const other = token.side === "query" ? "key" : "query", { start } = other === "key" ? this.cols : this.rows;
     const rows = weights.slice(0, LISTED).map(([head, m, weight]) => {
-      const swatch = make("i", { class: "swatch" });
-      swatch.style.background = headColor(theme, head);
+      const swatch = make("span", { class: "swatch" }, lineSample(head));
+      swatch.style.color = headColor(theme, head);
       return make("li", {}, make("span", { class: "of-head", title: `head ${this.layer.heads[head]}` }, swatch, String(this.layer.heads[head])),
         make("span", { class: "name" }, ...named(other, start + m, 18)), make("span", { class: "value", "data-weight": weight, "data-head": head, "data-n": start + m }, format(weight, 4)));
     });
