@@ -16,7 +16,7 @@
     profile/RUN/LAYER/HEAD/I/BATCH           a query's weights pooled to a chart, and the largest, JSON
     explain/RUN/LAYER/HEAD/I/J/BATCH         the steps from q·k to a weight, JSON (see explain.py)
     largest/RUN/LAYER/HEAD/RANK/BATCH        the weight with RANK larger ones in its head: "query", "key" and
-                                             "weight", null if there is none or the scan isn't complete; JSON
+                                             "weight", null if there is none or before a "complete" scan; JSON
     block/RUN/LAYER/HEADS/I0/I1/J0/J1/BATCH  the weights of heads ("0,3" or "all") from query I0 to before I1
                                              and from key J0 to before J1, at most `BLOCK_WEIGHTS`, binary
     heads/RUN/LAYER/I/J/BATCH                the weight of every head from query I to key J, in all layers
@@ -230,6 +230,19 @@ def first_position(call: Call, batch: int) -> int | None:
     return offset if isinstance(offset, int) else int(offset[batch])
 
 
+@dataclass
+class _Scan:
+    """A scan that runs.
+
+    Attributes:
+        pyramid: The head. It is kept here, because the cache may evict it meanwhile.
+        requested: The time of the last request for its progress.
+    """
+
+    pyramid: Pyramid
+    requested: float
+
+
 class Api:
     """Respond to the addresses that pages request. One worker computes all responses.
 
@@ -246,13 +259,14 @@ class Api:
         self.runs = [x if isinstance(x, ViewedRun) else ViewedRun.of(x) for x in sources]
         _distinguish(self.runs)
         self.worker = Worker()
-        # With `min`, a pyramid that is larger than the cache can be its only entry.
+        # With `min`, the two heads that a page compares are cached however large they are. Otherwise the scan
+        # of each would evict the other.
         self._pyramids: LRUCache[tuple[int, ...], Pyramid] = LRUCache(
-            PYRAMID_BYTES, lambda pyramid: min(pyramid.nbytes, PYRAMID_BYTES)
+            PYRAMID_BYTES, lambda pyramid: min(pyramid.nbytes, PYRAMID_BYTES / 2)
         )
         self._tiles: LRUCache[tuple[str, ...], bytes] = LRUCache(TILE_BYTES, len)
         self._scores_by_layer: dict[tuple[int, ...], str] = {}  # by run, layer and sequence
-        self._scans: dict[tuple[int, ...], float] = {}  # by head: time of the last request
+        self._scans: dict[tuple[int, ...], _Scan] = {}  # those that run, by head
         self._handlers: dict[str, tuple[Callable[..., Response | Steps], int]] = {
             "runs": (self._runs, URGENT),
             "tokens": (self._tokens, URGENT),
@@ -312,7 +326,8 @@ class Api:
     def _pyramid(self, run: str, number: str, head: str, batch: str) -> Pyramid:
         layer, b = self._layer(run, number, batch)
         key = int(run), int(number), parse_index(head, layer.map.shape[1], "head"), b
-        pyramid = self._pyramids.get(key) or Pyramid(layer.map.only(b, key[2]))
+        scan = self._scans.get(key)
+        pyramid = scan.pyramid if scan else self._pyramids.get(key) or Pyramid(layer.map.only(b, key[2]))
         self._pyramids[key] = pyramid  # stored again, because its size may have changed
         return pyramid
 
@@ -398,24 +413,26 @@ class Api:
     def _scan(self, run: str, layer: str, head: str, batch: str) -> str:
         pyramid = self._pyramid(run, layer, head, batch)
         key = int(run), int(layer), int(head), int(batch)
-        if not pyramid.is_complete:
-            is_running = key in self._scans
-            self._scans[key] = time.monotonic()
-            if not is_running:
-                self.worker.submit(lambda: self._scan_steps(key, pyramid), BACKGROUND)
+        if key in self._scans:
+            self._scans[key].requested = time.monotonic()
+        elif not pyramid.is_complete:
+            self._scans[key] = _Scan(pyramid, time.monotonic())
+            self.worker.submit(lambda: self._scan_steps(key), BACKGROUND)
         return json.dumps({"progress": pyramid.progress, "complete": pyramid.is_complete})
 
-    def _scan_steps(self, key: tuple[int, ...], pyramid: Pyramid) -> Steps:
+    def _scan_steps(self, key: tuple[int, ...]) -> Steps:
         """Scan a head while pages request its progress."""
-        steps = pyramid.scan()
-        while time.monotonic() - self._scans[key] <= SCAN_TIMEOUT:
-            self.runs[key[0]].check_file()
-            if next(steps, None) is None:
-                break
-            yield
-        else:
-            pyramid.progress = 0.0  # the next scan starts over
-        del self._scans[key]
+        scan = self._scans[key]
+        steps = scan.pyramid.scan()
+        try:
+            while time.monotonic() - scan.requested <= SCAN_TIMEOUT:
+                self.runs[key[0]].check_file()
+                if next(steps, None) is None:
+                    return
+                yield
+            scan.pyramid.progress = 0.0  # the next scan starts over
+        finally:
+            del self._scans[key]
 
     def _weight(self, run: str, layer: str, head: str, i: str, j: str, batch: str) -> str:
         pyramid = self._pyramid(run, layer, head, batch)
@@ -433,8 +450,10 @@ class Api:
         return json.dumps(explain_weight(layer.map, b, *(parse_index(*size) for size in sizes)))
 
     def _largest(self, run: str, layer: str, head: str, rank: str, batch: str) -> str:
-        found = self._pyramid(run, layer, head, batch).largest(parse_index(rank, RANKS, "rank"))
-        return json.dumps(dict.fromkeys(Weight._fields) if found is None else found._asdict())
+        pyramid = self._pyramid(run, layer, head, batch)
+        found = pyramid.largest(parse_index(rank, RANKS, "rank"))
+        weight = dict.fromkeys(Weight._fields) if found is None else found._asdict()
+        return json.dumps({**weight, "complete": pyramid.is_complete})
 
     def _line(self, axis: str, run: str, number: str, heads: str, index: str, batch: str) -> str:
         """Return the weights of a query or key, averaged over heads: those around it, and the largest."""

@@ -388,3 +388,22 @@ def test_rulers_and_legend_say_what_is_in_view(
     names = [text for text in texts if text.startswith("\u2068")]
     assert "\u2068cat\u2069 31" in names
     assert all(re.search(r"\d+$", name) for name in names)
+
+
+def test_a_head_that_the_server_evicted_is_scanned_again(page: Page, served: list[Server]) -> None:
+    """The largest weights and the coarse cells of a large head come from its scan."""
+    opened(page, served, a_map(30_000, heads=1), at="#page=head")
+    loaded(page)
+    served[0].api._pyramids.clear()
+    page.keyboard.press("n")
+    expect(page.locator(".banner")).to_contain_text("known when the scan of this head is complete")
+    loaded(page)
+    page.keyboard.press("n")
+    expect(page.locator(".banner")).to_contain_text("The largest weight of this head")
+    page.keyboard.press("0")
+    expect(page.locator(".pane .note")).to_have_attribute("data-level", "6")
+    served[0].api._pyramids.clear()
+    page.keyboard.press("+")
+    expect(page.locator(".pane .note")).to_have_attribute("data-level", "5")
+    loaded(page)
+    expect(page.locator(".pane .note")).to_have_attribute("data-sampled", "1")

@@ -161,7 +161,7 @@ def test_profiles_explanations_and_largest_weights_over_the_api() -> None:
 
     assert fetch("profile/0/0/1/7/1") == profile_row(amap, 1, 1, 7)
     assert fetch("explain/0/0/1/7/3/1") == explain_weight(amap, 1, 1, 7, 3)
-    nothing = {"query": None, "key": None, "weight": None}
+    nothing = {"query": None, "key": None, "weight": None, "complete": False}
     assert fetch("largest/0/0/1/0/1") == nothing
     while not fetch("scan/0/0/1/1")["complete"]:
         pass

@@ -446,16 +446,37 @@ def test_work_that_is_cancelled_between_its_steps_ends() -> None:
 def test_the_caches_keep_the_last_used_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 16 + 2 * 9 * 9  # of a tile, with its header
     monkeypatch.setattr(api_module, "TILE_BYTES", 2 * size)
-    monkeypatch.setattr(api_module, "PYRAMID_BYTES", 1)  # less than one head takes
+    monkeypatch.setattr(api_module, "PYRAMID_BYTES", 1)  # less than a head takes; two are cached nevertheless
     created = []
     monkeypatch.setattr(api_module, "Pyramid", lambda amap: created.append(amap.heads[0]) or Pyramid(amap))
     api = Api(a_map(9, 9, heads=3))
     for head in (0, 1, 0, 2, 0, 1):
         assert len(fetch(api, f"tiles/0/0/{head}/0/0/0/0")) == size
-    assert created == [0, 1, 2, 1]  # 1 was used before 0 when 2 took its place
-    for head in (1, 1, 2, 2):
+    assert created == [0, 1, 2]  # the tile of 1 was evicted by that of 2, the pyramid of 1 wasn't
+    for head in (1, 0, 1, 2, 1, 0):
         fetch(api, f"weight/0/0/{head}/3/3/0")
-    assert created[4:] == [2]  # a head that exceeds the cache is its only entry
+    assert created[3:] == [0, 2, 0]
+    api.close()
+
+
+def test_two_heads_that_exceed_the_cache_are_scanned_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that compares them requests both scans until both are complete."""
+    monkeypatch.setattr(api_module, "PYRAMID_BYTES", 1)
+    scans, scan = [], Pyramid.scan
+    monkeypatch.setattr(Pyramid, "scan", lambda pyramid: scans.append(pyramid.amap.heads[0]) or scan(pyramid))
+    api = Api(a_map(9, 9, heads=3))
+
+    def are_complete(*heads: int) -> bool:
+        return all(fetch(api, f"scan/0/0/{head}/0")["complete"] for head in heads)
+
+    wait_until(lambda: are_complete(0, 1))
+    assert scans == [0, 1]
+    wait_until(lambda: are_complete(2))  # evicts 0
+    nothing = {"query": None, "key": None, "weight": None, "complete": False}
+    assert fetch(api, "largest/0/0/0/0/0") == nothing
+    wait_until(lambda: are_complete(0))
+    assert scans == [0, 1, 2, 0]
+    assert fetch(api, "largest/0/0/0/0/0")["complete"]
     api.close()
 
 

@@ -4,6 +4,7 @@ const PANEL = 330; // pixels: the least width of the side panel
 const BOTH = 1200; // pixels: the least width of the page that has a side panel while the drawer is open
 const FLIGHT = 500; // milliseconds in which the view moves to a finding
 const LEAST_PANE = 420; // pixels: the least width of a pane, whose texts need it
+const SCANNING = "The largest weights are known when the scan of this head is complete.";
 
 class HeadPage {
   constructor(body, app, tools) {
@@ -121,6 +122,11 @@ class HeadPage {
   // -- view ---------------------------------------------------------------------------------------
 
   setView(view) {
+    this.flight = null; // a key or a gesture ends it
+    this.showView(view);
+  }
+
+  showView(view) {
     this.app.state.view = roundView(view);
     for (const pane of this.panes) if (pane.tiles) pane.setView(this.app.state.view);
     this.saveView();
@@ -166,7 +172,7 @@ class HeadPage {
     const step = () => {
       if (this.flight !== flight || !this.panes.length) return;
       const share = duration ? Math.min(1, (performance.now() - start) / duration) : 1, [x, y, wide] = path(d3.easeCubicInOut(share));
-      this.setView({ x, y, n: wide });
+      this.showView({ x, y, n: wide });
       if (share < 1) requestAnimationFrame(step);
       else this.flight = null;
     };
@@ -201,11 +207,12 @@ class HeadPage {
   async moveToNextLargest() {
     const pane = this.panes[0], { place } = pane, { run, layer, head, batch } = place;
     if (pane.other || this.app.client instanceof PageClient) return;
-    if (!pane.isComplete) return this.app.showMessage("The largest weights are known when the scan of this head is complete.");
+    if (!pane.isComplete) return this.app.showMessage(SCANNING);
     const rank = this.rank + 1;
     try {
-      const { query, key, weight } = await json(this.app.client, `largest/${run}/${layer}/${head}/${rank}/${batch}`);
+      const { query, key, weight, complete } = await json(this.app.client, `largest/${run}/${layer}/${head}/${rank}/${batch}`);
       if (pane.place !== place || !pane.tiles) return;
+      if (!complete) return pane.rescan(), this.app.showMessage(SCANNING);
       if (query === null) return this.app.showMessage(`This head has ${plural(rank, "weight")} above 0.`);
       this.rank = rank;
       this.moveTo([query, key]);

@@ -49,7 +49,7 @@ class HeadPane {
       this.showValue();
     });
     this.describeHabit(tiles);
-    this.poll(tiles, [place, other].filter(Boolean));
+    this.poll(tiles);
   }
 
   // The name of a head as elements: its numbers first, then its run if there are several, with the beginning of its text if runs of
@@ -75,8 +75,8 @@ class HeadPane {
   }
 
   // Request the progress of the scans until they are complete.
-  async poll(tiles, places) {
-    const addresses = places.map(({ run, layer, head, batch }) => `${run}/${layer}/${head}/${batch}`);
+  async poll(tiles) {
+    const addresses = [this.place, this.other].filter(Boolean).map(({ run, layer, head, batch }) => `${run}/${layer}/${head}/${batch}`);
     while (tiles === this.tiles) {
       try {
         const scans = await Promise.all(addresses.map((address) => json(this.app.client, `scan/${address}`)));
@@ -96,6 +96,14 @@ class HeadPane {
       this.draw();
       await new Promise((resolve) => setTimeout(resolve, 250));
     }
+  }
+
+  // Scan the head again, because the server has evicted the results of its scan, or because a tile that was requested before the
+  // end of the scan has arrived after it.
+  rescan() {
+    Object.assign(this, { isComplete: false, progress: 0 });
+    this.draw(); // the pane says at once that it is incomplete
+    this.poll(this.tiles);
   }
 
   // Say in words what the head attends to, if its scores are known and high.
@@ -214,6 +222,7 @@ class HeadPane {
     if (!this.other) drawStrips(context, geometry, this.marginals, theme);
     this.paintBar(context, theme, visible.some(([x, y]) => hasMasked(this.tiles.get(level, x, y))));
     this.minimap.draw(geometry, theme, (small, width, height) => this.paintSmall(small, width, height));
+    if (this.isComplete && found.sampled > 1) this.rescan();
     this.describe(level, found);
   }
 
