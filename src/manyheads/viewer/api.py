@@ -77,6 +77,8 @@ LARGEST = 12  # the number of largest weights of a row or column
 RANKS = 10_000  # a page can step through this many of the largest weights of a head
 CAPTION = 80  # the number of characters of a text in the caption of a figure
 EXCERPT = 200  # the number of characters of a text in the page's header
+ALIKE = 12  # the number of characters after which texts that begin alike are named by where they differ
+WORD = 20  # the number of characters before that place, at most
 POSITIONAL_SCORES = set(COLUMNS) - {"entropy"}  # they compare positions of queries with positions of keys
 BLOCK_WEIGHTS = 2**21  # the largest number of weights in the response for a block, 8 MB
 
@@ -198,15 +200,25 @@ class ViewedRun:
 
 
 def _distinguish(runs: Sequence[ViewedRun]) -> None:
-    """Add the name of its file to each title that several runs have, and a number if that isn't enough."""
-    titles = [run.title for run in runs]
-    for run in runs:
-        if titles.count(run.title) > 1 and run.path is not None and run.path.stem != run.title:
-            run.title = f"{run.title}: {run.path.stem}"
+    """Add to each title that several runs have the name of its file, then its folder, and else a number."""
+    for name in (_file_name, _folder_and_file_name):
+        titles = [run.title for run in runs]
+        for run in runs:
+            if titles.count(run.title) > 1 and run.path is not None and name(run.path) != run.title:
+                model = run.title.partition(": ")[0]
+                run.title = name(run.path) if model == run.path.stem else f"{model}: {name(run.path)}"
     titles = [run.title for run in runs]
     for n, run in enumerate(runs):
         if titles.count(run.title) > 1:
             run.title = f"{run.title} ({n})"
+
+
+def _file_name(path: Path) -> str:
+    return path.stem
+
+
+def _folder_and_file_name(path: Path) -> str:
+    return f"{path.absolute().parent.name}/{path.stem}"
 
 
 def _stamp(path: Path | None) -> tuple[int, ...] | None:
@@ -341,6 +353,7 @@ class Api:
                 {
                     "title": run.title,
                     "texts": [_excerpt(run, b) for b in range(run.layers[0].call.shape[0])],
+                    "parts": [self._distinct_part(run, b) for b in range(run.layers[0].call.shape[0])],
                     "layers": [_describe(layer) for layer in run.layers],
                     "extrapolated_from": trained if isinstance(trained, int) else None,
                 }
@@ -360,6 +373,10 @@ class Api:
             "scores": {name: UNITS.get(name, "") for name in COLUMNS},
         }
         return json.dumps(info)
+
+    def _distinct_part(self, run: ViewedRun, batch: int) -> str | None:
+        """Return the part of a text that tells it from those of the other runs; None without labels."""
+        return _tell_apart([_read_text(each, batch) for each in self.runs])[self.runs.index(run)]
 
     def _tokens(self, run: str, number: str, batch: str) -> str:
         layer, b = self._layer(run, number, batch)
@@ -565,9 +582,10 @@ def _have_same_tokens(layer: Layer, other: Layer, batch: int) -> bool:
     )
 
 
-def _excerpt(run: ViewedRun, batch: int) -> str | None:
-    """Return the beginning of the text of a sequence for a header, on one line; None without labels."""
-    labels = sequence_labels(run.layers[0].call.tokens, batch)
+def _read_text(run: ViewedRun, batch: int) -> str | None:
+    """Return the text of a sequence on one line; of the last one if there are fewer. None without labels."""
+    call = run.layers[0].call
+    labels = sequence_labels(call.tokens, min(batch, call.shape[0] - 1))
     if labels is None:
         return None
     if isinstance(labels, TokenizedText):
@@ -575,14 +593,43 @@ def _excerpt(run: ViewedRun, batch: int) -> str | None:
         text = "".join(piece for n, piece in enumerate(labels.pieces) if n not in special)
     else:
         text = " ".join(labels)
-    start = " ".join(text[: 2 * EXCERPT].split())
-    is_whole = len(text) <= 2 * EXCERPT and len(start) <= EXCERPT
-    return start if is_whole else f"{start[:EXCERPT].rstrip()}…"
+    return " ".join(text.split())
+
+
+def _excerpt(run: ViewedRun, batch: int) -> str | None:
+    """Return the beginning of the text of a sequence for a header; None without labels."""
+    text = _read_text(run, batch)
+    return None if text is None else _shorten(text)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= EXCERPT else f"{text[:EXCERPT].rstrip()}…"
+
+
+def _tell_apart(texts: Sequence[str | None]) -> list[str | None]:
+    """Return an excerpt of each text: from the word where it differs from those that begin alike."""
+    excerpts: list[str | None] = []
+    for text in texts:
+        others = {other for other in texts if other is not None and other != text}
+        if text is None or not others:
+            excerpts.append(None if text is None else _shorten(text))
+            continue
+        shared = max(_count_shared(text, other) for other in others)
+        word = text.rfind(" ", 0, min(shared, len(text) - 1)) + 1
+        start = max(word, shared - WORD)
+        excerpts.append(_shorten(text) if start < ALIKE else f"…{_shorten(text[start:])}")
+    return excerpts
+
+
+def _count_shared(text: str, other: str) -> int:
+    """Return the number of characters with which two different texts begin alike."""
+    pairs = zip(text, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
 
 
 def _name_source(run: ViewedRun, layer: Layer, batch: int) -> str:
     """Return the model, the layer and the beginning of the text for the caption of a figure."""
-    text = _excerpt(run, min(batch, run.layers[0].call.shape[0] - 1))
+    text = _excerpt(run, batch)
     if text is not None and len(text) > CAPTION:
         start = text[:CAPTION].rpartition(" ")[0] or text[:CAPTION]
         text = f"{start.rstrip(' .,:;')}…"

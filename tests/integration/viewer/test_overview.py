@@ -295,3 +295,39 @@ def test_elongated_maps_have_sharp_cells_of_their_size(
     # Scores that compare positions don't exist in cross-attention.
     expect(page.locator(".scores [data-score=entropy]")).to_have_count(1)
     expect(page.locator(".scores [data-score]")).to_have_count(1)
+
+
+def test_small_scores_use_the_whole_scale(page: Page, served: list[Server]) -> None:
+    """The bars of scores end at the largest one, rounded up."""
+    opened(page, served, a_map(60, heads=3))
+    hint = page.locator(".progress")
+    expect(hint).to_have_text("choose a score to see it in every cell, and to order the heads by it")
+    page.locator("#score").select_option("previous_token")
+    expect(hint).to_have_text("")
+    cards = page.locator(".card")
+    values = [float(card.get_attribute("data-value") or "nan") for card in cards.all()]
+    top = next(end for end in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if max(values) <= end)
+    assert top < 0.5
+    widths = [
+        card.evaluate("card => parseFloat(card.querySelector('i').style.width)") for card in cards.all()
+    ]
+    assert widths == pytest.approx([100 * value / top for value in values], rel=1e-3)
+    expect(page.locator(".score-scale")).to_have_text(f"previous token0{top:g}")
+    listed = page.locator(".scores [data-score=previous_token] .bar i")  # beside other scores, of 1
+    assert listed.evaluate("bar => parseFloat(bar.style.width)") == pytest.approx(100 * values[0], rel=1e-3)
+
+
+def test_runs_whose_texts_begin_alike_are_told_apart(page: Page, served: list[Server]) -> None:
+    start = " The station master, whose nephew was late, watched the"
+    maps = [
+        a_map(9).labelled(mh.TokenizedText((f"{start} {end}", *[""] * 8)))
+        for end in ("evening train leave.", "morning train leave.")
+    ]
+    opened(page, served, *maps)
+    parts = ["“…evening train leave.”", "“…morning train leave.”"]
+    expect(page.locator(".subject .excerpt")).to_have_text(parts)
+    expect(page.locator(".matrices h2 .excerpt")).to_have_text(parts)
+    page.evaluate("() => location.hash = 'page=head&second=1,0,0&show=difference'")
+    expect(page.locator(".pane-title")).to_contain_text("attention (0), “…evening train leave.”")
+    expect(page.locator(".pane-title")).to_contain_text("attention (1), “…morning train leave.”")
+    expect(page.locator(".subject .excerpt")).to_have_text(parts)

@@ -111,3 +111,39 @@ def test_tokens_without_labels_have_numbers(page: Page, served: list[Server]) ->
     aside = page.locator("aside.beside")
     expect(aside.locator("h2")).to_have_text("token 5")
     expect(aside.locator("li button").first).to_have_text(re.compile(r"^token \d+$"))
+
+
+def test_a_selected_token_of_a_long_text_is_shown_with_the_text_around_it(
+    page: Page, served: list[Server]
+) -> None:
+    """Pages don't begin at multiples of their length, and stay when a token on them is selected."""
+    opened(page, served, a_map(9_000), at="#page=text&token=4001")
+    tokens, selected = page.locator(".token"), page.locator(".token.selected")
+
+    def shows(first: int, chosen: int | None) -> None:
+        expect(tokens.first).to_have_attribute("data-token", str(first))
+        expect(tokens).to_have_count(2000)
+        if chosen is not None:
+            expect(selected).to_have_attribute("data-token", str(chosen))
+            expect(selected).to_be_in_viewport()
+
+    shows(3001, 4001)
+    page.locator(".token[data-token='4040']").click()
+    shows(3001, 4040)
+    page.get_by_label("token", exact=True).fill("8999")
+    page.keyboard.press("Enter")
+    shows(7000, 8999)
+    page.get_by_role("button", name="← previous").click()
+    shows(5000, None)
+    page.locator(".chip").first.click()  # the page stays
+    expect(page.locator(".chip").first).to_have_attribute("aria-pressed", "false")
+    shows(5000, None)
+    page.evaluate("() => location.hash = 'page=text&token=3'")
+    shows(0, 3)
+
+
+def test_a_page_of_a_long_text_begins_with_a_word(page: Page, served: list[Server]) -> None:
+    pieces = tuple(piece for _ in range(2000) for piece in (" sta", "tion", " 机", "", ""))
+    opened(page, served, a_map(10_000).labelled(mh.TokenizedText(pieces)), at="#page=text&token=5003")
+    expect(page.locator(".token").first).to_have_attribute("data-token", "4005")
+    expect(page.locator("aside h2")).to_have_text("机 5,003")

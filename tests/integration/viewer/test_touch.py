@@ -137,3 +137,13 @@ def test_a_page_is_as_wide_as_the_phone(phone: Page, served: list[Server], name:
         box = box_of(canvas)
         assert box["width"] > 300
         assert box["height"] > 150
+
+
+@pytest.mark.parametrize(("heads", "least"), [(12, 300), (2, 300)])
+def test_the_overview_uses_the_width_of_the_phone(
+    phone: Page, served: list[Server], heads: int, least: int
+) -> None:
+    opened(phone, served, a_map(200, heads=heads))
+    expect(phone.locator(".card canvas.drawn")).to_have_count(heads)
+    assert box_of(phone.locator(".matrix"))["width"] > least
+    assert phone.evaluate("() => document.documentElement.scrollWidth") <= 390

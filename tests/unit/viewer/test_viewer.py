@@ -565,13 +565,30 @@ def test_an_unavailable_port_raises_one_sentence(server: Server, api: Api) -> No
             Server(api, wrong)  # type: ignore[arg-type]
 
 
-def test_runs_of_the_same_title_are_numbered(tmp_path: Path) -> None:
-    paths = [tmp_path / name / "run.safetensors" for name in ("a", "b")] + [tmp_path / "other.safetensors"]
+def test_runs_of_the_same_title_have_their_folder_or_a_number(tmp_path: Path) -> None:
+    names = ("a/run", "b/run", "other", "c/a/run")
+    paths = [tmp_path / f"{name}.safetensors" for name in names]
     for path in paths:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         a_map(9, 9).save(path)
     api = Api(*paths)
-    assert [run.title for run in api.runs] == ["run (0)", "run (1)", "other"]
+    assert [run.title for run in api.runs] == ["a/run (0)", "b/run", "other", "a/run (3)"]
+    api.close()
+
+
+def test_runs_are_told_apart_by_the_part_where_their_texts_differ() -> None:
+    start = " The station master, whose nephew was late, watched the"
+    texts = [
+        f"{start} evening train leave.",
+        f"{start} even",
+        start,
+        "Rain.",
+        f"{start} evening train leave.",
+    ]
+    maps = [a_map(9, 9).labelled(mh.TokenizedText((text, *[""] * 8))) for text in texts]
+    api = Api(*maps)
+    parts = [run["parts"] for run in fetch(api, "runs")["runs"]]
+    assert parts == [["…evening train leave."], ["…even"], ["…the"], ["Rain."], ["…evening train leave."]]
     api.close()
 
 

@@ -198,15 +198,25 @@ class App {
     this.page.open();
   }
 
-  // Write the model, the beginning of its text, and the numbers of tokens, layers and heads.
+  // Write the model, its text, and the numbers of tokens, layers and heads; of several runs their models and texts.
   describeSubject() {
-    const { state, info } = this, runs = state.page === "overview" ? info.runs : [info.runs[state.run]];
-    if (runs.length > 1) {
-      this.subject.replaceChildren(make("strong", {}, runs.map(({ title }) => title).join(" · ")), make("span", { class: "muted" }, plural(runs.length, "run")));
-      return;
-    }
-    const [run] = runs;
-    this.subject.replaceChildren(make("strong", {}, run.title), ...describeText(run, state.batch), make("span", { class: "muted" }, describeHeads(run)));
+    const { state, info } = this, { second } = state, isCompared = state.page === "head" && second && second.run !== state.run;
+    const shown = state.page === "overview" ? [...info.runs.keys()] : isCompared ? [state.run, second.run] : [state.run];
+    const names = shown.map((run) => [make("strong", {}, info.runs[run].title), this.excerptOf(run)]);
+    const [run] = shown.map((n) => info.runs[n]);
+    const facts = shown.length > 1 ? [plural(shown.length, "run")] : [describeSize(run), describeHeads(run)];
+    this.subject.replaceChildren(...names.flat(), ...facts.map((text) => make("span", { class: "muted" }, text)));
+  }
+
+  // The text of a run in quotation marks: its beginning, or of several runs the part that tells it from the others. "" without a text.
+  textOf(run, batch = this.state.batch) {
+    const { texts, parts } = this.info.runs[run], all = this.info.runs.length > 1 ? parts : texts;
+    return all[Math.min(batch, all.length - 1)] ?? "";
+  }
+
+  excerptOf(run) {
+    const text = this.textOf(run);
+    return text ? make("span", { class: "excerpt", dir: "auto", title: text }, `“${text}”`) : "";
   }
 
   // Show the controls of the page, and fill the selects of run, layer, head and sequence.
@@ -409,12 +419,10 @@ function isForControl({ target, key }) {
   return !isToggle || key.startsWith("Arrow") || key === " ";
 }
 
-// The beginning of a run's text, and its number of tokens (of queries and keys where they differ), as elements. batch: the sequence.
-function describeText({ texts, layers }, batch) {
-  const text = texts[Math.min(batch, texts.length - 1)], { shape } = layers[0];
-  const size = shape[2] === shape[3] ? plural(shape[3], "token") : matrixSize(shape);
-  const excerpt = text ? make("span", { class: "excerpt", dir: "auto", title: text }, `“${text}”`) : "";
-  return [excerpt, make("span", { class: "muted" }, size)];
+// The number of tokens of a run, of queries and keys where they differ.
+function describeSize({ layers }) {
+  const [{ shape }] = layers;
+  return shape[2] === shape[3] ? plural(shape[3], "token") : matrixSize(shape);
 }
 
 // The numbers of layers and heads of a run, such as "4 layers × 6 heads".

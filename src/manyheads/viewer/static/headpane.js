@@ -52,14 +52,13 @@ class HeadPane {
     this.poll(tiles);
   }
 
-  // The name of a head as elements: its numbers first, then its run if there are several, with the beginning of its text if runs of
+  // The name of a head as elements: its numbers first, then its run if there are several, with a part of its text if runs of
   // different texts are compared, and last its module.
   nameHead(place) {
-    const { second, run } = this.app.state, text = ({ texts }) => texts[Math.min(place.batch, texts.length - 1)];
-    const runs = [run, second?.run ?? run].map((n) => this.app.info.runs[n]), excerpt = text(this.app.info.runs[place.run]);
-    const isNeeded = excerpt && text(runs[0]) !== text(runs[1]);
-    const { number, name, heads } = this.app.layer(place), { title } = this.app.info.runs[place.run];
-    const source = this.app.info.runs.length > 1 ? ` · ${title}${isNeeded ? `, “${short(excerpt, 24)}”` : ""}` : "";
+    const { second, run } = this.app.state, { runs } = this.app.info, { batch } = place;
+    const text = this.app.textOf(place.run, batch), isNeeded = text && this.app.textOf(run, batch) !== this.app.textOf(second?.run ?? run, batch);
+    const { number, name, heads } = this.app.layer(place);
+    const source = runs.length > 1 ? ` · ${runs[place.run].title}${isNeeded ? `, “${short(text, 32)}”` : ""}` : "";
     return [`layer ${number}, head ${heads[place.head]}${source}`, make("span", { class: "module" }, ` ${name}`)];
   }
 

@@ -1,5 +1,6 @@
 // The overview: a matrix of thumbnails with a row for each layer and a column for each head, all in the colours of one scale. The
 // cells can show a head score, and be sorted by it.
+const NARROW = 760; // pixels: a narrower overview is that of a phone
 
 class Overview {
   constructor(body, app, tools) {
@@ -26,7 +27,7 @@ class Overview {
     this.hasWeights = app.info.runs.some(({ layers }) => layers.some((layer) => layer.has_weights));
     this.select = make("select", { id: "score", onchange: () => app.change({ score: this.select.value }) },
       this.hasWeights ? make("option", { value: "" }, "none") : "", ...names.map((value) => make("option", { value }, label(value))));
-    this.order = app.choice("order", "order", { layer: "layer and head", score: "by score" }, "order of the heads");
+    this.order = app.choice("order", "order", { layer: "layer and head", score: "by score, highest first" }, "order of the heads");
     this.progress = make("span", { class: "muted progress", role: "status" });
     tools.append(make("label", { class: "field" }, make("span", {}, "score"), this.select), this.order, this.progress);
   }
@@ -71,7 +72,8 @@ class Overview {
 
   // Arrange the cells in matrices or, sorted by a score, in a list, as large as they fit.
   layOut() {
-    const { clientWidth, clientHeight } = this.list, width = clientWidth - 24, height = clientHeight - 20;
+    const { clientWidth, clientHeight } = this.list, width = clientWidth - 24;
+    const height = clientWidth < NARROW ? Infinity : clientHeight - 20; // a phone scrolls, and its whole width is used
     if (width <= 0) return;
     const extra = this.score ? STRIP_HEIGHT : 0;
     const layout = this.isSorted ? this.planList(width, height) : this.planMatrices(width, height, extra);
@@ -134,17 +136,18 @@ class Overview {
       return make("div", { class: "row", role: "row" },
         make("span", { class: "row-head", role: "rowheader", title: `layer ${number}: ${name}` }, String(number)), ...cells.map(({ box }) => box));
     });
-    const heading = hasTitle ? make("h2", { title: name }, name || runs[run].title, ...(runs.length > 1 && !title ? this.textOf(run) : [])) : "";
+    const heading = hasTitle ? make("h2", { title: name }, name || runs[run].title, ...(runs.length > 1 && !title ? this.describeRun(run) : [])) : "";
     return make("section", {}, heading, make("div", { class: "matrix", role: "grid", "aria-label": `heads of ${name || runs[run].title}` }, header, ...rows));
+  }
+
+  // The text of a run and its number of tokens, as elements.
+  describeRun(run) {
+    return [this.app.excerptOf(run), make("span", { class: "muted" }, describeSize(this.app.info.runs[run]))];
   }
 
   // The number of a head; the first one says what is counted.
   headLabel(head, n) {
     return n === 0 && this.cell >= 48 ? `head ${head}` : String(head);
-  }
-
-  textOf(run) {
-    return describeText(this.app.info.runs[run], this.app.state.batch);
   }
 
   buildList(places, columns) {
@@ -212,7 +215,9 @@ class Overview {
     const isEstimated = [...layers.values()].some(({ sampled }) => sampled > 1);
     radio.disabled = !this.score || !isComplete;
     this.order.title = !this.score ? "choose a score to sort by it" : isComplete ? "order of the heads" : "available when all scores are computed";
-    this.progress.textContent = !isComplete ? `scores: ${done} of ${plural(all, "layer")}` : isEstimated && this.score ? "≈ estimated from some of the queries" : "";
+    const hint = "choose a score to see it in every cell, and to order the heads by it";
+    this.progress.textContent = !isComplete ? `scores: ${done} of ${plural(all, "layer")}`
+      : !this.score ? hint : isEstimated ? "≈ estimated from some of the queries" : "";
     if (isComplete) for (const option of this.select.options) option.disabled = option.value !== "" && !this.scores.values(option.value).length;
   }
 

@@ -70,7 +70,7 @@ class Preview {
     for (const name of Object.keys(this.app.info.scores)) {
       const value = scores.value(place, name), unit = scores.unit(name), bar = make("i");
       if (value === null) continue;
-      bar.style.width = `${100 * Math.min(1, (value ?? 0) / scores.top(name))}%`;
+      bar.style.width = `${100 * Math.min(1, (value ?? 0) / scores.limit(name))}%`;
       const number = value === undefined ? "…" : `${formatScore(value)}${unit ? ` ${unit}` : ""}`;
       rows.push(make("div", { class: name === this.app.state.score ? "chosen" : "", "data-score": name, "data-value": value ?? "" },
         make("dt", {}, scoreName(name)), make("dd", { class: "bar" }, bar), make("dd", { class: "value" }, number)));

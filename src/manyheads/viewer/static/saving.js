@@ -123,8 +123,8 @@ function paintImage(pane, ratio) {
 
 // The title of an image, what the head attends to included, and as sources the model, layer and text, and the part in view.
 function nameView(pane) {
-  const { app, place, other, geometry } = pane, { title: model, texts } = app.info.runs[place.run];
-  const text = texts[Math.min(place.batch, texts.length - 1)], { queries, keys, t, s } = geometry;
+  const { app, place, other, geometry } = pane, { title: model } = app.info.runs[place.run];
+  const text = app.textOf(place.run, place.batch), { queries, keys, t, s } = geometry;
   const habit = pane.habit.textContent, isWhole = queries[0] === 0 && queries[1] === t && keys[0] === 0 && keys[1] === s;
   const names = new Set([model, ...(other ? [] : [pane.layer.name])]); // equal for a single map
   const range = (name, [from, to]) => `${name} ${count(from)} to ${count(to - 1)}`;

@@ -58,11 +58,17 @@ class HeadScores {
     return [...this.layers.values()].flatMap(({ scores }) => scores[name] ?? []).filter((value) => value !== null);
   }
 
-  // The end of a score's scale, which begins at 0: 1 for weights, the logarithm of the number of keys for the entropy.
-  top(name) {
+  // The largest number that a score can have: 1 for weights, the logarithm of the number of keys for the entropy. Others have the
+  // largest one, rounded up.
+  limit(name) {
     if (!this.unit(name)) return 1;
     const keys = Math.max(...this.app.info.runs.flatMap(({ layers }) => layers.map(({ shape }) => shape[3])));
     return name === "entropy" ? Math.log(Math.max(2, keys)) : roundUp(Math.max(0, ...this.values(name)));
+  }
+
+  // The end of the scale of a score in cells, which begins at 0: its largest number, rounded up, so that small scores differ too.
+  top(name) {
+    return Math.min(this.limit(name), roundUp(Math.max(0, ...this.values(name))));
   }
 
   unit(name) {

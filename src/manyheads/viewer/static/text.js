@@ -30,11 +30,21 @@ class TextPage {
     deriveToken(state, this.tokens);
     this.chips.update(layer);
     const { selected } = this;
-    this.first = Math.floor((selected ?? 0) / PAGE) * PAGE;
+    this.first = this.firstToShow(selected);
     this.writePage();
     if (selected !== null && selected !== this.revealed) this.spans[selected - this.first]?.scrollIntoView({ block: "nearest" });
     this.revealed = selected;
     await this.select(selected ?? this.first);
+  }
+
+  // The first token of the page: that of the page before, unless a token is selected since then that isn't on it. Then the page has
+  // the token in its middle, and begins with a word.
+  firstToShow(selected) {
+    const s = this.layer.shape[3], before = this.first ?? 0, isOn = selected >= before && selected < before + PAGE;
+    if (selected === null || selected === this.revealed || isOn) return before < s ? before : 0;
+    let first = Math.max(0, Math.min(selected - PAGE / 2, s - PAGE));
+    while (first > 0 && first < selected && (this.tokens.shared.has(first) || this.tokens.joined.has(first))) first++;
+    return first;
   }
 
   // The position of the selected key, or null. In cross-attention, a selected query isn't a token of this text; the key of a pinned
@@ -92,7 +102,7 @@ class TextPage {
       onchange: () => this.choose(Math.max(0, Math.min(s - 1, Number(goTo.value) || 0))),
     });
     this.pages.replaceChildren(...(s > PAGE ? [
-      make("button", { type: "button", disabled: this.first === 0, onclick: () => go(this.first - PAGE) }, "← previous"),
+      make("button", { type: "button", disabled: this.first === 0, onclick: () => go(Math.max(0, this.first - PAGE)) }, "← previous"),
       make("span", {}, `tokens ${count(this.first)} to ${count(last - 1)} of ${count(s)}`),
       make("button", { type: "button", disabled: last === s, onclick: () => go(this.first + PAGE) }, "next →"),
       make("label", {}, "go to ", goTo)] : []));
