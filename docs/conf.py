@@ -23,7 +23,8 @@ extensions = [
     "sphinx.ext.napoleon",  # docstrings in Google's style
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
-    "live",  # pages of the viewer; docs/live.py
+    "live",  # pages of the viewer: docs/live.py
+    "mathml",  # formulas: docs/mathml.py
 ]
 exclude_patterns = ["lessons/exercises", "lessons/solutions"]
 nitpicky = False  # docstrings name types of PyTorch, whose inventory isn't read: a build needs no network
@@ -32,7 +33,7 @@ nb_execution_mode = "cache"
 nb_execution_timeout = 600  # seconds; the last lesson trains a small model
 nb_execution_raise_on_error = True
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = True
 
@@ -46,6 +47,7 @@ default_role = "code"  # `x` in a docstring
 add_module_names = False
 python_use_unqualified_type_names = True
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "manyheads"
 html_favicon = "../src/manyheads/viewer/static/icon.svg"
