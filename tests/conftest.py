@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
+
+# With workers that compile, a process can wait five minutes for them when it ends (pytorch/pytorch#162199).
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import torch
 
 from manyheads import cli

@@ -524,6 +524,8 @@ def bench(
     kernel='auto' is slower than the fastest by more than 5% and 15 µs. These are measured five more times
     after all others, and the smallest median of each kernel counts.
     """
+    # With workers that compile, the process can take five minutes to end (pytorch/pytorch#162199).
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     from random import SystemRandom
 
     from rich.progress import Progress
