@@ -151,6 +151,7 @@ def draw_row(
     subtitle: str = "",
     strips: Strips | None = None,
     bar_ticks: BarTicks | None = None,
+    colors: str | None = None,
 ) -> Figure:
     """Draw panels of one shape side by side, with a colour scale and bar for each group of them.
 
@@ -165,6 +166,7 @@ def draw_row(
         subtitle: Lines below the titles, in a smaller size.
         strips: The numbers at the edges of a single panel.
         bar_ticks: The ticks of the colour bars. Default: a few round weights.
+        colors: The name of a colour map. Default: that of weights.
 
     Returns:
         The figure.
@@ -185,7 +187,7 @@ def draw_row(
     for group, bar_label in zip(groups, bar_labels, strict=True):
         scale, group_axes = norm or weight_scale(group), [next(remaining) for _ in group]
         for axes, panel in zip(group_axes, group, strict=True):
-            image = draw_heatmap(axes, panel, scale, inches)
+            image = draw_heatmap(axes, panel, scale, inches, colors or WEIGHT)
         bar = {"ax": group_axes, "pad": 0.02, "aspect": height / 0.16}
         _add_weight_bar(image, group, height, bar_label, bar_ticks, **bar)
     for axes, name in zip(all_axes, titles, strict=True):
@@ -316,15 +318,24 @@ def weight_label(reduce: str, panels: list[Panel]) -> str:
     return f"{POOLING[reduce]} attention weight of each cell" if is_pooled else "attention weight"
 
 
-def draw_heatmap(axes: Axes, panel: Panel, norm: Normalize, box: tuple[float, float]) -> AxesImage:
+def draw_heatmap(
+    axes: Axes, panel: Panel, norm: Normalize, box: tuple[float, float], colors: str = WEIGHT
+) -> AxesImage:
     """Draw a panel in coordinates of tokens, with its numbers if they fit a box of inches."""
     axes.patch.set(**MASKED)
     axes.spines[:].set_visible(False)  # spines would cover half of the first key, which is often a sink
-    image = draw_matrix(axes, panel.cells, norm, WEIGHT, (-0.5, panel.s - 0.5, panel.t - 0.5, -0.5))
+    image = draw_matrix(axes, panel.cells, norm, colors, (-0.5, panel.s - 0.5, panel.t - 0.5, -0.5))
     if box[0] / panel.t >= 0.2 and box[1] / panel.s >= 0.5:
         weights = np.ma.ndenumerate(panel.cells)
-        write_numbers(image, {at: f"{w:.2f}" if w >= 0.005 else "<.01" if w else "0" for at, w in weights})
+        write_numbers(image, {at: _write_weight(w) for at, w in weights})
     return image
+
+
+def _write_weight(weight: float) -> str:
+    """Return a weight, or a difference of weights, with two decimals; one near 0 is "<.01"."""
+    if abs(weight) >= 0.005:
+        return f"{weight:.2f}".replace("-", "−")
+    return "<.01" if weight > 0 else ">−.01" if weight else "0"
 
 
 def draw_matrix(

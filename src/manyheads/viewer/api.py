@@ -26,6 +26,9 @@
                                              queries I0 to before I1 and keys J0 to before J1 as a file for
                                              papers; "max" or "mean" of cells, "sqrt", "linear" or "log"
                                              colours, "svg" or "pdf"
+    difference/PLACE/PLACE/I0/I1/J0/J1/POOLING/SCALE/FORMAT
+                                             likewise the weights of a head minus those of another, each with
+                                             its "RUN,LAYER,HEAD,BATCH" as PLACE
 
 Over HTTP they are below `data/`. RUN, LAYER, HEAD and BATCH count from 0. Binary responses are four
 little-endian uint32 (sampled, planes, rows, columns), then float16 times 2^15, or plain float32 in
@@ -296,6 +299,7 @@ class Api:
             "scores": (self._scores, BACKGROUND),
             "findings": (self._findings, BACKGROUND),
             "figure": (self._figure, NORMAL),
+            "difference": (self._difference, NORMAL),
         }
 
     def request(self, address: str) -> Future[Response]:
@@ -564,6 +568,42 @@ class Api:
             )
         )
 
+    def _difference(
+        self,
+        place: str,
+        other: str,
+        i0: str,
+        i1: str,
+        j0: str,
+        j1: str,
+        pooling: str,
+        scale: str,
+        format: str,
+    ) -> Steps:
+        places = [parse_place(place), parse_place(other)]
+        head, subtracted = (self._pyramid(*each) for each in places)
+        names, sources = [], []
+        for run, number, index, batch in places:
+            layer, b = self._layer(run, number, batch)
+            names.append(f"layer {layer.number}, head {layer.map.heads[int(index)]}")
+            sources.append(_name_source(self._run(run), layer, b))
+        run, number, _, batch = places[0]
+        layer, b = self._layer(run, number, batch)
+        lines = [f"{name}: {source}" for name, source in zip(names, sources, strict=True)]
+        return (
+            yield from pictures.draw_difference(
+                (head, subtracted),
+                parse_range(i0, i1, head.t, "query"),
+                parse_range(j0, j1, head.s, "key"),
+                pooling=parse_word(pooling, pictures.POOLINGS, "pooling"),
+                scale=parse_word(scale, pictures.SCALES, "scale"),
+                format=parse_word(format, pictures.FORMATS, "format"),
+                first=first_position(layer.map, b),
+                title=f"difference: {' − '.join(names)}",
+                sources=sources[:1] if sources[0] == sources[1] else lines,
+            )
+        )
+
     def _findings(self, run: str, batch: str) -> Steps:
         viewed = self._run(run)
         most = max(layer.call.shape[0] for layer in viewed.layers)
@@ -697,6 +737,14 @@ def parse_range(start: str, stop: str, size: int, name: str) -> range:
     if not indices:
         raise LookupError(f"Expected a {name} and a later end, got {start} and {stop}.")
     return indices
+
+
+def parse_place(text: str) -> tuple[str, str, str, str]:
+    """Return the run, layer, head and sequence of "RUN,LAYER,HEAD,BATCH"; raise LookupError otherwise."""
+    parts = text.split(",")
+    if len(parts) != 4:
+        raise LookupError(f"Expected a head as RUN,LAYER,HEAD,BATCH, got {text[:20]!r}.")
+    return parts[0], parts[1], parts[2], parts[3]
 
 
 def parse_word(text: str, words: Sequence[str], name: str) -> str:

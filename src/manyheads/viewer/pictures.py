@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ FORMATS = ("svg", "pdf")
 SCALES = ("sqrt", "linear", "log")
 POOLINGS = ("mean", "max")  # in the order of a tile's planes
 MOST = 800  # the largest number of cells along each axis
+DIFFERENCES = "RdBu_r"  # the colours of differences, as in the viewer's light theme
 DECADES = 4  # the length of a logarithmic scale, in powers of ten
 # Weights to label on a square-root scale, by the first digit of its end, in units of the end's power of ten.
 SQRT_TICKS = {1: (0.01, 0.1, 0.25, 0.5), 2: (0.02, 0.2, 0.5, 1), 5: (0.05, 0.5, 1, 2)}
@@ -68,17 +69,96 @@ def draw_view(
 
     received, entropy = pyramid.marginals.received, pyramid.marginals.entropy
     strips = Strips(received[cols.start : cols.stop].numpy(), entropy[rows.start : rows.stop].numpy())
-    keys = sequence_labels(pyramid.amap.tokens)
-    labels: AxisLabels = None, None
-    if keys is not None:
-        queries = None if first is None else range(rows.start + first, rows.stop + first)
-        labels = None if queries is None else _part(keys, queries), _part(keys, cols)
-    parts = [source] if source else []
-    if (len(rows), len(cols)) != (pyramid.t, pyramid.s):
-        parts.append(f"queries {rows.start:,} to {rows[-1]:,}, keys {cols.start:,} to {cols[-1]:,}")
     return _render(
-        cells[plane], rows, cols, labels, strips, pooling, scale, (title, "\n".join(parts)), format
+        cells[plane],
+        rows,
+        cols,
+        _name_tokens(pyramid, rows, cols, first),
+        strips,
+        pooling,
+        scale,
+        (title, "\n".join([*([source] if source else []), *_name_part(pyramid, rows, cols)])),
+        format,
     )
+
+
+def draw_difference(
+    pyramids: tuple[Pyramid, Pyramid],
+    rows: range,
+    cols: range,
+    *,
+    pooling: str = "max",
+    scale: str = "sqrt",
+    first: int | None = 0,
+    title: str = "",
+    sources: Sequence[str] = (),
+    format: str = "svg",
+) -> Generator[None, None, bytes]:
+    """Draw the weights of a head minus those of another, and yield between the steps.
+
+    Args:
+        pyramids: The two heads, of the same size.
+        rows: The queries.
+        cols: The keys.
+        pooling: "max" or "mean" of the weights of a cell, which are then subtracted.
+        scale: The scale of the colours. There is no logarithmic scale of signed numbers; "log" is "sqrt".
+        first: The position of query 0 among the keys; None in cross-attention.
+        title: The title.
+        sources: What each head belongs to, for the lines below the title.
+        format: "svg" or "pdf".
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: If the heads have different sizes.
+    """
+    head, other = pyramids
+    if (head.t, head.s) != (other.t, other.s):
+        raise ValueError(
+            f"Expected two heads of the same size for a difference, got {head.t:,} queries × {head.s:,} keys "
+            f"and {other.t:,} × {other.s:,}."
+        )
+    for pyramid in pyramids:
+        if not pyramid.is_complete:  # otherwise its coarse cells would be estimated
+            for _ in pyramid.scan():
+                yield
+    level = find_level(head, rows, cols)
+    cell = head.cell(level)
+    rows, cols = _align(rows, cell.rows, head.t), _align(cols, cell.cols, head.s)
+    planes = []
+    for pyramid in pyramids:
+        cells = yield from _collect(pyramid, level, rows, cols)
+        planes.append(cells[POOLINGS.index(pooling) if len(cells) == 2 else 0])
+    difference = planes[0].nan_to_num(nan=0.0) - planes[1].nan_to_num(nan=0.0)  # a masked weight is 0
+    difference[planes[0].isnan() & planes[1].isnan()] = torch.nan
+    subtitle = "\n".join([*sources, *_name_part(head, rows, cols)])
+    return _render_difference(
+        difference,
+        rows,
+        cols,
+        _name_tokens(head, rows, cols, first),
+        pooling,
+        scale,
+        (title, subtitle),
+        format,
+    )
+
+
+def _name_tokens(pyramid: Pyramid, rows: range, cols: range, first: int | None) -> AxisLabels:
+    """Return the labels of some queries and keys; None for those without."""
+    keys = sequence_labels(pyramid.amap.tokens)
+    if keys is None:
+        return None, None
+    queries = None if first is None else range(rows.start + first, rows.stop + first)
+    return None if queries is None else _part(keys, queries), _part(keys, cols)
+
+
+def _name_part(pyramid: Pyramid, rows: range, cols: range) -> list[str]:
+    """Return a line that names the queries and keys of a figure, none if it has all of them."""
+    if (len(rows), len(cols)) == (pyramid.t, pyramid.s):
+        return []
+    return [f"queries {rows.start:,} to {rows[-1]:,}, keys {cols.start:,} to {cols[-1]:,}"]
 
 
 def find_level(pyramid: Pyramid, rows: range, cols: range) -> int:
@@ -155,6 +235,45 @@ def _render(
         subtitle=titles[1],
         strips=strips,
         bar_ticks=color_ticks(top, scale),
+    )
+    file = BytesIO()
+    figure.savefig(file, format=format, bbox_inches="tight")
+    return file.getvalue()
+
+
+def _render_difference(
+    cells: Tensor,
+    rows: range,
+    cols: range,
+    labels: AxisLabels,
+    pooling: str,
+    scale: str,
+    titles: tuple[str, str],
+    format: str,
+) -> bytes:
+    """Return a figure of differences `[r, c]`, where NaN is masked, as a file."""
+    from matplotlib.colors import FuncNorm, Normalize
+
+    from manyheads.figures import heatmaps
+    from manyheads.figures.cells import POOLING, Panel
+
+    panel = Panel(np.ma.masked_invalid(cells.double().numpy()), len(rows), len(cols))
+    top = _round_up(float(abs(panel.cells).max()) if panel.cells.count() else 1.0)
+    root = (lambda x: np.sign(x) * np.sqrt(abs(x)), lambda x: np.sign(x) * x**2)  # and its inverse
+    norm = Normalize(-top, top) if scale == "linear" else FuncNorm(root, -top, top)
+    what = "weight" if panel.cells.shape == (len(rows), len(cols)) else f"{POOLING[pooling]} weight"
+    ticks = [(share * top, f"{share * top:+.3g}" if share else "0") for share in (-1, -0.25, 0, 0.25, 1)]
+    figure = heatmaps.draw_row(
+        [[panel]],
+        [f"difference of the {what}s"],
+        labels,
+        titles[:1],
+        None,
+        norm=norm,
+        first=(rows.start, cols.start),
+        subtitle=titles[1],
+        bar_ticks=[(value, name.replace("-", "−")) for value, name in ticks],
+        colors=DIFFERENCES,
     )
     file = BytesIO()
     figure.savefig(file, format=format, bbox_inches="tight")

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Download, Page, Route, expect
 
+import manyheads as mh
 from manyheads.viewer import pictures
 from manyheads.viewer.api import Api
 from manyheads.viewer.export import plan_export
@@ -116,6 +117,31 @@ def test_the_view_is_saved_for_papers(page: Page, served: list[Server], tmp_path
     page.locator("#compare").click()
     expect(page.locator("#svg")).to_be_disabled()
     expect(page.locator("#png")).to_be_enabled()
+    page.locator("#show label", has_text="difference").click()
+    loaded(page)
+    with page.expect_download() as waiting:
+        page.locator("#svg").click()
+    waiting.value.save_as(tmp_path / "difference")
+    assert "difference: layer 0, head 0" in (tmp_path / "difference").read_text("utf-8")
+
+
+def test_the_matrices_of_a_compared_png_begin_at_one_height(
+    page: Page, served: list[Server], tmp_path: Path
+) -> None:
+    """The title of one of them takes several lines."""
+    long = a_map(9).labelled(mh.TokenizedText((" The station master," * 9, *[""] * 8)))
+    opened(page, served, long, a_map(9), at="#page=head&second=1,0,0&theme=light")
+    loaded(page)
+    with page.expect_download() as waiting:
+        page.locator("#png").click()
+    waiting.value.save_as(tmp_path / "both.png")
+    pixels = np.asarray(Image.open(tmp_path / "both.png").convert("RGB")).astype(int)
+    yellow = (abs(pixels - (253, 231, 37)) < 4).all(
+        -1
+    )  # the largest weight, of query 0 and key 0, and the end of the bar
+    half = pixels.shape[1] // 2
+    first, second = (np.flatnonzero(side.sum(1) > 20)[0] for side in (yellow[:, :half], yellow[:, half:]))
+    assert first == second
 
 
 @pytest.mark.parametrize("folder", [False, True])

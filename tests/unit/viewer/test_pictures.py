@@ -24,7 +24,7 @@ WORDS = ("the", "cat", "sät", "on", "$a$", "机", "<b>")
 
 def a_map(t: int, mask: mh.Mask | None = None) -> mh.AttentionMap:
     q, k = (torch.randn(1, 2, t, 8) for _ in range(2))
-    amap = mh.attention_with_map(q, k, k, mask=mask or mh.Causal())[1]
+    amap = mh.attention_with_map(q, k, k, mask=mh.Causal() if mask is None else mask)[1]
     return amap.labelled([WORDS[n % len(WORDS)] for n in range(t)])
 
 
@@ -168,4 +168,40 @@ def test_a_wrong_figure_raises_one_sentence(address: str) -> None:
     with pytest.raises(LookupError) as caught:
         api.request(address).result()
     assert str(caught.value.args[0]).endswith(".")
+    api.close()
+
+
+@pytest.mark.parametrize("scale", ["sqrt", "linear", "log"])
+def test_a_figure_of_a_difference_has_its_colours(scale: str) -> None:
+    """Blue below 0, red above, hatched where both heads are masked; a weight that one of them masks is 0."""
+    t = 12
+    one, other = a_map(t), a_map(t, mh.Window(left=3, right=0))
+    api = Api(one, other)
+    file = api.request(f"difference/0,0,1,0/1,0,0,0/0/{t}/0/{t}/max/{scale}/svg").result()
+    assert isinstance(file, bytes)
+    texts = " ".join(re.findall(r"<text[^>]*>(?:<tspan[^>]*>)?([^<]*)<", file.decode()))
+    assert "difference: layer 0, head 1 − layer 0, head 0" in texts
+    assert "difference of the weights" in texts
+    data = re.search(r'href="data:image/png;base64,([^"]*)"', file.decode())
+    assert data is not None
+    image = Image.open(io.BytesIO(base64.b64decode(data[1]))).convert("RGBA")
+    pixels = np.asarray(image).astype(int)[::-1]  # the file draws it upside down
+    side = pixels.shape[0] // t
+    cells = pixels[side // 2 :: side, side // 2 :: side]
+    difference = (one[0, 1] - other[0, 0]).numpy()
+    assert ((cells[..., 3] == 0) == np.triu(np.ones((t, t), bool), 1)).all()
+    clear = np.tril(abs(difference) > 0.05)
+    assert clear.any()
+    is_red = cells[..., 0] > cells[..., 2]
+    assert (is_red[clear] == (difference > 0)[clear]).all()
+    api.close()
+
+
+def test_a_difference_needs_heads_of_one_size() -> None:
+    api = Api(a_map(7), a_map(9))
+    with pytest.raises(ValueError, match="same size for a difference, got 7 queries × 7 keys and 9 × 9"):
+        api.request("difference/0,0,0,0/1,0,0,0/0/7/0/7/max/sqrt/pdf").result()
+    for wrong in ("0,0,0", "0,0,9,0", "0,0,0,x"):
+        with pytest.raises(LookupError):
+            api.request(f"difference/{wrong}/1,0,0,0/0/7/0/7/max/sqrt/pdf").result()
     api.close()

@@ -18,12 +18,13 @@ class SaveButtons {
     this.element = make("fieldset", { id: "save", class: "choice" }, make("legend", {}, "save"), png, ...this.figures);
   }
 
-  // Figures have one head.
+  // Figures have one head, or the difference of two.
   update() {
-    const isSingle = this.page.panes.length === 1 && !this.page.panes[0].other;
+    const isSingle = this.page.panes.length === 1;
     for (const figure of this.figures) {
       figure.disabled = !isSingle;
-      figure.title = isSingle ? `save the view as a ${figure.textContent} file for papers` : `a ${figure.textContent} file has one head; save two as a PNG`;
+      figure.title = isSingle ? `save the view as a ${figure.textContent} file for papers`
+        : `a ${figure.textContent} file has one head or the difference of two; save both as a PNG`;
     }
   }
 
@@ -47,14 +48,15 @@ async function savePng(page) {
   const { panes } = page, name = fileName(app);
   if (!panes.length) return; // the page was left
   const ratio = Math.max(SHARPNESS, window.devicePixelRatio || 1), images = panes.map((pane) => paintImage(pane, ratio));
+  const top = Math.max(...images.map(({ matrixTop }) => matrixTop)); // all matrices begin at this height
   const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
-  canvas.width = images.reduce((sum, { width }) => sum + width, 0);
-  canvas.height = Math.max(...images.map(({ height }) => height));
+  canvas.width = images.reduce((sum, { image }) => sum + image.width, 0);
+  canvas.height = Math.max(...images.map(({ image, matrixTop }) => top - matrixTop + image.height));
   context.fillStyle = app.theme().background;
   context.fillRect(0, 0, canvas.width, canvas.height);
   let x = 0;
-  for (const image of images) {
-    context.drawImage(image, x, 0);
+  for (const { image, matrixTop } of images) {
+    context.drawImage(image, x, top - matrixTop);
     x += image.width;
   }
   const blob = await new Promise((resolve) => canvas.toBlob(resolve));
@@ -68,8 +70,10 @@ async function saveFigure(page, format) {
   const { pooling, scale } = app.state, name = fileName(app);
   const message = `Drawing the ${format.toUpperCase()} file …`;
   app.showMessage(message);
-  const place = `${run}/${layer}/${head}/${queries.join("/")}/${keys.join("/")}`;
-  const bytes = await app.client.bytes(`figure/${place}/${pooling}/${scale}/${format}/${batch}`);
+  const part = `${queries.join("/")}/${keys.join("/")}/${pooling}/${scale}/${format}`;
+  const placeOf = ({ run, layer, head, batch }) => [run, layer, head, batch].join();
+  const address = pane.other ? `difference/${placeOf(pane.place)}/${placeOf(pane.other)}/${part}` : `figure/${run}/${layer}/${head}/${part}/${batch}`;
+  const bytes = await app.client.bytes(address);
   download(new Blob([bytes], { type: FIGURES[format] }), `${name}.${format}`);
   app.hideMessage(message);
 }
@@ -86,7 +90,8 @@ async function waitForTiles(page) {
   }
 }
 
-// Return an image of a pane with its title, its source, the value under the crosshair, and what its cells are.
+// Return an image of a pane with its title, its source, the value under the crosshair, and what its cells are; and as `matrixTop`
+// the image's row of pixels where the matrix begins.
 function paintImage(pane, ratio) {
   const matrix = document.createElement("canvas"), { clientWidth, clientHeight } = pane.canvas;
   matrix.width = Math.round(clientWidth * ratio);
@@ -118,7 +123,7 @@ function paintImage(pane, ratio) {
   titles.forEach((text, n) => write(text, IMAGE_MARGIN + (n + 0.4) * TITLE_LINE, titleFont, theme.text));
   sourceLines.forEach((text, n) => write(text, top + (n + 0.5) * NOTE_LINE, noteFont, theme.muted));
   lines.forEach((text, n) => write(text, above + shownHeight + (n + 0.5) * NOTE_LINE, noteFont, theme.muted));
-  return image;
+  return { image, matrixTop: Math.round((above - blank + pane.geometry.above) * ratio) };
 }
 
 // The title of an image, what the head attends to included, and as sources the model, layer and text, and the part in view.
