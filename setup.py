@@ -51,8 +51,8 @@ def split_variable(variable: str, usual: str = "") -> list[str]:
         return shlex.split(given)
     except ValueError as error:
         raise RuntimeError(
-            f"the environment variable {variable} must be as in a shell, and {given!r} is set "
-            f"({str(error).lower()}): set it anew and install manyheads again"
+            f"expected the environment variable {variable} to be quoted as in a shell, got {given!r} "
+            f"({str(error).lower()}). Correct it and install manyheads again."
         ) from None
 
 
@@ -90,14 +90,14 @@ def compile_to(library: Path, work: Path) -> dict[str, str]:
             )
         except OSError as error:
             raise RuntimeError(
-                f"the C++ compiler {name} doesn't start ({error.strerror}): "
-                "install manyheads again where there is one, or with another in the environment variable CXX"
+                f"the C++ compiler {name} can't be started ({error.strerror}). "
+                "Install one, or name it in the environment variable CXX, and install manyheads again."
             ) from None
         if done.returncode:
             reason = find_error(done.stderr or done.stdout)
             raise RuntimeError(
-                f"the C++ compiler {name} ended with {done.returncode} ({reason}): "
-                "install manyheads again with another in the environment variable CXX"
+                f"the C++ compiler {name} failed with exit code {done.returncode} ({reason}). "
+                "Name another in the environment variable CXX, and install manyheads again."
             )
 
     def compiled(build: str, flags: list[str]) -> list[str]:

@@ -81,7 +81,10 @@ def test_an_installed_wheel_has_the_lessons_and_says_why_the_native_kernel_is_mi
     options = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(installed)}, "timeout": HANG}
     for command, printed in (
         (["lessons", "--no-start"], "manyheads-lessons: 24 files copied"),
-        (["kernels"], "not available: its library is missing: the C++ compiler false ended with 1"),
+        (
+            ["kernels"],
+            "not available: its library is missing: the C++ compiler false failed with exit code 1",
+        ),
         (["show", "the file is open and the file is read"], "induction"),
     ):
         done = subprocess.run([*words, *command], **options, capture_output=True, text=True, check=False)
