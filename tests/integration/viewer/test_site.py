@@ -1,0 +1,62 @@
+"""The viewer's pages that the documentation embeds: they open, and follow the theme of the site.
+
+They need Sphinx: `pip install -c constraints.txt -e '.[docs]'`. `.ci/run` runs them after it built the site.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.waiting import HANG
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(find_spec("sphinx") is None, reason="Sphinx isn't installed: the extra `docs`"),
+]
+
+DOCS = Path(__file__).parents[3] / "docs"
+WORDS = re.compile(r"^```{viewer} (\w+)", re.M)
+EMBEDDING = {
+    path.relative_to(DOCS).with_suffix(".html"): names
+    for path in DOCS.rglob("*.md")
+    if (names := WORDS.findall(path.read_text(encoding="utf-8")))
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without running the lessons."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["-q", "-W", "-D", "nb_execution_mode=off", "-d", folder / "doctrees"]
+    command = [sys.executable, "-m", "sphinx", *options, DOCS, folder / "html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+@pytest.mark.parametrize("name", EMBEDDING, ids=str)
+def test_embedded_pages_open_and_follow_the_theme(name: Path, site: Path, page: Page) -> None:
+    page.goto((site / name).as_uri())
+    frames = page.locator("figure.viewer iframe")
+    expect(frames).to_have_count(len(EMBEDDING[name]))
+    for n in range(len(EMBEDDING[name])):
+        frames.nth(n).scroll_into_view_if_needed()
+        viewer = frames.nth(n).content_frame
+        expect(viewer.locator("nav")).to_be_visible()
+        expect(viewer.locator("body")).to_have_attribute("data-theme", "light")
+    page.locator(".theme-toggle:visible").first.click()
+    expect(page.locator("body")).to_have_attribute("data-theme", "dark")
+    for n in range(len(EMBEDDING[name])):
+        expect(frames.nth(n).content_frame.locator("body")).to_have_attribute("data-theme", "dark")
+
+
+def test_pages_embed_what_is_exported(site: Path) -> None:
+    exported = {path.stem for path in (site / "live").glob("*.html")}
+    assert exported == {name for names in EMBEDDING.values() for name in names}
