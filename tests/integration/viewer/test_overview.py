@@ -301,7 +301,7 @@ def test_small_scores_use_the_whole_scale(page: Page, served: list[Server]) -> N
     """The bars of scores end at the largest one, rounded up."""
     opened(page, served, a_map(60, heads=3))
     hint = page.locator(".progress")
-    expect(hint).to_have_text("choose a score to see it in every cell, and to order the heads by it")
+    expect(hint).to_have_text("choose a score to sort by, highest first")
     page.locator("#score").select_option("previous_token")
     expect(hint).to_have_text("")
     cards = page.locator(".card")

@@ -27,7 +27,7 @@ class Overview {
     this.hasWeights = app.info.runs.some(({ layers }) => layers.some((layer) => layer.has_weights));
     this.select = make("select", { id: "score", onchange: () => app.change({ score: this.select.value }) },
       this.hasWeights ? make("option", { value: "" }, "none") : "", ...names.map((value) => make("option", { value }, label(value))));
-    this.order = app.choice("order", "order", { layer: "layer and head", score: "by score, highest first" }, "order of the heads");
+    this.order = app.choice("order", "order", { layer: "layer and head", score: "by score" }, "order of the heads");
     this.progress = make("span", { class: "muted progress", role: "status" });
     tools.append(make("label", { class: "field" }, make("span", {}, "score"), this.select), this.order, this.progress);
   }
@@ -214,8 +214,8 @@ class Overview {
     const { layers, count: all, isComplete } = this.scores, done = layers.size, radio = this.order.querySelector("[value=score]");
     const isEstimated = [...layers.values()].some(({ sampled }) => sampled > 1);
     radio.disabled = !this.score || !isComplete;
-    this.order.title = !this.score ? "choose a score to sort by it" : isComplete ? "order of the heads" : "available when all scores are computed";
-    const hint = "choose a score to see it in every cell, and to order the heads by it";
+    this.order.title = !this.score ? "choose a score to sort by it" : isComplete ? "order of the heads; by score: the highest first" : "available when all scores are computed";
+    const hint = "choose a score to sort by, highest first";
     this.progress.textContent = !isComplete ? `scores: ${done} of ${plural(all, "layer")}`
       : !this.score ? hint : isEstimated ? "≈ estimated from some of the queries" : "";
     if (isComplete) for (const option of this.select.options) option.disabled = option.value !== "" && !this.scores.values(option.value).length;
