@@ -147,3 +147,10 @@ def test_the_overview_uses_the_width_of_the_phone(
     expect(phone.locator(".card canvas.drawn")).to_have_count(heads)
     assert box_of(phone.locator(".matrix"))["width"] > least
     assert phone.evaluate("() => document.documentElement.scrollWidth") <= 390
+
+
+def test_the_matrix_of_a_head_uses_the_width_of_the_phone(phone: Page, served: list[Server]) -> None:
+    opened(phone, served, a_map(200), at="#page=head")
+    loaded(phone)
+    *_, wide, high = area_of(phone.locator("canvas.map"))
+    assert wide == high > 180

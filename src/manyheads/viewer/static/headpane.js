@@ -423,7 +423,7 @@ class HeadPane {
 
   // isMasked: cells in view may be masked, so that the bar has a legend for them.
   paintBar(context, theme, isMasked) {
-    const { right, above, high } = this.geometry, x = right + 14, length = Math.min(220, Math.max(high, LEAST_BAR - 40));
+    const { right, above, high } = this.geometry, x = right + 14, length = Math.min(220, Math.max(high, LEAST_BAR) - 40); // the legend is below
     const bar = { colors: this.colors, top: this.top, x, y: above, length, thickness: 12, text: theme.text };
     const { scale } = this.app.state;
     drawColorBar(context, { ...bar, scale, ticks: this.colors.ticks(this.top, scale) });
