@@ -70,6 +70,16 @@ def test_lines_are_the_weights_of_the_chosen_heads(page: Page, served: list[Serv
     has_in_url(page, "least=0.5")
 
 
+def test_the_number_of_lines_is_that_of_the_token_that_is_shown(page: Page, served: list[Server]) -> None:
+    amap = a_map(30)
+    drawn = amap.dense()[0] >= 0.1
+    opened(page, served, amap, at="#page=lines&least=0.1&token=9")
+    note, total = page.locator(".board .note"), int(drawn.sum())
+    expect(note).to_have_text(f"{int(drawn[:, 9].sum())} of {total} lines: weights of at least 0.1")
+    page.keyboard.press("Escape")
+    expect(note).to_have_text(f"{total} lines: weights of at least 0.1")
+
+
 def test_heads_are_chosen_by_chips(page: Page, served: list[Server]) -> None:
     amap = a_map(30, heads=4)
     opened(page, served, amap, at="#page=lines&least=0.1")

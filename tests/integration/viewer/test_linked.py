@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from playwright.sync_api import Page, expect
 
@@ -15,6 +16,7 @@ from manyheads.viewer.export import plan_export
 from manyheads.viewer.server import Server
 from tests.integration.viewer.pages import (
     a_map,
+    box_of,
     exact,
     has_in_url,
     hover,
@@ -152,9 +154,20 @@ def test_words_are_found_on_every_page(page: Page, served: list[Server]) -> None
     expect(count).to_have_text("1 of 1")
     page.wait_for_url(re.compile("token=3"))
     page.locator("#search").fill("(")
-    expect(count).to_have_text("none")
+    expect(count).to_have_text("not found")
     page.keyboard.press("Escape")
     expect(count).to_have_text("")
+
+
+def test_enter_in_the_search_of_the_overview_opens_the_text(page: Page, served: list[Server]) -> None:
+    opened(page, served, a_map(30))
+    page.keyboard.press("/")
+    page.keyboard.type("dog")
+    page.keyboard.press("Enter")
+    expect(page.locator("#page-text")).to_have_attribute("aria-current", "page")
+    expect(page.locator("aside.beside")).to_have_attribute("data-token", "9")
+    page.keyboard.press("Enter")
+    expect(page.locator("aside.beside")).to_have_attribute("data-token", "19")
 
 
 def test_words_are_found_among_a_hundred_thousand_tokens(page: Page, served: list[Server]) -> None:
@@ -181,6 +194,9 @@ def test_the_heads_with_the_largest_weights_of_a_pair(page: Page, served: list[S
     order = weights.argsort(descending=True).tolist()
     assert [row.get_attribute("data-place") for row in rows.all()] == [f"0/{head}" for head in order]
     assert [weight(row.locator(".value")) for row in rows.all()] == weights[order].tolist()
+    bars = torch.tensor([box_of(row.locator(".bar"))["width"] for row in rows.all()])
+    scale = bars[0] / weights.max().sqrt()  # one for all rows, however long their numbers are
+    assert bars.tolist() == pytest.approx((scale * weights[order].sqrt()).tolist(), abs=1)
     rows.nth(0).click()
     loaded(page)
     expect(page.locator(".pane-title")).to_contain_text(f"head {order[0]}")

@@ -106,6 +106,15 @@ def test_cross_attention_selects_the_key_of_the_pinned_weight(page: Page, served
     expect(page.locator("aside.beside")).to_have_attribute("data-token", "0")  # no key is selected
 
 
+def test_without_a_chosen_head_the_text_says_so(page: Page, served: list[Server]) -> None:
+    opened(page, served, a_map(12), at="#page=text&heads=none&token=5")
+    aside = page.locator("aside.beside")
+    expect(aside).to_have_text(re.compile("No head is chosen.$"))
+    page.locator(".chip-all").click()
+    expect(aside).to_contain_text("attends to")
+    expect(aside).not_to_contain_text("No head is chosen.")
+
+
 def test_tokens_without_labels_have_numbers(page: Page, served: list[Server]) -> None:
     opened(page, served, a_map(12).labelled(None), at="#page=text&token=5")
     aside = page.locator("aside.beside")

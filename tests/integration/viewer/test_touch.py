@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +138,13 @@ def test_a_page_is_as_wide_as_the_phone(phone: Page, served: list[Server], name:
         box = box_of(canvas)
         assert box["width"] > 300
         assert box["height"] > 150
+
+
+def test_the_number_of_lines_is_not_cut(phone: Page, served: list[Server]) -> None:
+    opened(phone, served, a_map(200, heads=12), at="#page=lines&token=3")
+    note = phone.locator(".board .note")
+    expect(note).to_have_text(re.compile(r"^\d+ of [\d,]+ lines: weights of at least 0.02$"))
+    assert note.evaluate("note => note.scrollWidth <= note.clientWidth")
 
 
 @pytest.mark.parametrize(("heads", "least"), [(12, 300), (2, 300)])

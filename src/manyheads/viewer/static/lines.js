@@ -9,7 +9,7 @@ const LISTED = 12; // weights in the list beside the lines
 
 class LinesPage {
   constructor(root, app, tools) {
-    this.app = app, this.hovered = null, this.blocks = new Map();
+    this.app = app, this.hovered = null, this.blocks = new Map(), this.total = 0; // lines of all tokens
     this.chips = new HeadChips(app, "heads", true);
     this.tools = make("div", { class: "tools" });
     this.queries = this.makeColumn("query", "queries");
@@ -294,18 +294,33 @@ class LinesPage {
 
   drawAll() {
     const { least } = this.app.state, width = this.cols.length;
-    let lines = 0;
+    this.total = 0;
     const all = this.heads.filter((head) => this.blocks.has(head)).map((head) => {
       const block = this.blocks.get(head), found = [];
       for (let n = 0; n < block.length; n++) if (block[n] >= least) found.push([Math.floor(n / width), n % width, block[n]]);
-      lines += found.length;
+      this.total += found.length;
       return [head, found];
     });
     this.drawLines(this.prepare(this.all), all);
-    const weights = `${plural(lines, "line")}: weights of at least ${least}`, loading = this.heads.some((head) => !this.blocks.has(head));
-    this.note.textContent = loading ? "loading …" : !this.heads.length ? "no head is chosen" : lines ? weights : `no weight here is at least ${least}`;
-    this.note.dataset.lines = loading ? "" : lines;
-    this.all.setAttribute("aria-label", this.note.textContent);
+    this.all.setAttribute("aria-label", this.describeLines(null));
+  }
+
+  get isLoading() {
+    return this.heads.some((head) => !this.blocks.has(head));
+  }
+
+  // Say how many lines are drawn. shown: those of a token, null if the lines of all tokens are drawn.
+  describeLines(shown) {
+    const { least } = this.app.state, lines = plural(this.total, "line");
+    if (this.isLoading) return "loading …";
+    if (!this.heads.length) return "no head is chosen";
+    if (!this.total) return `no weight here is at least ${least}`;
+    return `${shown === null ? lines : `${count(shown)} of ${lines}`}: weights of at least ${least}`;
+  }
+
+  writeNote(shown) {
+    this.note.textContent = this.describeLines(shown);
+    this.note.dataset.lines = this.isLoading ? "" : this.total;
   }
 
   // Draw lines. byHead: for each head its lines, as [row of the query, row of the key, weight]. The lines of several heads between
@@ -350,6 +365,7 @@ class LinesPage {
       return [head, found];
     });
     this.drawLines(this.prepare(this.own), byHead);
+    if (!this.layer.finest) this.writeNote(token ? byHead.reduce((sum, [, found]) => sum + found.length, 0) : null);
     for (const side of ["query", "key"]) for (const item of this.items[side]) item.style.removeProperty("--out");
     for (const [m, item] of targets.entries()) if (shares[m] > 0.004) item.style.setProperty("--out", Math.sqrt(shares[m]).toFixed(3));
     this.writeAside(token, all.sort((a, b) => b[2] - a[2]), shares);

@@ -47,7 +47,11 @@ class Search {
   }
 
   pressKey(event) {
-    if (event.key === "Enter") event.preventDefault(), this.go(event.shiftKey ? -1 : 1);
+    if (event.key === "Enter") {
+      event.preventDefault();
+      if (this.app.state.page === "overview") this.openText();
+      else this.go(event.shiftKey ? -1 : 1);
+    }
     if (event.key !== "Escape") return;
     event.stopPropagation();
     this.input.blur();
@@ -68,6 +72,12 @@ class Search {
     const { token } = this.app.state, from = this.places.findIndex(([start]) => start >= (token ?? 0));
     if (this.places.length) this.select(from < 0 ? 0 : from);
     else this.app.show();
+  }
+
+  // Show the selected place on the page Text, because the overview has no tokens.
+  async openText() {
+    await this.find();
+    if (this.places.length) this.app.change({ page: "text" });
   }
 
   // The layer and the sequence that are shown.
@@ -97,7 +107,7 @@ class Search {
 
   writeCount() {
     const { length } = this.places, current = this.current(), isEmpty = !this.input.value.trim();
-    this.count.textContent = isEmpty ? "" : !length ? "none" : current < 0 ? count(length) : `${count(current + 1)} of ${count(length)}`;
+    this.count.textContent = isEmpty ? "" : !length ? "not found" : current < 0 ? count(length) : `${count(current + 1)} of ${count(length)}`;
     for (const button of this.buttons) button.hidden = !length;
   }
 

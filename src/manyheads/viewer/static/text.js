@@ -159,7 +159,7 @@ class TextPage {
     if (this.place !== this.opening) return; // another place is loading, or the page was removed: events of its elements may follow
     if (this.layer.finest) return this.showPooled(token);
     if (this.aside.dataset.token === undefined) this.aside.replaceChildren(make("p", { class: "muted" }, "Loading …"));
-    const request = (this.request = new AbortController()), { run, layer, batch } = this.place, { heads } = this.app.state;
+    const request = (this.request = new AbortController()), { run, layer, batch, heads } = this.place;
     const [, , t] = this.layer.shape, { first } = this.tokens, query = token - first;
     try {
       const fetchLine = (kind, n) => heads === "none" ? { first: 0, weights: [], top: [] } : json(this.app.client, `${kind}/${run}/${layer}/${heads}/${n}/${batch}`, request.signal);
@@ -201,11 +201,13 @@ class TextPage {
     };
     const [start, stop] = this.tokens.unit(token);
     const others = Array.from({ length: stop - start }, (_, n) => make("button", { type: "button", "aria-pressed": start + n === token, onclick: () => this.choose(start + n) }, count(start + n)));
+    const lists = this.place.heads === "none" ? [make("p", { class: "muted" }, "No head is chosen.")] : [
+      ...list("attends to", row, 0, offset === null ? "In cross-attention, this token is a key only." : row ? "All keys are masked." : "This token is not a query."),
+      ...list("attended to by", column, offset, "No query attends to this token.")];
     this.aside.replaceChildren(
       make("h2", {}, ...this.tokens.titled(token, 60)),
       ...(others.length > 1 ? [make("p", { class: "shared" }, "one character in several tokens: ", ...others)] : []),
-      ...list("attends to", row, 0, offset === null ? "In cross-attention, this token is a key only." : row ? "All keys are masked." : "This token is not a query."),
-      ...list("attended to by", column, offset, "No query attends to this token."));
+      ...lists);
     this.aside.dataset.token = token;
   }
 
