@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -82,7 +83,10 @@ class Problem:
         if mask is not None:
             mask = _check_mask(mask, shape, q.device).bind(offset, shape.s)
         if bias is not None:
-            _check_part(bias, Bias, "bias", "Dense(t)", shape, q.device)
+            if not isinstance(bias, Bias):
+                hint = " Wrap it as Dense(t)." if isinstance(bias, Tensor) else ""
+                raise TypeError(f"Expected bias to be a Bias or None, got {kind(bias)}.{hint}")
+            _check_part(bias, "bias", shape, q.device)
             bias = bias.bind(offset)
         return cls(q, k, v, mask, bias, scale, softcap, sink, offset, dropout_p, shape)
 
@@ -327,16 +331,26 @@ def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
 
 
 def _check_mask(mask: Any, shape: Shape, device: torch.device) -> Mask:
-    _check_part(mask, Mask, "mask", "Keep(t), where True = may attend, or Drop(t)", shape, device)
+    if not isinstance(mask, Mask):
+        got = f"the class {mask.__name__}" if isinstance(mask, type) else kind(mask)
+        raise TypeError(f"Expected mask to be a Mask or None, got {got}.{_advise_mask(mask)}")
+    _check_part(mask, "mask", shape, device)
     return mask
 
 
-def _check_part(
-    part: Any, expected: type[Mask] | type[Bias], name: str, wrap: str, shape: Shape, device: torch.device
-) -> None:
-    if not isinstance(part, expected):
-        hint = f" Wrap it as {wrap}." if isinstance(part, Tensor) else ""
-        raise TypeError(f"Expected {name} to be a {expected.__name__} or None, got {kind(part)}.{hint}")
+def _advise_mask(mask: Any) -> str:
+    """Return how to fix a mask of another type, for an error."""
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        return " Pass bias=Dense(t) if it is added to the scores, or mask=Keep(t != 0) if 1 = attend."
+    if isinstance(mask, Tensor):
+        return " Wrap it as Keep(t), where True = may attend, or Drop(t)."
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        required = any(p.default is p.empty for p in inspect.signature(mask).parameters.values())
+        return f" Write {mask.__name__}({'…' if required else ''})."
+    return " Use a mask object, such as mask=Causal()." if isinstance(mask, str) else ""
+
+
+def _check_part(part: Mask | Bias, name: str, shape: Shape, device: torch.device) -> None:
     for tensor in part.tensors():
         if tensor.device != device:
             raise ValueError(

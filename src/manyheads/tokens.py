@@ -92,7 +92,7 @@ class TokenizedText(Sequence[str]):
 
         Raises:
             TypeError: If the encoding has no offsets, because the tokenizer isn't a fast one.
-            ValueError: If a second text was encoded with it.
+            ValueError: If a second text was encoded with it, or the encoding is of another text.
         """
         encodings = getattr(encoding, "encodings", [encoding])  # transformers' result has a list of them
         if not encodings or not hasattr(encodings[0], "offsets"):
@@ -107,6 +107,7 @@ class TokenizedText(Sequence[str]):
             )
         masked = encoding.special_tokens_mask
         spans = [None if masked[n] else span for n, span in enumerate(encoding.offsets)]
+        _check_text(text, [span for span in spans if span], bool(encoding.overflowing))
         return cls.from_spans(text, spans, encoding.tokens, whole=not encoding.overflowing)
 
     @classmethod
@@ -164,8 +165,9 @@ class TokenizedText(Sequence[str]):
             TypeError: If ids aren't integers.
         """
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if not all(isinstance(n, int) for n in ids):
-            raise TypeError(f"Expected ids to be integers [s], got {kind(ids)} of {kind(ids[0])}.")
+        if wrong := [n for n in ids if not isinstance(n, int)]:
+            hint = " Pass one sequence, such as ids[0]." if isinstance(wrong[0], list | tuple) else ""
+            raise TypeError(f"Expected ids to be integers [s], got {kind(ids)} of {kind(wrong[0])}.{hint}")
         if hasattr(tokenizer, "convert_ids_to_tokens"):
             special, name = set(tokenizer.all_special_ids), tokenizer.convert_ids_to_tokens
             unknown = {tokenizer.unk_token_id} - {
@@ -273,6 +275,20 @@ class TokenizedText(Sequence[str]):
                 groups += [range(start, n)] * (n - start)
                 start = n
         return groups
+
+
+def _check_text(text: str, spans: Sequence[tuple[int, int]], truncated: bool) -> None:
+    """Raise ValueError if tokens with these spans, in a perhaps truncated encoding, aren't of this text."""
+    start, stop = min(spans, default=(0, 0))[0], max((stop for _, stop in spans), default=0)
+    # Tokenizers may drop characters that they don't know, but not those that they have tokens for. An
+    # encoding that starts within the text is a later part of a truncated one.
+    truncated = truncated or bool(text[:start].strip())
+    known = {character for span in spans for character in text[slice(*span)] if character.isalnum()}
+    if stop > len(text) or (not truncated and known & {*text[stop:]}):
+        raise ValueError(
+            f"Expected the encoding of {brief(text)}, which has {len(text)} characters, got one whose last "
+            f"token ends at character {stop}. Pass the text that was encoded."
+        )
 
 
 def _runs(ids: Sequence[int], special: set[int]) -> Iterator[range]:

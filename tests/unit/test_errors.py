@@ -65,9 +65,10 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
     ("offset elsewhere", {"offset": x(2).long().to("meta")}, ValueError, ["offset", "cpu", "meta"]),
     # a naked tensor as mask or bias
     ("naked mask", {"mask": x(5, 7) > 0}, TypeError, ["mask", "Tensor", "Keep", "Drop", "True = may attend"]),
-    ("float mask", {"mask": x(5, 7)}, TypeError, ["mask", "float32", "Keep"]),
-    ("a string mask", {"mask": "causal"}, TypeError, ["mask", "str"]),
-    ("a class", {"mask": mh.Causal}, TypeError, ["mask"]),
+    ("float mask", {"mask": x(5, 7)}, TypeError, ["mask", "float32", "bias=Dense(t)", "Keep(t != 0)"]),
+    ("a string mask", {"mask": "causal"}, TypeError, ["mask", "str", "mask=Causal()"]),
+    ("a class", {"mask": mh.Causal}, TypeError, ["mask", "the class Causal. Write Causal()."]),
+    ("a class with arguments", {"mask": mh.Keep}, TypeError, ["the class Keep. Write Keep(…)."]),
     ("a bias as mask", {"mask": mh.ALiBi(4)}, TypeError, ["mask", "ALiBi"]),
     ("naked bias", {"bias": x(5, 7)}, TypeError, ["bias", "Tensor", "Dense"]),
     ("a mask as bias", {"bias": mh.Causal()}, TypeError, ["bias", "Causal"]),

@@ -255,6 +255,10 @@ def test_a_text_that_was_cut() -> None:
     tokenizer.enable_truncation(3)
     tokens = TokenizedText.from_encoding("漢 the rest", tokenizer.encode("漢 the rest"))
     assert tokens.text == "漢"
+    tokenizer.enable_truncation(4)
+    first = tokenizer.encode("the rest of the rest")
+    for part in (first, *first.overflowing):  # all parts of it are accepted
+        assert TokenizedText.from_encoding("the rest of the rest", part)
 
 
 def test_ids_of_a_long_text_are_decoded_in_parts() -> None:
@@ -316,11 +320,23 @@ def test_tokenizers_of_transformers() -> None:
         (lambda: TokenizedText(("a", "b"), (1, 1)), ValueError, "different positions"),
         (lambda: TokenizedText.from_encoding("a", ["a"]), TypeError, "a fast tokenizer, .* got a list"),
         (lambda: TokenizedText.from_ids(["a"], None), TypeError, "ids to be integers"),
+        (lambda: TokenizedText.from_ids([1, None], None), TypeError, "got a list of a NoneType"),
+        (lambda: TokenizedText.from_ids(torch.ones(1, 2).long(), None), TypeError, r"a list\. .* ids\[0\]"),
     ],
 )
 def test_wrong_arguments(make: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "BERT"])
+def test_the_encoding_of_another_text(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    with pytest.raises(ValueError, match=r"of 'the', which has 3 characters, got .* ends at character 8"):
+        TokenizedText.from_encoding("the", tokenizer.encode("the rest"))
+    with pytest.raises(ValueError, match=r"of 'the rest', which has 8 characters, .* character 3\. Pass"):
+        TokenizedText.from_encoding("the rest", tokenizer.encode("the"))
+    assert TokenizedText.from_encoding("the \n", tokenizer.encode("the")).text == "the \n"
 
 
 def test_two_texts_in_one_encoding() -> None:

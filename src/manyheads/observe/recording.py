@@ -90,7 +90,10 @@ class Recording(Mapping[Any, Any]):
     def _find(self, name: str | int) -> str:
         names = list(self._calls)
         if isinstance(name, bool) or not isinstance(name, str | int):
-            raise TypeError(f"Expected a layer's path or number, got {kind(name)}.")
+            pair: Any = name
+            is_pair = isinstance(pair, tuple) and len(pair) == 2
+            hint = f" For one of its calls, use recording.calls({pair[0]!r})[{pair[1]!r}]." if is_pair else ""
+            raise TypeError(f"Expected a layer's path or number, got {kind(name)}.{hint}")
         if isinstance(name, int):
             if not -len(names) <= name < len(names):
                 raise NoSuchLayer(f"There is no layer {name}: {len(names)} layers were recorded.")
@@ -228,7 +231,7 @@ class Recording(Mapping[Any, Any]):
     def __repr__(self) -> str:
         lines = [
             f"{n:>4}  {name}: [b, h, t, s] = {list(calls[-1].shape)}"
-            + (f", the last of {len(calls)} calls" if len(calls) > 1 else "")
+            + (f", the last of {len(calls)} calls; all: .calls({n})" if len(calls) > 1 else "")
             for n, (name, calls) in enumerate(self._calls.items())
         ]
         missed = [f"   -  {name}: not recorded, a softmax of {list(x)}" for name, x in self.missed.items()]

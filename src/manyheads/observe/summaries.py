@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,6 +85,13 @@ class Reduced:
                 f'observe(..., keep=[..., "{name}"]) or keep="maps".'
             )
         return lambda *args, **kwargs: self._value(name, args or kwargs or ())
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Raise ValueError: the weights, which a map has, weren't kept."""
+        raise ValueError(
+            f'{self._layer()} was observed with keep="statistics", which keeps no weights to read. Observe '
+            'with keep="maps".'
+        )
 
     def _value(self, name: str, requested: Any) -> Any:
         """Return a statistic; raise ValueError if it was kept with different arguments."""

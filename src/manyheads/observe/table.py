@@ -77,7 +77,12 @@ class Table(Sequence[Any]):
     def sorted(self, by: str) -> Table:
         """Return the table sorted by a column, largest first; raise ValueError for an unknown column."""
         if by not in self.columns:
-            raise ValueError(f"Expected one of the columns {', '.join(self.columns)}, got {by!r}.")
+            hint = (
+                f' {by} needs the token ids and the maps: recording.table(ids), observed with keep="maps".'
+                if by in TOKEN_SCORES
+                else ""
+            )
+            raise ValueError(f"Expected one of the columns {', '.join(self.columns)}, got {by!r}.{hint}")
 
         def rank(row: Any) -> tuple[bool, float]:
             value = getattr(row, by)

@@ -116,7 +116,9 @@ def test_a_recording_is_a_mapping_in_order_of_first_call():
     text = repr(recording)
     assert text.index("second.attn") < text.index("first.attn")
     assert "[1, 4, 4, 4]" in text
-    assert "3 calls" in text
+    assert "the last of 3 calls; all: .calls(1)" in text
+    with raises(TypeError, "got a tuple. For one of its calls, use recording.calls('first.attn')[0]."):
+        recording["first.attn", 0]
 
 
 def test_a_layer_is_found_by_a_unique_part_of_its_path():

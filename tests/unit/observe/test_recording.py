@@ -212,6 +212,12 @@ def test_the_usual_statistics_and_names_of_statistics():
         named[0].problem  # noqa: B018
     with raises(ValueError, 'observed with keep="statistics", which keeps no weights to draw'):
         named.plot()
+    with raises(ValueError, 'layers.0.attn was observed with keep="statistics", … Observe with keep="maps"'):
+        named[0][0, 1]
+    with raises(ValueError, 'recording.table(ids), observed with keep="maps"'):
+        named.table(torch.arange(5)).sorted("duplicate_token")
+    with raises(ValueError, "got 'induction'. induction needs the token ids … recording.table(ids)"):
+        maps.table().sorted("induction")
 
 
 @pytest.mark.parametrize("mask", [None, "masks all of a row"])
