@@ -332,8 +332,8 @@ def serve(api: Api, port: int = 0, browser: bool = True) -> None:
     Exit codes:
       0  Every check passed.
       1  A check failed.
-      2  The code can't be imported, constructed or understood, or an argument
-         that may be a mask couldn't be judged.
+      2  The code can't be imported, constructed or understood, or something
+         couldn't be judged.
 
     Examples:
       # A class, a function or an instance in a file

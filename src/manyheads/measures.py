@@ -180,7 +180,8 @@ def _check_ids(ids: object, amap: AttentionMap) -> Tensor:
     """Return the tokens on the map's device, checked."""
     s = amap.shape[3]
     if not isinstance(ids, Tensor) or ids.is_floating_point():
-        raise TypeError(f"Expected ids to be the tokens, integers [s] or [b, s], got {kind(ids)}.")
+        hint = " Wrap it as torch.tensor(ids)." if isinstance(ids, list | tuple) else ""
+        raise TypeError(f"Expected ids to be the tokens, integers [s] or [b, s], got {kind(ids)}.{hint}")
     if ids.dim() not in (1, 2) or ids.shape[-1] != s:
         raise ValueError(f"Expected ids to be [s] or [b, s], one for each of s = {s} keys, got {sizes(ids)}.")
     return ids.to(amap.problem.q.device)

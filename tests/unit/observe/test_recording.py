@@ -218,6 +218,8 @@ def test_the_usual_statistics_and_names_of_statistics():
         named.table(torch.arange(5)).sorted("duplicate_token")
     with raises(ValueError, "got 'induction'. induction needs the token ids … recording.table(ids)"):
         maps.table().sorted("induction")
+    with raises(TypeError, "got a list. Wrap it as torch.tensor(ids)."):
+        maps.table([0, 1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("mask", [None, "masks all of a row"])
