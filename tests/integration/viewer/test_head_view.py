@@ -249,8 +249,10 @@ def test_the_next_largest_weights_of_a_head(page: Page, served: list[Server]) ->
     opened(page, served, amap, at="#page=head&view=100,600,40")
     loaded(page)
     wanted = amap[0, 0].flatten().topk(4)
-    for value, place in zip(wanted.values.tolist(), wanted.indices.tolist(), strict=True):
+    for n, (value, place) in enumerate(zip(wanted.values.tolist(), wanted.indices.tolist(), strict=True)):
         page.keyboard.press("n")
+        expect(page.locator(".note")).to_contain_text(f"weight {n + 1} of this head, in descending order")
+        expect(page.locator(".banner")).to_be_hidden()  # it would cover the matrix
         expect(page.locator(".reading")).to_have_attribute("data-query", str(place // 700))
         expect(page.locator(".reading")).to_have_attribute("data-key", str(place % 700))
         assert exact(page) == value
@@ -399,7 +401,7 @@ def test_a_head_that_the_server_evicted_is_scanned_again(page: Page, served: lis
     expect(page.locator(".banner")).to_contain_text("known when the scan of this head is complete")
     loaded(page)
     page.keyboard.press("n")
-    expect(page.locator(".banner")).to_contain_text("The largest weight of this head")
+    expect(page.locator(".pane .note")).to_contain_text("weight 1 of this head, in descending order")
     page.keyboard.press("0")
     expect(page.locator(".pane .note")).to_have_attribute("data-level", "6")
     served[0].api._pyramids.clear()

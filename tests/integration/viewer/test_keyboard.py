@@ -114,8 +114,8 @@ def test_the_dialog_returns_the_focus(page: Page, served: list[Server]) -> None:
     opened(page, served, a_map(7))
     tab_to(page, "#help")
     page.keyboard.press("Enter")
-    dialog = page.get_by_role("dialog", name="Keys")
-    expect(dialog).to_be_visible()
+    dialog = page.get_by_role("dialog", name="Help")
+    expect(dialog).to_contain_text("the weights of each row sum to 1")
     page.keyboard.press("h")  # shortcuts don't work behind a dialog
     expect(page.locator("#page-overview")).to_have_attribute("aria-current", "page")
     page.keyboard.press("Escape")

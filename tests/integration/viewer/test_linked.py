@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 import manyheads as mh
 from manyheads.viewer.api import Api
@@ -23,6 +23,7 @@ from tests.integration.viewer.pages import (
     in_a_browser,
     keep_messages,
     loaded,
+    new_page,
     opened,
     weight,
 )
@@ -236,6 +237,38 @@ def test_findings_fly_to_their_weight(page: Page, served: list[Server]) -> None:
     expect(page.locator(".reading").first).to_have_attribute("data-query", "350")
     expect(page.locator(".reading").first).to_have_attribute("data-key", "121")
     assert exact(page) == float(clear[0, 1, 350, 121])
+
+
+def test_a_finding_of_a_readable_matrix_does_not_zoom(page: Page, served: list[Server]) -> None:
+    words = [f" w{n}" for n in range(21)]
+    words[18] = words[5] = " train"
+    bias = torch.zeros(1, 1, 21, 21)
+    bias[0, 0, 18, 6] = 12.0
+    q = torch.zeros(1, 1, 21, 8)
+    clear = mh.attention_with_map(q, q, q, mask=mh.Causal(), bias=mh.Dense(bias))[1]
+    page.emulate_media(reduced_motion="reduce")  # a zoom would be done at once
+    opened(page, served, clear.labelled(mh.TokenizedText(tuple(words))))
+    page.keyboard.press("f")
+    page.locator(".finding", has_text='attends to "w6"').click()
+    is_pinned(page, 18, 6)
+    loaded(page)
+    expect(page.locator(".pane .note")).to_have_attribute("data-queries", "0,21")
+    expect(page.locator(".pane .note")).to_have_attribute("data-keys", "0,21")
+
+
+def test_findings_are_requested_again_after_an_error(browser: Browser, served: list[Server]) -> None:
+    page = new_page(browser)
+    opened(page, served, a_map(30))
+    failing = [True]
+    page.route(re.compile("/findings/"), lambda route: route.abort() if failing else route.continue_())
+    page.keyboard.press("f")
+    expect(page.locator(".findings [role=alert]")).to_have_text(re.compile("The viewer doesn't respond"))
+    failing.clear()
+    page.locator(".findings").get_by_role("button", name="try again").click()
+    expect(page.locator(".findings [role=alert]")).to_have_count(0)
+    expect(page.locator(".findings")).not_to_contain_text("Searching")
+    expect(page.locator(".findings")).not_to_be_empty()
+    page.close()
 
 
 def test_findings_need_tokens(page: Page, served: list[Server]) -> None:

@@ -104,6 +104,7 @@ def test_a_tap_reads_a_weight(phone: Page, served: list[Server]) -> None:
     amap = a_map(7)
     opened(phone, served, amap, at="#page=head&head=1")
     loaded(phone)
+    expect(phone.locator(".reading")).to_have_text("Tap a weight to pin it.")
     left, above, wide, high = area_of(phone.locator("canvas.map").first)
     phone.touchscreen.tap(left + 0.3 * wide, above + 0.7 * high)
     reading = phone.locator(".reading").first

@@ -3,8 +3,11 @@
 const KEYS = [ // of all pages
   ["[  ]", "previous, next head"], ["{  }", "previous, next layer"], ["m", "cells: max or mean"], ["l", "colours: √, linear or log"],
   ...Object.values(PAGES).map(({ key, title }) => [key, `page: ${title}`]),
-  ["/", "find a word"], ["f", "findings"], ["w", "which heads attend from a token to another"], ["k", "copy the link"], ["t", "light or dark theme"], ["esc", "close the search, the panel"], ["?", "show these keys"],
+  ["/", "find a word"], ["f", "findings"], ["w", "which heads attend from a token to another"], ["k", "copy the link"], ["t", "light or dark theme"], ["esc", "close the search, the panel"], ["?", "show this help"],
 ];
+
+const GUIDE = "Each row of a matrix is a query, a token that reads. Each column is a key, a token that is read from. "
+  + "A cell is the weight that the query gives to the key, and the weights of each row sum to 1.";
 
 class App {
   // root: the element to fill. client: see clients.js. linked: store the state in the URL.
@@ -142,7 +145,7 @@ class App {
         make("span", { class: "group" },
           this.linked ? button("link", "copy link", "copy a link to this view (k)", () => this.copyLink()) : "",
           button("theme", "theme", "light or dark theme (t)", () => this.toggleTheme()),
-          button("help", "?", "keys (?)", () => this.showKeys()))),
+          button("help", "?", "help (?)", () => this.showKeys()))),
       make("section", { class: "toolbar", "aria-label": "settings" }, ...Object.values(this.controls), this.tools,
         make("span", { class: "group tail" }, ...Object.values(this.drawer.buttons))),
       make("div", { class: "middle" }, this.body, this.drawer.element), this.banner, this.keys);
@@ -238,7 +241,7 @@ class App {
     const { runs } = this.info, { layers } = runs[place.run];
     return [
       this.select("run", `run${suffix}`, runs.map(({ title }) => title), place.run, (run) => choose({ run, layer: 0, head: 0 })),
-      this.select("layer", `layer${suffix}`, layers.map(({ number, name }) => `${number}: ${name}`), place.layer, (layer) => choose({ layer })),
+      this.select("layer", `layer${suffix}`, layers.map(({ number, name }) => `${number}: ${shortenMiddle(name, 24)}`), place.layer, (layer) => choose({ layer })),
       hasHead ? this.select("head", `head${suffix}`, this.layer(place).heads.map(String), place.head, (head) => choose({ head })) : "",
     ];
   }
@@ -371,7 +374,8 @@ class App {
       make("dl", {}, ...keys.flatMap(([key, what]) => [make("dt", {}, key), make("dd", {}, what)]))) : "");
     const { title, keys } = PAGES[this.state.page];
     this.keys.replaceChildren(
-      make("h2", { id: "keys-title" }, "Keys"),
+      make("h2", { id: "keys-title" }, "Help"),
+      make("p", { class: "guide" }, GUIDE),
       make("div", { class: "sections" }, list(`${title} page`, keys), list("All pages", KEYS.filter(([key]) => this.linked || key !== "k"))),
       make("form", { method: "dialog" }, make("button", {}, "close")));
     this.keys.showModal();
@@ -410,6 +414,9 @@ class App {
 }
 
 const button = (id, text, title, onclick) => make("button", { type: "button", id, title, onclick }, text);
+
+// Shorten a text in its middle, because the ends of the names of modules tell more.
+const shortenMiddle = (text, most) => (text.length > most ? `${text.slice(0, Math.ceil(most / 2) - 1)}…${text.slice(-Math.floor(most / 2))}` : text);
 
 // Return true if a key is meant for the focused control: letters for a text field, arrows for radio buttons.
 function isForControl({ target, key }) {

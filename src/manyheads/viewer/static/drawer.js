@@ -53,11 +53,8 @@ class FindingsPanel {
     if (batch !== this.batch) {
       this.batch = batch, this.cards = [];
       this.element.replaceChildren(make("p", { class: "muted", role: "status" }, "Searching for weights that stand out …"));
-      const found = await Promise.all(runs.map(({ layers }, run) => {
-        const last = Math.max(...layers.map(({ shape }) => shape[0])) - 1;
-        return this.app.load(`findings/${run}/${Math.min(batch, last)}`);
-      }));
-      if (batch !== this.batch) return;
+      const found = await this.request(batch).catch((error) => this.showFailure(batch, error));
+      if (!found || batch !== this.batch) return;
       this.element.replaceChildren(...found.flatMap((response, run) => [runs.length > 1 ? make("h3", {}, runs[run].title) : "", ...this.write(run, response)]));
     }
     const { page, run, layer, head, pin } = this.app.state;
@@ -65,6 +62,24 @@ class FindingsPanel {
       const isShown = page === "head" && run === finding.run && layer === finding.layer && head === finding.head && String(pin) === `${finding.query},${finding.key}`;
       card.setAttribute("aria-current", isShown);
     }
+  }
+
+  // Request the findings of all runs.
+  request(batch) {
+    return Promise.all(this.app.info.runs.map(({ layers }, run) => {
+      const last = Math.max(...layers.map(({ shape }) => shape[0])) - 1;
+      return this.app.load(`findings/${run}/${Math.min(batch, last)}`);
+    }));
+  }
+
+  // Say why there are no findings, with a button that requests them again.
+  showFailure(batch, error) {
+    if (batch !== this.batch || error.name === "AbortError") return;
+    const retry = () => {
+      this.batch = null;
+      this.app.drawer.update();
+    };
+    this.element.replaceChildren(make("p", { role: "alert" }, error.message), make("button", { type: "button", onclick: retry }, "try again"));
   }
 
   // Return the elements of a run's findings.

@@ -3,12 +3,13 @@
 const PANEL = 330; // pixels: the least width of the side panel
 const BOTH = 1200; // pixels: the least width of the page that has a side panel while the drawer is open
 const FLIGHT = 500; // milliseconds in which the view moves to a finding
+const READABLE = 14; // pixels: cells of the whole matrix that are as large need no zoom to a finding
 const LEAST_PANE = 420; // pixels: the least width of a pane, whose texts need it
 const SCANNING = "The largest weights are known when the scan of this head is complete.";
 
 class HeadPage {
   constructor(body, app, tools) {
-    Object.assign(this, { app, panes: [], panels: [], rank: -1 });
+    Object.assign(this, { app, panes: [], panels: [], rank: -1, ranking: null });
     this.root = make("div", { class: "head-page" });
     this.message = make("p", { class: "muted opening", hidden: true });
     this.side = make("div", { class: "side" });
@@ -36,7 +37,7 @@ class HeadPage {
       const isShown = JSON.stringify([pane.place, pane.other]) === JSON.stringify([place, other]);
       if (!isShown) {
         pane.open(place, other);
-        this.rank = -1;
+        Object.assign(this, { rank: -1, ranking: null });
       }
     }
     this.root.append(this.side); // after the panes, also for the keyboard
@@ -161,10 +162,12 @@ class HeadPage {
     this.zoomBy(48 / Math.min(geometry.k, geometry.v));
   }
 
-  // Move to a weight step by step, and zoom in until its cell is large.
+  // Move to a weight step by step, and zoom in until its cell is large, unless the whole matrix is readable.
   flyTo([i, j]) {
     this.app.clearHover();
-    const { geometry } = this.panes[0], from = geometry.view, n = Math.min(from.n, geometry.span / 28);
+    const { geometry } = this.panes[0];
+    if (geometry.isWhole && geometry.zoom >= READABLE) return;
+    const from = geometry.view, n = Math.min(from.n, geometry.span / 28);
     if (n === from.n && geometry.isWhole) return;
     const [path, start] = [d3.interpolateZoom([from.x, from.y, from.n], [j + 0.5, i + 0.5, n]), performance.now()];
     const duration = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : FLIGHT;
@@ -210,17 +213,28 @@ class HeadPage {
     if (!pane.isComplete) return this.app.showMessage(SCANNING);
     const rank = this.rank + 1;
     try {
-      const { query, key, weight, complete } = await json(this.app.client, `largest/${run}/${layer}/${head}/${rank}/${batch}`);
+      const { query, key, complete } = await json(this.app.client, `largest/${run}/${layer}/${head}/${rank}/${batch}`);
       if (pane.place !== place || !pane.tiles) return;
       if (!complete) return pane.rescan(), this.app.showMessage(SCANNING);
-      if (query === null) return this.app.showMessage(`This head has ${plural(rank, "weight")} above 0.`);
+      if (query === null) return this.showRanking(this.app.state.pin, `this head has ${plural(rank, "weight")} above 0`);
       this.rank = rank;
       this.moveTo([query, key]);
       if (pane.level) this.flyTo([query, key]); // to where single weights are visible
-      this.app.showMessage(`${rank ? `Weight ${count(rank + 1)}` : "The largest weight"} of this head, in descending order: ${format(weight, 4)}.`);
+      this.showRanking([query, key], `weight ${count(rank + 1)} of this head, in descending order`);
     } catch (error) {
       this.app.showError(error);
     }
+  }
+
+  // Show a text about the order of weights in the status line of the first pane, as long as a cell is pinned.
+  showRanking(cell, text) {
+    this.ranking = { cell: String(cell), text };
+    this.update();
+  }
+
+  // What the status line of a pane says about the order of weights, or "".
+  rankingOf(pane) {
+    return pane === this.panes[0] && this.ranking?.cell === String(this.app.state.pin) ? this.ranking.text : "";
   }
 
   // -- actions ------------------------------------------------------------------------------------

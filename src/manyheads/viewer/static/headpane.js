@@ -441,7 +441,7 @@ class HeadPane {
 
   // found: how many tiles and numbers are missing, and from one query in how many the tiles are estimated.
   describe(level, { missing, sampled, unwritten }) {
-    const [rows, cols] = this.grid.cell(level), parts = [], way = this.app.state.pooling === "mean" ? "mean" : "largest";
+    const [rows, cols] = this.grid.cell(level), parts = [this.page.rankingOf(this)].filter(Boolean), way = this.app.state.pooling === "mean" ? "mean" : "largest";
     const whose = this.other ? `difference of the ${way} weights` : way;
     parts.push(level ? `pooled: each cell shows the ${whose} of ${count(rows)} × ${count(cols)} weights` : "single weights");
     if (this.layer.finest) {
@@ -484,7 +484,7 @@ class HeadPane {
   async showValue() {
     const request = (this.request = {}); // a response to an earlier request is of no use any more
     if (!this.tiles || !this.cell) {
-      this.reading.replaceChildren("Hover over a weight; click to pin it.");
+      this.reading.replaceChildren(matchMedia("(hover: none)").matches ? "Tap a weight to pin it." : "Hover over a weight; click to pin it.");
       this.reading.title = "";
       this.reading.dataset.weight = "";
       return;
