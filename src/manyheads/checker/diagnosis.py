@@ -97,8 +97,13 @@ def diagnose(adapter: Adapter, takes_pairs: bool = True) -> list[Diagnosis]:
     rights = [(weights, parts + steps) for weights in adapter.readings for steps in adapter.conventions]
     if any(explains(adapter, *right, evidence) for right in rights):
         return find_rare_bugs(adapter, [parts])
-    for plausible in [adapter.parts] if adapter.parts else adapter.plausible:
-        if fits := search(adapter, evidence, plausible, takes_pairs):
+    sets = [adapter.parts] if adapter.parts else adapter.plausible
+    searches = [(plausible, search) for plausible in sets]
+    if takes_pairs:  # last of all if something is unexplained, which a plausible part may explain
+        place = len(sets) if adapter.unknown else 1 + sets.index(adapter.parts)
+        searches.insert(place, (adapter.parts, search_pairs))
+    for plausible, find in searches:
+        if fits := find(adapter, evidence, plausible):
             if plausible != adapter.parts:  # what it has besides a bug
                 adapter.parts = plausible
                 adapter.notes += [str(part) for part in plausible]
@@ -118,27 +123,41 @@ def steps_of(parts: Parts) -> Bugs:
 # -- search ----------------------------------------------------------------------------------------
 
 
-def search(
-    adapter: Adapter, evidence: list[Evidence], parts: Parts, takes_pairs: bool
-) -> list[tuple[Trial, float]]:
-    """Return the bugs beside these parts that explain everything, or else pairs, and their errors."""
+def search(adapter: Adapter, evidence: list[Evidence], parts: Parts) -> list[tuple[Trial, float]]:
+    """Return the single bugs beside these parts that explain everything, and their errors."""
     singles = list(single_bugs(adapter, parts))
     conventions = adapter.conventions
     fits = list(find_fits(adapter, evidence, singles, conventions))
     for note, steps in possible_conventions(adapter):
         if not fits and (fits := list(find_fits(adapter, evidence, singles, [(*conventions[0], steps)]))):
             adapter.notes.append(note)
-    if takes_pairs and not fits and parts == adapter.parts and not adapter.unknown:
-        # A bug that changes none of these outputs can't be part of a pair that explains them.
-        # Nor can one that changes calls which are right.
-        right = [call for call in evidence if adapter.is_right(call.inputs, call.outputs)]
-        relevant = [
-            trial
-            for trial in singles
-            if has_effect(adapter, trial.steps, evidence) and not has_effect(adapter, trial.steps, right)
-        ]
-        extremes = list(dict.fromkeys((conventions[0], conventions[-1])))
-        fits = list(find_fits(adapter, evidence, pairs(relevant, adapter.oracle), extremes))
+    return confirm(adapter, fits)
+
+
+def search_pairs(adapter: Adapter, evidence: list[Evidence], parts: Parts) -> list[tuple[Trial, float]]:
+    """Return the pairs of bugs beside these parts that explain everything, and their errors."""
+    if adapter.unknown and not (isinstance(adapter, AttentionAdapter) and adapter.is_order_unknown):
+        return []  # no pair of bugs explains a parameter without a known part
+    # A bug that changes none of these outputs can't be part of a pair that explains them.
+    # Nor can one that changes calls which are right.
+    right = [call for call in evidence if adapter.is_right(call.inputs, call.outputs)]
+    relevant = [
+        trial
+        for trial in single_bugs(adapter, parts)
+        if has_effect(adapter, trial.steps, evidence) and not has_effect(adapter, trial.steps, right)
+    ]
+    first = relevant
+    if isinstance(adapter, AttentionAdapter) and adapter.is_order_unknown:
+        # The order of tokens matters, so it does with one of the two bugs.
+        first = [trial for trial in relevant if depends_on_order(adapter, trial.steps)]
+    extremes = list(dict.fromkeys((adapter.conventions[0], adapter.conventions[-1])))
+    return confirm(adapter, find_fits(adapter, evidence, pairs(first, relevant, adapter.oracle), extremes))
+
+
+def confirm(adapter: Adapter, fits: Iterable[Trial]) -> list[tuple[Trial, float]]:
+    """Return those that explain fresh inputs too, with their errors, in one order of their names."""
+    if not (fits := list(fits)):
+        return []
     fresh = gather(adapter, range(300, 302))
     results: dict[frozenset[str], tuple[Trial, float]] = {}
     for fit in fits:
@@ -227,10 +246,15 @@ def eligible_bugs(adapter: Adapter) -> Iterator[Bug]:
     yield from (bug for bug in family_of(adapter.oracle) if bug.name not in excluded)
 
 
-def pairs(trials: list[Trial], oracle: type[Oracle]) -> Iterator[Trial]:
-    """Yield all pairs of two different bugs, in both orders if both override the same step."""
+def pairs(first: list[Trial], trials: list[Trial], oracle: type[Oracle]) -> Iterator[Trial]:
+    """Yield all pairs of two different bugs, one of them of `first`, a part of `trials`.
+
+    If both override the same step, they are tried in both orders.
+    """
     steps = [overridden_steps(trial.bugs, oracle) for trial in trials]
     for (m, a), (n, b) in combinations(enumerate(trials), 2):
+        if a not in first and b not in first:
+            continue
         if a.names != b.names and (a.bugs or b.bugs):  # two bugs of parts would both replace the parts
             parts = b.parts if a.bugs else a.parts
             yield Trial(a.names + b.names, a.bugs + b.bugs, parts)
@@ -354,6 +378,15 @@ def has_effect(adapter: Adapter, bugs: Bugs, evidence: list[Evidence]) -> bool:
         if compare_outputs(adapter, call, outputs, adapter.exact(call.inputs)) > adapter.oracle.tolerance:
             return True
     return False
+
+
+def depends_on_order(adapter: AttentionAdapter, bugs: Bugs) -> bool:
+    """Return True if with these bugs another order of the other tokens changes the last query's output."""
+    x = adapter.draw(torch.Generator().manual_seed(34), 2, 6)
+    calls = [Evidence("plain", inputs, adapter.exact(inputs)) for inputs in (x, adapter.reorder(x))]
+    found = [run_oracle(adapter, adapter.readings[0], bugs, call) for call in calls]
+    outs = [outputs.out[..., -1:, :] for outputs in found if outputs is not None]
+    return len(outs) < 2 or adapter.oracle.difference(*outs) > adapter.oracle.tolerance
 
 
 # -- bugs that need special inputs -----------------------------------------------------------------

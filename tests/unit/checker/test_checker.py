@@ -480,6 +480,76 @@ def test_a_merge_without_a_transpose_if_the_sequence_comes_first() -> None:
     assert bugs(wrong) == ["merge-without-transpose"]
 
 
+class Pairs(nn.Module):
+    """Self-attention, right unless its subclass overrides a step."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [b, h, t, d]
+
+    def score(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT / q.shape[-1] ** 0.5
+
+    def merge(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(2)  # [b, t, e]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
+        return self.o(self.merge(self.score(q, k).softmax(-1) @ v))
+
+
+def reshape_to_merge(self: Pairs, x: Tensor) -> Tensor:
+    b, h, t, d = x.shape
+    return x.reshape(b, t, h * d)
+
+
+def reshape_to_split(self: Pairs, x: Tensor) -> Tensor:
+    b, t, e = x.shape
+    return x.reshape(b, self.num_heads, t, e // self.num_heads)
+
+
+@pytest.mark.parametrize(
+    ("scale", "name"),
+    [
+        (lambda self, q, k: q @ k.mT, "unscaled"),
+        pytest.param(
+            lambda self, q, k: q @ k.mT / self.q.in_features**0.5, "scaled-by-width", marks=pytest.mark.full
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("step", "change", "mixing"),
+    [
+        ("merge", reshape_to_merge, "merge-without-transpose"),
+        pytest.param("split", reshape_to_split, "split-without-transpose", marks=pytest.mark.full),
+    ],
+)
+def test_a_bug_that_mixes_heads_and_tokens_is_named_beside_another(
+    scale: Any, name: str, step: str, change: Any, mixing: str
+) -> None:
+    """The order of earlier tokens changes the output, which isn't taken for an unknown part."""
+    report = checker.check(type("Attention", (Pairs,), {"score": scale, step: change}))
+    assert report.verdict == "failed"
+    (found,) = bugs(report)
+    assert {*found.split(" + ")} == {name, mixing}
+
+
+def test_an_unknown_effect_of_the_order_may_be_that_of_mixed_heads_and_tokens() -> None:
+    def add_root_of_position(self: Pairs, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT / q.shape[-1] ** 0.5 + 0.3 * torch.arange(k.shape[-2]).sqrt()
+
+    wrong = type("Attention", (Pairs,), {"score": add_root_of_position})
+    summary = " ".join(checker.check(wrong).summary().split())
+    assert "or heads and tokens are mixed (e.g. by a reshape without a transpose)" in summary
+    single = " ".join(checker.check(wrong, init={"embed_dim": 8, "num_heads": 1}).summary().split())
+    assert "the order of earlier tokens changes the output" in single
+    assert "heads and tokens are mixed" not in single
+
+
 def test_heads_interleaved_is_the_network_with_its_weights_in_another_order() -> None:
     weight = {r: torch.randn(24, 24, dtype=torch.float64) for r in "qkvo"}
     bias = {r: torch.randn(24, dtype=torch.float64) for r in "qkvo"}

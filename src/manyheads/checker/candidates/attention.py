@@ -82,6 +82,7 @@ class AttentionAdapter(Adapter):
         self.angle_order = ("cos", "sin")  # of a tuple of both
         self.counts_tokens = False  # whether positions are counted without padding
         self.has_positions = False  # whether its outputs depend on the order of tokens
+        self.is_order_unknown = False  # whether that is all that no known parts explain
         self.cache: Cache | None = None  # how its cache of earlier keys is used
         self.cache_problem = ""  # why that isn't known, if it seems to have one
         self.head_mask_letters = "h"  # the axes of a head mask
@@ -320,6 +321,12 @@ class AttentionAdapter(Adapter):
         elif self.kind == "cross" and "key" in fields:
             fields["value"] = fields["key"]
         return x.but(**fields)
+
+    def reorder(self, x: Inputs) -> Inputs:
+        """Return x with all tokens but the last in another order."""
+        order = torch.cat((torch.arange(x.t - 1).roll(1), torch.tensor([x.t - 1])))
+        names = SEQUENCES[1:] if "cross" in self.features else SEQUENCES
+        return self.replace_sequences(x, **{name: getattr(x, name)[..., order, :] for name in names})
 
     def change_key(self, x: Inputs, position: int, by: float | None = None) -> Inputs:
         """Return x with one key and value changed, by a different amount in each channel, or by `by` in all.

@@ -208,10 +208,7 @@ class Search:
         if t < 3:
             return False
         x, out = self.draw(t, 2, t)
-        order = torch.cat((torch.arange(x.t - 1).roll(1), torch.tensor([x.t - 1])))
-        names = SEQUENCES[1:] if "cross" in self.adapter.features else SEQUENCES
-        permuted = {name: getattr(x, name)[..., order, :] for name in names}
-        moved = self.run(self.adapter.replace_sequences(x, **permuted))
+        moved = self.run(self.adapter.reorder(x))
         error = largest_difference(moved[..., -1, :], out[..., -1, :])
         return error > 1e-4 * float(out.abs().max())
 
@@ -345,12 +342,17 @@ class Search:
         """Note what is unexplained, and the sets of parts that the candidate may have besides a bug."""
         adapter = self.adapter
         paths = [path for group in effective for path in self.groups[group]]
+        adapter.is_order_unknown = adapter.has_positions and not paths
         reasons = [f"the parameter `{path}` {sizes(adapter.parameters[path])}" for path in paths]
         reasons += ["the order of earlier tokens"] if adapter.has_positions else []
         if reasons:
+            mixed = "heads and tokens are mixed (e.g. by a reshape without a transpose)"
+            mixed = f", {'and perhaps' if paths else 'or'} {mixed}"
+            mixed = mixed if adapter.has_positions and adapter.heads != 1 else ""
+            change = "change" if len(reasons) > 1 else "changes"
             adapter.unknown = (
-                f"something besides attention is in it: {', '.join(reasons)} "
-                f"{'change' if len(reasons) > 1 else 'changes'} the output, and no known part explains how"
+                f"something besides attention is in it{mixed}: {', '.join(reasons)} {change} the output, "
+                "and no known part or bug explains how"
             )
         if paths:
             adapter.unknown += f". {remove_parameters(adapter.description, adapter.init, paths)}"
