@@ -454,7 +454,7 @@ def test_the_help_shows_the_defaults(command: Command, monkeypatch: pytest.Monke
     for name in ("steps", "context", "layers", "heads", "embed", "vocab_size", "batch_size", "learning_rate"):
         option = "--" + name.replace("_", "-")
         entry = printed.partition(f" {option} ")[2]
-        assert entry.partition("[default: ")[2].startswith(f"({getattr(options, name)})]"), option
+        assert entry.partition("[default: ")[2].startswith(f"{getattr(options, name)}]"), option
 
 
 def test_a_run_prints_how_to_try_its_model(text: Path, tmp_path: Path, command: Command) -> None:
