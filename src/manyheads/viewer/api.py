@@ -350,14 +350,18 @@ class Api:
     def _runs(self) -> str:
         from matplotlib import colormaps
 
+        most = max(run.layers[0].call.shape[0] for run in self.runs)
+        texts = [[_read_text(run, b) for run in self.runs] for b in range(most)]  # by sequence and run
+        parts = [_tell_apart(each) for each in texts]
         runs = []
-        for run in self.runs:
+        for n, run in enumerate(self.runs):
+            sequences = range(run.layers[0].call.shape[0])
             trained = run.provenance.get("extrapolated_from")
             runs.append(
                 {
                     "title": run.title,
-                    "texts": [_excerpt(run, b) for b in range(run.layers[0].call.shape[0])],
-                    "parts": [self._distinct_part(run, b) for b in range(run.layers[0].call.shape[0])],
+                    "texts": [_shorten(texts[b][n]) for b in sequences],
+                    "parts": [parts[b][n] for b in sequences],  # where the texts of the runs differ
                     "layers": [_describe(layer) for layer in run.layers],
                     "extrapolated_from": trained if isinstance(trained, int) else None,
                 }
@@ -373,14 +377,10 @@ class Api:
             "block_weights": BLOCK_WEIGHTS,
             # These maps are legible without colour vision.
             "colors": colors("viridis"),
-            "differences": {"light": colors("RdBu_r"), "dark": colors("berlin")},
+            "differences": {"light": colors(pictures.DIFFERENCES), "dark": colors("berlin")},
             "scores": {name: UNITS.get(name, "") for name in COLUMNS},
         }
         return json.dumps(info)
-
-    def _distinct_part(self, run: ViewedRun, batch: int) -> str | None:
-        """Return the part of a text that tells it from those of the other runs; None without labels."""
-        return _tell_apart([_read_text(each, batch) for each in self.runs])[self.runs.index(run)]
 
     def _tokens(self, run: str, number: str, batch: str) -> str:
         layer, b = self._layer(run, number, batch)
@@ -550,18 +550,13 @@ class Api:
         pyramid = self._pyramid(run, number, head, batch)
         layer, b = self._layer(run, number, batch)
         found = json.loads((yield from self._scores(run, number, batch)))
-        title, pattern = (
-            f"layer {layer.number}, head {layer.map.heads[int(head)]}",
-            found["patterns"][int(head)],
-        )
+        title, pattern = _name_head(layer, head), found["patterns"][int(head)]
         return (
             yield from pictures.draw_view(
                 pyramid,
                 parse_range(i0, i1, pyramid.t, "query"),
                 parse_range(j0, j1, pyramid.s, "key"),
-                pooling=parse_word(pooling, pictures.POOLINGS, "pooling"),
-                scale=parse_word(scale, pictures.SCALES, "scale"),
-                format=parse_word(format, pictures.FORMATS, "format"),
+                **parse_drawing(pooling, scale, format),
                 first=first_position(layer.map, b),
                 title=f"{title} — {pattern}" if pattern else title,
                 source=_name_source(self._run(run), layer, b),
@@ -585,7 +580,7 @@ class Api:
         names, sources = [], []
         for run, number, index, batch in places:
             layer, b = self._layer(run, number, batch)
-            names.append(f"layer {layer.number}, head {layer.map.heads[int(index)]}")
+            names.append(_name_head(layer, index))
             sources.append(_name_source(self._run(run), layer, b))
         run, number, _, batch = places[0]
         layer, b = self._layer(run, number, batch)
@@ -595,9 +590,7 @@ class Api:
                 (head, subtracted),
                 parse_range(i0, i1, head.t, "query"),
                 parse_range(j0, j1, head.s, "key"),
-                pooling=parse_word(pooling, pictures.POOLINGS, "pooling"),
-                scale=parse_word(scale, pictures.SCALES, "scale"),
-                format=parse_word(format, pictures.FORMATS, "format"),
+                **parse_drawing(pooling, scale, format),
                 first=first_position(layer.map, b),
                 title=f"difference: {' − '.join(names)}",
                 sources=sources[:1] if sources[0] == sources[1] else lines,
@@ -636,14 +629,9 @@ def _read_text(run: ViewedRun, batch: int) -> str | None:
     return " ".join(text.split())
 
 
-def _excerpt(run: ViewedRun, batch: int) -> str | None:
-    """Return the beginning of the text of a sequence for a header; None without labels."""
-    text = _read_text(run, batch)
-    return None if text is None else _shorten(text)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= EXCERPT else f"{text[:EXCERPT].rstrip()}…"
+def _shorten(text: str | None) -> str | None:
+    """Return the beginning of a text for a header; None without a text."""
+    return text if text is None or len(text) <= EXCERPT else f"{text[:EXCERPT].rstrip()}…"
 
 
 def _tell_apart(texts: Sequence[str | None]) -> list[str | None]:
@@ -652,7 +640,7 @@ def _tell_apart(texts: Sequence[str | None]) -> list[str | None]:
     for text in texts:
         others = {other for other in texts if other is not None and other != text}
         if text is None or not others:
-            excerpts.append(None if text is None else _shorten(text))
+            excerpts.append(_shorten(text))
             continue
         shared = max(_count_shared(text, other) for other in others)
         word = text.rfind(" ", 0, min(shared, len(text) - 1)) + 1
@@ -667,9 +655,13 @@ def _count_shared(text: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
 
 
+def _name_head(layer: Layer, head: str) -> str:
+    return f"layer {layer.number}, head {layer.map.heads[int(head)]}"
+
+
 def _name_source(run: ViewedRun, layer: Layer, batch: int) -> str:
     """Return the model, the layer and the beginning of the text for the caption of a figure."""
-    text = _excerpt(run, batch)
+    text = _shorten(_read_text(run, batch))
     if text is not None and len(text) > CAPTION:
         start = text[:CAPTION].rpartition(" ")[0] or text[:CAPTION]
         text = f"{start.rstrip(' .,:;')}…"
@@ -745,6 +737,15 @@ def parse_place(text: str) -> tuple[str, str, str, str]:
     if len(parts) != 4:
         raise LookupError(f"Expected a head as RUN,LAYER,HEAD,BATCH, got {text[:20]!r}.")
     return parts[0], parts[1], parts[2], parts[3]
+
+
+def parse_drawing(pooling: str, scale: str, format: str) -> dict[str, str]:
+    """Return how to draw a figure, as arguments of `draw_view`; raise LookupError for other words."""
+    return {
+        "pooling": parse_word(pooling, pictures.POOLINGS, "pooling"),
+        "scale": parse_word(scale, pictures.SCALES, "scale"),
+        "format": parse_word(format, pictures.FORMATS, "format"),
+    }
 
 
 def parse_word(text: str, words: Sequence[str], name: str) -> str:

@@ -15,6 +15,8 @@ from manyheads.tokens import TokenizedText
 from manyheads.viewer.pyramid import SIDE, Pyramid
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from manyheads.figures.cells import AxisLabels
     from manyheads.figures.strips import Strips
 
@@ -236,9 +238,7 @@ def _render(
         strips=strips,
         bar_ticks=color_ticks(top, scale),
     )
-    file = BytesIO()
-    figure.savefig(file, format=format, bbox_inches="tight")
-    return file.getvalue()
+    return _save(figure, format)
 
 
 def _render_difference(
@@ -275,6 +275,11 @@ def _render_difference(
         bar_ticks=[(value, name.replace("-", "−")) for value, name in ticks],
         colors=DIFFERENCES,
     )
+    return _save(figure, format)
+
+
+def _save(figure: Figure, format: str) -> bytes:
+    """Return a figure as a file."""
     file = BytesIO()
     figure.savefig(file, format=format, bbox_inches="tight")
     return file.getvalue()
