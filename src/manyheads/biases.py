@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyheads.masks import check_indices, scatter_positions
+from manyheads.masks import (
+    check_indices,
+    check_positions,
+    look_up_positions,
+    scatter_positions,
+    select_positions,
+)
 from manyheads.shapes import Shape, can_read, kind, real, sizes, whole
 from manyheads.trees import Value, bound
 
@@ -103,6 +109,40 @@ class OnlyBias(Bias):
 
     def bind(self, first: int | Tensor) -> Bias:
         return self.but(bias=self.bias.bind(scatter_positions(first, self.batch)))
+
+
+class BiasAtPositions(Bias):
+    """A bias whose keys aren't at the positions 0, 1, …, as `masks.AtPositions` is for masks.
+
+    Attributes:
+        bias: The bias.
+        positions: The positions of the keys, ascending int64 `[b or 1, g or 1, s]`.
+        tokens: The number of tokens, including the dropped ones.
+        group: The number of query heads that share a key head, h / g.
+    """
+
+    bias: Bias
+    positions: Tensor
+    tokens: int
+    group: int = 1
+
+    @property
+    def can_mask(self) -> bool:
+        return self.bias.can_mask
+
+    def add(self, b: Index, h: Index, i: Index, j: Index, dtype: torch.dtype) -> Tensor:
+        return self.bias.add(b, h, i, look_up_positions(self.positions, self.group, b, h, j), dtype)
+
+    def check(self, shape: Shape) -> None:
+        check_positions(self.positions, self.group, shape)
+        self.bias.check(Shape(shape.b, shape.h, shape.g, shape.t, self.tokens, shape.d, shape.w))
+
+    def bind(self, first: int | Tensor) -> Bias:
+        return self.but(bias=self.bias.bind(first))
+
+    def only(self, batch: Tensor, heads: Tensor) -> Bias:
+        positions = select_positions(self.positions, self.group, batch, heads)
+        return BiasAtPositions(self.bias.only(batch, heads), positions, self.tokens)
 
 
 def alibi_slopes(heads: int) -> Tensor:

@@ -229,7 +229,7 @@ class MultiHeadAttention(nn.Module):
         if isinstance(cache, Cache) and cache.votes is not None:
             return self.attend(x, context, mask=mask, cache=cache)[0]  # votes are read from the map
         q, k, v, options = self._inputs(x, context, mask, cache)
-        return self._merge(attention(q, k, v, **options), cache, k)
+        return self._merge(attention(q, k, v, **options), cache, q.shape[2])
 
     def attend(
         self,
@@ -248,7 +248,7 @@ class MultiHeadAttention(nn.Module):
         statistics = {"received": ()} if votes and q.shape[2] == 1 else None
         out, amap = attention_with_map(q, k, v, **options, statistics=statistics)
         offset = 0 if cache is None else cache.offset
-        out = self._merge(out, cache, k)
+        out = self._merge(out, cache, q.shape[2])
         if cache is not None and votes:
             try:
                 cache.vote(amap)
@@ -278,15 +278,19 @@ class MultiHeadAttention(nn.Module):
             k = self.position(k, torch.arange(s, device=k.device) + first)
         if cache is not None:
             mask = cache.mask if mask is None else cache.mask & mask
-            k, v = cache.write(k, v)  # [b, g, first + t, d]
+            k, v = cache.write(k, v)  # [b, g, len(cache) + t, d]
         bias = None if self.bias is None else self.bias.value()
+        if cache is not None:
+            assert mask is not None
+            mask = cache.place(mask, self.heads, t)
+            bias = None if bias is None else cache.place(bias, self.heads, t)
         options = {"mask": mask, "bias": bias, "offset": offset, "kernel": self.kernel}
         options["dropout_p"] = self.dropout if self.training else 0.0
         return q, k, v, options
 
-    def _merge(self, out: Tensor, cache: Cache | None, k: Tensor) -> Tensor:
+    def _merge(self, out: Tensor, cache: Cache | None, new: int) -> Tensor:
         if cache is not None:  # the new keys count only after attention has succeeded
-            cache.offset = k.shape[2]
+            cache.offset += new
         return self.o(merge_heads(out))  # [b, t, e]
 
     def extra_repr(self) -> str:

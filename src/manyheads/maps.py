@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from manyheads import extras, kernels, scores, statistics, storage
-from manyheads.masks import Lengths, Mask, Rule
+from manyheads.masks import AtPositions, Lengths, Mask, Rule, look_up_positions
 from manyheads.problem import Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
 from manyheads.statistics import Reduction, TopKeys
@@ -580,6 +580,8 @@ class AttentionMap:
         """Return a mask of the first visible key of each query: column 0 unless keys are padded or packed."""
         self._check_unchanged()
         first, s = statistics.first_keys(self.problem), self.shape[3]  # [b, h, t]
+        if isinstance(self.problem.mask, AtPositions):
+            return _first_position(self.problem, self.problem.mask, first)
         least = first.amin((1, 2), keepdim=True) if first.numel() else first  # [b, 1, 1]
         if first.numel() and bool((first == least).all()):
             column = least.flatten()
@@ -676,6 +678,19 @@ class AttentionMap:
                 "q, k, mask or bias was changed in place since this map was made, so its weights are lost. "
                 "Read the map before the change, or pass a copy to attention (q.clone())."
             )
+
+
+def _first_position(problem: Problem, mask: AtPositions, first: Tensor) -> Mask:
+    """Return the mask of each query's first visible key, given as the column `[b, h, t]`, by its position."""
+    b, h, _, _ = problem.at(slice(0, 1), slice(0, 1))
+    positions = look_up_positions(mask.positions, mask.group, b[..., 0], h[..., 0], first)  # [b, h, t]
+    positions = torch.where(first < problem.shape.s, positions, -1)
+
+    def is_first(b: Any, h: Any, i: Any, j: Any) -> Any:
+        offset = problem.offset if isinstance(problem.offset, int) else problem.offset[b]
+        return positions[b, h, i - offset] == j
+
+    return Rule(is_first)
 
 
 def _copy(statistic: Any) -> Any:

@@ -54,7 +54,7 @@ SCORES: dict[str, Score] = {
     "next_token": Score(lambda amap, ids: Diagonal(1)),
     "first_token": Score(lambda amap, ids: amap.first_key()),  # the first visible key of each query
     "first_position": Score(lambda amap, ids: Keys([0])),
-    "last_position": Score(lambda amap, ids: Keys([amap.shape[3] - 1]) & ~Diagonal(0)),
+    "last_position": Score(lambda amap, ids: Keys([amap.problem.tokens - 1]) & ~Diagonal(0)),
     "same_token": Score(lambda amap, ids: SameToken(ids) & ~Diagonal(0), needs_tokens=True),
     "duplicate_token": Score(lambda amap, ids: SameToken(ids) & Causal() & ~Diagonal(0), needs_tokens=True),
     "induction": Score(lambda amap, ids: AfterSameToken(ids), needs_tokens=True),
@@ -178,7 +178,7 @@ def _check_map(amap: object) -> AttentionMap:
 
 def _check_ids(ids: object, amap: AttentionMap) -> Tensor:
     """Return the tokens on the map's device, checked."""
-    s = amap.shape[3]
+    s = amap.problem.tokens  # more than the map's keys if a Cache has dropped some
     if not isinstance(ids, Tensor) or ids.is_floating_point():
         hint = " Wrap it as torch.tensor(ids)." if isinstance(ids, list | tuple) else ""
         raise TypeError(f"Expected ids to be the tokens, integers [s] or [b, s], got {kind(ids)}.{hint}")

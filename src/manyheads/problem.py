@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from manyheads.biases import Bias
-from manyheads.masks import FAR, Mask, can_read_cheaply, min_max
+from manyheads.masks import FAR, AtPositions, Full, Mask, can_read_cheaply, look_up_positions, min_max
 from manyheads.shapes import Shape, can_read, kind, real, shape_of, sizes
 
 Rows = slice | Tensor  # an index of rows or columns: a slice, or an index tensor of one dimension
@@ -96,6 +96,19 @@ class Problem:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     @property
+    def positions(self) -> Tensor | None:
+        """The positions of the keys, `[b or 1, g or 1, s]`; None if they are 0, 1, …, s − 1.
+
+        The keys of a `Cache` have other positions after some were dropped. Masks and biases use positions.
+        """
+        return self.mask.positions if isinstance(self.mask, AtPositions) else None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the positions of keys count: s, or more if some keys were dropped."""
+        return self.mask.tokens if isinstance(self.mask, AtPositions) else self.shape.s
+
+    @property
     def options(self) -> tuple[Any, ...]:
         """The fields after q, k and v: `Problem(q, k, v, *problem.options)` is the same problem."""
         return (
@@ -165,7 +178,9 @@ class Problem:
         return replace(self, k=torch.where(visible, self.k, 0.0), v=torch.where(visible, self.v, 0.0))
 
     def under(self, mask: Mask | None) -> Problem:
-        """Return the same problem under a different mask."""
+        """Return the same problem under a different mask. Keys keep their positions."""
+        if isinstance(self.mask, AtPositions):
+            mask = self.mask.but(mask=Full() if mask is None else _check_is_mask(mask))
         if mask is not None:
             mask = _check_mask(mask, self.shape, self.q.device).bind(self.offset, self.shape.s)
         return replace(self, mask=mask)
@@ -175,6 +190,8 @@ class Problem:
         inside = self.under(mask)
         if self.mask is None or inside.mask is None:
             return inside
+        if isinstance(self.mask, AtPositions) and isinstance(inside.mask, AtPositions):
+            return replace(self, mask=self.mask.but(mask=self.mask.mask & inside.mask.mask))
         return replace(self, mask=self.mask & inside.mask)
 
     def only(self, batch: Sequence[int], heads: Sequence[int]) -> Problem:
@@ -248,6 +265,13 @@ class Problem:
         j = expand(shape.s, cols)[None, None, None, :]
         i = i + (self.offset if isinstance(self.offset, int) else self.offset.to(device)[b])
         return b, h, i, j
+
+    def distances(self, rows: Rows, cols: Rows) -> Tensor:
+        """Return the distances in positions of the queries and keys of a tile, `[b or 1, h or 1, r, c]`."""
+        b, h, i, j = self.at(rows, cols)
+        if isinstance(self.mask, AtPositions):
+            j = look_up_positions(self.mask.positions, self.mask.group, b, h, j)
+        return (i - j).abs()
 
     def broadcast_sizes(self, part: Mask | Bias) -> tuple[int, int]:
         """Return the sizes (1 or b, 1 or h) of a mask or bias before it is broadcast to `[b, h, t, s]`.
@@ -331,10 +355,14 @@ def _check_sink(sink: Any, shape: Shape, device: torch.device) -> None:
 
 
 def _check_mask(mask: Any, shape: Shape, device: torch.device) -> Mask:
+    _check_part(_check_is_mask(mask), "mask", shape, device)
+    return mask
+
+
+def _check_is_mask(mask: Any) -> Mask:
     if not isinstance(mask, Mask):
         got = f"the class {mask.__name__}" if isinstance(mask, type) else kind(mask)
         raise TypeError(f"Expected mask to be a Mask or None, got {got}.{_advise_mask(mask)}")
-    _check_part(mask, "mask", shape, device)
     return mask
 
 

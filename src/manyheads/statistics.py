@@ -227,9 +227,12 @@ class Distance(RowStatistic):
 
     fused_name = "distance"
 
+    def spec(self) -> Spec | None:  # type: ignore[override]
+        return super().spec() if self.problem.positions is None else None  # kernels only know columns
+
     def add(self, tile: Tile) -> None:
         problem, cols = tile.problem, tile.cols
-        if isinstance(problem.offset, int):
+        if isinstance(problem.offset, int) and problem.positions is None:
             top, bottom = tile.rows.start + problem.offset, tile.rows.stop - 1 + problem.offset
             if top >= cols.stop - 1 or bottom <= cols.start:
                 # All keys are on one side of all queries, so |i − j| = |i − edge| + |edge − j|.
@@ -239,8 +242,9 @@ class Distance(RowStatistic):
                 inner = tile.weights @ (j - edge).abs().to(tile.lse.dtype)  # [b, h, r]
                 self.total[:, :, tile.rows] += tile.row_sums * (i - edge).abs() + inner
                 return
-        _, _, i, j = problem.at(tile.rows, cols)
-        self.total[:, :, tile.rows] += _dot(tile.weights, (i - j).abs().to(tile.lse.dtype))
+        self.total[:, :, tile.rows] += _dot(
+            tile.weights, problem.distances(tile.rows, cols).to(tile.lse.dtype)
+        )
 
 
 class RowMax(RowStatistic):

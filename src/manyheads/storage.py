@@ -273,6 +273,11 @@ class _Writer:
                 f"its mask has {part}, whose function can't be saved. Save the mask as a tensor: "
                 "amap.under(Keep(tensor))."
             )
+        if isinstance(part, masks.AtPositions | biases.BiasAtPositions):
+            raise ValueError(
+                "its keys are those that a Cache has kept, and a file has no positions of keys. Save maps "
+                "from before cache.keep."
+            )
         if type(part) not in WORDS:
             raise ValueError(f"Expected one of {', '.join(PARTS)} in a file, got {kind(part)}.")
         if depth > DEPTH:

@@ -296,3 +296,362 @@ def test_a_vote_that_fails_leaves_the_cache_unchanged(monkeypatch: pytest.Monkey
         with pytest.raises(MemoryError):
             layer(x[:, :1], cache=cache)
     assert len(cache) == 6
+
+
+# -- dropping keys ---------------------------------------------------------------------------------
+
+
+def chooser(columns: Any) -> Any:
+    """A policy that returns these columns."""
+
+    def choose(cache: mh.Cache) -> Any:
+        return columns
+
+    return choose
+
+
+def random_columns(b: int, g: int, s: int, n: int, seed: int = 0) -> Tensor:
+    return torch.rand(b, g, s, generator=torch.Generator().manual_seed(seed)).topk(n, -1).indices
+
+
+SHAPES = {"one for all": (1, 1), "per head": (1, None), "per sequence and head": (2, None)}
+
+
+def expand_columns(shape: str, g: int, s: int, n: int, seed: int = 0) -> Tensor:
+    """Return a policy's columns as it may return them, [n], [g, n] or [b, g, n]."""
+    b, heads = SHAPES[shape]
+    columns = random_columns(b, heads or g, s, n, seed)
+    return columns[0, 0] if shape == "one for all" else columns[0] if shape == "per head" else columns
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("steps", [[1] * 5, [5], [2, 3]], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("part", PARTS)
+def test_decoding_after_keep_is_the_full_pass_without_the_dropped_keys(
+    part: str, mask: str, shape: str, steps: list[int]
+) -> None:
+    """Outputs and maps, with positions, biases and masks of the whole text, and after a second drop."""
+    model = layer(**PARTS[part])
+    t, prompt, g = 9, 4, model.kv_heads
+    x = torch.randn(2, t, E, dtype=torch.float64)
+    visible = torch.ones(2, g, t, t, dtype=torch.bool)
+    for cache in (mh.Cache(), mh.Cache(9)):
+        visible.fill_(True)
+        with torch.no_grad():
+            model(x[:, :prompt], mask=MASKS[mask], cache=cache)
+            done = prompt
+            for seed, n in enumerate(steps):
+                if seed < 2:
+                    s = len(cache)
+                    before = cache.positions
+                    columns = expand_columns(shape, g, s, s - 1, seed)
+                    kept = cache.keep(chooser(columns))
+                    columns = columns.expand(2, g, -1) if columns.dim() < 3 else columns
+                    assert torch.equal(kept, before.gather(2, columns).sort().values)
+                    assert torch.equal(kept, cache.positions)
+                    assert (len(cache), cache.offset) == (s - 1, done)
+                    gone = torch.ones(2, g, done, dtype=torch.bool).scatter_(2, kept, False)
+                    visible[:, :, done:, :done] = ~gone[:, :, None]
+                out, step = model.attend(x[:, done : done + n], mask=MASKS[mask], cache=cache)
+                keep = mh.Keep(visible.repeat_interleave(4 // g, 1))
+                both = mh.Causal() & keep if MASKS[mask] is None else mh.Causal() & keep & MASKS[mask]
+                expected, amap = model.attend(x, mask=both)
+                torch.testing.assert_close(out, expected[:, done : done + n])
+                positions = cache.positions.repeat_interleave(4 // g, 1)[:, :, None].expand(-1, -1, n, -1)
+                weights = amap.dense()[:, :, done : done + n].gather(3, positions)
+                torch.testing.assert_close(step.dense(), weights)
+                done += n
+
+
+def dropped_map(part: str = "grouped") -> tuple[mh.AttentionMap, mh.AttentionMap, Tensor]:
+    """Return a map of four queries after a drop, that of the full pass under the same keys, and positions."""
+    model, x = layer(**PARTS[part]), torch.randn(2, 16, E, dtype=torch.float64)
+    g, cache = model.kv_heads, mh.Cache()
+    with torch.no_grad():
+        model(x[:, :12], cache=cache)
+        kept = cache.keep(chooser(random_columns(2, g, 12, 5)))
+        _, amap = model.attend(x[:, 12:], cache=cache)
+        visible = torch.zeros(2, g, 16, dtype=torch.bool).scatter_(2, kept, True)
+        visible[..., 12:] = True
+        keep = mh.Keep(visible.repeat_interleave(4 // g, 1)[:, :, None])
+        full = model.attend(x, mask=mh.Causal() & keep)[1]
+    return amap, full, cache.positions.repeat_interleave(4 // g, 1)
+
+
+@pytest.mark.parametrize("part", ["bare", "grouped", "one key head", "alibi"])
+def test_statistics_of_a_map_after_keep_use_positions(part: str) -> None:
+    """Those of the full pass under the same keys, for the same queries."""
+    amap, full, positions = dropped_map(part)
+    ids16 = torch.randint(3, (2, 16), generator=torch.Generator().manual_seed(1))
+    last = slice(12, 16)
+    torch.testing.assert_close(amap.distance(), full.distance()[:, :, last])
+    torch.testing.assert_close(amap.entropy(), full.entropy()[:, :, last])
+    for mask in (mh.Diagonal(-1), mh.Window(left=3), mh.Keys([2, 13]), mh.SameToken(ids16), ~mh.Prefix(4)):
+        torch.testing.assert_close(amap.mass(mask), full.mass(mask)[:, :, last])
+    # Head scores are means over queries, so those of the full pass see only the queries after the drop.
+    after_drop = torch.zeros(16, 16, dtype=torch.bool)
+    after_drop[last] = True
+    restricted = full.under(full.problem.mask & mh.Keep(after_drop))
+    for score in ("previous_token", "first_token"):
+        mine, theirs = (getattr(mh.measures, score)(each) for each in (amap, restricted))
+        torch.testing.assert_close(mine, theirs)
+    for score in ("induction", "duplicate_token"):
+        mine, theirs = (getattr(mh.measures, score)(each, ids16) for each in (amap, restricted))
+        torch.testing.assert_close(mine, theirs)
+    with raises(ValueError, match="one for each of s = 16 keys"):
+        mh.measures.induction(amap, ids16[:, :9])
+    received = full.dense()[:, :, last].sum(2).gather(2, positions)
+    torch.testing.assert_close(amap.received(), received)
+    # A counterfactual mask, one head, one sequence.
+    under = full.dense()[:, :, last].gather(3, positions[:, :, None].expand(-1, -1, 4, -1))
+    torch.testing.assert_close(amap.under(mh.Causal()).dense(), under)
+    torch.testing.assert_close(amap.only(1, [3, 0]).dense(), under[1:, [3, 0]])
+    torch.testing.assert_close(amap.only(1, [3, 0]).distance(), amap.distance()[1:, [3, 0]])
+    torch.testing.assert_close(amap.only(0).only(0, 2).dense(), under[:1, 2:3])
+    window = mh.Causal() & mh.Window(left=5)
+    expected = full.under(full.problem.mask & window).dense()[:, :, last]
+    torch.testing.assert_close(
+        amap.under(window).dense(), expected.gather(3, positions[:, :, None].expand(-1, -1, 4, -1))
+    )
+    with raises(TypeError, match="Expected mask to be a Mask"):
+        amap.under("causal")
+
+
+def test_every_kernel_attends_to_the_kept_keys() -> None:
+    amap, _, _ = dropped_map("alibi")
+    problem = amap.problem
+    cache, g = mh.Cache(), 4
+    k, v = torch.randn(2, g, 12, 4), torch.randn(2, g, 12, 4)
+    cache.append(k, v)
+    cache.keep(chooser(random_columns(2, g, 12, 5)))
+    q, new = torch.randn(2, 8, 4, 4), torch.randn(2, g, 4, 4)
+    keys, values = cache.append(new, new)
+    mask, bias = cache.place(cache.mask, 8), cache.place(mh.ALiBi(8), 8)
+    outs = [
+        mh.attention(q, keys, values, mask=mask, bias=bias, offset=12, kernel=kernel)
+        for kernel in ("reference", "chunked", "native", "sdpa", "auto")
+    ]
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0])
+    assert "at 9 of 16 keys" in str(mask)
+    assert repr(mask)
+    assert problem.tokens == 16
+    with raises(ValueError, match=r"positions for \[b, g, s\]"):
+        mh.attention(q, keys[:, :, :3], values[:, :, :3], mask=mask)
+
+
+def test_keys_that_were_dropped_free_memory_and_leave_room() -> None:
+    """A cache of fixed length reads any number of tokens."""
+    model, x = layer(position=mh.Rotary(4)), torch.randn(1, 50, E, dtype=torch.float64)
+    for cache in (mh.Cache(8), mh.Cache()):
+        with torch.no_grad():
+            for n in range(50):
+                model(x[:, n : n + 1], cache=cache)
+                cache.keep(lambda cache: torch.arange(len(cache))[-6:])
+        assert (len(cache), cache.offset) == (6, 50)
+        assert cache.positions[0, 0].tolist() == [44, 45, 46, 47, 48, 49]
+        assert cache._k is not None
+        assert cache._k.shape[2] <= 12
+    assert "6 of 50 tokens, growing" in repr(cache)
+    fixed = mh.Cache(8)
+    fixed.append(*kv(8))
+    fixed.keep(chooser(torch.arange(6)))
+    with raises(ValueError, match="Cache has 6 of 8 tokens, got 3 more.*cache.keep"):
+        fixed.append(*kv(3))
+
+
+def test_maps_from_before_keep_stay_readable() -> None:
+    model, x = layer(), torch.randn(1, 12, E, dtype=torch.float64)
+    for cache in (mh.Cache(), mh.Cache(12)):
+        with torch.no_grad():
+            _, first = model.attend(x[:, :6], cache=cache)
+            before = first.dense().clone()
+            cache.keep(chooser(torch.tensor([1, 5])))
+            _, second = model.attend(x[:, 6:9], cache=cache)
+            then = second.dense().clone()
+            cache.keep(chooser(torch.tensor([0])))
+            model(x[:, 9:], cache=cache)
+            cache.clear()
+            model(-x, cache=cache)
+        assert torch.equal(first.dense(), before)
+        assert torch.equal(second.dense(), then)
+
+
+@pytest.mark.parametrize("votes", [4, 30, "all"])
+def test_votes_follow_the_kept_keys(votes: Any) -> None:
+    """They are the sums of the weights that queries gave to these keys when they were read."""
+    model, x = layer(kv_heads=2), torch.randn(2, 30, E, dtype=torch.float64)
+    for cache in (mh.Cache(votes=votes), mh.Cache(20, votes=votes)):
+        total = torch.zeros(2, 4, 30, dtype=torch.float64)
+        weights: list[Tensor] = []
+        done = 0
+        with torch.no_grad():
+            for n, keep in ((9, 5), (1, 4), (1, 0), (6, 8), (1, 0), (3, 2), (1, 1), (8, 0)):
+                _, amap = model.attend(x[:, done : done + n], cache=cache)
+                done += n
+                by_position = torch.zeros(2, 4, n, 30, dtype=torch.float64)
+                positions = cache.positions.repeat_interleave(2, 1)
+                by_position.scatter_(3, positions[:, :, None].expand(-1, -1, n, -1), amap.dense())
+                weights += by_position.unbind(2)
+                if keep:
+                    cache.keep(chooser(random_columns(2, 2, len(cache), keep, n)))
+                    positions = cache.positions.repeat_interleave(2, 1)
+                recent = weights if votes == "all" else weights[-votes:]
+                total = torch.stack(recent).sum(0)
+                torch.testing.assert_close(cache.received(), total.gather(2, positions))
+    if votes == "all":
+        assert torch.equal(cache.received(), cache.received(10**6))
+        with raises(ValueError, match=r'votes="all" keeps only sums.*votes=4'):
+            cache.received(4)
+
+
+def test_votes_of_all_queries_are_those_of_the_whole_map() -> None:
+    model, x = layer(), torch.randn(2, 20, E, dtype=torch.float64)
+    cache = mh.Cache(votes="all")
+    with torch.no_grad():
+        amap = model.attend(x, mask=mh.Causal())[1]
+        for n in range(0, 20, 4):
+            model(x[:, n : n + 4], cache=cache)
+        torch.testing.assert_close(cache.received(), amap.received())
+        cache.received().zero_()  # a copy
+        torch.testing.assert_close(cache.received(), amap.received())
+        k = torch.randn(2, 4, 1, 4, dtype=torch.float64)
+        cache.append(k, k)
+        with raises(ValueError, match="votes of all 21 queries, got 20"):
+            cache.received()
+    with raises(ValueError, match="No votes in the Cache yet"):
+        mh.Cache(votes="all").received()
+
+
+INVALID_CHOICES: list[tuple[Any, type[Exception], str]] = [
+    (None, TypeError, "policy choose to return the keys to keep.*got a NoneType"),
+    ([0, 1], TypeError, r"got a list. Wrap it as torch.tensor\(keys\)"),
+    (torch.tensor([0.0, 1.0]), TypeError, "got a Tensor of torch.float32"),
+    (torch.tensor([]), TypeError, "got a Tensor of torch.float32"),
+    (torch.ones(6) > 0, TypeError, "got a Tensor of torch.bool.*nonzero"),
+    (torch.tensor(3), ValueError, r"for b = 2 and g = 4 key heads, got \[\]"),
+    (torch.zeros(3, 2, dtype=torch.int64), ValueError, r"got \[3, 2\]"),
+    (torch.zeros(3, 4, 2, dtype=torch.int64), ValueError, r"got \[3, 4, 2\]"),
+    (torch.zeros(1, 2, 4, 2, dtype=torch.int64), ValueError, r"got \[1, 2, 4, 2\]"),
+    (torch.tensor([0, 6]), ValueError, r"between 0 and len\(cache\) − 1 = 5, got 6"),
+    (torch.tensor([-1, 2]), ValueError, "got -1"),
+    (torch.tensor([3, 1, 3]), ValueError, "each at most once, got 3 twice"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "kind", "words"), INVALID_CHOICES)
+def test_an_invalid_choice_raises_and_leaves_the_cache_unchanged(
+    chosen: Any, kind: type[Exception], words: str
+) -> None:
+    model, x = layer(), torch.randn(2, 7, E, dtype=torch.float64)
+    cache = mh.Cache()
+    with torch.no_grad():
+        expected = model(x, mask=mh.Causal())
+        model(x[:, :6], cache=cache)
+        with raises(kind, match=words):
+            cache.keep(chooser(chosen))
+        torch.testing.assert_close(model(x[:, 6:], cache=cache), expected[:, 6:])
+
+
+def test_a_policy_is_a_function_that_changes_nothing() -> None:
+    cache, (k, v) = mh.Cache(), kv(4, g=4)
+    with raises(ValueError, match="no keys yet"):
+        cache.keep(chooser(torch.tensor([0])))
+    cache.append(k[:, :, :0], v[:, :, :0])
+    with raises(ValueError, match="no keys to choose from"):
+        cache.keep(chooser(torch.tensor([0])))
+    cache.append(k, v)
+    for bad, words in (
+        (3, "function of the Cache, got the policy 3"),
+        (mh.Cache, r"Create it first: Cache\(…\)"),
+    ):
+        with raises(TypeError, match=words):
+            cache.keep(bad)
+
+    def appends(cache: mh.Cache) -> Tensor:
+        cache.append(k, v)
+        return torch.tensor([0])
+
+    with raises(ValueError, match="policy appends to leave the Cache unchanged"):
+        cache.keep(appends)
+    with pytest.raises(ZeroDivisionError):
+        cache.keep(lambda cache: 1 / 0)
+    assert torch.equal(cache.keys[:, :, :4], k)
+
+
+def test_all_keys_or_none_may_be_kept() -> None:
+    model, x = layer(), torch.randn(1, 6, E, dtype=torch.float64)
+    cache = mh.Cache(votes="all")
+    with torch.no_grad():
+        full = model(x, mask=mh.Causal())
+        model(x[:, :4], cache=cache)
+        keys = cache.keys
+        assert cache.keep(chooser(torch.tensor([3, 0, 2, 1]))).tolist() == [[[0, 1, 2, 3]] * 4]
+        assert torch.equal(cache.keys, keys)
+        assert cache.keep(chooser(torch.tensor([], dtype=torch.int64))).shape == (1, 4, 0)
+        assert (len(cache), cache.offset) == (0, 4)
+        alone = model(x[:, 4:], mask=mh.Causal(), cache=cache)
+        expected = model(x, mask=mh.Causal() & ~mh.Keys([0, 1, 2, 3]))
+        torch.testing.assert_close(alone, expected[:, 4:])
+        assert not torch.allclose(alone, full[:, 4:])
+
+
+def test_place_returns_masks_by_position() -> None:
+    cache = mh.Cache()
+    with raises(ValueError, match="no keys yet"):
+        cache.place(mh.Causal())
+    cache.append(*kv(5))
+    mask = mh.Causal()
+    assert cache.place(mask) is mask
+    cache.keep(chooser(torch.tensor([0, 3])))
+    assert cache.place(mask).table(1, 2, 2).tolist() == [[True, False]]
+    assert cache.place(mask, 6, 2).table(2, 4, 5).tolist() == [[True, True, True, False], [True] * 4]
+    with raises(TypeError, match="Mask or a Bias to place, got a Tensor"):
+        cache.place(torch.ones(1))
+    with raises(ValueError, match="multiple of the Cache's 3 key heads, got 4"):
+        cache.place(mask, 4)
+    learned = mh.Relative.learned(3, 4)
+    with raises(ValueError, match="got a bias that requires one"):
+        cache.place(learned)
+    with torch.no_grad():
+        assert cache.place(learned).bias is learned
+
+
+def test_a_map_after_keep_is_not_saved_without_its_positions(tmp_path: Any) -> None:
+    amap, _, _ = dropped_map()
+    with raises(ValueError, match="Save maps from before cache.keep"):
+        amap.save(tmp_path / "map.safetensors")
+
+
+@pytest.mark.parametrize("first", ["no_grad", "inference"])
+@pytest.mark.parametrize("second", ["no_grad", "inference"])
+def test_keep_in_any_mode(first: str, second: str) -> None:
+    modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+    model, x = layer(), torch.randn(1, 8, E, dtype=torch.float64)
+    cache = mh.Cache(votes=2)
+    with modes[first]():
+        model(x[:, :5], cache=cache)
+        cache.keep(lambda cache: cache.received().mean((0, 1)).topk(3).indices)
+    with modes[second]():
+        out = model(x[:, 5:], cache=cache)
+        cache.keep(lambda cache: cache.received().mean((0, 1)).topk(3).indices)
+    assert out.isfinite().all()
+    assert len(cache) == 3
+
+
+def test_a_rollback_after_keep() -> None:
+    """Speculative decoding sets `offset` back, also into the keys that were kept."""
+    model, x = layer(), torch.randn(1, 9, E, dtype=torch.float64)
+    cache = mh.Cache(votes=3)
+    with torch.no_grad():
+        model(x[:, :6], cache=cache)
+        cache.keep(chooser(torch.tensor([1, 2, 5])))
+        expected = model(x[:, 6:8], cache=cache)
+        cache.offset = 6
+        model(-x[:, 6:9], cache=cache)
+        cache.offset = 6
+        torch.testing.assert_close(model(x[:, 6:8], cache=cache), expected)
+        assert cache.positions[0, 0].tolist() == [1, 2, 5, 6, 7]
+        assert cache.received(2).shape == (1, 4, 5)

@@ -42,6 +42,7 @@ from manyheads import (
     Window,
     attention_with_map,
     figures,
+    policies,
     statistics,
 )
 from manyheads.classic.components import PositionalEncoder
@@ -897,3 +898,54 @@ EYE = torch.eye(3)
 def test_invalid_arguments_of_figures_raise(call: Callable[[], Figure], message: str) -> None:
     with raises((ValueError, TypeError), match=message):
         call()
+
+
+# -- what policies of a cache cost -----------------------------------------------------------------
+
+
+def cache_costs() -> dict[str, dict[int, policies.Cost]]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 4) for _ in range(3))
+    return {
+        "recency": {n: policies.measure(policies.Recency(n), q, k, v, prompt=30) for n in (4, 8, 16)},
+        "H$_2$O 重": {n: policies.measure(policies.H2O(n), q, k, v, prompt=30) for n in (8, 16)},
+    }
+
+
+def test_costs_of_a_cache_are_drawn_by_budget() -> None:
+    costs = cache_costs()
+    figure = figures.cache_costs(costs, title="costs $x$")
+    figure.draw_without_rendering()
+    kept, _, dropped, error = figure.axes
+    shares = kept.get_images()[0].get_array()
+    assert shares is not None
+    assert shares.shape == (2, 30)
+    assert shares[0].tolist() == [0] * 22 + [1] * 8  # recency, with a budget of 8
+    counts = costs["H$_2$O 重"][8].kept.flatten().bincount(minlength=30) / 2
+    assert shares[1].tolist() == counts.tolist()
+    for axes, name in ((dropped, "dropped"), (error, "error")):
+        lines = axes.get_lines()
+        assert [list(line.get_xdata()) for line in lines] == [[4, 8, 16], [8, 16]]
+        for line, by_budget in zip(lines, costs.values(), strict=True):
+            means = [float(getattr(cost, name).mean()) for cost in by_budget.values()]
+            np.testing.assert_allclose(line.get_ydata(), means, rtol=1e-5)
+        assert len({line.get_marker() for line in lines}) == 2
+    assert "budget of 16" in figures.cache_costs(costs, budget=16).axes[0].get_xlabel()
+    assert "重" in [text.get_text()[-1] for text in kept.get_yticklabels()]
+
+
+def test_invalid_costs_raise() -> None:
+    costs = cache_costs()
+    model = policies.ModelCost(*(torch.zeros(1, 1, 1, 1, dtype=torch.int64) for _ in range(4)))
+    for bad, kind, words in [
+        (3, TypeError, "costs by policy and budget.*got an int"),
+        ({"a": 3}, TypeError, "costs by policy and budget"),
+        ({}, ValueError, "got none"),
+        ({"a": {}}, ValueError, "got none"),
+        ({"a": {4: 0.5}}, TypeError, "got a float"),
+        ({**costs, "model": {4: model}}, TypeError, "measure_model"),
+    ]:
+        with raises(kind, match=words):
+            figures.cache_costs(bad)  # type: ignore[arg-type]
+    with raises(ValueError, match="budget to be one of 4, 8, 16, got 5"):
+        figures.cache_costs(costs, budget=5)

@@ -25,7 +25,7 @@ LAYERS = (
     ("problem", "scores"),
     ("kernels",),
     ("storage", "statistics", "maps", "measures", "highlights", "cache"),
-    ("functional", "layers", "classic", "figures"),
+    ("functional", "layers", "policies", "classic", "figures"),
     ("observe", "lm"),
     ("viewer", "checker", "text", "bench"),
     ("help_pages", "cli"),

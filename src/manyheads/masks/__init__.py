@@ -15,6 +15,7 @@ the lists in docs/reference/index.md and docs/architecture.md.
 from manyheads.masks.algebra import (
     FAR,
     And,
+    AtPositions,
     Mask,
     Normal,
     Not,
@@ -22,8 +23,11 @@ from manyheads.masks.algebra import (
     Or,
     can_read_cheaply,
     check_indices,
+    check_positions,
+    look_up_positions,
     min_max,
     scatter_positions,
+    select_positions,
 )  # fmt: skip
 from manyheads.masks.leaves import (
     AfterSameToken,
@@ -45,7 +49,8 @@ from manyheads.masks.leaves import (
 )  # fmt: skip
 
 __all__ = [
-    "FAR", "AfterSameToken", "And", "Band", "Causal", "Diagonal", "Documents", "Drop", "Full", "Ids", "Keep",
-    "Keys", "Lengths", "Mask", "Normal", "Not", "Only", "Or", "Prefix", "Rule", "SameToken", "Window",
-    "band_mask", "can_read_cheaply", "check_indices", "min_max", "scatter_positions",
+    "FAR", "AfterSameToken", "And", "AtPositions", "Band", "Causal", "Diagonal", "Documents", "Drop", "Full",
+    "Ids", "Keep", "Keys", "Lengths", "Mask", "Normal", "Not", "Only", "Or", "Prefix", "Rule", "SameToken",
+    "Window", "band_mask", "can_read_cheaply", "check_indices", "check_positions", "look_up_positions",
+    "min_max", "scatter_positions", "select_positions",
 ]  # fmt: skip

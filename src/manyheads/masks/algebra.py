@@ -311,6 +311,94 @@ class Only(Mask):
         return f"Only({self.mask})"
 
 
+class AtPositions(Mask):
+    """A mask whose keys aren't at the positions 0, 1, …: column j is the key at positions[b, key head, j].
+
+    A `Cache` that has dropped keys uses it. The mask itself is written for all tokens.
+
+    Attributes:
+        mask: The mask.
+        positions: The positions of the keys, ascending int64 `[b or 1, g or 1, s]`.
+        tokens: The number of tokens, including the dropped ones.
+        group: The number of query heads that share a key head, h / g.
+    """
+
+    mask: Mask
+    positions: Tensor
+    tokens: int
+    group: int = 1
+
+    def keep(self, b: Index, h: Index, i: Index, j: Index) -> Any:
+        inside = torch.as_tensor(j) < self.positions.shape[2]  # a drawing may have more columns
+        kept = self.mask.keep(b, h, i, look_up_positions(self.positions, self.group, b, h, j))
+        return kept & inside.to(self.positions.device)
+
+    def span(self, rows: range) -> Span:
+        some, every = self.mask.span(rows)
+        if not can_read_cheaply(self.positions):
+            return Span(EVERYTHING if some[0] < some[1] else NOTHING, NOTHING)
+        if not self.positions.numel():
+            return Span(NOTHING, EVERYTHING)
+        (first, last), (start, stop) = self._columns(some), self._columns(every)
+        return Span(
+            some=intersect(EVERYTHING, (int(first.min()), int(last.max()))),
+            all=intersect(EVERYTHING, (int(start.max()), int(stop.min()))),
+        )
+
+    def _columns(self, interval: Interval) -> tuple[Tensor, Tensor]:
+        """Return the first column inside an interval of positions and the first after it, per key head."""
+        start, stop = interval
+        return (self.positions < start).sum(-1), (self.positions < stop).sum(-1)
+
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.mask,)
+
+    def check(self, shape: Shape) -> None:
+        check_positions(self.positions, self.group, shape)
+        self.mask.check(Shape(shape.b, shape.h, shape.g, shape.t, self.tokens, shape.d, shape.w))
+
+    def bind(self, first: int | Tensor, s: int) -> Mask:
+        return self.but(mask=self.mask.bind(first, self.tokens))
+
+    def only(self, batch: Tensor, heads: Tensor) -> Mask:
+        positions = select_positions(self.positions, self.group, batch, heads)
+        return AtPositions(self.mask.only(batch, heads), positions, self.tokens)
+
+    def extent(self) -> tuple[int, int] | None:
+        return (self.mask.extent() or (SIDE, SIDE))[0], self.positions.shape[2]
+
+    def __str__(self) -> str:
+        return f"{self.mask} at {self.positions.shape[2]} of {self.tokens} keys"
+
+
+def look_up_positions(positions: Tensor, group: int, b: Index, h: Index, j: Index) -> Tensor:
+    """Return the positions of the keys in columns j; positions are `[b or 1, g or 1, s]`."""
+    device, (b_size, g, s) = positions.device, positions.shape
+    b, h, j = (torch.as_tensor(index, device=device) for index in (b, h, j))
+    if s == 0:
+        return torch.zeros_like(j)
+    key_head = h // group if g > 1 else torch.zeros_like(h)
+    return positions[b if b_size > 1 else torch.zeros_like(b), key_head, j.clamp(max=s - 1)]
+
+
+def select_positions(positions: Tensor, group: int, batch: Tensor, heads: Tensor) -> Tensor:
+    """Return the positions `[b or 1, h or 1, s]` of batch entries `[b]` and query heads `[h]`."""
+    if positions.shape[0] > 1:
+        positions = positions[batch]
+    return positions[:, heads // group] if positions.shape[1] > 1 else positions
+
+
+def check_positions(positions: Tensor, group: int, shape: Shape) -> None:
+    """Raise ValueError unless positions `[b or 1, g or 1, s]` fit a problem of this shape."""
+    got, expected = tuple(positions.shape), (shape.b, shape.g, shape.s)
+    fits = all(n in (1, size) for n, size in zip(got[:2], expected[:2], strict=True)) and got[2] == shape.s
+    if not fits or (got[1] > 1 and group * shape.g != shape.h):
+        raise ValueError(
+            f"Expected positions for [b, g, s] = {list(expected)} and h / g = {shape.h // max(shape.g, 1)}, "
+            f"got {sizes(positions)} and {group}. Use cache.place, after the keys are appended."
+        )
+
+
 def check_indices(batch: Tensor, heads: Tensor, shape: Shape) -> None:
     """Raise ValueError unless these are indices of batch entries `[b]` and heads `[h]`."""
     for name, index, size in (("batch", batch, shape.b), ("heads", heads, shape.h)):

@@ -32,7 +32,8 @@ def head_scores(amap: AttentionMap, ids: Tensor | None) -> Generator[None, None,
         return {name: x[0] for name, x in score_heads(amap, ids).items()}, 1
     stride = -(-t // SAMPLES)
     names = HEAD_SCORES if ids is None else (*HEAD_SCORES, *TOKEN_SCORES)
-    masks = {name: SCORES[name].mask(amap, ids).bind(amap.problem.offset, s) for name in names}
+    bound = {name: amap.problem.under(SCORES[name].mask(amap, ids)).mask for name in names}
+    masks = {name: mask for name, mask in bound.items() if mask is not None}
     sums, counts = ({name: torch.zeros(h) for name in (*masks, *MEANS)} for _ in range(2))
     for rows in torch.arange(stride // 2, t, stride).split(max(1, STEP_WEIGHTS // s)):
         low, high = amap.problem.span(int(rows[0]), int(rows[-1]) + 1)[0]
@@ -67,8 +68,7 @@ def _compute_factors(
     """
     visible = scores.visible(problem, rows, cols)[0]  # [h or 1, r, c]
     inside = [problem.keep(mask, rows, cols)[0] & visible for mask in masks.values()]
-    *_, i, j = problem.at(rows, cols)
-    distance = (i - j).abs()[0]  # [1, r, c]
+    distance = problem.distances(rows, cols)[0]  # [h or 1, r, c]
     counts = [keep.any(-1).sum(-1) for keep in (*inside, *[visible] * len(MEANS))]
     shape = torch.broadcast_shapes(*(x.shape for x in (*inside, distance)))
     factors = torch.stack([x.expand(shape).flatten(1).float() for x in (*inside, distance)])
