@@ -11,8 +11,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from manyheads.problem import Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
 from manyheads.statistics import Reduction, TopKeys
 from manyheads.storage import Labels, Tokens, labels_of
+
+if TYPE_CHECKING:
+    import xarray
 
 AXES = (("batch entry", "b"), ("head", "h"), ("query", "t"), ("key", "s"))
 
@@ -328,6 +332,104 @@ class AttentionMap:
                 f"{max_bytes / 1e9:.3g} GB. Read a tile, amap[b, h, rows, cols], or raise max_bytes."
             )
         return self[...]
+
+    def to_xarray(self, *index: Any, max_bytes: float = 2**31) -> xarray.DataArray:
+        """Return a tile of weights as an xarray, with named dimensions.
+
+        The dimensions are batch, head, query and key, without those that are indexed by an int. Their
+        coordinates are the numbers of the batch entry, the head in the model, the row and the column. If the
+        map has tokens, `key_token` are the tokens of the keys, and in self-attention `query_token` those of
+        the queries; in a batch of several texts these have the dimension batch too.
+
+            amap.to_xarray(0, 3).sel(key=5)
+            amap.to_xarray(0).mean("head").plot()
+
+        Args:
+            *index: Up to four indices for b, h, t and s, as of the map itself.
+            max_bytes: The largest allowed size.
+
+        Returns:
+            The weights, an `xarray.DataArray`.
+
+        Raises:
+            ImportError: If xarray isn't installed.
+            IndexError: If an index is out of range or has the wrong type.
+            TypeError: If max_bytes isn't a number of bytes.
+            ValueError: If the tile would take more bytes.
+        """
+        try:
+            import xarray
+        except ImportError:
+            raise extras.missing("to_xarray", "xarray", "xarray") from None
+        self._check_unchanged()
+        indices = [
+            _resolve(part, size, axis)
+            for part, size, axis in zip(_expand(index), self.shape, AXES, strict=True)
+        ]
+        numbers = [torch.arange(n)[i] for n, i in zip(self.shape, indices, strict=True)]
+        size = math.prod(each.numel() for each in numbers) * self.problem.dtype.itemsize
+        if size > most_bytes(max_bytes):
+            raise ValueError(
+                f"The tile {[each.numel() for each in numbers]} would take {amount(size)}, and max_bytes is "
+                f"{amount(max_bytes)}. Read fewer heads, queries or keys, or raise max_bytes."
+            )
+        batch, heads, rows, cols = (each.numpy() for each in numbers)
+        names = ("batch", "head", "query", "key")
+        coords: dict[str, Any] = {
+            "batch": batch,
+            "head": np.array(self.heads)[heads],
+            "query": rows,
+            "key": cols,
+        }
+        coords = {name: (name, x) if x.ndim else x for name, x in coords.items()}
+        for name, positions in (("key", cols), ("query", self._positions_of_queries(rows))):
+            if self.tokens is None or positions is None:
+                continue
+            by_text = not isinstance(self.tokens[0], str)
+            texts = [sequence_labels(self.tokens, int(n)) for n in (np.atleast_1d(batch) if by_text else [0])]
+            labels = np.array(
+                [np.array([*(text or ())], dtype=object)[positions] for text in texts], dtype=str
+            )
+            dims = [*(["batch"] if by_text and batch.ndim else []), *([name] if positions.ndim else [])]
+            coords[f"{name}_token"] = (dims, labels if by_text and batch.ndim else labels[0])
+        dims = [name for name, each in zip(names, numbers, strict=True) if each.dim()]
+        tile = self[tuple(indices)].detach().cpu().numpy()
+        return xarray.DataArray(tile, coords, dims, name="weight", attrs={"mask": str(self.problem.mask)})
+
+    def _positions_of_queries(self, rows: Any) -> Any:
+        """Return the keys at the positions of these rows in self-attention; None in cross-attention."""
+        problem, (*_, t, s) = self.problem, self.shape
+        offset = problem.offset
+        is_causal = problem.mask is not None and problem.mask.normal().band[1] == 0
+        if not isinstance(offset, int) or not (is_causal or t == s) or problem.positions is not None:
+            return None
+        return rows + offset if 0 <= offset <= s - t else None
+
+    def to_circuitsvis(self, batch: int = 0, max_bytes: float = 2**29) -> dict[str, Any]:
+        """Return the weights of a short text as CircuitsVis takes them.
+
+            circuitsvis.attention.attention_heads(**recording[2].to_circuitsvis())
+
+        Args:
+            batch: The batch entry.
+            max_bytes: The largest allowed size of the page, in which a weight takes about 20 bytes of text.
+
+        Returns:
+            A dict of `attention`, a tensor `[h, t, t]`, and `tokens`, a list of t strings.
+
+        Raises:
+            IndexError: If there is no such batch entry.
+            TypeError: If max_bytes isn't a number of bytes.
+            ValueError: If it isn't self-attention over one text, or the page would take more bytes.
+        """
+        amap = self.only(batch)
+        _, h, t, s = amap.shape
+        if t != s:
+            raise ValueError(
+                f"Expected self-attention, as many queries as keys, for CircuitsVis, got t = {t} and s = {s}."
+            )
+        check_page("CircuitsVis", h * t * s, max_bytes)
+        return {"attention": amap[0].cpu(), "tokens": text_labels(amap.tokens, t)}
 
     # -- statistics --------------------------------------------------------------------------------
 
@@ -717,6 +819,25 @@ def sequence_labels(tokens: Tokens | None, batch: int = 0) -> Labels | None:
     if not tokens or isinstance(tokens[0], str):
         return cast("Labels | None", tokens)
     return cast(Labels, tokens[batch])
+
+
+IN_PAGES = {"BertViz": 40, "CircuitsVis": 20}  # bytes of a weight, as text, in a page of each library
+
+
+def check_page(library: str, weights: int, max_bytes: float) -> None:
+    """Raise ValueError if a page with this number of weights would take more than max_bytes."""
+    size = weights * IN_PAGES[library]
+    if size > most_bytes(max_bytes):
+        raise ValueError(
+            f"The page of {library} would take {amount(size)} for {weights:,} weights, and max_bytes is "
+            f"{amount(max_bytes)}. Choose fewer layers or a shorter text, use view(), or raise max_bytes."
+        )
+
+
+def text_labels(tokens: Tokens | None, count: int) -> list[str]:
+    """Return the labels of one text as a list; the numbers of the tokens if it has none."""
+    labels = sequence_labels(tokens)
+    return [str(n) for n in range(count)] if labels is None else [*labels]
 
 
 def _cast(problem: Problem, dtype: torch.dtype) -> Problem:

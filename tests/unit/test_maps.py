@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import numpy as np
@@ -695,3 +696,85 @@ def test_in_inference_mode_a_map_holds_numbers_of_its_own() -> None:
         before = amap.dense()
         q.mul_(3)
         assert torch.equal(amap.dense(), before)
+
+
+# -- other tools -----------------------------------------------------------------------------------
+
+
+def labelled_map(tokens: object = None, t: int = 5, s: int = 5, **options: object) -> mh.AttentionMap:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, t, 8), torch.randn(2, 2, s, 8)
+    return mh.attention_with_map(q, k, k, **options)[1].labelled(tokens)  # type: ignore[arg-type]
+
+
+def test_a_tile_as_xarray_has_names() -> None:
+    pytest.importorskip("xarray")
+    amap = labelled_map(["a", "b", "c", "d", "e"], mask=mh.Causal())
+    whole = amap.to_xarray()
+    assert whole.dims == ("batch", "head", "query", "key")
+    assert (whole.name, whole.attrs) == ("weight", {"mask": "Causal()"})
+    np.testing.assert_array_equal(whole.values, amap.dense().numpy())
+    assert whole.key_token.values.tolist() == whole.query_token.values.tolist() == list("abcde")
+    tile = amap.to_xarray(1, 3, slice(-2, None), [4, 0])
+    assert tile.dims == ("query", "key")
+    assert (tile.batch.item(), tile.head.item()) == (1, 3)
+    assert (tile["query"].values.tolist(), tile.key.values.tolist()) == ([3, 4], [4, 0])
+    assert (tile.query_token.values.tolist(), tile.key_token.values.tolist()) == (["d", "e"], ["e", "a"])
+    assert tile.sel(query=4, key=0).item() == amap[1, 3, 4, 0].item()
+    one = amap.to_xarray(0, 0, 1, 1)
+    assert (one.dims, one.key_token.item()) == ((), "b")
+    selected = amap.only(heads=[2, 3]).to_xarray(0, -1)
+    assert selected.head.item() == 3
+    np.testing.assert_array_equal(selected.values, amap[0, 3].numpy())
+
+
+def test_tokens_of_an_xarray_belong_to_their_text_and_to_queries_of_self_attention() -> None:
+    pytest.importorskip("xarray")
+    texts = [list("abcde"), list("vwxyz")]
+    both = labelled_map(texts, mask=mh.Causal()).to_xarray()
+    assert both.key_token.dims == ("batch", "key")
+    assert both.key_token.values.tolist() == texts
+    assert labelled_map(texts).to_xarray(1).key_token.values.tolist() == texts[1]
+    cross = labelled_map(list("abcde"), t=3).to_xarray(0)
+    assert "query_token" not in cross.coords
+    steps = labelled_map(list("abcde"), t=2, mask=mh.Causal()).to_xarray(0)
+    assert steps.query_token.values.tolist() == ["d", "e"]
+    assert "key_token" not in labelled_map().to_xarray().coords
+    text = mh.TokenizedText(tuple("abcde"))
+    assert labelled_map(text).to_xarray(0).key_token.values.tolist() == list("abcde")
+
+
+def test_invalid_exports_of_a_map_raise() -> None:
+    amap = labelled_map()
+    for ask, kind, words in [
+        (lambda: amap.to_circuitsvis(2), IndexError, "batch entry"),
+        (
+            lambda: amap.to_circuitsvis(max_bytes=100),
+            ValueError,
+            "2 kB for 100 weights, and max_bytes is 100",
+        ),
+        (lambda: labelled_map(t=3).to_circuitsvis(), ValueError, "got t = 3 and s = 5"),
+        (lambda: amap.to_circuitsvis(max_bytes="1"), TypeError, "max_bytes"),
+    ]:
+        with raises(kind, match=words):
+            ask()
+    with patch.dict(sys.modules, xarray=None), raises(ImportError, match="needs xarray"):
+        amap.to_xarray()
+    pytest.importorskip("xarray")
+    for ask, kind, words in [
+        (lambda: amap.to_xarray(9), IndexError, "batch entry 9"),
+        (lambda: amap.to_xarray(0, 0, 0, 0, 0), IndexError, "four indices"),
+        (lambda: amap.to_xarray(max_bytes=100), ValueError, r"tile \[2, 4, 5, 5\] would take 800 bytes"),
+    ]:
+        with raises(kind, match=words):
+            ask()
+
+
+def test_circuitsvis_gets_heads_and_tokens() -> None:
+    amap = labelled_map([list("abcde"), list("vwxyz")])
+    given = amap.to_circuitsvis(1)
+    assert torch.equal(given["attention"], amap[1])
+    assert given["tokens"] == list("vwxyz")
+    assert labelled_map().to_circuitsvis()["tokens"] == ["0", "1", "2", "3", "4"]
+    library = pytest.importorskip("circuitsvis")
+    assert "vwxyz"[2] in str(library.attention.attention_heads(**given))

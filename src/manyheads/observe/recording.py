@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manyheads import extras, storage
-from manyheads.maps import AttentionMap
+from manyheads.maps import AttentionMap, check_page, text_labels
 from manyheads.observe.generation import checksums, join, reached_keys
 from manyheads.observe.summaries import Call, Reduced
 from manyheads.observe.table import Table
@@ -163,6 +164,80 @@ class Recording(Mapping[Any, Any]):
             TypeError, ValueError: If ids aren't integers, one for each key.
         """
         return Table.of({name: calls[-1] for name, calls in self._calls.items()}, ids)
+
+    # -- other tools -------------------------------------------------------------------------------
+
+    def to_bertviz(
+        self,
+        layers: str | int | Sequence[str | int] | None = None,
+        *,
+        batch: int = 0,
+        max_bytes: float = 2**29,
+    ) -> dict[str, Any]:
+        """Return the weights of a short text as BertViz takes them (Vig 2019, arXiv:1906.05714).
+
+            bertviz.head_view(**recording.to_bertviz())
+            bertviz.model_view(**recording.to_bertviz())
+
+        For an encoder and a decoder, call it for the layers of each.
+
+        Args:
+            layers: The layers: names or numbers as in `recording[name]`, or a part of a path that several
+                layers share, such as "encoder"; None for all.
+            batch: The batch entry.
+            max_bytes: The largest allowed size of the page, in which a weight takes about 40 bytes of text.
+
+        Returns:
+            A dict of `attention`, a tuple of tensors `[1, h, t, s]`, one per layer, and `tokens`, the labels
+            of the s keys.
+
+        Raises:
+            NoSuchLayer: If there is no such layer.
+            IndexError: If there is no such batch entry.
+            TypeError: If a layer's name or max_bytes has the wrong type.
+            ValueError: If nothing was recorded, or only statistics, the layers have different shapes or
+                tokens, or the page would take more bytes.
+        """
+        maps: dict[str, AttentionMap] = {}
+        for name in self._select(layers):
+            call = self._calls[name][-1]
+            if isinstance(call, Reduced):
+                raise ValueError(
+                    f'{name} was observed with keep="statistics", which keeps no weights. Observe with '
+                    'keep="maps".'
+                )
+            maps[name] = call
+        if not maps:
+            raise ValueError("Nothing was recorded, so there is nothing to export.")
+        shapes = {call.shape[1:]: name for name, call in maps.items()}
+        if len(shapes) > 1:
+            got = " and ".join(f"{list(shape)} ({name})" for shape, name in [*shapes.items()][:3])
+            raise ValueError(
+                f"Expected layers of one shape [h, t, s] for BertViz, got {got}. Choose some: "
+                "to_bertviz(layers=[…])."
+            )
+        check_page("BertViz", sum(math.prod(call.shape[1:]) for call in maps.values()), max_bytes)
+        chosen = [call.only(batch) for call in maps.values()]
+        s = chosen[0].shape[3]
+        tokens = [text_labels(call.tokens, s) for call in chosen]
+        if any(labels != tokens[0] for labels in tokens):
+            raise ValueError(
+                "Expected layers with the same tokens for BertViz, got different ones. Choose some: "
+                "to_bertviz(layers=[…])."
+            )
+        return {"attention": tuple(call[:].cpu() for call in chosen), "tokens": tokens[0]}
+
+    def _select(self, layers: str | int | Sequence[str | int] | None) -> list[str]:
+        """Return the paths of layers, given by names, numbers, or parts of paths; None is all."""
+        if layers is None:
+            return list(self._calls)
+        if isinstance(layers, str):
+            return paths_within(layers, self._calls) or [self._find(layers)]
+        if isinstance(layers, int):
+            return [self._find(layers)]
+        if not isinstance(layers, Sequence):
+            raise TypeError(f"Expected layers to be names or numbers, got {kind(layers)}.")
+        return list(dict.fromkeys(self._find(name) for name in layers))
 
     # -- figures, viewer, files --------------------------------------------------------------------
 

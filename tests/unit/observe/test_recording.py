@@ -826,3 +826,56 @@ def test_labels():
 def test_plotting_a_recording():
     figure = record(GPT(), randn(2, 5, E)).plot()
     assert len(figure.axes) >= 2 * H
+
+
+# -- other tools -----------------------------------------------------------------------------------
+
+
+def recorded(shapes: dict[str, tuple[int, int]], tokens: list[str] | None = None) -> Recording:
+    """Return a recording of layers with these numbers of queries and keys."""
+    recording, generator = Recording(), torch.Generator().manual_seed(0)
+    for name, (t, s) in shapes.items():
+        q, k = (torch.randn(2, 3, n, 4, generator=generator) for n in (t, s))
+        amap = mh.attention_with_map(q, k, k)[1]
+        recording.add(name, amap.labelled(tokens if tokens is not None and len(tokens) == s else None), k)
+    return recording
+
+
+def test_bertviz_gets_a_tensor_per_layer_and_the_tokens() -> None:
+    recording = recorded({"encoder.0": (5, 5), "encoder.1": (5, 5), "cross": (3, 5)}, list("abcde"))
+    given = recording.to_bertviz("encoder", batch=1)
+    assert [tuple(x.shape) for x in given["attention"]] == [(1, 3, 5, 5)] * 2
+    for x, name in zip(given["attention"], ("encoder.0", "encoder.1"), strict=True):
+        assert torch.equal(x, recording[name][1:])
+    assert given["tokens"] == list("abcde")
+    assert recording.to_bertviz([0])["attention"][0].shape == (1, 3, 5, 5)
+    assert recording.to_bertviz("cross")["attention"][0].shape == (1, 3, 3, 5)
+    assert recorded({"a": (4, 4)}).to_bertviz()["tokens"] == ["0", "1", "2", "3"]
+    library = pytest.importorskip("bertviz")
+    for view in (library.head_view, library.model_view):
+        page = view(**given, html_action="return").data
+        assert f"{float(given['attention'][0][0, 0, 0, 0])!r}"[:6] in page
+
+
+def test_what_bertviz_cannot_show_raises() -> None:
+    recording = recorded({"a": (5, 5), "b": (3, 5)})
+    different = recorded({"a": (2, 2)}, ["x", "y"])
+    different.add("b", recorded({"b": (2, 2)})[0], torch.zeros(1, 1, 2, 4))
+    model = encoder()
+    with torch.no_grad(), observe(model, keep="statistics") as reduced:
+        model(torch.randn(1, 3, E))
+    long = recorded({f"layer{n}": (6000, 6000) for n in range(2)})
+    for ask, kind, words in [
+        (lambda: recording.to_bertviz(), ValueError, r"one shape.*\[3, 5, 5\] \(a\) and \[3, 3, 5\] \(b\)"),
+        (lambda: recording.to_bertviz("c"), KeyError, "No layer 'c'"),
+        (lambda: recording.to_bertviz([1.5]), TypeError, "got a float"),
+        (lambda: recording.to_bertviz(2.0), TypeError, "layers to be names or numbers, got a float"),
+        (lambda: recording.to_bertviz("a", batch=7), IndexError, "batch entry 7"),
+        (lambda: recording.to_bertviz("a", max_bytes=2999), ValueError, "3 kB for 75 weights"),
+        (lambda: long.to_bertviz(), ValueError, "8.64 GB for 216,000,000 weights, and max_bytes is 537 MB"),
+        (lambda: different.to_bertviz(), ValueError, "same tokens"),
+        (lambda: Recording().to_bertviz(), ValueError, "Nothing was recorded"),
+        (lambda: reduced.to_bertviz(), ValueError, 'keep="statistics"'),
+    ]:
+        with pytest.raises(kind, match=words):
+            ask()
