@@ -69,8 +69,7 @@ class Cache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values.
 
-        If keys were dropped, call attention with `mask=cache.place(cache.mask, h)` and the offset from before
-        the append; a layer does so.
+        If keys were dropped, call attention with `mask=cache.place(cache.mask, h)`, as a layer does.
 
         Args:
             k: New keys `[b, g, n, d]`.

@@ -383,7 +383,7 @@ class AttentionMap:
         }
         coords = {name: (name, x) if x.ndim else x for name, x in coords.items()}
         for name, positions in (("key", cols), ("query", self._positions_of_queries(rows))):
-            if self.tokens is None or positions is None:
+            if not self.tokens or positions is None:
                 continue
             by_text = not isinstance(self.tokens[0], str)
             texts = [sequence_labels(self.tokens, int(n)) for n in (np.atleast_1d(batch) if by_text else [0])]
@@ -406,9 +406,7 @@ class AttentionMap:
         return rows + offset if 0 <= offset <= s - t else None
 
     def to_circuitsvis(self, batch: int = 0, max_bytes: float = 2**29) -> dict[str, Any]:
-        """Return the weights of a short text as CircuitsVis takes them.
-
-            circuitsvis.attention.attention_heads(**recording[2].to_circuitsvis())
+        """Return the weights of a short text as keyword arguments of CircuitsVis's `attention_heads`.
 
         Args:
             batch: The batch entry.

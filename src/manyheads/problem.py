@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from manyheads.biases import Bias
+from manyheads.biases import Bias, BiasAtPositions
 from manyheads.masks import FAR, AtPositions, Full, Mask, can_read_cheaply, look_up_positions, min_max
 from manyheads.shapes import Shape, can_read, kind, real, shape_of, sizes
 
@@ -77,7 +77,11 @@ class Problem:
         if softcap is not None:
             softcap = real(softcap, "softcap", lambda cap: 0 < cap < math.inf, "a positive number or None")
         dropout_p = real(dropout_p, "dropout_p", lambda p: 0 <= p <= 1, "a number between 0 and 1")
-        offset = shape.s - shape.t if offset is None else _check_offset(offset, shape, q.device)
+        if offset is None:
+            placed = [part for part in (mask, bias) if isinstance(part, AtPositions | BiasAtPositions)]
+            offset = (placed[0].tokens if placed else shape.s) - shape.t
+        else:
+            offset = _check_offset(offset, shape, q.device)
         if sink is not None:
             _check_sink(sink, shape, q.device)
         if mask is not None:
@@ -190,8 +194,6 @@ class Problem:
         inside = self.under(mask)
         if self.mask is None or inside.mask is None:
             return inside
-        if isinstance(self.mask, AtPositions) and isinstance(inside.mask, AtPositions):
-            return replace(self, mask=self.mask.but(mask=self.mask.mask & inside.mask.mask))
         return replace(self, mask=self.mask & inside.mask)
 
     def only(self, batch: Sequence[int], heads: Sequence[int]) -> Problem:

@@ -110,7 +110,7 @@ def tokenizer() -> Any:
     learned.train_from_iterator(
         ["the cat sat on the mat"], BpeTrainer(show_progress=False, special_tokens=[end])
     )
-    return PreTrainedTokenizerFast(tokenizer_object=learned, bos_token=end, eos_token=end, pad_token=end)
+    return PreTrainedTokenizerFast(tokenizer_object=learned, eos_token=end, pad_token=end)
 
 
 @pytest.mark.full
@@ -118,8 +118,11 @@ def test_transformer_lens_has_the_same_patterns(monkeypatch: pytest.MonkeyPatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lens = pytest.importorskip("transformer_lens")
-        source = pytest.importorskip("transformer_lens.model_bridge.sources.transformers.source")
-        monkeypatch.setattr(source, "autotokenizer_with_special_token_compat", lambda *_, **__: tokenizer())
+        # It loads the tokenizer of the name "gpt2" from the Hub, also if it gets one.
+        utilities = pytest.importorskip("transformer_lens.utilities.hf_utils")
+        monkeypatch.setattr(
+            utilities, "autotokenizer_with_special_token_compat", lambda *_, **__: tokenizer()
+        )
         model = lens.TransformerBridge.boot_transformers("gpt2", hf_model=gpt2(), tokenizer=tokenizer())
         ids = torch.randint(19, (2, 7))
         with torch.no_grad():
@@ -141,8 +144,11 @@ def test_nnsight_has_the_same_patterns() -> None:
         wrapped = nnsight.NNsight(model)
         with torch.no_grad(), wrapped.trace(ids):
             qkv = wrapped.transformer.h[1].attn.c_attn.output.save()
+        with mh.observe(model) as recording, torch.no_grad(), wrapped.trace(ids):
+            wrapped.lm_head.output.save()
         model.set_attn_implementation("eager")
         with torch.no_grad(), wrapped.trace(ids):
             weights = wrapped.transformer.h[1].attn.output[1].save()
     q, k, _ = (x.unflatten(-1, (4, 8)).transpose(1, 2) for x in qkv.split(32, -1))
     torch.testing.assert_close(bridges.lazy_pattern(q, k).dense(), weights)
+    torch.testing.assert_close(recording[1].dense(), weights)

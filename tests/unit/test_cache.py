@@ -438,6 +438,23 @@ def test_every_kernel_attends_to_the_kept_keys() -> None:
     assert "at 9 of 16 keys" in str(mask)
     assert repr(mask)
     assert problem.tokens == 16
+    # The default offset is the position of the first new query, and masks combine by position.
+    default = mh.attention(q, keys, values, mask=mask, bias=bias)
+    torch.testing.assert_close(default, outs[0])
+    only_bias = mh.attention_with_map(q, keys, values, bias=bias)[1]
+    assert only_bias.problem.offset == 12
+    window = mh.Window(left=6)
+    expected = mh.attention(q, keys, values, mask=cache.place(mh.Causal() & window, 8))
+    for both in (mask & window, window & mask, ~(~mask | ~window), mask & cache.place(window, 8)):
+        assert both.tokens == 16  # type: ignore[attr-defined]
+        torch.testing.assert_close(mh.attention(q, keys, values, mask=both), expected)
+    torch.testing.assert_close(
+        mh.attention(q, keys, values, mask=window | mask), mh.attention(q, keys, values, mask=mask | window)
+    )
+    with raises(ValueError, match="masks that two caches have placed"):
+        mask & cache.place(window, 4)
+    with raises(TypeError, match="operand of & or"):
+        mask & 3
     with raises(ValueError, match=r"positions for \[b, g, s\]"):
         mh.attention(q, keys[:, :, :3], values[:, :, :3], mask=mask)
 

@@ -717,14 +717,14 @@ def test_a_tile_as_xarray_has_names() -> None:
     assert whole.key_token.values.tolist() == whole.query_token.values.tolist() == list("abcde")
     tile = amap.to_xarray(1, 3, slice(-2, None), [4, 0])
     assert tile.dims == ("query", "key")
-    assert (tile.batch.item(), tile.head.item()) == (1, 3)
+    assert (tile["batch"].item(), tile["head"].item()) == (1, 3)
     assert (tile["query"].values.tolist(), tile.key.values.tolist()) == ([3, 4], [4, 0])
     assert (tile.query_token.values.tolist(), tile.key_token.values.tolist()) == (["d", "e"], ["e", "a"])
     assert tile.sel(query=4, key=0).item() == amap[1, 3, 4, 0].item()
     one = amap.to_xarray(0, 0, 1, 1)
     assert (one.dims, one.key_token.item()) == ((), "b")
     selected = amap.only(heads=[2, 3]).to_xarray(0, -1)
-    assert selected.head.item() == 3
+    assert selected["head"].item() == 3
     np.testing.assert_array_equal(selected.values, amap[0, 3].numpy())
 
 

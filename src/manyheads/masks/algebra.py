@@ -114,10 +114,10 @@ class Mask(Value):
         return Normal(rest=(self,))
 
     def __and__(self, other: Mask) -> Mask:
-        return And(self, _mask(other))
+        return other.__rand__(self) if isinstance(other, AtPositions) else And(self, _mask(other))
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(self, _mask(other))
+        return other.__ror__(self) if isinstance(other, AtPositions) else Or(self, _mask(other))
 
     def __rand__(self, other: object) -> Mask:
         return And(_mask(other), self)
@@ -344,6 +344,33 @@ class AtPositions(Mask):
             some=intersect(EVERYTHING, (int(first.min()), int(last.max()))),
             all=intersect(EVERYTHING, (int(start.max()), int(stop.min()))),
         )
+
+    # Masks that are combined with this one are evaluated at the same positions.
+
+    def __and__(self, other: Mask) -> Mask:
+        return self.but(mask=self.mask & self._of_same_keys(other))
+
+    def __or__(self, other: Mask) -> Mask:
+        return self.but(mask=self.mask | self._of_same_keys(other))
+
+    def __rand__(self, other: object) -> Mask:
+        return self.but(mask=self._of_same_keys(other) & self.mask)
+
+    def __ror__(self, other: object) -> Mask:
+        return self.but(mask=self._of_same_keys(other) | self.mask)
+
+    def __invert__(self) -> Mask:
+        return self.but(mask=~self.mask)
+
+    def _of_same_keys(self, other: object) -> Mask:
+        """Return a mask by position; raise ValueError if it has its own positions, which differ."""
+        if not isinstance(other, AtPositions):
+            return _mask(other)
+        if (self.tokens, self.group) != (other.tokens, other.group) or not torch.equal(
+            self.positions, other.positions
+        ):
+            raise ValueError("Expected masks of the same keys, got masks that two caches have placed.")
+        return other.mask
 
     def _columns(self, interval: Interval) -> tuple[Tensor, Tensor]:
         """Return the first column inside an interval of positions and the first after it, per key head."""

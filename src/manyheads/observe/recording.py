@@ -176,8 +176,7 @@ class Recording(Mapping[Any, Any]):
     ) -> dict[str, Any]:
         """Return the weights of a short text as BertViz takes them (Vig 2019, arXiv:1906.05714).
 
-            bertviz.head_view(**recording.to_bertviz())
-            bertviz.model_view(**recording.to_bertviz())
+        They are keyword arguments of its `head_view` and `model_view`.
 
         For an encoder and a decoder, call it for the layers of each.
 

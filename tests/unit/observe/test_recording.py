@@ -870,7 +870,7 @@ def test_what_bertviz_cannot_show_raises() -> None:
         (lambda: recording.to_bertviz("c"), KeyError, "No layer 'c'"),
         (lambda: recording.to_bertviz([1.5]), TypeError, "got a float"),
         (lambda: recording.to_bertviz(2.0), TypeError, "layers to be names or numbers, got a float"),
-        (lambda: recording.to_bertviz("a", batch=7), IndexError, "batch entry 7"),
+        (lambda: recording.to_bertviz("a", batch=7), IndexError, r"batch entry \[7\]"),
         (lambda: recording.to_bertviz("a", max_bytes=2999), ValueError, "3 kB for 75 weights"),
         (lambda: long.to_bertviz(), ValueError, "8.64 GB for 216,000,000 weights, and max_bytes is 537 MB"),
         (lambda: different.to_bertviz(), ValueError, "same tokens"),
