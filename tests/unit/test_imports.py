@@ -24,7 +24,7 @@ LAYERS = (
     ("layouts", "masks", "biases", "positions"),
     ("problem", "scores"),
     ("kernels",),
-    ("storage", "statistics", "maps", "measures", "highlights", "cache"),
+    ("storage", "statistics", "maps", "measures", "warping", "alignment", "highlights", "cache"),
     ("functional", "layers", "classic", "figures"),
     ("observe", "lm"),
     ("viewer", "checker", "text", "bench"),

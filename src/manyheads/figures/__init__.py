@@ -8,6 +8,7 @@
     figure = figures.measures(rows, by="induction")  # head scores as a sorted table
     figure = figures.difference(want, got)           # two maps that should be equal
     figure = figures.curves(pe, [0, 1, 6, 7])        # positional encodings
+    figure = figures.alignment(recording.align())    # when each token of a transcript is spoken
 
 Texts of any length can be drawn. Long texts are pooled into cells of several tokens, in one pass over the map
 and without building the matrix, and a label of the figure says so. A weight of 0 has the darkest colour;
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from manyheads import scores
 from manyheads.figures import cells, heatmaps
+from manyheads.figures.alignments import alignment
 from manyheads.figures.cells import AxisLabels, Labels, Layers, Panel, Visible, Weights
 from manyheads.figures.difference import difference
 from manyheads.figures.fonts import legible
@@ -43,6 +45,7 @@ from manyheads.statistics import Entropy, Received
 __all__ = [
     "MOST",
     "WEIGHT",
+    "alignment",
     "beside",
     "curves",
     "difference",
