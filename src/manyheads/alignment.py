@@ -172,7 +172,8 @@ class Alignment:
 
 def _join_words(text: TokenizedText) -> list[range]:
     """Return the tokens of each word, with the punctuation around it; special tokens are left out."""
-    special, joined = set(text.special), []
+    special = set(text.special)
+    joined: list[range] = []
     opening = None  # the first token of punctuation before the next word, such as a quotation mark
     for group in dict.fromkeys(map(_as_pair, text.words)):
         tokens = range(*group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,7 +17,7 @@ from manyheads.figures.fonts import lacking
 from manyheads.shapes import kind
 
 MARKS = ("path", "largest", None)
-OUTLINED = {"path_effects": [Stroke(linewidth=2.8, foreground="black"), Normal()]}
+OUTLINED: Any = {"path_effects": [Stroke(linewidth=2.8, foreground="black"), Normal()]}
 ROW = 0.17  # the height of a token in inches, so that each has a label
 TALLEST, WIDEST = 9.0, 9.0  # inches
 SECONDS_GAP = 0.5  # the least distance of two ticks of seconds in inches
@@ -89,7 +90,7 @@ def alignment(
         axes.plot(*zip(*path, strict=True), color="white", linewidth=1.3, **OUTLINED)
     elif mark == "largest":
         x = [column[j] for j in alignment.largest().tolist()]
-        style = {"facecolor": "none", "edgecolor": "white", "linewidth": 1.3}
+        style: Any = {"facecolor": "none", "edgecolor": "white", "linewidth": 1.3}
         axes.scatter(x, range(t), s=40, **style, **OUTLINED)
     axes.set(xlim=(-0.5, s - 0.5), ylim=(t - 0.5, -0.5))
     heads = len(alignment.heads)

@@ -17,6 +17,7 @@ from manyheads.observe.crossattention import cross_layers, is_self, last_sequenc
 from manyheads.observe.generation import checksums, join, reached_keys
 from manyheads.observe.summaries import Call, Reduced
 from manyheads.observe.table import Table
+from manyheads.observe.words import WordImages, WordMaps
 from manyheads.shapes import amount, kind, real, whole
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Recording(Mapping[Any, Any]):
     def __init__(self, provenance: Mapping[str, Any] | None = None) -> None:
         self.provenance = dict(provenance or {})
         self.missed: dict[str, tuple[int, ...]] = {}
+        self.words: WordMaps | None = None  # of keep="words", which keeps no calls
         self._calls: dict[str, list[Call]] = {}
         self._checksums: dict[str, Tensor] = {}  # the keys of each layer's last call
 
@@ -87,7 +89,8 @@ class Recording(Mapping[Any, Any]):
     def nbytes(self) -> int:
         """The bytes of all recorded tensors; shared memory counts once."""
         tensors = [x for calls in self._calls.values() for call in calls for x in call.tensors()]
-        return sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
+        words = 0 if self.words is None else self.words.nbytes
+        return words + sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
 
     def _find(self, name: str | int) -> str:
         names = list(self._calls)
@@ -165,6 +168,63 @@ class Recording(Mapping[Any, Any]):
             TypeError, ValueError: If ids aren't integers, one for each key.
         """
         return Table.of({name: calls[-1] for name, calls in self._calls.items()}, ids)
+
+    # -- words of a picture ------------------------------------------------------------------------
+
+    def word_images(
+        self,
+        tokens: Sequence[str] | None = None,
+        *,
+        batch: int | None = None,
+        layers: str | Sequence[str] | None = None,
+        grid: tuple[int, int] | None = None,
+        interpolation: str = "bilinear",
+    ) -> WordImages:
+        """Return where in a generated picture each word of the prompt was used, observed with keep="words".
+
+            with manyheads.observe(pipe.unet, keep="words") as recording:
+                picture = pipe(prompt).images[0]
+            images, words = recording.word_images(TokenizedText.from_encoding(prompt, encoding), batch=-1)
+
+        An image is the weight of the places of the picture on the tokens of a word, averaged over heads,
+        steps and layers. Coarser layers are interpolated to the finest grid. As Tang et al. 2022
+        (arXiv:2210.04885), but with weights, between 0 and 1, instead of sums.
+
+        Args:
+            tokens: The labels of the keys, or of the first of them if the prompt is padded: strings, or a
+                `TokenizedText`, whose words have one image each. Default: an image of each key.
+            batch: The batch entry. Required if there is more than one.
+            layers: Which layers to average: paths, or parts of paths. Default: all.
+            grid: The rows and columns of the images. Default: those of the finest layer.
+            interpolation: "bilinear", "bicubic" or "nearest".
+
+        Returns:
+            (images, words): the images `[n, rows, cols]`, and the n words.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If it was observed otherwise, or an argument doesn't fit.
+            NoSuchLayer: If a layer had no cross-attention.
+        """
+        if self.words is None:
+            raise ValueError('word_images needs a recording of observe(model, keep="words").')
+        recorded = self.words.sums
+        if not recorded:
+            raise ValueError("No cross-attention between a picture and a text was recorded.")
+        names = list(recorded)
+        if layers is not None:
+            chosen: dict[str, None] = {}
+            for layer in [layers] if isinstance(layers, str) else list(layers):
+                if not isinstance(layer, str):
+                    raise TypeError(f"Expected layers to be paths, got {kind(layer)}.")
+                found = paths_within(layer, names)
+                if not found:
+                    raise NoSuchLayer(f"No layer {layer!r} was recorded{close_matches(layer, names)}.")
+                chosen |= dict.fromkeys(found)
+            if not chosen:
+                raise ValueError("Expected layers to be paths (None for all), got none.")
+            names = list(chosen)
+        return self.words.images(tokens, names, batch, grid, interpolation)
 
     # -- alignment ---------------------------------------------------------------------------------
 
@@ -417,6 +477,8 @@ class Recording(Mapping[Any, Any]):
             ValueError: If a mask can't be saved, such as a `Rule`.
             OSError: If the file can't be written.
         """
+        if self.words is not None:
+            raise ValueError('A recording of keep="words" has no maps to save. Save recording.word_images().')
         entries = [
             storage.Entry(name, n, call.stored())
             for name, calls in self._calls.items()
@@ -430,6 +492,11 @@ class Recording(Mapping[Any, Any]):
             + (f", the last of {len(calls)} calls; all: .calls({n})" if len(calls) > 1 else "")
             for n, (name, calls) in enumerate(self._calls.items())
         ]
+        if self.words is not None:
+            lines += [
+                f"{n:>4}  {name}: [b, s, rows, cols] = {list(x.shape)} of {self.words.steps[name]} steps"
+                for n, (name, x) in enumerate(self.words.sums.items())
+            ]
         missed = [f"   -  {name}: not recorded, a softmax of {list(x)}" for name, x in self.missed.items()]
         size = f"layers: {len(lines)}, {amount(self.nbytes)}" if lines else "nothing recorded yet"
         return "\n".join([f"Recording({size})", *lines, *missed])
