@@ -244,8 +244,8 @@ def align(
             raise TypeError(f"Expected tokens to be a list of strings, got {kind(tokens)}.")
         if len(tokens) != t:
             raise ValueError(
-                f"Expected tokens to be labels of all {t} queries, got {len(tokens)}. A decoder gets the "
-                "tokens up to the one before the last that it generates."
+                f"Expected tokens to be labels of all {t} queries, got {len(tokens)}. Label each "
+                "query with the token that it predicts, ids[1:]."
             )
         tokens = _take(tokens, rows)
     (path,) = Warp(maps, rows, cols, settings, pooled=True).paths()

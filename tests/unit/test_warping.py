@@ -1,4 +1,4 @@
-"""Dynamic time warping: the path of least cost by a loop over all cells, blocks and ties; the median filter."""
+"""Dynamic time warping: the path of least cost by a loop over all cells; blocks, ties; the median filter."""
 
 from __future__ import annotations
 

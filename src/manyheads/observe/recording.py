@@ -210,7 +210,10 @@ class Recording(Mapping[Any, Any]):
             raise ValueError('word_images needs a recording of observe(model, keep="words").')
         recorded = self.words.sums
         if not recorded:
-            raise ValueError("No cross-attention between a picture and a text was recorded.")
+            raise ValueError(
+                "No cross-attention between a picture and a text was recorded. If the picture's size isn't "
+                'known, as the model gets a sequence, pass it: observe(..., keep={"words": (rows, cols)}).'
+            )
         names = list(recorded)
         if layers is not None:
             chosen: dict[str, None] = {}
@@ -254,9 +257,10 @@ class Recording(Mapping[Any, Any]):
         Args:
             heads: Pairs (layer, head). A layer is a path or a unique part of it, or its number among the
                 cross-attention layers, as in Whisper's `alignment_heads`. Default: `find_alignment_heads()`.
-            tokens: The labels of all queries, the tokens that the decoder read: strings, or a
-                `TokenizedText`, which knows the words.
-            queries: The queries to align, such as `slice(4, None)` after a prompt of 4 tokens. Default: all.
+            tokens: The labels of all queries, strings or a `TokenizedText`, which knows the words. For word
+                times, label each query with the token that it predicts: those of `ids[1:]`.
+            queries: The queries to align, such as `slice(3, None)`: the last of a prompt of 4 tokens, which
+                predicts the first word, and those after it. Default: all.
             keys: The keys to align, such as `slice(0, 500)` for the first 10 s of Whisper. Default: all that
                 aren't masked.
             batch: The sequence. Required if there is more than one.

@@ -123,6 +123,8 @@ class WordMaps:
         size = self.grid or self._size
         if t != s or size is None or SELF.search(path) or _find_grid(size, t):
             return None
+        if is_cross is False and processor == "NoneType":
+            return None
         if processor not in JOINT:
             raise ValueError(
                 f"{path} has {t} queries and as many keys, which aren't the places of a picture of "
@@ -147,8 +149,8 @@ class WordMaps:
         grid = _find_grid(size, t)
         if grid is None:
             raise ValueError(
-                f"{path} has {t} queries, which aren't the places of a picture of {size[0]} × {size[1]}, or "
-                'of a coarser grid. Name layers=, or pass the size: observe(..., keep={"words": (rows, cols)}).'
+                f"{path} has {t} queries, which aren't the places of a picture of {size[0]} × {size[1]} or a "
+                'coarser one. Name layers=, or pass the size: observe(..., keep={"words": (rows, cols)}).'
             )
         return grid
 
