@@ -1,6 +1,6 @@
 """Train two small encoder-decoders, and draw the pictures of alignments in the documentation.
 
-    python scripts/make_alignment_pictures.py --out docs/guides
+    python scripts/make_alignment_pictures.py --out docs
 
 A Whisper hears words of noise: each word has a spectrum of its own, and lasts 0.1 to 0.4 s. A Marian model
 translates English numbers to German ones, which name the ones before the tens. Both take about two minutes.

@@ -76,6 +76,7 @@ def test_times_of_a_generation_are_those_of_transformers(options: dict[str, Any]
     assert len(theirs) == len(found.queries) + 1  # the last token isn't read by the decoder
 
 
+@pytest.mark.full
 def test_a_generation_with_beams_raises() -> None:
     model = whisper(20)
     with observe(model) as recording, torch.no_grad():
