@@ -499,6 +499,11 @@ class Warp:
                 mean = sum(w.sum(0, keepdim=True) for w in filtered) / sum(heads)
                 filtered = [mean]  # type: ignore[list-item]
             np.negative(torch.cat(filtered).double().numpy(), out=costs[:, part])
+        if not np.isfinite(costs).all():
+            raise ValueError(
+                "Expected finite weights to align, got NaN: q or k has NaN or infinite numbers, as after an "
+                "overflow."
+            )
         return costs
 
     def _filtered(self, number: int, part: slice, keys: slice, at: Tensor) -> Tensor:

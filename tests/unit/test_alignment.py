@@ -296,3 +296,12 @@ def test_heads_of_layers_of_different_lengths() -> None:
         ValueError, match=r"as many queries and keys, got \[t, s\] of \[2, 50\] and \[2, 60\]"
     ):
         recording.align([(0, 0), (1, 0)])
+
+
+def test_weights_that_arent_finite_raise() -> None:
+    scores = planted([0, 20], 50)
+    scores[0, 0, 1, 7] = torch.nan
+    with pytest.raises(ValueError, match="Expected finite weights to align, got NaN"):
+        recording_of(scores).align([(0, 0)])
+    with pytest.raises(ValueError, match="Expected finite weights to align, got NaN"):
+        recording_of(scores).find_alignment_heads()

@@ -159,7 +159,7 @@ class Recorder:
                 self.ran = True
                 intercept.enter(self, path)
                 if self.recording.words is not None:
-                    self.recording.words.enter(path, module, (*args, *kwargs.values()))
+                    self.recording.words.enter(path, module, args, kwargs)
 
         def end(running: nn.Module, args: Any, out: Any) -> None:
             intercept.leave(self, path)

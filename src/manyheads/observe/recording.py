@@ -379,7 +379,7 @@ class Recording(Mapping[Any, Any]):
 
     def _resolve_heads(self, heads: Any) -> dict[str, list[int]]:
         """Return the chosen heads by the path of their layer, checked."""
-        pairs = heads.tolist() if isinstance(heads, Tensor) else heads
+        pairs = heads.tolist() if hasattr(heads, "tolist") else heads  # a tensor or an array
         if isinstance(pairs, str) or not isinstance(pairs, Sequence):
             raise TypeError(f"Expected heads to be pairs (layer, head), got {kind(heads)}.")
         if not pairs:

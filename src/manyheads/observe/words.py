@@ -61,11 +61,13 @@ class WordMaps:
 
     # -- while the model runs ----------------------------------------------------------------------
 
-    def enter(self, path: str, module: nn.Module, inputs: Sequence[Any]) -> None:
+    def enter(self, path: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the size of the picture that a module gets, if it is the outermost that gets one."""
         if self._owner is not None:
             return
-        picture = next((x for x in inputs if isinstance(x, Tensor) and x.dim() == 4), None)
+        named = (kwargs.get("sample"), kwargs.get("hidden_states"))  # in diffusers; other inputs may be masks
+        inputs = (x for x in (*named, *args, *kwargs.values()) if isinstance(x, Tensor))
+        picture = next((x for x in inputs if x.dim() == 4 and x.is_floating_point()), None)
         if picture is not None:
             patch = getattr(getattr(module, "config", None), "patch_size", None)
             self._owner, self._size = path, (int(picture.shape[2]), int(picture.shape[3]))
