@@ -79,7 +79,7 @@ def train(model: torch.nn.Module, batches, steps: int, rate: float) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps)
     for step in range(steps):
         inputs, tokens = next(batches)
-        loss = model(inputs, decoder_input_ids=tokens[:, :-1], labels=tokens[:, 1:]).loss
+        loss = model(inputs, decoder_input_ids=tokens[:, :-1], labels=tokens[:, 1:].contiguous()).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

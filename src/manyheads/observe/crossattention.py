@@ -38,12 +38,10 @@ def is_cross(name: str, calls: Calls) -> bool:
     """
     if not all(_has_no_band(call) for call in calls[name]):
         return False
-    *parents, last = name.split(".")
-    if any(map(CROSS.search, (*parents, last))):
-        return True
-    if any(map(SELF.search, (*parents, last))):
-        return False
-    if ".".join((*parents, "self_attn")) in calls:  # a layer of nn.TransformerDecoder
+    named = read_name(name)
+    if named is not None:
+        return named
+    if ".".join((*name.split(".")[:-1], "self_attn")) in calls:  # a layer of nn.TransformerDecoder
         return True
     shapes = [call.shape for call in calls[name]]
     return any(t > 1 for _, _, t, _ in shapes) and all(t == 1 or t != s for _, _, t, s in shapes)
@@ -51,8 +49,18 @@ def is_cross(name: str, calls: Calls) -> bool:
 
 def is_self(name: str, calls: Calls) -> bool:
     """Return True for a layer that is certainly self-attention, judged by its mask and its path."""
-    has_band = not all(_has_no_band(call) for call in calls[name])
-    return has_band or (not CROSS.search(name) and bool(SELF.search(name)))
+    return not all(_has_no_band(call) for call in calls[name]) or read_name(name) is False
+
+
+def read_name(path: str) -> bool | None:
+    """Return True for a path of cross-attention, False for one of self-attention, None if it doesn't tell.
+
+    The last two names count: BERT's cross-attention is `crossattention.self`.
+    """
+    names = path.split(".")[-2:]
+    if any(map(CROSS.search, names)):
+        return True
+    return False if any(map(SELF.search, names)) else None
 
 
 def _has_no_band(call: Call) -> bool:

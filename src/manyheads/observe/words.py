@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyheads.maps import AttentionMap
-from manyheads.observe.crossattention import CROSS, SELF
+from manyheads.observe.crossattention import read_name
 from manyheads.shapes import kind, whole
 from manyheads.tokens import TokenizedText
 
@@ -120,10 +120,10 @@ class WordMaps:
         is_cross = getattr(module, "is_cross_attention", None)
         if is_cross is None and t != s:
             is_cross = True
-        if is_cross or (is_cross is None and CROSS.search(path)):
+        if is_cross or (is_cross is None and read_name(path)):
             return everything
         size = self.grid or self._size
-        if t != s or size is None or SELF.search(path) or _find_grid(size, t):
+        if t != s or size is None or read_name(path) is False or _find_grid(size, t):
             return None
         if is_cross is False and processor == "NoneType":
             return None

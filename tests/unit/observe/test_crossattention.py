@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyheads import observe
+from manyheads.observe.crossattention import read_name
 
 E, H = 16, 2
 
@@ -121,3 +122,22 @@ def test_a_recording_of_a_file_is_aligned_too(tmp_path) -> None:
     recording.save(tmp_path / "run.safetensors")
     opened = open_run(tmp_path / "run.safetensors")
     assert torch.equal(opened.align([(0, 0)]).path, recording.align([(0, 0)]).path)
+
+
+@pytest.mark.parametrize(
+    ("path", "cross"),
+    [
+        ("model.decoder.layers.0.encoder_attn", True),
+        ("model.encoder.layers.0.self_attn", False),
+        ("decoder.block.0.layer.1.EncDecAttention", True),
+        ("decoder.block.0.layer.0.SelfAttention", False),
+        ("bert.encoder.layer.0.crossattention.self", True),
+        ("cross_encoder.encoder.layer.0.attention.self", False),
+        ("down_blocks.0.attentions.0.transformer_blocks.0.attn2", True),
+        ("down_blocks.0.attentions.0.transformer_blocks.0.attn1", None),
+        ("h.0.attn", None),
+        ("", None),
+    ],
+)
+def test_paths_tell_cross_from_self_attention(path: str, cross: bool | None) -> None:
+    assert read_name(path) is cross
