@@ -123,22 +123,24 @@ class WordMaps:
         if is_cross or (is_cross is None and read_name(path)):
             return everything
         size = self.grid or self._size
-        if t != s or size is None or read_name(path) is False or _find_grid(size, t):
+        if t != s or size is None:
             return None
-        if is_cross is False and processor == "NoneType":
+        if processor in JOINT:
+            patch = 1 if self.grid else self._patch
+            places = (size[0] // patch) * (size[1] // patch)
+            if places >= t:  # of the picture alone
+                return None
+            if JOINT[processor]:
+                return slice(t - places, t), slice(0, t - places)
+            return slice(0, places), slice(places, t)
+        is_other = is_cross is False and processor == "NoneType"  # not of diffusers
+        if is_other or read_name(path) is False or _find_grid(size, t):
             return None
-        if processor not in JOINT:
-            raise ValueError(
-                f"{path} has {t} queries and as many keys, which aren't the places of a picture of "
-                f"{size[0]} × {size[1]}. If text and picture are one sequence there, their order isn't known "
-                f"for {processor}. Name other layers=."
-            )
-        places = size[0] * size[1] if self.grid else (size[0] // self._patch) * (size[1] // self._patch)
-        if places >= t:
-            return None
-        if JOINT[processor]:
-            return slice(t - places, t), slice(0, t - places)
-        return slice(0, places), slice(places, t)
+        raise ValueError(
+            f"{path} has {t} queries and as many keys, which aren't the places of a picture of {size[0]} × "
+            f"{size[1]}. If text and picture are one sequence there, their order isn't known for "
+            f"{processor}: name other layers=."
+        )
 
     def _locate(self, path: str, t: int) -> tuple[int, int]:
         """Return the rows and columns of t queries."""
