@@ -6,6 +6,7 @@ python scripts/make_alignment_pictures.py --out docs
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ def draw_words(out: Path) -> None:
     words = ["the", "train", "left", "the", "station", "on", "time", "and", "nobody", "saw", "it"]
     starts = [0, 15, 40, 80, 95, 140, 160, 200, 215, 260, 290, 320]
     scores = torch.randn(1, 4, len(words), starts[-1], generator=torch.Generator().manual_seed(0))
-    for n, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+    for n, (start, stop) in enumerate(pairwise(starts)):
         scores[0, 1:3, n, start:stop] += 6.0
     tokens = manyheads.TokenizedText(tuple(" " * (n > 0) + word for n, word in enumerate(words)))
     found = recording_of(scores).align(tokens=tokens, seconds=0.02)
